@@ -48,7 +48,7 @@ test: $(READY)  ## run the tests
 
 # Each run of the tests is a process of its own, as instructions are chosen once in each.
 test-isa: $(READY)  ## run the tests once for each set of instructions that the CPU has (an hour)
-	@$(TEST_ENV) $(BIN)/python tests/each_isa.py -n $(JOBS) --dist loadfile $(ARGS)
+	@$(TEST_ENV) $(BIN)/python tests/helpers/instruction_sets.py -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(READY)  ## check style and likely mistakes
 	@$(BIN)/ruff check .

@@ -62,16 +62,16 @@ def drawn(count: int) -> Iterator[tuple[str, dict[str, Any]]]:
 def tiny_ones(folder: Path, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """What tiny models of each family are asked for."""
     sys.path.insert(0, str(TESTS))
-    import tiny
-    import tiny_inpaint
-    import tiny_pipelines
-    import tiny_step
-    import tiny_svd
+    from helpers.tiny_checkpoints import inpaint as tiny_inpaint
+    from helpers.tiny_checkpoints import opensora as tiny_opensora
+    from helpers.tiny_checkpoints import pipelines as tiny_pipelines
+    from helpers.tiny_checkpoints import stepvideo as tiny_stepvideo
+    from helpers.tiny_checkpoints import svd as tiny_svd
 
     picture = np.random.default_rng(0).integers(0, 255, (32, 32, 3), np.uint8)
     asked: dict[str, tuple[Any, dict[str, Any]]] = {
         "opensora": (
-            tiny.opensora_1_2, {"prompt": "a red circle", "size": "32x32", "num_frames": 5}
+            tiny_opensora.opensora_1_2, {"prompt": "a red circle", "size": "32x32", "num_frames": 5}
         ),
         "svd": (tiny_svd.svd, {"image": picture, "size": "32x32", "num_frames": 2}),
         "inpaint": (
@@ -79,7 +79,7 @@ def tiny_ones(folder: Path, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
             {"prompt": "a red ball", "image": picture, "mask": "8,8,24,24", "control": "canny"},
         ),
         "stepvideo": (
-            tiny_step.stepvideo, {"prompt": "a red circle", "size": "16x16", "num_frames": 1}
+            tiny_stepvideo.stepvideo, {"prompt": "a red circle", "size": "16x16", "num_frames": 1}
         ),
     }  # fmt: skip
     for name in PIPELINES:

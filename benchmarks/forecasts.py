@@ -80,7 +80,6 @@ def measured(case: str) -> dict[str, float]:
     """Forecast and measurement of one case, in bytes and seconds."""
     import torch
 
-    import small_models
     from everyframe.core.facts import DeviceFacts
     from everyframe.core.plan import Precision
     from everyframe.hardware import throughput as rates_module
@@ -88,6 +87,7 @@ def measured(case: str) -> dict[str, float]:
     from everyframe.ops.attention import by_kernel
     from everyframe.planning.dry_runs import call_seconds, dry_run, heaviest
     from everyframe.precision.strict_float32 import strict_float32
+    from helpers import config_only_models
 
     torch.set_num_threads(NUM_THREADS)
     # The rates of the plan are seconds on the wall; on a busy machine those of a trial of some
@@ -95,8 +95,8 @@ def measured(case: str) -> dict[str, float]:
     rates_module.time = types.SimpleNamespace(perf_counter=time.process_time)
     family, stage, height, width, num_frames, sizes = CASES[case]
     name, _, version = family.partition("-")
-    model = getattr(small_models, name)(*filter(None, [version]), **sizes)
-    settings = small_models.settings(height, width, num_frames)
+    model = getattr(config_only_models, name)(*filter(None, [version]), **sizes)
+    settings = config_only_models.settings(height, width, num_frames)
     rehearsal = next(each for each in model.rehearsals(settings) if each.stage == stage)
     cpu = DeviceFacts("here", "cpu", None, 1 << 40, 1 << 40)
     run = dry_run(rehearsal, Precision("float32", "float32"), cpu)

@@ -35,8 +35,8 @@ from versions import versions_of
 
 from everyframe.hardware import machine_facts
 from everyframe.hardware.cpu import processor_flags, processor_name
-from fuzz_cases import KINDS, Inputs, case_of, names
-from fuzz_runner import run, warm_up
+from helpers.fuzz_cases import KINDS, Inputs, case_of, names
+from helpers.fuzz_runner import run, warm_up
 
 RESULTS = Path(__file__).parent / "results"
 

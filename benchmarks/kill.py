@@ -5,7 +5,7 @@
     python benchmarks/kill.py --tiny wan   # a tiny random pipeline, gone on with by replay
     python benchmarks/kill.py --name 1.2 model=FOLDER num_frames=3 size=16x16  # another model
 
-`--tiny` takes the models of `tests/tiny_pipelines.py`, and ``opensora-1.2`` of `tests/tiny.py`.
+`--tiny` takes the models of `tests/helpers/tiny_checkpoints/`.
 
 Each run is a process of its own that is ended by SIGKILL: two times out of three at a random moment
 after a random event, in whatever it does then (loading, text, a step, decoding), and the third time
@@ -159,13 +159,13 @@ def resume(root: Path, place: Path, options: dict[str, Any], moment: Moment | No
 def tiny_options(name: str, folder: Path) -> dict[str, Any]:
     """What a tiny model of that name is asked for, which is made in `folder`."""
     sys.path.insert(0, str(TESTS))
-    import tiny
-    import tiny_pipelines
+    from helpers.tiny_checkpoints import opensora as tiny_opensora
+    from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
     names = ("opensora-1.2", *tiny_pipelines.TINY)
     if name not in names:
         sys.exit(f"--tiny is one of {', '.join(names)}, got {name!r}")
-    make = tiny.opensora_1_2 if name == names[0] else tiny_pipelines.TINY[name]
+    make = tiny_opensora.opensora_1_2 if name == names[0] else tiny_pipelines.TINY[name]
     if forked(make, folder) != 0:
         sys.exit(f"{name} could not be made")
     its_own = {**OPTIONS, "num_inference_steps": 3, "chain": 1}

@@ -34,7 +34,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import two_workers
 
-import small_models
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Settings
 from everyframe.families.registry import family_names
@@ -43,6 +42,7 @@ from everyframe.parallel.communicator import FakeCommunicator, ParallelContext
 from everyframe.planning.dry_runs import call_seconds, dry_run
 from everyframe.precision.policy import choose
 from everyframe.runtime.interface import ShardableSpec, VideoGroup
+from helpers import config_only_models
 
 RESULTS = Path(__file__).parent / "results"
 NUMBERS = range(1, 9)
@@ -78,7 +78,7 @@ def opensora(version: str) -> Callable[[int | None], Any]:
     from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 
     def made(blocks: int | None) -> Any:
-        model = small_models.opensora(version)
+        model = config_only_models.opensora(version)
         denoiser: Any = STDiTConfig() if version == "1.0" else STDiT3Config()
         vae: Any = ImageVAEConfig() if version == "1.0" else VideoVAEConfig()
         sizes = OpenSoraBuilder(replace(denoiser, depth=blocks or denoiser.depth), vae, _T5_XXL)
@@ -96,7 +96,7 @@ def stepvideo(blocks: int | None) -> Any:
     denoiser = StepVideoConfig()
     denoiser = replace(denoiser, num_layers=blocks or denoiser.num_layers)
     sizes = StepVideoBuilder(denoiser, StepLLMConfig(), HUNYUAN_CLIP, StepVAEConfig())
-    model = small_models.stepvideo()
+    model = config_only_models.stepvideo()
     return replace(model, sizes=sizes, facts=replace(model.facts, vae=sizes.vae))
 
 
@@ -122,12 +122,14 @@ def svd(blocks: int | None) -> Any:
     from everyframe.families.svd.components import SVDBuilder
     from everyframe.families.svd.config import RELEASED, SVDConfig
 
-    return replace(small_models.svd(), sizes=SVDBuilder(SVDConfig.from_json("released", RELEASED)))
+    return replace(
+        config_only_models.svd(), sizes=SVDBuilder(SVDConfig.from_json("released", RELEASED))
+    )
 
 
 def cases() -> dict[str, Case]:
     """Cases of every family whose videos several devices can share, in each of its ways."""
-    sized = small_models.settings
+    sized = config_only_models.settings
     known = {
         "Open-Sora 1.0, 16 frames of 512x512": Case(
             "opensora", opensora("1.0"), sized(512, 512, 16, guidance=7.0), 28, 1152,

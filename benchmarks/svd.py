@@ -26,7 +26,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -167,7 +167,7 @@ def theirs(
     with torch.device(device):
         model = fill(UNetSpatioTemporalConditionModel(**sizes.config))
     wanted = getattr(torch, dtype)
-    model.to(wanted)
+    model.to(device, wanted)  # a blending factor is made on the CPU, whatever device is asked
 
     def call(model: nn.Module, given: Inputs) -> Tensor:
         x, picture, told = (each.to(wanted) for each in (given.x, given.picture, given.told))
@@ -183,6 +183,7 @@ def ours(
     """Ours in that precision, with its context made."""
     with torch.device(given.x.device):
         model = fill(unet.build(sizes.config))
+    model.to(given.x.device)
     cast_hooks.add_cast_hooks(model, precision, ("conv_out",))
     context = model.context(given.picture, given.told, sizes.frames)
 
@@ -415,7 +416,9 @@ def arguments() -> argparse.Namespace:
     for name, default in (("frames", 14), ("side", 32), ("rounds", 5), ("pipeline-side", 128)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--device", default="cpu", help="cpu, or a card such as cuda")
-    parser.add_argument("--released", action="store_true", help="the released model's sizes")
+    parser.add_argument(
+        "--released", action="store_true", help="the released model's widths and tokens"
+    )
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--busy", action="store_true", help="one thread, processor time")
     parser.add_argument("--no-page", action="store_true", help="print only")
@@ -426,11 +429,9 @@ def main() -> None:
     asked = arguments()
     device = pick_device(machine_facts(asked.device), asked.device)
     torch.set_num_threads(1 if asked.busy else machine_facts("cpu").num_cores)
-    sizes = (
-        Sizes(**RELEASED)
-        if asked.released
-        else Sizes(tuple(asked.widths), asked.frames, asked.side)
-    )
+    sizes = Sizes(tuple(asked.widths), asked.frames, asked.side)
+    if asked.released:
+        sizes = replace(RELEASED, frames=asked.frames)
     with torch.no_grad():
         found = measure_forward(sizes, asked.rounds, device, not asked.no_compile)
         whole = measure_pipeline(asked.pipeline_side, asked.frames, 5, asked.rounds, device)

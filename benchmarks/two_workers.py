@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from versions import versions_of
 
-import tiny
 from everyframe.hardware import machine_facts
+from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 SIZES = {"hidden_size": 288, "depth": 4, "num_heads": 8}
 RUN = ["a red circle moves to the right", "--size", "256x256", "--num-frames", "51", "--seed", "7",
@@ -37,7 +37,7 @@ APART = "two videos, a worker each"
 def page(turns: int) -> str:
     """The result page of so many turns."""
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(tiny.opensora_1_2(Path(folder, "model"), **SIZES), turns)
+        found = measure(tiny_opensora.opensora_1_2(Path(folder, "model"), **SIZES), turns)
     facts = machine_facts("cpu")
     versions = versions_of(facts)
     lines = [

@@ -8,14 +8,15 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 
-import processors
+from everyframe.core.events import Event
 from everyframe.hardware import throughput
+from helpers import fake_cpus
 
 # These must be set before anything imports torch or the hub's client. Child processes inherit them.
 _CACHE = tempfile.TemporaryDirectory(prefix="everyframe-tests-")
@@ -27,7 +28,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 os.environ["EVERYFRAME_CACHE"] = str(Path(_CACHE.name, "everyframe"))
 # A worker process would import torch for each of the commands that the tests give; those of
-# `engine/test_workers.py` have one.
+# `end_to_end/test_workers.py` have one.
 os.environ["EVERYFRAME_IN_PROCESS"] = "1"
 os.environ["EVERYFRAME_RUNS"] = str(Path(_CACHE.name, "runs"))
 # A plan that is shown tries what it will spend its time on, for most of a second where the model is
@@ -41,17 +42,21 @@ PRELOAD = [
     "everyframe.dry_run.executor", "everyframe.families.opensora.stages",
     "everyframe.families.svd.unet",
 ]  # fmt: skip
+# Some of them ask torch for cards as they are imported, after which no process that is forked from
+# theirs may use one. Where there are cards, such processes begin as users' do: with torch alone.
+if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists():
+    PRELOAD = ["torch"]
 forkserver.set_forkserver_preload(PRELOAD)
 forkserver.set_forkserver_preload = lambda modules: None
 
 
 #: The files that take longest, which are begun first: else one worker has one of them at the end.
 LONG = (
-    "recipes/test_shipped.py", "test_docs.py", "engine/test_memory.py",
-    "families/inpaint/test_stages.py", "diffusers_pipelines/test_pipelines.py",
-    "families/svd/test_single_file.py", "families/svd/test_stages.py", "engine/test_workers.py",
-    "engine/test_replan_moving.py", "engine/test_distributed.py", "golden/test_check.py",
-    "engine/test_killed.py",
+    "recipes/test_shipped.py", "test_docs.py", "end_to_end/test_peak_memory.py",
+    "families/inpaint/test_stages.py", "end_to_end/test_pipelines.py",
+    "families/svd/test_single_file.py", "families/svd/test_stages.py", "end_to_end/test_workers.py",
+    "engine/test_replan_distributed.py", "engine/test_distributed.py", "golden/test_check.py",
+    "end_to_end/test_killed_runs.py",
 )  # fmt: skip
 
 
@@ -62,14 +67,14 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     config.option.loadscopereorder = False
     if config.getoption("--cpu"):
-        processors.plant(config.getoption("--cpu"), Path(_CACHE.name, "proc"))
+        fake_cpus.plant(config.getoption("--cpu"), Path(_CACHE.name, "proc"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--slow`` runs the tests marked slow as well, ``--cpu`` all by another CPU's flags."""
     parser.addoption("--slow", action="store_true", help="run tests marked slow as well")
     parser.addoption(
-        "--cpu", choices=sorted(processors.FLAGS), help="flags of a CPU that plans go by"
+        "--cpu", choices=sorted(fake_cpus.FLAGS), help="flags of a CPU that plans go by"
     )
 
 
@@ -97,6 +102,31 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available() or torch.backends.mps.is_available()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny Open-Sora 1.2 that no test changes."""
+    from helpers.tiny_checkpoints import opensora
+
+    return str(opensora.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The tiny checkpoint of that name in `families.NAMES`, written once; no test changes it."""
+    from helpers.tiny_checkpoints import families
+
+    root = tmp_path_factory.mktemp("models")
+    return lambda name: families.made(name, root)
+
+
+@pytest.fixture(scope="module")
+def whole(model: str, tmp_path_factory: pytest.TempPathFactory) -> list[Event]:
+    """An unbroken run of `model`, to compare with runs that were interrupted."""
+    from helpers.interrupted_runs import OPEN_SORA, begun
+
+    return list(begun(tmp_path_factory.mktemp("runs"), model=model, **OPEN_SORA))
 
 
 @pytest.fixture(autouse=True, scope="module")

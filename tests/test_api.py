@@ -13,17 +13,17 @@ import pytest
 import torch
 
 import everyframe
-import tiny
 from everyframe.core.errors import InputError, NumericsError
 from everyframe.core.events import Planned
 from everyframe.families.opensora.vae import VideoVAE
+from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps": 2, "fps": 12}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny")
+    return tiny_opensora.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")

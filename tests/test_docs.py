@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from docs_blocks import COMMANDS, Block, Reader, blocks_of, environment, plain_programs
+from helpers.docs_blocks import COMMANDS, Block, Reader, blocks_of, environment, plain_programs
 
 ROOT = Path(__file__).parent.parent
 PAGES = [

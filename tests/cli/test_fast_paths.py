@@ -7,14 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import tiny
 from everyframe.cli.main import main
 from everyframe.fast_paths.toolchain import why_not
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 @pytest.fixture(autouse=True)

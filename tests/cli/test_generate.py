@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cli.fake import NUM_STEPS, FakeEngine
 from everyframe.cli.main import main
 from everyframe.core.errors import NumericsError, WorkerDiedError
 from everyframe.media.read import read_video
 from everyframe.media.record import read_record
+from helpers.fake_engine import NUM_STEPS, FakeEngine
 
 
 @pytest.fixture(autouse=True)

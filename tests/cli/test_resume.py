@@ -11,15 +11,9 @@ from pathlib import Path
 
 import pytest
 
-import tiny
-from engine.test_resume import cut
 from everyframe.cli.main import main
 from everyframe.runs.folder import all_runs
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
+from helpers.interrupted_runs import cut
 
 
 def test_list_forget_and_go_on(

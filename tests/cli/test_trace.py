@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import everyframe
-import tiny
-import traced
 from everyframe.cli.main import main
 from everyframe.numerics.trace import file
+from helpers import traced_modules
+from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 
 @pytest.fixture(autouse=True)
@@ -24,16 +24,16 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """right.trace, narrow.trace in bfloat16, wrong.trace with a planted fault, large.trace."""
-    folder, net = tmp_path_factory.mktemp("traces"), traced.net()
+    folder, net = tmp_path_factory.mktemp("traces"), traced_modules.net()
     runs = {
         "right": (net, 40),
         "narrow": (copy.deepcopy(net).bfloat16(), 40),
-        "wrong": (traced.planted(net, 1), 40),
+        "wrong": (traced_modules.planted(net, 1), 40),
         "large": (net, 50),
     }
     for name, (module, tokens) in runs.items():
         with everyframe.trace(module, folder / f"{name}.trace"):
-            traced.sample(module, tokens=tokens, steps=2)
+            traced_modules.sample(module, tokens=tokens, steps=2)
     return folder
 
 
@@ -103,7 +103,7 @@ def test_unknown_words(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_run_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = tiny.opensora_1_2(tmp_path / "tiny")
+    model = tiny_opensora.opensora_1_2(tmp_path / "tiny")
     words = f"trace record circle --model {model} --size 32x32 --num-frames 5 --steps 1 --seed 1"
     words += " --device cpu --full denoiser.final_layer"
     assert main(words.split()) == 2

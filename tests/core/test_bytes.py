@@ -1,7 +1,8 @@
 """Forecasts of memory against bytes: what is counted on tensors without numbers is what is taken.
 
 The same calls are made for real, while the bytes of live storages are counted; both must agree to
-the byte but for the host's copies. Against the memory of whole processes: `test_measured.py`.
+the byte but for the host's copies. `planning/test_forecast_measured.py` compares with whole
+processes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-import small_models
 from everyframe.core.bytes import PROCESS_BYTES, fits, format_bytes, without_processes
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
@@ -20,6 +20,7 @@ from everyframe.dry_run import executor as rehearsing
 from everyframe.dry_run import meta_device
 from everyframe.hardware.profiles import find_profile
 from everyframe.planning.dry_runs import dry_run
+from helpers import config_only_models
 
 CARD = find_profile("cuda-sm90").machine().devices[0]
 WIDE = Precision("float32", "float32")
@@ -56,8 +57,8 @@ def counted(model: Any, settings: Any, stage: str, monkeypatch: pytest.MonkeyPat
 def test_what_is_counted_without_numbers_is_what_lives_with_them(
     family: str, stage: str, size: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = small_models.all_models()[family]
-    settings = small_models.settings(*size)
+    model = config_only_models.all_models()[family]
+    settings = config_only_models.settings(*size)
     rehearsal = next(each for each in model.rehearsals(settings) if each.stage == stage)
     forecast = dry_run(rehearsal, WIDE, CARD).found.working_bytes
     # Kernels on meta and on a CPU take composed operations apart at other places here and there.
@@ -65,10 +66,10 @@ def test_what_is_counted_without_numbers_is_what_lives_with_them(
 
 
 def test_more_of_everything_needs_more() -> None:
-    model = small_models.svd()
+    model = config_only_models.svd()
 
     def need(**changes: Any) -> int:
-        settings = replace(small_models.settings(64, 64, 4), **changes)
+        settings = replace(config_only_models.settings(64, 64, 4), **changes)
         denoise = model.rehearsals(settings)[2]
         return dry_run(denoise, WIDE, CARD).found.working_bytes
 

@@ -14,9 +14,9 @@ from diffusers.utils import torch_utils
 from torch import Tensor
 
 import everyframe
-import tiny_families
 from everyframe.diffusers_pipelines import stage
 from everyframe.diffusers_pipelines.call import float32_noise
+from helpers.tiny_checkpoints import families as tiny_families
 
 HALVES = [torch.bfloat16, torch.float16]
 #: The last of 17 are drawn again by torch, in the dtype that is asked for.

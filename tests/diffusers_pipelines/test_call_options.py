@@ -18,14 +18,15 @@ from diffusers.models.unets.unet_2d_blocks import UNetMidBlock2D
 from torch import nn
 
 import everyframe
-from diffusers_pipelines.test_pipelines import state_of
+from end_to_end.test_pipelines import state_of
 from everyframe.cli.main import main
 from everyframe.core.errors import InputError
 from everyframe.core.events import Note, RunSaved, Step, VideoDone
-from scarce import TOO_LITTLE, before_calls
-from tiny_pipelines import CALLS, SHORT, TINY, loaded, ltx_parts, wan
-from tiny_videos import CASES
-from tiny_videos.cases import as_python
+from helpers.out_of_memory import TOO_LITTLE, before_calls
+from helpers.tiny_checkpoints.diffusers import CASES
+from helpers.tiny_checkpoints.diffusers.cases import as_python
+from helpers.tiny_checkpoints.pipeline_components import ltx_parts
+from helpers.tiny_checkpoints.pipelines import CALLS, SHORT, TINY, loaded, wan
 
 #: What diffusers is called with.
 ASKED: dict[str, Any] = {

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-import tiny_pipelines
 from everyframe.core.request import Request
 from everyframe.diffusers_pipelines.cfg_detection import (
     CfgBranches,
@@ -23,6 +22,7 @@ from everyframe.diffusers_pipelines.cfg_detection import (
 )
 from everyframe.diffusers_pipelines.lazy_tensor import LazyTensor
 from everyframe.planning.find_model import find_model
+from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
 
 class Denoiser(nn.Module):

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import everyframe
-import tiny_pipelines
 from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Plan, Precision
 from everyframe.diffusers_pipelines import dry_run
@@ -28,7 +27,8 @@ from everyframe.planning.component_certificates import Certificates
 from everyframe.planning.resolve import PreparedPlan, prepare
 from everyframe.precision import cast_hooks
 from everyframe.runtime.interface import JointDryRunCall
-from planned import frames_of, unchanged, with_components
+from helpers.plans import frames_of, unchanged, with_components
+from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
 SMALL: dict[str, Any] = {
     "prompt": "a fox", "num_inference_steps": 2, "seed": 1, "device": "cpu",

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 import everyframe
 from everyframe.core.events import Note, RunSaved, Step
 from everyframe.diffusers_pipelines.global_generators import GlobalGenerators, is_same
-from tiny_pipelines import SHORT, ltx_parts, made
-from tiny_videos import ltx as tiny_ltx
+from helpers.tiny_checkpoints.diffusers import ltx as tiny_ltx
+from helpers.tiny_checkpoints.pipeline_components import ltx_parts, made
+from helpers.tiny_checkpoints.pipelines import SHORT
 
 ASKED: dict[str, Any] = {
     "prompt": "a fox", "height": 32, "width": 32, "num_frames": 9, "num_inference_steps": 2, **SHORT

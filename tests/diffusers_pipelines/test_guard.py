@@ -18,10 +18,10 @@ import pytest
 import torch
 
 import everyframe
-import tiny_pipelines
 from everyframe.core.errors import NumericsError
 from everyframe.core.events import Event, Note, Repaired
-from guarded_pipes import hooked, planted, state_of
+from helpers.guard_pipelines import hooked, planted, state_of
+from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
 ASKED: dict[str, Any] = {"prompt": "a fox", "num_inference_steps": 2, "seed": 1}
 

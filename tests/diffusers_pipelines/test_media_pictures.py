@@ -21,7 +21,7 @@ from everyframe.diffusers_pipelines.media import (
     size_in,
 )
 from everyframe.diffusers_pipelines.signature import CallSignature, declared
-from tiny_videos.cases import Clip, Still, picture, written
+from helpers.tiny_checkpoints.diffusers.cases import Clip, Still, picture, written
 
 SETTINGS = Settings(
     prompt="a fox", negative_prompt=None, height=16, width=24, num_frames=3, fps=8,

@@ -1,6 +1,7 @@
 """An encoder's answers as they come to other ranks: the same kind, the same bits.
 
-Whole runs among ranks are in `test_among_ranks.py`; here one process is both, by a tape between.
+Whole runs among ranks are in `end_to_end/test_pipelines_distributed.py`; here one process is both,
+by a tape between.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import tiny_pipelines
 from everyframe.core.errors import CannotRunError
 from everyframe.diffusers_pipelines.checkpoint import ComponentFolder
 from everyframe.diffusers_pipelines.module_calls import EncodeOnLeadRank, encoders, without_weights
 from everyframe.parallel.communicator import FakeCommunicator
+from helpers.tiny_checkpoints.pipeline_components import t5
 
 
 class Taped(FakeCommunicator):
@@ -53,7 +54,7 @@ def both(module: nn.Module, *args: Any, other: nn.Module | None = None, **kwargs
 
 
 def test_an_encoder_without_weights_answers_as_the_first_ranks(tmp_path: Path) -> None:
-    encoder = tiny_pipelines.t5()
+    encoder = t5()
     encoder.save_pretrained(tmp_path)
     part = ComponentFolder("text_encoder", "transformers", type(encoder).__name__, tmp_path)
     empty = without_weights(part, torch.bfloat16)

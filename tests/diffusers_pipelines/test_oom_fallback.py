@@ -17,7 +17,6 @@ from diffusers.models.unets.unet_2d_blocks import UNetMidBlock2D
 from torch import nn
 
 import everyframe
-import tiny_pipelines
 from everyframe.core.errors import CannotRunError
 from everyframe.core.events import Event, Repaired, Step, VideoDone
 from everyframe.core.plan import ComponentPlan, Precision, Settings
@@ -27,9 +26,10 @@ from everyframe.diffusers_pipelines.signature import CallSignature, of_class
 from everyframe.engine.run import stream
 from everyframe.runs.run_state import SaveOptions
 from everyframe.runtime.interface import MemorySaving
-from frames import frames_of
-from guarded_nets import Net, inputs, plan
-from scarce import TOO_LITTLE, before_calls
+from helpers.events import frames_of
+from helpers.guard_modules import Net, inputs, plan
+from helpers.out_of_memory import TOO_LITTLE, before_calls
+from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
 ASKED: dict[str, Any] = {
     "prompt": "a fox", "num_inference_steps": 2, "seed": 1, **tiny_pipelines.CALLS["wan"],

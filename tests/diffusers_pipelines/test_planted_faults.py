@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 import everyframe
-import tiny_pipelines
 from everyframe.core.errors import NumericsError
 from everyframe.core.events import Event, Note, Repaired
 from everyframe.runtime.guard import Guard
-from guarded_pipes import hooked, planted, state_of
+from helpers.guard_pipelines import hooked, planted, state_of
+from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
 T5 = "text_encoder.encoder.block.0.layer.1.DenseReluDense.wo"
 #: A layer of the text encoder, of the denoiser and of the decoder; what the first gives is used.
@@ -54,7 +54,7 @@ PIPELINES = [
     pytest.param(name, marks=() if name in ("wan", "hunyuan") else pytest.mark.slow)
     for name in PLACES
 ]
-#: Rounding of what is left in float16, as in `test_guarded.py`.
+#: Rounding of what is left in float16, as in `test_guard.py`.
 CLOSE = 0.05
 
 Planted = Callable[[Any, str], Any]

@@ -23,9 +23,16 @@ from everyframe.diffusers_pipelines.token_splits import CUTS
 from everyframe.parallel import ring_attention
 from everyframe.parallel.communicator import Communicator, FakeCommunicator, SingleRank
 from everyframe.parallel.head_partition import ATTENDING
-from on_ranks import RELATIVE, answered, worst
-from ranks import Group, group_of
-from tiny_transformers import model_of, of_cogvideox, of_hunyuan, of_ltx, of_wan, randn
+from helpers.rank_pool import Group, group_of
+from helpers.sharded_calls import RELATIVE, answered, worst
+from helpers.tiny_checkpoints.transformers import (
+    model_of,
+    of_cogvideox,
+    of_hunyuan,
+    of_ltx,
+    of_wan,
+    randn,
+)
 
 #: The model, and what it is called with: odd numbers of frames, rows, columns and tokens.
 CASES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 import everyframe
-import tiny_pipelines
 from everyframe.core.errors import CheckpointError, EveryframeError, InputError
 from everyframe.core.events import Step
 from everyframe.core.request import Request
@@ -25,6 +24,7 @@ from everyframe.engine.worker_process import WorkerJob
 from everyframe.runs.atomic_write import read_json, write_json
 from everyframe.runs.folder import all_runs
 from everyframe.runs.run_state import EVERY_STEP, SaveOptions
+from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
 SMALL: dict[str, Any] = {
     "prompt": "a fox", "num_inference_steps": 1, "seed": 1,

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-import planted_faults
 from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.doctor import diagnose as diagnosing
 from everyframe.doctor.checks import LOOKS
@@ -21,14 +20,22 @@ from everyframe.doctor.run_probes import devices_to_probe, probe
 from everyframe.hardware import facts
 from everyframe.hardware.isolation import ProcessResult, run_isolated
 from everyframe.hardware.known_issues import known_issues
+from helpers import crashing_functions
 
 CPU = DeviceFacts("a processor", "cpu", None, 1 << 34, 1 << 34, has_fast_bf16=True)
 CARD = DeviceFacts("a card", "cuda", 0, 1 << 34, 1 << 34, (9, 0))
 
 
 def planted(name: str, seconds: float = 120.0, **more: Any) -> Probe:
-    """A probe that does what the function of that name in `planted_faults` does."""
-    return Probe("planted", "a planted probe", f"planted_faults:{name}", seconds, "do this", **more)
+    """A probe that does what the function of that name in `crashing_functions` does."""
+    return Probe(
+        "planted",
+        "a planted probe",
+        f"helpers.crashing_functions:{name}",
+        seconds,
+        "do this",
+        **more,
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,7 +62,7 @@ def test_a_fault_is_trouble_with_its_name(name: str, seconds: float, text: str) 
 def test_a_broken_card_is_not_blamed_on_software(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither where torch is asked for devices, nor where a probe loses one."""
     said = "CUDA error: uncorrectable ECC error encountered"
-    monkeypatch.setattr(facts, "_as_plain", planted_faults.lose_a_card)
+    monkeypatch.setattr(facts, "_as_plain", crashing_functions.lose_a_card)
     (check,) = diagnose(["devices"]).checks
     (finding,) = check.findings
     assert finding.says.endswith(f", cuda:0 was lost before it was used ({said})")
@@ -84,7 +91,9 @@ def test_an_error_that_is_known_brings_its_cause_and_remedy() -> None:
 
 
 def test_a_death_as_on_h20_brings_the_cublas_that_mends_it() -> None:
-    item = Probe("linear", "linear layers", "planted_faults:divide_by_zero", 120.0, "do this")
+    item = Probe(
+        "linear", "linear layers", "helpers.crashing_functions:divide_by_zero", 120.0, "do this"
+    )
     (finding,) = probe(item, [CARD]).findings
     assert "cuda:0: linear layers: the probe died of SIGFPE" in finding.says
     assert finding.issue == "h20-cublas121-sigfpe"
@@ -99,7 +108,14 @@ def test_the_doctor_goes_on_after_all_of_them(monkeypatch: pytest.MonkeyPatch) -
     """Dead, hanging and nonsensical probes together: each told, the last line says how many."""
     names = ("divide_by_zero", "give_nonsense", "hang", "be_well")
     plants = tuple(
-        Probe(name, name, f"planted_faults:{name}", 3.0, "do this", is_optional=name == "hang")
+        Probe(
+            name,
+            name,
+            f"helpers.crashing_functions:{name}",
+            3.0,
+            "do this",
+            is_optional=name == "hang",
+        )
         for name in names
     )
     monkeypatch.setattr(diagnosing, "PROBES", plants)
@@ -213,7 +229,9 @@ def test_a_torch_that_ends_the_process_is_named_by_its_signal(tmp_path: Path) ->
 
 def test_numbers_that_json_can_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("lie_beyond_measure", "measure_nothing_known")
-    plants = [Probe(name, name, f"planted_faults:{name}", 120.0, "do this") for name in names]
+    plants = [
+        Probe(name, name, f"helpers.crashing_functions:{name}", 120.0, "do this") for name in names
+    ]
     monkeypatch.setattr(diagnosing, "PROBES", plants)
     report = diagnose(names)
     assert [check.mark for check in report.checks] == ["trouble", "broke"]

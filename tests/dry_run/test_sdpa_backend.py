@@ -93,3 +93,13 @@ def test_a_cards_rules_by_its_age(
 ) -> None:
     q = torch.zeros(1, 2, 5, head, dtype=dtype)
     assert is_fused(SdpaCall(q, q, q), find_profile(profile).machine().devices[0]) is expected
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_queries_that_share_a_key_are_for_flash_attention_alone(
+    dtype: torch.dtype, expected: bool
+) -> None:
+    """Seen on an H100: torch computes them in float32 without a fused kernel."""
+    q, k = torch.zeros(1, 4, 5, 8, dtype=dtype), torch.zeros(1, 2, 5, 8, dtype=dtype)
+    card = find_profile("cuda-sm90").machine().devices[0]
+    assert is_fused(SdpaCall(q, k, k, enable_gqa=True), card) is expected

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-import tiny
 from everyframe.core.events import Repaired, StageStarted, VideoDone
 from everyframe.core.parallel_plan import ParallelPlan
 from everyframe.core.plan import ComponentPlan
@@ -26,9 +25,10 @@ from everyframe.parallel.communicator import Communicator
 from everyframe.runs.run_state import SaveOptions
 from everyframe.runtime import stages as stages_module
 from everyframe.samplers import noise
-from frames import frames_by_seed
-from ranks import Group, RankError, group_of
-from scarce import TOO_LITTLE
+from helpers.events import frames_by_seed
+from helpers.out_of_memory import TOO_LITTLE
+from helpers.rank_pool import Group, RankError, group_of
+from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 PROMPT = "a red circle moves to the right"
 #: Two pieces, and latents (6, 3, 5) that the patch of 2 does not divide.
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> str:
-    return str(tiny.opensora_1_2(folder / "tiny-1.2"))
+    return str(tiny_opensora.opensora_1_2(folder / "tiny-1.2"))
 
 
 def request(model: str, **options: Any) -> Request:
@@ -135,7 +135,7 @@ def test_a_given_picture_a_chain_and_a_negative_prompt(ranks: Group, model: str)
 
 @pytest.mark.slow
 def test_open_sora_1_0(ranks: Group, folder: Path) -> None:
-    model = str(tiny.opensora_1_0(folder / "tiny-1.0"))
+    model = str(tiny_opensora.opensora_1_0(folder / "tiny-1.0"))
     options = {"height": 32, "width": 48, "num_frames": 5}
     check_close(together(ranks.run(3, run, model, options)), alone(model, **options))
 

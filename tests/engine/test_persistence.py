@@ -18,9 +18,7 @@ from PIL import Image
 from torch.nn.modules.module import register_module_forward_hook
 
 import everyframe
-import tiny_pipelines
-from engine.test_out_of_memory import no_room
-from engine.test_resume import OPEN_SORA, PICTURE, begun, broken_off, cut, same, videos
+from end_to_end.test_out_of_memory import no_room
 from everyframe.core.errors import CannotRunError, InputError, MediaError, RunLockedError
 from everyframe.core.events import Event, Note, Step, VideoDone
 from everyframe.core.plan import Repair
@@ -30,7 +28,9 @@ from everyframe.hardware.facts import machine_facts
 from everyframe.runs import atomic_write
 from everyframe.runs.folder import RunFolder, all_runs, find_run, list_runs, new_run
 from everyframe.runs.replay_log import FileReplayLog
-from frames import steps
+from helpers.events import steps
+from helpers.interrupted_runs import OPEN_SORA, PICTURE, begun, broken_off, cut, same, videos
+from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
 PIPELINE: dict[str, Any] = {
     "prompt": "a red circle", "seed": 1, "num_inference_steps": 4, "guidance_scale": 5.0,

@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 
 import everyframe
-import tiny
 from everyframe.core.errors import InputError
 from everyframe.engine.file_identity import file_identities, find_files
 from everyframe.engine.provenance import (
@@ -24,13 +23,14 @@ from everyframe.engine.provenance import (
     threads_to_repeat,
 )
 from everyframe.media.output_path import RECORD_SCHEMA
+from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 17, "num_inference_steps": 2, "seed": 5}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.opensora_1_2(tmp_path_factory.mktemp("secret-folder") / "tiny")
+    return tiny_opensora.opensora_1_2(tmp_path_factory.mktemp("secret-folder") / "tiny")
 
 
 def record_of(model: Path, **options: Any) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import everyframe
-import tiny
 from everyframe.cli.main import main
 from everyframe.core.errors import InputError, NumericsError
 from everyframe.core.events import Event, Note, Repaired, RunSaved, StageStarted
@@ -31,7 +30,8 @@ from everyframe.runs.folder import RunFolder
 from everyframe.runs.run_state import SaveOptions
 from everyframe.runtime.guard import Guard
 from everyframe.runtime.loading import notify_loaded
-from guarded_nets import Net, halved, inputs, plan, scaled
+from helpers.guard_modules import Net, halved, inputs, plan, scaled
+from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 RECORD: dict[str, Any] = {
     "settings": {"prompt": "a <b>red</b> circle", "seed": 3, "negative_prompt": None},
@@ -132,7 +132,7 @@ def test_a_resumed_run_has_a_page_beside_that_of_its_first_part(tmp_path: Path) 
 
 def test_a_run_that_is_gone_on_with_is_reported(tmp_path: Path) -> None:
     """Broken off before the part in which something has to be repaired."""
-    folder = tiny.opensora_1_2(tmp_path / "model")
+    folder = tiny_opensora.opensora_1_2(tmp_path / "model")
     tensors = load_file(folder / "vae/model.safetensors")
     weight = tensors["spatial_vae.module.decoder.conv_in.weight"]
     weight.mul_(6e4 / weight.abs().max())
@@ -185,7 +185,7 @@ def test_a_report_goes_into_a_folder(tmp_path: Path) -> None:
 def test_the_command_line_writes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tiny.opensora_1_2(tmp_path / "model")
+    folder = tiny_opensora.opensora_1_2(tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     tensors["spatial_blocks.1.mlp.fc2.weight"].view(-1)[5] = torch.nan
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -2,64 +2,58 @@
 
 Here a run is broken off by letting go of its events, which leaves the folder as a kill does: the
 state is written at every step, and nothing is written on the way out.
-`test_killed.py` kills processes.
+`end_to_end/test_killed_runs.py` kills processes.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import everyframe
-import tiny
-import tiny_inpaint
-import tiny_step
-import tiny_svd
-from everyframe.core.events import Event, FramesDecoded, RunSaved, Step, VideoDone
-from everyframe.engine import resume, run
-from everyframe.runs.folder import RunFolder, all_runs
-from everyframe.runs.run_state import EVERY_STEP, SaveOptions
+from everyframe.core.events import RunSaved, Step
+from everyframe.engine import resume
+from everyframe.runs.folder import all_runs
+from helpers.interrupted_runs import OPEN_SORA, PICTURE, STEPS, begun, broken_off, same
+from helpers.tiny_checkpoints import inpaint as tiny_inpaint
+from helpers.tiny_checkpoints import opensora as tiny_opensora
+from helpers.tiny_checkpoints import stepvideo as tiny_stepvideo
+from helpers.tiny_checkpoints import svd as tiny_svd
 
-STEPS = 3
-PICTURE = np.random.default_rng(0).integers(0, 255, (24, 24, 3), np.uint8)
-OPEN_SORA: dict[str, Any] = {
-    "prompt": "a red circle", "size": "16x16", "num_frames": 3, "num_inference_steps": STEPS,
-    "seed": 3,
-}  # fmt: skip
 INPAINT: dict[str, Any] = {
     "prompt": "a red ball", "num_inference_steps": 4, "seed": 3, "control": "canny",
     "mask": "4,4,20,20", "source": np.stack([PICTURE, PICTURE[::-1], PICTURE[:, ::-1]]),
     "frames_at_once": 2,
 }  # fmt: skip
 
+
 #: The cases of every run of the tests; the others are slow ones.
 FAST = ("opensora-1.2-chain", "svd", "inpaint-unipc")
 
+
 #: What is broken off: the maker of its model, and what is asked of it.
 CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
-    "opensora-1.2": (tiny.opensora_1_2, OPEN_SORA),
+    "opensora-1.2": (tiny_opensora.opensora_1_2, OPEN_SORA),
     "opensora-1.2-chain": (
-        tiny.opensora_1_2,
+        tiny_opensora.opensora_1_2,
         {**OPEN_SORA, "chain": 2, "num_videos": 2, "image": PICTURE, "edit_strength": 0.5},
     ),
-    "opensora-1.0": (tiny.opensora_1_0, {**OPEN_SORA, "num_videos": 2}),
+    "opensora-1.0": (tiny_opensora.opensora_1_0, {**OPEN_SORA, "num_videos": 2}),
     "svd": (
         tiny_svd.svd,
         {"image": PICTURE, "height": 32, "width": 32, "num_frames": 3, "seed": 3,
          "num_inference_steps": STEPS},
     ),
     "stepvideo": (
-        tiny_step.stepvideo,
+        tiny_stepvideo.stepvideo,
         {"prompt": "a red circle", "size": "16x16", "num_frames": 1, "num_videos": 2, "seed": 3,
          "num_inference_steps": STEPS},
     ),
     "stepvideo-int8": (
-        tiny_step.stepvideo,
+        tiny_stepvideo.stepvideo,
         {"prompt": "a red circle", "size": "16x16", "num_frames": 1, "seed": 3, "quantize": "int8",
          "num_inference_steps": STEPS},
     ),
@@ -76,53 +70,6 @@ def _scheduled(folder: Path, name: str) -> Path:
     made = tiny_inpaint.inpaint(folder, channels=4)
     tiny_inpaint.with_scheduler(made, name)
     return made
-
-
-def begun(root: Path, **options: Any) -> Iterator[Event]:
-    return run.stream(everyframe.Request(**options), keep=SaveOptions(root, pace=EVERY_STEP))
-
-
-def videos(events: list[Event]) -> dict[int, np.ndarray[Any, Any]]:
-    seeds = {e.seed for e in events if isinstance(e, FramesDecoded)}
-    return {
-        seed: np.concatenate(
-            [e.frames for e in events if isinstance(e, FramesDecoded) and e.seed == seed]
-        )
-        for seed in seeds
-    }
-
-
-def same(events: list[Event], others: list[Event]) -> None:
-    """The same videos, bit for bit, with the same records."""
-    mine, theirs = videos(events), videos(others)
-    assert mine.keys() == theirs.keys()
-    for seed, frames in mine.items():
-        np.testing.assert_array_equal(frames, theirs[seed])
-    records = [[e.record for e in each if isinstance(e, VideoDone)] for each in (events, others)]
-    assert records[0] == records[1]
-
-
-def broken_off(events: Iterator[Event], number: int) -> RunFolder:
-    """The folder of a run that ended before the event of that number."""
-    name = None
-    for event in itertools.islice(events, number):
-        name = event.path if isinstance(event, RunSaved) else name
-    events.close()  # type: ignore[attr-defined]
-    assert name is not None
-    return RunFolder(Path(name))
-
-
-def cut(model: str, root: Path, **options: Any) -> RunFolder:
-    """A run that was broken off in the middle of denoising."""
-    stream = begun(root, model=model, **{**OPEN_SORA, **options})
-    folder = None
-    for event in stream:
-        folder = RunFolder(Path(event.path)) if isinstance(event, RunSaved) else folder
-        if isinstance(event, Step) and (event.stage, event.step) == ("denoise", 2):
-            break
-    stream.close()  # type: ignore[attr-defined]
-    assert folder is not None
-    return folder
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 
 import everyframe
-import tiny
 from everyframe.core.errors import InputError, MediaError
 from everyframe.core.events import (
     FramesDecoded,
@@ -27,14 +26,15 @@ from everyframe.engine import request_inputs as given_frames
 from everyframe.engine import run
 from everyframe.engine.provenance import make_record
 from everyframe.runtime import stages
-from frames import frames_by_seed
+from helpers.events import frames_by_seed
+from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps": 2}
 
 
 @pytest.fixture(scope="module")
 def model_1_0(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny.opensora_1_0(tmp_path_factory.mktemp("models") / "tiny"))
+    return str(tiny_opensora.opensora_1_0(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 def request(model: str, **options: Any) -> everyframe.Request:

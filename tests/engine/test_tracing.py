@@ -15,9 +15,6 @@ import torch
 from torch import nn
 
 import everyframe
-import tiny
-import tiny_pipelines
-import traced
 from everyframe.core.errors import InputError, NumericsError
 from everyframe.core.events import Event, FramesDecoded
 from everyframe.core.request import Request
@@ -25,6 +22,9 @@ from everyframe.engine import tracing
 from everyframe.engine.run import stream
 from everyframe.numerics.trace import file
 from everyframe.runtime.loading import on_component_loaded
+from helpers import traced_modules
+from helpers.tiny_checkpoints import opensora as tiny_opensora
+from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
 CORE = "denoiser.spatial_blocks.1.attn.core"
 ASKED: dict[str, Any] = {
@@ -35,7 +35,7 @@ ASKED: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny")
+    return tiny_opensora.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny")
 
 
 def request(model: Path, **more: Any) -> Request:
@@ -61,7 +61,7 @@ def planting(component: str, module: nn.Module) -> None:
     """Puts a half-precision sum into one attention of the denoiser, as another card may have."""
     if component == "denoiser":
         inner = module.get_submodule(CORE.removeprefix("denoiser.").removesuffix(".core"))
-        inner.core = traced.HalfAccumulating()
+        inner.core = traced_modules.HalfAccumulating()
 
 
 @pytest.fixture(scope="module")
@@ -166,11 +166,11 @@ def test_modules_that_are_not_there(model: Path, tmp_path: Path, name: str, told
 
 
 def test_a_foreign_module(tmp_path: Path) -> None:
-    net = traced.net()
+    net = traced_modules.net()
     core = "model.blocks.2.attn.core"
-    for module, name in ((net, "a"), (traced.planted(net, 2), "b")):
+    for module, name in ((net, "a"), (traced_modules.planted(net, 2), "b")):
         with everyframe.trace(module, tmp_path / name, full=[core]):
-            traced.sample(module)
+            traced_modules.sample(module)
     assert not any(part._forward_hooks for part in net.modules())
     verdict = everyframe.trace_diff(tmp_path / "a", tmp_path / "b", net)
     assert verdict.place is not None
@@ -186,12 +186,12 @@ def test_growth_alone_is_passed_over(tmp_path: Path) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.sin(200 * x.float()).to(x.dtype)
 
-    net = traced.net()
+    net = traced_modules.net()
     net.blocks[1].attn.out = nn.Sequential(Steep(), net.blocks[1].attn.out)
     name = "model.blocks.1.attn.out.0"
     for module, path in ((net, "a"), (copy.deepcopy(net).half(), "b")):
         with everyframe.trace(module, tmp_path / path, full=[name]):
-            traced.sample(module, steps=1)
+            traced_modules.sample(module, steps=1)
     assert not tracing.diff(tmp_path / "a", tmp_path / "b").is_explained
     verdict = everyframe.trace_diff(tmp_path / "a", tmp_path / "b", net)
     assert verdict.is_explained
@@ -199,11 +199,11 @@ def test_growth_alone_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_blocks_that_raise_or_call_nothing(tmp_path: Path) -> None:
-    net = traced.net()
+    net = traced_modules.net()
 
     def fail() -> None:
         with everyframe.trace(net, tmp_path / "a.trace"):
-            traced.sample(net, steps=1)
+            traced_modules.sample(net, steps=1)
             raise RuntimeError("the third step")
 
     with pytest.raises(RuntimeError, match="the third step"):

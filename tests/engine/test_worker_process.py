@@ -17,7 +17,7 @@ from everyframe.engine.launcher import run_in_workers
 from everyframe.engine.worker_process import Worker, WorkerJob
 from everyframe.runs.atomic_write import write_json
 from everyframe.runs.folder import SCHEMA, RunFolder
-from planted_modules import plant
+from helpers.shadowing_modules import plant
 
 
 def test_a_module_in_the_current_folder_is_not_imported_by_a_worker(

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import planted_paths
 from everyframe.core.facts import DeviceFacts, OpShape
 from everyframe.core.plan import Precision
 from everyframe.fast_paths import certificates, trials
@@ -18,6 +17,7 @@ from everyframe.fast_paths.benchmark import run_comparisons
 from everyframe.fast_paths.certify import CertifyResult, certify
 from everyframe.fast_paths.registry import CATALOGUE
 from everyframe.fast_paths.target import CertificationTarget
+from helpers import fake_fast_paths
 
 #: Trials take some hundredths of a second each; a busy machine may take a hundred times as long.
 PATIENCE = 120.0
@@ -31,7 +31,7 @@ NAMES = ("crashes", "wrong", "nearly", "slow", "not_finite", "another_shape", "r
 def made(tmp_path_factory: pytest.TempPathFactory) -> CertifyResult:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EVERYFRAME_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return certify(SUBJECT, [planted_paths.planted(name) for name in NAMES], PATIENCE)
+        return certify(SUBJECT, [fake_fast_paths.planted(name) for name in NAMES], PATIENCE)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_hang_is_cut_off_and_what_comes_after_it_is_tried(
     tmp_path: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
-    paths = [planted_paths.planted("hangs"), planted_paths.planted("right")]
+    paths = [fake_fast_paths.planted("hangs"), fake_fast_paths.planted("right")]
     made = certify(SUBJECT, paths, 1.0, grace=0.5)
     assert made.certificates[0].reason == "did not end, 0 s after its time was over"
     # The time is up with the first.
@@ -80,7 +80,7 @@ def test_a_kernel_that_loses_the_device_alone_is_refused(
 ) -> None:
     """What comes after it is tried in another process, where the device is well again."""
     monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
-    made = certify(SUBJECT, [planted_paths.planted(n) for n in ("faulty", "right")], PATIENCE)
+    made = certify(SUBJECT, [fake_fast_paths.planted(n) for n in ("faulty", "right")], PATIENCE)
     assert [each.verdict for each in made.certificates] == ["refused", "certified"]
     assert made.certificates[0].reason == "CUDA error: an illegal memory access was encountered"
 
@@ -90,7 +90,7 @@ def test_no_path_is_refused_for_a_broken_card(
 ) -> None:
     monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
     names = ("on_a_broken_card", "right")
-    made = certify(SUBJECT, [planted_paths.planted(name) for name in names], PATIENCE)
+    made = certify(SUBJECT, [fake_fast_paths.planted(name) for name in names], PATIENCE)
     assert not made.certificates
     assert made.untried.keys() == set(names)
     assert "uncorrectable ECC" in made.untried["right"]

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import everyframe
-import tiny
 from everyframe.core.plan import Precision
 from everyframe.fast_paths import apply
 from everyframe.fast_paths.benchmark import ComparisonResult, relative_error, run_comparisons
@@ -26,11 +25,6 @@ from everyframe.planning.component_certificates import Certificates
 from everyframe.planning.resolve import prepare
 
 SIZES: dict[str, Any] = {"size": "32x16", "num_frames": 3, "num_inference_steps": 2, "seed": 5}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 @pytest.fixture(autouse=True)

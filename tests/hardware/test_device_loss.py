@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dying_device import ADVICE
 from everyframe.core.errors import CannotRunError, DeviceLostError, InputError
 from everyframe.core.request import Request
 from everyframe.hardware.device_loss import (
@@ -15,6 +14,7 @@ from everyframe.hardware.device_loss import (
     parse_device_loss,
     translate_device_loss,
 )
+from helpers.lost_device import ADVICE
 
 ACCELERATOR = torch.AcceleratorError
 

@@ -28,7 +28,6 @@ def test_the_cpu_is_always_there_and_last() -> None:
     facts = machine_facts()
     assert facts.devices[-1] is facts.cpu
     assert facts.cpu.torch_name == "cpu"
-    assert not facts.cpu.has_fast_fp16
 
 
 def test_numbers_agree_with_the_system() -> None:

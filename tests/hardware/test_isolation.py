@@ -12,29 +12,29 @@ from pathlib import Path
 
 import pytest
 
-import planted_faults
 from everyframe.hardware.isolation import run_isolated, signal_name
-from planted_modules import plant
+from helpers import crashing_functions
+from helpers.shadowing_modules import plant
 
 #: Starting the first process imports torch; a hang is cut off long after it could have ended.
 PATIENCE = 120.0
 
 
 def test_a_value_comes_back() -> None:
-    ended = run_isolated(planted_faults.answer, "a", "b", seconds=PATIENCE)
+    ended = run_isolated(crashing_functions.answer, "a", "b", seconds=PATIENCE)
     assert ended.is_well
     assert ended.value == ["a", "b"]
 
 
 def test_an_error_is_told_with_what_was_printed() -> None:
-    ended = run_isolated(planted_faults.raise_error, "two\nlines", seconds=PATIENCE)
+    ended = run_isolated(crashing_functions.raise_error, "two\nlines", seconds=PATIENCE)
     assert not ended.is_well
     assert ended.error == "RuntimeError: two lines"
     assert "Traceback" in ended.printed
 
 
 def test_what_cannot_be_sent_is_told() -> None:
-    ended = run_isolated(planted_faults.answer, "a", lambda: "b", seconds=PATIENCE)
+    ended = run_isolated(crashing_functions.answer, "a", lambda: "b", seconds=PATIENCE)
     assert not ended.is_well
     assert ended.error is not None
     assert "can't be sent to a process" in ended.error
@@ -43,9 +43,9 @@ def test_what_cannot_be_sent_is_told() -> None:
 @pytest.mark.parametrize(
     ("function", "name"),
     [
-        (planted_faults.divide_by_zero, "SIGFPE"),
-        (planted_faults.segfault, "SIGSEGV"),
-        (planted_faults.be_killed, "SIGKILL"),
+        (crashing_functions.divide_by_zero, "SIGFPE"),
+        (crashing_functions.segfault, "SIGSEGV"),
+        (crashing_functions.be_killed, "SIGKILL"),
     ],
 )
 def test_a_death_is_told_by_its_signal(function: object, name: str) -> None:
@@ -58,14 +58,14 @@ def test_a_death_is_told_by_its_signal(function: object, name: str) -> None:
 
 
 def test_leaving_the_interpreter_is_no_value() -> None:
-    ended = run_isolated(planted_faults.leave_the_interpreter, "cpu", seconds=PATIENCE)
+    ended = run_isolated(crashing_functions.leave_the_interpreter, "cpu", seconds=PATIENCE)
     assert ended.error == "ended with exit code 3"
 
 
 def test_a_hang_ends_at_its_limit() -> None:
-    run_isolated(planted_faults.answer, seconds=PATIENCE)  # so that torch is imported by now
+    run_isolated(crashing_functions.answer, seconds=PATIENCE)  # so that torch is imported by now
     began = time.monotonic()
-    ended = run_isolated(planted_faults.hang, "cpu", seconds=1.0)
+    ended = run_isolated(crashing_functions.hang, "cpu", seconds=1.0)
     assert ended.timed_out
     assert "did not end within 1 s" in str(ended)
     assert time.monotonic() - began < 30
@@ -74,9 +74,9 @@ def test_a_hang_ends_at_its_limit() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no process groups of this kind")
 def test_what_it_started_ends_with_it(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    run_isolated(planted_faults.answer, seconds=PATIENCE)  # so that torch is imported by now
+    run_isolated(crashing_functions.answer, seconds=PATIENCE)  # so that torch is imported by now
     for seconds in (2.0, 10.0, 50.0):  # enough for it to have started its own, however slow
-        ended = run_isolated(planted_faults.hang_with_a_child, str(pid_file), seconds=seconds)
+        ended = run_isolated(crashing_functions.hang_with_a_child, str(pid_file), seconds=seconds)
         assert ended.timed_out
         if pid_file.exists() and pid_file.read_text():
             break
@@ -98,7 +98,7 @@ def test_an_interruption_leaves_nothing_behind(tmp_path: Path) -> None:
         thread = threading.Thread(target=interrupt)
         thread.start()
         with pytest.raises(KeyboardInterrupt):
-            run_isolated(planted_faults.hang_with_a_child, str(pid_file), seconds=PATIENCE)
+            run_isolated(crashing_functions.hang_with_a_child, str(pid_file), seconds=PATIENCE)
         thread.join()
     finally:
         signal.signal(signal.SIGINT, before)

@@ -16,7 +16,7 @@ from torch import Tensor
 from everyframe.parallel.communicator import Communicator, FakeCommunicator
 from everyframe.parallel.redistribute import Redistribute
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
-from ranks import Group, in_every_size, ranks
+from helpers.rank_pool import Group, in_every_size, ranks
 
 __all__ = ["ranks"]
 

@@ -11,7 +11,6 @@ import pytest
 from torch import nn
 
 import everyframe
-import tiny
 from everyframe.core.facts import DeviceFacts, MachineFacts, OpShape, SoftwareFacts
 from everyframe.core.plan import Precision
 from everyframe.fast_paths.apply import applies_to
@@ -24,11 +23,6 @@ CPU = DeviceFacts("a processor", "cpu", None, 10**10, 10**10)
 
 
 SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps": 2, "seed": 5}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 class Run:

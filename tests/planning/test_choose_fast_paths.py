@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import everyframe
-import tiny
 from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.core.plan import Plan
@@ -20,14 +19,9 @@ from everyframe.planning import component_certificates
 from everyframe.planning import resolve as resolver
 from everyframe.planning.component_certificates import Certificates, MissingCertificates
 from everyframe.planning.resolve import PreparedPlan, prepare
-from planned import certificates_of
+from helpers.plans import certificates_of
 
 SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps": 2, "seed": 5}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import planted_paths
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
 from everyframe.fast_paths import certificates as certificate_store
@@ -15,6 +14,7 @@ from everyframe.fast_paths import certify as certifies
 from everyframe.fast_paths.certify import CertifyResult, certify
 from everyframe.fast_paths.target import CertificationTarget
 from everyframe.planning.component_certificates import AT_ONCE, IN_ALL, MissingCertificates, make
+from helpers import fake_fast_paths
 
 WHOLE = Precision("float32", "float32")
 CPU = DeviceFacts("a processor", "cpu", None, 10**9, 10**9)
@@ -38,7 +38,7 @@ def test_a_first_run_spends_no_more_than_its_seconds_on_all_parts(
         return made[-1]
 
     monkeypatch.setattr(certifies, "certify", certified)
-    right, long = (planted_paths.planted(name) for name in ("right", "long"))
+    right, long = (fake_fast_paths.planted(name) for name in ("right", "long"))
     missing = [
         MissingCertificates("a", WHOLE, (right, long)),
         MissingCertificates("b", WHOLE, (right,)),

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import small_models
 from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts, Throughput
 from everyframe.core.plan import ComponentPlan
@@ -18,9 +17,10 @@ from everyframe.planning.component_precision import QuantizationChoice, check_ef
 from everyframe.planning.dry_runs import stage_plan
 from everyframe.planning.memory_fit import FitResult, MemoryFit
 from everyframe.runtime.interface import ModelSpec
+from helpers import config_only_models
 
 GB = 10**9
-SETTINGS = small_models.settings(32, 32, 1, guidance=1.0)
+SETTINGS = config_only_models.settings(32, 32, 1, guidance=1.0)
 
 
 def device(profile: str, memory: int = 10 * GB) -> DeviceFacts:
@@ -31,7 +31,7 @@ def device(profile: str, memory: int = 10 * GB) -> DeviceFacts:
 @pytest.fixture(scope="module")
 def model() -> ModelSpec:
     """One whose denoiser is nearly all of it, and in it linear layers."""
-    found: ModelSpec = small_models.stepvideo(num_attention_heads=24, num_layers=4)
+    found: ModelSpec = config_only_models.stepvideo(num_attention_heads=24, num_layers=4)
     return found
 
 
@@ -92,7 +92,7 @@ ALL = [(profile, kind) for profile in profile_names() for kind in ("int8", "fp8"
 def test_they_run_dry_in_every_profile(profile: str, kind: str) -> None:
     """No arithmetic in eight bits is asked of a device: it is the wide dtype that multiplies."""
     parts = ComponentPlanner(
-        small_models.stepvideo(),
+        config_only_models.stepvideo(),
         device(profile),
         "auto",
         False,
@@ -134,7 +134,7 @@ def test_what_can_t_be_had_is_said() -> None:
     assert quantising_of(Request(prompt="a", quantize="int8"), mps).asked == "int8"
     with pytest.raises(InputError, match="int8 or fp8, and not in 'int7'"):
         quantising_of(Request(prompt="a", quantized={"denoiser": "int7"}), mps)
-    parts = ComponentPlanner(small_models.stepvideo(), mps, "auto", False, GB)
+    parts = ComponentPlanner(config_only_models.stepvideo(), mps, "auto", False, GB)
     whole = [parts.named("clip", SETTINGS).plan]
     with pytest.raises(InputError, match="quantize has no effect on Some Model"):
         check_effect(QuantizationChoice("int8"), "Some Model", whole)

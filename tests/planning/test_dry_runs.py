@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import small_models
 from everyframe.core.facts import DeviceFacts, OpShape, Throughput
 from everyframe.core.plan import Precision, Settings
 from everyframe.dry_run.result import Work
@@ -16,15 +15,16 @@ from everyframe.planning import dry_runs
 from everyframe.planning.dry_runs import DryRun, call_seconds, dry_run, heaviest
 from everyframe.precision.policy import choose
 from everyframe.runtime.interface import DryRunSpec
+from helpers import config_only_models
 
-MODELS = small_models.all_models()
+MODELS = config_only_models.all_models()
 SETTINGS = {
-    "opensora-1.0": small_models.settings(32, 32, 16),
-    "opensora-1.2": small_models.settings(64, 64, 17),
-    "svd": small_models.settings(64, 64, 4),
-    "inpaint-9": small_models.settings(64, 48, 4),
-    "inpaint-4": small_models.settings(56, 64, 4),
-    "stepvideo": small_models.settings(32, 48, 18),
+    "opensora-1.0": config_only_models.settings(32, 32, 16),
+    "opensora-1.2": config_only_models.settings(64, 64, 17),
+    "svd": config_only_models.settings(64, 64, 4),
+    "inpaint-9": config_only_models.settings(64, 48, 4),
+    "inpaint-4": config_only_models.settings(56, 64, 4),
+    "stepvideo": config_only_models.settings(32, 48, 18),
 }
 NARROW = {"float16", "bfloat16"}
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import small_models
 from everyframe.core.bytes import parse_bytes
 from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts
@@ -26,6 +25,7 @@ from everyframe.planning.dry_runs import DryRun, dry_run
 from everyframe.planning.memory_fit import FitResult, MemoryFit, within
 from everyframe.runtime import tiling
 from everyframe.runtime.interface import DryRunCall
+from helpers import config_only_models
 
 GB = 10**9
 CARD = find_profile("cuda-sm86").machine().devices[0]
@@ -45,7 +45,7 @@ def part(fitted: FitResult, name: str) -> Any:
 
 
 def test_where_there_is_room_nothing_is_saved() -> None:
-    fitted = fitting(small_models.svd(), CARD).fit(small_models.settings(64, 64, 4))
+    fitted = fitting(config_only_models.svd(), CARD).fit(config_only_models.settings(64, 64, 4))
     assert fitted.fits
     assert fitted.says == ()
     assert fitted.settings.savings == ()
@@ -56,7 +56,7 @@ def test_ranks_of_one_cpu_are_counted_by_part(stage: str | None) -> None:
     """By hand: what the first rank alone loads is there once, all else as often as there are
     ranks; also where parts share a stage, as those of a pipeline do.
     """
-    model, settings = small_models.svd(), small_models.settings(64, 64, 4)
+    model, settings = config_only_models.svd(), config_only_models.settings(64, 64, 4)
     assert model.led == ("image_encoder",)
     roomy = fitting(model, card(32 * GB, "cpu-fp32")).fit(settings)
     stages: dict[str, tuple[int, int]] = {}
@@ -92,7 +92,7 @@ def test_parts_that_share_a_stage_are_there_as_often_as_ranks_hold_them() -> Non
 
 
 def test_savings_come_one_after_the_other() -> None:
-    model, settings = small_models.svd(), small_models.settings(64, 64, 8)
+    model, settings = config_only_models.svd(), config_only_models.settings(64, 64, 8)
     roomy = fitting(model, CARD).fit(settings)
     unet, vae = part(roomy, "unet"), part(roomy, "vae")
     said = []
@@ -109,7 +109,7 @@ def test_savings_come_one_after_the_other() -> None:
     assert any("decoded" in line and "changes the picture" in line for line in said[1].says)
     assert all(fitted.fits for fitted in said)
     # What was asked for by name is not changed.
-    asked = small_models.svd(options=SVDOptions(decode_chunk_size=8))
+    asked = config_only_models.svd(options=SVDOptions(decode_chunk_size=8))
     kept = fitting(asked, card(int(vae.peak_bytes * 0.5 / 0.92))).fit(settings)
     assert not kept.fits
     assert kept.settings.option("decode_chunk_size") == 8
@@ -117,7 +117,7 @@ def test_savings_come_one_after_the_other() -> None:
 
 def test_a_picture_is_encoded_in_tiles_only_where_encoding_is_too_large() -> None:
     """Decoding takes more than encoding of the same size, so it is in tiles before."""
-    model, settings = small_models.svd(), small_models.settings(512, 512, 1)
+    model, settings = config_only_models.svd(), config_only_models.settings(512, 512, 1)
     whole = fitting(model, CARD)
     vae = whole.parts.named("vae", settings)
     encoding, decoding = (vae.in_stage(stage)[0] for stage in ("given frames", "decode"))
@@ -137,8 +137,8 @@ def test_a_picture_is_encoded_in_tiles_only_where_encoding_is_too_large() -> Non
 
 
 def test_weights_wait_on_the_host_where_nothing_else_helps() -> None:
-    model = small_models.opensora("1.2", hidden_size=512, num_heads=4, depth=4)
-    settings = small_models.settings(32, 32, 1, guidance=1.0)
+    model = config_only_models.opensora("1.2", hidden_size=512, num_heads=4, depth=4)
+    settings = config_only_models.settings(32, 32, 1, guidance=1.0)
     roomy = part(fitting(model, CARD).fit(settings), "denoiser")
     assert roomy.weight_bytes > 5 * roomy.working_bytes
     device = card(int(roomy.peak_bytes * 0.5 / 0.92))
@@ -162,9 +162,9 @@ def test_weights_wait_on_the_host_where_nothing_else_helps() -> None:
 
 
 def test_the_largest_that_fits_is_found_by_halving() -> None:
-    model, settings = small_models.svd(), small_models.settings(128, 128, 16)
+    model, settings = config_only_models.svd(), config_only_models.settings(128, 128, 16)
     options = SVDOptions(decode_chunk_size=16)
-    model = small_models.svd(options=options)
+    model = config_only_models.svd(options=options)
     need = max(each.peak_bytes for each in fitting(model, CARD).fit(settings).components)
     tight = fitting(model, card(need // 3))
     assert not tight.fit(settings).fits
@@ -188,7 +188,10 @@ def test_what_is_far_too_large_is_told_after_few_dry_runs(
 ) -> None:
     """What is needed says about where the largest is; more frames may need more than pixels."""
     options = SVDOptions(decode_chunk_size=64)
-    model, settings = small_models.svd(options=options), small_models.settings(2048, 2048, 64)
+    model, settings = (
+        config_only_models.svd(options=options),
+        config_only_models.settings(2048, 2048, 64),
+    )
     tight = fitting(model, card(10**8))
     tried: set[object] = set()
 
@@ -219,7 +222,7 @@ def test_weights_that_are_too_much_are_refused_without_a_search(
         return dry_run(rehearsal, *others)
 
     monkeypatch.setattr(component_precision, "dry_run", counted)
-    model, settings = small_models.svd(), small_models.settings(128, 128, 8)
+    model, settings = config_only_models.svd(), config_only_models.settings(128, 128, 8)
     host = find_profile("cpu-fp32").machine().cpu
     tight = fitting(model, replace(host, free_memory=10**5))
     assert not tight.fit(settings).fits
@@ -250,19 +253,19 @@ def test_what_is_no_amount(text: str) -> None:
 
 
 def released_svd() -> Any:
-    model = small_models.svd()
+    model = config_only_models.svd()
     return replace(model, sizes=SVDSizes(SVDConfig.from_json("released", RELEASED)))
 
 
 def released_opensora() -> Any:
-    model = small_models.opensora("1.2")
+    model = config_only_models.opensora("1.2")
     vae = VideoVAEConfig()
     sizes = OpenSoraBuilder(STDiT3Config(), vae, _T5_XXL)
     return replace(model, sizes=sizes, facts=replace(model.facts, vae=vae))
 
 
 def test_svd_fits_into_8_gb() -> None:
-    settings = small_models.settings(576, 1024, 14)
+    settings = config_only_models.settings(576, 1024, 14)
     fitted = fitting(released_svd(), card(8 * GB)).fit(settings)
     assert fitted.fits, fitted.says
     assert max(each.peak_bytes for each in fitted.components) < 8 * GB * 0.92
@@ -272,7 +275,7 @@ def test_svd_fits_into_8_gb() -> None:
 
 
 def test_opensora_1_2_at_360p_fits_into_8_gb() -> None:
-    settings = small_models.settings(360, 640, 51, guidance=7.0)
+    settings = config_only_models.settings(360, 640, 51, guidance=7.0)
     fitted = fitting(released_opensora(), card(8 * GB)).fit(settings)
     assert fitted.fits, fitted.says
     # T5 XXL alone has 9.5 GB of weights.
@@ -285,7 +288,7 @@ def test_opensora_1_2_at_360p_fits_into_8_gb() -> None:
 @pytest.mark.slow
 def test_exact_ways_come_before_tiles_which_are_taken_where_these_are_not_enough() -> None:
     """SVD at its released size: the decoder on 4 GB, and on 2.4 GB, which the UNet exceeds."""
-    model, settings = released_svd(), small_models.settings(576, 1024, 14)
+    model, settings = released_svd(), config_only_models.settings(576, 1024, 14)
 
     def vae(memory: int) -> tuple[Any, Any]:
         fitted = fitting(model, card(memory)).fit(settings)

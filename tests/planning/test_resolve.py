@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 
 import everyframe
-import tiny
 from everyframe.checkpoints import tensor_file
 from everyframe.core.errors import CannotRunError, CheckpointError, ExitCode, InputError
 from everyframe.core.facts import DeviceFacts, MachineFacts, Throughput
@@ -28,11 +27,6 @@ CPU = DeviceFacts("made-up processor", "cpu", None, 64 * 10**9, 64 * 10**9, rate
 CARD = DeviceFacts(
     "made-up card", "cuda", 0, 80 * 10**9, 80 * 10**9, (9, 0), True, True, rates=RATES
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 @pytest.fixture

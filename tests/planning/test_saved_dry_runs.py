@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import small_models
 from everyframe.checkpoints.cache_file import CacheFile
 from everyframe.core.plan import Precision
 from everyframe.dry_run import executor
@@ -18,11 +17,12 @@ from everyframe.hardware.profiles import find_profile
 from everyframe.planning import dry_runs
 from everyframe.planning.dry_runs import DryRun, dry_run
 from everyframe.runtime.interface import DryRunCall
+from helpers import config_only_models
 
-MODELS = small_models.all_models()
+MODELS = config_only_models.all_models()
 SETTINGS = {
-    "opensora-1.2": small_models.settings(64, 64, 17),
-    "svd": small_models.settings(64, 64, 4),
+    "opensora-1.2": config_only_models.settings(64, 64, 17),
+    "svd": config_only_models.settings(64, 64, 4),
 }
 PRECISION = Precision("bfloat16", "bfloat16")
 

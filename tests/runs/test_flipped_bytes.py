@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiny
-from engine.test_resume import OPEN_SORA, PICTURE, begun, broken_off, same
 from everyframe.core.errors import CorruptRunError, ExitCode
 from everyframe.core.events import Event, Note, Step
 from everyframe.engine import resume
@@ -22,6 +20,8 @@ from everyframe.runs.atomic_write import read_json
 from everyframe.runs.folder import RunFolder
 from everyframe.runs.replay_log import FileReplayLog
 from everyframe.runs.tensor_store import TensorStore
+from helpers.interrupted_runs import OPEN_SORA, PICTURE, begun, broken_off, same
+from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 #: Regions of a file of tensors in which a byte is changed.
 _REGIONS = 24
@@ -31,7 +31,7 @@ _REGIONS = 24
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, list[Event]]:
     """A run that was broken off in its second clip, and the events of the same run unbroken."""
     place = tmp_path_factory.mktemp("flipped")
-    options = {**OPEN_SORA, "model": str(tiny.opensora_1_2(place / "model")), "chain": 2,
+    options = {**OPEN_SORA, "model": str(tiny_opensora.opensora_1_2(place / "model")), "chain": 2,
                "image": PICTURE, "edit_strength": 0.5}  # fmt: skip
     whole = list(begun(place / "whole", **options))
     steps = [number for number, e in enumerate(whole) if isinstance(e, Step)]

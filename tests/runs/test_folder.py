@@ -12,18 +12,11 @@ from typing import Any
 
 import pytest
 
-from engine.test_resume import OPEN_SORA, begun, same
 from everyframe.core.errors import InputError, RunLockedError
 from everyframe.core.events import Event, Note
 from everyframe.engine import resume
 from everyframe.runs.folder import RunFolder, all_runs, find_run, list_runs, new_run
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    import tiny
-
-    return str(tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
+from helpers.interrupted_runs import OPEN_SORA, begun, same
 
 
 def no_locks(*_: Any) -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-import tiny
-from engine.test_resume import OPEN_SORA, begun
 from everyframe.cli.main import main
 from everyframe.core.errors import InputError
 from everyframe.core.events import Note
 from everyframe.runs import retention
 from everyframe.runs.folder import RunFolder, all_runs, new_run
 from everyframe.runs.retention import remove_old_runs
+from helpers.interrupted_runs import OPEN_SORA, begun
+from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 DAY = 86_400.0
 
@@ -71,7 +71,7 @@ def test_a_new_run_tells_what_it_removes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old, young = make_run(tmp_path / "runs", 100, 2_000_000), make_run(tmp_path / "runs", 2)
-    options = {**OPEN_SORA, "model": str(tiny.opensora_1_2(tmp_path / "model"))}
+    options = {**OPEN_SORA, "model": str(tiny_opensora.opensora_1_2(tmp_path / "model"))}
     events = list(begun(tmp_path / "runs", **options))
     (note,) = [e.text for e in events if isinstance(e, Note) and "is removed" in e.text]
     assert old.name in note

@@ -19,7 +19,7 @@ PLACE = Path(__file__).parents[2] / "benchmarks" / "guard.py"
 
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+def guard_benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(PLACE.parent)  # as where it is run as a script
     spec = importlib.util.spec_from_file_location("guard_benchmark", PLACE)
     assert spec is not None
@@ -29,19 +29,19 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def test_every_look_is_counted(benchmark: Any) -> None:
+def test_every_look_is_counted(guard_benchmark: Any) -> None:
     """Whoever takes it: looks are counted once more where all of them come together."""
     request = everyframe.Request(
-        prompt=benchmark.PROMPT, device="cpu", dtype="fp32", seed=1, num_inference_steps=3
+        prompt=guard_benchmark.PROMPT, device="cpu", dtype="fp32", seed=1, num_inference_steps=3
     )
-    events = list(benchmark.engine.stream(request, keep=SaveOptions(None)))
+    events = list(guard_benchmark.engine.stream(request, keep=SaveOptions(None)))
     assert len([event for event in events if isinstance(event, Step)]) > 3
-    owners = {owner for owner, name in benchmark.looks_of() if name == "value_range"}
+    owners = {owner for owner, name in guard_benchmark.looks_of() if name == "value_range"}
     assert owners >= {guard, stages}
     count = 0
     looks = {name: getattr(tensor_stats, name) for name in ("value_range", "blank_frames")}
     code = {function.__code__ for function in looks.values()} | {
-        benchmark.engine._check_finite.__code__
+        guard_benchmark.engine._check_finite.__code__
     }
 
     def profile(frame: Any, event: str, _: Any) -> None:
@@ -50,7 +50,7 @@ def test_every_look_is_counted(benchmark: Any) -> None:
 
     sys.setprofile(profile)
     try:
-        _, _, counted = benchmark.one_run(request)
+        _, _, counted = guard_benchmark.one_run(request)
     finally:
         sys.setprofile(None)
     assert counted == count >= 10

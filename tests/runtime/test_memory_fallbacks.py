@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-import small_models
 from everyframe.core.plan import Settings
 from everyframe.runtime import tiling
 from everyframe.runtime.interface import MemorySaving
 from everyframe.runtime.memory_fallbacks import memory_fallbacks
+from helpers import config_only_models
 
 
 def savings(component: str, settings: Settings) -> Iterator[MemorySaving]:
@@ -24,7 +24,7 @@ def savings(component: str, settings: Settings) -> Iterator[MemorySaving]:
 
 
 def test_what_shows_comes_last_for_all_components() -> None:
-    settings = small_models.settings()
+    settings = config_only_models.settings()
     done = list(memory_fallbacks(["unet", "net"], settings, savings, may_wait=True))
     assert [(way.component, way.says[:5]) for way in done] == [
         ("unet", "halve"), ("unet", "one b"), ("net", "halve"), ("net", "one b"),
@@ -37,7 +37,7 @@ def test_what_shows_comes_last_for_all_components() -> None:
 
 
 def test_weights_wait_only_where_they_may_and_nothing_is_done_twice() -> None:
-    settings = small_models.settings().with_saving("unet_at_once", 1)
+    settings = config_only_models.settings().with_saving("unet_at_once", 1)
     done = list(memory_fallbacks(["unet"], settings, savings, may_wait=False))
     assert not any(way.offload for way in done)
     # The family offers what is done already as well, by whoever planned it.
@@ -47,13 +47,13 @@ def test_weights_wait_only_where_they_may_and_nothing_is_done_twice() -> None:
 
 
 def test_a_family_offers_nothing_less_than_what_is_done() -> None:
-    svd = small_models.svd()
-    tiled = small_models.settings(512, 512, 4, options={"decode_chunk_size": 1})
+    svd = config_only_models.svd()
+    tiled = config_only_models.settings(512, 512, 4, options={"decode_chunk_size": 1})
     tiled = tiled.with_saving("decode_tile", 32)
     found = [each for each in svd.savings("vae", tiled) if each.stage == "decode"]
     assert [each.settings.saving("decode_tile", 0) for each in found] == [16]
-    opensora = small_models.opensora("1.2")
-    fewer = small_models.settings(32, 32, 17).with_saving("vae_frames", 2)
+    opensora = config_only_models.opensora("1.2")
+    fewer = config_only_models.settings(32, 32, 17).with_saving("vae_frames", 2)
     found = list(opensora.savings("vae", fewer))
     assert [each.settings.saving("vae_frames", 0) for each in found] == [1]
 
@@ -67,7 +67,7 @@ def of_two_stages(component: str, settings: Settings) -> Iterator[MemorySaving]:
 
 
 def test_a_stage_has_what_helps_it_and_what_helps_all() -> None:
-    settings = small_models.settings()
+    settings = config_only_models.settings()
 
     def said(stage: str | None) -> list[tuple[str, dict[str, int]]]:
         done = memory_fallbacks(["vae"], settings, of_two_stages, may_wait=False, stage=stage)
@@ -82,8 +82,8 @@ def test_a_stage_has_what_helps_it_and_what_helps_all() -> None:
 
 @pytest.mark.parametrize("name", ["svd", "inpaint-9", "opensora-1.2"])
 def test_every_family_that_encodes_has_tiles_for_it(name: str) -> None:
-    model = small_models.all_models()[name]
-    settings = small_models.settings(512, 512, 17, given_frames=("image",))
+    model = config_only_models.all_models()[name]
+    settings = config_only_models.settings(512, 512, 17, given_frames=("image",))
     for stage, own in (("given frames", tiling.ENCODE), ("decode", tiling.DECODE)):
         done = list(memory_fallbacks(["vae"], settings, model.savings, may_wait=False, stage=stage))
         is_lossy = [way.is_lossy for way in done]

@@ -13,8 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import small_models
-import tiny
 from everyframe.checkpoints.key_map import KeyMap
 from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import ComponentPlan, Precision
@@ -23,6 +21,8 @@ from everyframe.precision.upcast import Upcast
 from everyframe.runtime import offload
 from everyframe.runtime.loading import load_component
 from everyframe.runtime.prefetch import LocalWeightsProvider
+from helpers import config_only_models
+from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 WIDE = Precision("float32", "float32")
 
@@ -103,10 +103,10 @@ def test_a_failing_block_lets_its_weights_go() -> None:
 
 def ready(model: Any, component: str, dtype: str) -> Any:
     """A component of a family with random weights, in a precision, on the CPU."""
-    module = model.rehearsals(small_models.settings(32, 32, 4))
+    module = model.rehearsals(config_only_models.settings(32, 32, 4))
     module = next(each for each in module if each.component == component).module()
     module = module.to_empty(device="cpu").requires_grad_(False)
-    state = tiny.randomised(module, 0)
+    state = tiny_opensora.randomised(module, 0)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(state[name])
@@ -116,13 +116,13 @@ def ready(model: Any, component: str, dtype: str) -> Any:
 
 
 def needs(model: Any, component: str) -> Any:
-    parts = model.components(small_models.settings(32, 32, 4))
+    parts = model.components(config_only_models.settings(32, 32, 4))
     return next(each.needs for each in parts if each.name == component)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_offloaded_denoiser_of_opensora_gives_the_same_bits(dtype: str) -> None:
-    model = ready(small_models.opensora("1.2"), "denoiser", dtype)
+    model = ready(config_only_models.opensora("1.2"), "denoiser", dtype)
     torch.manual_seed(0)
     x, text = torch.randn(1, 4, 2, 4, 4), torch.randn(1, 24, 16)
 
@@ -140,7 +140,7 @@ def test_an_offloaded_denoiser_of_opensora_gives_the_same_bits(dtype: str) -> No
 
 
 def test_an_offloaded_unet_of_svd_gives_the_same_bits() -> None:
-    model = ready(small_models.svd(), "unet", "float32")
+    model = ready(config_only_models.svd(), "unet", "float32")
     torch.manual_seed(0)
     x = torch.randn(1, 4, 8, 8, 8)
 

@@ -19,7 +19,7 @@ from everyframe.core.plan import PLAIN, Repair
 from everyframe.ops.attention import AttentionCore
 from everyframe.runtime.guard import Guard
 from everyframe.runtime.repairs import put_on
-from guarded_nets import CLOSE, Net, halved, inputs, plan, repairs
+from helpers.guard_modules import CLOSE, Net, halved, inputs, plan, repairs
 
 
 class Attention(nn.Module):

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import small_models
 from everyframe.runtime import tiling
 from everyframe.runtime.tiling import (
     decode_in_tiles,
@@ -17,6 +16,7 @@ from everyframe.runtime.tiling import (
     num_tiles,
     tile_savings,
 )
+from helpers import config_only_models
 
 FACTOR = 2
 
@@ -116,7 +116,7 @@ def test_no_more_than_a_tile_is_decoded_at_once() -> None:
 
 
 def test_savings_are_those_that_cut() -> None:
-    settings = small_models.settings()
+    settings = config_only_models.settings()
     assert not list(tile_savings(settings, 8, 16))
     found = list(tile_savings(settings, 40, 40))
     assert [saving.settings.saving(tiling.DECODE, 0) for saving in found] == [32, 16]
@@ -124,7 +124,7 @@ def test_savings_are_those_that_cut() -> None:
 
 
 def test_savings_of_encoding_are_for_its_stage_and_leave_decoding_alone() -> None:
-    settings = small_models.settings()
+    settings = config_only_models.settings()
     found = list(tile_savings(settings, 40, 40, tiling.ENCODE))
     assert [saving.settings.saving(tiling.ENCODE, 0) for saving in found] == [32, 16]
     assert {saving.stage for saving in found} == {"given frames"}
@@ -133,6 +133,6 @@ def test_savings_of_encoding_are_for_its_stage_and_leave_decoding_alone() -> Non
 
 
 def test_fewer_frames_come_by_halves_and_show_nowhere() -> None:
-    found = list(fewer_frames(small_models.settings(), 5))
+    found = list(fewer_frames(config_only_models.settings(), 5))
     assert [saving.settings.saving(tiling.FRAMES, 0) for saving in found] == [3, 2, 1]
     assert not any(saving.is_lossy or saving.stage for saving in found)

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import tiny
 from everyframe.checkpoints.key_map import KeyMap
 from everyframe.checkpoints.tensor_file import TensorFile
 from everyframe.core.plan import ComponentPlan, Precision
@@ -37,7 +36,8 @@ from everyframe.runtime.weight_sharding import (
     assign_units,
     sharded_bytes,
 )
-from ranks import Group, group_of, in_every_size, sizes_of, supply_of
+from helpers.rank_pool import Group, group_of, in_every_size, sizes_of, supply_of
+from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 WIDE = Precision("float32", "float32")
 DEPTH, WIDTH = 12, 8
@@ -344,7 +344,7 @@ MODELS = {"opensora": opensora, "stepvideo": stepvideo, "svd": svd}
 def answers(team: Communicator, name: str) -> dict[str, Any]:
     """A denoiser on this rank with all of its weights, then with its part of them, twice."""
     model, answer, put = MODELS[name]()
-    model.load_state_dict(tiny.randomised(model, 0))
+    model.load_state_dict(tiny_opensora.randomised(model, 0))
     model = model.double().eval().requires_grad_(False)
     whole = sum(p.nbytes for p in model.parameters())
     put_on = put(model, team)
@@ -384,7 +384,7 @@ def test_a_denoiser_on_ranks_is_the_same_with_a_part_of_its_weights(
 ) -> None:
     """In float64, so that what differs by a bit is seen; ranks without tokens among them."""
     model, answer, _ = MODELS[name]()
-    model.load_state_dict(tiny.randomised(model, 0))
+    model.load_state_dict(tiny_opensora.randomised(model, 0))
     with torch.no_grad():
         wanted = answer(model.double().eval())
     for each in ranks.run(size, answers, name):

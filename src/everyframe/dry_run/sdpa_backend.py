@@ -113,6 +113,8 @@ def _by_flash(asked: SdpaCall, device: DeviceFacts) -> bool:
 
 
 def _by_efficient(asked: SdpaCall, device: DeviceFacts) -> bool:
+    if asked.query.shape[1] != asked.key.shape[1]:
+        return False  # groups of queries that share a key are for flash attention alone
     recent = device.capability is None or device.capability >= (8, 0)
     known = ("float16", "float32", "bfloat16") if recent else ("float16", "float32")
     if asked.dtype in _HALF:

@@ -98,8 +98,10 @@ def refuse_if_not_drawable(request: Request) -> None:
     read = shapes_prompts.read_prompt(request.prompt or "")
     if not isinstance(read, shapes_prompts.Refusal):
         return
-    fitting = [_in_words(row) for row in list_models() if row.fits and row.name != EMBEDDED_MODEL]
-    others = ", ".join(fitting) if fitting else "none of the known ones"
+    fitting = [row for row in list_models() if row.fits and row.name != EMBEDDED_MODEL]
+    others = ", ".join(_in_words(row) for row in fitting[:3]) or "none of the known ones"
+    if more := len(fitting[3:]):
+        others += f" and {more} more, which `everyframe models` lists"
     raise InputError(
         f"the embedded model can't draw this: {read.reason}. It draws {shapes_prompts.CAN_DRAW}. "
         f"Models that fit this machine: {others} (--model NAME); --model shapes tries anyway"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,6 @@ import pytest
 from PIL import Image
 
 import everyframe
-import tiny_inpaint
 from everyframe.cli.main import main
 from everyframe.media.read import read_image, read_video
 from everyframe.media.record import read_record
@@ -20,8 +20,8 @@ SOURCE = np.random.default_rng(0).integers(0, 256, (3, 24, 32, 3), np.uint8)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_inpaint.inpaint(tmp_path_factory.mktemp("models") / "tiny")
+def model(tiny_models: Callable[[str], Path]) -> Path:
+    return tiny_models("inpaint")
 
 
 @pytest.fixture(autouse=True)

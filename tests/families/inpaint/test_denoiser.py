@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import small_models
 from everyframe.families.inpaint.denoiser import ControlNetInputs, ControlNetScale, Denoiser
 from everyframe.families.inpaint.dry_run import residual_shapes
+from helpers import config_only_models
 
 
 def net(x: Tensor, t: Tensor, **given: Any) -> tuple[list[Tensor], Tensor]:
@@ -64,7 +64,7 @@ def test_a_controlnet_steers_between_its_shares_of_the_steps() -> None:
 
 @pytest.mark.parametrize("size", [(6, 8), (7, 5)])
 def test_residuals_have_the_shapes_of_a_real_controlnet(size: tuple[int, int]) -> None:
-    sizes = small_models.inpaint(9).sizes
+    sizes = config_only_models.inpaint(9).sizes
     with torch.device("meta"):
         down, middle = sizes.empty("controlnet")(
             torch.zeros(2, 4, *size), torch.zeros(2),

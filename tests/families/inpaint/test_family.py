@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import everyframe
-import tiny_inpaint
 from everyframe.checkpoints.locate import locate
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.families.inpaint.config import InpaintConfig, released
 from everyframe.families.inpaint.options import InpaintOptions
 from everyframe.families.registry import family
-from pickles import pickle_weights
+from helpers.pickled_weights import pickle_weights
 
 GIVEN: dict[str, Any] = {
     "prompt": "a red ball", "source": np.zeros((16, 16, 3), np.uint8), "mask": "0,0,8,8",
@@ -28,8 +28,8 @@ GIVEN: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_inpaint.inpaint(tmp_path_factory.mktemp("models") / "tiny")
+def folder(tiny_models: Callable[[str], Path]) -> Path:
+    return tiny_models("inpaint")
 
 
 @pytest.mark.parametrize("name", ["sd-1.5", "sd-1.5-inpaint"])

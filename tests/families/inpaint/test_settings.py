@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 from PIL import Image
 
 import everyframe
-import tiny_inpaint
 from everyframe.core.errors import InputError
 from everyframe.media.write import write
 
@@ -21,8 +21,8 @@ GOOD: dict[str, Any] = {"source": SOURCE, "mask": WHITE, "control": "canny", "se
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_inpaint.inpaint(tmp_path_factory.mktemp("models") / "tiny")
+def folder(tiny_models: Callable[[str], Path]) -> Path:
+    return tiny_models("inpaint")
 
 
 def planned(folder: Path, **changed: Any) -> everyframe.Plan:

@@ -13,10 +13,8 @@ import pytest
 import torch
 from diffusers import ControlNetModel, StableDiffusionControlNetInpaintPipeline
 from diffusers.pipelines.controlnet import pipeline_controlnet_inpaint
-from PIL import Image
 
 import everyframe
-import tiny_inpaint
 from everyframe.core.errors import InputError
 from everyframe.core.events import AudioDecoded as SoundMade
 from everyframe.core.events import ComponentLoaded, Note, StageDone, Step
@@ -25,7 +23,12 @@ from everyframe.core.request import Request
 from everyframe.families.inpaint.canny import canny
 from everyframe.media.audio import Audio
 from everyframe.samplers import noise
-from rounding import moved_by_rounding
+from helpers.pictures import smooth_picture as picture
+from helpers.references.inpaint import PROMPT, STEPS, Array, load_pipeline, soft_mask
+from helpers.references.inpaint import frames_of as theirs
+from helpers.references.inpaint import start_noise as latents_of
+from helpers.rounding import moved_by_rounding
+from helpers.tiny_checkpoints import inpaint as tiny_inpaint
 
 #: Largest difference of a float frame; 1e-4 is what we promise. Sums are made in diffusers' order;
 #: what is left are residuals of zero that are not added and batches of another length, so rounding,
@@ -35,10 +38,6 @@ CLOSE = 5e-5
 #: With DDIM by 6e-5: its first step divides what guidance has made 14 times as large by the root of
 #: the noise level, 0.07.
 CLOSE_BY_DDIM = 1e-4
-PROMPT = "a red ball"
-STEPS = 3
-
-Array = np.ndarray[Any, Any]
 
 
 @pytest.fixture(scope="module")
@@ -53,37 +52,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 @pytest.fixture(scope="module")
 def pipes(folders: dict[int, Path]) -> dict[int, Any]:
-    def loaded(folder: Path) -> Any:
-        net = ControlNetModel.from_pretrained(folder / "controlnet")
-        made = StableDiffusionControlNetInpaintPipeline.from_pretrained(
-            folder, controlnet=net, safety_checker=None
-        )
-        made.set_progress_bar_config(disable=True)
-        return made
-
-    return {channels: loaded(folder) for channels, folder in folders.items()}
-
-
-def picture(height: int, width: int, seed: int = 0) -> Array:
-    """Smooth colours with a little noise on them, uint8 (H, W, 3)."""
-    rows, columns = np.mgrid[0:height, 0:width]
-    smooth = np.stack([rows * 255 / height, columns * 255 / width, 255 - rows * 255 / height], -1)
-    grain = np.random.default_rng(seed).normal(0, 20, smooth.shape)
-    return np.clip(smooth + grain, 0, 255).astype(np.uint8)
-
-
-def soft_mask(height: int, width: int) -> Array:
-    """A white square with a rim of two greys, one to each side of the middle."""
-    mask = np.zeros((height, width), np.uint8)
-    mask[5:23, 3:21] = 90
-    mask[6:22, 4:20] = 150
-    mask[8:20, 6:18] = 255
-    return mask
-
-
-def latents_of(height: int, width: int, seed: int = 3) -> torch.Tensor:
-    shape = (1, 4, height // 8, width // 8)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return {channels: load_pipeline(folder) for channels, folder in folders.items()}
 
 
 def ours(folder: Path, **options: Any) -> Array:
@@ -93,23 +62,7 @@ def ours(folder: Path, **options: Any) -> Array:
     return video.frames
 
 
-def theirs(pipe: Any, source: Array, mask: Array, control: Any, **options: Any) -> Array:
-    nets = control if isinstance(control, list) else [control]
-    shown = [Image.fromarray(each) if isinstance(each, np.ndarray) else each for each in nets]
-    frames: Array = pipe(
-        PROMPT,
-        image=Image.fromarray(source),
-        mask_image=Image.fromarray(mask),
-        control_image=shown if isinstance(control, list) else shown[0],
-        generator=torch.Generator().manual_seed(7),
-        output_type="np",
-        **{"num_inference_steps": STEPS, **options},
-    ).images
-    return frames
-
-
 CASES: list[tuple[int, str, tuple[int, int], dict[str, Any]]] = [
-    (9, "PNDMScheduler", (32, 48), {}),
     (9, "DDIMScheduler", (40, 32), {"guidance_scale": 1.0, "strength": 0.7}),
     (9, "EulerDiscreteScheduler", (32, 48), {"strength": 0.4, "negative_prompt": "a grey dog"}),
     (9, "UniPCMultistepScheduler", (24, 56), {"guidance_scale": 3.0}),
@@ -387,29 +340,3 @@ def test_stages_and_steps_are_events(folders: dict[int, Path]) -> None:
         *[("denoise", n, 4) for n in (1, 2, 3, 4)],
         *[("decode", n, 2) for n in (1, 2)],
     ]
-
-
-def test_several_videos_are_those_of_their_seeds(folders: dict[int, Path]) -> None:
-    given: dict[str, Any] = {"source": picture(32, 48), "control": "canny", "strength": 0.8}
-    both = everyframe.generate(
-        PROMPT, model=str(folders[9]), output="float", seed=6, num_videos=2,
-        num_inference_steps=STEPS, mask=soft_mask(32, 48), **given,
-    )  # fmt: skip
-    assert isinstance(both, list)
-    assert not np.array_equal(both[0].frames, both[1].frames)
-    assert np.array_equal(both[1].frames, ours(folders[9], **given))
-
-
-def test_bfloat16_stays_close_and_the_decoder_wide(folders: dict[int, Path]) -> None:
-    tiny_inpaint.with_scheduler(folders[9], "DDIMScheduler")
-    given: dict[str, Any] = {"source": picture(32, 48), "control": "canny"}
-    wide, narrow = ours(folders[9], **given), ours(folders[9], dtype="bf16", **given)
-    # Eight bits of a number, over a few steps of a random network.
-    assert 0 < np.abs(wide - narrow).mean() < 0.02
-    plan = everyframe.plan(
-        PROMPT, model=str(folders[9]), dtype="bf16", mask=soft_mask(32, 48), **given
-    )
-    dtypes = {part.name: part.precision.parameters for part in plan.components}
-    assert dtypes == {
-        "text_encoder": "bfloat16", "vae": "bfloat16", "controlnet": "bfloat16", "unet": "bfloat16",
-    }  # fmt: skip

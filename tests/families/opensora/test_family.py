@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import save_file
 
 import everyframe
-import tiny
 from everyframe.checkpoints import download
 from everyframe.checkpoints.locate import locate
 from everyframe.core.errors import InputError
 from everyframe.families.opensora.family import OPEN_SORA
 from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.families.registry import stages_of
+from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 T5_XXL = 4_762_310_656
 #: The released counts (research report and hub cards), which count the checkpoint's parameters.
@@ -81,7 +81,7 @@ def test_a_foreign_model_is_not_this_familys(tmp_path: Path) -> None:
 
 
 def test_a_checkpoints_own_defaults(tmp_path: Path) -> None:
-    folder = tiny.opensora_1_2(tmp_path / "own")
+    folder = tiny_opensora.opensora_1_2(tmp_path / "own")
     assert model_at(folder).facts.has_scores
     defaults = {"height": 16, "width": 24, "num_frames": 17, "fps": 12, "num_inference_steps": 3}
     (folder / "everyframe.json").write_text(json.dumps(defaults))
@@ -94,7 +94,7 @@ def test_a_checkpoints_own_defaults(tmp_path: Path) -> None:
 
 
 def test_stages_of_each_clip(tmp_path: Path) -> None:
-    model = model_at(tiny.opensora_1_2(tmp_path / "tiny"))
+    model = model_at(tiny_opensora.opensora_1_2(tmp_path / "tiny"))
 
     def names(clip: int, chain: int, *given: str) -> list[str]:
         settings = SimpleNamespace(chain=chain, given_frames=given, saving=lambda name, own: own)
@@ -109,6 +109,6 @@ def test_stages_of_each_clip(tmp_path: Path) -> None:
 
 
 def test_options_of_the_other_version(tmp_path: Path) -> None:
-    path = tiny.opensora_1_0(tmp_path / "tiny")
+    path = tiny_opensora.opensora_1_0(tmp_path / "tiny")
     with pytest.raises(InputError, match=r"aesthetic has no effect on Open-Sora 1\.0"):
         everyframe.plan("a", model=str(path), aesthetic=6.0)

@@ -23,8 +23,8 @@ from everyframe.families.opensora.sharding import Sharding
 from everyframe.parallel.communicator import Communicator, FakeCommunicator, SingleRank
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from everyframe.precision import cast_hooks
-from on_ranks import RELATIVE, answered, worst
-from ranks import Group, in_every_size, ranks
+from helpers.rank_pool import Group, in_every_size, ranks
+from helpers.sharded_calls import RELATIVE, answered, worst
 
 __all__ = ["ranks"]
 

@@ -1,48 +1,35 @@
-"""Whole runs against the same formulas written out here, with the modules as plain modules.
-
-Text through transformers directly, guidance as one doubled batch, the samplers' loops from the
-papers, frames by `VideoVAE.decode`: nothing of the engine, the stages or the samplers is used, but
-the definition of the noise.
-"""
+"""Whole runs of Open-Sora against the same formulas, written out in `references`."""
 
 from __future__ import annotations
 
 import gc
-import json
-import math
 import weakref
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoTokenizer, T5EncoderModel
 
 import everyframe
-import tiny
 from everyframe.core.errors import InputError
 from everyframe.core.events import ComponentLoaded, Note, StageDone
 from everyframe.families.opensora import stages as stages_module
-from everyframe.families.opensora.components import build_model
-from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
 from everyframe.families.opensora.stdit3 import STDiT3
-from everyframe.families.opensora.vae import ImageVAE, VideoVAE
-from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
+from everyframe.families.opensora.vae import VideoVAE
 from everyframe.ops.attention import by_kernel
 from everyframe.runtime import stages
-from everyframe.samplers import noise
+from helpers.references.opensora import (
+    LATENTS,
+    PROMPT,
+    SIZES,
+    frames_1_2,
+    load_video_vae,
+    start_noise,
+)
 
-PROMPT = "a red circle moves to the right"
-#: What is left of it and of the score that 1.2 appends; see `test_prompts`.
-CLEANED_1_2 = "a red circle moves to the right aesthetic score: 6.5."
-#: Two pieces, and latents (6, 3, 5) that the patch of 2 does not divide.
-SIZES: dict[str, Any] = {"height": 24, "width": 40, "num_frames": 20, "num_inference_steps": 4}
-LATENTS = (1, 4, 6, 3, 5)
 #: Float32 sums in another order (one batch or two, fused or not) over 4 steps; 2e-6 measured.
 CLOSE = 2e-5
 
@@ -55,13 +42,8 @@ def _plain_attention() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def model_1_2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny-1.2")
-
-
-@pytest.fixture(scope="module")
-def model_1_0(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.opensora_1_0(tmp_path_factory.mktemp("models") / "tiny-1.0")
+def model_1_2(model: str) -> Path:
+    return Path(model)
 
 
 def run(model: Path, prompt: str = PROMPT, **options: Any) -> np.ndarray[Any, Any]:
@@ -70,70 +52,6 @@ def run(model: Path, prompt: str = PROMPT, **options: Any) -> np.ndarray[Any, An
     video = everyframe.generate(prompt, model=str(model), output="float", **given)
     assert isinstance(video, everyframe.Video)
     return video.frames
-
-
-def text_by_hand(folder: Path, prompt: str) -> tuple[Tensor, Tensor]:
-    """T5's states (1, L, D) of a cleaned prompt, padded, and the mask of its tokens."""
-    ids = AutoTokenizer.from_pretrained(folder)(prompt)["input_ids"]
-    padding = tiny.MAX_LENGTH - len(ids)
-    mask = torch.tensor([[1] * len(ids) + [0] * padding])
-    encoder = T5EncoderModel.from_pretrained(folder).eval()
-    with torch.no_grad():
-        states = encoder(torch.tensor([ids + [0] * padding]), attention_mask=mask)
-    return states.last_hidden_state, mask.bool()
-
-
-def denoiser_by_hand(weights: Path, config: STDiTConfig | STDiT3Config) -> nn.Module:
-    module = build_model(config)
-    state = load_file(weights) if weights.suffix == ".safetensors" else torch.load(weights)
-    own = module.state_dict()
-    module.load_state_dict({name: state[name] for name in own})
-    return module.eval().requires_grad_(False)
-
-
-def video_vae_by_hand(folder: Path) -> VideoVAE:
-    vae = VideoVAE(VideoVAEConfig.from_json(json.loads((folder / "config.json").read_text())))
-    vae.load_state_dict(load_file(folder / "model.safetensors"))
-    return vae.eval().requires_grad_(False)
-
-
-def by_hand_1_2(
-    folder: Path,
-    start: Tensor,
-    *,
-    negative: str | None = None,
-    known: Tensor | None = None,
-    mask: Tensor | None = None,
-    guidance: float = 7.0,
-) -> tuple[Tensor, np.ndarray[Any, Any]]:
-    """Latents and float frames of one clip of 1.2; `mask` (1, T) is True where to make frames."""
-    config = STDiT3Config.from_json(json.loads((folder / "config.json").read_text()))
-    model = denoiser_by_hand(folder / "model.safetensors", config)
-    states, tokens = text_by_hand(folder / "text_encoder", CLEANED_1_2)
-    null, null_tokens = model.y_embedder.y_embedding[None], tokens
-    if negative is not None:
-        null, null_tokens = text_by_hand(folder / "text_encoder", negative)
-    context = model.context(torch.cat([states, null]), torch.cat([tokens, null_tokens]))
-    height, width, frames, steps = SIZES.values()
-    ratio = math.sqrt(height * width / 512**2) * math.sqrt(frames // 17 * 5)
-    grid = [1 - i / steps for i in range(steps + 1)]
-    t = [1000 * ratio * s / (1 + (ratio - 1) * s) for s in grid]
-    make = torch.ones(1, start.shape[2], dtype=torch.bool) if mask is None else mask
-    wide = make[:, None, :, None, None]
-    z = start if known is None else torch.where(wide, start, known)
-    for now, after in pairwise(t):
-        answer = model(
-            torch.cat([z, z]), torch.tensor([now, now]), context,
-            fps=24.0, height=float(height), width=float(width), x_mask=make.expand(2, -1),
-        )[:, :4]  # fmt: skip
-        velocity = answer[1:] + guidance * (answer[:1] - answer[1:])
-        z = torch.where(wide, z + velocity * (now - after) / 1000, z)
-    pixels = video_vae_by_hand(folder / "vae").decode(z, frames)[0]
-    return z, (pixels.permute(1, 2, 3, 0) / 2 + 0.5).clamp(0, 1).numpy()
-
-
-def start_noise(seed: int = 3) -> Tensor:
-    return torch.randn(LATENTS, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture
@@ -151,20 +69,10 @@ def seen_latents(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return found
 
 
-def test_text_to_video_equals_the_formulas(model_1_2: Path) -> None:
-    start = start_noise()
-    _, expected = by_hand_1_2(model_1_2, start)
-    frames = run(model_1_2, latents=start)
-    assert frames.shape == (20, 24, 40, 3)
-    assert frames.dtype == np.float32
-    assert frames.std() > 0.01
-    assert np.abs(frames - expected).max() < CLOSE
-
-
 def test_a_negative_prompt_stands_in_for_the_null_text_with_its_own_mask(model_1_2: Path) -> None:
     start = start_noise()
     # Without the score that the prompt gets: on both sides guidance would cancel it.
-    _, expected = by_hand_1_2(model_1_2, start, negative="blue square")
+    _, expected = frames_1_2(model_1_2, start, negative="blue square")
     frames = run(model_1_2, latents=start, negative_prompt="blue square")
     assert np.abs(frames - expected).max() < CLOSE
     assert np.abs(frames - run(model_1_2, latents=start)).max() > 100 * CLOSE
@@ -192,12 +100,12 @@ def test_image_to_video_keeps_the_image_and_equals_the_formulas(
 ) -> None:
     image = np.random.default_rng(0).integers(0, 256, (24, 40, 3), dtype=np.uint8)
     frames = run(model_1_2, latents=start_noise(), image=image)
-    vae = video_vae_by_hand(model_1_2 / "vae")
+    vae = load_video_vae(model_1_2 / "vae")
     pixels = torch.from_numpy(image).float().permute(2, 0, 1)[None, :, None] / 255 * 2 - 1
     first = vae.encode(pixels)
     known, mask = torch.zeros(LATENTS), torch.ones(1, 6, dtype=torch.bool)
     known[:, :, :1], mask[:, 0] = first, False
-    latents, expected = by_hand_1_2(model_1_2, start_noise(), known=known, mask=mask)
+    latents, expected = frames_1_2(model_1_2, start_noise(), known=known, mask=mask)
     # Bit for bit: no step touches a frame that is given.
     assert torch.equal(seen_latents[0][:, :, :1], first)
     assert (seen_latents[0] - latents).abs().max() < CLOSE
@@ -207,7 +115,7 @@ def test_image_to_video_keeps_the_image_and_equals_the_formulas(
 def test_last_image_is_the_last_latent_frame(model_1_2: Path, seen_latents: list[Tensor]) -> None:
     image = np.random.default_rng(1).integers(0, 256, (24, 40, 3), dtype=np.uint8)
     run(model_1_2, last_image=image)
-    vae = video_vae_by_hand(model_1_2 / "vae")
+    vae = load_video_vae(model_1_2 / "vae")
     # The last piece of 20 frames has 3; standing still, it ends in one latent frame of them all.
     still = torch.from_numpy(image).float().permute(2, 0, 1)[None, :, None] / 255 * 2 - 1
     expected = vae.encode(still.expand(-1, -1, 3, -1, -1))
@@ -228,7 +136,7 @@ def test_extend_begins_with_the_source_and_drops_the_overlap(
     assert isinstance(video, everyframe.Video)
     assert video.num_frames == length + num_frames - overlap
     np.testing.assert_array_equal(video.frames[:length], source)
-    vae = video_vae_by_hand(model_1_2 / "vae")
+    vae = load_video_vae(model_1_2 / "vae")
     pixels = torch.from_numpy(source[-overlap:]).float() / 255
     expected = vae.encode(pixels.permute(3, 0, 1, 2)[None] * 2 - 1)
     assert torch.equal(seen_latents[0][:, :, : expected.shape[2]], expected)
@@ -238,7 +146,7 @@ def test_a_chain_goes_on_from_the_clip_before(model_1_2: Path, seen_latents: lis
     frames = run(model_1_2, chain=2)
     assert len(frames) == 20 + 20 - 17
     np.testing.assert_array_equal(frames[:20], run(model_1_2))
-    vae = video_vae_by_hand(model_1_2 / "vae")
+    vae = load_video_vae(model_1_2 / "vae")
     tail = torch.from_numpy(frames[3:20]).permute(3, 0, 1, 2)[None] * 2 - 1
     assert torch.equal(seen_latents[1][:, :, :5], vae.encode(tail))
     # The second clip has noise of its own.
@@ -257,50 +165,6 @@ def test_edit_strength_goes_from_keeping_to_ignoring(
     kept, edited = seen_latents[2][:, :, 0], seen_latents[3][:, :, 0]
     assert (edited - kept).abs().max() > 0.01
     assert (edited - seen_latents[0][:, :, 0]).abs().max() > 0.01
-
-
-def test_1_0_equals_the_formulas(model_1_0: Path) -> None:
-    """IDDPM from the paper, in float64 coefficients; three of four channels are guided."""
-    config = STDiTConfig.from_json(json.loads((model_1_0.parent / "config.json").read_text()))
-    model = denoiser_by_hand(model_1_0, config)
-    states, tokens = text_by_hand(model_1_0.parent / "text_encoder", PROMPT)
-    null = model.y_embedder.y_embedding[None]
-    context = model.context(torch.cat([states, null]), torch.cat([tokens, tokens]))
-    shape, steps, seed = (4, 3, 4, 6), 5, 11
-    x = noise.start_noise(seed, shape)[None]
-    beta = np.linspace(1e-4, 0.02, 1000)
-    kept = np.cumprod(1 - beta)
-    used = [round(k * 999 / (steps - 1)) for k in range(steps)]
-    for taken, level in enumerate(reversed(range(steps))):
-        bar, before = kept[used[level]], kept[used[level - 1]] if level else 1.0
-        step_beta = 1 - bar / before
-        answer = model(torch.cat([x, x]), torch.tensor([float(used[level])] * 2), context)
-        cond, uncond = answer[:1], answer[1:]
-        eps = cond[:, :4].clone()
-        eps[:, :3] = uncond[:, :3] + 7.0 * (cond[:, :3] - uncond[:, :3])
-        x0 = x / math.sqrt(bar) - math.sqrt(1 / bar - 1) * eps
-        x = (
-            step_beta * math.sqrt(before) / (1 - bar) * x0
-            + (1 - before) * math.sqrt(1 - step_beta) / (1 - bar) * x
-        )
-        if level:
-            low = math.log(step_beta * (1 - before) / (1 - bar))
-            share = (cond[:, 4:] + 1) / 2
-            log_variance = share * math.log(step_beta) + (1 - share) * low
-            x = x + torch.exp(log_variance / 2) * noise.step_noise(seed, taken, shape)
-    vae_folder = model_1_0.parent / "vae"
-    vae = ImageVAE(ImageVAEConfig.from_json(json.loads((vae_folder / "config.json").read_text())))
-    vae.module.load_state_dict(load_file(vae_folder / "diffusion_pytorch_model.safetensors"))
-    with torch.no_grad():
-        pixels = vae.eval().decode(x)[0].permute(1, 2, 3, 0)
-    expected = (pixels / 2 + 0.5).clamp(0, 1).numpy()
-    sizes = {"height": 32, "width": 48, "num_frames": 3, "num_inference_steps": steps}
-    frames = run(model_1_0, seed=seed, **sizes)
-    assert frames.shape == (3, 32, 48, 3)
-    assert frames.std() > 0.01
-    # x grows to hundreds with random weights, and the decoder's norms bring it back: relative
-    # rounding of float32 stays.
-    assert np.abs(frames - expected).max() < 1e-3
 
 
 def test_each_part_is_gone_before_the_next_one_is_loaded(

@@ -12,23 +12,23 @@ import sentencepiece
 import torch
 from transformers import AutoTokenizer, T5EncoderModel
 
-import tiny
 from everyframe.checkpoints.folder import package_folder
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.families.opensora.prompt_tokens import FileTokenizer, _is_whole, load_tokenizer
 from everyframe.families.opensora.text import build_encoder, embed, tokenize
+from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 
 @pytest.fixture(scope="module")
 def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pieces")
-    tiny.sentence_pieces(folder / "spiece.model")
+    tiny_opensora.sentence_pieces(folder / "spiece.model")
     return folder
 
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.text_encoder(tmp_path_factory.mktemp("words") / "t5")
+    return tiny_opensora.text_encoder(tmp_path_factory.mktemp("words") / "t5")
 
 
 def test_spiece_model_alone_is_a_tokenizer(pieces: Path) -> None:
@@ -129,7 +129,7 @@ def test_states_are_transformers_own_and_padding_is_masked(words: Path) -> None:
     encoder = T5EncoderModel.from_pretrained(words).eval().requires_grad_(False)
     ids, mask, _ = tokenize(tokenizer, "a red circle", 24, truncate=False)
     found = embed(encoder, ids, mask)
-    assert found.hidden.shape == (1, 24, tiny.CAPTION_CHANNELS)
+    assert found.hidden.shape == (1, 24, tiny_opensora.CAPTION_CHANNELS)
     assert found.hidden.dtype == torch.float32
     alone = encoder(ids[:, :4], attention_mask=torch.ones(1, 4)).last_hidden_state
     # Sums over masked zeros in another order.

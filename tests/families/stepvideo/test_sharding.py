@@ -28,8 +28,8 @@ from everyframe.parallel.communicator import Communicator, FakeCommunicator, Sin
 from everyframe.parallel.head_partition import ATTENDING
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from everyframe.precision import cast_hooks
-from on_ranks import RELATIVE, answered, worst
-from ranks import Group, in_every_size, ranks
+from helpers.rank_pool import Group, in_every_size, ranks
+from helpers.sharded_calls import RELATIVE, answered, worst
 
 __all__ = ["ranks"]
 

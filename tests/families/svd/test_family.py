@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,21 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import everyframe
-import tiny_svd
 from everyframe.checkpoints.locate import locate
 from everyframe.core.errors import CheckpointError
 from everyframe.families.registry import family
 from everyframe.families.svd.config import RELEASED, SVDConfig
 from everyframe.families.svd.options import SVDOptions
-from pickles import pickle_weights
+from helpers.pickled_weights import pickle_weights
+from helpers.tiny_checkpoints import svd as tiny_svd
 
 PICTURE = np.zeros((32, 32, 3), np.uint8)
 SMALL: dict[str, Any] = {"size": "32x32", "num_frames": 2, "num_inference_steps": 1}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_svd.svd(tmp_path_factory.mktemp("models") / "tiny-svd")
+def folder(tiny_models: Callable[[str], Path]) -> Path:
+    return tiny_models("svd")
 
 
 @pytest.mark.parametrize(("name", "num_frames"), [("svd", 14), ("svd-xt", 25), ("svd-xt-1.1", 25)])

@@ -17,7 +17,6 @@ from diffusers import UNetSpatioTemporalConditionModel
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-import tiny
 from everyframe.core.plan import Precision
 from everyframe.families.svd import sharding, unet
 from everyframe.families.svd.components import level_sizes, sent_bytes
@@ -27,8 +26,9 @@ from everyframe.parallel.communicator import Communicator, FakeCommunicator, Sin
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from everyframe.precision import cast_hooks
 from everyframe.runtime.meta_init import build_on_meta
-from on_ranks import RELATIVE, answered, worst
-from ranks import Group, in_every_size, ranks
+from helpers.rank_pool import Group, in_every_size, ranks
+from helpers.sharded_calls import RELATIVE, answered, worst
+from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 __all__ = ["ranks"]
 
@@ -62,14 +62,14 @@ CASES: dict[str, tuple[int, int, int, int]] = {
 def model() -> unet.VideoUNet:
     """In float64, every parameter drawn, so that no branch is silent."""
     made = build_on_meta(lambda: unet.build(SIZES))
-    made.load_state_dict(tiny.randomised(made, 0), assign=True)
+    made.load_state_dict(tiny_opensora.randomised(made, 0), assign=True)
     return made.double().eval().requires_grad_(False)
 
 
 @lru_cache(maxsize=1)
 def diffusers_own() -> Any:
     theirs = build_on_meta(lambda: UNetSpatioTemporalConditionModel(**SIZES))
-    theirs.load_state_dict(tiny.randomised(theirs, 0), assign=True)
+    theirs.load_state_dict(tiny_opensora.randomised(theirs, 0), assign=True)
     return theirs.double().eval().requires_grad_(False)
 
 
@@ -231,7 +231,7 @@ def test_half_precision_sends_half_precision() -> None:
     sent = {}
     for dtype in ("float32", "bfloat16"):
         made = unet.build(SIZES)
-        made.load_state_dict(tiny.randomised(made, 0))
+        made.load_state_dict(tiny_opensora.randomised(made, 0))
         islands = ("conv_in", "conv_out", "*norm*") if dtype != "float32" else ()
         cast_hooks.add_cast_hooks(
             made.eval().requires_grad_(False), Precision(dtype, dtype, islands)
@@ -355,7 +355,7 @@ def test_it_is_taken_off_again_and_leaves_nothing() -> None:
 
 def _bare(case: str) -> Tensor:
     made = unet.build(SIZES)
-    made.load_state_dict(tiny.randomised(made, 0))
+    made.load_state_dict(tiny_opensora.randomised(made, 0))
     made = made.double().eval().requires_grad_(False)
     x, t, picture, told = given(case)
     out: Tensor = made(x, t, made.context(picture, told, x.shape[1]))

@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import everyframe
-import tiny_svd
-import tiny_svd_single
 from everyframe.checkpoints.locate import locate
 from everyframe.core.errors import CheckpointError
 from everyframe.families.registry import family
 from everyframe.families.svd.options import SVDOptions
 from everyframe.families.svd.single_file import frames_by_name
-from forked import forked
+from helpers.forked_process import forked
+from helpers.tiny_checkpoints import svd as tiny_svd
+from helpers.tiny_checkpoints import svd_single_file
 
 PICTURE = np.random.default_rng(0).integers(0, 256, (32, 48, 3), np.uint8)
 SMALL: dict[str, Any] = {
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def file(folder: Path) -> Path:
-    return tiny_svd_single.write(folder, folder.parent / "svd_xt.safetensors")
+    return svd_single_file.write(folder, folder.parent / "svd_xt.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +69,14 @@ def test_frames_are_those_of_the_folder(file: Path, of_the_folder: np.ndarray[An
 
 def test_a_decoder_of_single_pictures(tmp_path: Path) -> None:
     folder = tiny_svd.svd(tmp_path / "tiny", image_vae=True, heads_as_released=True)
-    file = tiny_svd_single.write(folder, tmp_path / "svd_image_decoder.safetensors")
+    file = svd_single_file.write(folder, tmp_path / "svd_image_decoder.safetensors")
     assert np.array_equal(frames(file), frames(folder))
 
 
 def test_half_precision_files_load(
     folder: Path, of_the_folder: np.ndarray[Any, Any], tmp_path: Path
 ) -> None:
-    narrow = tiny_svd_single.write(folder, tmp_path / "svd-fp16.safetensors", torch.float16)
+    narrow = svd_single_file.write(folder, tmp_path / "svd-fp16.safetensors", torch.float16)
     plan = everyframe.plan(model=str(narrow), image=PICTURE)
     assert {part.precision.parameters for part in plan.components} == {"float32"}
     # Weights rounded to 11 bits, everything else as before: close, and not the same.

@@ -2,51 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from diffusers import StableVideoDiffusionPipeline
 from PIL import Image
 
 import everyframe
-import tiny_svd
 from everyframe.core.events import ComponentLoaded, StageDone, Step
 from everyframe.core.request import Request
 from everyframe.media.pixels import fit_image
+from helpers.pictures import smooth_picture as picture
+from helpers.references.svd import SIZES, load_pipeline
+from helpers.references.svd import frames_of as theirs
+from helpers.references.svd import start_noise as latents_of
+from helpers.tiny_checkpoints import svd as tiny_svd
 
 #: Largest difference of a float frame; 1e-4 is what we promise. Sums are made in diffusers' order,
 #: so nearly all bits are the same; one step from sigma 700 to 0 enlarges a last bit by 700 (4e-5
 #: measured; 5e-6 with more steps).
 CLOSE = 5e-5
-SIZES: dict[str, Any] = {"height": 32, "width": 48, "num_frames": 3, "num_inference_steps": 3}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_svd.svd(tmp_path_factory.mktemp("models") / "tiny-svd")
+def folder(tiny_models: Callable[[str], Path]) -> Path:
+    return tiny_models("svd")
 
 
 @pytest.fixture(scope="module")
 def pipe(folder: Path) -> Any:
-    loaded = StableVideoDiffusionPipeline.from_pretrained(folder)
-    loaded.set_progress_bar_config(disable=True)
-    return loaded
-
-
-def picture(height: int, width: int) -> np.ndarray[Any, Any]:
-    """Smooth colours with a little noise on them, uint8 (H, W, 3)."""
-    rows, columns = np.mgrid[0:height, 0:width]
-    smooth = np.stack([rows * 255 / height, columns * 255 / width, 255 - rows * 255 / height], -1)
-    noise = np.random.default_rng(0).normal(0, 20, smooth.shape)
-    return np.clip(smooth + noise, 0, 255).astype(np.uint8)
-
-
-def latents_of(options: dict[str, Any], seed: int = 3) -> torch.Tensor:
-    shape = (1, options["num_frames"], 4, options["height"] // 8, options["width"] // 8)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return load_pipeline(folder)
 
 
 def ours(folder: Path, image: Any, **options: Any) -> np.ndarray[Any, Any]:
@@ -55,21 +42,9 @@ def ours(folder: Path, image: Any, **options: Any) -> np.ndarray[Any, Any]:
     return video.frames
 
 
-def theirs(pipe: Any, image: np.ndarray[Any, Any], **options: Any) -> np.ndarray[Any, Any]:
-    seed = options.pop("seed", 0)
-    frames: np.ndarray[Any, Any] = pipe(
-        Image.fromarray(image),
-        generator=torch.Generator().manual_seed(seed),
-        output_type="np",
-        **options,
-    ).frames[0]
-    return frames
-
-
 @pytest.mark.parametrize(
     "changed",
     [
-        {},
         {"height": 24, "width": 40, "num_frames": 5},
         # With min_guidance_scale 1, one frame alone is something that diffusers trips over.
         {"height": 64, "width": 32, "num_frames": 1, "min_guidance_scale": 2.0},
@@ -117,22 +92,12 @@ def test_another_fit_is_that_of_the_fitted_picture(folder: Path, fit: str) -> No
 def test_a_decoder_of_single_pictures(tmp_path: Path) -> None:
     """Against the autoencoder itself: diffusers' pipeline takes it, too, and decodes in chunks."""
     folder = tiny_svd.svd(tmp_path / "image-decoder", image_vae=True)
-    pipe = StableVideoDiffusionPipeline.from_pretrained(folder)
+    pipe = load_pipeline(folder)
     image, latents = picture(SIZES["height"], SIZES["width"]), latents_of(SIZES)
     options = {**SIZES, "decode_chunk_size": 2}
     made = ours(folder, image, latents=latents, seed=2, **options)
     wanted = theirs(pipe, image, latents=latents, seed=2, **options)
     assert np.abs(made - wanted).max() < CLOSE
-
-
-def test_each_of_several_videos_is_that_of_its_seed(folder: Path) -> None:
-    image = picture(SIZES["height"], SIZES["width"])
-    both = everyframe.generate(
-        model=str(folder), image=image, output="float", seed=4, num_videos=2, **SIZES
-    )
-    assert isinstance(both, list)
-    assert not np.array_equal(both[0].frames, both[1].frames)
-    assert np.array_equal(both[1].frames, ours(folder, image, seed=5, **SIZES))
 
 
 def test_stages_and_steps_are_events(folder: Path) -> None:
@@ -150,14 +115,3 @@ def test_stages_and_steps_are_events(folder: Path) -> None:
     assert steps == [
         ("image", 1, 1), ("given frames", 1, 1), *denoise, ("decode", 1, 2), ("decode", 2, 2),
     ]  # fmt: skip
-
-
-def test_bfloat16_stays_close_and_the_decoder_wide(folder: Path) -> None:
-    image, latents = picture(SIZES["height"], SIZES["width"]), latents_of(SIZES)
-    wide = ours(folder, image, latents=latents, seed=1, **SIZES)
-    narrow = ours(folder, image, latents=latents, seed=1, dtype="bf16", **SIZES)
-    # Eight bits of a number, over a few steps of a random network: 0.02 measured, on average less.
-    assert 0 < np.abs(wide - narrow).mean() < 0.02
-    plan = everyframe.plan(model=str(folder), image=image, dtype="fp16", force=True, **SIZES)
-    dtypes = {part.name: part.precision.parameters for part in plan.components}
-    assert dtypes == {"image_encoder": "float16", "vae": "float32", "unet": "float16"}

@@ -14,9 +14,9 @@ from diffusers import UNetSpatioTemporalConditionModel
 from torch import Tensor
 
 import everyframe
-import tiny
-import tiny_svd
 from everyframe.families.svd import unet
+from helpers.tiny_checkpoints import opensora as tiny_opensora
+from helpers.tiny_checkpoints import svd as tiny_svd
 
 SIZES: dict[str, Any] = {
     "block_out_channels": (32, 64, 64), "layers_per_block": 2, "cross_attention_dim": 16,
@@ -38,7 +38,7 @@ def both() -> tuple[Any, unet.VideoUNet]:
     """diffusers' and ours, with the same random weights."""
     theirs = UNetSpatioTemporalConditionModel(**SIZES).eval().requires_grad_(False)
     ours = unet.build(SIZES).eval().requires_grad_(False)
-    state = tiny.randomised(theirs, 0)
+    state = tiny_opensora.randomised(theirs, 0)
     for module in (theirs, ours):
         module.load_state_dict(state)
     return theirs, ours

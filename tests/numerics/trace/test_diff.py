@@ -12,26 +12,26 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-import traced
 from everyframe.core.errors import InputError
 from everyframe.numerics.heat_map import picture
 from everyframe.numerics.trace import diff
 from everyframe.numerics.trace.diff import Comparison, TracePlace, compare
 from everyframe.numerics.trace.recorder import Recorder
 from everyframe.numerics.trace.trace import Trace
+from helpers import traced_modules
 
 
 def recorded(module: nn.Module, *, ended: str = "", **sizes: int) -> Trace:
     recorder = Recorder()
     recorder.watch("net", module)
-    traced.sample(module, **sizes)
+    traced_modules.sample(module, **sizes)
     recorder.remove()
     return recorder.trace({"seed": "1"}, {}, ended)
 
 
 @pytest.fixture(scope="module")
 def right() -> Trace:
-    return recorded(traced.net())
+    return recorded(traced_modules.net())
 
 
 def first(compared: Comparison) -> tuple[str, TracePlace]:
@@ -42,7 +42,7 @@ def first(compared: Comparison) -> tuple[str, TracePlace]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_another_precision_is_no_alarm(right: Trace, dtype: torch.dtype) -> None:
-    other = recorded(traced.net().to(dtype))
+    other = recorded(traced_modules.net().to(dtype))
     for compared in (compare(right, other), compare(other, right)):
         assert compared.places == ()
         assert compared.largest > 1e-8  # it did differ
@@ -54,18 +54,18 @@ def test_the_bound_has_room_to_spare(
 ) -> None:
     monkeypatch.setattr(diff, "GROWTH", diff.GROWTH / 2)
     monkeypatch.setattr(diff, "ROUNDINGS", diff.ROUNDINGS / 2)
-    assert compare(right, recorded(traced.net().to(dtype))).places == ()
+    assert compare(right, recorded(traced_modules.net().to(dtype))).places == ()
 
 
 def test_the_same_again_differs_by_nothing(right: Trace) -> None:
-    compared = compare(right, recorded(traced.net()))
+    compared = compare(right, recorded(traced_modules.net()))
     assert compared.places == ()
     assert np.nanmax(compared.apart) == 0
 
 
 @pytest.mark.parametrize("block", [0, 1, 2])
 def test_a_half_precision_sum_in_one_attention_is_named(right: Trace, block: int) -> None:
-    compared = compare(right, recorded(traced.planted(traced.net(), block)))
+    compared = compare(right, recorded(traced_modules.planted(traced_modules.net(), block)))
     where, place = first(compared)
     assert where == f"net.blocks.{block}.attn.core, call 1"
     assert not place.is_between
@@ -78,8 +78,8 @@ def test_a_half_precision_sum_in_one_attention_is_named(right: Trace, block: int
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_so_it_is_where_all_else_is_in_half_precision_too(dtype: torch.dtype) -> None:
-    net = traced.net().to(dtype)
-    compared = compare(recorded(net), recorded(traced.planted(net, 1, dtype)))
+    net = traced_modules.net().to(dtype)
+    compared = compare(recorded(net), recorded(traced_modules.planted(net, 1, dtype)))
     where, _ = first(compared)
     assert where == "net.blocks.1.attn.core, call 1"
 
@@ -118,7 +118,7 @@ def test_code_between_modules_is_told_from_the_modules() -> None:
 
 
 def test_other_weights_are_told(right: Trace) -> None:
-    net = traced.net()
+    net = traced_modules.net()
     with torch.no_grad():
         net.blocks[1].mlp[1].weight[3, 5] += 0.5
     where, place = first(compare(right, recorded(net)))
@@ -127,7 +127,7 @@ def test_other_weights_are_told(right: Trace) -> None:
 
 
 def test_another_beginning_is_no_module_s_fault(right: Trace) -> None:
-    where, place = first(compare(right, recorded(traced.net(), seed=2)))
+    where, place = first(compare(right, recorded(traced_modules.net(), seed=2)))
     assert where == "net, call 1"
     assert place.says.startswith("before any module: the input x")
 
@@ -137,7 +137,7 @@ def test_what_is_not_finite_is_named_where_it_begins(right: Trace) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x / 0 * 0
 
-    net = traced.net()
+    net = traced_modules.net()
     net.blocks[2].mlp[2] = Overflows()
     net.blocks[2].mlp[2].training = False
     where, place = first(compare(right, recorded(net)))
@@ -150,12 +150,12 @@ def test_what_is_not_finite_is_named_where_it_begins(right: Trace) -> None:
 
 def test_two_sizes_are_refused_and_why(right: Trace) -> None:
     with pytest.raises(InputError, match=r"two sizes: .*input x of net, call 1 is \(1, 300, 32\)"):
-        compare(right, recorded(traced.net(), tokens=200))
+        compare(right, recorded(traced_modules.net(), tokens=200))
 
 
 def test_other_steps_and_seeds_are_refused_and_why(right: Trace) -> None:
     with pytest.raises(InputError, match="net was called 3 times in the first trace and 2 times"):
-        compare(right, recorded(traced.net(), steps=2))
+        compare(right, recorded(traced_modules.net(), steps=2))
     other = Recorder().trace({"seed": "2"}, {})
     with pytest.raises(InputError, match="seed is 1 in the first trace and 2 in the second"):
         compare(right, other)
@@ -164,7 +164,7 @@ def test_other_steps_and_seeds_are_refused_and_why(right: Trace) -> None:
 
 
 def test_a_run_that_ended_early_is_compared_as_far_as_it_went(right: Trace) -> None:
-    compared = compare(right, recorded(traced.net(), steps=1, ended="it broke"))
+    compared = compare(right, recorded(traced_modules.net(), steps=1, ended="it broke"))
     assert compared.places == ()
     assert "the second run ended early: it broke" in compared.notes
 
@@ -192,7 +192,7 @@ def test_whole_numbers_are_exact() -> None:
 
 
 def test_the_picture_marks_the_place(right: Trace) -> None:
-    compared = compare(right, recorded(traced.planted(traced.net(), 1)))
+    compared = compare(right, recorded(traced_modules.planted(traced_modules.net(), 1)))
     drawn = np.asarray(Image.open(io.BytesIO(picture(compared, "a against b"))))
     framed = np.argwhere((drawn == (230, 30, 120)).all(-1))
     names = list(dict.fromkeys(compared.a.parts[call.part].name for call in compared.a.calls))

@@ -12,19 +12,19 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-import traced
 from everyframe.core.errors import InputError
 from everyframe.numerics.trace import file
 from everyframe.numerics.trace.recorder import Recorder
 from everyframe.numerics.trace.trace import Trace
+from helpers import traced_modules
 
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
     recorder = Recorder(["net.blocks.1.attn"])
-    net = traced.net().bfloat16()
+    net = traced_modules.net().bfloat16()
     recorder.watch("net", net)
-    traced.sample(net, tokens=40)
+    traced_modules.sample(net, tokens=40)
     return recorder.trace({"size": "2"}, {"device": "cpu"})
 
 

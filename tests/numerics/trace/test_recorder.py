@@ -13,36 +13,36 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import traced
 from everyframe.core.errors import InputError
 from everyframe.numerics.trace.fingerprint import fingerprint
 from everyframe.numerics.trace.recorder import Recorder
 from everyframe.numerics.trace.trace import Trace
+from helpers import traced_modules
 
 
 def recorded(module: nn.Module, *full: str, **sizes: int) -> Trace:
     recorder = Recorder(full)
     recorder.watch("net", module)
-    traced.sample(module, **{"tokens": 40, **sizes})
+    traced_modules.sample(module, **{"tokens": 40, **sizes})
     recorder.remove()
     return recorder.trace({}, {})
 
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_no_bit_changes(inference: bool) -> None:
-    net = traced.net()
-    plain = traced.sample(net, tokens=40)
+    net = traced_modules.net()
+    plain = traced_modules.sample(net, tokens=40)
     recorder = Recorder()
     recorder.watch("net", net)
     with torch.inference_mode(inference):
-        assert torch.equal(traced.sample(net, tokens=40), plain)
+        assert torch.equal(traced_modules.sample(net, tokens=40), plain)
     recorder.remove()
     hooks = [part._forward_hooks or part._forward_pre_hooks for part in net.modules()]
     assert not any(hooks)
 
 
 def test_calls_are_in_order_and_know_what_is_around_them() -> None:
-    trace = recorded(traced.net(), steps=2)
+    trace = recorded(traced_modules.net(), steps=2)
     names = [trace.parts[call.part].name for call in trace.calls]
     block = ["", ".norm", ".attn", ".attn.qkv", ".attn.core", ".attn.out"]
     block += [".mlp", ".mlp.0", ".mlp.1", ".mlp.2"]
@@ -56,27 +56,27 @@ def test_calls_are_in_order_and_know_what_is_around_them() -> None:
 
 
 def test_what_is_seen_is_named_and_typed() -> None:
-    trace = recorded(traced.net().double(), steps=1)
+    trace = recorded(traced_modules.net().double(), steps=1)
     first = [each for each in trace.seen if each.call == 0]
     assert [(each.kind, each.name) for each in first] == [
         ("input", "x"), ("input", "t"), ("output", ""),
     ]  # fmt: skip
     assert {each.dtype for each in trace.seen} == {"float64"}
     assert trace.numbers.dtype == np.float64
-    assert first[0].shape == (1, 40, traced.WIDTH)
+    assert first[0].shape == (1, 40, traced_modules.WIDTH)
     qkv = [each for each in trace.seen if trace.place(each.call) == "net.blocks.0.attn.qkv, call 1"]
     assert [each.name for each in qkv] == ["weight", "bias", "input", ""]
 
 
 def test_the_numbers_are_those_of_the_tensors() -> None:
-    net = traced.net()
+    net = traced_modules.net()
     trace = recorded(net, steps=1)
     weight = next(each for each in trace.seen if each.name == "weight")
     assert np.array_equal(trace.numbers[weight.row], fingerprint(net.embed.weight).numpy())
 
 
 def test_equal_fingerprints_are_kept_once() -> None:
-    trace = recorded(traced.net(), steps=2)
+    trace = recorded(traced_modules.net(), steps=2)
     assert len(trace.numbers) < 0.7 * len(trace.seen)
     gelu = [each for each in trace.seen if trace.place(each.call) == "net.blocks.0.mlp.2, call 2"]
     mlp = [each for each in trace.seen if trace.place(each.call) == "net.blocks.0.mlp, call 2"]
@@ -163,16 +163,16 @@ def test_a_module_is_called_several_times_in_one() -> None:
 
 def test_names_to_keep_whole_must_be_there() -> None:
     with pytest.raises(InputError, match=r"no module 'net.blocks.7'; did you mean 'net.blocks"):
-        recorded(traced.net(), "net.blocks.7")
+        recorded(traced_modules.net(), "net.blocks.7")
     with pytest.raises(InputError, match=r"no module 'net\.blocks'"):  # a list is never called
-        recorded(traced.net(), "net.blocks")
+        recorded(traced_modules.net(), "net.blocks")
 
 
 def test_it_holds_no_module_after_its_hooks_are_off() -> None:
-    net = copy.deepcopy(traced.net())
+    net = copy.deepcopy(traced_modules.net())
     recorder = Recorder()
     recorder.watch("net", net)
-    traced.sample(net, tokens=8, steps=1)
+    traced_modules.sample(net, tokens=8, steps=1)
     gone = weakref.ref(net)
     del net
     gc.collect()

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import traced
-from dying_device import dying_device
 from everyframe.core.errors import DeviceLostError, InputError
 from everyframe.numerics.trace.diff import Comparison, compare
 from everyframe.numerics.trace.recorder import Recorder
 from everyframe.numerics.trace.replay import Replayed, is_kept, replay
 from everyframe.precision.upcast import Upcast, held_in
+from helpers import traced_modules
+from helpers.lost_device import dying_device
 
 CORE = "net.blocks.1.attn"
 
@@ -23,7 +23,7 @@ CORE = "net.blocks.1.attn"
 def recorded(module: nn.Module, name: str = CORE) -> object:
     recorder = Recorder([name], held_in)
     recorder.watch("net", module)
-    traced.sample(module, steps=2)
+    traced_modules.sample(module, steps=2)
     recorder.remove()
     return recorder.trace({}, {})
 
@@ -44,7 +44,7 @@ def call_of(compared: Comparison, name: str, number: int = 1) -> int:
 
 def test_rounded_weights_are_no_fault_of_a_module_that_was_raised() -> None:
     """Weights that were float16 when they were widened are not float32's; nor is that wrong."""
-    net = traced.net()
+    net = traced_modules.net()
     narrow = copy.deepcopy(net).half()
     Upcast(narrow, torch.float32)
     name = "net.blocks.1.mlp.1"
@@ -58,7 +58,7 @@ def test_rounded_weights_are_no_fault_of_a_module_that_was_raised() -> None:
 
 
 def test_a_device_that_is_lost_is_told_as_that() -> None:
-    net = traced.net()
+    net = traced_modules.net()
     compared = compare(recorded(net), recorded(net))  # type: ignore[arg-type]
     with dying_device() as device:
         net.blocks[1].attn.core.forward = lambda *_: device.die()
@@ -68,9 +68,9 @@ def test_a_device_that_is_lost_is_told_as_that() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_wrong_run_is_named(dtype: torch.dtype) -> None:
-    net = traced.net()
+    net = traced_modules.net()
     narrow = copy.deepcopy(net).to(dtype)
-    wrong = traced.planted(narrow, 1, torch.bfloat16)
+    wrong = traced_modules.planted(narrow, 1, torch.bfloat16)
     found = replayed(narrow, wrong, net)
     assert found.wrong == ("second",)
     assert replayed(wrong, narrow, net).wrong == ("first",)
@@ -86,7 +86,7 @@ class Steep(nn.Module):
 
 
 def test_growth_is_told_from_source() -> None:
-    net = traced.net()
+    net = traced_modules.net()
     net.blocks[1].attn.out = nn.Sequential(Steep(), net.blocks[1].attn.out)
     name = "net.blocks.1.attn.out.0"
     compared = compare(
@@ -103,7 +103,7 @@ def test_growth_is_told_from_source() -> None:
 
 
 def test_hooks_and_precision_of_the_module_are_left_out() -> None:
-    net = traced.net()
+    net = traced_modules.net()
     narrow = copy.deepcopy(net).bfloat16()
 
     def never(*_: object) -> None:

@@ -1,0 +1,1 @@
+"""What several tests share: tiny checkpoints, planted faults, groups of ranks, fakes."""

@@ -1,0 +1,144 @@
+"""Models of every family that is run dry, made of configs alone: nothing is written or read.
+
+Sizes are tiny, but the structure is that of the released ones.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from everyframe.core.plan import Settings
+from everyframe.families.inpaint.components import InpaintBuilder as InpaintSizes
+from everyframe.families.inpaint.config import InpaintConfig, released
+from everyframe.families.inpaint.family import InpaintSpec
+from everyframe.families.inpaint.options import InpaintOptions
+from everyframe.families.opensora.checkpoint import OpenSoraFiles
+from everyframe.families.opensora.components import OpenSoraBuilder
+from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
+from everyframe.families.opensora.options import OpenSoraOptions
+from everyframe.families.opensora.settings import OpenSoraFacts
+from everyframe.families.opensora.spec import OpenSoraSpec
+from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
+from everyframe.families.stepvideo import components as stepvideo_parts
+from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
+from everyframe.families.stepvideo.family import StepVideoSpec
+from everyframe.families.stepvideo.options import StepVideoOptions
+from everyframe.families.stepvideo.settings import StepVideoFacts
+from everyframe.families.svd.components import SVDBuilder as SVDSizes
+from everyframe.families.svd.config import RELEASED, SVDConfig
+from everyframe.families.svd.family import SVDSpec
+from everyframe.families.svd.options import SVDOptions
+from everyframe.runtime.model_spec import ComponentSource
+from helpers.tiny_checkpoints import opensora as tiny_opensora
+from helpers.tiny_checkpoints import stepvideo as tiny_stepvideo
+
+T5 = {
+    "model_type": "t5", "d_model": 16, "d_ff": 32, "d_kv": 8, "num_heads": 2, "num_layers": 2,
+    "vocab_size": 40, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
+}  # fmt: skip
+TEXT = {"caption_channels": 16, "model_max_length": 24}
+UNET = {
+    "block_out_channels": [32, 64], "layers_per_block": 1, "num_frames": 4,
+    "down_block_types": ["CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"],
+    "up_block_types": ["UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"],
+    "cross_attention_dim": 16, "num_attention_heads": 2,
+    "projection_class_embeddings_input_dim": 24, "addition_time_embed_dim": 8,
+}  # fmt: skip
+CLIP = {
+    "hidden_size": 32, "projection_dim": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "image_size": 56, "intermediate_size": 37, "patch_size": 14,
+}  # fmt: skip
+
+
+def opensora(version: str, *, options: OpenSoraOptions | None = None, **sizes: Any) -> Any:
+    """An Open-Sora of that version; `sizes` are the denoiser's."""
+    tiny_sizes = {"hidden_size": 32, "depth": 2, "num_heads": 2, **TEXT, **sizes}
+    spatial = ImageVAEConfig(autoencoder=tiny_opensora.AUTOENCODER)
+    if version == "1.0":
+        config: Any = STDiTConfig.from_json({"input_size": [16, 4, 4], **tiny_sizes})
+        vae: Any = spatial
+    else:
+        config = STDiT3Config.from_json(tiny_sizes)
+        vae = VideoVAEConfig.from_json(
+            {
+                "vae_2d": {"config": tiny_opensora.AUTOENCODER},
+                "vae_temporal": {"type": "VAE_Temporal_SD", **tiny_opensora.TEMPORAL},
+            }
+        )
+    files = OpenSoraFiles(version, *[ComponentSource("nowhere", None)] * 4)
+    facts = OpenSoraFacts(version, f"Open-Sora {version}", vae, config.patch_size, {}, False, 32)
+    return OpenSoraSpec(
+        "small", options or OpenSoraOptions(), files, OpenSoraBuilder(config, vae, T5), facts
+    )
+
+
+def svd(*, options: SVDOptions | None = None, **changes: Any) -> Any:
+    """A Stable Video Diffusion; `changes` are whole configs of parts."""
+    vae = {
+        **RELEASED["vae"], "block_out_channels": [32, 32, 32, 32], "layers_per_block": 1,
+    }  # fmt: skip
+    configs = {**RELEASED, "unet": {**RELEASED["unet"], **UNET}, "vae": vae, "image_encoder": CLIP}
+    config = SVDConfig.from_json("small", {**configs, **changes})
+    files: Any = SimpleNamespace(where="nowhere", missing=lambda: ())
+    return SVDSpec("small", options or SVDOptions(), files, SVDSizes(config), "SVD")
+
+
+def inpaint(channels: int, *, options: InpaintOptions | None = None) -> Any:
+    """ControlNet inpainting with a UNet of 9 or of 4 channels."""
+    shared = {
+        "block_out_channels": [32, 64], "layers_per_block": 1, "cross_attention_dim": 32,
+        "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"], "attention_head_dim": 4,
+    }  # fmt: skip
+    configs = {name: dict(config) for name, config in released(channels).items()}
+    configs["unet"] |= {**shared, "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"]}
+    configs["vae"] |= {"block_out_channels": [32, 32, 32, 32], "layers_per_block": 1}
+    configs["text_encoder"] |= {
+        "hidden_size": 32, "intermediate_size": 37, "num_attention_heads": 4,
+        "num_hidden_layers": 2, "vocab_size": 60, "max_position_embeddings": 12,
+    }  # fmt: skip
+    net = {**shared, "conditioning_embedding_out_channels": [16, 16, 16, 16]}
+    config = InpaintConfig.from_json("small", configs, (("net", net),))
+    place = SimpleNamespace(where="nowhere")
+    files: Any = SimpleNamespace(where="nowhere", missing=lambda: (), controlnets=(place,))
+    return InpaintSpec("small", options or InpaintOptions(), files, InpaintSizes(config), "inpaint")
+
+
+def stepvideo(*, options: StepVideoOptions | None = None, **sizes: Any) -> Any:
+    """A Step-Video; `sizes` are the denoiser's."""
+    config = StepVideoConfig.from_json({**tiny_stepvideo.DENOISER, **sizes})
+    llm = StepLLMConfig.from_json(tiny_stepvideo.LLM)
+    whole = stepvideo_parts.StepVideoBuilder(config, llm, tiny_stepvideo.CLIP, tiny_stepvideo.VAE)
+    places = {name: SimpleNamespace(where="nowhere") for name, *_ in stepvideo_parts.PARTS}
+    parts: Any = SimpleNamespace(sources=places, missing=lambda: ())
+    facts = StepVideoFacts("Step-Video", False, tiny_stepvideo.VAE, config.patch_size)
+    return StepVideoSpec("small", options or StepVideoOptions(), parts, whole, facts)
+
+
+def settings(
+    height: int = 64, width: int = 64, num_frames: int = 17, guidance: float = 3.0, **more: Any
+) -> Settings:
+    """Settings with every option that a family here asks for."""
+    options = {
+        "motion_bucket_id": 127, "noise_aug_strength": 0.02, "min_guidance_scale": 1.0,
+        "max_guidance_scale": guidance, "decode_chunk_size": num_frames, "fit": "crop",
+        "strength": 1.0, "frames_at_once": 2, "guess_mode": False,
+        "time_shift": 13.0, "pos_magic": "", "llm_bias": "sqrt",
+        **more.pop("options", {}),
+    }  # fmt: skip
+    return Settings(
+        "a", None, height, width, num_frames, 24.0, 4, guidance, 0,
+        options=tuple(options.items()), **more,
+    )  # fmt: skip
+
+
+def all_models() -> dict[str, Any]:
+    """Every family and version by a name for a test."""
+    return {
+        "opensora-1.0": opensora("1.0"),
+        "opensora-1.2": opensora("1.2"),
+        "svd": svd(),
+        "inpaint-9": inpaint(9),
+        "inpaint-4": inpaint(4),
+        "stepvideo": stepvideo(),
+    }

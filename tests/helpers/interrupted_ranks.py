@@ -1,0 +1,96 @@
+"""Runs of several ranks that are broken off and gone on with, for tests of any family.
+
+A run is broken off by letting go of its events on every rank, which leaves the folder as a kill
+does: the state is written at every step, and nothing is written on the way out.
+"""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from everyframe.core.errors import OutOfMemoryInfo
+from everyframe.core.events import Event, Note, Repaired, Step, VideoDone
+from everyframe.core.request import Request
+from everyframe.engine.distributed import Rendezvous
+from everyframe.engine.resume import resume_run
+from everyframe.engine.run import stream
+from everyframe.parallel.communicator import Communicator
+from everyframe.runs.folder import RunFolder
+from everyframe.runs.run_state import EVERY_STEP, SaveOptions
+from helpers.events import frames_by_seed
+
+#: float32, relative to the largest value: what another number of ranks may change.
+ROUNDING = 1e-5
+
+
+def told(events: list[Event], *, speaks: bool) -> dict[str, Any]:
+    """What came of a rank's events: frames by seed, steps that were done, notes."""
+    return {
+        "frames": frames_by_seed(events) if speaks else {},
+        "steps": [(e.seed, e.step) for e in events if isinstance(e, Step) and is_of_denoising(e)],
+        "notes": [event.text for event in events if isinstance(event, Note)],
+        "repairs": [event.to for event in events if isinstance(event, Repaired)],
+        "record": [event.record for event in events if isinstance(event, VideoDone)][-1:],
+    }
+
+
+def is_of_denoising(event: Event) -> bool:
+    """Whether it is a step of a sampler; a pipeline's are all that it tells of."""
+    return isinstance(event, Step) and event.stage in ("denoise", "pipeline")
+
+
+def begun(
+    team: Communicator, root: Path, asked: dict[str, Any], steps: int, local: Any = None
+) -> dict[str, Any]:
+    """One rank's run, let go after so many steps of denoising; 0 lets it come to its end."""
+    request = Request(**{"num_devices": team.size, **asked})
+    keep = SaveOptions(root if team.rank == 0 else None, pace=EVERY_STEP)
+    events: list[Event] = []
+    join = Rendezvous(team.rank, lambda _: team, local)
+    with closing(stream(request, keep=keep, num_threads=1, join=join)) as coming:
+        for event in coming:
+            events.append(event)
+            if steps and sum(map(is_of_denoising, events)) == steps:
+                break
+    return told(events, speaks=local is None or team.rank == 0)
+
+
+def gone_on(
+    team: Communicator,
+    path: Path,
+    devices: dict[str, Any] | None,
+    skip: tuple[int, ...] = (),
+    scarcity: OutOfMemoryInfo | None = None,
+) -> dict[str, Any]:
+    """One rank goes on with the run there."""
+    join = Rendezvous(team.rank, lambda _: team)
+    events = resume_run(
+        RunFolder(path), skip=skip, join=join, ranks=devices, pace=EVERY_STEP, cleans=False,
+        scarcity=scarcity,
+    )  # fmt: skip
+    return told(list(events), speaks=True)
+
+
+def videos(found: list[dict[str, Any]]) -> dict[int, Any]:
+    """The videos of the first rank that has each; all ranks of a group decode for it."""
+    made: dict[int, Any] = {}
+    for each in found:
+        made = {**each["frames"], **made}
+    return made
+
+
+def check_close(found: dict[int, Any], wanted: dict[int, Any]) -> None:
+    """The same videos but for rounding."""
+    assert found.keys() == wanted.keys()
+    for seed, frames in wanted.items():
+        assert np.abs(found[seed] - frames).max() <= ROUNDING * np.abs(frames).max()
+
+
+def copied(path: Path, to: Path) -> Path:
+    """A copy of a run, called as it is."""
+    return Path(shutil.copytree(path, to / path.name))

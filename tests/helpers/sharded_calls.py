@@ -1,0 +1,52 @@
+"""A denoiser that is put on ranks, as one of them calls it: its answer, what left it, its work.
+
+In float64, so that a wrong cut can't hide behind rounding. Processes are in `rank_pool.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from everyframe.ops.attention import PLAIN, by_kernel
+from everyframe.parallel.communicator import Communicator
+from everyframe.runtime.model_sharding import ModelPatch
+
+#: Sums in another order differ by 1e-14 or so in float64, whatever is wrong by far more.
+RELATIVE = 1e-12
+
+
+def answered(
+    team: Communicator,
+    put_on: ModelPatch,
+    undo: Callable[[], None] | None,
+    call: Callable[[], Tensor],
+    *,
+    count: bool,
+) -> dict[str, Any]:
+    """A rank's answer, the bytes that left it and, with `count`, its operations.
+
+    What was put on is taken off again, and a planted fault undone.
+    """
+    counter = FlopCounterMode(display=False)
+    try:
+        with ExitStack() as counting:
+            if count:
+                # torch counts no operations of its fused kernel for CPUs.
+                counting.enter_context(by_kernel(PLAIN))
+                counting.enter_context(counter)
+            out = call()
+    finally:
+        put_on.remove()
+        if undo is not None:
+            undo()
+    return {"out": out, "sent": dict(team.sent), "operations": counter.get_total_flops()}
+
+
+def worst(found: Sequence[dict[str, Any]], wanted: Tensor) -> float:
+    """The largest error of any rank, relative to the largest value."""
+    return max(float((each["out"] - wanted).abs().max() / wanted.abs().max()) for each in found)

@@ -1,0 +1,121 @@
+"""Tiny checkpoints of modular pipelines: the parts are those of the plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import diffusers
+
+from helpers.tiny_checkpoints.diffusers import wan
+from helpers.tiny_checkpoints.diffusers.cases import Clip, Still, case
+from helpers.tiny_checkpoints.diffusers.cosmos import omni
+from helpers.tiny_checkpoints.diffusers.hunyuan import sees
+from helpers.tiny_checkpoints.diffusers.wan import SHORT
+from helpers.tiny_checkpoints.pipeline_components import hunyuan15_parts, ltx2_parts, ltx_parts
+
+
+def assembled(cls: Any, parts: Mapping[str, Any], **config: Any) -> Any:
+    """A modular pipeline of those of the parts that it has."""
+    pipe = cls()
+    pipe.update_components(**{n: part for n, part in parts.items() if n in pipe.component_names})
+    if config:
+        pipe.register_to_config(**config)
+    return pipe
+
+
+@case("WanModularPipeline", size="16x16", num_frames=5, option=SHORT)
+def wan_21() -> Any:
+    """Wan 2.1 of a text."""
+    return assembled(diffusers.WanModularPipeline, wan.parts())
+
+
+@case("WanImage2VideoModularPipeline", size="32x32", num_frames=5, option=SHORT, image=Still())
+def wan_21_of_a_picture() -> Any:
+    """Wan 2.1 of a picture."""
+    denoiser = wan.transformer(in_channels=36, image_dim=4)
+    return assembled(
+        diffusers.WanImage2VideoModularPipeline, wan.parts(transformer=denoiser, **wan.sees())
+    )
+
+
+@case("Wan22ModularPipeline", size="16x16", num_frames=5, option=SHORT)
+def wan_22() -> Any:
+    """Wan 2.2 of a text: two experts."""
+    parts = wan.parts(transformer_2=wan.transformer(seed=1))
+    return assembled(diffusers.Wan22ModularPipeline, parts)
+
+
+@case("Wan22Image2VideoModularPipeline", size="32x32", num_frames=5, option=SHORT, image=Still())
+def wan_22_of_a_picture() -> Any:
+    """Wan 2.2 of a picture."""
+    both = {
+        name: wan.transformer(seed=seed, in_channels=36)
+        for seed, name in enumerate(("transformer", "transformer_2"))
+    }
+    return assembled(diffusers.Wan22Image2VideoModularPipeline, wan.parts(**both))
+
+
+@case(
+    "Wan22VaceModularPipeline",
+    size="16x16", num_frames=5,
+    option={**SHORT, "video": Clip(5), "mask": Clip(5), "reference_images": [Still()]},
+)  # fmt: skip
+def wan_22_vace() -> Any:
+    """Wan 2.2 VACE."""
+    both = {
+        name: wan.transformer(
+            diffusers.WanVACETransformer3DModel, seed, vace_layers=[0], vace_in_channels=96
+        )
+        for seed, name in enumerate(("transformer", "transformer_2"))
+    }
+    return assembled(diffusers.Wan22VaceModularPipeline, wan.parts(**both))
+
+
+@case("LTXModularPipeline", size="32x32", num_frames=9, option=SHORT)
+def ltx() -> Any:
+    """LTX-Video."""
+    return assembled(diffusers.LTXModularPipeline, ltx_parts())
+
+
+@case("LTX2ModularPipeline", size="32x32", num_frames=5, option=SHORT, sound=True)
+def ltx2() -> Any:
+    """LTX-2: picture and sound."""
+    return assembled(diffusers.LTX2ModularPipeline, ltx2_parts())
+
+
+@case("HunyuanVideo15ModularPipeline", size="16x16", num_frames=5)
+def hunyuan15() -> Any:
+    """HunyuanVideo-1.5."""
+    return assembled(diffusers.HunyuanVideo15ModularPipeline, {**hunyuan15_parts(), **sees()})
+
+
+_CHUNKS = {**SHORT, "num_latent_frames_per_chunk": 3, "history_sizes": [4, 2, 1]}
+
+
+@case("HeliosModularPipeline", size="32x32", num_frames=36, made=None, option=_CHUNKS)
+def helios() -> Any:
+    """Helios: chunk after chunk."""
+    return assembled(diffusers.HeliosModularPipeline, wan.helios().components)
+
+
+@case(
+    "HeliosPyramidModularPipeline",
+    size="64x64", num_frames=36, made=None, num_inference_steps=None,
+    option={**_CHUNKS, "pyramid_num_inference_steps_list": [1, 1, 1]},
+)  # fmt: skip
+def helios_pyramid() -> Any:
+    """Helios, each chunk from small to large."""
+    return assembled(diffusers.HeliosPyramidModularPipeline, wan.helios_pyramid().components)
+
+
+_WORDS = {"use_system_prompt": False, "add_resolution_template": False,
+          "add_duration_template": False}  # fmt: skip
+
+
+@case("Cosmos3OmniModularPipeline", size="16x16", num_frames=5, option=_WORDS)
+def cosmos3() -> Any:
+    """Cosmos 3."""
+    return assembled(
+        diffusers.Cosmos3OmniModularPipeline, omni().components, enable_safety_checker=False
+    )

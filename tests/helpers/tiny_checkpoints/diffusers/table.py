@@ -1,0 +1,101 @@
+"""The page of every video pipeline class that diffusers has: which run, and why others don't.
+
+``python -m helpers.tiny_checkpoints.diffusers.table`` in ``tests/`` writes
+``docs/reference/pipelines.md``;
+`tests/end_to_end/test_every_pipeline.py` holds it to the checkpoints that are there, and
+to the installed diffusers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from helpers.tiny_checkpoints.diffusers import CASES
+from helpers.tiny_checkpoints.diffusers.cases import Case, Clip, Still
+
+PAGE = Path(__file__).parents[4] / "docs" / "reference" / "pipelines.md"
+
+#: Modular pipelines whose tiny checkpoints are in `pipelines.py`.
+MODULAR = ("LTX25ModularPipeline", "MiniMaxH3ModularPipeline")
+
+#: What each can't do, or where else it is done.
+NOT_HERE = {
+    "StableVideoDiffusionPipeline": "run by a family of its own: `--model svd`",
+    "I2VGenXLPipeline": "refused by `plan`: diffusers asks transformers 5 for what it has no more",
+    "EasyAnimateControlPipeline": "refused by `plan`: diffusers calls a function of its own with "
+    "an argument that it doesn't take",
+    "EasyAnimateInpaintPipeline": "refused by `plan` where its autoencoder's config has no "
+    "`cache_mag_vae`, which diffusers reads",
+    "LTX2DFRTemporalRefinePipeline": "refused: it goes on from latents that a call of "
+    "LTX2DFRPipeline left in memory",
+    "LTX2VideoDiffusionDecodePipeline": "refused: it decodes latents, and makes nothing of a text, "
+    "a picture or a video",
+}
+#: What is taken the same way, and for which no tiny checkpoint was made.
+UNTRIED = (
+    "Cosmos3DistilledModularPipeline", "EchoModularPipeline",
+    "HeliosPyramidDistilledModularPipeline", "SanaWMPipeline",
+    "WanAnimate2DistilledModularPipeline", "WanAnimate2ModularPipeline",
+)  # fmt: skip
+#: What has to be known beside that.
+REMARKS = {
+    "AllegroPipeline": "needs `--vae-tiling`, and frames no smaller than a tile (320x320)",
+    "AnyFlowPipeline": "refused on mps: its schedule is in float64 there",
+    "AnyFlowFARPipeline": "float32 only; refused on mps",
+    "EasyAnimatePipeline": "without a negative prompt it is given an empty one",
+    "HeliosModularPipeline": "draws its own progress bar",
+    "HeliosPyramidModularPipeline": "draws its own progress bar",
+    "LTX2HDRPipeline": 'frames beyond white are cut off in files; `output="float"` keeps them',
+}
+_GUARDED = "needs the packages cosmos_guardrail and torchvision"
+_HEAD = """# Every video pipeline of diffusers
+
+All that diffusers 0.42 has. *Runs* means: a tiny random checkpoint of it, in diffusers' own layout,
+was planned for an RTX 2080 Ti and an Apple GPU, made a video in float32 twice with the same bits,
+and gave what the pipeline's own call gives with the same seed, to 1e-4 of a frame's range
+(22 November 2026; `make test ARGS="--slow tests/end_to_end/test_every_pipeline.py"`).
+
+*Given* is what it is made of beside the text: `--image` and `--last-image`, or
+`--option NAME=FILE`; how, is told in [run any pipeline](../how-to/pipeline.md).
+
+| pipeline | runs | given |
+|---|---|---|
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    rows = {name: f"yes{_remark(name)} | {_given(case)}" for name, case in CASES.items()}
+    rows |= dict.fromkeys(MODULAR, "yes | ")
+    rows |= {name: f"no: {why} | " for name, why in NOT_HERE.items()}
+    rows |= dict.fromkeys(UNTRIED, "not tried; taken the same way | ")
+    lines = (f"| `{name}` | {rows[name]} |" for name in sorted(rows))
+    return _HEAD + "\n".join(lines) + "\n"
+
+
+def _remark(name: str) -> str:
+    said = REMARKS.get(name, "")
+    if CASES[name].within.__name__ == "with_packages":
+        said = _GUARDED
+    return f"; {said}" if said else ""
+
+
+def _given(case: Case) -> str:
+    """Options that are pictures and videos."""
+    named = [f"`--{name}`" for name in ("image", "last_image") if name in case.asked]
+    for name, value in case.asked.get("option", {}).items():
+        if any(isinstance(each, (Clip, Still)) for each in _inside(value)):
+            named.append(f"`--option {name}=`")
+    return ", ".join(named)
+
+
+def _inside(value: object) -> list[object]:
+    if isinstance(value, dict):
+        return [each for inner in value.values() for each in _inside(inner)]
+    if isinstance(value, list):
+        return [each for inner in value for each in _inside(inner)]
+    return [value]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
