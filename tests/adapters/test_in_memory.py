@@ -14,11 +14,11 @@ import torch
 from diffusers import DiffusionPipeline
 
 import everyframe
-import lora_files
-import tiny_families
-import tiny_pipelines
 from everyframe.core.errors import CheckpointError, InputError
-from lora_files import Factors, as_lora, factors_for
+from helpers.loras import files as lora_files
+from helpers.loras.files import Factors, as_lora, factors_for
+from helpers.tiny_checkpoints import families as tiny_families
+from helpers.tiny_checkpoints import pipelines
 
 NAMES = ("wan", "ltx", "hunyuan", "cogvideox")
 
@@ -65,7 +65,7 @@ def is_as_before(pipe: Any, before: dict[str, tuple[int, int, torch.Tensor]]) ->
 
 def asked(name: str, **more: Any) -> dict[str, Any]:
     """What the tiny pipeline is asked for, in the form of `run`."""
-    call = dict(tiny_pipelines.CALLS[name])
+    call = dict(pipelines.CALLS[name])
     option = call.pop("option", {})
     prompt = "a red fox runs"
     return {"prompt": prompt, **call, **option, "num_inference_steps": 2, "seed": 3, **more}

@@ -7,10 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-import lora_files
-import lora_layouts
-from lora_files import Factors, as_lora, factors_for, hand_merged, largest_error, matched, merged
-from original_names import ORIGINAL
+from helpers.loras import files as lora_files
+from helpers.loras import layouts as lora_layouts
+from helpers.loras.files import (
+    Factors,
+    as_lora,
+    factors_for,
+    hand_merged,
+    largest_error,
+    matched,
+    merged,
+)
+from helpers.loras.original_names import ORIGINAL
 
 MODELS = ("wan", "wan_of_a_picture", "ltx", "hunyuan", "cogvideox", "mochi")
 

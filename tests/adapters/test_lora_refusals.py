@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import lora_files
 from everyframe.adapters.lora_file import read_lora
 from everyframe.adapters.patches import match_loras
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.lora import Lora
-from lora_files import State, as_lora, factors_for, matched, random, write
+from helpers.loras import files as lora_files
+from helpers.loras.files import State, as_lora, factors_for, matched, random, write
 
 KEY = "diffusion_model.blocks.0.self_attn.q"
 

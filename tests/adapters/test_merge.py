@@ -15,9 +15,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import everyframe
-import lora_files
-import planned
-import tiny_families
 from everyframe.checkpoints.key_map import KeyMap
 from everyframe.checkpoints.patched_file import PatchedTensorFile, patched
 from everyframe.checkpoints.tensor_file import TensorFile, open_checkpoint
@@ -26,7 +23,10 @@ from everyframe.core.lora import Lora
 from everyframe.core.request import Request
 from everyframe.planning.resolve import PreparedPlan, prepare
 from everyframe.runtime.loading import on_component_loaded
-from lora_files import Factors, as_lora, factors_for
+from helpers import plans as planned
+from helpers.loras import files as lora_files
+from helpers.loras.files import Factors, as_lora, factors_for
+from helpers.tiny_checkpoints import families as tiny_families
 
 #: Where the denoiser's weights lie in each tiny checkpoint.
 DENOISER = {

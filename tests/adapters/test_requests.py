@@ -16,8 +16,6 @@ import pytest
 import torch
 
 import everyframe
-import lora_files
-import tiny_families
 from everyframe.checkpoints.tensor_file import open_checkpoint
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.events import Step
@@ -29,7 +27,9 @@ from everyframe.planning.find_model import find_model
 from everyframe.planning.resolve import prepare
 from everyframe.runtime.patchable import digest_with_loras
 from everyframe.runtime.repair_cache import RepairCacheKey, cached_key, key_of
-from lora_files import as_lora, factors_for
+from helpers.loras import files as lora_files
+from helpers.loras.files import as_lora, factors_for
+from helpers.tiny_checkpoints import families as tiny_families
 
 NAME = "opensora-1.2"
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from diffusers.loaders import single_file_utils as converters
 
-import lora_files
 from everyframe.adapters.name_maps import NAME_MAPS
 from everyframe.adapters.weight_sites import Rows, WeightSites, WeightTable
+from helpers.loras import files as lora_files
 
 NAMES = ("wan", "wan_of_a_picture", "ltx", "hunyuan", "cogvideox", "mochi")
 

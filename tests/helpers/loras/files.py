@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import tiny_pipelines
 from everyframe.adapters.patches import PatchSet, match_loras
 from everyframe.adapters.weight_sites import WeightTable
 from everyframe.core.lora import Lora
-from original_names import ORIGINAL
-from tiny_videos import wan as tiny_wan
+from helpers.loras.original_names import ORIGINAL
+from helpers.tiny_checkpoints import pipeline_components
+from helpers.tiny_checkpoints.diffusers import wan as tiny_wan
 
 State = dict[str, Tensor]
 
@@ -33,10 +33,10 @@ def denoiser(name: str) -> nn.Module:
     makers: Mapping[str, Callable[[], Any]] = {
         "wan": tiny_wan.transformer,
         "wan_of_a_picture": lambda: tiny_wan.transformer(in_channels=36, image_dim=4),
-        "ltx": lambda: tiny_pipelines.ltx_parts()["transformer"],
-        "hunyuan": lambda: tiny_pipelines.hunyuan_parts()["transformer"],
-        "cogvideox": lambda: tiny_pipelines.cogvideox_parts()["transformer"],
-        "mochi": lambda: tiny_pipelines.mochi_parts()["transformer"],
+        "ltx": lambda: pipeline_components.ltx_parts()["transformer"],
+        "hunyuan": lambda: pipeline_components.hunyuan_parts()["transformer"],
+        "cogvideox": lambda: pipeline_components.cogvideox_parts()["transformer"],
+        "mochi": lambda: pipeline_components.mochi_parts()["transformer"],
     }
     made: nn.Module = makers[name]()
     return made

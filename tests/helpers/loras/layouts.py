@@ -1,7 +1,7 @@
 """Every layout of LoRA files for one tiny Wan, what diffusers makes of each, and the page of both.
 
-``python -m lora_layouts`` in ``tests/`` writes ``docs/reference/formats.md``, for which it needs
-peft; `tests/adapters/test_formats_page.py` holds the page to what is measured.
+``python -m helpers.loras.layouts`` in ``tests/`` writes ``docs/reference/formats.md``, for which it
+needs peft; `tests/adapters/test_formats_page.py` holds the page to what is measured.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import lora_files
 from everyframe.core.errors import CheckpointError
-from lora_files import Factors, State, as_lora, factors_for, hand_merged, random
+from helpers.loras import files as lora_files
+from helpers.loras.files import Factors, State, as_lora, factors_for, hand_merged, random
 
-PAGE = Path(__file__).parents[1] / "docs" / "reference" / "formats.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "formats.md"
 
 #: The model of all of them: Wan for text, and so without attention to a picture.
 MODEL = "wan"
@@ -372,10 +372,11 @@ def rows(measure: Callable[[str, Path], str]) -> list[str]:
 _HEAD = """\
 # Formats of LoRA files
 
-Made by `python -m lora_layouts` in `tests/` from the files that the tests make: random factors for
-a tiny Wan, written in each layout. "Right" means the weights that merging by hand in float64 gives,
-to 1e-6. What diffusers {version} with PEFT {peft} makes of each file was measured by the same
-program, by `load_lora_weights` and `fuse_lora`. How to use such files: [LoRA](../how-to/lora.md).
+Made by `python -m helpers.loras.layouts` in `tests/` from the files that the tests make: random
+factors for a tiny Wan, written in each layout. "Right" means the weights that merging by hand in
+float64 gives, to 1e-6. What diffusers {version} with PEFT {peft} makes of each file was measured by
+the same program, by `load_lora_weights` and `fuse_lora`. How to use such files:
+[LoRA](../how-to/lora.md).
 
 | made by | a key of it | diffusers | Everyframe |
 |---|---|---|---|
