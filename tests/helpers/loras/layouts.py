@@ -383,9 +383,10 @@ the same program, by `load_lora_weights` and `fuse_lora`. How to use such files:
 """
 
 _TAIL = """
-Files are safetensors, or pickles that hold tensors alone. Names are those of diffusers or of the
-model's authors: {models}. A file for two denoisers (Wan 2.2) names them by `transformer.` and
-`transformer_2.`, or is given as `FILE@high`, `FILE@low`, `FILE@both`.
+Files are safetensors, or pickles that hold tensors alone. Names are those of diffusers, or of the
+model's authors for Wan and its kin, LTX-Video, LTX-2, HunyuanVideo, CogVideoX and Mochi. A file for
+two denoisers (Wan 2.2) names them by `transformer.` and `transformer_2.`, or is given as
+`FILE@high`, `FILE@low`, `FILE@both`.
 
 What is refused, in one line that names the tensor: a factor without its partner, factors of two
 ranks, a shape that is not the weight's, a suffix of no known kind, a module that the model has not
@@ -398,9 +399,8 @@ def page(measure: Callable[[str, Path], str] = in_diffusers) -> str:
     """The whole page."""
     from importlib.metadata import version
 
-    models = "Wan and its kin, LTX-Video, LTX-2, HunyuanVideo, CogVideoX and Mochi"
     head = _HEAD.format(version=version("diffusers"), peft=version("peft"))
-    return head + "\n".join(rows(measure)) + "\n" + _TAIL.format(models=models)
+    return head + "\n".join(rows(measure)) + "\n" + _TAIL
 
 
 if __name__ == "__main__":
