@@ -7,13 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from helpers.loras import layouts
+from helpers.loras import formats_page, layouts
 
 
 def told_of_diffusers() -> list[str]:
     """What the page says of diffusers, line by line."""
-    lines = layouts.PAGE.read_text(encoding="utf-8").splitlines()
-    return [line.split(" | ")[2] for line in lines if line.startswith("|")][2:]
+    return [line.split(" | ")[2] for line in lines_of_table()]
+
+
+def lines_of_table() -> list[str]:
+    """The lines of the page's table, but for its head."""
+    lines = formats_page.PAGE.read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line.startswith("| ")][1:]
 
 
 def without_versions(page: str) -> str:
@@ -22,16 +27,15 @@ def without_versions(page: str) -> str:
 
 def test_the_page_is_current_in_what_it_says_of_everyframe() -> None:
     told = iter(told_of_diffusers())
-    rows = layouts.rows(lambda name, folder: next(told))
-    page = layouts.PAGE.read_text(encoding="utf-8")
-    assert [line for line in page.splitlines() if line.startswith("|")][2:] == rows
+    rows = formats_page.rows(lambda name, folder: next(told))
+    assert lines_of_table() == rows
     assert all(" right" in row.split(" | ")[3] for row in rows)
 
 
 def test_the_page_is_what_its_program_writes() -> None:
     pytest.importorskip("peft", reason="what diffusers does is measured with PEFT")
-    page = layouts.PAGE.read_text(encoding="utf-8")
-    assert without_versions(page) == without_versions(layouts.page())
+    page = formats_page.PAGE.read_text(encoding="utf-8")
+    assert without_versions(page) == without_versions(formats_page.page())
 
 
 def test_a_wrong_weight_would_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +51,7 @@ def test_a_wrong_weight_would_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["diffusers", "diffsynth", "diff-norm", "kohya-attention"])
 def test_diffusers_is_measured(name: str, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="what diffusers does is measured with PEFT")
-    said = layouts.in_diffusers(name, tmp_path)
+    said = formats_page.in_diffusers(name, tmp_path)
     expected = {"diffusers": "right", "diffsynth": "no effect", "diff-norm": "wrong",
                 "kohya-attention": "KeyError"}[name]  # fmt: skip
     assert expected in said
