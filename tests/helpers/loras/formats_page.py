@@ -77,10 +77,10 @@ def rows(measure: Callable[[str, Path], str]) -> list[str]:
 _HEAD = """\
 # Formats of LoRA files
 
-Made by `python -m helpers.loras.formats_page` in `tests/` from the files that the tests make: random
-factors for a tiny Wan, written in each layout. "Right" means the weights that merging by hand in
-float64 gives, to 1e-6. What diffusers {version} with PEFT {peft} makes of each file was measured by
-the same program, by `load_lora_weights` and `fuse_lora`. How to use such files:
+Made by `python -m helpers.loras.formats_page` in `tests/` from the files that the tests make:
+random factors for a tiny Wan, written in each layout. "Right" means the weights that merging by
+hand in float64 gives, to 1e-6. What diffusers {version} with PEFT {peft} makes of each file was
+measured by the same program, by `load_lora_weights` and `fuse_lora`. How to use such files:
 [LoRA](../how-to/lora.md).
 
 | made by | a key of it | diffusers | Everyframe |
