@@ -64,7 +64,7 @@ format: $(READY)  ## put the code in form
 site: $(READY)  ## build the site of docs/ into build/site, strictly
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-docs: $(READY)  ## write the reference pages that are made from the code
+docs: $(READY)  ## write what is made from the code: reference pages, signatures for editors
 	@$(BIN)/python docs/generate.py
 
 clean:  ## remove what the above has made

@@ -124,6 +124,7 @@ def main() -> int:
     kinds = tuple(given.kinds.split(","))
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fuzz-inputs-") as folder:
+        os.environ["XDG_STATE_HOME"] = str(Path(folder, "state"))  # the key of its runs
         inputs = Inputs(Path(folder))
         warm_up(inputs)
         every = [given.only] if given.only else names(given.cases, given.seed, kinds)

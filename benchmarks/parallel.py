@@ -73,7 +73,7 @@ class Case:
 def opensora(version: str) -> Callable[[int | None], Any]:
     """Open-Sora of that version at its released sizes, with so many blocks."""
     from everyframe.families.opensora.components import OpenSoraBuilder
-    from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
+    from everyframe.families.opensora.config import OpenSoraConfig, STDiT3Config, STDiTConfig
     from everyframe.families.opensora.spec import _T5_XXL
     from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 
@@ -81,30 +81,35 @@ def opensora(version: str) -> Callable[[int | None], Any]:
         model = config_only_models.opensora(version)
         denoiser: Any = STDiTConfig() if version == "1.0" else STDiT3Config()
         vae: Any = ImageVAEConfig() if version == "1.0" else VideoVAEConfig()
-        sizes = OpenSoraBuilder(replace(denoiser, depth=blocks or denoiser.depth), vae, _T5_XXL)
-        return replace(model, sizes=sizes, facts=replace(model.facts, vae=vae))
+        denoiser = replace(denoiser, depth=blocks or denoiser.depth)
+        config = OpenSoraConfig(version, denoiser, vae, _T5_XXL, square=32)
+        return replace(model, builder=OpenSoraBuilder(config))
 
     return made
 
 
 def stepvideo(blocks: int | None) -> Any:
     """Step-Video at its released sizes, with so many blocks."""
-    from everyframe.families.stepvideo.components import HUNYUAN_CLIP, StepVideoBuilder
-    from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
+    from everyframe.families.stepvideo.components import StepVideoBuilder
+    from everyframe.families.stepvideo.config import (
+        HUNYUAN_CLIP,
+        StepLLMConfig,
+        StepVideoConfig,
+        StepVideoModelConfig,
+    )
     from everyframe.families.stepvideo.vae_config import StepVAEConfig
 
-    denoiser = StepVideoConfig()
+    denoiser = StepVideoModelConfig()
     denoiser = replace(denoiser, num_layers=blocks or denoiser.num_layers)
-    sizes = StepVideoBuilder(denoiser, StepLLMConfig(), HUNYUAN_CLIP, StepVAEConfig())
-    model = config_only_models.stepvideo()
-    return replace(model, sizes=sizes, facts=replace(model.facts, vae=sizes.vae))
+    config = StepVideoConfig(denoiser, StepLLMConfig(), HUNYUAN_CLIP, StepVAEConfig())
+    return replace(config_only_models.stepvideo(), builder=StepVideoBuilder(config))
 
 
 def opensora_tokens(model: Any, settings: Settings) -> int:
     """Patches of all branches."""
     from everyframe.families.opensora.components import token_sizes
 
-    return int(model.num_branches(settings) * prod(token_sizes(model.sizes, settings)))
+    return int(model.num_branches(settings) * prod(token_sizes(model.config, settings)))
 
 
 def stepvideo_tokens(model: Any, settings: Settings) -> int:
@@ -112,19 +117,18 @@ def stepvideo_tokens(model: Any, settings: Settings) -> int:
     from everyframe.families.stepvideo.components import token_grid
     from everyframe.families.stepvideo.settings import latent_shape
 
-    latents = latent_shape(model.facts, settings)
-    grid = token_grid(model.sizes, latents, model.num_branches(settings))
+    latents = latent_shape(model.config, settings)
+    grid = token_grid(model.config, latents, model.num_branches(settings))
     return int(grid.samples * grid.places)
 
 
 def svd(blocks: int | None) -> Any:
     """Stable Video Diffusion at its released sizes."""
     from everyframe.families.svd.components import SVDBuilder
-    from everyframe.families.svd.config import RELEASED, SVDConfig
+    from everyframe.families.svd.config import SVDConfig, released
 
-    return replace(
-        config_only_models.svd(), sizes=SVDBuilder(SVDConfig.from_json("released", RELEASED))
-    )
+    builder = SVDBuilder(SVDConfig.from_json("released", released()))
+    return replace(config_only_models.svd(), builder=builder)
 
 
 def cases() -> dict[str, Case]:

@@ -45,7 +45,7 @@ from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, Precision
 from everyframe.dry_run.executor import dry_run_module
 from everyframe.families.stepvideo.components import DENOISER_ISLANDS
-from everyframe.families.stepvideo.config import StepVideoConfig
+from everyframe.families.stepvideo.config import StepVideoModelConfig
 from everyframe.families.stepvideo.layers import StepVideoBlock
 from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.families.stepvideo.vae import StepVAE
@@ -80,7 +80,7 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def given(
-    config: StepVideoConfig, device: str = "cpu"
+    config: StepVideoModelConfig, device: str = "cpu"
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     x = torch.zeros(1, config.in_channels, *GRID, device=device)
     llm, clip = config.caption_channels
@@ -93,7 +93,7 @@ def given(
 
 def block(cpu: DeviceFacts) -> list[str]:
     """Seconds of one block and of products, by turns."""
-    config, told = StepVideoConfig(num_layers=1), precision(cpu)
+    config, told = StepVideoModelConfig(num_layers=1), precision(cpu)
     model = StepVideoModel(config)
     one = model.transformer_blocks[0]
     assert isinstance(one, StepVideoBlock)
@@ -158,7 +158,7 @@ def rounding_error(
     return error
 
 
-def write_checkpoint(folder: Path, config: StepVideoConfig) -> None:
+def write_checkpoint(folder: Path, config: StepVideoModelConfig) -> None:
     """Shards of a block each, in bfloat16."""
     module = build_on_meta(lambda: StepVideoModel(config))
     groups: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -178,7 +178,7 @@ def write_checkpoint(folder: Path, config: StepVideoConfig) -> None:
 
 def load_once(folder: Path, blocks: int, streams: bool, kind: str) -> None:
     """In a process of its own: load, make one call, and print what was planned and what came."""
-    config = StepVideoConfig(num_layers=blocks)
+    config = StepVideoModelConfig(num_layers=blocks)
     cpu = machine_facts("cpu").cpu
     told = precision(cpu)
     if kind:
@@ -299,7 +299,7 @@ def main() -> None:
     told = parser.parse_args()
     torch.set_num_threads(1)
     if told.write is not None:
-        write_checkpoint(told.write, StepVideoConfig(num_layers=told.blocks))
+        write_checkpoint(told.write, StepVideoModelConfig(num_layers=told.blocks))
         return
     if told.load_once is not None:
         load_once(told.load_once, told.blocks, told.streams, told.kind)

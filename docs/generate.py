@@ -1,12 +1,15 @@
-"""Write the reference pages that are made from the code: options, exit codes, known issues.
+"""Write what is made from the code: options, exit codes, known issues, signatures for editors.
 
-Run it as ``python docs/generate.py`` (or ``make docs``); a test fails when a page is not what this
+Run it as ``python docs/generate.py`` (or ``make docs``); a test fails when a file is not what this
 would write. Not here: pages that people write.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
+import textwrap
 import types
 import typing
 from collections.abc import Iterator
@@ -15,6 +18,7 @@ from pathlib import Path
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
+import everyframe
 from everyframe.core.errors import EveryframeError, ExitCode
 from everyframe.core.options import GROUPS, Options, facts_of
 from everyframe.core.request import Request
@@ -23,6 +27,7 @@ from everyframe.families.registry import all_options
 from everyframe.hardware.known_issues import Condition, Issue, known_issues
 
 REFERENCE = Path(__file__).parent / "reference"
+STUB = Path(__file__).parent.parent / "src" / "everyframe" / "__init__.pyi"
 _NOTE = "<!-- Written by docs/generate.py; change the code instead. -->"
 _VALUES: dict[object, str] = {int: "N", float: "X", str: "TEXT", typing.Any: "FILE"}
 
@@ -162,12 +167,96 @@ def doctor_schema() -> str:
     return json.dumps(Report.model_json_schema(), indent=1) + "\n"
 
 
+_STUB_HEAD = '''\
+"""What `import everyframe` offers, with each option's type and default: for editors and checkers.
+
+Written by docs/generate.py; change the code instead.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from everyframe._version import __version__ as __version__
+'''
+
+#: What the signatures name beside the package's own names.
+_STUB_TYPES = {
+    "Event": "everyframe.core.events",
+    "Output": "everyframe.engine.results",
+    "Repair": "everyframe.core.plan",
+}
+
+
+def stub() -> str:
+    """Type stub of the package: functions with options are written out, the rest is imported."""
+    homes = dict(everyframe.HOMES)
+    functions = {n: getattr(everyframe, n) for n in homes if homes[n] == "everyframe.api"}
+    functions = {n: each for n, each in functions.items() if hasattr(each, "__signature__")}
+    imports = [f"from {homes[n]} import {n} as {n}" for n in homes if n not in functions]
+    imports += [f"from {home} import {name}" for name, home in _STUB_TYPES.items()]
+    names = "".join(f'    "{name}",\n' for name in everyframe.__all__)
+    lines = [*sorted(imports), "", f"__all__ = [\n{names}]"]
+    for function in functions.values():
+        lines += ["", *_stub_of(function)]
+    return _STUB_HEAD + "\n".join(lines) + "\n"
+
+
+def _stub_of(function: typing.Any) -> Iterator[str]:
+    """Signature of a function with its options, and its docstring with their help."""
+    signature = inspect.signature(function)
+    yield f"def {function.__name__}("
+    kind: object = None
+    for each in signature.parameters.values():
+        if each.kind is each.KEYWORD_ONLY and kind is not each.KEYWORD_ONLY:
+            yield "    *,"
+        kind = each.kind
+        stars = "**" if kind is each.VAR_KEYWORD else ""
+        quoted = json.dumps(each.default) if isinstance(each.default, str) else each.default
+        default = "" if each.default is each.empty else f" = {quoted}"
+        yield f"    {stars}{each.name}: {each.annotation}{default},"
+    yield f") -> {signature.return_annotation}:"
+    text = _docstring(function, [*signature.parameters])
+    yield textwrap.indent(f'"""{text}"""', "    ")
+
+
+def _docstring(function: typing.Any, parameters: list[str]) -> str:
+    """The function's docstring, with the help of each option in place of its ``**options``."""
+    code = function.__code__
+    number = code.co_argcount + code.co_kwonlyargcount
+    written, rest = code.co_varnames[: number + 1], code.co_varnames[number]
+    options = "".join(_argument(name) for name in parameters if name not in written)
+    entry = re.compile(rf"    {rest}: .*\n(?:     .*\n)*")
+    text, found = entry.subn(
+        lambda kept: options + (kept[0] if rest in parameters else ""),
+        f"{inspect.getdoc(function)}\n",
+    )
+    assert found == 1, f"{function.__name__} doesn't describe {rest}"
+    return text
+
+
+def _argument(name: str) -> str:
+    """An option's help, unit and limits, as an argument in a docstring."""
+    models: dict[str, type[Options]] = {"": Request, **all_options()}
+    owners = {family: model for family, model in models.items() if name in model.model_fields}
+    family, model = next(iter(owners.items()))
+    field = model.model_fields[name]
+    limits = ", ".join(filter(None, [facts_of(model, name)["unit"], *_limits(field)]))
+    text = f"{name}: {(field.description or '').rstrip('.')}{f' ({limits})' if limits else ''}."
+    text += f" For models of {', '.join(owners)}." if family else ""
+    return textwrap.fill(text, 92, initial_indent="    ", subsequent_indent="        ") + "\n"
+
+
 #: Page -> what makes it.
 PAGES = {
     REFERENCE / "options.md": options_page,
     REFERENCE / "exit-codes.md": exit_codes_page,
     REFERENCE / "known-issues.md": known_issues_page,
     REFERENCE / "doctor.schema.json": doctor_schema,
+    STUB: stub,
 }
 
 
@@ -189,14 +278,17 @@ def _value(field: FieldInfo, unit: str | None) -> str:
     kinds = [kind for kind in _members(field.annotation) if kind in _VALUES]
     words = " or ".join(_VALUES[kind] for kind in kinds)
     words = f"{words} {unit}" if unit and str not in kinds else words
+    return ", ".join(filter(None, [words, *_limits(field)]))
+
+
+def _limits(field: FieldInfo) -> list[str]:
     signs = {Gt: (">", "gt"), Ge: ("≥", "ge"), Lt: ("<", "lt"), Le: ("≤", "le")}
-    limits = [
+    return [
         f"{sign} {getattr(limit, attribute)}"
         for limit in field.metadata
         for kind, (sign, attribute) in signs.items()
         if isinstance(limit, kind)
     ]
-    return ", ".join(filter(None, [words, *limits]))
 
 
 def _members(annotation: object) -> tuple[object, ...]:

@@ -132,6 +132,11 @@ def test_exceptions_are_still_needed() -> None:
     names = {module.name for module in modules()}
     gone = {entry for entry in architecture_rules.LONG_MODULES if entry not in names}
     gone |= {e for e in architecture_rules.LONG_FUNCTIONS if e.split(":")[0] not in names}
+    gone |= {
+        entry
+        for entry in architecture_rules.MAY_CHANGE_THE_PROCESS
+        if not any(f"{name}.".startswith(f"{entry}.") for name in names)
+    }
     assert not gone, f"exceptions for what is not there any more: {gone}"
 
 
@@ -174,6 +179,15 @@ VIOLATIONS = [
     ("precision_is_by_construction", "ops.x", "torch.is_autocast_enabled()"),
     ("methods_are_not_assigned", "parallel.x", "model.block.forward = split"),
     ("methods_are_not_assigned", "parallel.x", "setattr(model, 'forward', split)"),
+    ("nothing_is_mocked", "diffusers_pipelines.x", "from unittest.mock import patch"),
+    ("nothing_is_mocked", "ops.x", "def f():\n    import unittest.mock"),
+    ("the_process_is_left_alone", "ops.x", "import torch\ntorch.autocast = nullcontext"),
+    ("the_process_is_left_alone", "ops.x", "import torch\ntorch.backends.cudnn.benchmark = True"),
+    ("the_process_is_left_alone", "ops.x", "import os\nos.environ['A'] = '1'"),
+    ("the_process_is_left_alone", "ops.x", "import sys\nsys.modules['torch'] = ours"),
+    ("the_process_is_left_alone", "ops.x", "torch.set_default_dtype(torch.bfloat16)"),
+    ("the_process_is_left_alone", "ops.x", "with catch_warnings(): simplefilter('ignore')"),
+    ("the_process_is_left_alone", "ops.x", "nn.modules.register_module_forward_hook(f)"),
 ]
 
 

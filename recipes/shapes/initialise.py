@@ -13,11 +13,11 @@ from everyframe.families.opensora.layers import (
     CaptionEmbedder,
     CrossAttention,
     FinalLayer,
-    PatchProjection,
     ScalarEmbedder,
 )
 from everyframe.families.opensora.stdit import STDiT
 from everyframe.families.opensora.stdit3 import STDiT3
+from everyframe.ops.embeddings import PatchProjection
 from everyframe.ops.norm import RMSNorm
 
 SMALL = 0.02

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from everyframe.checkpoints.shapes_prompts import Scene
-from everyframe.families.opensora.vae import (
+from everyframe.families.opensora.vae import VideoVAE
+from everyframe.families.opensora.vae_config import (
     ImageVAEConfig,
     TemporalVAEConfig,
-    VideoVAE,
     VideoVAEConfig,
 )
 from recipes.shapes import autoencoder, world

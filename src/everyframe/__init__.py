@@ -7,45 +7,12 @@ modules when they are first used. Read next: `api.py`, `core/request.py`.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from everyframe._version import __version__
+from everyframe._version import __version__ as __version__
 
-if TYPE_CHECKING:
-    from everyframe.api import (
-        generate,
-        list_runs,
-        plan,
-        resume,
-        run,
-        stream,
-        trace,
-        trace_diff,
-    )
-    from everyframe.core.errors import EveryframeError, EveryframeWarning, InputError
-    from everyframe.core.plan import Plan
-    from everyframe.core.request import Request
-    from everyframe.media.video import Video
-
-__all__ = [
-    "EveryframeError",
-    "EveryframeWarning",
-    "InputError",
-    "Plan",
-    "Request",
-    "Video",
-    "__version__",
-    "generate",
-    "list_runs",
-    "plan",
-    "resume",
-    "run",
-    "stream",
-    "trace",
-    "trace_diff",
-]
-
-_HOMES = {
+#: Public name -> its module. `__init__.pyi` (written by ``make docs``) has their types for editors.
+HOMES = {
     "EveryframeError": "everyframe.core.errors",
     "EveryframeWarning": "everyframe.core.errors",
     "InputError": "everyframe.core.errors",
@@ -62,11 +29,13 @@ _HOMES = {
     "trace_diff": "everyframe.api",
 }
 
+__all__ = sorted(["__version__", *HOMES])
+
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in HOMES:
         raise AttributeError(f"module 'everyframe' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    value = getattr(import_module(HOMES[name]), name)
     globals()[name] = value
     return value
 

@@ -10,28 +10,40 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from everyframe.core.call_signature import with_options
 from everyframe.core.errors import InputError
 from everyframe.core.events import Event, Events
 from everyframe.core.events import Output as PipelineOutput
+from everyframe.core.options import Options
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine import run as engine
 from everyframe.engine import tracing
 from everyframe.engine.comparison import compare_with
+from everyframe.engine.foreign_run import check_named
+from everyframe.engine.interrupted_run import load_run
 from everyframe.engine.launcher import ranks_of, run_in_workers
 from everyframe.engine.provenance import record_in, request_from, threads_to_repeat
 from everyframe.engine.replan import OF_RANKS
 from everyframe.engine.results import EventTeller, Output, Tell, collect_videos
-from everyframe.engine.resume import find_run_of, load_run, resume_run
+from everyframe.engine.resume import find_run_of, resume_run
 from everyframe.engine.worker_process import WorkerJob
-from everyframe.families.registry import check_option_names, family_options, options_of
+from everyframe.families.registry import (
+    all_options,
+    check_option_names,
+    family_options,
+    options_of,
+)
 from everyframe.media.video import Video
 from everyframe.planning.resolve import LoadedModel, resolve
 from everyframe.runs import folder
 from everyframe.runs.folder import RunFolder, RunSummary, find_run, root_of, runs_folder
 from everyframe.runs.run_state import SaveOptions
 
+_ALL: tuple[type[Options], ...] = (Request, *all_options().values())
 
+
+@with_options(_ALL)
 def generate(
     prompt: str | None = None,
     *,
@@ -83,6 +95,7 @@ def generate(
     return videos if request.num_videos > 1 else videos[0]
 
 
+@with_options([Request], only=OF_RANKS)
 def resume(
     run: str | Path | None = None,
     *,
@@ -90,7 +103,7 @@ def resume(
     output: Output = "uint8",
     trust_remote_code: bool = False,
     on_event: Callable[[Event], None] | None = None,
-    **devices: Any,
+    **options: Any,
 ) -> Video | list[Video] | Any:
     """Resume an interrupted run; the videos equal those of an uninterrupted run, bit for bit.
 
@@ -103,8 +116,10 @@ def resume(
         output: as in `generate`; frames of earlier clips saved for ``"uint8"`` are no finer.
         trust_remote_code: allow code that comes with the checkpoint; must be given again.
         on_event: as in `generate`.
-        devices: ``num_devices``, ``devices``, ``parallel``, ``shares`` and ``shard_weights`` of
-            `generate`, to resume on other devices; then the videos are equal up to rounding.
+        options: ``num_devices``, ``devices``, ``parallel``, ``shares`` and ``shard_weights`` of
+            `generate`, to resume on other devices; then the videos are equal up to rounding. Others
+            name a file or model of the run again (``image="cat.png"``), which a run needs that
+            somebody else made.
 
     Raises:
         InputError: there is no such run, or something that it needs has changed.
@@ -120,23 +135,28 @@ def resume(
     given, told = None, EventTeller(on_event)
     if pipe is not None:
         given = _given_model(pipe, begun.request, told.at_once)
+    devices = {name: value for name, value in options.items() if name in OF_RANKS}
+    named = {name: value for name, value in options.items() if name not in OF_RANKS}
+    is_own = check_named(folder, named)
     number = _ranks_to_go_on_with(folder, devices, pipe)
     devices = Request(**devices).given()  # as they are written, whatever Python has for them
     if number > 1:
         job = WorkerJob(run=folder.path, as_uint8=output == "uint8", ranks=devices or None,
-                  trust_remote_code=trust_remote_code)  # fmt: skip
-        events = run_in_workers(job.of_ranks(number), begun.place if begun.place.is_dir() else None)
+                  trust_remote_code=trust_remote_code, named=named)  # fmt: skip
+        place = begun.place if is_own and begun.place.is_dir() else None
+        events = run_in_workers(job.of_ranks(number), place)
     else:
         events = resume_run(
-            folder, given_model=given, ranks=devices or None, trust_remote_code=trust_remote_code
+            folder,
+            given_model=given,
+            ranks=devices or None,
+            trust_remote_code=trust_remote_code,
+            named=named,
         )
     return _made(events, output, begun.request, told)
 
 
 def _ranks_to_go_on_with(folder: RunFolder, devices: Mapping[str, Any], pipe: Any) -> int:
-    unknown = sorted(devices.keys() - set(OF_RANKS))
-    if unknown:
-        raise InputError(f"resume takes {', '.join(OF_RANKS)} and no {', '.join(unknown)}")
     if devices and pipe is not None:
         raise InputError("a pipeline in memory works where it is; leave out the devices")
     return Request(**devices).num_ranks if devices else ranks_of(folder)
@@ -147,6 +167,11 @@ def list_runs(run_dir: str | Path | None = None) -> list[RunSummary]:
     return folder.list_runs(root_of(run_dir))
 
 
+@with_options(
+    [Request, options_of("pipeline")],
+    is_open=True,
+    negative_prompt="str | Sequence[str] | Mapping[int, str] | None",
+)
 def run(
     pipe: Any,
     prompt: str | list[str] | Mapping[int, str] | None = None,
@@ -204,13 +229,18 @@ def stream(request: Request, *, pipe: Any = None) -> Iterator[Event]:
     return engine.stream(request)
 
 
+@with_options(_ALL)
 def plan(
     request: Request | str | None = None, *, profile: str | Path | None = None, **options: Any
 ) -> Plan:
     """Plan a request: what would run, in which precision, with how much memory and about how long.
 
-    Nothing is loaded or fetched. Accepts a request, or the prompt and options of `generate`.
-    `profile` plans for another machine: the name of a shipped profile, or a file of facts.
+    Nothing is loaded or fetched.
+
+    Args:
+        request: a request, or the prompt.
+        profile: plan for another machine: the name of a shipped profile, or a file of facts.
+        options: the options of `generate`, without a request.
     """
     if isinstance(request, Request):
         if options:

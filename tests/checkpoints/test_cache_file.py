@@ -149,5 +149,5 @@ def test_two_that_write_at_once_leave_a_whole_file() -> None:
         seen.add(None if value is None else value[0])
     assert [writer.returncode for writer in writers] == [0, 0]
     assert seen & {"a", "b"}
-    assert not list(cache_folder().rglob("*.tmp"))
+    assert not list(cache_folder().rglob("*.unfinished"))
     json.loads(file().path.read_text().split("\n")[1])

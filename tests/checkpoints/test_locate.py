@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from everyframe.checkpoints.hub_part import HubPart, KnownModel
 from everyframe.checkpoints.locate import find_part, locate, names_on_disk, overview
-from everyframe.checkpoints.model_zoo import KNOWN
+from everyframe.checkpoints.model_zoo import HubPart, KnownModel, known_models
 from everyframe.core.errors import CheckpointError, InputError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -62,9 +61,9 @@ def test_nothing_on_disk_says_what_must_be_fetched(tmp_path: Path) -> None:
 
 
 def test_names_and_aliases_are_unique() -> None:
-    names = [name.casefold() for model in KNOWN for name in (model.name, *model.aliases)]
+    names = [name.casefold() for model in known_models() for name in (model.name, *model.aliases)]
     assert len(names) == len(set(names))
-    for model in KNOWN:
+    for model in known_models():
         assert (model.embedded is None) != (model.parts == ())
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import everyframe
 from everyframe.diffusers_pipelines import stage
-from everyframe.diffusers_pipelines.call import float32_noise
+from everyframe.diffusers_pipelines.library_patches import float32_noise
 from helpers.tiny_checkpoints import families as tiny_families
 
 HALVES = [torch.bfloat16, torch.float16]

@@ -212,6 +212,20 @@ def test_on_a_card_parts_take_turns_and_then_come_by_blocks() -> None:
     assert len(reliefs.tried) == 5
 
 
+def test_on_a_card_a_callers_weights_give_up_their_old_storage_first() -> None:
+    on_card = replace(plan(), device=_AsCard())  # type: ignore[arg-type]
+    reliefs = PipelineMemoryFallbacks(on_card, SimpleNamespace(), {}, None)
+    assert reliefs.keeps_storage
+    relief = reliefs.next("net")
+    assert relief is not None
+    assert "same bits in new storage" in relief.says
+    assert not reliefs.keeps_storage
+    assert reliefs.next("net") is None
+    assert not PipelineMemoryFallbacks(
+        on_card, SimpleNamespace(), {"net": net()}, None
+    ).keeps_storage
+
+
 class _AsCard:
     """A card whose name torch takes for the host."""
 

@@ -22,7 +22,7 @@ from everyframe.engine.launcher import run_in_workers
 from everyframe.engine.run import stream
 from everyframe.engine.worker_process import WorkerJob
 from everyframe.runs.atomic_write import read_json, write_json
-from everyframe.runs.folder import all_runs
+from everyframe.runs.folder import RunFolder, all_runs
 from everyframe.runs.run_state import EVERY_STEP, SaveOptions
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
@@ -239,9 +239,11 @@ def test_a_runs_folder_fetches_no_model(folder: Path, tmp_path: Path) -> None:
     changed = written.replace(json.dumps(str(folder)), '"stranger/model"')
     assert changed != written
     write_json(run.path / "run.json", json.loads(changed))
-    with pytest.raises(EveryframeError) as caught:
+    with pytest.raises(InputError, match=r"--model FOLDER \(it was 'stranger/model'\)"):
         everyframe.resume(run.path)
-    assert "stranger/model is not on this disk" in str(caught.value)
+    RunFolder(run.path).write_run(read_json(run.path / "run.json") or {})  # as if it were ours
+    with pytest.raises(EveryframeError, match="stranger/model is not on this disk"):
+        everyframe.resume(run.path)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from everyframe.families.opensora.components import build_model
 from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
 from everyframe.families.stepvideo import components as stepvideo
 from everyframe.families.stepvideo import sharding as stepvideo_sharding
-from everyframe.families.stepvideo.config import StepVideoConfig
+from everyframe.families.stepvideo.config import StepVideoModelConfig
 from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.families.svd import components as svd
 from everyframe.families.svd import sharding as svd_sharding
@@ -101,7 +101,7 @@ def open_sora(version: str) -> Sampled:
 
 
 def step_video(way: str) -> Sampled:
-    config = StepVideoConfig(
+    config = StepVideoModelConfig(
         num_attention_heads=3, attention_head_dim=16, in_channels=4, out_channels=4, num_layers=2,
         caption_channels=(12, 10),
     )  # fmt: skip

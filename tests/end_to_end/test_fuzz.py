@@ -84,7 +84,7 @@ def answer(code: int, text: str = "") -> Callable[[], int]:
         (fill, "exit code 70"),
         (answer(3, "error: out of memory; try less"), "more than 3 GiB"),
         (answer(1), "exit code 1"),
-        (answer(1, "error: the pipeline failed"), ""),
+        (answer(1, "error: the pipeline failed"), "exit code 1"),
         (answer(2, "error: one\nerror: two"), "2 errors in place of one line"),
         (answer(2, "Traceback (most recent call last):"), "a traceback"),
         (answer(2, "error: one line"), ""),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,10 @@ from torch import Tensor, nn
 
 import everyframe
 from everyframe.core.errors import CannotRunError, EveryframeError, InputError
-from everyframe.diffusers_pipelines import dry_run
 from everyframe.diffusers_pipelines.call import attributes_kept
 from everyframe.diffusers_pipelines.components import islands_of
 from everyframe.diffusers_pipelines.dry_run import call_checked
+from everyframe.diffusers_pipelines.library_patches import stand_in_accepted
 from everyframe.dry_run.executor import DryRunModule, dry_run_modules
 from everyframe.hardware.profiles import find_profile
 from helpers.tiny_checkpoints.diffusers.cases import Clip, written
@@ -50,6 +52,24 @@ def test_length_is_that_of_the_video_and_the_dry_run_makes_a_step(
     assert made.settings.num_frames == 9
     assert dict(made.settings.options)["video"] == "clip9"
     assert {stage.component for stage in made.stages if stage.operations} >= {"transformer", "vae"}
+
+
+def test_what_the_dry_run_met_too_is_wrong_input(folder: Path, tmp_path: Path) -> None:
+    """It comes of the config and not of the machine: there is nothing to go on with."""
+    faulty, video = tmp_path / "faulty", written(Clip(9), tmp_path, 16, 16)
+    shutil.copytree(folder, faulty)
+    file = faulty / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "prediction_type": ".."}))
+    with pytest.raises(
+        InputError, match=r"on any device; .* \(ValueError: prediction_type given"
+    ) as e:
+        everyframe.generate(
+            "a fox", model=str(faulty), size="16x16", num_inference_steps=2, device="cpu",
+            option={"max_sequence_length": 16, "video": video}, run_dir=tmp_path / "runs",
+        )  # fmt: skip
+    assert e.value.exit_code == 2
+    assert "everyframe resume" not in str(e.value)
+    assert not list((tmp_path / "runs").iterdir())
 
 
 class Pipe:
@@ -102,8 +122,9 @@ def its_own_check(pipe: Pipe) -> None:
     ],
 )
 def test_what_no_numbers_could_change_is_an_answer(act: Any, error: type, text: str) -> None:
+    part = nn.Linear(4, 4, device="meta")
     with pytest.raises(error, match=text) as caught:
-        call_checked(Pipe(nn.Linear(4, 4, device="meta"), act), {})
+        call_checked(Pipe(part, act), {}, [part])
     assert isinstance(caught.value, EveryframeError) == issubclass(error, EveryframeError)
 
 
@@ -111,8 +132,9 @@ def test_a_package_that_diffusers_would_import_is_missing() -> None:
     from diffusers.models import attention_dispatch
 
     source = compile("lambda pipe: transforms.resize()", attention_dispatch.__file__, "eval")
+    part = nn.Linear(4, 4, device="meta")
     with pytest.raises(CannotRunError, match="name 'transforms' is not defined"):
-        call_checked(Pipe(nn.Linear(4, 4, device="meta"), eval(source)), {})
+        call_checked(Pipe(part, eval(source)), {}, [part])
 
 
 class Asks(nn.Module):
@@ -125,7 +147,10 @@ class Asks(nn.Module):
         ends = torch.cat([torch.tensor([0], device=x.device), torch.tensor([3], device=x.device)])
         mask = x.cpu()
         mask[:, 1:] = 0
-        self.noted = x.to(maybe_adjust_dtype_for_device(torch.float64, x.device))
+        generator = torch.Generator(device="meta")
+        assert isinstance(generator, torch.Generator)
+        with torch.autocast("meta", torch.float32):
+            self.noted = x.to(maybe_adjust_dtype_for_device(torch.float64, x.device))
         return self.noted.float()[:, : int(ends.diff().max().item())]
 
 
@@ -133,10 +158,8 @@ def test_lists_keep_their_numbers_and_modules_nothing_of_a_dry_run() -> None:
     part, shapes = Asks(), []
 
     def call(device: str) -> None:
-        with dry_run._on_no_device(), attributes_kept(part.modules()):
+        with stand_in_accepted([part]), attributes_kept(part.modules()):
             shapes.append(part(torch.empty(2, 8, device=device)).shape)
-            generator = torch.Generator(device=device)
-            assert isinstance(generator, torch.Generator)
 
     found = dry_run_modules({"part": DryRunModule(part, None)}, call, MPS)
     assert found.stopped == ""

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 from torch.nn.attention import _cur_sdpa_kernel_backends
 
+from everyframe.core import paths
 from everyframe.core.errors import CorruptRunError
 from everyframe.core.events import Event, Repaired, Step, VideoDone
 from everyframe.core.request import Request
 from everyframe.engine.resume import resume_run
 from everyframe.engine.run import stream
-from everyframe.runs import atomic_write
 from everyframe.runs.folder import all_runs
 from everyframe.runs.run_state import EVERY_STEP, FileOomLog, SaveOptions
 from helpers.events import frames_by_seed
@@ -196,7 +196,7 @@ def test_what_can_not_be_kept_is_told_and_what_can_not_be_read_is_refused(
         [*resume_run(run, pace=EVERY_STEP)]
     place.write_bytes(written)
     said: list[str] = []
-    monkeypatch.setattr(atomic_write.os, "replace", _no_space)
+    monkeypatch.setattr(paths.os, "replace", _no_space)
     kept = FileOomLog(run, 0, 1, said.append)
     kept.keep(kept.known()[0])
     assert said == ["No space left on device"]

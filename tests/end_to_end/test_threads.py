@@ -25,7 +25,7 @@ from transformers import initialization
 import everyframe
 from everyframe.checkpoints.locate import locate
 from everyframe.core.events import Event, FramesDecoded, Step
-from everyframe.diffusers_pipelines.call import quiet_libraries
+from everyframe.diffusers_pipelines.library_patches import quiet_libraries
 from everyframe.families.opensora.family import OPEN_SORA
 from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.hardware import switches
@@ -155,7 +155,7 @@ def test_a_model_that_is_built_while_another_loads_has_its_tied_weights(
     """transformers unties the weights of all of its classes while it loads one."""
     spec = OPEN_SORA.recognise(locate(str(folders["own"])), OpenSoraOptions())
     assert spec is not None
-    build = partial(spec.sizes.build, "text_encoder")
+    build = partial(spec.builder.build, "text_encoder")
     wanted = count_elements(build_on_meta(build))
     is_loading, is_built = threading.Event(), threading.Event()
 

@@ -19,13 +19,13 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import everyframe
 from end_to_end.test_out_of_memory import no_room
+from everyframe.core import paths
 from everyframe.core.errors import CannotRunError, InputError, MediaError, RunLockedError
 from everyframe.core.events import Event, Note, Step, VideoDone
 from everyframe.core.plan import Repair
 from everyframe.engine import resume
 from everyframe.families.opensora import stdit3
 from everyframe.hardware.facts import machine_facts
-from everyframe.runs import atomic_write
 from everyframe.runs.folder import RunFolder, all_runs, find_run, list_runs, new_run
 from everyframe.runs.replay_log import FileReplayLog
 from helpers.events import steps
@@ -141,7 +141,7 @@ def test_a_disk_that_is_full_is_told_once_and_the_state_stays_good(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(descriptor)
 
-    monkeypatch.setattr(atomic_write.os, "fsync", full)
+    monkeypatch.setattr(paths.os, "fsync", full)
     events: list[Event] = []
     stream = begun(tmp_path, model=model, **OPEN_SORA)
     for event in stream:

@@ -116,7 +116,8 @@ def opensora_stdit3_v1_2(golden: Golden) -> Outputs:
 
 def opensora_vae_temporal_v1_2(golden: Golden) -> Outputs:
     """Both directions of the temporal autoencoder."""
-    from everyframe.families.opensora.vae import TemporalVAE, TemporalVAEConfig
+    from everyframe.families.opensora.temporal_vae import TemporalVAE
+    from everyframe.families.opensora.vae_config import TemporalVAEConfig
 
     vae = TemporalVAE(TemporalVAEConfig.from_json(golden.config))
     golden.load(vae)
@@ -199,13 +200,13 @@ def _other_way(x: Tensor) -> Tensor:
 
 def stepvideo_dit(golden: Golden) -> Outputs:
     """One forward call of Step-Video's denoiser."""
-    from everyframe.families.stepvideo.config import StepVideoConfig
+    from everyframe.families.stepvideo.config import StepVideoModelConfig
     from everyframe.families.stepvideo.model import StepVideoModel
 
     given = _constructor(golden)
     if "rope_ch_split" in golden.config:
         given["rope_ch_split"] = golden.setting("rope_ch_split")
-    model = StepVideoModel(StepVideoConfig.from_json(given))
+    model = StepVideoModel(StepVideoModelConfig.from_json(given))
     golden.load(model)
     clip = golden.tensors.get("encoder_hidden_states_2")  # a model may do without CLIP
     context = model.context(golden["encoder_hidden_states"], clip, golden["encoder_attention_mask"])

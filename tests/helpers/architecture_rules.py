@@ -65,6 +65,29 @@ LONG_FUNCTIONS: dict[str, str] = {}
 #: What the ground floor may not import: it holds data, not arithmetic.
 NOT_IN_CORE = ("torch", "diffusers", "transformers", "av")
 
+#: What a thread of somebody else would see: calls, by the end of their dotted names.
+PROCESS_WIDE = frozenset({
+    "filterwarnings", "gc.disable", "np.random.seed", "os.chdir", "os.putenv", "random.seed",
+    "register_module_forward_hook", "register_module_forward_pre_hook",
+    "register_module_parameter_registration_hook", "simplefilter", "torch.manual_seed",
+    "torch.seed", "torch.set_default_device", "torch.set_default_dtype",
+    "torch.set_float32_matmul_precision", "torch.set_num_threads", "torch.set_printoptions",
+})  # fmt: skip
+#: Modules that may change the process, each with the reason.
+MAY_CHANGE_THE_PROCESS = {
+    "everyframe.cli": "the process is ours",
+    "everyframe.core.garbage_collection": "commands and workers only",
+    "everyframe.diffusers_pipelines.call_thread": "a hook for one thread, after an interrupt",
+    "everyframe.doctor.probes": "runs in a process of its own",
+    "everyframe.engine.worker": "runs in a process of its own",
+    "everyframe.fast_paths.compilation": "torch has its compile cache in the environment",
+    "everyframe.fast_paths.trials": "runs in a process of its own",
+    "everyframe.hardware.cpu": "the number of this thread; the process's is restored at once",
+    "everyframe.hardware.isolation": "the start of a process, under a lock; and in that process",
+    "everyframe.parallel.rendezvous": "runs in a process of its own",
+    "everyframe.precision.strict_float32": "torch has no other switches; under `hardware.switches`",
+}
+
 PACKAGE = "everyframe"
 _MODULE_NAME = re.compile(rf"{PACKAGE}\.({'|'.join(ROOMS)})(\.[a-z_]\w*)*")
 
@@ -359,6 +382,34 @@ def methods_are_not_assigned(module: Module) -> Iterator[str]:
                 yield f"{node.lineno}: assigns a method"
 
 
+def nothing_is_mocked(module: Module) -> Iterator[str]:
+    """No test library: what a caller or another thread sees is not replaced for a moment."""
+    for line, name in _imports(module, strings=False):
+        if name.partition(".")[0] in ("unittest", "mock", "pytest"):
+            yield f"{line}: imports {name}"
+
+
+def the_process_is_left_alone(module: Module) -> Iterator[str]:
+    """Nothing that all threads share is changed: no attribute of a foreign module, no switch."""
+    if any(f"{module.name}.".startswith(f"{each}.") for each in MAY_CHANGE_THE_PROCESS):
+        return
+    foreign = {
+        alias.asname or alias.name.partition(".")[0]
+        for node in module.nodes(ast.Import)
+        for alias in getattr(node, "names", ())
+    }
+    for node in module.every_node:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        for target in targets:
+            held = target.value if isinstance(target, (ast.Attribute, ast.Subscript)) else None
+            if held is not None and _dotted(held).partition(".")[0] in foreign:
+                yield f"{node.lineno}: changes {_dotted(held)}, which all threads share"
+        if isinstance(node, ast.Call):
+            name = _dotted(node.func)
+            if any(f".{name}".endswith(f".{each}") for each in PROCESS_WIDE):
+                yield f"{node.lineno}: {name} changes it for all threads"
+
+
 RULES: tuple[Rule, ...] = (
     imports_go_down,
     families_stand_alone,
@@ -373,4 +424,6 @@ RULES: tuple[Rule, ...] = (
     nothing_is_unpickled,
     precision_is_by_construction,
     methods_are_not_assigned,
+    nothing_is_mocked,
+    the_process_is_left_alone,
 )

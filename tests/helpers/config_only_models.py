@@ -5,31 +5,36 @@ Sizes are tiny, but the structure is that of the released ones.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 from everyframe.core.plan import Settings
-from everyframe.families.inpaint.components import InpaintBuilder as InpaintSizes
+from everyframe.families.inpaint.checkpoint import InpaintFiles
+from everyframe.families.inpaint.components import InpaintBuilder
 from everyframe.families.inpaint.config import InpaintConfig, released
 from everyframe.families.inpaint.family import InpaintSpec
 from everyframe.families.inpaint.options import InpaintOptions
 from everyframe.families.opensora.checkpoint import OpenSoraFiles
 from everyframe.families.opensora.components import OpenSoraBuilder
-from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
+from everyframe.families.opensora.config import OpenSoraConfig, STDiT3Config, STDiTConfig
 from everyframe.families.opensora.options import OpenSoraOptions
-from everyframe.families.opensora.settings import OpenSoraFacts
 from everyframe.families.opensora.spec import OpenSoraSpec
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
-from everyframe.families.stepvideo import components as stepvideo_parts
-from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
+from everyframe.families.stepvideo.checkpoint import StepVideoFiles
+from everyframe.families.stepvideo.components import StepVideoBuilder
+from everyframe.families.stepvideo.config import (
+    StepLLMConfig,
+    StepVideoConfig,
+    StepVideoModelConfig,
+)
 from everyframe.families.stepvideo.family import StepVideoSpec
 from everyframe.families.stepvideo.options import StepVideoOptions
-from everyframe.families.stepvideo.settings import StepVideoFacts
-from everyframe.families.svd.components import SVDBuilder as SVDSizes
-from everyframe.families.svd.config import RELEASED, SVDConfig
+from everyframe.families.svd.checkpoint import SVDFiles
+from everyframe.families.svd.components import SVDBuilder
+from everyframe.families.svd.config import SVDConfig
+from everyframe.families.svd.config import released as released_svd
 from everyframe.families.svd.family import SVDSpec
 from everyframe.families.svd.options import SVDOptions
-from everyframe.runtime.model_spec import ComponentSource
+from everyframe.runtime.component_files import ComponentSource
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 from helpers.tiny_checkpoints import stepvideo as tiny_stepvideo
 
@@ -51,6 +56,11 @@ CLIP = {
 }  # fmt: skip
 
 
+def nowhere(*components: str) -> dict[str, ComponentSource]:
+    """Sources of these components, which are on no disk."""
+    return dict.fromkeys(components, ComponentSource("nowhere", None))
+
+
 def opensora(version: str, *, options: OpenSoraOptions | None = None, **sizes: Any) -> Any:
     """An Open-Sora of that version; `sizes` are the denoiser's."""
     tiny_sizes = {"hidden_size": 32, "depth": 2, "num_heads": 2, **TEXT, **sizes}
@@ -66,22 +76,27 @@ def opensora(version: str, *, options: OpenSoraOptions | None = None, **sizes: A
                 "vae_temporal": {"type": "VAE_Temporal_SD", **tiny_opensora.TEMPORAL},
             }
         )
-    files = OpenSoraFiles(version, *[ComponentSource("nowhere", None)] * 4)
-    facts = OpenSoraFacts(version, f"Open-Sora {version}", vae, config.patch_size, {}, False, 32)
+    files = OpenSoraFiles(nowhere(*OpenSoraFiles.table), version)
+    builder = OpenSoraBuilder(OpenSoraConfig(version, config, vae, T5, square=32))
     return OpenSoraSpec(
-        "small", options or OpenSoraOptions(), files, OpenSoraBuilder(config, vae, T5), facts
+        "small", f"Open-Sora {version}", options or OpenSoraOptions(), files, builder
     )
 
 
 def svd(*, options: SVDOptions | None = None, **changes: Any) -> Any:
     """A Stable Video Diffusion; `changes` are whole configs of parts."""
     vae = {
-        **RELEASED["vae"], "block_out_channels": [32, 32, 32, 32], "layers_per_block": 1,
+        **released_svd()["vae"], "block_out_channels": [32, 32, 32, 32], "layers_per_block": 1,
     }  # fmt: skip
-    configs = {**RELEASED, "unet": {**RELEASED["unet"], **UNET}, "vae": vae, "image_encoder": CLIP}
+    configs = {
+        **released_svd(),
+        "unet": {**released_svd()["unet"], **UNET},
+        "vae": vae,
+        "image_encoder": CLIP,
+    }
     config = SVDConfig.from_json("small", {**configs, **changes})
-    files: Any = SimpleNamespace(where="nowhere", missing=lambda: ())
-    return SVDSpec("small", options or SVDOptions(), files, SVDSizes(config), "SVD")
+    files = SVDFiles(nowhere(*SVDFiles.table), "nowhere")
+    return SVDSpec("small", "SVD", options or SVDOptions(), files, SVDBuilder(config))
 
 
 def inpaint(channels: int, *, options: InpaintOptions | None = None) -> Any:
@@ -99,20 +114,21 @@ def inpaint(channels: int, *, options: InpaintOptions | None = None) -> Any:
     }  # fmt: skip
     net = {**shared, "conditioning_embedding_out_channels": [16, 16, 16, 16]}
     config = InpaintConfig.from_json("small", configs, (("net", net),))
-    place = SimpleNamespace(where="nowhere")
-    files: Any = SimpleNamespace(where="nowhere", missing=lambda: (), controlnets=(place,))
-    return InpaintSpec("small", options or InpaintOptions(), files, InpaintSizes(config), "inpaint")
+    files = InpaintFiles(nowhere(*InpaintFiles.table, "controlnet"), "nowhere")
+    return InpaintSpec(
+        "small", "inpaint", options or InpaintOptions(), files, InpaintBuilder(config)
+    )
 
 
 def stepvideo(*, options: StepVideoOptions | None = None, **sizes: Any) -> Any:
     """A Step-Video; `sizes` are the denoiser's."""
-    config = StepVideoConfig.from_json({**tiny_stepvideo.DENOISER, **sizes})
+    denoiser = StepVideoModelConfig.from_json({**tiny_stepvideo.DENOISER, **sizes})
     llm = StepLLMConfig.from_json(tiny_stepvideo.LLM)
-    whole = stepvideo_parts.StepVideoBuilder(config, llm, tiny_stepvideo.CLIP, tiny_stepvideo.VAE)
-    places = {name: SimpleNamespace(where="nowhere") for name, *_ in stepvideo_parts.PARTS}
-    parts: Any = SimpleNamespace(sources=places, missing=lambda: ())
-    facts = StepVideoFacts("Step-Video", False, tiny_stepvideo.VAE, config.patch_size)
-    return StepVideoSpec("small", options or StepVideoOptions(), parts, whole, facts)
+    builder = StepVideoBuilder(
+        StepVideoConfig(denoiser, llm, tiny_stepvideo.CLIP, tiny_stepvideo.VAE)
+    )
+    files = StepVideoFiles(nowhere(*StepVideoFiles.table), False)
+    return StepVideoSpec("small", "Step-Video", options or StepVideoOptions(), files, builder)
 
 
 def settings(

@@ -1,8 +1,8 @@
 """Run fuzz cases, each in a fork of this process, and judge what came of them.
 
-A case passes when the command ends by itself with an exit code for users (0, 2, 3 or 4, or 1 with
-an error), says what is wrong in one line, leaves no file beside its output and no temporary one,
-and, where only certain frames are right, writes those or none. Read next: `fuzz_cases.py`.
+A case passes when the command ends by itself with an exit code for users (0, 2, 3 or 4), says what
+is wrong in one line, leaves no file beside its output and no temporary one, and, where only certain
+frames are right, writes those or none. Read next: `fuzz_cases.py`.
 """
 
 from __future__ import annotations
@@ -93,8 +93,6 @@ def run(case: Case, folder: Path) -> Verdict:
     problem = _ending(pid)
     seconds = time.monotonic() - began
     output = (work / "output.txt").read_text(errors="replace")
-    if problem == "exit code 1" and "\nerror: " in f"\n{output}":
-        problem = ""  # a failure told in words; what is no such has a traceback too
     made = sorted(path for path, found in _files(work).items() if before.get(path) != found)
     problem = problem or _judge(case, folder, work, output) or _misplaced(case, made)
     return Verdict(case, problem, seconds, output)

@@ -15,12 +15,15 @@ from everyframe.core.plan import Precision, Settings
 from everyframe.dry_run.result import Work
 from everyframe.families.stepvideo.components import (
     DENOISER_ISLANDS,
-    HUNYUAN_CLIP,
     StepVideoBuilder,
 )
-from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
+from everyframe.families.stepvideo.config import (
+    HUNYUAN_CLIP,
+    StepLLMConfig,
+    StepVideoConfig,
+    StepVideoModelConfig,
+)
 from everyframe.families.stepvideo.dry_run import dry_run_calls
-from everyframe.families.stepvideo.settings import StepVideoFacts
 from everyframe.families.stepvideo.vae_config import StepVAEConfig
 from everyframe.hardware.profiles import find_profile
 from everyframe.planning.dry_runs import call_seconds, dry_run
@@ -32,14 +35,14 @@ PUBLISHED = {(768, 768, 204): 860, (544, 992, 204): 743, (544, 992, 136): 408}
 
 
 def work(height: int, width: int, frames: int, layers: int) -> Work:
-    sizes = StepVideoBuilder(
-        StepVideoConfig(num_layers=layers), StepLLMConfig(), HUNYUAN_CLIP, StepVAEConfig()
+    denoiser = StepVideoModelConfig(num_layers=layers)
+    builder = StepVideoBuilder(
+        StepVideoConfig(denoiser, StepLLMConfig(), HUNYUAN_CLIP, StepVAEConfig())
     )
     settings: Settings = replace(
         config_only_models.settings(height, width, frames, guidance=9.0), num_inference_steps=50
     )
-    facts = StepVideoFacts("released", False, sizes.vae, 1)
-    calls = {each.component: each for each in dry_run_calls(sizes, facts, settings)}
+    calls = {each.component: each for each in dry_run_calls(builder, settings)}
     precision = Precision("bfloat16", "bfloat16", DENOISER_ISLANDS)
     return dry_run(calls["denoiser"], precision, CARDS[0]).found.work
 

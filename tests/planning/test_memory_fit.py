@@ -12,11 +12,11 @@ from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, Precision, peak_of
 from everyframe.families.opensora.components import OpenSoraBuilder
-from everyframe.families.opensora.config import STDiT3Config
+from everyframe.families.opensora.config import OpenSoraConfig, STDiT3Config
 from everyframe.families.opensora.spec import _T5_XXL
 from everyframe.families.opensora.vae_config import VideoVAEConfig
-from everyframe.families.svd.components import SVDBuilder as SVDSizes
-from everyframe.families.svd.config import RELEASED, SVDConfig
+from everyframe.families.svd.components import SVDBuilder
+from everyframe.families.svd.config import SVDConfig, released
 from everyframe.families.svd.options import SVDOptions
 from everyframe.hardware.profiles import find_profile
 from everyframe.planning import component_precision
@@ -254,14 +254,13 @@ def test_what_is_no_amount(text: str) -> None:
 
 def released_svd() -> Any:
     model = config_only_models.svd()
-    return replace(model, sizes=SVDSizes(SVDConfig.from_json("released", RELEASED)))
+    return replace(model, builder=SVDBuilder(SVDConfig.from_json("released", released())))
 
 
 def released_opensora() -> Any:
     model = config_only_models.opensora("1.2")
-    vae = VideoVAEConfig()
-    sizes = OpenSoraBuilder(STDiT3Config(), vae, _T5_XXL)
-    return replace(model, sizes=sizes, facts=replace(model.facts, vae=vae))
+    config = OpenSoraConfig("1.2", STDiT3Config(), VideoVAEConfig(), _T5_XXL)
+    return replace(model, builder=OpenSoraBuilder(config))
 
 
 def test_svd_fits_into_8_gb() -> None:

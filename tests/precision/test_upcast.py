@@ -60,6 +60,54 @@ def test_digits_that_a_wider_range_lacks_come_back() -> None:
     assert torch.equal(net.weight, before)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "rungs"),
+    [
+        (torch.float16, (torch.bfloat16,)),
+        (torch.float16, (torch.float32,)),
+        (torch.bfloat16, (torch.float32,)),
+        (torch.float16, (torch.bfloat16, torch.float32)),
+    ],
+)
+def test_an_owners_weights_come_back_in_their_storage(
+    dtype: torch.dtype, rungs: tuple[torch.dtype, ...]
+) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(dtype).requires_grad_(False)
+    tied, view = nn.Parameter(net[0].weight.data, requires_grad=False), net[0].weight[1:]
+    before = net[0].weight.clone()
+    raised = [Upcast(net[0], each, keeps_storage=True) for each in rungs]
+    assert net[0].weight.data_ptr() != tied.data_ptr()
+    for each in reversed(raised):
+        each.undo()
+    assert torch.equal(net[0].weight, before)
+    view.zero_()
+    assert torch.equal(net[0].weight, tied), "they share their memory as before"
+    assert not net[0].weight[1:].any()
+
+
+def test_a_module_that_can_not_be_cast_as_a_whole_is_left_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net, to, done = nn.Linear(4, 4).half().requires_grad_(False), Tensor.to, []
+
+    def cast(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
+        if args == (torch.float32,):
+            done.append(tensor)
+            if len(done) == 2:
+                raise torch.OutOfMemoryError("out of memory")
+        return to(tensor, *args, **kwargs)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(Tensor, "to", cast)
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    with pytest.raises(torch.OutOfMemoryError):
+        Upcast(net, torch.float32)
+    assert len(done) == 2
+    for name, tensor in net.state_dict(keep_vars=True).items():
+        assert tensor.dtype == held_in(tensor) == torch.float16
+        assert torch.equal(tensor, before[name])
+    assert not net._forward_pre_hooks
+
+
 def test_what_was_raised_is_known_to_be_as_exact_as_before() -> None:
     net = nn.Linear(4, 4).half().requires_grad_(False)
     assert held_in(net.weight) == torch.float16

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from everyframe.core.errors import CorruptRunError
+from everyframe.precision.policy import ComponentNeeds
 from everyframe.runtime.model_spec import ModuleBuilder
 
 
@@ -19,9 +20,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @dataclass(frozen=True)
-class Layer(ModuleBuilder):
+class Layer(ModuleBuilder[None]):
     """One part, and how often it was built."""
 
+    config: None = None
     built: list[str] = field(default_factory=list, repr=False)
 
     @property
@@ -34,6 +36,9 @@ class Layer(ModuleBuilder):
 
     def outputs(self, component: str) -> tuple[str, ...]:
         return ("",)
+
+    def needs(self) -> tuple[tuple[ComponentNeeds, str, str], ...]:
+        return ((self.need("layer"), "a layer", "denoise"),)
 
 
 def test_what_was_counted_is_what_is_filled() -> None:

@@ -21,7 +21,7 @@ from everyframe.families.opensora import sharding as of_opensora
 from everyframe.families.opensora.components import build_model
 from everyframe.families.opensora.config import STDiT3Config
 from everyframe.families.stepvideo import sharding as of_stepvideo
-from everyframe.families.stepvideo.config import StepVideoConfig
+from everyframe.families.stepvideo.config import StepVideoModelConfig
 from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.families.svd import sharding as of_svd
 from everyframe.families.svd import unet
@@ -301,7 +301,7 @@ def opensora() -> tuple[Any, Callable[[Any], Tensor], Callable[..., Any]]:
 def stepvideo() -> tuple[Any, Callable[[Any], Tensor], Callable[..., Any]]:
     """Two branches of 12 tokens."""
     model = StepVideoModel(
-        StepVideoConfig(
+        StepVideoModelConfig(
             num_attention_heads=3,
             attention_head_dim=16,
             in_channels=4,

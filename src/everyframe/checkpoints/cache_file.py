@@ -20,7 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from everyframe.checkpoints.folder import cache_folder, package_folder, write_beside
+from everyframe.checkpoints.folder import cache_folder, package_folder
+from everyframe.core.paths import replace_file
 
 _log = logging.getLogger(__name__)
 _SCHEMA = "everyframe.cache/1"
@@ -77,7 +78,7 @@ class CacheFile:
         if len(text) > MAX_BYTES // 2:
             return
         try:
-            write_beside(self.path, f"{json.dumps(self._head(text))}\n{text}")
+            replace_file(self.path, f"{json.dumps(self._head(text))}\n{text}")
             _remove_oldest(self.path.parent)
         except OSError as error:
             _log.info("%s can't be written, so it will be made again: %s", self.path, error)

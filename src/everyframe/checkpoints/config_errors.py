@@ -1,4 +1,4 @@
-"""Convert errors that a checkpoint's configs cause in foreign code to `CheckpointError`.
+"""Check a checkpoint's configs, and convert errors that they cause in foreign code.
 
 Configs are passed to constructors of transformers, diffusers and torch, which raise whatever a bad
 value causes (TypeError, IndexError, ZeroDivisionError, validation errors of their own).
@@ -7,11 +7,12 @@ value causes (TypeError, IndexError, ZeroDivisionError, validation errors of the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
-from everyframe.core.errors import CheckpointError, EveryframeError
+from everyframe.core.errors import CheckpointError, EveryframeError, did_you_mean
 
 #: Released models have about 100 layers at most; building one on meta takes milliseconds.
 MAX_LAYERS = 2_000
@@ -56,6 +57,26 @@ def check_counts(config: Mapping[str, Any], where: str) -> None:
                 raise CheckpointError(
                     f"{where}: {name} is {each}; at most {MAX_LAYERS} are supported"
                 )
+
+
+def config_values(
+    config: type[Any], data: Mapping[str, Any], ignored: Collection[str], where: str
+) -> dict[str, Any]:
+    """Keyword arguments for a config dataclass from a JSON file; lists become tuples.
+
+    Raises `CheckpointError` for a key that is neither a field nor `ignored`.
+    """
+    known = {field.name for field in fields(config)}
+    for name in data:
+        if name not in known and name not in ignored:
+            raise CheckpointError(
+                f"{where} has an unknown key: {name!r}{did_you_mean(name, known)}"
+            )
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in data.items()
+        if name in known
+    }
 
 
 def check_positive(config: Mapping[str, Any], names: Sequence[str], where: str) -> None:

@@ -14,8 +14,9 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from everyframe.checkpoints.folder import cache_folder, write_beside
+from everyframe.checkpoints.folder import cache_folder
 from everyframe.core.errors import CheckpointError
+from everyframe.core.paths import replace_file
 
 _log = logging.getLogger(__name__)
 _CHUNK_BYTES = 1 << 22
@@ -103,6 +104,6 @@ def _remembered() -> dict[str, object]:
 def _remember(path: str, entry: list[object]) -> None:
     folder = cache_folder()
     try:
-        write_beside(folder / _FILE, json.dumps({**_remembered(), path: entry}))
+        replace_file(folder / _FILE, json.dumps({**_remembered(), path: entry}))
     except OSError as error:
         _log.warning("the digest of %s is not remembered, %s: %s", path, folder, error)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -36,20 +36,13 @@ def package_folder(relative: str) -> Path:
     return Path(__file__).resolve().parent.parent / relative
 
 
-def write_beside(path: Path, text: str) -> None:
-    """Replace `path` by `text` atomically: write a temporary file beside it, then rename.
+@cache
+def read_package_data(relative: str) -> Any:
+    """Data of a YAML file inside this package, such as ``checkpoints/known_models.yaml``."""
+    import yaml  # here: most commands read none
 
-    Several processes may do so at once; the last one wins. Raises `OSError`.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    text = package_folder(relative).read_text(encoding="utf-8")
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 PICKLE_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt")

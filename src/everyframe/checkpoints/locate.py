@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Literal
 
 from everyframe.checkpoints.folder import (
@@ -24,8 +24,14 @@ from everyframe.checkpoints.folder import (
     read_json,
     weight_files,
 )
-from everyframe.checkpoints.hub_part import HubPart, KnownModel
-from everyframe.checkpoints.model_zoo import CONTROLNETS, KNOWN, REFUSED, SUPPORTED_VERSIONS
+from everyframe.checkpoints.model_zoo import (
+    SUPPORTED_VERSIONS,
+    HubPart,
+    KnownModel,
+    controlnets,
+    known_models,
+    refused_models,
+)
 from everyframe.core.errors import CheckpointError, InputError, closest_names, did_you_mean
 from everyframe.core.paths import expand_path
 
@@ -96,6 +102,10 @@ class Location:
         """Short name if there is one, else the given name."""
         return self.known.name if self.known else self.asked
 
+    def title(self, kind: str) -> str:
+        """Display name: that of a known model, else `kind` and the last part of the name."""
+        return self.known.title if self.known else f"{kind} ({PurePath(self.name).name})"
+
     @property
     def complete(self) -> bool:
         """Whether all files are on disk, so that it runs without a network."""
@@ -131,7 +141,7 @@ def locate(
     name: str,
     *,
     variant: str | None = None,
-    registry: Sequence[KnownModel] = KNOWN,
+    registry: Sequence[KnownModel] | None = None,
     hub_cache: Path | None = None,
 ) -> Location:
     """Resolve `name` and list its files on disk. Takes milliseconds and no network.
@@ -140,7 +150,7 @@ def locate(
         name: short name, alias, folder, file, or hub id.
         variant: of a hub model, which of several stored precisions, such as ``fp16``. Default:
             float32, or fp16 if only that is on disk.
-        registry: the models with short names.
+        registry: the models with short names; by default `known_models`.
         hub_cache: the hub's cache folder; by default the user's own.
 
     Raises:
@@ -148,6 +158,7 @@ def locate(
         CheckpointError: a path without anything that looks like a checkpoint.
     """
     given = name.strip()
+    registry = known_models() if registry is None else registry
     if not given:
         raise InputError(f"the model's name is empty; known are {_names(registry)}")
     known = _by_name(given, registry)
@@ -164,21 +175,22 @@ def locate(
 
 def is_listed(name: str) -> bool:
     """Whether our tables list this short name or hub id, as a model or a component of one."""
-    parts = {part.repo_id for model in KNOWN for part in model.parts}
-    ids = {each.casefold() for each in (*parts, *CONTROLNETS, *CONTROLNETS.values())}
+    parts = {part.repo_id for model in known_models() for part in model.parts}
+    ids = {each.casefold() for each in (*parts, *controlnets(), *controlnets().values())}
     given = name.strip()
-    return _by_name(given, KNOWN) is not None or given.casefold() in ids
+    return _by_name(given, known_models()) is not None or given.casefold() in ids
 
 
 def overview(
-    *, registry: Sequence[KnownModel] = KNOWN, hub_cache: Path | None = None
+    *, registry: Sequence[KnownModel] | None = None, hub_cache: Path | None = None
 ) -> tuple[Location, ...]:
     """Location of each known model, in the order of the table."""
-    return tuple(_locate_known(model.name, model, hub_cache) for model in registry)
+    models = known_models() if registry is None else registry
+    return tuple(_locate_known(model.name, model, hub_cache) for model in models)
 
 
 def names_on_disk(
-    *, registry: Sequence[KnownModel] = KNOWN, hub_cache: Path | None = None
+    *, registry: Sequence[KnownModel] | None = None, hub_cache: Path | None = None
 ) -> tuple[str, ...]:
     """Short names of the known models that are completely on disk."""
     places = overview(registry=registry, hub_cache=hub_cache)
@@ -227,7 +239,7 @@ def _holders(folded: str, registry: Sequence[KnownModel]) -> list[tuple[KnownMod
 def _refuse_by_name(given: str, registry: Sequence[KnownModel]) -> None:
     """Raise `InputError` for names of models that cannot run here."""
     folded = given.casefold()
-    for name, version in REFUSED.items():
+    for name, version in refused_models().items():
         if name.casefold() == folded:
             raise InputError(f"{given}: this is {version}; supported: {SUPPORTED_VERSIONS}")
     holders = _holders(folded, registry)

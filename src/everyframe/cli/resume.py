@@ -19,6 +19,7 @@ from everyframe.core.errors import ExitCode, InputError, RunLockedError
 from everyframe.core.events import Events
 from everyframe.core.request import Request
 from everyframe.engine.torchrun import under_torchrun
+from everyframe.families.registry import options_of
 from everyframe.media.output_path import check_here, check_output
 from everyframe.runs.folder import RunFolder, RunSummary, find_run, list_runs, root_of
 from everyframe.runs.retention import MOST_BYTES, days_of_runs
@@ -39,6 +40,8 @@ def resume(
     json: bool = False,
     run_dir: str | None = None,
     trust_remote_code: bool = False,
+    model: str | None = None,
+    option: Sequence[str] = (),
     **devices: str,
 ) -> int:
     """Go on, list, or forget; the exit code. `devices` are options of the request about them."""
@@ -61,20 +64,40 @@ def resume(
         return int(ExitCode.DONE)
     # Checked as the options of a run, which they replace.
     Request(**devices)
-    written = found.run()
+    written, is_own = found.run(), found.is_own()
+    texts: Any = options_of("pipeline")
+    named = {**texts(option=option).option, **({} if model is None else {"model": model})}
+    if not is_own:
+        from everyframe.engine.foreign_run import check_named
+
+        again = named.keys() | ({"output"} if output is not None else set())
+        check_named(found, again, written["output"])
     place = output if output is not None else written["output"]
     if place is None:
         check_here()
     else:
         check_output(place)
     return make(
-        lambda: _events(found, Path(written["place"]), devices, trusts=trust_remote_code),
+        lambda: _events(
+            found,
+            Path(written["place"]) if is_own else None,
+            devices,
+            named,
+            trusts=trust_remote_code,
+        ),
         place,
         json=json,
     )
 
 
-def _events(found: RunFolder, where: Path, devices: Mapping[str, str], *, trusts: bool) -> Events:
+def _events(
+    found: RunFolder,
+    where: Path | None,
+    devices: Mapping[str, str],
+    named: Mapping[str, Any],
+    *,
+    trusts: bool,
+) -> Events:
     from everyframe.engine.launcher import is_possible, ranks_of, run_in_workers
     from everyframe.engine.worker_process import WorkerJob
 
@@ -82,11 +105,13 @@ def _events(found: RunFolder, where: Path, devices: Mapping[str, str], *, trusts
     if is_possible():
         number = ranks_of(found) if ranks is None else Request(**ranks).num_ranks
         job = WorkerJob(run=found.path, skip=found.done(), as_uint8=True, ranks=ranks,
-                  trust_remote_code=trusts)  # fmt: skip
-        return run_in_workers(job.of_ranks(number, here), where if where.is_dir() else None)
+                  trust_remote_code=trusts, named=named)  # fmt: skip
+        return run_in_workers(
+            job.of_ranks(number, here), where if where is not None and where.is_dir() else None
+        )
     from everyframe.engine.resume import resume_run
 
-    return resume_run(found, skip=found.done(), ranks=ranks, trust_remote_code=trusts)
+    return resume_run(found, skip=found.done(), ranks=ranks, trust_remote_code=trusts, named=named)
 
 
 def _other_ranks(
@@ -157,6 +182,10 @@ COMMAND = command(
         *(
             request_flag(name)
             for name in ("num_devices", "devices", "parallel", "shares", "shard_weights")
+        ),
+        flag("model", str, "For a run that somebody else made: its model's folder.", alias="-m"),
+        flag(
+            "option", list, "For such a run: a file that it was given, as image=FILE; repeatable."
         ),
         run_flag("output"),
         run_flag("json"),

@@ -32,7 +32,7 @@ _SHOWN = 80
 def option(
     help_text: str,
     *,
-    group: str,
+    group: str = "Family",
     default: Any = None,
     unit: str | None = None,
     aliases: tuple[str, ...] = (),
@@ -40,13 +40,14 @@ def option(
     names_files: bool = False,
     names_model: bool = False,
     person_only: bool = False,
+    accepts: tuple[str, ...] = (),
     **limits: Any,
 ) -> Any:
     """Declare a pydantic field that is also an option.
 
     Args:
         help_text: one sentence.
-        group: heading in help and reference, one of `GROUPS`.
+        group: heading in help and reference, one of `GROUPS`; by default a family's own options.
         default: the field's default.
         unit: printed after the value.
         aliases: further flag names, such as ``"--steps"``.
@@ -54,6 +55,7 @@ def option(
         names_files: the value is or may be an image or video, recorded by name and hash.
         names_model: the value is a model or a component of one.
         person_only: the option counts only if the user sets it in this call, never if a file does.
+        accepts: types that Python callers may give beside the field's own, as source text.
         limits: pydantic's ``ge``, ``gt``, ``le``, ``lt``, ``max_length``.
     """
     assert group in GROUPS, group
@@ -65,6 +67,7 @@ def option(
         "names_files": names_files,
         "names_model": names_model,
         "person_only": person_only,
+        "accepts": [*accepts, *(["PathLike[str]"] if names_model else [])],
     }
     return Field(default=default, description=help_text, json_schema_extra=extra, **limits)
 
@@ -134,7 +137,7 @@ def _kinds(annotation: Any) -> set[Any]:
 
 
 def facts_of(model: type[Options], name: str) -> Mapping[str, Any]:
-    """Group, unit, aliases and ``python_only`` mark that `option` stored for a field."""
+    """Group, unit, aliases, marks and accepted types that `option` stored for a field."""
     extra = model.model_fields[name].json_schema_extra
     return extra if isinstance(extra, Mapping) else {}
 

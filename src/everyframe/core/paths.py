@@ -1,14 +1,14 @@
-"""Validate user-supplied paths before any library sees them.
+"""Paths: validate what users supply before any library sees it; replace a file atomically.
 
 A value that cannot be a path is wrong input and gives a one-line error: a type other than text or
-path, a NUL, a name longer than the system allows, ``~`` of an unknown user. Nothing is opened or
-created here.
+path, a NUL, a name longer than the system allows, ``~`` of an unknown user.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,17 @@ def expand_path(given: Any, what: str = "a path") -> Path:
         ) from None
 
 
+def state_folder() -> Path:
+    """Everyframe's folder in the state folder: ``XDG_STATE_HOME``, else ``~/.local/state``.
+
+    Raises:
+        InputError: there is no home folder.
+    """
+    shared = os.environ.get("XDG_STATE_HOME")
+    base = expand_path(shared, "XDG_STATE_HOME") if shared else home_folder() / ".local" / "state"
+    return base / "everyframe"
+
+
 def home_folder() -> Path:
     """Home folder of the current user.
 
@@ -67,3 +78,35 @@ def home_folder() -> Path:
             "this user has no home folder; set HOME, or EVERYFRAME_CACHE and EVERYFRAME_RUNS, to a "
             "folder that can be written"
         ) from None
+
+
+def replace_file(path: Path, data: bytes | str, *, is_durable: bool = False) -> None:
+    """Replace a file atomically: write a new one beside it, then rename it.
+
+    A crash leaves the old file or the new one. Several processes may write at once; the last one
+    wins. Missing folders are created. `is_durable` syncs data and name to disk, so that a power cut
+    loses neither; the folder must be there then.
+
+    Raises:
+        OSError: the file can't be written; the old one remains.
+    """
+    if not is_durable:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    name = f"{path.name}.{os.getpid()}.{threading.get_ident()}.unfinished"
+    unfinished = path.with_name(name)
+    try:
+        with unfinished.open("wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            if is_durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    if is_durable and os.name == "posix":
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

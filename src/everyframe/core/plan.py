@@ -66,9 +66,14 @@ class Settings:
         """Frames that the model is conditioned on: the nominal length if there is one."""
         return self.nominal_length or self.num_frames
 
-    def option(self, name: str) -> Any:
-        """Resolved value of a family's own option."""
-        return dict(self.options)[name]
+    def option(self, name: str, *otherwise: Any) -> Any:
+        """Resolved value of a family's own option, or `otherwise` if it has none."""
+        values = dict(self.options)
+        return values.get(name, *otherwise) if otherwise else values[name]
+
+    def with_option(self, name: str, value: Any) -> Settings:
+        """Copy of the settings with another value of one of the family's own options."""
+        return replace(self, options=(*dict(self.options, **{name: value}).items(),))
 
     def saving(self, name: str, otherwise: int) -> int:
         """Value of a memory saving, or `otherwise` if the resolver chose none."""

@@ -73,7 +73,12 @@ class Request(Options):
         default=(),
     )
 
-    size: str | None = option("WIDTHxHEIGHT.", group="Size and length", unit="pixels")
+    size: str | None = option(
+        "WIDTHxHEIGHT.",
+        group="Size and length",
+        unit="pixels",
+        accepts=("tuple[int, int]", "list[int]"),
+    )
     height: int | None = option(
         "Height.", group="Size and length", unit="pixels", gt=0, le=MAX_SIDE
     )
@@ -82,7 +87,9 @@ class Request(Options):
         "A named size such as 360p, shaped by --aspect.", group="Size and length"
     )
     aspect: str | None = option(
-        "Width to height, such as 16:9 or 9:16; needs --resolution.", group="Size and length"
+        "Width to height, such as 16:9 or 9:16; needs --resolution.",
+        group="Size and length",
+        accepts=("tuple[int, int]", "list[int]"),
     )
     num_frames: int | None = option(
         "Length.",
@@ -143,7 +150,12 @@ class Request(Options):
         le=1,
     )
 
-    dtype: str = option("Precision: auto, fp32, bf16 or fp16.", group="Machine", default="auto")
+    dtype: str = option(
+        "Precision: auto, fp32, bf16 or fp16.",
+        group="Machine",
+        default="auto",
+        accepts=("torch.dtype",),
+    )
     quantize: str = option(
         "Keep the weights of linear layers in eight bits (lossy): auto (int8, only where nothing "
         "else fits), none, int8 or fp8.",
@@ -151,7 +163,11 @@ class Request(Options):
         default="auto",
     )
     device: str = option(
-        "Device: auto, cpu, cuda, cuda:1 or mps.", group="Machine", default="auto", person_only=True
+        "Device: auto, cpu, cuda, cuda:1 or mps.",
+        group="Machine",
+        default="auto",
+        person_only=True,
+        accepts=("torch.device",),
     )
     num_devices: int | None = option(
         "So many devices work together, any number; on a machine without several, CPU workers.",
@@ -165,6 +181,7 @@ class Request(Options):
         "Which devices work together, such as 0,1,2 or cuda:0,cuda:2 or cpu,cpu.",
         group="Machine",
         person_only=True,
+        accepts=("Sequence[str | int | torch.device]",),
     )
     parallel: str = option(
         "How several devices divide the work: auto, or data=N, cfg=N and sequence=N (or "
@@ -174,7 +191,10 @@ class Request(Options):
         person_only=True,
     )
     shares: str | None = option(
-        "How much each of several devices does, such as 24,8.", group="Machine", person_only=True
+        "How much each of several devices does, such as 24,8.",
+        group="Machine",
+        person_only=True,
+        accepts=("Sequence[float]",),
     )
     shard_weights: bool = option(
         "Several devices keep the denoiser's weights between them, each a part of the blocks.",
@@ -186,11 +206,13 @@ class Request(Options):
         "Use no more of the device's memory than this, such as 8GB.",
         group="Machine",
         person_only=True,
+        accepts=("int",),
     )
     max_host_memory: str | None = option(
         "Use no more of the host's memory than this, such as 16GB.",
         group="Machine",
         person_only=True,
+        accepts=("int",),
     )
     attention: str | None = option(
         "Compute attention by this kernel, certified or not: flash, efficient, cudnn or math.",
@@ -212,6 +234,7 @@ class Request(Options):
         "A folder for a page on what had to be repaired, or could not be; watching takes time.",
         group="Machine",
         person_only=True,
+        accepts=("PathLike[str]",),
     )
     forget_repairs: bool = option(
         "Forget the repairs that earlier runs of this model needed on this device.",
@@ -246,11 +269,7 @@ class Request(Options):
     )
 
     family_options: dict[str, Any] = option(
-        "Options of one family, collected.",
-        group="Family",
-        default={},
-        python_only=True,
-        person_only=True,
+        "Options of one family, collected.", default={}, python_only=True, person_only=True
     )
 
     @field_validator(*SPELLED, mode="before")

@@ -160,7 +160,7 @@ def _of_decoder(sizes: PipelineDefaults, settings: Settings, pixels: int, elemen
     """Two copies of the last level's widest tensor for one latent frame, and all frames."""
     channels = sizes.vae.get("block_out_channels") or [sizes.vae.get("base_dim") or 128]
     area = settings.height * settings.width
-    if dict(settings.options).get("vae_tiling"):
+    if settings.option("vae_tiling", False):
         area = min(area, _TILE)
     at_once = area * max(sizes.temporal_factor or 1, 1)
     return 2 * at_once * int(_first(channels)) * 2 * element + pixels * 3 * 4 * 2

@@ -8,27 +8,23 @@ the same.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import ceil
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
-from unittest.mock import patch
 
 import torch
-import torch.nn.attention.flex_attention as flex
 from diffusers.configuration_utils import FrozenDict
-from diffusers.utils import torch_utils
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from everyframe.core.errors import CannotRunError, InputError
 from everyframe.core.plan import Settings
 from everyframe.diffusers_pipelines import cfg_detection, defaults, sequence_parallel
-from everyframe.diffusers_pipelines.call import attributes_kept, no_progress_bars, quiet_libraries
+from everyframe.diffusers_pipelines.call import all_blocks, attributes_kept, no_progress_bars
 from everyframe.diffusers_pipelines.call_arguments import arguments
 from everyframe.diffusers_pipelines.cfg_detection import CfgBranches
 from everyframe.diffusers_pipelines.cfg_parallel import CfgParallel
@@ -37,25 +33,23 @@ from everyframe.diffusers_pipelines.component_classes import empty_component
 from everyframe.diffusers_pipelines.components import STAGE
 from everyframe.diffusers_pipelines.defaults import denoisers
 from everyframe.diffusers_pipelines.image_forms import Form, blank, sides_of
+from everyframe.diffusers_pipelines.library_patches import quiet_libraries, stand_in_accepted
 from everyframe.diffusers_pipelines.loading import assembled, outputs_of, set_guidance, set_tiling
 from everyframe.diffusers_pipelines.media import size_of
 from everyframe.diffusers_pipelines.signature import CallSignature
-from everyframe.dry_run.meta_device import STAND_IN
-from everyframe.ops.attention import plain_attention
-from everyframe.ops.device import standing_kind
 from everyframe.parallel.communicator import ONE, ParallelContext
 from everyframe.runtime.interface import ConditioningFrames, JointDryRunCall, VideoState
 from everyframe.runtime.meta_init import build_on_meta
 
 
-def call_checked(pipe: Any, arguments: Mapping[str, Any]) -> object:
-    """Call the pipeline with these arguments.
+def call_checked(pipe: Any, arguments: Mapping[str, Any], modules: Iterable[nn.Module]) -> object:
+    """Call the pipeline, which calls these modules, with these arguments.
 
     Raises:
         InputError: the pipeline's own checks refuse them.
         CannotRunError: this diffusers or transformers lacks the code.
     """
-    with _worked() as worked:
+    with _worked(modules) as worked:
         try:
             return pipe(**arguments)
         except (
@@ -72,14 +66,17 @@ def call_checked(pipe: Any, arguments: Mapping[str, Any]) -> object:
 
 
 @contextmanager
-def _worked() -> Iterator[list[nn.Module]]:
+def _worked(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
     """Context: the modules called so far; before the first, missing values can't cause an error."""
     worked: list[nn.Module] = []
-    hook = register_module_forward_pre_hook(lambda module, _: worked.append(module))
+    hooks = [
+        each.register_forward_pre_hook(lambda module, _: worked.append(module)) for each in modules
+    ]
     try:
         yield worked
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 def _is_check(error: Exception) -> bool:
@@ -265,12 +262,18 @@ class PipelineDryRun:
         pipe = self._pipe
         set_tiling(pipe, settings)
         set_guidance(pipe, self.interface, settings)
-        with quiet_libraries(even_errors=True), no_progress_bars(pipe), _on_no_device():
-            return call_checked(pipe, call)
+        modules = [part for module in self.modules.values() for part in module.modules()]
+        blocks = all_blocks(getattr(pipe, "_blocks", None))
+        with (
+            quiet_libraries(even_errors=True),
+            no_progress_bars(pipe),
+            stand_in_accepted([pipe, *blocks, *pipe.components.values(), *modules]),
+        ):
+            return call_checked(pipe, call, modules)
 
 
 def _is_tiled(settings: Settings) -> bool:
-    return bool(dict(settings.options).get("vae_tiling"))
+    return bool(settings.option("vae_tiling", False))
 
 
 def _narrow_tables(module: nn.Module) -> None:
@@ -279,61 +282,3 @@ def _narrow_tables(module: nn.Module) -> None:
         if table.dtype == torch.float64:
             owner, _, own = name.rpartition(".")
             module.get_submodule(owner)._buffers[own] = table.float()
-
-
-class _Generators(type):
-    """Metaclass: `isinstance` accepts every `torch.Generator`."""
-
-    def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, _REAL)
-
-
-class _Generator(metaclass=_Generators):
-    """Makes a generator for a device; on the CPU for the stand-in device."""
-
-    def __new__(cls, device: Any = "cpu") -> Any:
-        return _REAL("cpu" if torch.device(device).type == STAND_IN else device)
-
-
-_REAL = torch.Generator
-
-
-@contextmanager
-def _on_no_device() -> Iterator[None]:
-    """Context: patches for code that needs a real device.
-
-    Mochi disables an autocast around its positions. LTX-2.5 decodes with flex attention, which
-    looks at some of the keys but, uncompiled, writes out all scores. diffusers looks up supported
-    dtypes by device name.
-    """
-    casts, attends = vars(torch)["autocast"], flex.flex_attention
-
-    def no_casts(device_type: str, *args: Any, **kwargs: Any) -> Any:
-        known = device_type != STAND_IN
-        return casts(device_type, *args, **kwargs) if known else nullcontext()
-
-    def attend(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        if query.device.type == STAND_IN:
-            return plain_attention(query, key, value)
-        return attends(query, key, value, *args, **kwargs)
-
-    with (
-        patch.object(torch, "autocast", no_casts),
-        patch.object(torch, "Generator", _Generator),
-        patch.object(flex, "flex_attention", attend),
-        patch.dict(torch_utils._DTYPE_UNSUPPORTED_DEVICES, _without_dtypes()),
-    ):
-        yield
-
-
-def _without_dtypes() -> dict[torch.dtype, frozenset[str]]:
-    """diffusers' table of devices that lack a dtype, extended by the stand-in device and the CPU.
-
-    They are added where the device that the stand-in represents lacks the dtype; small tensors keep
-    their values on the CPU. Otherwise the dry run would meet float64 where the real run does not.
-    """
-    kind = standing_kind()
-    return {
-        dtype: kinds | {STAND_IN, "cpu"} if kind in kinds else kinds
-        for dtype, kinds in torch_utils._DTYPE_UNSUPPORTED_DEVICES.items()
-    }

@@ -20,7 +20,6 @@ from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
 from everyframe.diffusers_pipelines import settings as request_settings
-from everyframe.diffusers_pipelines.call import quiet_libraries
 from everyframe.diffusers_pipelines.checkpoint import PipelineFiles, find_files
 from everyframe.diffusers_pipelines.component_classes import (
     component_class,
@@ -30,6 +29,7 @@ from everyframe.diffusers_pipelines.component_classes import (
 )
 from everyframe.diffusers_pipelines.components import ComponentWeights, components, held
 from everyframe.diffusers_pipelines.defaults import PipelineDefaults, denoisers
+from everyframe.diffusers_pipelines.library_patches import quiet_libraries
 from everyframe.diffusers_pipelines.loaded_pipeline import LoadedPipelineSpec
 from everyframe.diffusers_pipelines.oom_fallback import chunk_savings
 from everyframe.diffusers_pipelines.options import PipelineOptions
@@ -126,10 +126,9 @@ class PipelineSpec:
         for saving in chunk_savings(self.sizes.interface, given, settings, vae.class_name):
             settings = saving.settings
             yield saving
-        shown = dict(settings.options)
-        if not shown.get("vae_tiling") and self._can_tile():
+        if not settings.option("vae_tiling", False) and self._can_tile():
             yield MemorySaving(
-                replace(settings, options=(*shown.items(), ("vae_tiling", True))),
+                settings.with_option("vae_tiling", True),
                 "decoded in tiles (vae_tiling), which changes the picture near their seams; memory "
                 "and time of that are forecast roughly",
                 is_lossy=True,

@@ -45,6 +45,7 @@ class PipelineGuard:
 
     `watch` counts the steps, and none while a call is repeated. `emit` gets repairs and findings at
     once. `apart` gives, for components that are split across ranks, a context that runs them whole.
+    With `keeps_storage`, repaired weights get their storage back, and not their values alone.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class PipelineGuard:
         take: VideoState,
         emit: Callable[[Event], None],
         apart: Mapping[str, UnshardedCall] = MappingProxyType({}),
+        *,
+        keeps_storage: bool = False,
     ) -> None:
         given = (take.given.first, take.given.last)
         is_asked = any(each is not None and each.min() == each.max() for each in given)
@@ -67,7 +70,15 @@ class PipelineGuard:
         for name, module in modules.items():
             denoises = bool(denoisers((name,)))
             counts, of = ("step", STAGE) if denoises else ("call", name)
-            guard = Guard(plan, STAGE, {name: module}, counts=counts, of=of, apart=apart.get(name))
+            guard = Guard(
+                plan,
+                STAGE,
+                {name: module},
+                counts=counts,
+                of=of,
+                apart=apart.get(name),
+                keeps_storage=keeps_storage,
+            )
             guard.take(take)
             made = _Denoiser if denoises else _Coder if _has_frames(name) else _Part
             part = made(guard, name, module, watch, emit, is_asked=is_asked)

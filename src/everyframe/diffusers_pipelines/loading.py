@@ -169,7 +169,7 @@ class _Waiting:
 def set_tiling(pipe: Any, settings: Settings) -> None:
     """Enable or disable VAE tiling as the plan has it; for pipelines that Everyframe loaded."""
     vae: Any = getattr(pipe, "vae", None)
-    if dict(settings.options).get("vae_tiling"):
+    if settings.option("vae_tiling", False):
         vae.enable_tiling()
     elif hasattr(vae, "disable_tiling"):
         vae.disable_tiling()

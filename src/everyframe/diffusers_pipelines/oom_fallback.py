@@ -3,7 +3,8 @@
 All components are in memory together, so idle components leave the device first. Then come the
 memory fallbacks of the component that ran out of memory. A fallback stays active for the rest of
 the run. A pipeline in memory belongs to the caller: it is neither moved nor changed, and only the
-arguments of its call may change.
+arguments of its call may change. Repairs keep its weights in their storage beside the wide copies,
+until memory runs out on a card; repaired weights then get the same bits in new storage.
 
 `stage.py` makes the retry, and `module_calls.py` replays the denoiser answers computed before. The
 order is that of `everyframe.runtime.memory_fallbacks`.
@@ -24,8 +25,10 @@ from everyframe.hardware.memory import empty_cache
 from everyframe.runtime import offload
 from everyframe.runtime.interface import MemorySaving, MemorySavings, VideoState
 from everyframe.runtime.memory_fallbacks import BY_TURNS, MemoryFallback, memory_fallbacks
-from everyframe.runtime.oom_fallback import AppliedFallback
+from everyframe.runtime.oom_fallback import GIVEN_BACK, AppliedFallback
 from everyframe.runtime.run_logs import OomEvent
+
+_NEW_STORAGE = "and weights that a repair replaces get the same bits in new storage"
 
 
 class PipelineMemoryFallbacks:
@@ -37,6 +40,7 @@ class PipelineMemoryFallbacks:
     Attributes:
         tried: fallbacks used so far, in words.
         settings: the settings with these fallbacks.
+        keeps_storage: whether repairs keep the storage of the caller's weights.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class PipelineMemoryFallbacks:
     ) -> None:
         self.tried: list[str] = []
         self.settings = plan.settings
+        self.keeps_storage = not owned
         self._known: list[OomEvent] | None = None
         self._plan = plan
         self._pipe = pipe
@@ -95,8 +100,10 @@ class PipelineMemoryFallbacks:
 
     def _ways(self, at: str) -> Iterator[tuple[AppliedFallback, Callable[[], None]]]:
         may_wait = self._plan.device.kind != "cpu"
-        if may_wait:
-            yield AppliedFallback("", "what was kept for later is given back"), lambda: None
+        if may_wait and self._owned:
+            yield AppliedFallback("", GIVEN_BACK), lambda: None
+        elif may_wait:
+            yield AppliedFallback("", f"{GIVEN_BACK}, {_NEW_STORAGE}"), self._release_storage
         idle = self._owned.keys() - self._waiting
         if may_wait and len(self._owned) > 1 and idle:
             yield AppliedFallback("", BY_TURNS), self._take_turns
@@ -106,6 +113,9 @@ class PipelineMemoryFallbacks:
         for way in memory_fallbacks((at,), self.settings, self._savings, may_wait=may_wait):
             if not (way.offload and at in self._in_blocks):
                 yield AppliedFallback(at, way.says), lambda way=way: self._go(way)  # type: ignore[misc]
+
+    def _release_storage(self) -> None:
+        self.keeps_storage = False
 
     def _take_turns(self) -> None:
         """Move each component that is on the device as a whole there only while it is called."""

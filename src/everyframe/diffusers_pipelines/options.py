@@ -26,20 +26,17 @@ class PipelineOptions(FamilyOptions):
     option: dict[str, Any] = an_option(
         "A parameter that only this pipeline has, as NAME=VALUE; may be given several times. A "
         "video, picture or .npy of numbers is named by its file.",
-        group="Family",
         default={},
         names_files=True,
+        accepts=("Sequence[str]",),
     )
     fit: str | None = fit_option()
     vae_tiling: bool = an_option(
-        "Decode in tiles: far less memory for large frames, and faint seams.",
-        group="Family",
-        default=False,
+        "Decode in tiles: far less memory for large frames, and faint seams.", default=False
     )
     variant: str | None = variant_option()
     trust_remote_code: bool = an_option(
         "Run Python code that comes with the checkpoint. Read it first.",
-        group="Family",
         default=False,
         person_only=True,
     )

@@ -24,11 +24,7 @@ from everyframe.core.events import AudioDecoded, Event, FramesDecoded, Note, Out
 from everyframe.core.options import shown
 from everyframe.core.plan import Plan, Settings
 from everyframe.diffusers_pipelines import call_options, sequence_parallel
-from everyframe.diffusers_pipelines.call import (
-    float32_noise,
-    no_progress_bars,
-    quietly,
-)
+from everyframe.diffusers_pipelines.call import no_progress_bars
 from everyframe.diffusers_pipelines.call_arguments import arguments
 from everyframe.diffusers_pipelines.call_thread import Apart as InOwnThread
 from everyframe.diffusers_pipelines.call_thread import Calling
@@ -45,6 +41,7 @@ from everyframe.diffusers_pipelines.global_generators import (
 from everyframe.diffusers_pipelines.guard import PipelineGuard, UnshardedCall
 from everyframe.diffusers_pipelines.guarded_calls import GuardedCallHooks
 from everyframe.diffusers_pipelines.image_forms import call_with_pictures, to_rgb
+from everyframe.diffusers_pipelines.library_patches import float32_noise, quietly
 from everyframe.diffusers_pipelines.loading import load, set_guidance
 from everyframe.diffusers_pipelines.media import (
     Array,
@@ -241,22 +238,17 @@ class PipelineStage:
         modules = _modules(pipe)
         names = denoisers(modules)
         denoising = {name: modules[name] for name in names}
-        watch = StepTracker(
-            denoising,
-            [module for name, module in modules.items() if name not in names],
-            getattr(pipe, "scheduler", None),
-            settings.num_inference_steps,
-            on_step,
-        )
+        others = [module for name, module in modules.items() if name not in names]
+        scheduler = getattr(pipe, "scheduler", None)
+        watch = StepTracker(denoising, others, scheduler, settings.num_inference_steps, on_step)
+        guard = partial(PipelineGuard, keeps_storage=ready.reliefs.keeps_storage)
         around, branches = GuardedCallHooks(watch, take), self.branches
         with (
             watch,
             float32_noise(),
             CfgParallel(denoising, branches, self.teams, around) if branches else nullcontext(),
             DenoiserReplay(denoising, watch, take, at_once=branches is None),
-            PipelineGuard(
-                self.plan, modules, watch, take, watch.read_by(emit), ready.apart
-            ) as guarded,
+            guard(self.plan, modules, watch, take, watch.read_by(emit), ready.apart) as guarded,
         ):
             around.guarded = guarded
             try:
@@ -334,6 +326,12 @@ class PipelineStage:
         name = self.interface.class_name
         if isinstance(error, (ValueError, ArithmeticError)) and not step:
             return InputError(f"{name} refuses: {text}")
+        if any(f": {text})" in note for note in self.plan.notes):
+            # The dry run met it without weights and device: it comes of the request and the config.
+            return InputError(
+                f"{name} can't do this on any device; another size may do, or the checkpoint's "
+                f"config is wrong ({type(error).__name__}: {text})"
+            )
         if self.own and not step and not isinstance(error, (ImportError, NameError)):
             # What only this pipeline knows is checked by nobody but itself, by whatever breaks.
             given = ", ".join(f"{key}={shown(value)}" for key, value in self.own.items())

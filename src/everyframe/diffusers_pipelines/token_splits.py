@@ -82,7 +82,7 @@ class TransformerSplit:
         found = []
         if self.text is not None:
             most = self.text if isinstance(self.text, int) else config[self.text]
-            found = [int(dict(settings.options).get("max_sequence_length", most))]
+            found = [int(settings.option("max_sequence_length", most))]
         found.insert(self.video, frames * rows * columns)
         return tuple(found)
 

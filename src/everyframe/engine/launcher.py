@@ -152,7 +152,9 @@ def _handed_on(
         skip = (*job.skip, *handed.done)
         if job.request is not None and job.request.family_options.get("trust_remote_code"):
             job = replace(job, trust_remote_code=True)
-        again = replace(job, request=None, run=run.path, skip=skip, ranks=None, scarcity=scarcity)
+        named = job.named if job.request is None else None
+        again = replace(job, request=None, run=run.path, skip=skip, ranks=None, scarcity=scarcity,
+                        named=named)  # fmt: skip
         stack, workers = _begun(again, place)
     if run is not None:
         run.remove()

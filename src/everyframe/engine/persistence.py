@@ -91,8 +91,10 @@ def write(
     request: Request,
     plan: Plan,
     record: Mapping[str, Any],
+    *,
+    is_own: bool = True,
 ) -> None:
-    """Write request and plan, replacing those in `told`. Raises `OSError`."""
+    """Write request and plan, replacing those in `told`; signed if `is_own`. Raises `OSError`."""
     keep = TensorStore(folder.given).keep
     folder.write_run(
         {
@@ -100,7 +102,8 @@ def write(
             "request": to_jsonable(request, keep),
             "plan": to_jsonable(plan, keep),
             "record": record,
-        }
+        },
+        is_own=is_own,
     )
 
 

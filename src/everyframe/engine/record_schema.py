@@ -133,7 +133,7 @@ def accepted_options(asked: Mapping[str, Any], given: Collection[str]) -> dict[s
     """
     found = {}
     for name, value in asked.items():
-        facts = _facts(name)
+        facts = option_facts(name)
         if name in given or facts.get("person_only"):
             continue
         if facts.get("names_model"):
@@ -151,11 +151,13 @@ def rejected_options(asked: Mapping[str, Any], other: Mapping[str, Any]) -> tupl
     return tuple(
         f"its {name}={shown(value)} is not taken from a record; give it again: {_flag(name)}"
         for name, value in asked.items()
-        if _facts(name).get("person_only") and name not in other and value not in (None, "auto")
+        if option_facts(name).get("person_only")
+        and name not in other
+        and value not in (None, "auto")
     )
 
 
-def _facts(name: str) -> Mapping[str, Any]:
+def option_facts(name: str) -> Mapping[str, Any]:
     """Metadata of an option; empty if no family has it."""
     kinds: tuple[type[Options], ...] = (Request, *all_options().values())
     for options in kinds:

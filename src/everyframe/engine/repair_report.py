@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from everyframe.checkpoints.folder import write_beside
 from everyframe.core.bytes import format_bytes
 from everyframe.core.errors import NumericsError
 from everyframe.core.events import Event, Events, Note, Repaired, event_of
+from everyframe.core.paths import replace_file
 from everyframe.core.plan import ComponentPlan, Plan
 from everyframe.numerics.heat_map import heat_map
 from everyframe.numerics.tensor_stats import Magnitudes
@@ -80,7 +80,7 @@ def with_repair_report(
 
     def write(error: str = "") -> Path:
         text = page(plan, record, repairs, magnitudes, error, is_resumed=before is not None)
-        write_beside(folder / name_of_page, text)
+        replace_file(folder / name_of_page, text)
         return folder / name_of_page
 
     try:

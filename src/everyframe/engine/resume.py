@@ -10,25 +10,25 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from everyframe.adapters.request_loras import with_loras
 from everyframe.checkpoints.locate import is_listed
 from everyframe.core.errors import CannotRunError, CorruptRunError, InputError, OutOfMemoryInfo
-from everyframe.core.events import Event, Events, Note, Planned, Repaired, WeightsReady
-from everyframe.core.plan import Plan
+from everyframe.core.events import Event, Events, Note, Planned, WeightsReady
 from everyframe.core.request import Request
-from everyframe.core.serialization import from_jsonable
 from everyframe.engine.distributed import Peers, Rendezvous, join_plan, meet_peers
+from everyframe.engine.interrupted_run import InterruptedRun, load_run
 from everyframe.engine.owner_switches import with_owner_switches
 from everyframe.engine.persistence import write
 from everyframe.engine.provenance import differences, make_record
+from everyframe.engine.record_schema import option_facts
 from everyframe.engine.repair_report import loaded_in, repairs_of, with_repair_report
 from everyframe.engine.replan import (
     OF_RANKS,
-    relieved_of,
     remind,
     replan_for_devices,
     replan_with_less_memory,
@@ -40,74 +40,12 @@ from everyframe.hardware.facts import machine_facts
 from everyframe.media.output_path import check_folder
 from everyframe.planning.find_model import find_model
 from everyframe.planning.resolve import LoadedModel
-from everyframe.runs.atomic_write import UNREADABLE, read_json
 from everyframe.runs.folder import Lock, RunFolder, free_runs
 from everyframe.runs.run_state import RunState, RunStateWriter, SaveInterval, SaveOptions, furthest
-from everyframe.runs.tensor_store import TensorStore
 from everyframe.runtime.interface import ModelSpec, VideoState
 
-
-@dataclass(frozen=True)
-class InterruptedRun:
-    """An interrupted run as read from its folder.
-
-    Attributes:
-        folder: the run folder.
-        request: the original request.
-        plan: the original plan.
-        record: the record of the run.
-        place: working folder in which the run began.
-        output: requested output path.
-        as_uint8: whether frames are saved as uint8.
-        given: digests of an in-memory model by component; None for any other model.
-        relieved: memory fallbacks applied to all ranks so far.
-    """
-
-    folder: RunFolder
-    request: Request
-    plan: Plan
-    record: dict[str, Any]
-    place: Path
-    output: str | None
-    as_uint8: bool
-    given: dict[str, str] | None = None
-    relieved: tuple[Repaired, ...] = ()
-
-
-def load_run(folder: RunFolder) -> InterruptedRun:
-    """Load a run from its folder.
-
-    Raises:
-        CorruptRunError: the folder has no run, or its files are corrupt.
-    """
-    fetch = TensorStore(folder.given).fetch
-    try:
-        written = folder.run()
-        request, plan = (from_jsonable(written[name], fetch) for name in ("request", "plan"))
-        found = InterruptedRun(
-            folder=folder,
-            request=request,
-            plan=plan,
-            record=dict(written["record"]),
-            place=Path(written["place"]),
-            output=written["output"],
-            as_uint8=bool(written["as_uint8"]),
-            given=written["given"],
-            relieved=relieved_of(written.get("relieved", ())),
-        )
-        for path in folder.path.glob("shortages*.json"):
-            # Without them other bits may come of it: from there on it was computed otherwise.
-            read_json(path)
-    except CorruptRunError as error:
-        raise error.reworded(
-            f"{error}; {folder.name} can't be gone on with, but made again from its beginning "
-            f"(everyframe resume {folder.name} --forget removes it)"
-        ) from error
-    except UNREADABLE as error:
-        raise CorruptRunError(f"{folder.path} can't be read: {error!r}") from error
-    if not isinstance(request, Request) or not isinstance(plan, Plan):
-        raise CorruptRunError(f"{folder.path} holds no request and plan")
-    return found
+#: The name in a recorded file's identity, beside its hash.
+_FILE = ("file", True)
 
 
 def resume_run(
@@ -121,18 +59,18 @@ def resume_run(
     ranks: Mapping[str, Any] | None = None,
     scarcity: OutOfMemoryInfo | None = None,
     trust_remote_code: bool = False,
+    named: Mapping[str, Any] | None = MappingProxyType({}),
 ) -> Events:
     """Resume a run and yield its events, as `everyframe.engine.run.stream` does.
 
-    `skip` are seeds whose videos are not wanted; `given_model` is the model of a run of an
-    in-memory one. With `join` this is one of several ranks: all read the saved state before the
-    first one writes. `ranks` are request options that replace the run's devices. `scarcity` asks
-    for the next memory fallback. `trust_remote_code` runs the model's code. Raises
-    `EveryframeError` if it can't resume.
+    `skip` are seeds not wanted; `given_model` is an in-memory run's model. With `join` this is one
+    of several ranks: all read the saved state before the first one writes. `ranks` replace the
+    run's devices. `scarcity` asks for the next memory fallback. `named` are options given again, as
+    a stranger's run needs (`foreign_run`); None for a run that this very call began.
     """
     lock = _locked(folder) if (leads := join is None or join.rank == 0) else None
     try:
-        run = load_run(folder)
+        run = load_run(folder).with_named(named)
         place = _place_of_report(run) if leads else None
         model = _model_here(run, given_model, trust_remote_code, is_same=ranks is None)
         run = replace(run, plan=with_owner_switches(run.plan, given_model))
@@ -209,7 +147,8 @@ def _in_less(
 def _write_anew(run: InterruptedRun, request: Request, record: Mapping[str, Any]) -> None:
     """Save the new plan, so that the next resume uses it."""
     relieved = [each.to_json() for each in run.relieved]
-    write(run.folder, {**run.folder.run(), "relieved": relieved}, request, run.plan, record)
+    told = {**run.folder.run(), "relieved": relieved}
+    write(run.folder, told, request, run.plan, record, is_own=run.is_own)
 
 
 def _skipped(seeds: Collection[int]) -> tuple[str, ...]:
@@ -361,6 +300,18 @@ def _check_device(run: InterruptedRun) -> None:
         )
 
 
+def _names_model(name: str) -> bool:
+    """Whether the option names a model, whose weights are compared and not its place."""
+    return bool(option_facts(name).get("names_model"))
+
+
+def _contents(value: Any) -> Any:
+    """A recorded option without the names of files, which may be called otherwise elsewhere."""
+    if isinstance(value, dict):
+        return {k: _contents(each) for k, each in value.items() if (k, "sha256" in value) != _FILE}
+    return [_contents(each) for each in value] if isinstance(value, list) else value
+
+
 def _compared(run: InterruptedRun, record: dict[str, Any]) -> tuple[str, ...]:
     """Notes about differences that may change the result; `InputError` for those that do."""
     record = json.loads(json.dumps(record))  # as the other one came out of its file
@@ -373,7 +324,9 @@ def _compared(run: InterruptedRun, record: dict[str, Any]) -> tuple[str, ...]:
             "it can't be gone on with"
         )
     for name, value in was["request"].items():
-        if name not in (*OF_RANKS, "device") and record["request"].get(name) != value:
+        if name in (*OF_RANKS, "device") or (name in run.named and _names_model(name)):
+            continue
+        if _contents(record["request"].get(name)) != _contents(value):
             raise InputError(
                 f"{name} is not what {run.folder.name} was begun with: the file was changed since; "
                 "put the old one back to go on with it"

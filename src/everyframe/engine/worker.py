@@ -121,7 +121,7 @@ def _events(job: WorkerJob, trail: FlightRecorder) -> Iterator[Event]:
         run = RunFolder(job.run)
         return resume_run(
             run, skip=job.skip, cleans=False, pace=pace, join=join, ranks=job.ranks,
-            scarcity=job.scarcity, trust_remote_code=job.trust_remote_code,
+            scarcity=job.scarcity, trust_remote_code=job.trust_remote_code, named=job.named,
         )  # fmt: skip
     keeps = job.root if job.rank == 0 else None
     keep = SaveOptions(keeps, job.output, job.as_uint8, cleans=False, pace=pace)

@@ -59,6 +59,8 @@ class WorkerJob:
         ranks: request options that replace the devices of a resumed run.
         scarcity: the out-of-memory event of a resumed run, answered by a memory fallback.
         trust_remote_code: confirmed by the person who resumes the run.
+        named: options of the resumed run that this person gave again; None for a run that this
+            very call began.
         folder: for the flight recorder and the worker's output.
         log_level: level of the worker's log records.
     """
@@ -78,6 +80,7 @@ class WorkerJob:
     ranks: Mapping[str, Any] | None = None
     scarcity: OutOfMemoryInfo | None = None
     trust_remote_code: bool = False
+    named: Mapping[str, Any] | None = field(default_factory=dict)
     folder: Path = field(default_factory=Path)
     log_level: str = "WARNING"
 

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from everyframe._version import __version__
-from everyframe.checkpoints.folder import cache_folder, write_beside
+from everyframe.checkpoints.folder import cache_folder
 from everyframe.core.facts import DeviceFacts
+from everyframe.core.paths import replace_file
 from everyframe.core.plan import Precision
 from everyframe.hardware.cpu import processor_flags
 from everyframe.hardware.facts import package_versions
@@ -217,4 +218,4 @@ def _read(path: Path) -> dict[str, Certificate]:
 
 def _write(path: Path, certificates: dict[str, Certificate]) -> None:
     whole = {"schema": _SCHEMA, "certificates": [each.to_json() for each in certificates.values()]}
-    write_beside(path, json.dumps(whole, indent=1))
+    replace_file(path, json.dumps(whole, indent=1))

@@ -12,7 +12,9 @@ import platform
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,6 +44,9 @@ _LEAVES_OUT = (
 
 #: Limits above this mean "no limit" in version 1.
 _NO_LIMIT = 1 << 60
+
+#: Held while a number of threads is set, also while a forgotten stream is collected.
+_SETTING = threading.RLock()
 
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -197,8 +202,8 @@ def _output(command: list[str]) -> str:
 def cpu_threads(number: int) -> Iterator[None]:
     """Context: use `number` CPU threads in this thread, then restore the earlier number.
 
-    A thread that first computes within the context starts with that number too. Nothing is set if
-    the number is already right.
+    Other threads keep theirs, also those that compute for the first time meanwhile. Nothing is set
+    if the number is already right.
     """
     import torch
 
@@ -206,8 +211,27 @@ def cpu_threads(number: int) -> Iterator[None]:
     if before == number:
         yield
         return
-    torch.set_num_threads(number)
     try:
+        _set_threads(number)
         yield
     finally:
-        torch.set_num_threads(before)
+        _set_threads(before)
+
+
+def _set_threads(number: int) -> None:
+    """Set the number of CPU threads for this thread.
+
+    torch also makes it the number of all threads that have not computed yet, so a new thread reads
+    that number before, and sets it again at once.
+    """
+    import torch
+
+    if sys.is_finalizing():  # no thread can be started, and none will compute
+        torch.set_num_threads(number)
+        return
+    with _SETTING, ThreadPoolExecutor(1, "everyframe-threads") as fresh:
+        default = fresh.submit(torch.get_num_threads).result()
+        try:
+            torch.set_num_threads(number)
+        finally:
+            fresh.submit(torch.set_num_threads, default).result()

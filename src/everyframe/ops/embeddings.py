@@ -1,4 +1,4 @@
-"""Sinusoidal embeddings of timesteps, positions and other numbers such as frames per second.
+"""Sinusoidal embeddings of timesteps, positions and other numbers, and projections of patches.
 
 One rounded number here affects every block (bfloat16 turns timestep 999.4 into 1000), so this
 computes in float32 at least, whatever the dtype of the parameters. The learned layers after it are
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from everyframe.ops.dtypes import float32_or_wider, upcast_to_float32
@@ -54,6 +55,22 @@ class TimestepEmbedding(nn.Module):
 
     def forward(self, t_B: Tensor) -> Tensor:
         return timestep_embedding(t_B, self.dim, self.max_period)
+
+
+class PatchProjection(nn.Module):
+    """Linear projection of flattened patches (..., in * volume) with a convolution's weight.
+
+    A convolution whose stride equals its kernel is a matrix product. Writing it as one is as fast
+    and avoids convolution kernels that are known to be wrong on some cards.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, patch_size: Sequence[int]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(out_channels, in_channels, *patch_size))
+        self.bias = nn.Parameter(torch.zeros(out_channels))
+
+    def forward(self, patches: Tensor) -> Tensor:
+        return F.linear(patches, self.weight.flatten(1), self.bias)
 
 
 def sincos_1d(

@@ -114,9 +114,11 @@ def dry_run(rehearsal: DryRunCall, precision: Precision, device: DeviceFacts) ->
 
     def run() -> DryRunResult:
         from everyframe.dry_run.executor import dry_run_module
+        from everyframe.runtime.meta_init import BUILD_LOCK
 
-        module = rehearsal.module()
-        return dry_run_module(module, precision, rehearsal.call, device, rehearsal.outputs)
+        with BUILD_LOCK:
+            module = rehearsal.module()
+            return dry_run_module(module, precision, rehearsal.call, device, rehearsal.outputs)
 
     key = (rehearsal.key, rehearsal.component, precision, _rules(device))
     return DryRun(rehearsal, _once(key, lambda: _saved(key, run, result_to_json, result_from_json)))
@@ -131,14 +133,16 @@ def joint_dry_run(
     it.
     """
     from everyframe.dry_run.executor import DryRunModule, dry_run_modules
+    from everyframe.runtime.meta_init import BUILD_LOCK
 
     def run() -> JointDryRunResult:
-        modules = rehearsal.module()
-        parts = {
-            name: DryRunModule(module, precisions[name], rehearsal.outputs_of(module))
-            for name, module in modules.items()
-        }
-        return dry_run_modules(parts, partial(rehearsal.call, modules), device)
+        with BUILD_LOCK:
+            modules = rehearsal.module()
+            parts = {
+                name: DryRunModule(module, precisions[name], rehearsal.outputs_of(module))
+                for name, module in modules.items()
+            }
+            return dry_run_modules(parts, partial(rehearsal.call, modules), device)
 
     key = (rehearsal.key, *sorted(precisions.items(), key=itemgetter(0)), _rules(device))
     together = _once(key, run)

@@ -1,6 +1,6 @@
 """Find the model that a request names, and list known models with their needs.
 
-The data is in `checkpoints/model_zoo.py`.
+The data is in `checkpoints/known_models.yaml`.
 """
 
 from __future__ import annotations

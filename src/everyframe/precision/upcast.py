@@ -32,25 +32,43 @@ def next_rung(dtype: torch.dtype, device: DeviceFacts) -> torch.dtype | None:
 
 
 class Upcast:
-    """A module upcast to at least `dtype`; `undo` restores every bit."""
+    """A module upcast to at least `dtype`; `undo` restores every bit.
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+    With `keeps_storage`, `undo` also restores the storage of each weight, which the owner's views,
+    tied weights or optimizers may share. The old weights then stay in memory beside the wide ones,
+    unless the module moves to another device meanwhile. Without it, only weights whose cast is
+    lossy stay. If a cast fails, for want of memory, the module is restored at once.
+    """
+
+    def __init__(
+        self, module: nn.Module, dtype: torch.dtype, *, keeps_storage: bool = False
+    ) -> None:
         self._before: list[tuple[nn.Parameter, torch.dtype, Tensor | None]] = []
-        for parameter in module.parameters():
-            if is_below(parameter.dtype, dtype):
-                before = parameter.dtype
-                # bfloat16 has the range, but not all the digits of float16.
-                is_lossy = torch.finfo(dtype).eps > torch.finfo(before).eps
-                self._before.append((parameter, before, parameter.data if is_lossy else None))
-                parameter.data = parameter.data.to(dtype)
-                _set_rungs(parameter, (*_rungs(parameter), before))
-        # The first of all hooks: later ones cast to the parameters' dtype, where there are any.
-        self._handles = [
-            module.register_forward_pre_hook(_WidenInputs(dtype), prepend=True, with_kwargs=True)
-        ]
+        self._handles: list[RemovableHandle] = []
         self._casts = _CastsOff()
+        try:
+            for parameter in module.parameters():
+                if is_below(parameter.dtype, dtype):
+                    self._cast(parameter, dtype, keeps_storage=keeps_storage)
+        except BaseException:
+            self.undo()
+            raise
+        # The first of all hooks: later ones cast to the parameters' dtype, where there are any.
+        self._handles.append(
+            module.register_forward_pre_hook(_WidenInputs(dtype), prepend=True, with_kwargs=True)
+        )
         if has_casts():  # somebody's pipeline, within their autocast
             self._handles += self._casts.put_on(module)
+
+    def _cast(self, parameter: nn.Parameter, dtype: torch.dtype, *, keeps_storage: bool) -> None:
+        before, rungs = parameter.data, _rungs(parameter)
+        # bfloat16 has the range, but not all the digits of float16.
+        is_lossy = torch.finfo(dtype).eps > torch.finfo(before.dtype).eps
+        # What was upcast before has a storage of ours.
+        is_kept = is_lossy or (keeps_storage and not rungs)
+        parameter.data = before.to(dtype)
+        self._before.append((parameter, before.dtype, before if is_kept else None))
+        _set_rungs(parameter, (*rungs, before.dtype))
 
     def undo(self) -> None:
         """Restore the module."""

@@ -1,51 +1,18 @@
-"""Write files atomically, and JSON with a checksum.
-
-Bytes go to a temporary name and are synced to disk. The file is then renamed, which every file
-system does atomically, so a crash leaves the old file or the new one. JSON files contain a checksum
-of their own bytes, so corruption is detected.
-"""
+"""JSON files of a run: replaced atomically, with a checksum of their own bytes."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from everyframe.core.errors import CorruptRunError
+from everyframe.core.paths import replace_file
 
-#: Suffix of a file until it is complete.
-UNFINISHED = ".unfinished"
 #: Errors raised when values are built from corrupt data, or from another version's.
 UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Replace `path` with `data` atomically. Raises `OSError`; the old file then remains."""
-    unfinished = path.with_name(path.name + UNFINISHED)
-    try:
-        with unfinished.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Sync the names in a folder to disk, if the system supports that."""
-    if os.name != "posix":
-        return
-    place = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(place)
-    finally:
-        os.close(place)
 
 
 def checksum(data: bytes) -> str:
@@ -56,7 +23,7 @@ def checksum(data: bytes) -> str:
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Replace `path` with `values`, at least one, and a checksum. Raises `OSError`."""
     rest = (json.dumps(values, indent=1)[1:] + "\n").encode()
-    write_whole(path, _first_line(rest) + rest)
+    replace_file(path, _first_line(rest) + rest, is_durable=True)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

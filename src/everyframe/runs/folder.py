@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from everyframe.core.errors import CorruptRunError, InputError, RunLockedError, did_you_mean
-from everyframe.core.paths import check_path, expand_path, home_folder
+from everyframe.core.paths import check_path, expand_path, state_folder
 from everyframe.runs.atomic_write import UNREADABLE, read_json, write_json
+from everyframe.runs.signature import SIGNATURE, check_files, is_signed, signed
 
 #: Schema of a run folder; another number belongs to another version.
 SCHEMA = "everyframe.run/2"
@@ -37,17 +38,14 @@ OFF = "off"
 
 
 def runs_folder() -> Path | None:
-    """Default folder of runs: ``EVERYFRAME_RUNS``, else ``everyframe/runs`` in the state folder.
+    """Default folder of runs: ``EVERYFRAME_RUNS``, else ``runs`` in the state folder.
 
-    The state folder is ``XDG_STATE_HOME``, else ``~/.local/state``. None if ``EVERYFRAME_RUNS`` is
-    ``off``.
+    None if ``EVERYFRAME_RUNS`` is ``off``.
     """
     own = os.environ.get("EVERYFRAME_RUNS")
     if own:
         return None if own == OFF else expand_path(own, "EVERYFRAME_RUNS")
-    shared = os.environ.get("XDG_STATE_HOME")
-    base = expand_path(shared, "XDG_STATE_HOME") if shared else home_folder() / ".local" / "state"
-    return base / "everyframe" / "runs"
+    return state_folder() / "runs"
 
 
 def root_of(given: str | Path | None) -> Path | None:
@@ -100,9 +98,11 @@ class RunFolder:
         """Number of results of a pipeline's components."""
         return sum(1 for _ in self.answers.glob("*/*.safetensors"))
 
-    def write_run(self, values: Mapping[str, Any]) -> None:
-        """Write the constant data. Raises `OSError`."""
-        write_json(self.path / _RUN, {"schema": SCHEMA, **values})
+    def write_run(self, values: Mapping[str, Any], *, is_own: bool = True) -> None:
+        """Write the constant data, signed if it is this user's own. Raises `OSError`."""
+        values = {name: value for name, value in values.items() if name != SIGNATURE}
+        values = {"schema": SCHEMA, **values}
+        write_json(self.path / _RUN, signed(values) if is_own else values)
 
     def write_state(self, values: Mapping[str, Any]) -> None:
         """Replace the state. Raises `OSError`; the old state then remains."""
@@ -124,6 +124,10 @@ class RunFolder:
             found = "nothing" if values is None else repr(values.get("schema"))
             raise CorruptRunError(f"{self.path} holds no run of {SCHEMA!r}, but {found}")
         return values
+
+    def is_own(self) -> bool:
+        """Whether this user's Everyframe wrote the constant data. Raises `CorruptRunError`."""
+        return is_signed(self.run())
 
     def is_readable(self) -> bool:
         """Whether its constant data is intact."""
@@ -167,9 +171,11 @@ class RunFolder:
         """Lock the run for this process.
 
         Raises:
+            CorruptRunError: the folder holds links.
             RunLockedError: another process has it.
             OSError: the file system has no locks.
         """
+        check_files(self.path)
         return Lock(self.path / _LOCK)
 
     def is_busy(self) -> bool:

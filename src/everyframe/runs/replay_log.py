@@ -9,7 +9,6 @@ replays them.
 from __future__ import annotations
 
 import json
-import os
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass
@@ -23,8 +22,9 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from everyframe.core.errors import CorruptRunError, NotSerializableError
+from everyframe.core.paths import replace_file
 from everyframe.core.plan import Repair
-from everyframe.runs.atomic_write import UNFINISHED, UNREADABLE, checksum
+from everyframe.runs.atomic_write import UNREADABLE, checksum
 from everyframe.runs.tensor_store import flattened, laid_out
 
 _FORM, _REMEDIES, _CALL = "form", "remedies", "call"
@@ -92,12 +92,9 @@ class FileReplayLog:
             form = json.dumps(_taken_apart(answer, tensors))
             each = json.dumps([asdict(remedy) for remedy in remedies])
             data = save_tensors(tensors, metadata={_FORM: form, _REMEDIES: each, _CALL: call})
-            self._folder.mkdir(parents=True, exist_ok=True)
             # Not awaited: what a power cut takes of it is seen by its hash, and made again.
             path = self._folder / _name(self._number, data)
-            unfinished = path.with_name(path.name + UNFINISHED)
-            unfinished.write_bytes(data)
-            os.replace(unfinished, path)
+            replace_file(path, data)
         except (OSError, NotSerializableError) as error:
             self._is_off = True
             why = getattr(error, "strerror", None) or str(error)

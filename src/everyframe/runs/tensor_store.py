@@ -21,7 +21,8 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from everyframe.core.errors import CorruptRunError
-from everyframe.runs.atomic_write import checksum, write_whole
+from everyframe.core.paths import replace_file
+from everyframe.runs.atomic_write import checksum
 
 _ENDING = ".safetensors"
 #: Name of the only tensor in a file.
@@ -87,7 +88,7 @@ class TensorStore:
         path = self.folder / (name + _ENDING)
         if not path.exists():
             self.folder.mkdir(exist_ok=True)
-            write_whole(path, data)
+            replace_file(path, data, is_durable=True)
         return name
 
     def _read(self, name: str) -> Tensor:

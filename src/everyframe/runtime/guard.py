@@ -45,7 +45,8 @@ class Guard:
     """Watch the components `parts`, by name, during one stage.
 
     `counts` and `of` name a call in messages, by default "step 3 of denoise". Ranks that compute
-    one result together each locate its fault alone, inside ``apart()``.
+    one result together each locate its fault alone, inside ``apart()``. With `keeps_storage`,
+    `end` restores the storage of the weights too.
     """
 
     def __init__(
@@ -58,11 +59,12 @@ class Guard:
         of: str = "",
         savings: MemorySavings | None = None,
         apart: Callable[[], AbstractContextManager[None]] | None = None,
+        keeps_storage: bool = False,
     ) -> None:
         self._plan, self._apart = plan, apart
         self._parts = dict(parts)
         self._calls = GuardLog(plan.device, stage, counts, of or stage)
-        self._repairs = RepairSet(plan.device, parts)
+        self._repairs = RepairSet(plan.device, parts, keeps_storage=keeps_storage)
         self._reliefs = MemoryFallbacks(plan, parts, savings, stage)
         self._take: VideoState | None = None
         self._largest = 0.0

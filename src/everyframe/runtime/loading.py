@@ -202,8 +202,11 @@ def check_contents(model: object) -> None:
     Raises:
         CheckpointError: a tensor of any component is missing, extra or misshapen.
     """
-    for each in model.contents() if isinstance(model, NativeModelSpec) else ():
-        check_strictly(each.empty(), open_checkpoint(each.weights), each.keys)
+    if not isinstance(model, NativeModelSpec):
+        return
+    for name in model.components_on_disk:
+        weights, keys = model.weights(name)
+        check_strictly(model.builder.empty(name), open_checkpoint(weights), keys)
 
 
 def track_component(module: nn.Module) -> None:

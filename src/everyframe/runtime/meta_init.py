@@ -12,9 +12,10 @@ from torch.overrides import TorchFunctionMode
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-#: Held while a library makes a module. transformers patches its classes during `from_pretrained`
-#: (`initialization.no_tie_weights`): what another thread builds then would have untied weights, and
-#: two loads at once would leave the patch behind.
+#: Held while a library makes a module, and during a dry run. In `from_pretrained`, diffusers and
+#: transformers change for the whole process: the default dtype, `torch.nn.init`,
+#: `Module.register_parameter`, `tie_weights`. What another thread builds or runs dry then would
+#: have other dtypes and untied weights, and two loads at once would leave changes behind.
 BUILD_LOCK = threading.RLock()
 
 

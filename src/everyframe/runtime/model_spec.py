@@ -1,4 +1,4 @@
-"""Model specs and module builders of the families that have stages of their own.
+"""Model specs, module builders and family objects of the families with stages of their own.
 
 Such a family defines where its files are (`checkpoint.py`), how each component is built
 (`components.py`) and how checkpoint keys map to the module's (key maps); the rest is here. Its
@@ -9,49 +9,66 @@ pipelines, which load all components together, have their own in `everyframe.dif
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from everyframe.checkpoints.cache_file import CacheFile
-from everyframe.checkpoints.download import fetch_parts
-from everyframe.checkpoints.folder import read_json
-from everyframe.checkpoints.hub_part import HubPart
-from everyframe.checkpoints.locate import PartLocation
+from everyframe.checkpoints.locate import Location
 from everyframe.core.errors import CorruptRunError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Settings
-from everyframe.runtime.interface import DryRunCall, MemorySaving
+from everyframe.precision.policy import ComponentNeeds
+from everyframe.runtime.component_files import CheckpointFiles
+from everyframe.runtime.interface import Component, DryRunCall, MemorySaving
 from everyframe.runtime.patchable import NO_PATCHES, WeightPatches, WeightTable
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import nn
 
     from everyframe.checkpoints.key_map import KeyMap
     from everyframe.checkpoints.tensor_file import TensorFile
+    from everyframe.parallel.communicator import ParallelContext
 
+
+_Config = TypeVar("_Config")
 
 #: Names of the components that files of LoRAs mean which name none.
 DENOISERS = ("denoiser", "unet")
 
 
-class ModuleBuilder:
+@dataclass(frozen=True)
+class ModuleBuilder(ABC, Generic[_Config]):
     """Base class that builds a model's components from its configs."""
 
+    config: _Config
+
     @property
+    @abstractmethod
     def parts(self) -> tuple[str, ...]:
         """Names of the components."""
-        raise NotImplementedError
 
     def build(self, component: str) -> nn.Module:
         """Build one component without weights, on torch's current default device."""
-        raise NotImplementedError
+        module: nn.Module = getattr(self, component)()
+        return module
 
+    @abstractmethod
     def outputs(self, component: str) -> tuple[str, ...]:
         """Submodules whose results the engine receives, in float32 or wider."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def needs(self) -> Sequence[tuple[ComponentNeeds, str, str]]:
+        """Requirements, title and stage of each component, in the order of their stages."""
+
+    def need(self, component: str, islands: tuple[str, ...] = (), **more: Any) -> ComponentNeeds:
+        """Requirements of a component; `more` are further fields of `ComponentNeeds`."""
+        return ComponentNeeds(
+            component, sum(self.num_elements[component].values()), islands, **more
+        )
 
     @cached_property
     def num_elements(self) -> Mapping[str, Mapping[str, int]]:
@@ -153,82 +170,103 @@ def _counted(data: Any, parts: Sequence[str]) -> dict[str, dict[str, int]] | Non
     return data
 
 
+_Options = TypeVar("_Options", bound=FamilyOptions)
+_Files = TypeVar("_Files", bound=CheckpointFiles)
+_Spec = TypeVar("_Spec", bound="NativeModelSpec")  # type: ignore[type-arg]
+
+
 @dataclass(frozen=True)
-class ComponentFiles:
-    """Expected contents of a component's files.
+class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
+    """One checkpoint of a family with its own stages: configs read, weights not.
 
     Attributes:
-        empty: returns the module on meta.
-        weights: a file, a folder or an opened checkpoint.
-        keys: maps the checkpoint's keys to the module's.
+        led, ways, in_step, apart: see `ShardableSpec`.
     """
 
-    empty: Callable[[], nn.Module]
-    weights: Path | TensorFile
-    keys: KeyMap
-
-
-class SpecFiles(Protocol):
-    """Locations of a model's components, as a family's `checkpoint.py` finds them."""
-
-    def missing(self) -> tuple[str, ...]:
-        """Files to download first, one line each."""
-        ...
-
-
-_Options = TypeVar("_Options", bound=FamilyOptions)
-_Files = TypeVar("_Files", bound=SpecFiles)
-_Sizes = TypeVar("_Sizes", bound=ModuleBuilder)
-_Model = TypeVar("_Model", bound="NativeModelSpec")  # type: ignore[type-arg]
-
-
-@dataclass(frozen=True)
-class NativeModelSpec(ABC, Generic[_Options, _Files, _Sizes]):
-    """One checkpoint of a family with its own stages: configs read, weights not."""
-
     name: str
+    title: str
     options: _Options
     files: _Files
-    sizes: _Sizes
+    builder: ModuleBuilder[_Config]
     patched: WeightPatches = field(default=NO_PATCHES, kw_only=True, compare=False, repr=False)
+
+    led: ClassVar[tuple[str, ...]]
+    ways: ClassVar[tuple[str, ...]] = ("",)
+    in_step: ClassVar[bool] = True
+    apart: ClassVar[bool] = False
+
+    @classmethod
+    @abstractmethod
+    def read(cls: type[_Spec], name: str, title: str, files: _Files, options: _Options) -> _Spec:
+        """Read the configs of a checkpoint.
+
+        Raises:
+            CheckpointError: unknown sizes, or components of different models.
+        """
 
     @abstractmethod
     def weights(self, component: str) -> tuple[Path | TensorFile, KeyMap]:
         """Location of a component's weights, and the key map from their names to the module's."""
 
     @abstractmethod
-    def fetched(self: _Model) -> _Model:
-        """The same model after downloading all of its files, some of which are missing now."""
-
-    @abstractmethod
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
         """Memory savings for a component; see `DryRunSpec.savings`."""
+
+    @abstractmethod
+    def dry_run_calls(
+        self, settings: Settings, teams: ParallelContext | None
+    ) -> tuple[DryRunCall, ...]:
+        """One dry-run call for every stage; with `teams`, as one of its ranks makes it."""
+
+    def rehearsals(self, settings: Settings) -> tuple[DryRunCall, ...]:
+        return self.dry_run_calls(settings, None)
+
+    def shared_rehearsals(
+        self, settings: Settings, teams: ParallelContext
+    ) -> tuple[DryRunCall, ...]:
+        return self.dry_run_calls(settings, teams)
+
+    @property
+    def config(self) -> _Config:
+        """Configs of the components."""
+        return self.builder.config
 
     @property
     def components_on_disk(self) -> tuple[str, ...]:
         """The components, in the order in which their files enter the model's digest."""
-        return self.sizes.parts
+        return self.builder.parts
+
+    def components(self, settings: Settings) -> tuple[Component, ...]:
+        """The components that run, in the order of their stages."""
+        count, sources = self.builder.num_elements, self.files.sources
+        return tuple(
+            Component(each.name, title, stage, sources[each.name].where, count[each.name], each)
+            for each, title, stage in self.builder.needs()
+        )
 
     def missing(self) -> tuple[str, ...]:
         """Files to download first, one line each."""
         return self.files.missing()
 
-    def fetch(self: _Model) -> _Model:
+    def fetch(self: _Spec) -> _Spec:
         """The same model with all of its files on this disk, downloaded if missing."""
-        return self.fetched().with_patches(self.patched) if self.missing() else self
+        if not self.missing():
+            return self
+        whole = self.read(self.name, self.title, self.files.fetched(), self.options)
+        return whole.with_patches(self.patched)
 
     def weight_tables(self) -> Mapping[str, WeightTable]:
         """Parameters of each component."""
         return {
             name: WeightTable(
-                type(module := self.sizes.empty(name)).__name__,
+                type(module := self.builder.empty(name)).__name__,
                 {key: tuple(each.shape) for key, each in module.named_parameters()},
                 name in DENOISERS,
             )
             for name in self.components_on_disk
         }
 
-    def with_patches(self: _Model, patched: WeightPatches) -> _Model:
+    def with_patches(self: _Spec, patched: WeightPatches) -> _Spec:
         """The same model, which loads with these patches."""
         return replace(self, patched=patched)
 
@@ -251,51 +289,31 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Sizes]):
             found |= dict.fromkeys(map(str, open_checkpoint(weights).files))
         return tuple(found)
 
-    def contents(self) -> Iterator[ComponentFiles]:
-        """Expected contents of each component's files. Call only when no file is missing."""
-        for name in self.components_on_disk:
-            yield ComponentFiles(partial(self.sizes.empty, name), *self.weights(name))
 
+class NativeFamily(ABC, Generic[_Options, _Files]):
+    """Registry entry of a family with its own stages; see `Family`."""
 
-_Key = TypeVar("_Key")
+    name: str
+    title: str
+    options: type[FamilyOptions]
+    spec: type[NativeModelSpec[Any, Any, Any]]
 
+    @abstractmethod
+    def find_files(self, location: Location, options: _Options) -> _Files | None:
+        """Files of the model at that location; None if it is another family's."""
 
-@dataclass(frozen=True)
-class ComponentSource:
-    """Source of one component: a path on this disk or a hub repository.
+    def variant(self, files: _Files) -> str:
+        """Name of the model's variant in its title."""
+        return self.title
 
-    `path` is None until it is downloaded. `where` is its name in messages and records.
-    """
+    def title_of(self, location: Location, files: _Files) -> str:
+        """Display name of a model: the known one, else its variant and the name as given."""
+        return location.title(self.variant(files))
 
-    where: str
-    path: Path | None
-    part: PartLocation | None = None
-
-    def missing(self) -> tuple[str, ...]:
-        """Files to download, one line each."""
-        return () if self.part is None else self.part.to_fetch()
-
-    def config(self, name: str = "config.json") -> dict[str, Any] | None:
-        """The parsed JSON file beside the weights, or None if there is none."""
-        if self.path is None:
+    def recognise(self, location: Location, options: FamilyOptions) -> Any:
+        """The model at that location if its configs are of this family; reads no weights."""
+        assert isinstance(options, self.options)
+        files = self.find_files(location, options)  # type: ignore[arg-type]
+        if files is None:
             return None
-        folder = self.path if self.path.is_dir() else self.path.parent
-        return read_json(folder / name) if (folder / name).is_file() else None
-
-
-def missing(sources: Iterable[ComponentSource]) -> tuple[str, ...]:
-    """Files to download for these components, one line each."""
-    return tuple(line for source in sources for line in source.missing())
-
-
-def downloaded(
-    sources: Mapping[_Key, ComponentSource], of_part: Callable[[HubPart], ComponentSource]
-) -> dict[_Key, ComponentSource]:
-    """Download all files of these components; ``of_part(part)`` makes the source of a local one."""
-    places = {place.part.part: place.part for place in sources.values() if place.part is not None}
-    # All at once, so that somebody without a network is told of all that is missing.
-    found = {place.part: of_part(place.part) for place in fetch_parts([*places.values()])}
-    return {
-        name: source if source.part is None else found[source.part.part]
-        for name, source in sources.items()
-    }
+        return self.spec.read(location.name, self.title_of(location, files), files, options)

@@ -26,6 +26,9 @@ from everyframe.runtime.run_logs import OomEvent
 if TYPE_CHECKING:
     from everyframe.runtime.interface import VideoState
 
+#: The first fallback on an accelerator: torch's cache is emptied.
+GIVEN_BACK = "what was kept for later is given back"
+
 
 class CallCounter:
     """Identify the calls of a stage, the same way in a resumed run."""
@@ -181,7 +184,7 @@ class MemoryFallbacks:
     def _ways(self) -> Iterator[AppliedFallback]:
         on_host = self._plan.device.kind == "cpu"
         if not on_host:
-            yield AppliedFallback("", "what was kept for later is given back")
+            yield AppliedFallback("", GIVEN_BACK)
         names, may_wait = tuple(self._parts), not on_host
         for way in memory_fallbacks(
             names, self.settings, self._savings, may_wait=may_wait, stage=self._stage

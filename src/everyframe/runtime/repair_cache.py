@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from everyframe.checkpoints.digest import known_digest
-from everyframe.checkpoints.folder import cache_folder, write_beside
+from everyframe.checkpoints.folder import cache_folder
 from everyframe.core.errors import CheckpointError
 from everyframe.core.facts import DeviceFacts
+from everyframe.core.paths import replace_file
 from everyframe.core.plan import ComponentPlan, Repair
 from everyframe.runtime.interface import ModelSpec
 from everyframe.runtime.patchable import digest_with_loras, patches_of
@@ -90,7 +91,7 @@ def save_repair(key: RepairCacheKey, remedy: Repair) -> None:
     whole = {"schema": _SCHEMA, "repairs": [asdict(each) for each in (*others, remedy)]}
     path = key._file
     try:
-        write_beside(path, json.dumps(whole, indent=1))
+        replace_file(path, json.dumps(whole, indent=1))
     except OSError as error:
         _log.warning("a repair is not remembered, %s: %s", path.parent, error)
 

@@ -30,8 +30,8 @@ from everyframe.precision.upcast import Upcast, is_below, narrowest, next_rung
 Undo = Callable[[], None]
 
 
-def put_on(component: nn.Module, remedy: Repair) -> Undo:
-    """Apply a repair to its component and return its undo function.
+def put_on(component: nn.Module, remedy: Repair, *, keeps_storage: bool = False) -> Undo:
+    """Apply a repair to its component and return its undo function; see `Upcast`.
 
     Raises:
         InputError: the component has no such module.
@@ -45,7 +45,7 @@ def put_on(component: nn.Module, remedy: Repair) -> Undo:
         ) from None
     if remedy.to == PLAIN:
         return _plain(module)
-    return Upcast(module, torch_dtype(remedy.to)).undo
+    return Upcast(module, torch_dtype(remedy.to), keeps_storage=keeps_storage).undo
 
 
 def plain_parts(remedies: Iterable[Repair]) -> Sequence[str]:
@@ -81,10 +81,20 @@ def _set(owner: Any, name: str, value: Any) -> Undo:
 
 
 class RepairSet:
-    """Active repairs of the components `parts`, by name, on that device."""
+    """Active repairs of the components `parts`, by name, on that device.
 
-    def __init__(self, device: DeviceFacts, parts: Mapping[str, nn.Module]) -> None:
+    With `keeps_storage`, `undo` restores the storage of the weights too.
+    """
+
+    def __init__(
+        self,
+        device: DeviceFacts,
+        parts: Mapping[str, nn.Module],
+        *,
+        keeps_storage: bool = False,
+    ) -> None:
         self._device = device
+        self._keeps_storage = keeps_storage
         self._parts = dict(parts)
         self._put_on: list[tuple[Repair, Undo]] = []
         self._tried: set[Repair] = set()
@@ -150,7 +160,8 @@ class RepairSet:
         part = self._parts[remedy.component]
         # Does nothing where the plan has put casts on already; somebody else's module has none.
         self._joined.append(cast_hooks.add_input_casts(part))
-        self._put_on.append((remedy, put_on(part, remedy)))
+        undo = put_on(part, remedy, keeps_storage=self._keeps_storage)
+        self._put_on.append((remedy, undo))
         self._tried.add(remedy)
 
     def join(self) -> None:

@@ -44,6 +44,15 @@ def check_prompt(prompt: str) -> None:
         )
 
 
+def too_long_prompt(num_tokens: int, limit: int, cut: str) -> InputError:
+    """Error for a prompt of more tokens than the model reads; names the words to cut."""
+    shown = cut if len(cut) <= 200 else f"{cut[:200]}…"
+    return InputError(
+        f"the prompt has {num_tokens} tokens, this model reads {limit}; shorten it, or go on "
+        f"without its end by --truncate-prompt, which cuts: {shown!r}"
+    )
+
+
 def check_size(height: int, width: int, step: int) -> None:
     """Reject sides that are no multiple of `step` pixels; names the nearest that are."""
     for name, given in (("height", height), ("width", width)):
@@ -151,6 +160,30 @@ class FrameChunk:
     @property
     def num_frames(self) -> int:
         return self.frame_stop - self.frame_start
+
+
+class LatentSizes:
+    """Latents of a video by the config of its autoencoder, which codes it in pieces."""
+
+    spatial_factor: int
+
+    def pieces(self, num_frames: int) -> tuple[FrameChunk, ...]:
+        """Pieces that a video of `num_frames` is coded in, in order."""
+        raise NotImplementedError
+
+    def latent_frames(self, num_frames: int) -> int:
+        """Latent frames of a video."""
+        return self.pieces(num_frames)[-1].latent_stop
+
+    def latent_size(self, num_frames: int, height: int, width: int) -> LatentSize:
+        """Latent frames, rows and columns of a video in pixels; sizes are rounded down."""
+        factor = self.spatial_factor
+        if height < factor or width < factor:
+            raise InputError(
+                f"height and width must be {factor} pixels or more for this autoencoder, "
+                f"got {height} and {width}"
+            )
+        return LatentSize(self.latent_frames(num_frames), height // factor, width // factor)
 
 
 class AutoencoderSizes:

@@ -14,8 +14,7 @@ def fit_option() -> Any:
     """How an image of another aspect ratio is fitted to the video's size."""
     return option(
         "Bring given pictures and videos to the video's size: crop, pad or stretch; without it our "
-        "own models crop, and a diffusers pipeline has them as they are.",
-        group="Family",
+        "own models crop, and a diffusers pipeline has them as they are."
     )
 
 
@@ -23,13 +22,10 @@ def variant_option() -> Any:
     """Which stored precision of the weights is read, if there are several."""
     return option(
         "Stored precision of the weights to take where a model has several, such as fp16.",
-        group="Family",
         pattern=r"^\w+$",
     )
 
 
 def truncate_prompt_option() -> Any:
     """Whether a prompt too long for the text encoder is truncated."""
-    return option(
-        "Go on with the beginning of a prompt that is too long.", group="Family", default=False
-    )
+    return option("Go on with the beginning of a prompt that is too long.", default=False)

@@ -53,12 +53,12 @@ class StageContext(Generic[_Model]):
     def loaded(self, component: str) -> Generator[Event, None, Any]:
         """Load a component, and yield an event with the loading time."""
         began = time.perf_counter()
-        sizes = self.model.sizes
+        builder = self.model.builder
         module = load_component(
             self.plan.component(component),
-            partial(sizes.taken, component),
+            partial(builder.taken, component),
             *self.model.patched_weights(component),
-            outputs=sizes.outputs(component),
+            outputs=builder.outputs(component),
             supply=self.teams.supply,
         )
         yield ComponentLoaded(component, time.perf_counter() - began)

@@ -64,12 +64,12 @@ def test_a_controlnet_steers_between_its_shares_of_the_steps() -> None:
 
 @pytest.mark.parametrize("size", [(6, 8), (7, 5)])
 def test_residuals_have_the_shapes_of_a_real_controlnet(size: tuple[int, int]) -> None:
-    sizes = config_only_models.inpaint(9).sizes
+    builder = config_only_models.inpaint(9).builder
     with torch.device("meta"):
-        down, middle = sizes.empty("controlnet")(
+        down, middle = builder.empty("controlnet")(
             torch.zeros(2, 4, *size), torch.zeros(2),
             encoder_hidden_states=torch.zeros(2, 12, 32),
             controlnet_cond=torch.zeros(2, 3, size[0] * 8, size[1] * 8), return_dict=False,
         )  # fmt: skip
     real = [tuple(each.shape) for each in (*down, middle)]
-    assert real == residual_shapes(sizes.config, 2, *size)
+    assert real == residual_shapes(builder.config, 2, *size)

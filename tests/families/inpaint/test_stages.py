@@ -20,8 +20,8 @@ from everyframe.core.events import AudioDecoded as SoundMade
 from everyframe.core.events import ComponentLoaded, Note, StageDone, Step
 from everyframe.core.events import FramesDecoded as FramesMade
 from everyframe.core.request import Request
-from everyframe.families.inpaint.canny import canny
 from everyframe.media.audio import Audio
+from everyframe.media.canny import canny
 from everyframe.samplers import noise
 from helpers.pictures import smooth_picture as picture
 from helpers.references.inpaint import PROMPT, STEPS, Array, load_pipeline, soft_mask

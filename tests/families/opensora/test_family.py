@@ -61,7 +61,7 @@ def test_squares_of_1_0_by_the_files_name() -> None:
         assert (plan.settings.height, plan.settings.width) == (side, side)
         model = OPEN_SORA.recognise(locate(plan.model), OpenSoraOptions())
         assert model is not None
-        assert model.sizes.denoiser.space_scale == scale
+        assert model.config.denoiser.space_scale == scale
 
 
 @pytest.mark.parametrize(("tokens", "side"), [(256, 256), (1024, 512)])
@@ -71,7 +71,7 @@ def test_squares_of_1_0_by_the_position_table(tmp_path: Path, tokens: int, side:
         "blocks.0.attn_temp.qkv.weight": torch.zeros(1),
     }
     save_file(names, tmp_path / "weights.safetensors")
-    assert model_at(tmp_path / "weights.safetensors").facts.square == side
+    assert model_at(tmp_path / "weights.safetensors").config.square == side
 
 
 def test_a_foreign_model_is_not_this_familys(tmp_path: Path) -> None:
@@ -82,11 +82,11 @@ def test_a_foreign_model_is_not_this_familys(tmp_path: Path) -> None:
 
 def test_a_checkpoints_own_defaults(tmp_path: Path) -> None:
     folder = tiny_opensora.opensora_1_2(tmp_path / "own")
-    assert model_at(folder).facts.has_scores
+    assert model_at(folder).config.has_scores
     defaults = {"height": 16, "width": 24, "num_frames": 17, "fps": 12, "num_inference_steps": 3}
     (folder / "everyframe.json").write_text(json.dumps(defaults))
     model = model_at(folder)
-    assert not model.facts.has_scores
+    assert not model.config.has_scores
     settings, _ = model.settle(everyframe.Request(prompt="a"), 0)
     assert (settings.height, settings.width, settings.num_frames) == (16, 24, 17)
     assert settings.guidance_scale == 7.0

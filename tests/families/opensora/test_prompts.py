@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from bs4 import BeautifulSoup
 from diffusers.pipelines.latte.pipeline_latte import LattePipeline
 
 from everyframe.core.errors import InputError
@@ -112,3 +114,18 @@ def test_a_prompt_does_not_become_empty_in_silence(prompt: str) -> None:
 def test_an_empty_negative_prompt_is_meant_to_be_empty() -> None:
     check_not_lost("")
     check_not_lost("a cat")
+
+
+def test_cleaning_leaves_the_warnings_of_the_process_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A prompt like a file's name is cleaned without a warning, and without a filter of them."""
+    warned: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(warnings, "warn", lambda *given, **_: warned.append(given))
+        for name in ("catch_warnings", "simplefilter"):
+            patch.setattr(warnings, name, None)
+        assert clean("B.html") == "b. html"
+        assert not warned
+        BeautifulSoup("b.html", features="html.parser")
+    assert warned, "it warns no more by itself"

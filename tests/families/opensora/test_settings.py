@@ -12,21 +12,20 @@ import torch
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Settings
 from everyframe.core.request import Request
+from everyframe.families.opensora.config import OpenSoraConfig, STDiT3Config, STDiTConfig
 from everyframe.families.opensora.denoiser import timesteps_of
 from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.families.opensora.settings import (
-    ASPECTS,
-    SIZES,
-    OpenSoraFacts,
     known_frames,
+    resolutions,
     resolve_settings,
     smaller_settings,
 )
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 from everyframe.samplers import rectified_flow
 
-V1_2 = OpenSoraFacts("1.2", "Open-Sora 1.2", VideoVAEConfig(), (1, 2, 2), {}, has_scores=True)
-V1_0 = OpenSoraFacts("1.0", "Open-Sora 1.0", ImageVAEConfig(), (1, 2, 2), {}, False, square=256)
+V1_2 = OpenSoraConfig("1.2", STDiT3Config(), VideoVAEConfig(), {}, has_scores=True)
+V1_0 = OpenSoraConfig("1.0", STDiTConfig(), ImageVAEConfig(), {}, square=256)
 EMBEDDED = replace(
     V1_2, defaults={"height": 64, "width": 64, "num_frames": 17, "fps": 12}, has_scores=False
 )
@@ -34,14 +33,15 @@ OWN = set(OpenSoraOptions.model_fields)
 PICTURE = np.zeros((8, 8, 3), np.uint8)
 
 
-def settled(facts: OpenSoraFacts = V1_2, **options: Any) -> tuple[Settings, tuple[str, ...]]:
+def settled(config: OpenSoraConfig = V1_2, **options: Any) -> tuple[Settings, tuple[str, ...]]:
     own = {name: options.pop(name) for name in list(options) if name in OWN}
     request = Request(**{"prompt": "a cat", **options})
-    return resolve_settings(facts, request, OpenSoraOptions(**own), seed=4)
+    title = f"Open-Sora {config.version}"
+    return resolve_settings(config, title, request, OpenSoraOptions(**own), seed=4)
 
 
-def settings(facts: OpenSoraFacts = V1_2, **options: Any) -> Settings:
-    return settled(facts, **options)[0]
+def settings(config: OpenSoraConfig = V1_2, **options: Any) -> Settings:
+    return settled(config, **options)[0]
 
 
 def test_upstreams_defaults() -> None:
@@ -76,9 +76,9 @@ def test_timesteps_are_moved_by_the_size_and_by_the_checkpoints_own_shift() -> N
             {"shift": 14.0, "resolution": (64, 64), "num_frames": 17},
         ),
     ):
-        facts = replace(EMBEDDED, defaults={**EMBEDDED.defaults, **own})
+        config = replace(EMBEDDED, defaults={**EMBEDDED.defaults, **own})
         assert torch.equal(
-            timesteps_of(settings(facts), facts), rectified_flow.schedule(30, **expected)
+            timesteps_of(settings(config), config), rectified_flow.schedule(30, **expected)
         )
 
 
@@ -98,9 +98,9 @@ def test_named_sizes_are_width_to_height(
 
 
 def test_the_table_is_what_it_says() -> None:
-    for name, rows in SIZES.items():
-        assert len(rows) == len(ASPECTS)
-        for aspect, (height, width) in zip(ASPECTS, rows, strict=True):
+    for name, sizes in resolutions().items():
+        assert len(sizes) == 17
+        for aspect, (height, width) in sizes.items():
             across, down = map(int, aspect.split(":"))
             # Upstream rounds sides to even numbers, and 144p and 12:25 loosely.
             assert abs(width / height / (across / down) - 1) < 0.08, (name, aspect)

@@ -6,17 +6,32 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer, T5EncoderModel
 
 from everyframe.checkpoints.folder import package_folder
 from everyframe.core.errors import CheckpointError, InputError
-from everyframe.families.opensora.prompt_tokens import FileTokenizer, _is_whole, load_tokenizer
-from everyframe.families.opensora.text import build_encoder, embed, tokenize
+from everyframe.families.opensora.prompt_tokens import (
+    FileTokenizer,
+    _is_whole,
+    load_tokenizer,
+    read_prompt,
+)
+from everyframe.families.opensora.text import build_encoder, embed, padded
 from helpers.tiny_checkpoints import opensora as tiny_opensora
+
+
+def tokenize(
+    tokenizer: Any, prompt: str, most: int, *, truncate: bool
+) -> tuple[Tensor, Tensor, str]:
+    """Ids and mask of a prompt, and what of it was cut."""
+    ids, cut = read_prompt(tokenizer, prompt, most, truncate=truncate)
+    return (*padded(tokenizer, ids, most), cut)
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,11 @@ from diffusers import AutoencoderKL
 from safetensors.torch import load_file
 
 from everyframe.core.errors import CheckpointError, InputError
-from everyframe.families.opensora.vae import (
-    ImageVAE,
+from everyframe.families.opensora.temporal_vae import TemporalVAE
+from everyframe.families.opensora.vae import ImageVAE, VideoVAE
+from everyframe.families.opensora.vae_config import (
     ImageVAEConfig,
-    TemporalVAE,
     TemporalVAEConfig,
-    VideoVAE,
     VideoVAEConfig,
 )
 

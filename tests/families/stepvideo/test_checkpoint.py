@@ -43,7 +43,7 @@ def test_upstream_s_folder_is_recognised(copy: Path) -> None:
     model = found(copy)
     assert model.title == "Step-Video-T2V (tiny-step)"
     assert model.missing() == ()
-    assert model.sizes.vae == tiny_stepvideo.VAE
+    assert model.config.vae == tiny_stepvideo.VAE
     files = {Path(file).relative_to(copy).as_posix() for file in model.weight_files()}
     assert len(files) == 6
     assert "vae/vae_v2.safetensors" in files
@@ -58,7 +58,7 @@ def test_upstream_s_folder_is_recognised(copy: Path) -> None:
 def test_released_models_are_planned_before_they_are_fetched() -> None:
     base, turbo = found("stepvideo-t2v"), found("stepfun-ai/stepvideo-t2v-turbo")
     assert base.title.startswith("Step-Video-T2V, up to")
-    assert (base.facts.is_turbo, turbo.facts.is_turbo) == (False, True)
+    assert (base.config.is_turbo, turbo.config.is_turbo) == (False, True)
     wanted = base.missing()
     assert [line.split(":")[0] for line in wanted] == ["stepfun-ai/stepvideo-t2v"] * 4
     assert "about 58.7 GB" in wanted[0]
@@ -80,7 +80,7 @@ def test_turbo_s_folder_takes_the_rest_from_the_base(copy: Path, tmp_path: Path)
     for name in ("transformer", "scheduler", "model_index.json"):
         shutil.move(copy / name, turbo / name)
     model = found(turbo, base=str(copy))
-    assert model.facts.is_turbo
+    assert model.config.is_turbo
     assert model.title == "Step-Video-T2V Turbo (stepvideo-t2v-turbo)"
     assert model.missing() == ()
     video = everyframe.generate("a red circle", model=str(turbo), base=str(copy), **GIVEN)

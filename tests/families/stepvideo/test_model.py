@@ -15,14 +15,14 @@ from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.plan import Precision
 from everyframe.families.stepvideo import layers
 from everyframe.families.stepvideo.components import DENOISER_ISLANDS
-from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
+from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoModelConfig
 from everyframe.families.stepvideo.llm import StepLLM
 from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.ops.rope import axes_table, rotate_axes
 from everyframe.precision import cast_hooks
 from everyframe.runtime.meta_init import build_on_meta, count_elements
 
-TINY = StepVideoConfig(
+TINY = StepVideoModelConfig(
     num_attention_heads=3,
     attention_head_dim=16,
     in_channels=4,
@@ -32,7 +32,7 @@ TINY = StepVideoConfig(
 )
 
 
-def tiny(seed: int = 0, config: StepVideoConfig = TINY) -> StepVideoModel:
+def tiny(seed: int = 0, config: StepVideoModelConfig = TINY) -> StepVideoModel:
     """A model whose every parameter is drawn."""
     torch.manual_seed(seed)
     model = StepVideoModel(config)
@@ -69,7 +69,7 @@ proj_out\.(weight|bias)
 
 
 def test_names_and_number_of_tensors_are_upstream_s() -> None:
-    found = count_elements(build_on_meta(lambda: StepVideoModel(StepVideoConfig())))
+    found = count_elements(build_on_meta(lambda: StepVideoModel(StepVideoModelConfig())))
     patterns = NAMES.split()
     for name in found:
         assert any(re.fullmatch(pattern, name) for pattern in patterns), name
@@ -134,7 +134,7 @@ def test_a_row_without_any_token_attends_to_nothing() -> None:
 
 
 def test_a_model_without_clip() -> None:
-    config = StepVideoConfig.from_json({
+    config = StepVideoModelConfig.from_json({
         "num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "out_channels": None,
         "num_layers": 1, "caption_channels": 12,
     })  # fmt: skip
@@ -238,7 +238,7 @@ def test_part_of_a_table_is_the_table_of_those_tokens() -> None:
 )
 def test_a_wrong_config_is_told(change: dict[str, object], says: str) -> None:
     with pytest.raises(CheckpointError, match=says):
-        StepVideoConfig.from_json({"_class_name": "StepVideoModel", **change})
+        StepVideoModelConfig.from_json({"_class_name": "StepVideoModel", **change})
 
 
 @pytest.mark.parametrize(
@@ -260,6 +260,6 @@ def test_wrong_shapes_are_told(x: tuple[int, ...], t: tuple[int, ...], says: str
 
 
 def test_the_released_sizes_are_built_without_memory() -> None:
-    model = build_on_meta(lambda: StepVideoModel(StepVideoConfig()))
+    model = build_on_meta(lambda: StepVideoModel(StepVideoModelConfig()))
     assert model.config.split == (64, 32, 32)
     assert next(model.parameters()).is_meta

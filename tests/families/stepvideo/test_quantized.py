@@ -21,7 +21,7 @@ import everyframe
 from everyframe.cli.main import main
 from everyframe.core.plan import Precision
 from everyframe.families.stepvideo.components import DENOISER_ISLANDS, LLM_ISLANDS
-from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
+from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoModelConfig
 from everyframe.families.stepvideo.llm import StepLLM
 from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.precision.quantization import QuantisedLinear, layers, quantise
@@ -48,7 +48,7 @@ def rounded(folder: Path, kind: str) -> Path:
     """The same checkpoint with the weights of those layers as they come out of eight bits."""
     made = tiny_stepvideo.stepvideo(folder)
     empty = {
-        "transformer": StepVideoModel(StepVideoConfig.from_json(tiny_stepvideo.DENOISER)),
+        "transformer": StepVideoModel(StepVideoModelConfig.from_json(tiny_stepvideo.DENOISER)),
         "step_llm": StepLLM(StepLLMConfig.from_json(tiny_stepvideo.LLM)),
     }
     islands = {"transformer": DENOISER_ISLANDS, "step_llm": LLM_ISLANDS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,34 +13,39 @@ import torch
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Settings
 from everyframe.core.request import Request
+from everyframe.families.stepvideo.config import (
+    HUNYUAN_CLIP,
+    StepLLMConfig,
+    StepVideoConfig,
+    StepVideoModelConfig,
+)
 from everyframe.families.stepvideo.options import StepVideoOptions
 from everyframe.families.stepvideo.settings import (
     NEG_MAGIC,
     POS_MAGIC,
-    StepVideoFacts,
     latent_shape,
     resolve_settings,
     smaller_settings,
 )
 from everyframe.families.stepvideo.vae_config import StepVAEConfig
 
-BASE = StepVideoFacts("this model", False, StepVAEConfig(), 1)
-TURBO = StepVideoFacts("this model", True, StepVAEConfig(), 1)
+BASE = StepVideoConfig(StepVideoModelConfig(), StepLLMConfig(), HUNYUAN_CLIP, StepVAEConfig())
+TURBO = replace(BASE, is_turbo=True)
 
 
-def settled(facts: StepVideoFacts = BASE, **given: Any) -> tuple[Settings, tuple[str, ...]]:
+def settled(config: StepVideoConfig = BASE, **given: Any) -> tuple[Settings, tuple[str, ...]]:
     own = {name: given.pop(name) for name in list(given) if name in StepVideoOptions.model_fields}
     given.setdefault("prompt", " a red circle ")
-    return resolve_settings(facts, Request(**given), StepVideoOptions(**own), 5)
+    return resolve_settings(config, "this model", Request(**given), StepVideoOptions(**own), 5)
 
 
 @pytest.mark.parametrize(
-    ("facts", "steps", "guidance", "shift"), [(BASE, 50, 9.0, 13.0), (TURBO, 15, 5.0, 17.0)]
+    ("config", "steps", "guidance", "shift"), [(BASE, 50, 9.0, 13.0), (TURBO, 15, 5.0, 17.0)]
 )
 def test_defaults_are_what_upstream_recommends(
-    facts: StepVideoFacts, steps: int, guidance: float, shift: float
+    config: StepVideoConfig, steps: int, guidance: float, shift: float
 ) -> None:
-    settings, notes = settled(facts)
+    settings, notes = settled(config)
     assert (settings.height, settings.width) == (544, 992)
     assert (settings.num_frames, settings.fps) == (204, 25.0)
     assert (settings.num_inference_steps, settings.guidance_scale) == (steps, guidance)
@@ -47,7 +53,7 @@ def test_defaults_are_what_upstream_recommends(
         "time_shift": shift, "pos_magic": POS_MAGIC, "llm_bias": "sqrt", "truncate_prompt": False,
     }  # fmt: skip
     assert (settings.prompt, settings.negative_prompt) == ("a red circle", NEG_MAGIC)
-    assert latent_shape(facts, settings) == (64, 36, 34, 62)
+    assert latent_shape(config, settings) == (64, 36, 34, 62)
     assert notes == ()
 
 

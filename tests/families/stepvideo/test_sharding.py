@@ -19,7 +19,7 @@ from torch import Tensor
 from everyframe.core.plan import Precision
 from everyframe.families.stepvideo import sharding
 from everyframe.families.stepvideo.components import DENOISER_ISLANDS, rank_share
-from everyframe.families.stepvideo.config import StepVideoConfig
+from everyframe.families.stepvideo.config import StepVideoModelConfig
 from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.families.stepvideo.sharding import Sharding
 from everyframe.ops.attention import attention
@@ -33,7 +33,7 @@ from helpers.sharded_calls import RELATIVE, answered, worst
 
 __all__ = ["ranks"]
 
-CONFIG = StepVideoConfig(
+CONFIG = StepVideoModelConfig(
     num_attention_heads=3,
     attention_head_dim=16,
     in_channels=4,

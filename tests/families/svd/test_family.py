@@ -16,7 +16,7 @@ import everyframe
 from everyframe.checkpoints.locate import locate
 from everyframe.core.errors import CheckpointError
 from everyframe.families.registry import family
-from everyframe.families.svd.config import RELEASED, SVDConfig
+from everyframe.families.svd.config import SVDConfig, released
 from everyframe.families.svd.options import SVDOptions
 from helpers.pickled_weights import pickle_weights
 from helpers.tiny_checkpoints import svd as tiny_svd
@@ -104,6 +104,6 @@ def test_pickled_weights_are_refused(folder: Path, tmp_path: Path, part: str) ->
     ],
 )
 def test_configs_that_can_not_be_run(part: str, name: str, value: Any, text: str) -> None:
-    changed = {**RELEASED, part: {**RELEASED[part], name: value}}
+    changed = {**released(), part: {**released()[part], name: value}}
     with pytest.raises(CheckpointError, match=text):
         SVDConfig.from_json("here", changed)

@@ -1,6 +1,6 @@
 """What is asked of a Stable Video Diffusion, settled: defaults, sizes, notes and refusals.
 
-Against `RELEASED`, the sizes of the released models; no weights, no torch modules.
+Against `released`, the sizes of the released models; no weights, no torch modules.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from PIL import Image
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Settings
 from everyframe.core.request import Request
-from everyframe.families.svd.config import RELEASED, SVDConfig
+from everyframe.families.svd.config import SVDConfig, released
 from everyframe.families.svd.options import SVDOptions
 from everyframe.families.svd.settings import resolve_settings, smaller_settings
 
-CONFIG = SVDConfig.from_json("released", RELEASED)
+CONFIG = SVDConfig.from_json("released", released())
 WIDE = np.zeros((288, 512, 3), np.uint8)
 
 

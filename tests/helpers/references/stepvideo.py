@@ -18,7 +18,7 @@ from sentencepiece import SentencePieceProcessor
 from torch import Tensor
 from transformers import BertModel, BertTokenizer
 
-from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
+from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoModelConfig
 from everyframe.families.stepvideo.llm import StepLLM
 from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.families.stepvideo.settings import NEG_MAGIC, POS_MAGIC
@@ -71,7 +71,7 @@ def frames_of(
     shift: float = 13.0,
 ) -> np.ndarray[Any, Any]:
     """Float frames of one video with seed 5."""
-    model = StepVideoModel(StepVideoConfig.from_json(tiny_stepvideo.DENOISER)).eval()
+    model = StepVideoModel(StepVideoModelConfig.from_json(tiny_stepvideo.DENOISER)).eval()
     model.load_state_dict(_shards(folder / "transformer"))
     vae = StepVAE(tiny_stepvideo.VAE).eval()
     state = load_file(folder / "vae/vae_v2.safetensors")

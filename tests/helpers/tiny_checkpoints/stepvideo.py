@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
+from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoModelConfig
 from everyframe.families.stepvideo.llm import StepLLM
 from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.families.stepvideo.text import build_clip
@@ -104,7 +104,9 @@ def stepvideo(folder: Path, *, seed: int = 0) -> Path:
 def denoiser(folder: Path, *, seed: int = 0) -> None:
     """Two shards and their index, as diffusers saves them."""
     _write_json(folder / "config.json", DENOISER)
-    tensors = tiny_opensora.randomised(StepVideoModel(StepVideoConfig.from_json(DENOISER)), seed)
+    tensors = tiny_opensora.randomised(
+        StepVideoModel(StepVideoModelConfig.from_json(DENOISER)), seed
+    )
     tiny_opensora.shards(folder, _brought(tensors), "diffusion_pytorch_model", "safetensors")
 
 

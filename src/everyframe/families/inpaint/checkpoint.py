@@ -11,20 +11,22 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from everyframe.checkpoints.folder import describe_missing, listing, read_json
-from everyframe.checkpoints.hub_part import HubPart
 from everyframe.checkpoints.key_map import OLD_VAE_ATTENTION, KeyMap
-from everyframe.checkpoints.locate import Location, PartLocation, find_part
-from everyframe.checkpoints.model_zoo import CONTROLNETS, controlnet_part
+from everyframe.checkpoints.locate import Location, find_part
+from everyframe.checkpoints.model_zoo import controlnet_part, controlnets
 from everyframe.checkpoints.refuse_pickles import refuse_pickled
 from everyframe.core.errors import CheckpointError, InputError, did_you_mean
 from everyframe.core.paths import expand_path
 from everyframe.families.inpaint.components import controlnet_name
 from everyframe.families.inpaint.config import INPAINTING_CHANNELS, PLAIN_CHANNELS, released
-from everyframe.runtime import model_spec
-from everyframe.runtime.model_spec import ComponentSource
+from everyframe.runtime.component_files import (
+    CheckpointFiles,
+    ComponentFiles,
+    ComponentSource,
+)
 
 #: Pipelines with the components of ControlNet inpainting, with or without the ControlNet.
 PIPELINES = (
@@ -35,71 +37,56 @@ PIPELINES = (
     "StableDiffusionPipeline",
     "StableDiffusionImg2ImgPipeline",
 )
-_CONFIGS = {
-    "unet": "config.json",
-    "vae": "config.json",
-    "text_encoder": "config.json",
-    "scheduler": "scheduler_config.json",
-}
-_WEIGHTS = ("unet", "vae", "text_encoder")
 _RELEASED_CHANNELS = {"sd-1.5": PLAIN_CHANNELS, "sd-1.5-inpaint": INPAINTING_CHANNELS}
 
 
 @dataclass(frozen=True)
-class InpaintFiles:
-    """Files of one inpainting model: base components, in order of role, and ControlNets."""
+class InpaintFiles(CheckpointFiles):
+    """Files of one inpainting model: base components, then ControlNets."""
 
     where: str
-    base: tuple[ComponentSource, ...]
-    controlnets: tuple[ComponentSource, ...]
     known: str | None = None
     pipeline: str = PIPELINES[0]
     has_safety_checker: bool = False
 
-    @property
-    def folder(self) -> Path | None:
-        """Folder of the base model; None until it is downloaded."""
-        complete = not model_spec.missing(self.base)
-        return self.base[0].path if complete else None
+    table: ClassVar = {
+        "unet": ComponentFiles("unet", part="denoiser"),
+        "vae": ComponentFiles("vae", part="vae"),
+        "text_encoder": ComponentFiles("text_encoder", part="text_encoder"),
+        "scheduler": ComponentFiles("scheduler", "scheduler_config.json", part="denoiser"),
+        "tokenizer": ComponentFiles("tokenizer", "", part="text_encoder"),
+    }
 
-    def missing(self) -> tuple[str, ...]:
-        """Downloads still needed, one line each."""
-        return model_spec.missing((*self.base, *self.controlnets))
-
-    def fetched(self) -> InpaintFiles:
-        """Download missing files; return a copy with all files on disk."""
-        places = dict(enumerate((*self.base, *self.controlnets)))
-        found, number = tuple(model_spec.downloaded(places, _of_part).values()), len(self.base)
-        return replace(self, base=found[:number], controlnets=found[number:])
+    @classmethod
+    def entry(cls, component: str) -> ComponentFiles:
+        """A ControlNet is alone in its folder or repository."""
+        if component.startswith("controlnet"):
+            return ComponentFiles("", part="controlnet")
+        return cls.table[component]
 
     def configs(self) -> Mapping[str, Mapping[str, Any]]:
         """Config of each base component; the released configs before download."""
-        folder = self.folder
-        if folder is None:
+        if not self.has(*self.table):
             return released(_RELEASED_CHANNELS[self.known or "sd-1.5"])
-        return {name: read_json(folder / name / file) for name, file in _CONFIGS.items()}
+        return {name: self.config(name) for name, entry in self.table.items() if entry.config}
+
+    @property
+    def controlnets(self) -> tuple[str, ...]:
+        """Component names of the ControlNets."""
+        return tuple(name for name in self.sources if name not in self.table)
 
     def controlnet_configs(self) -> tuple[tuple[str, Mapping[str, Any] | None], ...]:
-        """Name and config of each ControlNet; the config is None before download."""
+        """Source and config of each ControlNet; the config is None before download."""
         return tuple(
-            (net.where, None if net.path is None else read_json(net.path / "config.json"))
+            (self.sources[net].where, self.config(net) if self.has(net) else None)
             for net in self.controlnets
         )
 
-    def part(self, name: str) -> Path:
-        """Folder of one base component: ``unet``, ``vae``, ``tokenizer``, …"""
-        folder = self.folder
-        assert folder is not None, "asked before it was fetched"
-        return folder / name
-
-    def weights(self, component: str) -> Path:
-        """Folder with a component's weights."""
-        nets = {controlnet_name(number): net for number, net in enumerate(self.controlnets)}
-        if component not in nets:
-            return self.part(component)
-        folder = nets[component].path
-        assert folder is not None, "asked before it was fetched"
-        return folder
+    def with_controlnets(self, nets: Iterable[ComponentSource]) -> InpaintFiles:
+        """Copy with these ControlNets in place of its own."""
+        base = {name: self.sources[name] for name in self.table}
+        named = {controlnet_name(number): net for number, net in enumerate(nets)}
+        return replace(self, sources={**base, **named})
 
 
 def find_files(location: Location, controlnet: Any) -> InpaintFiles | None:
@@ -112,17 +99,20 @@ def find_files(location: Location, controlnet: Any) -> InpaintFiles | None:
     if found is None or controlnet is None:
         return found
     asked = controlnet if isinstance(controlnet, (list, tuple)) else [controlnet]
-    return replace(found, controlnets=tuple(_controlnet(each) for each in _split(asked)))
+    return found.with_controlnets(map(_controlnet, _split(asked)))
 
 
 def _base(location: Location) -> InpaintFiles | None:
     if location.known is not None:
         if location.known.family != "inpaint":
             return None
-        places = {place.part.role: _source(place) for place in location.parts}
-        controlnet = places.pop("controlnet")
-        base = tuple(places.values())
-        return InpaintFiles(base[0].where, base, (controlnet,), location.known.name)
+        places = {place.part.role: place for place in location.parts}
+        names = (*InpaintFiles.table, controlnet_name(0))
+        sources = {
+            name: InpaintFiles.source_at(name, places[InpaintFiles.entry(name).part])
+            for name in names
+        }
+        return InpaintFiles(sources, places["denoiser"].part.repo_id, location.known.name)
     if location.path is not None:
         return _in_folder(location.path.name or location.asked, location.path)
     place = location.parts[0]
@@ -139,21 +129,22 @@ def _in_folder(where: str, folder: Path) -> InpaintFiles | None:
     # Several ControlNets of one pipeline are saved side by side, with numbers.
     names = ["controlnet", *(f"controlnet_{number}" for number in range(1, 100))]
     present = [name for name in names if (folder / name / "config.json").is_file()]
-    nets = tuple(ComponentSource(f"{where}/{name}", folder / name) for name in present)
+    nets = [ComponentSource(f"{where}/{name}", folder / name) for name in present]
     checker = index.get("safety_checker")
     judged = isinstance(checker, list) and any(part is not None for part in checker)
     pipeline = str(index["_class_name"])
     _check_parts(folder, pipeline)
-    for name in (*_WEIGHTS, *present):
+    for name in ("unet", "vae", "text_encoder", *present):
         refuse_pickled(str(folder), name, folder / name)
-    base = (ComponentSource(where, folder),)
-    return InpaintFiles(where, base, nets, pipeline=pipeline, has_safety_checker=judged)
+    base = {name: InpaintFiles.source_in(name, where, folder) for name in InpaintFiles.table}
+    found = InpaintFiles(base, where, pipeline=pipeline, has_safety_checker=judged)
+    return found.with_controlnets(nets)
 
 
 def _check_parts(folder: Path, pipeline: str) -> None:
     """Raise if a folder lacks components that its pipeline always has (a wrong label)."""
-    lacking = [f"{name}/{file}" for name, file in _CONFIGS.items()
-               if not (folder / name / file).is_file()]  # fmt: skip
+    configs = (f"{e.folder}/{e.config}" for e in InpaintFiles.table.values() if e.config)
+    lacking = [config for config in configs if not (folder / config).is_file()]
     if not lacking:
         return
     makes = "an inpainting pipeline"
@@ -185,7 +176,7 @@ def _split(asked: Sequence[Any]) -> list[str]:
 def _controlnet(name: str) -> ComponentSource:
     """Source of a ControlNet by short name, folder or hub id."""
     path = expand_path(name)
-    repo_id = CONTROLNETS.get(name.casefold())
+    repo_id = controlnets().get(name.casefold())
     if repo_id is None and path.exists():
         if not (path / "config.json").is_file():
             raise CheckpointError(
@@ -197,18 +188,9 @@ def _controlnet(name: str) -> ComponentSource:
     if repo_id is None and name.count("/") != 1:
         raise InputError(
             f"controlnet must be a folder, a hub id OWNER/NAME, or one of "
-            f"{', '.join(CONTROLNETS)}, got {name!r}{did_you_mean(name, CONTROLNETS)}"
+            f"{', '.join(controlnets())}, got {name!r}{did_you_mean(name, controlnets())}"
         )
-    return _of_part(controlnet_part(repo_id or name))
-
-
-def _of_part(part: HubPart) -> ComponentSource:
-    return _source(find_part(part))
-
-
-def _source(place: PartLocation) -> ComponentSource:
-    """Source of a hub folder, as far as it is on this disk."""
-    return ComponentSource(place.part.repo_id, place.folder if place.complete else None, place)
+    return InpaintFiles.source_at("controlnet", find_part(controlnet_part(repo_id or name)))
 
 
 VAE_KEYS = KeyMap(rename=OLD_VAE_ATTENTION)

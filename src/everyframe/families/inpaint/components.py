@@ -15,7 +15,6 @@ from everyframe.checkpoints.folder import without_notes
 from everyframe.core.errors import CheckpointError
 from everyframe.families.inpaint.config import InpaintConfig
 from everyframe.precision.policy import ComponentNeeds
-from everyframe.runtime.interface import Component
 from everyframe.runtime.model_spec import ModuleBuilder
 
 if TYPE_CHECKING:
@@ -34,26 +33,20 @@ _WIDE = re.compile(
 
 
 @dataclass(frozen=True)
-class InpaintBuilder(ModuleBuilder):
+class InpaintBuilder(ModuleBuilder[InpaintConfig]):
     """Builds the components from their configs, without weights."""
-
-    config: InpaintConfig
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Component names, in the order in which they first run."""
         nets = map(controlnet_name, range(len(self.config.controlnets)))
         return ("text_encoder", "vae", *nets, "unet")
 
     def build(self, component: str) -> nn.Module:
-        """Build one component by name, without weights."""
         if component.startswith("controlnet"):
             return self.controlnet(self.parts.index(component) - 2)
-        made: nn.Module = getattr(self, component)()
-        return made
+        return super().build(component)
 
     def outputs(self, component: str) -> tuple[str, ...]:
-        """Submodules whose results go to the engine, in float32 or wider."""
         if component == "vae":
             # `encode` and `decode` are no calls of the module itself: their last layers are named.
             has_last = self.config.vae.get("use_quant_conv", True)
@@ -66,7 +59,6 @@ class InpaintBuilder(ModuleBuilder):
         return tuple(name for name in names if _WIDE.fullmatch(name))
 
     def text_encoder(self) -> nn.Module:
-        """Build a `CLIPTextModel` without weights."""
         import torch
         from transformers import CLIPTextConfig, CLIPTextModel
 
@@ -79,22 +71,31 @@ class InpaintBuilder(ModuleBuilder):
         return made
 
     def vae(self) -> nn.Module:
-        """Build an `AutoencoderKL` without weights."""
         from diffusers import AutoencoderKL
 
         return _made(AutoencoderKL, self.config.vae)
 
     def unet(self) -> nn.Module:
-        """Build a `UNet2DConditionModel` without weights."""
         from diffusers import UNet2DConditionModel
 
         return _made(UNet2DConditionModel, self.config.unet)
 
     def controlnet(self, number: int) -> nn.Module:
-        """Build the `ControlNetModel` of that number without weights."""
         from diffusers import ControlNetModel
 
         return _made(ControlNetModel, self.config.controlnets[number])
+
+    def needs(self) -> tuple[tuple[ComponentNeeds, str, str], ...]:
+        text = self.need("text_encoder", TEXT_ENCODER_ISLANDS, prefers="float16")
+        # Decoded pixels are the product: float32 unless asked otherwise.
+        vae = self.need("vae", prefers="float32", force_upcast=self.config.force_upcast)
+        nets = (self.need(net, CONTROLNET_ISLANDS, prefers="float16") for net in self.parts[2:-1])
+        return (
+            (text, "CLIP text encoder", "text"),
+            (vae, "autoencoder", "decode"),
+            *((net, "ControlNet", "denoise") for net in nets),
+            (self.need("unet", UNET_ISLANDS, prefers="float16"), "UNet", "denoise"),
+        )
 
 
 def controlnet_name(number: int) -> str:
@@ -114,24 +115,3 @@ def _made(kind: Any, config: Mapping[str, Any]) -> nn.Module:
         )
     model: nn.Module = kind(**{name: values[name] for name in values if name not in unknown})
     return model
-
-
-def components(sizes: InpaintBuilder, places: Mapping[str, str]) -> tuple[Component, ...]:
-    """Text encoder, autoencoder, ControlNets, denoiser; `places` names the source of each."""
-    config, count = sizes.config, sizes.num_elements
-    total = {name: sum(elements.values()) for name, elements in count.items()}
-    text = ComponentNeeds(
-        "text_encoder", total["text_encoder"], TEXT_ENCODER_ISLANDS, prefers="float16"
-    )
-    # Decoded pixels are the product: float32 unless asked otherwise.
-    vae = ComponentNeeds("vae", total["vae"], prefers="float32", force_upcast=config.force_upcast)
-    parts = [(text, "CLIP text encoder", "text"), (vae, "autoencoder", "decode")]
-    for net in sizes.parts[2:-1]:
-        need = ComponentNeeds(net, total[net], CONTROLNET_ISLANDS, prefers="float16")
-        parts.append((need, "ControlNet", "denoise"))
-    unet = ComponentNeeds("unet", total["unet"], UNET_ISLANDS, prefers="float16")
-    parts.append((unet, "UNet", "denoise"))
-    return tuple(
-        Component(need.name, title, stage, places[need.name], count[need.name], need)
-        for need, title, stage in parts
-    )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from everyframe.checkpoints.config_errors import check_positive
+from everyframe.checkpoints.folder import read_package_data
 from everyframe.core.errors import CheckpointError
 from everyframe.runtime.request_checks import AutoencoderSizes
 
@@ -38,56 +39,24 @@ _SHARED = {
 
 def released(unet_channels: int) -> Mapping[str, Mapping[str, Any]]:
     """Configs of Stable Diffusion 1.5 and its inpainting model, for use before download."""
-    return {
-        "unet": {
-            "_class_name": "UNet2DConditionModel",
-            "in_channels": unet_channels,
-            "cross_attention_dim": 768,
-            "attention_head_dim": 8,
-            "block_out_channels": [320, 640, 1280, 1280],
-            "down_block_types": [*["CrossAttnDownBlock2D"] * 3, "DownBlock2D"],
-            "layers_per_block": 2,
-            "sample_size": 64,
-        },
-        "vae": {
-            "_class_name": "AutoencoderKL",
-            "block_out_channels": [128, 256, 512, 512],
-            "down_block_types": ["DownEncoderBlock2D"] * 4,
-            "up_block_types": ["UpDecoderBlock2D"] * 4,
-            "layers_per_block": 2,
-            "latent_channels": 4,
-            "sample_size": 512,
-        },
-        "text_encoder": {
-            "model_type": "clip_text_model",
-            "hidden_size": 768,
-            "intermediate_size": 3072,
-            "num_attention_heads": 12,
-            "num_hidden_layers": 12,
-            "projection_dim": 768,
-            "hidden_act": "quick_gelu",
-        },
-        "scheduler": {
-            "_class_name": "PNDMScheduler",
-            "beta_start": 0.00085,
-            "beta_end": 0.012,
-            "beta_schedule": "scaled_linear",
-            "num_train_timesteps": 1000,
-            "skip_prk_steps": True,
-            "steps_offset": 1,
-        },
-    }
+    configs: Mapping[str, Mapping[str, Any]] = read_package_data("families/inpaint/released.yaml")
+    return {**configs, "unet": {**configs["unet"], "in_channels": unet_channels}}
 
 
 @dataclass(frozen=True)
 class InpaintConfig(AutoencoderSizes):
-    """Configs of the components, as their libraries take them; one entry per ControlNet."""
+    """Configs of the components, as their libraries take them; one entry per ControlNet.
+
+    `pipeline` is the class that the checkpoint's index names.
+    """
 
     unet: Mapping[str, Any]
     vae: Mapping[str, Any]
     text_encoder: Mapping[str, Any]
     scheduler: Mapping[str, Any]
     controlnets: tuple[Mapping[str, Any], ...]
+    pipeline: str = ""
+    has_safety_checker: bool = False
 
     @classmethod
     def from_json(
@@ -95,6 +64,8 @@ class InpaintConfig(AutoencoderSizes):
         source: str,
         configs: Mapping[str, Mapping[str, Any]],
         controlnets: tuple[tuple[str, Mapping[str, Any] | None], ...],
+        pipeline: str = "",
+        has_safety_checker: bool = False,
     ) -> InpaintConfig:
         """Build from the base model's configs by folder, and each ControlNet's name and config.
 
@@ -113,6 +84,8 @@ class InpaintConfig(AutoencoderSizes):
             controlnets=tuple(
                 _like(configs["unet"]) if config is None else config for _, config in controlnets
             ),
+            pipeline=pipeline,
+            has_safety_checker=has_safety_checker,
         )
         made._check_unet(source)
         for (name, _), config in zip(controlnets, made.controlnets, strict=True):

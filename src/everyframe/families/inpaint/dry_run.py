@@ -13,26 +13,31 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from everyframe.core.plan import Settings
-from everyframe.families.inpaint.components import InpaintBuilder, controlnet_name
+from everyframe.families.inpaint.components import controlnet_name
 from everyframe.families.inpaint.config import InpaintConfig
 from everyframe.families.inpaint.scheduler import num_timesteps
 from everyframe.families.inpaint.settings import geometry_of, latent_shape, num_painted
 from everyframe.runtime import tiling
 from everyframe.runtime.interface import DryRunCall, MemorySaving
 from everyframe.runtime.memory_fallbacks import cfg_batch_size, split_cfg_saving
+from everyframe.runtime.model_spec import ModuleBuilder
+from everyframe.runtime.rank_shares import active_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from everyframe.parallel.communicator import ParallelContext
+
 
 def dry_run_calls(
-    sizes: InpaintBuilder, settings: Settings, num_ranks: int = 1
+    builder: ModuleBuilder[InpaintConfig], settings: Settings, teams: ParallelContext | None = None
 ) -> tuple[DryRunCall, ...]:
     """Dry-run calls: a prompt, source frames, one step of each network, one batch of frames.
 
-    With `num_ranks`, the calls are those of one rank; each rank has its own batch.
+    With `teams`, the calls are those of one of its ranks; each rank has its own batch.
     """
-    config = sizes.config
+    num_ranks = 1 if teams is None else len(active_ranks(teams.team.weights))
+    config = builder.config
     together = min(int(settings.option("frames_at_once")), num_painted(settings))
     num_batches = ceil(num_painted(settings) / together / num_ranks)
     lot = min(together, settings.saving(tiling.FRAMES, together))
@@ -48,7 +53,7 @@ def dry_run_calls(
     guess = bool(settings.option("guess_mode"))
 
     def one(stage: str, component: str, call: Any, num_calls: float, *told: Any) -> DryRunCall:
-        return sizes.rehearsal(stage, component, call, num_calls, *size, together, *told)
+        return builder.rehearsal(stage, component, call, num_calls, *size, together, *told)
 
     step = (branches, at_once, guess)
     nets = [

@@ -3,42 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from everyframe.checkpoints.locate import Location
-from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan
-from everyframe.families.inpaint.checkpoint import find_files
+from everyframe.families.inpaint.checkpoint import InpaintFiles, find_files
 from everyframe.families.inpaint.options import InpaintOptions
-from everyframe.families.inpaint.spec import InpaintSpec, read_spec
+from everyframe.families.inpaint.spec import InpaintSpec
 from everyframe.runtime.interface import ModelSpec, Stage
+from everyframe.runtime.model_spec import NativeFamily
 
 if TYPE_CHECKING:
     from everyframe.parallel.communicator import ParallelContext
 
 
-class InpaintFamily:
+class InpaintFamily(NativeFamily[InpaintOptions, InpaintFiles]):
     """Registry entry of the family."""
 
     name = "inpaint"
     title = "ControlNet inpainting"
-    options: type[FamilyOptions] = InpaintOptions
+    options = InpaintOptions
+    spec = InpaintSpec
 
-    def recognise(self, location: Location, options: FamilyOptions) -> InpaintSpec | None:
-        """Detect a checkpoint that can inpaint by its configs; None if it cannot."""
-        assert isinstance(options, InpaintOptions)
-        files = find_files(location, options.controlnet)
-        if files is None:
-            return None
-        known = location.known
-        title = known.title if known else f"{self.title} ({PurePath(location.name).name})"
-        return read_spec(location.name, title, files, options)
+    def find_files(self, location: Location, options: InpaintOptions) -> InpaintFiles | None:
+        return find_files(location, options.controlnet)
 
     def stages(
         self, spec: ModelSpec, plan: Plan, clip: int, teams: ParallelContext
     ) -> Sequence[Stage]:
-        """Stages of one clip: text, source latents, denoise, decode."""
         from everyframe.families.inpaint.stage_context import InpaintContext
         from everyframe.families.inpaint.stages import DenoiseStage, TextEncodeStage
         from everyframe.families.inpaint.vae_stages import DecodeStage, SourceLatentStage

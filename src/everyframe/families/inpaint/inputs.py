@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from everyframe.core.errors import InputError
-from everyframe.families.inpaint.canny import HIGH, LOW, canny
 from everyframe.families.inpaint.options import InpaintOptions, is_box, is_built_in, several
+from everyframe.media.canny import HIGH, LOW, canny
 from everyframe.media.frame_source import FrameSource, open_frames, survey
 from everyframe.media.pixels import Frames, fit_image
 

@@ -43,17 +43,6 @@ def several(given: Any) -> list[Any]:
     return [given]
 
 
-def check_there(source: Any, mask: Any, control: Any) -> None:
-    """Raise `MediaError` if a source, mask or control file or folder does not exist."""
-    _check("source", source, "")
-    if not is_box(mask):
-        _check("mask", mask, f"{_FILES} a box LEFT,TOP,RIGHT,BOTTOM")
-    for each in several(control):
-        if not is_built_in(each):
-            others = " or ".join(BUILT_IN)
-            _check("control", each, f"{_FILES} {others}, which are made of the source")
-
-
 def _check(what: str, given: Any, instead: str) -> None:
     if isinstance(given, (str, os.PathLike)) and not _is_there(given):
         raise MediaError(f"{what}: {os.fspath(given)!r} does not exist{instead}")
@@ -76,79 +65,66 @@ class InpaintOptions(FamilyOptions):
     """Options of inpainting: source, mask, ControlNets and strength."""
 
     source: Any = option(
-        "What is repainted in part: a picture, a folder of frames or a video.",
-        group="Family",
-        names_files=True,
+        "What is repainted in part: a picture, a folder of frames or a video.", names_files=True
     )
     mask: Any = option(
         "Where: white in a picture, folder or video of the source's size, or a box "
         "LEFT,TOP,RIGHT,BOTTOM in pixels.",
-        group="Family",
         names_files=True,
     )
     controlnet: Any = option(
         "Folder, hub id or short name (canny, inpaint, depth, …) of the ControlNet, if it is not "
         "in the model's folder; several with commas.",
-        group="Family",
         names_model=True,
     )
     control: Any = option(
         "What the ControlNet sees: a picture, folder or video, or canny or inpaint, which are made "
         "of the source; with commas for several ControlNets.",
-        group="Family",
         names_files=True,
     )
     strength: float = option(
         "How far the repainted part may go from the source; 1 ignores what was there.",
-        group="Family",
         default=1.0,
         gt=0,
         le=1,
     )
     controlnet_conditioning_scale: OneOrEach = option(
-        "How strongly the ControlNet steers; with commas for several.", group="Family", default=0.5
+        "How strongly the ControlNet steers; with commas for several.", default=0.5
     )
     control_guidance_start: OneOrEach = option(
-        "Share of the steps after which the ControlNet begins to steer.",
-        group="Family",
-        default=0.0,
+        "Share of the steps after which the ControlNet begins to steer.", default=0.0
     )
     control_guidance_end: OneOrEach = option(
-        "Share of the steps after which it steers no more.", group="Family", default=1.0
+        "Share of the steps after which it steers no more.", default=1.0
     )
     guess_mode: bool = option(
-        "Let the ControlNet steer the prompt's side of guidance alone.",
-        group="Family",
-        default=False,
+        "Let the ControlNet steer the prompt's side of guidance alone.", default=False
     )
     canny_low: float | None = option(
         "Weaker threshold of canny, 100 if not given: edges that hang on stronger ones.",
-        group="Family",
         ge=0,
         le=10_000,
     )
     canny_high: float | None = option(
-        "Stronger threshold of canny, 200 if not given: edges of their own.",
-        group="Family",
-        ge=0,
-        le=10_000,
+        "Stronger threshold of canny, 200 if not given: edges of their own.", ge=0, le=10_000
     )
     frames_at_once: int = option(
-        "Frames denoised and decoded together; more need more memory.",
-        group="Family",
-        default=1,
-        gt=0,
-        le=1000,
+        "Frames denoised and decoded together; more need more memory.", default=1, gt=0, le=1000
     )
     fit: str | None = fit_option()
     unblended: bool = option(
         "Keep what the decoder makes outside of the mask too, as diffusers does, and not the "
         "source itself.",
-        group="Family",
         default=False,
     )
     truncate_prompt: bool = truncate_prompt_option()
 
     def check_named(self) -> None:
         """Raise `MediaError` if the source, mask or a control does not exist."""
-        check_there(self.source, self.mask, self.control)
+        _check("source", self.source, "")
+        if not is_box(self.mask):
+            _check("mask", self.mask, f"{_FILES} a box LEFT,TOP,RIGHT,BOTTOM")
+        for each in several(self.control):
+            if not is_built_in(each):
+                others = " or ".join(BUILT_IN)
+                _check("control", each, f"{_FILES} {others}, which are made of the source")

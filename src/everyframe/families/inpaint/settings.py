@@ -8,7 +8,7 @@ into it; none is cached. Defaults are those of diffusers' pipeline. An impossibl
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from everyframe.core.errors import InputError
@@ -49,22 +49,12 @@ _NO_USE = {
 }
 
 
-@dataclass(frozen=True)
-class InpaintFacts:
-    """Facts of a checkpoint that resolving a request needs."""
-
-    title: str
-    config: InpaintConfig
-    pipeline: str
-    has_safety_checker: bool = False
-
-
 def resolve_settings(
-    facts: InpaintFacts, request: Request, options: InpaintOptions, seed: int
+    config: InpaintConfig, title: str, request: Request, options: InpaintOptions, seed: int
 ) -> tuple[Settings, tuple[str, ...]]:
     """Resolve every value of the request; return settings, and notes for the user."""
     notes: list[str] = []
-    _check_request(facts, request, options)
+    _check_request(config, title, request, options)
     inputs = open_inputs(options, request.image)
     found = survey(inputs.source, "source")
     _check_given(inputs, found, notes)
@@ -93,32 +83,32 @@ def resolve_settings(
             ("mask", f"box {inputs.mask}" if isinstance(inputs.mask, Box) else inputs.mask.name),
             ("control", ", ".join(_name(control) for control in inputs.controls)),
             ("strength", options.strength),
-            *_steering(facts.config, options),
-            ("guess_mode", options.guess_mode or facts.config.pools_control),
+            *_steering(config, options),
+            ("guess_mode", options.guess_mode or config.pools_control),
             ("frames_at_once", options.frames_at_once),
             ("fit", options.fit or DEFAULT_FIT),
             ("unblended", options.unblended),
             ("truncate_prompt", options.truncate_prompt),
         ),
     )
-    settings = _with_painted(facts, inputs, settings, notes)
-    _note_size(facts.config, settings, found, notes)
-    _note_steps(facts, settings, request, notes)
+    settings = _with_painted(config, inputs, settings, notes)
+    _note_size(config, settings, found, notes)
+    _note_steps(config, settings, request, notes)
     check_latents(
         request.latents,
-        (1, *latent_shape(facts.config, settings)),
+        (1, *latent_shape(config, settings)),
         "(1, channels, rows, columns), the start noise of every frame",
     )
     return settings, tuple(notes)
 
 
 def _with_painted(
-    facts: InpaintFacts, inputs: Inputs, settings: Settings, notes: list[str]
+    config: InpaintConfig, inputs: Inputs, settings: Settings, notes: list[str]
 ) -> Settings:
     """Add the number of frames to denoise; the others stay unchanged."""
     num_frames = painted = settings.num_frames
     if not settings.option("unblended"):
-        painted = inputs.num_painted(geometry_of(facts.config, settings), num_frames)
+        painted = inputs.num_painted(geometry_of(config, settings), num_frames)
     if not painted:
         raise InputError(
             f"the mask is empty in every frame at {settings.width}x{settings.height}: nothing "
@@ -129,12 +119,12 @@ def _with_painted(
             f"the mask is empty in {num_frames - painted} of {num_frames} frames, which stay what "
             "they are and take no time"
         )
-    return replace(settings, options=(*settings.options, ("frames_painted", painted)))
+    return settings.with_option("frames_painted", painted)
 
 
 def num_painted(settings: Settings) -> int:
     """Number of frames to denoise."""
-    return int(dict(settings.options).get("frames_painted", settings.num_frames))
+    return int(settings.option("frames_painted", settings.num_frames))
 
 
 def geometry_of(config: InpaintConfig, settings: Settings) -> Geometry:
@@ -152,20 +142,20 @@ def latent_shape(config: InpaintConfig, settings: Settings) -> tuple[int, int, i
 
 def smaller_settings(settings: Settings) -> Iterator[Settings]:
     """Yield the same request with less memory: one frame at once, then smaller frames."""
-    alone = dict(settings.options) | {"frames_at_once": 1}
-    settings = replace(settings, options=tuple(alone.items()))
+    settings = settings.with_option("frames_at_once", 1)
     height, width = settings.height, settings.width
     while min(height, width) > 64:
         yield replace(settings, height=height, width=width)
         height, width = (max(side * 3 // 4 // 8 * 8, 8) for side in (height, width))
 
 
-def _check_request(facts: InpaintFacts, request: Request, options: InpaintOptions) -> None:
-    title, num_nets = facts.title, len(facts.config.controlnets)
+def _check_request(
+    config: InpaintConfig, title: str, request: Request, options: InpaintOptions
+) -> None:
     check_used(title, request, _NO_USE)
-    if not num_nets:
+    if not config.controlnets:
         raise InputError(
-            f"{title} is a {facts.pipeline}, which makes single pictures; to repaint a part of a "
+            f"{title} is a {config.pipeline}, which makes single pictures; to repaint a part of a "
             "picture or video with it, name a ControlNet (controlnet: a folder, a hub id or a "
             "short name such as canny)"
         )
@@ -296,11 +286,11 @@ def _note_size(
 
 
 def _note_steps(
-    facts: InpaintFacts, settings: Settings, request: Request, notes: list[str]
+    config: InpaintConfig, settings: Settings, request: Request, notes: list[str]
 ) -> None:
     strength = float(settings.option("strength"))
     steps = settings.num_inference_steps
-    done = num_timesteps(facts.config.scheduler, steps, strength)
+    done = num_timesteps(config.scheduler, steps, strength)
     if strength < 1:
         notes.append(f"strength {strength:g}: {done} of {steps} steps are done")
         if request.latents is not None:
@@ -308,5 +298,5 @@ def _note_steps(
                 "given latents are begun with as they are, as in diffusers; the source is not "
                 "mixed into them"
             )
-    if facts.has_safety_checker:
+    if config.has_safety_checker:
         notes.append("the checkpoint's safety checker is not run")

@@ -28,12 +28,10 @@ class InpaintContext(stages.StageContext[InpaintSpec]):
 
     @property
     def config(self) -> InpaintConfig:
-        """The model's configs."""
-        return self.model.sizes.config
+        return self.model.config
 
     @property
     def geometry(self) -> Geometry:
-        """How frames are fitted and padded to the working size."""
         return geometry_of(self.config, self.settings)
 
     @property
@@ -43,12 +41,10 @@ class InpaintContext(stages.StageContext[InpaintSpec]):
 
     @property
     def together(self) -> int:
-        """Frames per batch."""
         return int(self.settings.option("frames_at_once"))
 
     @property
     def num_batches(self) -> int:
-        """Number of batches of frames to denoise."""
         return -(-num_painted(self.settings) // self.together)
 
     def paints(self, mask: Grey) -> bool:
@@ -77,7 +73,6 @@ class InpaintContext(stages.StageContext[InpaintSpec]):
 
     @property
     def num_timesteps(self) -> int:
-        """Scheduler steps per frame."""
         strength = float(self.settings.option("strength"))
         steps = self.settings.num_inference_steps
         return num_timesteps(self.config.scheduler, steps, strength)

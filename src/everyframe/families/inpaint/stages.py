@@ -107,7 +107,7 @@ class TextEncodeStage:
 
     def _encoded(self, takes: Sequence[VideoState]) -> Generator[Event, None, list[Tensor]]:
         job = self.job
-        tokenizer = load_tokenizer(job.model.files.part("tokenizer"))
+        tokenizer = load_tokenizer(job.model.files.path("tokenizer"))
         # Tokens first: a prompt that is too long is told before gigabytes are read.
         tokens = tokens_of(tokenizer, job.settings, job.config.num_tokens)
         yield from (prompt_truncated_note(cut) for *_, cut in tokens if cut)

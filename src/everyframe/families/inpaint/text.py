@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from everyframe.checkpoints.config_errors import foreign_errors
 from everyframe.checkpoints.folder import describe_missing
-from everyframe.core.errors import CheckpointError, InputError
+from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Settings
+from everyframe.runtime.request_checks import too_long_prompt
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -54,11 +55,7 @@ def tokenize(
     if len(whole) > limit:
         cut = str(tokenizer.decode(whole[limit - 1 : -1])).strip()
         if not truncate:
-            shown = cut if len(cut) <= 200 else f"{cut[:200]}…"
-            raise InputError(
-                f"the prompt has {len(whole)} tokens, this model reads {limit}; shorten it, or go "
-                f"on without its end by --truncate-prompt, which cuts: {shown!r}"
-            )
+            raise too_long_prompt(len(whole), limit, cut)
     row = tokenizer(
         prompt, padding="max_length", max_length=limit, truncation=True, return_tensors="pt"
     )

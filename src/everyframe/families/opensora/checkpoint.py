@@ -10,18 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from everyframe.checkpoints.folder import WEIGHT_SUFFIXES
-from everyframe.checkpoints.hub_part import HubPart
 from everyframe.checkpoints.key_map import OLD_VAE_ATTENTION, KeyMap
-from everyframe.checkpoints.locate import Location, find_part
-from everyframe.checkpoints.model_zoo import KNOWN, SUPPORTED_VERSIONS, T5_XXL
+from everyframe.checkpoints.locate import Location, PartLocation, find_part
+from everyframe.checkpoints.model_zoo import SUPPORTED_VERSIONS, HubPart, known_models, shared_part
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.paths import expand_path
 from everyframe.families.opensora.options import OpenSoraOptions
-from everyframe.runtime import model_spec
-from everyframe.runtime.model_spec import ComponentSource
+from everyframe.runtime.component_files import (
+    CheckpointFiles,
+    ComponentFiles,
+    ComponentSource,
+)
 
 #: Ignored: position tables that upstream stores with the weights; computed in float32 here.
 STDIT_KEYS = KeyMap(ignore=(r"pos_embed", r"pos_embed_temporal"))
@@ -81,50 +83,31 @@ _KEYS_OF_1_3 = ("use_spatial_rope", "kernel_size", "force_pad_h_for_sp_size")
 
 
 @dataclass(frozen=True)
-class OpenSoraFiles:
-    """Files of one Open-Sora model: sources of its components and its version.
+class OpenSoraFiles(CheckpointFiles):
+    """Files of one Open-Sora model, and its version.
 
     `defaults` is the content of the checkpoint's own everyframe.json.
     """
 
     version: str
-    denoiser: ComponentSource
-    vae: ComponentSource
-    text_encoder: ComponentSource
-    tokenizer: ComponentSource
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
-    def sources(self) -> Mapping[str, ComponentSource]:
-        """Sources of the components with weights, by component."""
-        return {"text_encoder": self.text_encoder, "denoiser": self.denoiser, "vae": self.vae}
+    table: ClassVar = {
+        "text_encoder": ComponentFiles("text_encoder", part="text_encoder"),
+        "denoiser": ComponentFiles("", part="denoiser"),
+        "vae": ComponentFiles("vae", part="vae"),
+        "tokenizer": ComponentFiles("tokenizer", part="text_encoder"),
+    }
 
-    def weights(self, component: str) -> Path:
-        """File or folder that holds a component's weights."""
-        path = self.sources()[component].path
-        assert path is not None, "asked before it was fetched"
-        return path
-
-    def missing(self) -> tuple[str, ...]:
-        """Downloads still needed, one line each."""
-        return model_spec.missing(self.sources().values())
-
-    def fetched(self) -> OpenSoraFiles:
-        """Download missing files; return a copy with all files on disk."""
-        parts = {**self.sources(), "tokenizer": self.tokenizer}
-        found: dict[str, Any] = model_spec.downloaded(parts, of_part)
-        return replace(self, **found)
-
-
-def of_part(part: HubPart) -> ComponentSource:
-    """Source of a hub part, as far as it is on this disk."""
-    found = find_part(part)
-    if not found.complete:
-        return ComponentSource(part.repo_id, None, found)
-    assert found.folder is not None
-    weights = [file for file in found.files if file.suffix in WEIGHT_SUFFIXES]
-    # A repository such as 1.0's holds several models; the part's pattern picks one file.
-    alone = part.role == "denoiser" and len(weights) == 1
-    return ComponentSource(part.repo_id, weights[0] if alone else found.folder, found)
+    @classmethod
+    def source_at(cls, component: str, place: PartLocation) -> ComponentSource:
+        """Source in upstream's layout: a repository holds one component, the tokenizer with T5."""
+        path = place.folder if place.complete else None
+        weights = [file for file in place.files if file.suffix in WEIGHT_SUFFIXES]
+        # A repository such as 1.0's holds several models; the part's pattern picks one file.
+        if path is not None and component == "denoiser" and len(weights) == 1:
+            path = weights[0]
+        return ComponentSource(place.part.repo_id, path, place)
 
 
 def find_files(location: Location, options: OpenSoraOptions) -> OpenSoraFiles | None:
@@ -138,8 +121,11 @@ def find_files(location: Location, options: OpenSoraOptions) -> OpenSoraFiles | 
         version = _VERSION_OF_KNOWN.get(location.known.name)
         if version is None:
             return None
-        roles = {place.part.role: of_part(place.part) for place in location.parts}
-        return _completed(version, roles["denoiser"], options, roles)
+        roles = {
+            place.part.role: OpenSoraFiles.source_at(place.part.role, place)
+            for place in location.parts
+        }
+        return _completed(version, roles, options)
     if location.path is None:
         return _from_hub_id(location, options)
     return _from_disk(location.asked, location.path, options)
@@ -152,50 +138,50 @@ def _from_hub_id(location: Location, options: OpenSoraOptions) -> OpenSoraFiles 
     found = _from_disk(location.asked, place.folder, options)
     if found is None:
         return None
-    return replace(found, denoiser=replace(found.denoiser, where=location.asked))
+    denoiser = replace(found.sources["denoiser"], where=location.asked)
+    return replace(found, sources={**found.sources, "denoiser": denoiser})
 
 
 def _from_disk(asked: str, path: Path, options: OpenSoraOptions) -> OpenSoraFiles | None:
     if (path / "model_index.json").is_file():
         return None  # a diffusers pipeline; what else lies beside that is none of ours
-    source = ComponentSource(path.name or asked, _weights_at(path))
-    version = _version(asked, source)
+    denoiser = ComponentSource(path.name or asked, _weights_at(path))
+    version = _version(asked, denoiser)
     if version is None:
         return None
     if version not in SUPPORTED_VERSIONS.split(", "):
         raise InputError(f"{asked}: this is Open-Sora {version}; supported: {SUPPORTED_VERSIONS}")
     folder = path if path.is_dir() else path.parent
     beside = {
-        role: ComponentSource(f"{folder.name}/{role}", folder / role)
-        for role in ("vae", "text_encoder", "tokenizer")
-        if (folder / role).is_dir()
+        name: OpenSoraFiles.source_in(name, folder.name, folder)
+        for name, entry in OpenSoraFiles.table.items()
+        if entry.folder and (folder / entry.folder).is_dir()
     }
-    defaults = source.config("everyframe.json") or {}
-    return replace(_completed(version, source, options, beside), defaults=defaults)
+    files = _completed(version, {**beside, "denoiser": denoiser}, options)
+    return replace(files, defaults=denoiser.config("everyframe.json") or {})
 
 
 def _completed(
-    version: str,
-    denoiser: ComponentSource,
-    options: OpenSoraOptions,
-    known: Mapping[str, ComponentSource],
+    version: str, found: Mapping[str, ComponentSource], options: OpenSoraOptions
 ) -> OpenSoraFiles:
     """Fill in every component: from the options, else as found, else upstream's repository."""
-    standard = next(model for model in KNOWN if _VERSION_OF_KNOWN.get(model.name) == version)
+    standard = next(
+        model for model in known_models() if _VERSION_OF_KNOWN.get(model.name) == version
+    )
     standard_vae = next(part for part in standard.parts if part.role == "vae")
-    vae = _asked(options.vae, "vae") or known.get("vae") or of_part(standard_vae)
-    text = _asked(options.text_encoder, "text_encoder") or known.get("text_encoder")
-    text = text or of_part(T5_XXL)
-    return OpenSoraFiles(version, denoiser, vae, text, _tokenizer(text, options, known))
+    vae = _asked(options.vae, "vae") or found.get("vae") or _on_hub(standard_vae)
+    text = _asked(options.text_encoder, "text_encoder") or found.get("text_encoder")
+    text = text or _on_hub(shared_part("t5-xxl"))
+    # The tokenizer is in T5's own folder (upstream's layout) or in one beside it.
+    tokenizer = found.get("tokenizer", text) if options.text_encoder is None else text
+    sources = {
+        "text_encoder": text, "denoiser": found["denoiser"], "vae": vae, "tokenizer": tokenizer,
+    }  # fmt: skip
+    return OpenSoraFiles(sources, version)
 
 
-def _tokenizer(
-    text: ComponentSource, options: OpenSoraOptions, known: Mapping[str, ComponentSource]
-) -> ComponentSource:
-    """Find the tokenizer: in T5's own folder (upstream's layout) or in a folder beside it."""
-    if options.text_encoder is None and "tokenizer" in known:
-        return known["tokenizer"]
-    return text
+def _on_hub(part: HubPart) -> ComponentSource:
+    return OpenSoraFiles.source_at(part.role, find_part(part))
 
 
 def _asked(name: str | None, role: str) -> ComponentSource | None:
@@ -209,7 +195,7 @@ def _asked(name: str | None, role: str) -> ComponentSource | None:
         raise InputError(f"{role} must be a folder, a file or a hub id OWNER/NAME, got {name!r}")
     weights = tuple(f"*{suffix}" for suffix in WEIGHT_SUFFIXES)
     extras = ("*.json", "spiece.model")
-    return of_part(
+    return _on_hub(
         HubPart(role=role, repo_id=name, needs=(("config.json",), weights), extras=extras)
     )
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from everyframe.core.plan import Settings
-from everyframe.families.opensora.settings import PICTURE_FPS, OpenSoraFacts
+from everyframe.families.opensora.config import OpenSoraConfig
+from everyframe.families.opensora.settings import PICTURE_FPS
 from everyframe.families.opensora.stdit import STDiT
 from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.families.opensora.text import TextEmbedding
@@ -26,10 +27,10 @@ class PromptEmbeds:
     negative: TextEmbedding | None
 
 
-def timesteps_of(settings: Settings, facts: OpenSoraFacts) -> Tensor:
+def timesteps_of(settings: Settings, config: OpenSoraConfig) -> Tensor:
     """Sampler timesteps, shifted by the video's size if the model was trained with that shift."""
-    shift = float(facts.defaults.get("timestep_shift", 1.0))
-    if facts.defaults and not facts.default("use_timestep_transform"):
+    shift = float(config.defaults.get("timestep_shift", 1.0))
+    if config.defaults and not config.default("use_timestep_transform"):
         return rectified_flow.schedule(settings.num_inference_steps, shift=shift)
     return rectified_flow.schedule(
         settings.num_inference_steps,
@@ -52,15 +53,15 @@ class Denoiser:
         model: STDiT | STDiT3,
         text: PromptEmbeds,
         settings: Settings,
-        facts: OpenSoraFacts,
+        config: OpenSoraConfig,
         device: str,
     ) -> None:
         self._model = model
-        self._version = facts.version
+        self._version = config.version
         self._scale = settings.guidance_scale
         self._at_once = cfg_batch_size(settings, 2)
         self._conditions: dict[str, Any] = {}
-        if facts.version != "1.0":
+        if config.version != "1.0":
             self._conditions = {
                 "fps": settings.fps if settings.num_frames > 1 else PICTURE_FPS,
                 "height": float(settings.told_size[0]),

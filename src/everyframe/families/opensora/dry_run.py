@@ -11,43 +11,44 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from everyframe.core.plan import Settings
-from everyframe.families.opensora.components import OpenSoraBuilder
-from everyframe.families.opensora.settings import PIECE, OpenSoraFacts
+from everyframe.families.opensora.config import OpenSoraConfig
+from everyframe.families.opensora.settings import PIECE
 from everyframe.families.opensora.vae_config import ImageVAEConfig
 from everyframe.runtime import tiling
 from everyframe.runtime.interface import DryRunCall, MemorySaving
 from everyframe.runtime.memory_fallbacks import cfg_batch_size, split_cfg_saving
+from everyframe.runtime.model_spec import ModuleBuilder
 
 if TYPE_CHECKING:
     import torch
 
-    from everyframe.parallel.communicator import Communicator
+    from everyframe.parallel.communicator import Communicator, ParallelContext
 
 
 def dry_run_calls(
-    sizes: OpenSoraBuilder,
-    facts: OpenSoraFacts,
+    builder: ModuleBuilder[OpenSoraConfig],
     settings: Settings,
-    team: Communicator | None = None,
-    groups: int = 1,
+    teams: ParallelContext | None = None,
 ) -> tuple[DryRunCall, ...]:
     """Dry-run calls: one prompt, conditioning frames if any, one step, one piece.
 
-    With `team`, the step is that of one of its ranks; see `sharding`.
+    With `teams`, the step is that of one of its ranks; see `sharding`.
     """
+    team, groups = (None, 1) if teams is None else (teams.team, teams.groups)
+    config = builder.config
     size = (settings.num_frames, settings.height, settings.width)
     branches = 1 if settings.guidance_scale == 1 else 2
     together = cfg_batch_size(settings, branches)
-    pieces = sizes.vae.pieces(settings.num_frames)
+    pieces = config.vae.pieces(settings.num_frames)
     given = _is_given(settings)
-    length = sizes.denoiser.model_max_length
+    length = config.denoiser.model_max_length
     at_once = settings.saving(tiling.FRAMES, 0)
     tile, given_tile = settings.saving(tiling.DECODE, 0), settings.saving(tiling.ENCODE, 0)
-    latents = sizes.vae.latent_size(*size)[1:]
+    latents = config.vae.latent_size(*size)[1:]
 
     def one(stage: str, component: str, call: Any, num_calls: float, *told: Any) -> DryRunCall:
         num_calls *= settings.chain if stage != "text" else 1
-        return sizes.rehearsal(stage, component, call, num_calls, *told)
+        return builder.rehearsal(stage, component, call, num_calls, *told)
 
     prompts = 1 + (settings.negative_prompt is not None)
     stages = [one("text", "text_encoder", partial(_text, length), prompts)]
@@ -60,8 +61,8 @@ def dry_run_calls(
         stages.append(one("given frames", "vae", encode, repeats, *told))
     stages += [
         one(
-            "denoise", "denoiser", partial(_denoise, sizes, facts, settings, given, team, groups),
-            settings.num_inference_steps, facts.version, *size, branches, together, given,
+            "denoise", "denoiser", partial(_denoise, config, settings, given, team, groups),
+            settings.num_inference_steps, config.version, *size, branches, together, given,
             *(() if team is None else (team.rank, team.weights, groups)),
         ),
         one(
@@ -74,7 +75,7 @@ def dry_run_calls(
 
 
 def memory_savings(
-    sizes: OpenSoraBuilder, component: str, settings: Settings
+    config: OpenSoraConfig, component: str, settings: Settings
 ) -> Iterator[MemorySaving]:
     """Sequential guidance branches; fewer frames per autoencoder call; tiling.
 
@@ -84,12 +85,12 @@ def memory_savings(
         yield split_cfg_saving(settings)
     if component != "vae":
         return
-    vae = sizes.vae
+    vae = config.vae
     usual = (vae if isinstance(vae, ImageVAEConfig) else vae.spatial).micro_batch_size
     for saving in tiling.fewer_frames(settings, usual):
         settings = saving.settings
         yield saving
-    size = sizes.vae.latent_size(settings.num_frames, settings.height, settings.width)
+    size = config.vae.latent_size(settings.num_frames, settings.height, settings.width)
     if _is_given(settings):
         yield from tiling.tile_savings(settings, *size[1:], tiling.ENCODE)
     yield from tiling.tile_savings(settings, *size[1:])
@@ -119,8 +120,7 @@ def _encode(size: tuple[int, int, int], settings: Settings, vae: Any, device: st
 
 
 def _denoise(
-    sizes: OpenSoraBuilder,
-    facts: OpenSoraFacts,
+    config: OpenSoraConfig,
     settings: Settings,
     given: bool,
     team: Communicator | None,
@@ -133,14 +133,13 @@ def _denoise(
 
     put_on = sharding.apply(model, team or SingleRank(), groups)
     try:
-        return _one_step(sizes, facts, settings, given, model, device)
+        return _one_step(config, settings, given, model, device)
     finally:
         put_on.remove()  # the module is shared by all rehearsals
 
 
 def _one_step(
-    sizes: OpenSoraBuilder,
-    facts: OpenSoraFacts,
+    config: OpenSoraConfig,
     settings: Settings,
     given: bool,
     model: Any,
@@ -152,23 +151,23 @@ def _one_step(
     from everyframe.families.opensora.text import TextEmbedding
     from everyframe.samplers import iddpm, rectified_flow
 
-    length = sizes.denoiser.model_max_length
+    length = config.denoiser.model_max_length
     prompt = TextEmbedding(
-        torch.zeros(1, length, sizes.denoiser.caption_channels),
+        torch.zeros(1, length, config.denoiser.caption_channels),
         torch.ones(1, length, dtype=torch.bool),
     )
     negative = None if settings.negative_prompt is None else prompt
-    denoise = Denoiser(model, PromptEmbeds(prompt, negative), settings, facts, device)
-    size = sizes.vae.latent_size(settings.num_frames, settings.height, settings.width)
-    shape = (1, sizes.vae.latent_channels, *size)
+    denoise = Denoiser(model, PromptEmbeds(prompt, negative), settings, config, device)
+    size = config.vae.latent_size(settings.num_frames, settings.height, settings.width)
+    shape = (1, config.vae.latent_channels, *size)
     x = torch.zeros(shape, device=device)
 
     def fresh(step: int) -> torch.Tensor:
         return torch.zeros(shape)
 
-    if facts.version == "1.0":
+    if config.version == "1.0":
         return next(iddpm.sample(denoise, x, iddpm.schedule(settings.num_inference_steps), fresh)).x
-    timesteps = timesteps_of(settings, facts)
+    timesteps = timesteps_of(settings, config)
     if not given:
         return next(rectified_flow.sample(denoise, x, timesteps)).x
     mask = torch.ones(1, size[0])

@@ -6,37 +6,34 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from everyframe.checkpoints.locate import Location
-from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan
-from everyframe.families.opensora.checkpoint import find_files
+from everyframe.families.opensora.checkpoint import OpenSoraFiles, find_files
 from everyframe.families.opensora.options import OpenSoraOptions
-from everyframe.families.opensora.spec import OpenSoraSpec, read_spec
+from everyframe.families.opensora.spec import OpenSoraSpec
 from everyframe.runtime.interface import ModelSpec, Stage
+from everyframe.runtime.model_spec import NativeFamily
 
 if TYPE_CHECKING:
     from everyframe.parallel.communicator import ParallelContext
 
 
-class OpenSoraFamily:
+class OpenSoraFamily(NativeFamily[OpenSoraOptions, OpenSoraFiles]):
     """Registry entry of the family."""
 
     name = "opensora"
     title = "Open-Sora 1.0 and 1.2"
-    options: type[FamilyOptions] = OpenSoraOptions
+    options = OpenSoraOptions
+    spec = OpenSoraSpec
 
-    def recognise(self, location: Location, options: FamilyOptions) -> OpenSoraSpec | None:
-        """Detect an Open-Sora checkpoint by its names and configs; None if it is not one."""
-        assert isinstance(options, OpenSoraOptions)
-        files = find_files(location, options)
-        if files is None:
-            return None
-        title = location.known.title if location.known is not None else None
-        return read_spec(location.name, files, options, title)
+    def find_files(self, location: Location, options: OpenSoraOptions) -> OpenSoraFiles | None:
+        return find_files(location, options)
+
+    def variant(self, files: OpenSoraFiles) -> str:
+        return f"Open-Sora {files.version}"
 
     def stages(
         self, spec: ModelSpec, plan: Plan, clip: int, teams: ParallelContext
     ) -> Sequence[Stage]:
-        """Stages of one clip: text (once), conditioning frames if any, denoise, decode."""
         from everyframe.families.opensora.stages import (
             ConditioningStage,
             DecodeStage,

@@ -8,38 +8,26 @@ hooks cast the inputs of layers with parameters. Without hooks everything runs i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from everyframe.families.opensora.config import DenoiserConfig
+from everyframe.families.opensora.model_inputs import cut_to_longest
 from everyframe.ops.attention import AttentionCore, merge_heads, split_heads
-from everyframe.ops.embeddings import TimestepEmbedding
+from everyframe.ops.embeddings import PatchProjection, TimestepEmbedding
 from everyframe.ops.modulation import Modulate, ModulationTables, SelectByFrame
 from everyframe.ops.norm import LayerNorm, RMSNorm
 from everyframe.ops.rope import RotaryTable, Rotate
-from everyframe.ops.text_context import KeysValues
+from everyframe.ops.text_context import KeysValues, TextContext, context_of
 
 Size3 = tuple[int, int, int]
 """Frames, rows, columns."""
-
-
-class PatchProjection(nn.Module):
-    """Linear projection of flattened patches (..., in * volume) with a 3-D convolution's weight.
-
-    A convolution whose stride equals its kernel is a matrix product. Writing it as one is as fast
-    and avoids convolution kernels that are known to be wrong on some cards.
-    """
-
-    def __init__(self, in_channels: int, out_channels: int, patch_size: Size3) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(out_channels, in_channels, *patch_size))
-        self.bias = nn.Parameter(torch.zeros(out_channels))
-
-    def forward(self, patches: Tensor) -> Tensor:
-        return F.linear(patches, self.weight.flatten(1), self.bias)
 
 
 class PatchEmbed(nn.Module):
@@ -194,6 +182,35 @@ class CrossAttention(nn.Module):
         x_BNC = merge_heads(self.core(q, text.keys, text.values, mask))
         out: Tensor = self.proj(torch.unflatten(x_BNC, 1, x_BTSC.shape[1:3]))
         return out
+
+
+class TextConditioned(nn.Module):
+    """What both denoisers do with a text; the blocks have `cross_attn`."""
+
+    config: DenoiserConfig
+    y_embedder: CaptionEmbedder
+
+    def blocks_in_order(self) -> Sequence[nn.Module]:
+        """Blocks in execution order."""
+        raise NotImplementedError
+
+    def null_text(self) -> Tensor:
+        """Null text (L, caption_channels), used where there are no text encoder states."""
+        # By a call: where weights wait elsewhere, they come for those.
+        out: Tensor = self.y_embedder()
+        return out
+
+    def context(self, text_BLD: Tensor, mask_BL: Tensor | None = None) -> TextContext:
+        """Text context of the blocks, once per prompt.
+
+        See `model_inputs.cut_to_longest` for shapes.
+        """
+        tokens = cut_to_longest(text_BLD, mask_BL, self.config.caption_channels)
+        y_BLC = self.y_embedder(tokens.text)
+        attentions: Any = [block.cross_attn for block in self.blocks_in_order()]
+        blocks = [each.keys_values(y_BLC) for each in attentions]
+        # Rows without a token attend to zero.
+        return context_of(blocks, tokens.mask, tokens.empty)
 
 
 class FinalLayer(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor
 from everyframe.core.errors import InputError
 from everyframe.ops.attention import keys_with_a_place_to_look
 from everyframe.ops.dtypes import float32_or_wider
-from everyframe.ops.text_context import KeysValues, TextContext, context_of
+from everyframe.ops.text_context import TextContext
 
 
 def check_latents(x: Tensor, in_channels: int, context: TextContext) -> tuple[int, int, int]:
@@ -95,8 +95,3 @@ def cut_to_longest(text: Tensor, mask: Tensor | None, caption_channels: int) -> 
         return Tokens(text, None, None)
     mask = mask.to(text.device)
     return Tokens(text, keys_with_a_place_to_look(mask), ~mask.any(dim=1))
-
-
-def build_context(tokens: Tokens, blocks: list[KeysValues]) -> TextContext:
-    """Context of projected `tokens`; rows without a token attend to zero."""
-    return context_of(blocks, tokens.mask, tokens.empty)

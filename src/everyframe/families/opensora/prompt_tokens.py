@@ -12,9 +12,10 @@ from typing import Any
 
 from everyframe.checkpoints.config_errors import foreign_errors
 from everyframe.checkpoints.folder import describe_missing, read_json
-from everyframe.core.errors import CheckpointError, InputError
+from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Settings
 from everyframe.families.opensora.prompts import check_not_lost, clean, with_affixes
+from everyframe.runtime.request_checks import too_long_prompt
 
 _CONFIG = "tokenizer_config.json"
 #: Keys of tokenizer_config.json without effect here: names of special tokens, which tokenizer.json
@@ -47,7 +48,6 @@ class PieceTokenizer:
         return {"input_ids": [*ids, self._pieces.eos_id()] if add_special_tokens else ids}
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Decode token ids to text."""
         special = {self._pieces.eos_id(), self.pad_token_id} if skip_special_tokens else set()
         return str(self._pieces.decode([index for index in ids if index not in special]))
 
@@ -76,7 +76,6 @@ class FileTokenizer:
         return {"input_ids": list(encoded.ids)}
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Decode token ids to text."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
 
@@ -111,8 +110,8 @@ def load_tokenizer(folder: Path) -> Any:
             return FileTokenizer(folder)
         from transformers import AutoTokenizer
 
-        # What is too long is told by `tokenize`; the tokenizer's own limit (T5's 512) would print
-        # a warning of indexing errors that can't come.
+        # `read_prompt` tells what is too long; the tokenizer's own limit (T5's 512) would print a
+        # warning of indexing errors that can't come.
         return AutoTokenizer.from_pretrained(
             str(folder),
             local_files_only=True,
@@ -153,12 +152,5 @@ def read_prompt(
     # The last token is the end mark, which the cut prompt needs too.
     cut = tokenizer.decode(ids[max_length - 1 : -1], skip_special_tokens=True).strip()
     if not truncate:
-        raise InputError(
-            f"the prompt has {len(ids)} tokens, this model reads {max_length}; shorten it, or "
-            f"go on without its end by --truncate-prompt, which cuts: {_shortened(cut)!r}"
-        )
+        raise too_long_prompt(len(ids), max_length, cut)
     return [*ids[: max_length - 1], ids[-1]], cut
-
-
-def _shortened(text: str, limit: int = 200) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}…"

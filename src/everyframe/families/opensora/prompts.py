@@ -9,7 +9,9 @@ same function in its Latte pipeline; this module calls that one.
 from __future__ import annotations
 
 import re
-import warnings
+from io import StringIO
+from types import FunctionType
+from typing import Any
 
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Settings
@@ -44,15 +46,17 @@ def clean(prompt: str) -> str:
     plain = prompt.strip().lower()
     if _PLAIN.fullmatch(plain) and not any(word in plain for word in _REMOVED):
         return plain  # what is imported below takes longer than all else that a plan does
-    from bs4 import MarkupResemblesLocatorWarning
+    from bs4 import BeautifulSoup
     from diffusers.pipelines.latte.pipeline_latte import LattePipeline
 
-    with warnings.catch_warnings():
-        # A prompt with an address in it is a prompt all the same.
-        warnings.simplefilter("ignore", MarkupResemblesLocatorWarning)
-        # The method reads one class attribute of its pipeline: the class itself serves as `self`.
-        once = LattePipeline._clean_caption(LattePipeline, prompt)
-        return str(LattePipeline._clean_caption(LattePipeline, once))
+    def soup(text: str, **options: Any) -> BeautifulSoup:
+        # Of a text that may be an address or a file it warns, and of the same from a file not.
+        return BeautifulSoup(StringIO(text), **options)
+
+    method: Any = LattePipeline._clean_caption
+    cleaned = FunctionType(method.__code__, {**method.__globals__, "BeautifulSoup": soup})
+    # The method reads one class attribute of its pipeline: the class itself serves as `self`.
+    return str(cleaned(LattePipeline, cleaned(LattePipeline, prompt)))
 
 
 def check_not_lost(prompt: str) -> None:

@@ -16,27 +16,21 @@ from typing import TYPE_CHECKING, Any
 from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Settings
 from everyframe.core.request import Request
-from everyframe.families.opensora import settings as request_settings
 from everyframe.families.opensora.checkpoint import OpenSoraFiles, keys_of
 from everyframe.families.opensora.components import (
     OpenSoraBuilder,
-    components,
     sent_bytes,
     token_sizes,
 )
-from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
+from everyframe.families.opensora.config import OpenSoraConfig, STDiT3Config, STDiTConfig
 from everyframe.families.opensora.dry_run import dry_run_calls, memory_savings
 from everyframe.families.opensora.options import OpenSoraOptions
+from everyframe.families.opensora.settings import resolve_settings, smaller_settings
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
-from everyframe.runtime.interface import (
-    Component,
-    DryRunCall,
-    MemorySaving,
-    RankShare,
-    VideoGroup,
-)
-from everyframe.runtime.model_spec import ComponentSource, NativeModelSpec
+from everyframe.runtime.component_files import ComponentSource
+from everyframe.runtime.interface import DryRunCall, MemorySaving, RankShare, VideoGroup
+from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.rank_shares import grid_share
 
 if TYPE_CHECKING:
@@ -56,52 +50,53 @@ _RELEASED_1_0 = {256: ((16, 32, 32), 0.5), 512: ((16, 64, 64), 1.0)}
 
 
 @dataclass(frozen=True)
-class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraBuilder]):
+class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraConfig]):
     """One Open-Sora checkpoint: configs read, weights not loaded."""
 
-    facts: request_settings.OpenSoraFacts
     led = ("text_encoder",)
-    ways = ("",)
-    in_step = True
-    apart = False
 
-    @property
-    def title(self) -> str:
-        """Display name of the model."""
-        return self.facts.title
+    @classmethod
+    def read(
+        cls, name: str, title: str, files: OpenSoraFiles, options: OpenSoraOptions
+    ) -> OpenSoraSpec:
+        denoiser, square = _denoiser_config(files, name)
+        config = OpenSoraConfig(
+            version=files.version,
+            denoiser=denoiser,
+            vae=_vae_config(files),
+            text=files.sources["text_encoder"].config() or _T5_XXL,
+            defaults=files.defaults,
+            has_scores=files.version == "1.2"
+            and bool(files.defaults.get("has_scores", not files.defaults)),
+            square=square,
+        )
+        _check_fit(config)
+        return cls(name, title, options, files, OpenSoraBuilder(config))
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
-        """Resolve the request: settings, and notes for the user."""
-        return request_settings.resolve_settings(self.facts, request, self.options, seed)
+        return resolve_settings(self.config, self.title, request, self.options, seed)
 
     def unread(self, settings: Settings) -> tuple[str, ...]:
-        """Prompt words cut because they exceed T5's length."""
-        place = self.files.tokenizer.path
+        place = self.files.sources["tokenizer"].path
         if place is None:
             return ()
         from everyframe.families.opensora.prompt_tokens import load_tokenizer, read_prompts
 
-        most = self.sizes.denoiser.model_max_length
+        most = self.config.denoiser.model_max_length
         cuts = [cut for _, cut in read_prompts(load_tokenizer(place), settings, most) if cut]
         if not cuts:
             return ()
-        from everyframe.runtime.repairs import prompt_truncated_note
+        from everyframe.runtime.repairs import prompt_truncated_note  # imports torch
 
         return tuple(prompt_truncated_note(cut).text for cut in cuts)
 
     def smaller(self, settings: Settings) -> Iterator[Settings]:
-        """Yield similar settings that need less memory."""
-        return request_settings.smaller_settings(self.facts, settings)
+        return smaller_settings(self.config, settings)
 
-    def components(self, settings: Settings) -> tuple[Component, ...]:
-        """Text encoder, denoiser, autoencoder."""
-        sources = {name: source.where for name, source in self.files.sources().items()}
-        prefers = str(self.facts.defaults.get("dtype", "bfloat16"))
-        return components(self.sizes, sources, prefers)
-
-    def rehearsals(self, settings: Settings) -> tuple[DryRunCall, ...]:
-        """Dry-run calls of every stage on one device."""
-        return dry_run_calls(self.sizes, self.facts, settings)
+    def dry_run_calls(
+        self, settings: Settings, teams: ParallelContext | None
+    ) -> tuple[DryRunCall, ...]:
+        return dry_run_calls(self.builder, settings, teams)
 
     def num_branches(self, settings: Settings) -> int:
         """Guidance branches: two with guidance (conditional, unconditional), else one."""
@@ -111,65 +106,27 @@ class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraBuild
         self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
     ) -> RankShare:
         """Share of one rank: columns, rows for spatial attention, and bytes sent."""
-        grid = TokenGrid(self.num_branches(settings), *token_sizes(self.sizes, settings))
+        grid = TokenGrid(self.num_branches(settings), *token_sizes(self.config, settings))
         deal = TokenPartition(grid, crew.weights, crew.groups)
-        return grid_share(deal, rank, sent_bytes(self.sizes.denoiser, deal, rank, element_bytes))
-
-    def shared_rehearsals(
-        self, settings: Settings, teams: ParallelContext
-    ) -> tuple[DryRunCall, ...]:
-        """Dry-run calls of every stage as one of several ranks runs it."""
-        return dry_run_calls(self.sizes, self.facts, settings, teams.team, teams.groups)
+        return grid_share(deal, rank, sent_bytes(self.config.denoiser, deal, rank, element_bytes))
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
-        """Ways to run a component in less memory."""
-        return memory_savings(self.sizes, component, settings)
-
-    def fetched(self) -> OpenSoraSpec:
-        """Download missing files; return a copy with all files on disk."""
-        return read_spec(self.name, self.files.fetched(), self.options, self.title)
+        return memory_savings(self.config, component, settings)
 
     def weights(self, component: str) -> tuple[Path, KeyMap]:
-        """Files of a component's weights, and their key map."""
-
-        return self.files.weights(component), keys_of(component, self.files.version)
-
-
-def read_spec(
-    name: str, files: OpenSoraFiles, options: OpenSoraOptions, title: str | None = None
-) -> OpenSoraSpec:
-    """Read the configs of a checkpoint.
-
-    Raises:
-        CheckpointError: components of different models, or unknown sizes.
-    """
-    denoiser, side = _denoiser_config(files, name)
-    vae = _vae_config(files)
-    sizes = OpenSoraBuilder(denoiser, vae, files.text_encoder.config() or _T5_XXL)
-    _check_fit(sizes)
-    facts = request_settings.OpenSoraFacts(
-        version=files.version,
-        title=title or f"Open-Sora {files.version} ({PurePath(name).name})",
-        vae=vae,
-        patch=denoiser.patch_size,
-        defaults=files.defaults,
-        has_scores=files.version == "1.2"
-        and bool(files.defaults.get("has_scores", not files.defaults)),
-        square=side,
-    )
-    return OpenSoraSpec(name, options, files, sizes, facts)
+        return self.files.weights_path(component), keys_of(component, self.files.version)
 
 
 def _denoiser_config(
     files: OpenSoraFiles, name: str
 ) -> tuple[STDiTConfig | STDiT3Config, int | None]:
-    config = files.denoiser.config()
+    config = files.sources["denoiser"].config()
     if files.version == "1.2":
         return (STDiT3Config.from_json(config) if config else STDiT3Config()), None
     if config is not None:
         found = STDiTConfig.from_json(config)
         return found, found.input_size[1] * 8
-    side = _side(files.denoiser, name)
+    side = _side(files.sources["denoiser"], name)
     input_size, space_scale = _RELEASED_1_0[side]
     return STDiTConfig(input_size=input_size, space_scale=space_scale), side
 
@@ -197,17 +154,17 @@ def _side(denoiser: ComponentSource, name: str) -> int:
 
 
 def _vae_config(files: OpenSoraFiles) -> ImageVAEConfig | VideoVAEConfig:
-    config = files.vae.config()
+    config = files.sources["vae"].config()
     if files.version == "1.0":
         return ImageVAEConfig.from_json(config) if config else ImageVAEConfig()
     return VideoVAEConfig.from_json(config) if config else VideoVAEConfig()
 
 
-def _check_fit(sizes: OpenSoraBuilder) -> None:
+def _check_fit(config: OpenSoraConfig) -> None:
     """Raise if options combine components of different models, before anything is loaded."""
     pairs = (
-        ("latent channels", "autoencoder", sizes.vae.latent_channels, sizes.denoiser.in_channels),
-        ("text channels", "text encoder", sizes.text["d_model"], sizes.denoiser.caption_channels),
+        ("latent channels", "autoencoder", config.vae.latent_channels, config.denoiser.in_channels),
+        ("text channels", "text encoder", config.text["d_model"], config.denoiser.caption_channels),
     )
     for what, part, gives, takes in pairs:
         if gives != takes:

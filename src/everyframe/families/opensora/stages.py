@@ -24,12 +24,13 @@ from everyframe.families.opensora.spec import OpenSoraSpec
 from everyframe.families.opensora.stdit import STDiT
 from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.families.opensora.text import TextEmbedding, embed, tokens_of
-from everyframe.families.opensora.vae import FrameChunk, ImageVAE, VideoVAE, decode_frames, encoded
+from everyframe.families.opensora.vae import ImageVAE, VideoVAE, decode_frames, encoded
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 from everyframe.runtime import stages
 from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.repairs import prompt_truncated_note
+from everyframe.runtime.request_checks import FrameChunk
 from everyframe.runtime.stages import DecodePieces, GuardedDenoiser, run_sharded_denoising
 from everyframe.samplers import iddpm, noise, rectified_flow
 from everyframe.samplers.base import Step as SamplerStep
@@ -44,7 +45,7 @@ class OpenSoraContext(stages.StageContext[OpenSoraSpec]):
     @property
     def vae(self) -> ImageVAEConfig | VideoVAEConfig:
         """Config of the autoencoder."""
-        return self.model.sizes.vae
+        return self.model.config.vae
 
     def goes_on(self) -> bool:
         """Whether this clip continues from the previous clip or from a given video."""
@@ -61,7 +62,7 @@ class OpenSoraContext(stages.StageContext[OpenSoraSpec]):
         if self.clip == 0:
             assert take.given.source is not None
             frames = stages.as_floats(take.given.source[-PIECE:])
-        wanted = known_frames(self.model.facts, self.settings)[0]
+        wanted = known_frames(self.model.config, self.settings)[0]
         tail: Tensor = frames[-wanted:] if len(frames) >= wanted else frames[-1:]
         return tail
 
@@ -96,10 +97,9 @@ class TextEncodeStage:
 
     def _encoded(self, takes: Sequence[VideoState]) -> Generator[Event, None, list[Tensor]]:
         job, model = self.job, self.job.model
-        place = model.files.tokenizer.path
-        assert place is not None, "asked before it was fetched"
         # Tokens first: a prompt that is too long is told before gigabytes are read.
-        tokenizer, length = load_tokenizer(place), model.sizes.denoiser.model_max_length
+        tokenizer = load_tokenizer(model.files.path("tokenizer"))
+        length = model.config.denoiser.model_max_length
         tokens = tokens_of(tokenizer, job.settings, length)
         yield from (prompt_truncated_note(cut) for *_, cut in tokens if cut)
         encoder = yield from job.loaded(self.component)
@@ -213,7 +213,7 @@ class DenoiseStage:
     def _sample(
         self, model: STDiT | STDiT3, guard: Guard, take: VideoState
     ) -> Iterator[SamplerStep]:
-        job, settings, facts = self.job, self.job.settings, self.job.model.facts
+        job, settings, config = self.job, self.job.settings, self.job.model.config
         device = job.device(self.component)
         shape = job.latent_shape()
         label = take.seed if job.clip == 0 else noise.derived_seed(take.seed, "clip", job.clip)
@@ -228,14 +228,14 @@ class DenoiseStage:
         x = x.to(device)
 
         def make() -> Denoiser:
-            return Denoiser(model, take.text, guard.settings, facts, device)
+            return Denoiser(model, take.text, guard.settings, config, device)
 
         denoise = GuardedDenoiser(guard, make, start)
-        if facts.version == "1.0":
+        if config.version == "1.0":
             plan = iddpm.schedule(settings.num_inference_steps)
             yield from iddpm.sample(denoise, x, plan, fresh, start=start)
             return
-        timesteps = timesteps_of(settings, facts)
+        timesteps = timesteps_of(settings, config)
         if take.known is None:
             yield from rectified_flow.sample(denoise, x, timesteps, start=start)
             return

@@ -23,13 +23,12 @@ from everyframe.families.opensora.layers import (
     PatchEmbed,
     ScalarEmbedder,
     SelfAttention,
+    TextConditioned,
     token_grid,
     unpatchify,
 )
 from everyframe.families.opensora.model_inputs import (
-    build_context,
     check_latents,
-    cut_to_longest,
     per_sample,
 )
 from everyframe.ops.dtypes import upcast_to_float32
@@ -80,12 +79,13 @@ class STDiTBlock(nn.Module):
         return out
 
 
-class STDiT(nn.Module):
+class STDiT(TextConditioned):
     """Open-Sora 1.0's denoiser; parameters are undefined until weights are loaded.
 
     `embedders` names the submodules that embed a number, and whether it changes at every step.
     """
 
+    config: STDiTConfig
     embedders: ClassVar[Mapping[str, bool]] = {"t_embedder": True}
 
     def __init__(self, config: STDiTConfig) -> None:
@@ -101,25 +101,7 @@ class STDiT(nn.Module):
         self.blocks = nn.ModuleList([STDiTBlock(config) for _ in range(config.depth)])
         self.final_layer = FinalLayer(size, volume * config.out_channels)
 
-    def null_text(self) -> Tensor:
-        """Null text (L, caption_channels), used where there are no text encoder states."""
-        # By a call: where weights wait elsewhere, they come for those.
-        out: Tensor = self.y_embedder()
-        return out
-
-    def context(self, text_BLD: Tensor, mask_BL: Tensor | None = None) -> TextContext:
-        """Text context of the blocks, once per prompt.
-
-        See `model_inputs.cut_to_longest` for shapes.
-        """
-        tokens = cut_to_longest(text_BLD, mask_BL, self.config.caption_channels)
-        y_BLC = self.y_embedder(tokens.text)
-        return build_context(
-            tokens, [b.cross_attn.keys_values(y_BLC) for b in self.blocks_in_order()]
-        )
-
     def blocks_in_order(self) -> list[STDiTBlock]:
-        """Blocks in execution order."""
         return cast(list[STDiTBlock], list(self.blocks))
 
     def forward(self, x: Tensor, t: Tensor, context: TextContext) -> Tensor:

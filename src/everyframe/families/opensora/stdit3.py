@@ -24,13 +24,12 @@ from everyframe.families.opensora.layers import (
     PatchEmbed,
     ScalarEmbedder,
     SelfAttention,
+    TextConditioned,
     token_grid,
     unpatchify,
 )
 from everyframe.families.opensora.model_inputs import (
-    build_context,
     check_latents,
-    cut_to_longest,
     frames_mask,
     numbers,
     per_sample,
@@ -82,12 +81,13 @@ class STDiT3Block(nn.Module):
         return out
 
 
-class STDiT3(nn.Module):
+class STDiT3(TextConditioned):
     """Open-Sora 1.2's denoiser; parameters are undefined until weights are loaded.
 
     `embedders` names the submodules that embed a number, and whether it changes at every step.
     """
 
+    config: STDiT3Config
     embedders: ClassVar[Mapping[str, bool]] = {"t_embedder": True, "fps_embedder": False}
 
     def __init__(self, config: STDiT3Config) -> None:
@@ -109,23 +109,6 @@ class STDiT3(nn.Module):
             [STDiT3Block(config, Axis.TIME) for _ in range(config.depth)]
         )
         self.final_layer = FinalLayer(size, volume * config.out_channels)
-
-    def null_text(self) -> Tensor:
-        """Null text (L, caption_channels), used where there are no text encoder states."""
-        # By a call: where weights wait elsewhere, they come for those.
-        out: Tensor = self.y_embedder()
-        return out
-
-    def context(self, text_BLD: Tensor, mask_BL: Tensor | None = None) -> TextContext:
-        """Text context of the blocks, once per prompt.
-
-        See `model_inputs.cut_to_longest` for shapes.
-        """
-        tokens = cut_to_longest(text_BLD, mask_BL, self.config.caption_channels)
-        y_BLC = self.y_embedder(tokens.text)
-        return build_context(
-            tokens, [b.cross_attn.keys_values(y_BLC) for b in self.blocks_in_order()]
-        )
 
     def blocks_in_order(self) -> list[STDiT3Block]:
         """Blocks in execution order: spatial 0, temporal 0, spatial 1 and so on."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Settings
-from everyframe.families.opensora.prompt_tokens import read_prompt, read_prompts
+from everyframe.families.opensora.prompt_tokens import read_prompts
 
 
 @dataclass(frozen=True)
@@ -48,23 +48,16 @@ def build_encoder(data: Mapping[str, Any]) -> nn.Module:
 def tokens_of(
     tokenizer: Any, settings: Settings, max_length: int
 ) -> list[tuple[Tensor, Tensor, str]]:
-    """Tokenize the prompt and, if there is one, the negative prompt for T5; see `tokenize`."""
-    found = read_prompts(tokenizer, settings, max_length)
-    return [(*_padded(tokenizer, ids, max_length), cut) for ids, cut in found]
+    """Tokenize the prompt and, if there is one, the negative prompt for T5.
 
-
-def tokenize(
-    tokenizer: Any, prompt: str, max_length: int, *, truncate: bool
-) -> tuple[Tensor, Tensor, str]:
-    """Token ids and mask, (1, max_length) each, and the words that were cut ("" if none).
-
-    Raises `InputError` for a prompt that is too long unless `truncate`; names the words to cut.
+    Token ids and mask, (1, max_length) each, and the words that were cut ("" if none).
     """
-    ids, cut = read_prompt(tokenizer, prompt, max_length, truncate=truncate)
-    return (*_padded(tokenizer, ids, max_length), cut)
+    found = read_prompts(tokenizer, settings, max_length)
+    return [(*padded(tokenizer, ids, max_length), cut) for ids, cut in found]
 
 
-def _padded(tokenizer: Any, ids: Sequence[int], max_length: int) -> tuple[Tensor, Tensor]:
+def padded(tokenizer: Any, ids: Sequence[int], max_length: int) -> tuple[Tensor, Tensor]:
+    """Token ids and mask, (1, max_length) each."""
     padding = max_length - len(ids)
     pad_id = tokenizer.pad_token_id or 0
     row = torch.tensor([list(ids) + [pad_id] * padding])

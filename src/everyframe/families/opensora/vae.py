@@ -26,41 +26,56 @@ from torch import Tensor, nn
 from everyframe.core.errors import CheckpointError, InputError, did_you_mean
 from everyframe.core.plan import Settings
 from everyframe.families.opensora.temporal_vae import TemporalVAE
-from everyframe.families.opensora.vae_config import (
-    ImageVAEConfig,
-    TemporalVAEConfig,
-    VideoVAEConfig,
-)
+from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 from everyframe.runtime import tiling
 from everyframe.runtime.request_checks import FrameChunk, LatentSize
 
-__all__ = [
-    "FrameChunk",
-    "ImageVAE",
-    "ImageVAEConfig",
-    "LatentSize",
-    "TemporalVAE",
-    "TemporalVAEConfig",
-    "VideoVAE",
-    "VideoVAEConfig",
-]
+
+class VideoCoder(nn.Module):
+    """What both autoencoders share: a video is decoded in the pieces of its config."""
+
+    config: ImageVAEConfig | VideoVAEConfig
+
+    def latent_size(self, num_frames: int, height: int, width: int) -> LatentSize:
+        return self.config.latent_size(num_frames, height, width)
+
+    def pieces(self, num_frames: int) -> tuple[FrameChunk, ...]:
+        return self.config.pieces(num_frames)
+
+    def decode(self, latents_BCTHW: Tensor, num_frames: int | None = None) -> Tensor:
+        """Decode latents (B, C, latent frames, h, w) to pixels (B, 3, num_frames, H, W)."""
+        frames = latents_BCTHW.shape[2] if num_frames is None else num_frames
+        return torch.cat(list(self.decode_pieces(latents_BCTHW, frames)), dim=2)
+
+    def decode_pieces(self, latents_BCTHW: Tensor, num_frames: int) -> Iterator[Tensor]:
+        """Yield the pixels of each of `pieces`; concatenated in time they equal `decode`.
+
+        Raises `InputError` immediately if `num_frames` does not match the number of latent frames.
+        """
+        expected, given = self.config.latent_frames(num_frames), latents_BCTHW.shape[2]
+        if expected != given:
+            raise InputError(
+                f"a video of {num_frames} frames has {expected} latent frames, but {given} were "
+                "given"
+            )
+        return (self.decode_piece(latents_BCTHW, piece) for piece in self.pieces(num_frames))
+
+    def decode_piece(
+        self, latents_BCTHW: Tensor, piece: FrameChunk, at_once: int | None = None
+    ) -> Tensor:
+        """Decode one piece, given the latents of the whole video; `at_once` frames per call."""
+        raise NotImplementedError
 
 
-class ImageVAE(nn.Module):
+class ImageVAE(VideoCoder):
     """diffusers' `AutoencoderKL`, frame by frame: 1.0's autoencoder, and 1.2's spatial stage."""
+
+    config: ImageVAEConfig
 
     def __init__(self, config: ImageVAEConfig) -> None:
         super().__init__()
         self.config = config
         self.module = _autoencoder(config.autoencoder)
-
-    def latent_size(self, num_frames: int, height: int, width: int) -> LatentSize:
-        """Latent frames, rows and columns of a video in pixels."""
-        return self.config.latent_size(num_frames, height, width)
-
-    def pieces(self, num_frames: int) -> tuple[FrameChunk, ...]:
-        """Pieces that `decode_pieces` yields."""
-        return self.config.pieces(num_frames)
 
     def encode(
         self,
@@ -87,20 +102,9 @@ class ImageVAE(nn.Module):
         """Encode one image (B, 3, 1, H, W) as a still video of `num_frames`."""
         return self.encode(picture_BCTHW).expand(-1, -1, num_frames, -1, -1)
 
-    def decode(self, latents_BCTHW: Tensor, num_frames: int | None = None) -> Tensor:
-        """Decode scaled latents (B, C, T, h, w) to pixels (B, 3, T, h * factor, w * factor)."""
-        frames = latents_BCTHW.shape[2] if num_frames is None else num_frames
-        return torch.cat(list(self.decode_pieces(latents_BCTHW, frames)), dim=2)
-
-    def decode_pieces(self, latents_BCTHW: Tensor, num_frames: int) -> Iterator[Tensor]:
-        """Yield the pixels of each of `pieces`; concatenated in time they equal `decode`."""
-        _check_frames(self.config, latents_BCTHW, num_frames)
-        return (self.decode_piece(latents_BCTHW, piece) for piece in self.pieces(num_frames))
-
     def decode_piece(
         self, latents_BCTHW: Tensor, piece: FrameChunk, at_once: int | None = None
     ) -> Tensor:
-        """Decode one piece, given the latents of the whole video; see `decode_frames`."""
         latents = latents_BCTHW[:, :, piece.latent_start : piece.latent_stop]
         return self.decode_frames(latents, at_once)
 
@@ -115,12 +119,13 @@ class ImageVAE(nn.Module):
         return rearrange(torch.cat(frames), "(b t) c h w -> b c t h w", b=batch)
 
 
-class VideoVAE(nn.Module):
+class VideoVAE(VideoCoder):
     """Open-Sora 1.2's autoencoder: `ImageVAE`, then `TemporalVAE` piece by piece, normalised.
 
     Pieces (17 frames, 5 latent frames) are independent, as in upstream's training.
     """
 
+    config: VideoVAEConfig
     shift: Tensor
     scale: Tensor
 
@@ -131,14 +136,6 @@ class VideoVAE(nn.Module):
         self.temporal_vae = TemporalVAE(config.temporal)
         self.register_buffer("shift", _per_channel(config.shift))
         self.register_buffer("scale", _per_channel(config.scale))
-
-    def latent_size(self, num_frames: int, height: int, width: int) -> LatentSize:
-        """Latent frames, rows and columns of a video in pixels."""
-        return self.config.latent_size(num_frames, height, width)
-
-    def pieces(self, num_frames: int) -> tuple[FrameChunk, ...]:
-        """Pieces that `decode_pieces` yields."""
-        return self.config.pieces(num_frames)
 
     def encode(
         self,
@@ -171,22 +168,9 @@ class VideoVAE(nn.Module):
         ]
         return (torch.cat(latents, dim=2) - self.shift) / self.scale
 
-    def decode(self, latents_BCTHW: Tensor, num_frames: int) -> Tensor:
-        """Decode normalised latents (B, C, latent frames, h, w) to (B, 3, num_frames, H, W)."""
-        return torch.cat(list(self.decode_pieces(latents_BCTHW, num_frames)), dim=2)
-
-    def decode_pieces(self, latents_BCTHW: Tensor, num_frames: int) -> Iterator[Tensor]:
-        """Yield the pixels of each of `pieces`; concatenated in time they equal `decode`.
-
-        Raises `InputError` immediately if `num_frames` does not match the number of latent frames.
-        """
-        _check_frames(self.config, latents_BCTHW, num_frames)
-        return (self.decode_piece(latents_BCTHW, piece) for piece in self.pieces(num_frames))
-
     def decode_piece(
         self, latents_BCTHW: Tensor, piece: FrameChunk, at_once: int | None = None
     ) -> Tensor:
-        """Decode one piece, given the latents of the whole video; `at_once` frames per call."""
         latents = latents_BCTHW[:, :, piece.latent_start : piece.latent_stop]
         spatial = self.temporal_vae.decode(latents * self.scale + self.shift, piece.num_frames)
         return self.spatial_vae.decode_frames(spatial, at_once)
@@ -204,16 +188,6 @@ def _autoencoder(sizes: Mapping[str, Any]) -> Any:
                 f"diffusers' AutoencoderKL has no size named {name!r}{did_you_mean(name, known)}"
             )
     return AutoencoderKL(**sizes)
-
-
-def _check_frames(
-    config: ImageVAEConfig | VideoVAEConfig, latents_BCTHW: Tensor, num_frames: int
-) -> None:
-    expected, given = config.latent_frames(num_frames), latents_BCTHW.shape[2]
-    if expected != given:
-        raise InputError(
-            f"a video of {num_frames} frames has {expected} latent frames, but {given} were given"
-        )
 
 
 def encoded(

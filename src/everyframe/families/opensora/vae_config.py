@@ -16,20 +16,14 @@ from typing import Any
 
 from everyframe.checkpoints.folder import without_notes
 from everyframe.core.errors import CheckpointError, InputError, did_you_mean
-from everyframe.runtime.request_checks import FrameChunk, LatentSize
+from everyframe.runtime.request_checks import FrameChunk, LatentSizes
 
 SDXL_VAE_SIZES: Mapping[str, Any] = {
-    "in_channels": 3,
-    "out_channels": 3,
-    "down_block_types": ["DownEncoderBlock2D"] * 4,
-    "up_block_types": ["UpDecoderBlock2D"] * 4,
-    "block_out_channels": [128, 256, 512, 512],
-    "layers_per_block": 2,
-    "act_fn": "silu",
-    "latent_channels": 4,
-    "norm_num_groups": 32,
+    "in_channels": 3, "out_channels": 3, "latent_channels": 4, "norm_num_groups": 32,
+    "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "act_fn": "silu",
     "sample_size": 1024,
-}
+}  # fmt: skip
 """`AutoencoderKL` sizes that Stable Diffusion's and SDXL's autoencoders share.
 
 Open-Sora 1.2's config.json names only the hub repository that they were taken from.
@@ -101,7 +95,7 @@ class TemporalVAEConfig:
 
 
 @dataclass(frozen=True)
-class ImageVAEConfig:
+class ImageVAEConfig(LatentSizes):
     """Config of an autoencoder that codes frames independently (`VideoAutoencoderKL`).
 
     Attributes:
@@ -122,8 +116,7 @@ class ImageVAEConfig:
             )
 
     @property
-    def spatial_factor(self) -> int:
-        """Pixels per latent row or column."""
+    def spatial_factor(self) -> int:  # type: ignore[override]
         # AutoencoderKL's own default is one level.
         return int(2 ** (len(self.autoencoder.get("block_out_channels", (64,))) - 1))
 
@@ -134,12 +127,7 @@ class ImageVAEConfig:
     def latent_frames(self, num_frames: int) -> int:
         return num_frames
 
-    def latent_size(self, num_frames: int, height: int, width: int) -> LatentSize:
-        """Latent frames, rows and columns of a video in pixels; sizes are rounded down."""
-        return _latent_size(self, num_frames, height, width)
-
     def pieces(self, num_frames: int) -> tuple[FrameChunk, ...]:
-        """Pieces that a video of `num_frames` is decoded in, in order."""
         return tuple(
             FrameChunk(start, stop, start, stop)
             for start, stop in _runs(num_frames, self.micro_batch_size)
@@ -156,7 +144,7 @@ class ImageVAEConfig:
 
 
 @dataclass(frozen=True)
-class VideoVAEConfig:
+class VideoVAEConfig(LatentSizes):
     """Config of a spatial and a temporal stage; upstream's `VideoAutoencoderPipeline`.
 
     Attributes:
@@ -190,25 +178,17 @@ class VideoVAEConfig:
             )
 
     @property
-    def spatial_factor(self) -> int:
-        """Pixels per latent row or column."""
+    def spatial_factor(self) -> int:  # type: ignore[override]
         return self.spatial.spatial_factor
 
     @property
     def latent_channels(self) -> int:
         return self.temporal.embed_dim
 
-    def latent_frames(self, num_frames: int) -> int:
-        """Latent frames of a video: 17 give 5, 34 give 10, 51 give 15, 18 give 6, 1 gives 1."""
-        return self.pieces(num_frames)[-1].latent_stop
-
-    def latent_size(self, num_frames: int, height: int, width: int) -> LatentSize:
-        """Latent frames, rows and columns of a video in pixels; sizes are rounded down."""
-        return _latent_size(self, num_frames, height, width)
-
     def pieces(self, num_frames: int) -> tuple[FrameChunk, ...]:
-        """Pieces that a video of `num_frames` is coded in, in order; the last may be shorter.
+        """Pieces that a video of `num_frames` is coded in; the last may be shorter.
 
+        17 frames give 5 latent frames, 34 give 10, 51 give 15, 18 give 6, 1 gives 1.
         The argument is in frames because latent frames are ambiguous: a last piece of 6 to 8 frames
         has 2 latent frames in each case.
         """
@@ -279,15 +259,3 @@ def _runs(length: int, size: int) -> Iterator[tuple[int, int]]:
         raise InputError(f"a video needs 1 frame or more, got {length}")
     for start in range(0, length, size):
         yield start, min(start + size, length)
-
-
-def _latent_size(
-    config: ImageVAEConfig | VideoVAEConfig, num_frames: int, height: int, width: int
-) -> LatentSize:
-    factor = config.spatial_factor
-    if height < factor or width < factor:
-        raise InputError(
-            f"height and width must be {factor} pixels or more for this autoencoder, "
-            f"got {height} and {width}"
-        )
-    return LatentSize(config.latent_frames(num_frames), height // factor, width // factor)

@@ -10,56 +10,43 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
+from typing import ClassVar
 
 from everyframe.checkpoints.folder import read_json
-from everyframe.checkpoints.hub_part import HubPart
 from everyframe.checkpoints.key_map import KeyMap
-from everyframe.checkpoints.locate import Location, find_part
-from everyframe.checkpoints.model_zoo import STEP_VIDEO_PARTS
+from everyframe.checkpoints.locate import Location, PartLocation, find_part
+from everyframe.checkpoints.model_zoo import HubPart, shared_part
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.paths import expand_path
-from everyframe.runtime import model_spec
-from everyframe.runtime.model_spec import ComponentSource
+from everyframe.runtime.component_files import (
+    CheckpointFiles,
+    ComponentFiles,
+    ComponentSource,
+)
 
 PIPELINE, DENOISER = "StepVideoPipeline", "StepVideoModel"
-#: Folder of each component in upstream's layout.
-_FOLDERS = {
-    "denoiser": "transformer",
-    "step_llm": "step_llm",
-    "clip": "hunyuan_clip",
-    "vae": "vae",
-}
-VAE_FILE = "vae_v2.safetensors"
 CLIP_ENCODER, CLIP_TOKENIZER = "clip_text_encoder", "tokenizer"
 
 
 @dataclass(frozen=True)
-class StepVideoFiles:
-    """Files of one Step-Video model: sources by component, and whether it is the turbo variant."""
+class StepVideoFiles(CheckpointFiles):
+    """Files of one Step-Video model, and whether it is the turbo variant."""
 
-    sources: Mapping[str, ComponentSource]
     is_turbo: bool
 
-    def folder(self, component: str) -> Path:
-        """Folder of a component, which must be on this disk."""
-        path = self.sources[component].path
-        assert path is not None, "asked before it was fetched"
-        return path
+    table: ClassVar = {
+        "denoiser": ComponentFiles("transformer"),
+        "step_llm": ComponentFiles("step_llm"),
+        "clip": ComponentFiles("hunyuan_clip", f"{CLIP_ENCODER}/config.json", weights=CLIP_ENCODER),
+        "vae": ComponentFiles("vae", weights="vae_v2.safetensors"),
+    }
 
-    def weights(self, component: str) -> Path:
-        """File or folder that holds a component's weights."""
-        folder = self.folder(component)
-        if component == "vae" and folder.is_dir():
-            return folder / VAE_FILE
-        return folder / CLIP_ENCODER if component == "clip" else folder
-
-    def missing(self) -> tuple[str, ...]:
-        """Downloads still needed, one line each."""
-        return model_spec.missing(self.sources.values())
-
-    def fetched(self) -> StepVideoFiles:
-        """Download missing files; return a copy with all files on disk."""
-        return replace(self, sources=model_spec.downloaded(self.sources, _of_part))
+    @classmethod
+    def source_at(cls, component: str, place: PartLocation) -> ComponentSource:
+        """Source in a hub repository, whose scheduler must be upstream's."""
+        if place.complete and place.folder is not None:
+            _check_scheduler(place.folder)
+        return super().source_at(component, place)
 
 
 def find_files(location: Location, base: str | None) -> StepVideoFiles | None:
@@ -74,7 +61,10 @@ def find_files(location: Location, base: str | None) -> StepVideoFiles | None:
     if location.known is not None:
         if location.known.family != "stepvideo":
             return None
-        sources = {place.part.role: _of_part(place.part) for place in location.parts}
+        sources = {
+            place.part.role: StepVideoFiles.source_at(place.part.role, place)
+            for place in location.parts
+        }
         return _completed(sources, location.known.name, base)
     folder = location.path
     if folder is None:
@@ -90,7 +80,7 @@ def _completed(
 ) -> StepVideoFiles:
     """Fill in every component: beside the denoiser, else in `base`, else from the hub."""
     others = _of_base(base)
-    whole = {part: sources.get(part) or others[part] for part in _FOLDERS}
+    whole = {part: sources.get(part) or others[part] for part in StepVideoFiles.table}
     if base is not None:
         whole |= {part: source for part, source in others.items() if part != "denoiser"}
     # Both variants are of one class, and no config tells them apart.
@@ -112,9 +102,9 @@ def _beside(folder: Path) -> dict[str, ComponentSource]:
         )
     _check_scheduler(folder)
     return {
-        part: ComponentSource(f"{folder.name}/{sub}", folder / sub)
-        for part, sub in _FOLDERS.items()
-        if (folder / sub).is_dir()
+        name: StepVideoFiles.source_in(name, folder.name, folder)
+        for name, entry in StepVideoFiles.table.items()
+        if (folder / entry.folder).is_dir()
     }
 
 
@@ -134,35 +124,29 @@ def _check_scheduler(folder: Path) -> None:
 
 def _of_base(base: str | None) -> dict[str, ComponentSource]:
     if base is None:
-        return {part.role: _of_part(part) for part in STEP_VIDEO_PARTS}
-    path = expand_path(base)
+        return {part.role: _on_hub(part) for part in _base_parts()}
+    path, table = expand_path(base), StepVideoFiles.table
     if path.is_dir():
-        lacking = [sub for part, sub in _FOLDERS.items()
-                   if part != "denoiser" and not (path / sub).is_dir()]  # fmt: skip
+        lacking = [entry.folder for part, entry in table.items()
+                   if part != "denoiser" and not (path / entry.folder).is_dir()]  # fmt: skip
         if lacking:
             raise InputError(f"base: {path} lacks {', '.join(lacking)}")
-        return {
-            part: ComponentSource(f"{path.name}/{sub}", path / sub)
-            for part, sub in _FOLDERS.items()
-        }
+        return {name: StepVideoFiles.source_in(name, path.name, path) for name in table}
     if base.count("/") != 1 or path.exists():
         raise InputError(f"base must be a folder or a hub id OWNER/NAME, got {base!r}")
-    return {part.role: _of_part(replace(part, repo_id=base)) for part in STEP_VIDEO_PARTS}
+    return {part.role: _on_hub(replace(part, repo_id=base)) for part in _base_parts()}
 
 
-def _of_part(part: HubPart) -> ComponentSource:
-    """Source of a hub part, as far as it is on this disk."""
-    found = find_part(part)
-    sub = _FOLDERS[part.role]
-    if not found.complete:
-        return ComponentSource(f"{part.repo_id}/{sub}", None, found)
-    assert found.folder is not None
-    _check_scheduler(found.folder)
-    return ComponentSource(f"{part.repo_id}/{sub}", found.folder / sub, found)
+def _base_parts() -> list[HubPart]:
+    """The parts that both variants share."""
+    shared = (name for name in StepVideoFiles.table if name != "denoiser")
+    return [shared_part(f"stepvideo-{name}") for name in shared]
 
 
-DENOISER_KEYS = KeyMap()
-LLM_KEYS = KeyMap()
+def _on_hub(part: HubPart) -> ComponentSource:
+    return StepVideoFiles.source_at(part.role, find_part(part))
+
+
 #: In the file a plain convolution; in upstream's module a causal one, one level lower.
 VAE_KEYS = KeyMap(rename=((r"^decoder\.conv_out\.(weight|bias)$", r"decoder.conv_out.conv.\1"),))
 #: The file also holds CLIP's image half, unused heads, and position ids (as transformers stored
@@ -183,8 +167,8 @@ CLIP_KEYS = KeyMap(
     ),
 )
 KEYS = {
-    "step_llm": LLM_KEYS,
+    "step_llm": KeyMap(),
     "clip": CLIP_KEYS,
-    "denoiser": DENOISER_KEYS,
+    "denoiser": KeyMap(),
     "vae": VAE_KEYS,
 }

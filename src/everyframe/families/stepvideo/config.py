@@ -1,7 +1,8 @@
-"""Configs of Step-Video's denoiser and of Step-LLM, read from config.json. No torch here.
+"""Configs of a Step-Video checkpoint, read from its config.json files. No torch here.
 
-The defaults are the released models as far as known: the hub's configs have not been checked, and
-they take precedence where present. The autoencoder's config is in `vae_config`.
+`StepVideoConfig` holds those of all components. The defaults are the released models as far as
+known: the hub's configs have not been checked, and they take precedence where present. The
+autoencoder's config is in `vae_config`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from everyframe.core.errors import CheckpointError, did_you_mean
+from everyframe.checkpoints.config_errors import config_values
+from everyframe.core.errors import CheckpointError
+from everyframe.families.stepvideo.vae_config import StepVAEConfig
 
 #: Keys about how upstream trained or ran the denoiser, not about what it computes.
 _DENOISER_IGNORES = frozenset({
@@ -26,7 +29,7 @@ _DENOISER_MUST_BE = {
 
 
 @dataclass(frozen=True)
-class StepVideoConfig:
+class StepVideoModelConfig:
     """Config of `StepVideoModel`; the defaults are the released 30B model.
 
     Attributes:
@@ -70,24 +73,21 @@ class StepVideoConfig:
 
     @property
     def hidden_size(self) -> int:
-        """Width of the residual stream."""
         return self.num_attention_heads * self.attention_head_dim
 
     @property
     def made_channels(self) -> int:
-        """Output channels."""
         return self.in_channels if self.out_channels is None else self.out_channels
 
     @property
     def split(self) -> tuple[int, ...]:
-        """Channels of a head for frame, row and column."""
         if self.rope_ch_split is not None:
             return self.rope_ch_split
         quarter = self.attention_head_dim // 4
         return (self.attention_head_dim - 2 * quarter, quarter, quarter)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> StepVideoConfig:
+    def from_json(cls, data: Mapping[str, Any]) -> StepVideoModelConfig:
         """Parse config.json; raises `CheckpointError` that names the faulty key."""
         data = dict(data)
         for name, expected in _DENOISER_MUST_BE.items():
@@ -98,19 +98,8 @@ class StepVideoConfig:
                 )
         if isinstance(data.get("caption_channels"), int):
             data["caption_channels"] = (data["caption_channels"],)
-        known = {field.name for field in fields(cls)}
-        for name in data:
-            if name not in known and name not in _DENOISER_IGNORES:
-                raise CheckpointError(
-                    f"the denoiser's config.json has an unknown key: {name!r}"
-                    f"{did_you_mean(name, known)}"
-                )
-        sizes: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in data.items()
-            if name in known
-        }
-        return cls(**sizes)
+        where = "the denoiser's config.json"
+        return cls(**config_values(cls, data, _DENOISER_IGNORES, where))
 
 
 @dataclass(frozen=True)
@@ -148,7 +137,6 @@ class StepLLMConfig:
 
     @property
     def ffn_size(self) -> int:
-        """Inner channels of the feed-forward."""
         return -(-self.ffn_hidden_size // 256) * 256
 
     @classmethod
@@ -162,6 +150,31 @@ class StepLLMConfig:
             if field.name not in data:
                 raise CheckpointError(f"Step-LLM's config.json lacks {field.name!r}")
         return cls(**{field.name: data[field.name] for field in fields(cls)})
+
+
+#: Hunyuan CLIP's sizes as far as known, for plans made before download.
+HUNYUAN_CLIP: Mapping[str, Any] = {
+    "model_type": "bert", "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "intermediate_size": 4096, "vocab_size": 47020, "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepVideoConfig:
+    """Configs of all components; `llm_bias` is Step-LLM's bias (`llm.Bias`)."""
+
+    denoiser: StepVideoModelConfig
+    llm: StepLLMConfig
+    clip: Mapping[str, Any]
+    vae: StepVAEConfig
+    is_turbo: bool = False
+    llm_bias: str = "sqrt"
+
+    @property
+    def size_step(self) -> int:
+        """Height and width must be a multiple of this many pixels."""
+        return self.vae.spatial_factor * self.denoiser.patch_size
 
 
 def _check_count(name: str, value: object) -> None:

@@ -11,11 +11,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from everyframe.core.plan import Settings
-from everyframe.families.stepvideo.components import PARTS, StepVideoBuilder
-from everyframe.families.stepvideo.settings import StepVideoFacts, latent_shape
+from everyframe.families.stepvideo.config import StepVideoConfig
+from everyframe.families.stepvideo.settings import latent_shape
 from everyframe.runtime import tiling
 from everyframe.runtime.interface import DryRunCall, MemorySaving
 from everyframe.runtime.memory_fallbacks import cfg_batch_size, split_cfg_saving
+from everyframe.runtime.model_spec import ModuleBuilder
 
 if TYPE_CHECKING:
     from everyframe.families.stepvideo.text import TextStates, Tokens
@@ -26,8 +27,7 @@ SIDES = (48, 32, 16)
 
 
 def dry_run_calls(
-    sizes: StepVideoBuilder,
-    facts: StepVideoFacts,
+    builder: ModuleBuilder[StepVideoConfig],
     settings: Settings,
     teams: ParallelContext | None = None,
 ) -> tuple[DryRunCall, ...]:
@@ -35,33 +35,36 @@ def dry_run_calls(
 
     With `teams`, the step is that of one of several ranks.
     """
-    shape = latent_shape(facts, settings)
+    config = builder.config
+    shape = latent_shape(config, settings)
     branches = 1 if settings.guidance_scale == 1 else 2
     together = cfg_batch_size(settings, branches)
-    pieces, tile = facts.vae.pieces(settings.num_frames), settings.saving(tiling.DECODE, 0)
+    pieces, tile = config.vae.pieces(settings.num_frames), settings.saving(tiling.DECODE, 0)
     calls: dict[str, tuple[Any, ...]] = {
         "step_llm": (_llm, branches),
         "clip": (_clip, branches),
         "denoiser": (
-            partial(_denoise, sizes, facts, settings, teams),
+            partial(_denoise, config, settings, teams),
             settings.num_inference_steps,
             *(*shape, branches, together, *_key(teams)),
         ),
         "vae": (
-            partial(_decode, facts, settings),
+            partial(_decode, config, settings),
             len(pieces) * tiling.num_repeats(*shape[2:], tile),
             *(*shape, tile),
         ),
     }
-    return tuple(sizes.rehearsal(stage, name, *calls[name]) for name, _, stage in PARTS)
+    return tuple(
+        builder.rehearsal(stage, n.name, *calls[n.name]) for n, _, stage in builder.needs()
+    )
 
 
 def memory_savings(
-    facts: StepVideoFacts, component: str, settings: Settings
+    config: StepVideoConfig, component: str, settings: Settings
 ) -> Iterator[MemorySaving]:
     """Sequential guidance branches; tiled decoding of pieces."""
     if component == "vae":
-        yield from tiling.tile_savings(settings, *latent_shape(facts, settings)[2:], sides=SIDES)
+        yield from tiling.tile_savings(settings, *latent_shape(config, settings)[2:], sides=SIDES)
     if component == "denoiser" and settings.guidance_scale != 1:
         yield split_cfg_saving(settings)
 
@@ -95,8 +98,7 @@ def _key(teams: ParallelContext | None) -> tuple[Any, ...]:
 
 
 def _denoise(
-    sizes: StepVideoBuilder,
-    facts: StepVideoFacts,
+    config: StepVideoConfig,
     settings: Settings,
     teams: ParallelContext | None,
     model: Any,
@@ -108,14 +110,12 @@ def _denoise(
     teams = teams or ONE
     put_on = sharding.apply(model, teams.team, teams.groups, teams.way)
     try:
-        return _one_step(sizes, facts, settings, model, device)
+        return _one_step(config, settings, model, device)
     finally:
         put_on.remove()  # the module is shared by all rehearsals
 
 
-def _one_step(
-    sizes: StepVideoBuilder, facts: StepVideoFacts, settings: Settings, model: Any, device: str
-) -> object:
+def _one_step(config: StepVideoConfig, settings: Settings, model: Any, device: str) -> object:
     import torch
 
     from everyframe.families.stepvideo.denoiser import Denoiser, PromptEmbeds
@@ -124,31 +124,31 @@ def _one_step(
 
     # A negative prompt is shorter than the prompt, so there is a mask.
     text = PromptEmbeds(
-        _states(sizes, LLM_LENGTH),
-        None if settings.guidance_scale == 1 else _states(sizes, LLM_LENGTH // 4),
+        _states(config, LLM_LENGTH),
+        None if settings.guidance_scale == 1 else _states(config, LLM_LENGTH // 4),
     )
     denoise = Denoiser(model, text, settings, device)
-    x = torch.zeros(1, *latent_shape(facts, settings), device=device)
+    x = torch.zeros(1, *latent_shape(config, settings), device=device)
     sigmas = flow_matching.schedule(settings.num_inference_steps, settings.option("time_shift"))
     return next(flow_matching.sample(denoise, x, sigmas)).x
 
 
-def _states(sizes: StepVideoBuilder, num_tokens: int) -> TextStates:
+def _states(config: StepVideoConfig, num_tokens: int) -> TextStates:
     import torch
 
     from everyframe.families.stepvideo.text import CLIP_LENGTH, LLM_LENGTH, TextStates
 
-    llm, clip = sizes.denoiser.caption_channels
+    llm, clip = config.denoiser.caption_channels
     mask = torch.arange(LLM_LENGTH, device="cpu")[None] < num_tokens
     return TextStates(torch.zeros(1, LLM_LENGTH, llm), mask, torch.zeros(1, CLIP_LENGTH, clip))
 
 
-def _decode(facts: StepVideoFacts, settings: Settings, vae: Any, device: str) -> object:
+def _decode(config: StepVideoConfig, settings: Settings, vae: Any, device: str) -> object:
     import torch
 
     from everyframe.families.stepvideo.vae import decode_frames
 
-    latents = torch.zeros(1, *latent_shape(facts, settings), device=device)
+    latents = torch.zeros(1, *latent_shape(config, settings), device=device)
     piece = vae.pieces(settings.num_frames)[0]
     pixels = decode_frames(vae, latents, piece, settings, most_tiles=tiling.REHEARSED)
     return pixels.to("cpu", torch.float32)

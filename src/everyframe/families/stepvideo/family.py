@@ -3,43 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from everyframe.checkpoints.locate import Location
-from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan
-from everyframe.families.stepvideo.checkpoint import find_files
+from everyframe.families.stepvideo.checkpoint import StepVideoFiles, find_files
 from everyframe.families.stepvideo.options import StepVideoOptions
-from everyframe.families.stepvideo.spec import StepVideoSpec, read_spec
+from everyframe.families.stepvideo.spec import StepVideoSpec
 from everyframe.runtime.interface import ModelSpec, Stage
+from everyframe.runtime.model_spec import NativeFamily
 
 if TYPE_CHECKING:
     from everyframe.parallel.communicator import ParallelContext
 
 
-class StepVideoFamily:
+class StepVideoFamily(NativeFamily[StepVideoOptions, StepVideoFiles]):
     """Registry entry of the family."""
 
     name = "stepvideo"
     title = "Step-Video-T2V"
-    options: type[FamilyOptions] = StepVideoOptions
+    options = StepVideoOptions
+    spec = StepVideoSpec
 
-    def recognise(self, location: Location, options: FamilyOptions) -> StepVideoSpec | None:
-        """Detect a Step-Video checkpoint by its configs; None if it is not one."""
-        assert isinstance(options, StepVideoOptions)
-        files = find_files(location, options.base)
-        if files is None:
-            return None
-        known = location.known
-        variant = f"{self.title} Turbo" if files.is_turbo else self.title
-        title = known.title if known else f"{variant} ({PurePath(location.name).name})"
-        return read_spec(location.name, title, files, options)
+    def find_files(self, location: Location, options: StepVideoOptions) -> StepVideoFiles | None:
+        return find_files(location, options.base)
+
+    def variant(self, files: StepVideoFiles) -> str:
+        return f"{self.title} Turbo" if files.is_turbo else self.title
 
     def stages(
         self, spec: ModelSpec, plan: Plan, clip: int, teams: ParallelContext
     ) -> Sequence[Stage]:
-        """Stages of one clip: Step-LLM and CLIP text, denoise, decode."""
         from everyframe.families.stepvideo.stages import (
             CLIPEncodeStage,
             DecodeStage,

@@ -9,14 +9,13 @@ precision hooks cast the inputs of layers with parameters. What depends on the t
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from everyframe.families.stepvideo.config import StepVideoConfig
+from everyframe.families.stepvideo.config import StepVideoModelConfig
 from everyframe.ops.attention import AttentionCore, merge_heads, split_heads
 from everyframe.ops.dtypes import upcast_to_float32
-from everyframe.ops.embeddings import TimestepEmbedding
+from everyframe.ops.embeddings import PatchProjection, TimestepEmbedding
 from everyframe.ops.modulation import Add, GatedAdd, Modulate, ModulationTables
 from everyframe.ops.norm import RMSNorm
 from everyframe.ops.rope import AxesTable, RotateAxes
@@ -29,28 +28,13 @@ _TIMES = 1000
 _TOKENS_AT_ONCE = 8192
 
 
-class PatchProjection(nn.Module):
-    """Linear projection of flattened patches (..., C * p * p) with a 2-D convolution's weight.
-
-    A convolution whose stride equals its kernel is a matrix product, and is written as one here.
-    """
-
-    def __init__(self, in_channels: int, out_channels: int, patch_size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(out_channels, in_channels, patch_size, patch_size))
-        self.bias = nn.Parameter(torch.zeros(out_channels))
-
-    def forward(self, patches: Tensor) -> Tensor:
-        return F.linear(patches, self.weight.flatten(1), self.bias)
-
-
 class PatchEmbed(nn.Module):
     """Latents (B, C, T, H, W), H and W multiples of the patch, to tokens (B, N, hidden)."""
 
     def __init__(self, in_channels: int, hidden_size: int, patch_size: int) -> None:
         super().__init__()
         self.patch_size = patch_size
-        self.proj = PatchProjection(in_channels, hidden_size, patch_size)
+        self.proj = PatchProjection(in_channels, hidden_size, (patch_size, patch_size))
 
     def forward(self, x_BCTHW: Tensor) -> Tensor:
         p = self.patch_size
@@ -119,7 +103,7 @@ class CaptionProjection(nn.Module):
 class SelfAttention(nn.Module):
     """Self-attention of every token to all tokens of its sample."""
 
-    def __init__(self, config: StepVideoConfig) -> None:
+    def __init__(self, config: StepVideoModelConfig) -> None:
         super().__init__()
         size = config.hidden_size
         self.num_heads = config.num_attention_heads
@@ -141,7 +125,7 @@ class SelfAttention(nn.Module):
 class CrossAttention(nn.Module):
     """Cross-attention of every token to all text tokens of its sample."""
 
-    def __init__(self, config: StepVideoConfig) -> None:
+    def __init__(self, config: StepVideoModelConfig) -> None:
         super().__init__()
         size = config.hidden_size
         self.num_heads = config.num_attention_heads
@@ -198,7 +182,7 @@ class StepVideoBlock(nn.Module):
     Cross-attention has neither a norm before it nor a gate after it, as in upstream.
     """
 
-    def __init__(self, config: StepVideoConfig) -> None:
+    def __init__(self, config: StepVideoModelConfig) -> None:
         super().__init__()
         size = config.hidden_size
         self.scale_shift_table = nn.Parameter(torch.zeros(6, size))

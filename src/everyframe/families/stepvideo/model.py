@@ -16,7 +16,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from everyframe.core.errors import InputError
-from everyframe.families.stepvideo.config import StepVideoConfig
+from everyframe.families.stepvideo.config import StepVideoModelConfig
 from everyframe.families.stepvideo.layers import (
     AdaLayerNormSingle,
     CaptionProjection,
@@ -39,7 +39,7 @@ class StepVideoModel(nn.Module):
 
     embedders: ClassVar[Mapping[str, bool]] = {"adaln_single.emb": True}
 
-    def __init__(self, config: StepVideoConfig) -> None:
+    def __init__(self, config: StepVideoModelConfig) -> None:
         super().__init__()
         self.config = config
         size = config.hidden_size
@@ -59,7 +59,6 @@ class StepVideoModel(nn.Module):
         self.proj_out = nn.Linear(size, config.patch_size**2 * config.made_channels)
 
     def blocks_in_order(self) -> list[StepVideoBlock]:
-        """Blocks in execution order."""
         return cast(list[StepVideoBlock], list(self.transformer_blocks))
 
     def context(self, llm_BLC: Tensor, clip_BMC: Tensor | None, mask_BN: Tensor) -> TextContext:

@@ -13,21 +13,18 @@ class StepVideoOptions(FamilyOptions):
     """Options of Step-Video: timestep shift, prompt suffix, and where components are."""
 
     time_shift: float | None = option(
-        "How many of the steps are at high noise; above 1 is more.", group="Family", gt=0, le=1000
+        "How many of the steps are at high noise; above 1 is more.", gt=0, le=1000
     )
     pos_magic: str | None = option(
         "What is put behind the prompt; '' for nothing. By default upstream's words for quality.",
-        group="Family",
         max_length=2000,
     )
     llm_bias: str = option(
         "How Step-LLM weighs the distance of words: sqrt (derived, not verified), linear or none.",
-        group="Family",
         default="sqrt",
     )
     truncate_prompt: bool = truncate_prompt_option()
     base: str | None = option(
         "Folder or hub id of step_llm, hunyuan_clip and vae, if they are not beside the denoiser.",
-        group="Family",
         names_model=True,
     )

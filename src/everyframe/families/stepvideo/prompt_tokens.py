@@ -8,7 +8,7 @@ from __future__ import annotations
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Settings
 from everyframe.families.stepvideo.checkpoint import CLIP_TOKENIZER, StepVideoFiles
-from everyframe.families.stepvideo.components import StepVideoBuilder
+from everyframe.families.stepvideo.config import StepVideoConfig
 from everyframe.families.stepvideo.text import (
     CLIP_LENGTH,
     LLM_LENGTH,
@@ -29,14 +29,14 @@ def texts_of(settings: Settings) -> list[str]:
     return texts
 
 
-def llm_tokenizer(files: StepVideoFiles, sizes: StepVideoBuilder) -> StepTokenizer:
+def llm_tokenizer(files: StepVideoFiles, config: StepVideoConfig) -> StepTokenizer:
     """Load Step-LLM's tokenizer."""
-    return StepTokenizer(files.folder("step_llm"), sizes.llm.padded_vocab_size)
+    return StepTokenizer(files.path("step_llm"), config.llm.padded_vocab_size)
 
 
-def clip_tokenizer(files: StepVideoFiles, sizes: StepVideoBuilder) -> ClipTokenizer:
+def clip_tokenizer(files: StepVideoFiles, config: StepVideoConfig) -> ClipTokenizer:
     """Load CLIP's tokenizer."""
-    return ClipTokenizer(files.folder("clip") / CLIP_TOKENIZER, int(sizes.clip["vocab_size"]))
+    return ClipTokenizer(files.path("clip") / CLIP_TOKENIZER, int(config.clip["vocab_size"]))
 
 
 def tokens_of(

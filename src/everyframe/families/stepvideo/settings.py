@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.plan import Settings
 from everyframe.core.request import Request
+from everyframe.families.stepvideo.config import StepVideoConfig
 from everyframe.families.stepvideo.options import StepVideoOptions
-from everyframe.families.stepvideo.vae_config import StepVAEConfig
 from everyframe.runtime.request_checks import (
     check_amount,
     check_latents,
@@ -61,43 +61,23 @@ BASE = Defaults(steps=50, guidance=9.0, shift=13.0)
 TURBO = Defaults(steps=15, guidance=5.0, shift=17.0)
 
 
-@dataclass(frozen=True)
-class StepVideoFacts:
-    """Facts of a model that resolving a request needs."""
-
-    title: str
-    is_turbo: bool
-    vae: StepVAEConfig
-    patch: int
-
-    @property
-    def defaults(self) -> Defaults:
-        """Defaults of the variant."""
-        return TURBO if self.is_turbo else BASE
-
-    @property
-    def size_step(self) -> int:
-        """Height and width must be a multiple of this many pixels."""
-        return self.vae.spatial_factor * self.patch
-
-
 def resolve_settings(
-    facts: StepVideoFacts, request: Request, options: StepVideoOptions, seed: int
+    config: StepVideoConfig, title: str, request: Request, options: StepVideoOptions, seed: int
 ) -> tuple[Settings, tuple[str, ...]]:
     """Resolve every value of the request; return settings, and notes for the user."""
-    _check_request(facts, request, options)
+    _check_request(title, request, options)
     assert request.prompt is not None
     notes: list[str] = []
-    defaults = facts.defaults
+    defaults = TURBO if config.is_turbo else BASE
     guidance = defaults.guidance if request.guidance_scale is None else request.guidance_scale
     negative = request.negative_prompt
     if negative is not None and guidance == 1:
         raise InputError("negative_prompt has no effect with guidance_scale 1; raise the scale")
     if negative is None and guidance != 1:
         negative = NEG_MAGIC
-    height, width = _size(facts, request)
+    height, width = _size(config, request)
     fps = _FPS if request.fps is None else request.fps
-    num_frames = _num_frames(facts, request, fps, notes)
+    num_frames = _num_frames(config, request, fps, notes)
     check_amount(num_frames, height, width)
     settings = Settings(
         prompt=request.prompt.strip(),
@@ -119,22 +99,22 @@ def resolve_settings(
     )
     check_latents(
         request.latents,
-        (1, *latent_shape(facts, settings)),
+        (1, *latent_shape(config, settings)),
         f"for {settings.num_frames} frames of {width}x{height}",
     )
     return settings, tuple(notes)
 
 
-def latent_shape(facts: StepVideoFacts, settings: Settings) -> tuple[int, int, int, int]:
+def latent_shape(config: StepVideoConfig, settings: Settings) -> tuple[int, int, int, int]:
     """(C, T, h, w) of one video's latents."""
-    size = facts.vae.latent_size(settings.num_frames, settings.height, settings.width)
-    return (facts.vae.latent_channels, *size)
+    size = config.vae.latent_size(settings.num_frames, settings.height, settings.width)
+    return (config.vae.latent_channels, *size)
 
 
-def _check_request(facts: StepVideoFacts, request: Request, options: StepVideoOptions) -> None:
-    check_used(facts.title, request, _NO_USE)
+def _check_request(title: str, request: Request, options: StepVideoOptions) -> None:
+    check_used(title, request, _NO_USE)
     if request.prompt is None:
-        raise InputError(f"{facts.title} draws what a prompt says; give one")
+        raise InputError(f"{title} draws what a prompt says; give one")
     check_prompt(request.prompt)
     if options.llm_bias not in _BIASES:
         hint = did_you_mean(options.llm_bias, _BIASES)
@@ -143,28 +123,28 @@ def _check_request(facts: StepVideoFacts, request: Request, options: StepVideoOp
         )
 
 
-def _size(facts: StepVideoFacts, request: Request) -> tuple[int, int]:
+def _size(config: StepVideoConfig, request: Request) -> tuple[int, int]:
     size = request.asked_size() or _SIZE
-    check_size(*size, facts.size_step)
+    check_size(*size, config.size_step)
     return size
 
 
-def _num_frames(facts: StepVideoFacts, request: Request, fps: float, notes: list[str]) -> int:
+def _num_frames(config: StepVideoConfig, request: Request, fps: float, notes: list[str]) -> int:
     if request.seconds is None:
         frames = _FRAMES if request.num_frames is None else request.num_frames
-        facts.vae.pieces(frames)  # names the nearest that can be
+        config.vae.pieces(frames)  # names the nearest that can be
         return frames
-    wanted, near = request.seconds * fps, facts.vae.nearest_frames(frames_in(request.seconds, fps))
+    wanted, near = request.seconds * fps, config.vae.nearest_frames(frames_in(request.seconds, fps))
     frames = min(near, key=lambda count: abs(count - wanted))
     if frames != wanted:
-        notes.append(in_pieces(request.seconds, fps, frames, facts.vae.frame_len))
+        notes.append(in_pieces(request.seconds, fps, frames, config.vae.frame_len))
     return frames
 
 
-def smaller_settings(facts: StepVideoFacts, settings: Settings) -> Iterator[Settings]:
+def smaller_settings(config: StepVideoConfig, settings: Settings) -> Iterator[Settings]:
     """Yield the same video shorter, smaller or both, most pixels first."""
-    step = facts.size_step
+    step = config.size_step
     sides = smaller_sizes(settings.height, settings.width, step, 4 * step)
     return smaller_videos(
-        settings, shorter_lengths(settings.num_frames, facts.vae.frame_len), sides
+        settings, shorter_lengths(settings.num_frames, config.vae.frame_len), sides
     )

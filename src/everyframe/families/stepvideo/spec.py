@@ -11,33 +11,32 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from everyframe.checkpoints.folder import read_json
 from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Settings
 from everyframe.core.request import Request
-from everyframe.families.stepvideo import settings as request_settings
-from everyframe.families.stepvideo.checkpoint import CLIP_ENCODER, KEYS, StepVideoFiles
+from everyframe.families.stepvideo.checkpoint import KEYS, StepVideoFiles
 from everyframe.families.stepvideo.components import (
-    HUNYUAN_CLIP,
-    PARTS,
     StepVideoBuilder,
-    components,
     rank_share,
     token_grid,
 )
-from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
+from everyframe.families.stepvideo.config import (
+    HUNYUAN_CLIP,
+    StepLLMConfig,
+    StepVideoConfig,
+    StepVideoModelConfig,
+)
 from everyframe.families.stepvideo.dry_run import dry_run_calls, memory_savings
 from everyframe.families.stepvideo.options import StepVideoOptions
+from everyframe.families.stepvideo.settings import (
+    latent_shape,
+    resolve_settings,
+    smaller_settings,
+)
 from everyframe.families.stepvideo.vae_config import StepVAEConfig
 from everyframe.parallel.head_partition import ATTENDING
 from everyframe.parallel.token_partition import TokenPartition
-from everyframe.runtime.interface import (
-    Component,
-    DryRunCall,
-    MemorySaving,
-    RankShare,
-    VideoGroup,
-)
+from everyframe.runtime.interface import DryRunCall, MemorySaving, RankShare, VideoGroup
 from everyframe.runtime.model_spec import NativeModelSpec
 
 if TYPE_CHECKING:
@@ -48,45 +47,50 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoBuilder]):
+class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoConfig]):
     """One Step-Video checkpoint: configs read, weights not loaded."""
 
-    facts: request_settings.StepVideoFacts
     led = ("step_llm", "clip")
     ways = ATTENDING
-    in_step = True
-    apart = False
 
-    @property
-    def title(self) -> str:
-        """Display name of the model."""
-        return self.facts.title
+    @classmethod
+    def read(
+        cls, name: str, title: str, files: StepVideoFiles, options: StepVideoOptions
+    ) -> StepVideoSpec:
+        def config(component: str) -> Mapping[str, Any] | None:
+            return files.config(component) if files.has(component) else None
+
+        denoiser, llm = config("denoiser"), config("step_llm")
+        whole = StepVideoConfig(
+            denoiser=StepVideoModelConfig.from_json(denoiser or {}),
+            llm=StepLLMConfig.from_json(llm) if llm else StepLLMConfig(),
+            clip=config("clip") or HUNYUAN_CLIP,
+            vae=_vae_config(files),
+            is_turbo=files.is_turbo,
+            llm_bias=options.llm_bias,
+        )
+        _check_fit(whole, files)
+        return cls(name, title, options, files, StepVideoBuilder(whole))
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
-        """Resolve the request: settings, and notes for the user."""
-        return request_settings.resolve_settings(self.facts, request, self.options, seed)
+        return resolve_settings(self.config, self.title, request, self.options, seed)
 
     def unread(self, settings: Settings) -> tuple[str, ...]:
-        """Prompt words cut because they exceed the length of Step-LLM or CLIP."""
-        if any(self.files.sources[name].path is None for name in self.led):
+        if not self.files.has(*self.led):
             return ()
         from everyframe.families.stepvideo import prompt_tokens
 
-        llm = prompt_tokens.llm_tokenizer(self.files, self.sizes)
-        clip = prompt_tokens.clip_tokenizer(self.files, self.sizes)
+        llm = prompt_tokens.llm_tokenizer(self.files, self.config)
+        clip = prompt_tokens.clip_tokenizer(self.files, self.config)
         return tuple(prompt_tokens.tokens_of(settings, llm, clip)[1])
 
     def smaller(self, settings: Settings) -> Iterator[Settings]:
-        """Yield similar settings that need less memory."""
-        return request_settings.smaller_settings(self.facts, settings)
+        return smaller_settings(self.config, settings)
 
-    def components(self, settings: Settings) -> tuple[Component, ...]:
-        """Both text encoders, denoiser, autoencoder."""
-        return components(self.sizes, {name: self.files.sources[name].where for name, *_ in PARTS})
-
-    def rehearsals(self, settings: Settings) -> tuple[DryRunCall, ...]:
-        """Dry-run calls of every stage on one device."""
-        return dry_run_calls(self.sizes, self.facts, settings)
+    def dry_run_calls(
+        self, settings: Settings, teams: ParallelContext | None
+    ) -> tuple[DryRunCall, ...]:
+        return dry_run_calls(self.builder, settings, teams)
 
     def num_branches(self, settings: Settings) -> int:
         """Guidance branches: two with guidance (prompt, negative prompt), else one."""
@@ -99,92 +103,47 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoB
 
         Bytes are sent in each block and for the final gather.
         """
-        latents = request_settings.latent_shape(self.facts, settings)
-        grid = token_grid(self.sizes, latents, self.num_branches(settings))
+        latents = latent_shape(self.config, settings)
+        grid = token_grid(self.config, latents, self.num_branches(settings))
         deal = TokenPartition(grid, crew.weights, crew.groups)
-        return rank_share(self.sizes.denoiser, deal, crew.way, rank, element_bytes)
-
-    def shared_rehearsals(
-        self, settings: Settings, teams: ParallelContext
-    ) -> tuple[DryRunCall, ...]:
-        """Dry-run calls of every stage as one of several ranks runs it."""
-        return dry_run_calls(self.sizes, self.facts, settings, teams)
+        return rank_share(self.config.denoiser, deal, crew.way, rank, element_bytes)
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
-        """Ways to run a component in less memory."""
-        return memory_savings(self.facts, component, settings)
-
-    def fetched(self) -> StepVideoSpec:
-        """Download missing files; return a copy with all files on disk."""
-        return read_spec(self.name, self.title, self.files.fetched(), self.options)
+        return memory_savings(self.config, component, settings)
 
     def weights(self, component: str) -> tuple[Path, KeyMap]:
-        """Files of a component's weights, and their key map."""
-
-        return self.files.weights(component), KEYS[component]
-
-
-def read_spec(
-    name: str, title: str, files: StepVideoFiles, options: StepVideoOptions
-) -> StepVideoSpec:
-    """Read the configs of a checkpoint.
-
-    Raises:
-        CheckpointError: components of different models.
-    """
-    denoiser = _config(files, "denoiser")
-    llm = _config(files, "step_llm")
-    sizes = StepVideoBuilder(
-        denoiser=StepVideoConfig.from_json(denoiser) if denoiser else StepVideoConfig(),
-        llm=StepLLMConfig.from_json(llm) if llm else StepLLMConfig(),
-        clip=_config(files, "clip") or HUNYUAN_CLIP,
-        vae=_vae_config(files),
-        llm_bias=options.llm_bias,
-    )
-    _check_fit(sizes, files)
-    facts = request_settings.StepVideoFacts(
-        title, files.is_turbo, sizes.vae, sizes.denoiser.patch_size
-    )
-    return StepVideoSpec(name, options, files, sizes, facts)
-
-
-def _config(files: StepVideoFiles, component: str) -> Mapping[str, Any] | None:
-    """config.json of a component; required once the component is downloaded, None before."""
-    path = files.sources[component].path
-    if path is None:
-        return None
-    return read_json((path / CLIP_ENCODER if component == "clip" else path) / "config.json")
+        return self.files.weights_path(component), KEYS[component]
 
 
 def _vae_config(files: StepVideoFiles) -> StepVAEConfig:
-    if files.sources["vae"].path is None:
+    if not files.has("vae"):
         return StepVAEConfig()
     from everyframe.checkpoints.tensor_file import open_checkpoint
 
-    tensors = open_checkpoint(files.weights("vae"))
+    tensors = open_checkpoint(files.weights_path("vae"))
     try:
         return StepVAEConfig.from_shapes({name: tensors.shape(name) for name in tensors})
     except CheckpointError as error:
         raise CheckpointError(f"{tensors.source}: {error}") from None
 
 
-def _check_fit(sizes: StepVideoBuilder, files: StepVideoFiles) -> None:
+def _check_fit(config: StepVideoConfig, files: StepVideoFiles) -> None:
     """Raise if components of different models are combined, before anything is loaded."""
-    channels = sizes.denoiser.caption_channels
+    channels = config.denoiser.caption_channels
     if len(channels) != 2:
         raise CheckpointError("this denoiser reads Step-LLM alone; released ones read CLIP too")
     pairs = (
         (
             "vae",
             "the autoencoder has {} latent channels",
-            sizes.vae.z_channels,
-            sizes.denoiser.in_channels,
+            config.vae.z_channels,
+            config.denoiser.in_channels,
         ),
-        ("step_llm", "Step-LLM has {} channels", sizes.llm.hidden_size, channels[0]),
-        ("clip", "CLIP has {} channels", sizes.clip.get("hidden_size"), channels[1]),
+        ("step_llm", "Step-LLM has {} channels", config.llm.hidden_size, channels[0]),
+        ("clip", "CLIP has {} channels", config.clip.get("hidden_size"), channels[1]),
     )
     for part, what, gives, takes in pairs:
-        if gives != takes and files.sources[part].path is not None:
+        if gives != takes and files.has(part):
             raise CheckpointError(
                 f"{what.format(gives)}, but the denoiser takes {takes}; "
                 "these parts belong to different models"

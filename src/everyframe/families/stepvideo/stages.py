@@ -64,9 +64,9 @@ class LLMEncodeStage:
             take.text = _text(states)
 
     def _encoded(self, takes: Sequence[VideoState]) -> Generator[Event, None, list[Tensor]]:
-        job, files, sizes = self.job, self.job.model.files, self.job.model.sizes
+        job, files, config = self.job, self.job.model.files, self.job.model.config
         # Tokens of both encoders first: what is too long is told before gigabytes are read.
-        llm, clip = llm_tokenizer(files, sizes), clip_tokenizer(files, sizes)
+        llm, clip = llm_tokenizer(files, config), clip_tokenizer(files, config)
         tokens, told = tokens_of(job.settings, llm, clip)
         yield from (Note(text, in_record=True) for text in told)
         model = yield from job.loaded(self.component)
@@ -103,7 +103,7 @@ class CLIPEncodeStage:
 
     def _encoded(self, takes: Sequence[VideoState]) -> Generator[Event, None, list[Tensor]]:
         job = self.job
-        tokenizer = clip_tokenizer(job.model.files, job.model.sizes)
+        tokenizer = clip_tokenizer(job.model.files, job.model.config)
         model = yield from job.loaded(self.component)
         guard = job.guard(self.name, {self.component: model})
         calls = [
@@ -145,7 +145,9 @@ class DenoiseStage:
         settings, device = self.job.settings, self.job.device(self.component)
         x, start = take.latents, take.step
         if not start:
-            fresh = noise.start_noise(take.seed, latent_shape(self.job.model.facts, settings))[None]
+            fresh = noise.start_noise(take.seed, latent_shape(self.job.model.config, settings))[
+                None
+            ]
             x = fresh if take.start_noise is None else take.start_noise
 
         def make() -> Denoiser:
@@ -171,7 +173,7 @@ class DecodeStage:
 
     @property
     def _pieces(self) -> tuple[FrameChunk, ...]:
-        return self.job.model.facts.vae.pieces(self.job.settings.num_frames)
+        return self.job.model.config.vae.pieces(self.job.settings.num_frames)
 
     def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
         """Yield the frames of each video as they are finished; one frame waits at each seam.

@@ -81,11 +81,9 @@ class StepTokenizer:
         _check_vocabulary(path, self._pieces.get_piece_size(), vocabulary, "Step-LLM")
 
     def tokens(self, text: str) -> Tokens:
-        """Tokenize the text."""
         return framed([int(index) for index in self._pieces.encode(text)])
 
     def words(self, ids: Sequence[int]) -> str:
-        """Decode pieces to text."""
         return str(self._pieces.decode(list(ids)))
 
 
@@ -108,7 +106,6 @@ class ClipTokenizer:
         _check_vocabulary(folder, len(self._words), vocabulary, "CLIP")
 
     def tokens(self, text: str) -> Tokens:
-        """Tokenize the text."""
         # Without marks, so that the tokenizer has nothing to say of lengths.
         whole = self._words.convert_tokens_to_ids(self._words.tokenize(text))
         kept, cut = whole[: CLIP_LENGTH - 2], tuple(whole[CLIP_LENGTH - 2 :])
@@ -121,7 +118,6 @@ class ClipTokenizer:
         )
 
     def words(self, ids: Sequence[int]) -> str:
-        """Decode tokens to text."""
         return str(self._words.decode(list(ids)))
 
 

@@ -163,11 +163,9 @@ class StepVAE(nn.Module):
         self.decoder = Decoder(config)
 
     def latent_size(self, num_frames: int, height: int, width: int) -> LatentSize:
-        """Latent frames, rows and columns of a video in pixels."""
         return self.config.latent_size(num_frames, height, width)
 
     def pieces(self, num_frames: int) -> tuple[FrameChunk, ...]:
-        """Pieces that a video of `num_frames` is decoded in."""
         return self.config.pieces(num_frames)
 
     def coded(self, video_BCTHW: Tensor) -> Tensor:
@@ -222,7 +220,6 @@ class StepVAE(nn.Module):
         return (self.decode_piece(latents_BCTHW, piece) for piece in self.pieces(made))
 
     def decode_piece(self, latents_BCTHW: Tensor, piece: FrameChunk) -> Tensor:
-        """Decode one piece, given the latents of the whole video."""
         pixels: Tensor = self.decoder(latents_BCTHW[:, :, piece.latent_start : piece.latent_stop])
         return pixels
 

@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from everyframe.core.errors import CheckpointError, InputError
-from everyframe.runtime.request_checks import FrameChunk, LatentSize
+from everyframe.runtime.request_checks import FrameChunk, LatentSizes
 
 #: Version 1 (16 latent channels, 17 frames to 5 latents) was released too and is unused.
 _VERSION_1 = "Step-Video's first autoencoder (vae.safetensors)"
 
 
 @dataclass(frozen=True)
-class StepVAEConfig:
+class StepVAEConfig(LatentSizes):
     """Config of the autoencoder; level widths run from pixels inward, level 0 at full resolution.
 
     Both halves have one more halving or doubling of all three axes beside the latents.
@@ -85,8 +85,7 @@ class StepVAEConfig:
         return self.z_channels
 
     @property
-    def spatial_factor(self) -> int:
-        """Pixels per latent row or column."""
+    def spatial_factor(self) -> int:  # type: ignore[override]
         return int(2 ** len(self.encoder_widths))
 
     @property
@@ -121,7 +120,10 @@ class StepVAEConfig:
         return below[-1], above[0]
 
     def pieces(self, num_frames: int) -> tuple[FrameChunk, ...]:
-        """Pieces that a video of `num_frames` is decoded in; `InputError` for an invalid length."""
+        """Pieces that a video of `num_frames` is coded in; `InputError` for an invalid length.
+
+        17 frames give 3 latent frames, 34 give 6, 26 give 5, 1 gives 1.
+        """
         if num_frames < 1 or self.nearest_frames(num_frames) != (num_frames, num_frames):
             low, high = self.nearest_frames(max(num_frames, 1))
             raise InputError(
@@ -138,24 +140,10 @@ class StepVAEConfig:
             latent += count
         return tuple(pieces)
 
-    def latent_frames(self, num_frames: int) -> int:
-        """Latent frames of a video: 17 give 3, 34 give 6, 26 give 5, 1 gives 1."""
-        return self.pieces(num_frames)[-1].latent_stop
-
     def decoded_frames(self, latent_frames: int) -> int:
         """Frames of a video with that many latent frames."""
         whole, rest = divmod(latent_frames, self.latent_len)
         return whole * self.frame_len + (self.piece_frames(rest) if rest else 0)
-
-    def latent_size(self, num_frames: int, height: int, width: int) -> LatentSize:
-        """Latent frames, rows and columns of a video in pixels; sizes are rounded down."""
-        factor = self.spatial_factor
-        if height < factor or width < factor:
-            raise InputError(
-                f"height and width must be {factor} pixels or more for this autoencoder, "
-                f"got {height} and {width}"
-            )
-        return LatentSize(self.latent_frames(num_frames), height // factor, width // factor)
 
     @classmethod
     def from_shapes(cls, shapes: Mapping[str, tuple[int, ...]]) -> StepVAEConfig:

@@ -12,7 +12,6 @@ from everyframe.checkpoints.folder import without_notes
 from everyframe.families.svd.config import SVDConfig
 from everyframe.precision.islands import present
 from everyframe.precision.policy import ComponentNeeds
-from everyframe.runtime.interface import Component
 from everyframe.runtime.model_spec import ModuleBuilder
 
 if TYPE_CHECKING:
@@ -27,28 +26,16 @@ UNET_ISLANDS = (
     "time_embedding", "add_embedding", "conv_in", "conv_norm_out", "conv_out", "*norm*",
     "*mix_factor",
 )  # fmt: skip
-PARTS = ("image_encoder", "vae", "unet")
 IMAGE_ENCODER_ISLANDS = ("*layrnorm", "*layer_norm*", "*layernorm", "visual_projection")
 
 
 @dataclass(frozen=True)
-class SVDBuilder(ModuleBuilder):
+class SVDBuilder(ModuleBuilder[SVDConfig]):
     """Builds the components from their configs, without weights."""
 
-    config: SVDConfig
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Component names."""
-        return PARTS
-
-    def build(self, component: str) -> nn.Module:
-        """Build one component by name, without weights."""
-        made: nn.Module = getattr(self, component)()
-        return made
+    parts = ("image_encoder", "vae", "unet")
 
     def outputs(self, component: str) -> tuple[str, ...]:
-        """Submodules whose results go to the engine, in float32 or wider."""
         if component == "vae":
             # `encode` and `decode` are no calls of the module itself: their last layers are named.
             last = "decoder" if self.config.decodes_together else "decoder.conv_out"
@@ -56,7 +43,6 @@ class SVDBuilder(ModuleBuilder):
         return ("conv_out",) if component == "unet" else ("",)
 
     def image_encoder(self) -> nn.Module:
-        """Build a `CLIPVisionModelWithProjection` without weights."""
         import torch
         from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
@@ -71,42 +57,27 @@ class SVDBuilder(ModuleBuilder):
         return made
 
     def unet(self) -> VideoUNet:
-        """Build a `VideoUNet` (`UNetSpatioTemporalConditionModel`) without weights."""
         from everyframe.families.svd.unet import build
 
         return build(without_notes(self.config.unet))
 
     def vae(self) -> nn.Module:
-        """Build an `AutoencoderKLTemporalDecoder`, or the image `AutoencoderKL`; no weights."""
         from diffusers import AutoencoderKL, AutoencoderKLTemporalDecoder
 
         kind = AutoencoderKLTemporalDecoder if self.config.decodes_together else AutoencoderKL
         model: nn.Module = kind(**without_notes(self.config.vae))
         return model
 
-
-def components(sizes: SVDBuilder, where: str) -> tuple[Component, ...]:
-    """Image encoder, autoencoder and denoiser, in the order in which they first run."""
-    config, count = sizes.config, sizes.num_elements
-    total = {name: sum(elements.values()) for name, elements in count.items()}
-    encoder = ComponentNeeds(
-        "image_encoder",
-        total["image_encoder"],
-        present(IMAGE_ENCODER_ISLANDS, count["image_encoder"]),
-        prefers="float16",
-    )
-    # Decoded pixels are the product: float32 unless asked otherwise.
-    vae = ComponentNeeds("vae", total["vae"], prefers="float32", force_upcast=config.force_upcast)
-    unet = ComponentNeeds("unet", total["unet"], UNET_ISLANDS, prefers="float16")
-    parts = (
-        (encoder, "CLIP image encoder", "image"),
-        (vae, "video autoencoder", "decode"),
-        (unet, "video UNet", "denoise"),
-    )
-    return tuple(
-        Component(need.name, title, stage, f"{where}/{need.name}", count[need.name], need)
-        for need, title, stage in parts
-    )
+    def needs(self) -> tuple[tuple[ComponentNeeds, str, str], ...]:
+        islands = present(IMAGE_ENCODER_ISLANDS, self.num_elements["image_encoder"])
+        encoder = self.need("image_encoder", islands, prefers="float16")
+        # Decoded pixels are the product: float32 unless asked otherwise.
+        vae = self.need("vae", prefers="float32", force_upcast=self.config.force_upcast)
+        return (
+            (encoder, "CLIP image encoder", "image"),
+            (vae, "video autoencoder", "decode"),
+            (self.need("unet", UNET_ISLANDS, prefers="float16"), "video UNet", "denoise"),
+        )
 
 
 def sent_bytes(

@@ -1,6 +1,6 @@
 """Configs of a Stable Video Diffusion checkpoint's components, as data. No torch here.
 
-Read from the JSON files of a diffusers folder, or from `RELEASED` for a released model that is not
+Read from the JSON files of a diffusers folder, or from `released` for a released model that is not
 downloaded yet.
 """
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from everyframe.checkpoints.config_errors import check_positive
+from everyframe.checkpoints.folder import read_package_data
 from everyframe.core.errors import CheckpointError
 from everyframe.runtime.request_checks import AutoencoderSizes
 
@@ -25,55 +26,19 @@ _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 #: Required scheduler config. `sigma_min` and `sigma_max` are read; `timestep_spacing` determines
 #: the scale of the initial noise.
 _SCHEDULER = {
-    "prediction_type": "v_prediction",
-    "timestep_type": "continuous",
-    "use_karras_sigmas": True,
+    "prediction_type": "v_prediction", "timestep_type": "continuous", "use_karras_sigmas": True,
     "final_sigmas_type": "zero",
-}
+}  # fmt: skip
 _SCHEDULER_DEFAULTS: Mapping[str, Any] = {
-    "prediction_type": "epsilon",
-    "timestep_type": "discrete",
-    "use_karras_sigmas": False,
-    "final_sigmas_type": "zero",
-    "timestep_spacing": "linspace",
-}
+    "prediction_type": "epsilon", "timestep_type": "discrete", "use_karras_sigmas": False,
+    "final_sigmas_type": "zero", "timestep_spacing": "linspace",
+}  # fmt: skip
 
-#: Released sizes, for plans made before download; downloaded configs take precedence.
-RELEASED: Mapping[str, Mapping[str, Any]] = {
-    "unet": {
-        "_class_name": "UNetSpatioTemporalConditionModel",
-        "num_attention_heads": [5, 10, 20, 20],
-        "sample_size": 96,
-    },
-    "vae": {
-        "_class_name": TEMPORAL_VAE,
-        "block_out_channels": [128, 256, 512, 512],
-        "down_block_types": ["DownEncoderBlock2D"] * 4,
-        "layers_per_block": 2,
-        "latent_channels": 4,
-        "scaling_factor": 0.18215,
-        "force_upcast": True,
-    },
-    "image_encoder": {
-        "model_type": "clip_vision_model",
-        "hidden_size": 1280,
-        "intermediate_size": 5120,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 32,
-        "patch_size": 14,
-        "image_size": 224,
-        "projection_dim": 1024,
-        "hidden_act": "gelu",
-    },
-    "scheduler": {
-        "_class_name": "EulerDiscreteScheduler",
-        **_SCHEDULER,
-        "timestep_spacing": "leading",
-        "sigma_min": 0.002,
-        "sigma_max": 700.0,
-    },
-    "feature_extractor": {"image_mean": list(_CLIP_MEAN), "image_std": list(_CLIP_STD)},
-}
+
+def released() -> Mapping[str, Mapping[str, Any]]:
+    """Configs of the released models, for plans made before download."""
+    configs: Mapping[str, Mapping[str, Any]] = read_package_data("families/svd/released.yaml")
+    return configs
 
 
 @dataclass(frozen=True)
@@ -128,12 +93,10 @@ class SVDConfig(AutoencoderSizes):
 
     @property
     def num_frames(self) -> int:
-        """Number of frames that the denoiser was trained on."""
         return int(self.unet.get("num_frames", 25))
 
     @property
     def image_side(self) -> int:
-        """Side in pixels of the image encoder's square input."""
         return int(self.image_encoder.get("image_size", 224))
 
     def _check_fit(self, source: str) -> None:

@@ -7,51 +7,51 @@ tensors are zeros; device tensors are meta tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from everyframe.core.plan import Settings
-from everyframe.families.svd.components import SVDBuilder
 from everyframe.families.svd.settings import latent_shape
 from everyframe.runtime import tiling
 from everyframe.runtime.interface import DryRunCall, MemorySaving
 from everyframe.runtime.memory_fallbacks import cfg_batch_size, split_cfg_saving
+from everyframe.runtime.model_spec import ModuleBuilder
 
 if TYPE_CHECKING:
     from everyframe.families.svd.config import SVDConfig
     from everyframe.families.svd.options import SVDOptions
-    from everyframe.parallel.communicator import Communicator
+    from everyframe.parallel.communicator import Communicator, ParallelContext
 
 
 def dry_run_calls(
-    sizes: SVDBuilder, settings: Settings, team: Communicator | None = None, groups: int = 1
+    builder: ModuleBuilder[SVDConfig], settings: Settings, teams: ParallelContext | None = None
 ) -> tuple[DryRunCall, ...]:
     """Dry-run calls: image, its latents, one step, one chunk of frames.
 
-    With `team`, the step is that of one of its ranks; see `sharding`.
+    With `teams`, the step is that of one of its ranks; see `sharding`.
     """
-    size = (settings.height, settings.width)
+    team, groups = (None, 1) if teams is None else (teams.team, teams.groups)
+    config, size = builder.config, (settings.height, settings.width)
     chunk = min(int(settings.option("decode_chunk_size")), settings.num_frames)
     branches = 1 if settings.guidance_scale <= 1 else 2
     together = cfg_batch_size(settings, branches)
     tile, given_tile = settings.saving(tiling.DECODE, 0), settings.saving(tiling.ENCODE, 0)
-    rows, columns = latent_shape(sizes.config, settings)[2:]
-    one = sizes.rehearsal
+    rows, columns = latent_shape(config, settings)[2:]
+    one = builder.rehearsal
     return (
-        one("image", "image_encoder", partial(_image, sizes), 1),
+        one("image", "image_encoder", partial(_image, config), 1),
         one(
-            "given frames", "vae", partial(_encode, sizes, settings),
+            "given frames", "vae", partial(_encode, config, settings),
             tiling.num_repeats(rows, columns, given_tile), *size, given_tile,
         ),
         one(
-            "denoise", "unet", partial(_denoise, sizes, settings, team, groups),
+            "denoise", "unet", partial(_denoise, config, settings, team, groups),
             settings.num_inference_steps, *size, settings.num_frames, branches, together,
             *(() if team is None else (team.rank, team.weights, groups)),
         ),
         one(
-            "decode", "vae", partial(_decode, sizes, settings, chunk),
+            "decode", "vae", partial(_decode, config, settings, chunk),
             ceil(settings.num_frames / chunk) * tiling.num_repeats(rows, columns, tile),
             *size, chunk, tile,
         ),
@@ -71,8 +71,7 @@ def memory_savings(
     chunk = int(settings.option("decode_chunk_size"))
     while chunk > 1 and options.decode_chunk_size is None:
         chunk = ceil(chunk / 2)
-        fewer = dict(settings.options) | {"decode_chunk_size": chunk}
-        settings = replace(settings, options=tuple(fewer.items()))
+        settings = settings.with_option("decode_chunk_size", chunk)
         yield MemorySaving(
             settings,
             f"frames are decoded {chunk} at once (decode_chunk_size), which changes the picture a "
@@ -83,26 +82,26 @@ def memory_savings(
     yield from tiling.tile_savings(settings, *size)
 
 
-def _image(sizes: SVDBuilder, encoder: Any, device: str) -> object:
+def _image(config: SVDConfig, encoder: Any, device: str) -> object:
     import torch
 
-    side = sizes.config.image_side
+    side = config.image_side
     pixels = torch.zeros(1, 3, side, side).to(device)
     return encoder(pixel_values=pixels).image_embeds[:, None].to("cpu", torch.float32)
 
 
-def _encode(sizes: SVDBuilder, settings: Settings, vae: Any, device: str) -> object:
+def _encode(config: SVDConfig, settings: Settings, vae: Any, device: str) -> object:
     import torch
 
     from everyframe.families.svd.vae import encode
 
     picture = torch.zeros(1, 3, settings.height, settings.width, device=device)
-    latents = encode(vae, sizes.config, picture, settings, most_tiles=tiling.REHEARSED)
+    latents = encode(vae, config, picture, settings, most_tiles=tiling.REHEARSED)
     return latents.to("cpu", torch.float32)
 
 
 def _denoise(
-    sizes: SVDBuilder,
+    config: SVDConfig,
     settings: Settings,
     team: Communicator | None,
     groups: int,
@@ -114,18 +113,17 @@ def _denoise(
 
     put_on = sharding.apply(unet, team or SingleRank(), groups)
     try:
-        return _one_step(sizes, settings, unet, device)
+        return _one_step(config, settings, unet, device)
     finally:
         put_on.remove()  # the module is shared by all rehearsals
 
 
-def _one_step(sizes: SVDBuilder, settings: Settings, unet: Any, device: str) -> object:
+def _one_step(config: SVDConfig, settings: Settings, unet: Any, device: str) -> object:
     import torch
 
     from everyframe.families.svd.denoiser import Denoiser, ImageConditioning
     from everyframe.samplers import euler_karras
 
-    config = sizes.config
     frames, channels, rows, columns = latent_shape(config, settings)
     width = int(config.image_encoder.get("projection_dim", 512))
     picture = ImageConditioning(torch.zeros(1, 1, width), torch.zeros(1, channels, rows, columns))
@@ -135,12 +133,11 @@ def _one_step(sizes: SVDBuilder, settings: Settings, unet: Any, device: str) -> 
     return next(euler_karras.sample(denoise, start, sigmas)).x
 
 
-def _decode(sizes: SVDBuilder, settings: Settings, chunk: int, vae: Any, device: str) -> object:
+def _decode(config: SVDConfig, settings: Settings, chunk: int, vae: Any, device: str) -> object:
     import torch
 
     from everyframe.families.svd.vae import decode
 
-    config = sizes.config
     latents = torch.zeros(chunk, *latent_shape(config, settings)[1:], device=device)
     pixels = decode(vae, config, latents, settings, most_tiles=tiling.REHEARSED)
     return pixels.to("cpu", torch.float32)

@@ -3,45 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from everyframe.checkpoints.locate import Location
-from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan
-from everyframe.families.svd.checkpoint import find_files
+from everyframe.families.svd.checkpoint import SVDFiles, find_files
 from everyframe.families.svd.options import SVDOptions
-from everyframe.families.svd.spec import SVDSpec, read_spec
+from everyframe.families.svd.spec import SVDSpec
 from everyframe.runtime.interface import ModelSpec, Stage
+from everyframe.runtime.model_spec import NativeFamily
 
 if TYPE_CHECKING:
     from everyframe.parallel.communicator import ParallelContext
 
 
-class SVDFamily:
+class SVDFamily(NativeFamily[SVDOptions, SVDFiles]):
     """Registry entry of the family."""
 
     name = "svd"
     title = "Stable Video Diffusion"
-    options: type[FamilyOptions] = SVDOptions
+    options = SVDOptions
+    spec = SVDSpec
 
-    def recognise(self, location: Location, options: FamilyOptions) -> SVDSpec | None:
-        """Detect a Stable Video Diffusion checkpoint by its configs; None if it is not one."""
-        assert isinstance(options, SVDOptions)
-        files = find_files(location, options.variant)
-        if files is None:
-            return None
-        known = location.known
-        title = known.title if known else f"{self.title} ({PurePath(location.name).name})"
-        if files.assumed_frames is not None:
-            # The title goes into the record, and what was assumed with it.
-            title = f"{title}, taken for the model of {files.assumed_frames} frames"
-        return read_spec(location.name, title, files, options)
+    def find_files(self, location: Location, options: SVDOptions) -> SVDFiles | None:
+        return find_files(location, options.variant)
+
+    def title_of(self, location: Location, files: SVDFiles) -> str:
+        title = super().title_of(location, files)
+        if files.assumed_frames is None:
+            return title
+        # The title goes into the record, and what was assumed with it.
+        return f"{title}, taken for the model of {files.assumed_frames} frames"
 
     def stages(
         self, spec: ModelSpec, plan: Plan, clip: int, teams: ParallelContext
     ) -> Sequence[Stage]:
-        """Stages of one clip: image embedding, image latents, denoise, decode."""
         from everyframe.families.svd.stages import (
             DecodeStage,
             DenoiseStage,

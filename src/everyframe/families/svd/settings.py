@@ -7,7 +7,6 @@ diffusers' pipeline. An impossible value raises `InputError` with the values tha
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Settings
@@ -173,5 +172,4 @@ def smaller_settings(config: SVDConfig, settings: Settings) -> Iterator[Settings
     step = 8 * config.spatial_factor
     sides = smaller_sizes(settings.height, settings.width, step, 2 * step)
     for each in smaller_videos(settings, lengths, sides):
-        fewer = dict(each.options) | {"decode_chunk_size": min(chunk, each.num_frames)}
-        yield replace(each, options=tuple(fewer.items()))
+        yield each.with_option("decode_chunk_size", min(chunk, each.num_frames))

@@ -118,15 +118,12 @@ class ShardedFrames(FrameLayout):
         return self._level.switch.to_columns(x_brSC)
 
     def over_space(self, x_bTsC: Tensor) -> Tensor:
-        """See `FrameLayout`."""
         return self._shaped(self._level.switch.to_rows(x_bTsC).flatten(0, 1))
 
     def of_frames(self, table_BC: Tensor) -> Tensor:
-        """See `FrameLayout`."""
         return self._shaped(self._frames.each(table_BC, self.branches.start))
 
     def of_pixels(self, table_BC: Tensor) -> Tensor:
-        """See `FrameLayout`."""
         level, first = self._level, self.branches.start
         if level.moments.is_whole:
             return level.pixels.all(table_BC, first)[:, None, None]

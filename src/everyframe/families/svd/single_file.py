@@ -16,7 +16,7 @@ from typing import Any
 from everyframe.checkpoints.refuse_pickles import refuse_pickled_file
 from everyframe.checkpoints.safetensors_header import SafetensorsHeader, read_header
 from everyframe.core.errors import CheckpointError
-from everyframe.families.svd.config import IMAGE_VAE, RELEASED, TEMPORAL_VAE
+from everyframe.families.svd.config import IMAGE_VAE, TEMPORAL_VAE, released
 
 DENOISER = "model.diffusion_model."
 DECODER = "first_stage_model."
@@ -68,7 +68,7 @@ def read_configs(path: Path) -> Mapping[str, Mapping[str, Any]]:
     """
     shapes = _Shapes(read_header(path))
     return {
-        **RELEASED,
+        **released(),
         "unet": {**_unet(shapes), "num_frames": frames_by_name(path.stem)},
         "vae": _vae(shapes),
         "image_encoder": _image_encoder(shapes),
@@ -110,7 +110,7 @@ def _unet(shapes: _Shapes) -> dict[str, Any]:
             "Stable Video Diffusion can be run here"
         )
     return {
-        **RELEASED["unet"],
+        **released()["unet"],
         "in_channels": shapes[f"{DENOISER}input_blocks.0.0.weight"][1],
         "out_channels": shapes[f"{DENOISER}out.2.weight"][0],
         "block_out_channels": widths,
@@ -153,7 +153,7 @@ def _vae(shapes: _Shapes) -> dict[str, Any]:
     num_levels = shapes.count(f"{decoder}.up.#")
     together = f"{decoder}.conv_out.time_mix_conv.weight" in shapes
     config = {
-        **RELEASED["vae"],
+        **released()["vae"],
         "_class_name": TEMPORAL_VAE if together else IMAGE_VAE,
         "block_out_channels": [
             shapes[f"{decoder}.up.{level}.block.0.conv1.weight"][0] for level in range(num_levels)
@@ -169,7 +169,7 @@ def _image_encoder(shapes: _Shapes) -> dict[str, Any]:
     hidden, _, patch, _ = shapes[f"{CLIP}conv1.weight"]
     num_positions = shapes[f"{CLIP}positional_embedding"][0]
     return {
-        **RELEASED["image_encoder"],
+        **released()["image_encoder"],
         "hidden_size": hidden,
         "intermediate_size": shapes[f"{CLIP}transformer.resblocks.0.mlp.c_fc.weight"][0],
         "num_hidden_layers": shapes.count(f"{CLIP}transformer.resblocks.#"),

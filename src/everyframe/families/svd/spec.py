@@ -14,20 +14,14 @@ from typing import TYPE_CHECKING
 
 from everyframe.core.plan import Settings
 from everyframe.core.request import Request
-from everyframe.families.svd import settings as request_settings
 from everyframe.families.svd.checkpoint import SVDFiles
-from everyframe.families.svd.components import SVDBuilder, components, sent_bytes
+from everyframe.families.svd.components import SVDBuilder, sent_bytes
 from everyframe.families.svd.config import SVDConfig
 from everyframe.families.svd.dry_run import dry_run_calls, memory_savings
 from everyframe.families.svd.options import SVDOptions
+from everyframe.families.svd.settings import latent_shape, resolve_settings, smaller_settings
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
-from everyframe.runtime.interface import (
-    Component,
-    DryRunCall,
-    MemorySaving,
-    RankShare,
-    VideoGroup,
-)
+from everyframe.runtime.interface import DryRunCall, MemorySaving, RankShare, VideoGroup
 from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.rank_shares import grid_share
 
@@ -38,25 +32,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDBuilder]):
+class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDConfig]):
     """One Stable Video Diffusion checkpoint: configs read, weights not loaded."""
 
-    title: str
     led = ("image_encoder",)
-    ways = ("",)
-    in_step = True
-    apart = False
 
-    @property
-    def config(self) -> SVDConfig:
-        """Configs of the components."""
-        return self.sizes.config
+    @classmethod
+    def read(cls, name: str, title: str, files: SVDFiles, options: SVDOptions) -> SVDSpec:
+        config = SVDConfig.from_json(files.where, files.configs())
+        return cls(name, title, options, files, SVDBuilder(config))
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
-        """Resolve the request: settings, and notes for the user."""
-        settings, notes = request_settings.resolve_settings(
-            self.config, self.title, request, self.options, seed
-        )
+        settings, notes = resolve_settings(self.config, self.title, request, self.options, seed)
         frames = self.files.assumed_frames
         if frames is not None and request.num_frames is None and request.seconds is None:
             notes += (
@@ -68,16 +55,12 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDBuilder]):
         return settings, notes
 
     def smaller(self, settings: Settings) -> Iterator[Settings]:
-        """Yield similar settings that need less memory."""
-        return request_settings.smaller_settings(self.config, settings)
+        return smaller_settings(self.config, settings)
 
-    def components(self, settings: Settings) -> tuple[Component, ...]:
-        """Image encoder, autoencoder, denoiser."""
-        return components(self.sizes, self.files.where)
-
-    def rehearsals(self, settings: Settings) -> tuple[DryRunCall, ...]:
-        """Dry-run calls of every stage on one device."""
-        return dry_run_calls(self.sizes, settings)
+    def dry_run_calls(
+        self, settings: Settings, teams: ParallelContext | None
+    ) -> tuple[DryRunCall, ...]:
+        return dry_run_calls(self.builder, settings, teams)
 
     def num_branches(self, settings: Settings) -> int:
         """Guidance branches: two with guidance (with and without the image), else one."""
@@ -87,33 +70,15 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDBuilder]):
         self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
     ) -> RankShare:
         """Share of one rank: frames in space, pixels of the latents in time, and bytes sent."""
-        frames, _, rows, columns = request_settings.latent_shape(self.config, settings)
+        frames, _, rows, columns = latent_shape(self.config, settings)
         grid = TokenGrid(self.num_branches(settings), frames, rows * columns)
         deal = TokenPartition(grid, crew.weights, crew.groups)
-        unet = self.sizes.empty("unet")
+        unet = self.builder.empty("unet")
         sent = sent_bytes(unet, (rows, columns), deal, rank, element_bytes)
         return grid_share(deal, rank, sent, "work in space")
 
-    def shared_rehearsals(
-        self, settings: Settings, teams: ParallelContext
-    ) -> tuple[DryRunCall, ...]:
-        """Dry-run calls of every stage as one of several ranks runs it."""
-        return dry_run_calls(self.sizes, settings, teams.team, teams.groups)
-
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
-        """Ways to run a component in less memory."""
         return memory_savings(self.config, component, settings, self.options)
 
-    def fetched(self) -> SVDSpec:
-        """Download missing files; return a copy with all files on disk."""
-        return read_spec(self.name, self.title, self.files.fetched(), self.options)
-
     def weights(self, component: str) -> tuple[TensorFile, KeyMap]:
-        """Files of a component's weights, and their key map."""
         return self.files.weights(component)
-
-
-def read_spec(name: str, title: str, files: SVDFiles, options: SVDOptions) -> SVDSpec:
-    """Read the configs of a checkpoint."""
-    config = SVDConfig.from_json(files.where, files.configs())
-    return SVDSpec(name, options, files, SVDBuilder(config), title)

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from everyframe.families.inpaint.canny import canny
+from everyframe.media.canny import canny
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "canny_opencv" / "canny.npz"
+GOLDEN = Path(__file__).parents[1] / "golden" / "canny_opencv" / "canny.npz"
 
 
 @pytest.mark.parametrize(

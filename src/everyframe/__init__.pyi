@@ -1,0 +1,643 @@
+"""What `import everyframe` offers, with each option's type and default: for editors and checkers.
+
+Written by docs/generate.py; change the code instead.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from everyframe._version import __version__ as __version__
+from everyframe.api import list_runs as list_runs
+from everyframe.api import stream as stream
+from everyframe.api import trace as trace
+from everyframe.api import trace_diff as trace_diff
+from everyframe.core.errors import EveryframeError as EveryframeError
+from everyframe.core.errors import EveryframeWarning as EveryframeWarning
+from everyframe.core.errors import InputError as InputError
+from everyframe.core.events import Event
+from everyframe.core.plan import Plan as Plan
+from everyframe.core.plan import Repair
+from everyframe.core.request import Request as Request
+from everyframe.engine.results import Output
+from everyframe.media.video import Video as Video
+
+__all__ = [
+    "EveryframeError",
+    "EveryframeWarning",
+    "InputError",
+    "Plan",
+    "Request",
+    "Video",
+    "__version__",
+    "generate",
+    "list_runs",
+    "plan",
+    "resume",
+    "run",
+    "stream",
+    "trace",
+    "trace_diff",
+]
+
+def generate(
+    prompt: str | None = None,
+    *,
+    output: Output = "uint8",
+    from_record: str | Path | Mapping[str, Any] | Video | None = None,
+    isolate: bool = False,
+    run_dir: str | Path | None = None,
+    on_event: Callable[[Event], None] | None = None,
+    model: str | PathLike[str] | None = None,
+    negative_prompt: str | None = None,
+    size: str | tuple[int, int] | list[int] | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    resolution: str | None = None,
+    aspect: str | tuple[int, int] | list[int] | None = None,
+    num_frames: int | None = None,
+    seconds: float | None = None,
+    fps: float | None = None,
+    num_inference_steps: int | None = None,
+    guidance_scale: float | None = None,
+    seed: int | None = None,
+    num_videos: int = 1,
+    latents: Any = None,
+    image: Any = None,
+    last_image: Any = None,
+    extend: Any = None,
+    chain: int = 1,
+    edit_strength: float | None = None,
+    dtype: str | torch.dtype = "auto",
+    quantize: str = "auto",
+    device: str | torch.device = "auto",
+    num_devices: int | None = None,
+    devices: str | Sequence[str | int | torch.device] | None = None,
+    parallel: str = "auto",
+    shares: str | Sequence[float] | None = None,
+    shard_weights: bool = False,
+    max_memory: str | int | None = None,
+    max_host_memory: str | int | None = None,
+    attention: str | None = None,
+    without: Sequence[str] = (),
+    compile: bool = False,
+    report: str | PathLike[str] | None = None,
+    forget_repairs: bool = False,
+    force: bool = False,
+    paths: Mapping[str, Sequence[str]] | None = None,
+    quantized: Mapping[str, str] | None = None,
+    remedies: Sequence[Repair] | None = None,
+    aesthetic: float | None = None,
+    motion_score: float | None = None,
+    camera_motion: str | None = None,
+    truncate_prompt: bool = False,
+    vae: str | PathLike[str] | None = None,
+    text_encoder: str | PathLike[str] | None = None,
+    motion_bucket_id: int = 127,
+    noise_aug_strength: float = 0.02,
+    min_guidance_scale: float = 1.0,
+    max_guidance_scale: float = 3.0,
+    decode_chunk_size: int | None = None,
+    fit: str | None = None,
+    variant: str | None = None,
+    source: Any = None,
+    mask: Any = None,
+    controlnet: Any = None,
+    control: Any = None,
+    strength: float = 1.0,
+    controlnet_conditioning_scale: float | Sequence[float] = 0.5,
+    control_guidance_start: float | Sequence[float] = 0.0,
+    control_guidance_end: float | Sequence[float] = 1.0,
+    guess_mode: bool = False,
+    canny_low: float | None = None,
+    canny_high: float | None = None,
+    frames_at_once: int = 1,
+    unblended: bool = False,
+    time_shift: float | None = None,
+    pos_magic: str | None = None,
+    llm_bias: str = "sqrt",
+    base: str | PathLike[str] | None = None,
+    option: Mapping[str, Any] | Sequence[str] = {},
+    vae_tiling: bool = False,
+    trust_remote_code: bool = False,
+) -> Video | list[Video]:
+    """Make a video; with ``num_videos`` above 1, return a list in the order of their seeds.
+
+    Progress is saved until the run is done, so that `resume` can continue it. Each note or repair
+    that the command line prints is an `EveryframeWarning`.
+
+    Args:
+        prompt: what the video shows.
+        output: ``"uint8"`` gives frames (T, H, W, 3) as ``round(255 x)``, ``"float"`` the float32
+            in 0..1 before rounding.
+        from_record: a video, its file, a sidecar or a record; other options override it.
+        isolate: compute in a separate process, whose crash is an error with the last position.
+            Several devices (``num_devices=3``) always have one process each, also in a notebook.
+        run_dir: the folder of runs to save in; ``"off"`` saves nothing.
+        on_event: called with each event as it happens; see `core.events`.
+        model: Name, folder or hub id of the model; without it the embedded model draws what it
+            can.
+        negative_prompt: What it should not show.
+        size: WIDTHxHEIGHT (pixels).
+        height: Height (pixels, > 0, ≤ 16384).
+        width: Width (pixels, > 0, ≤ 16384).
+        resolution: A named size such as 360p, shaped by --aspect.
+        aspect: Width to height, such as 16:9 or 9:16; needs --resolution.
+        num_frames: Length (frames, > 0, ≤ 100000).
+        seconds: Length (seconds, > 0).
+        fps: Frames per second of the video (≥ 0.01, ≤ 1000).
+        num_inference_steps: Steps of the sampler (> 0, ≤ 10000).
+        guidance_scale: How strongly the prompt steers; 1 is off (≥ 0, ≤ 1000).
+        seed: Seed of the noise; without it a random one is drawn, printed and recorded (≥ 0, ≤
+            9007199254740991).
+        num_videos: So many videos, with seed, seed + 1, and so on (> 0, ≤ 10000).
+        latents: Start noise of unit variance, (1, C, T, H, W), or as the model has it.
+        image: Picture that is the first frame.
+        last_image: Picture that is the last frame.
+        extend: Video to go on from.
+        chain: So many clips, each going on from the one before (> 0, ≤ 1000).
+        edit_strength: How far given frames may change: 0 keeps them, 1 ignores them (≥ 0, ≤ 1).
+        dtype: Precision: auto, fp32, bf16 or fp16.
+        quantize: Keep the weights of linear layers in eight bits (lossy): auto (int8, only
+            where nothing else fits), none, int8 or fp8.
+        device: Device: auto, cpu, cuda, cuda:1 or mps.
+        num_devices: So many devices work together, any number; on a machine without several,
+            CPU workers (> 0, ≤ 256).
+        devices: Which devices work together, such as 0,1,2 or cuda:0,cuda:2 or cpu,cpu.
+        parallel: How several devices divide the work: auto, or data=N, cfg=N and sequence=N (or
+            ulysses=N, ring=N) such as cfg=2,sequence=3.
+        shares: How much each of several devices does, such as 24,8.
+        shard_weights: Several devices keep the denoiser's weights between them, each a part of
+            the blocks.
+        max_memory: Use no more of the device's memory than this, such as 8GB.
+        max_host_memory: Use no more of the host's memory than this, such as 16GB.
+        attention: Compute attention by this kernel, certified or not: flash, efficient, cudnn
+            or math.
+        without: A fast path that is not to be used, as `everyframe fast-paths` names it; may be
+            repeated.
+        compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
+            compiler.
+        report: A folder for a page on what had to be repaired, or could not be; watching takes
+            time.
+        forget_repairs: Forget the repairs that earlier runs of this model needed on this
+            device.
+        force: Do what is refused for its price alone, such as fp16 on a CPU.
+        paths: The fast paths of each component, exactly; a record has them.
+        quantized: What the weights of each component are kept in, exactly; a record has it.
+        remedies: The repairs to begin with, exactly; a record has them.
+        aesthetic: How good it should look, 1.2 only: about 4 (plain) to 7 (polished) (≥ 0, ≤
+            10). For models of opensora.
+        motion_score: How much should move, 1.2 only: about 0 (still) to 30 (a lot) (≥ 0, ≤
+            1000). For models of opensora.
+        camera_motion: How the camera moves, 1.2 only, such as "pan left". For models of
+            opensora.
+        truncate_prompt: Go on with the beginning of a prompt that is too long. For models of
+            opensora, inpaint, stepvideo.
+        vae: Folder or hub id of the autoencoder, if it is not beside the denoiser. For models
+            of opensora.
+        text_encoder: Folder or hub id of T5 and its tokenizer, if it is not beside the
+            denoiser. For models of opensora.
+        motion_bucket_id: How much should move: about 1 (still) to 255 (a lot) (≥ 0, ≤ 1000).
+            For models of svd.
+        noise_aug_strength: Noise on the picture; more lets the video go further from it (≥ 0, ≤
+            100). For models of svd.
+        min_guidance_scale: Guidance of the first frame (≥ 0, ≤ 1000). For models of svd.
+        max_guidance_scale: Guidance of the last frame, to which it rises; 1 is off (≥ 0, ≤
+            1000). For models of svd.
+        decode_chunk_size: Frames decoded at once, all of them if not given; fewer need less
+            memory and change the picture (> 0, ≤ 100000). For models of svd.
+        fit: Bring given pictures and videos to the video's size: crop, pad or stretch; without
+            it our own models crop, and a diffusers pipeline has them as they are. For models of
+            svd, inpaint, pipeline.
+        variant: Stored precision of the weights to take where a model has several, such as
+            fp16. For models of svd, pipeline.
+        source: What is repainted in part: a picture, a folder of frames or a video. For models
+            of inpaint.
+        mask: Where: white in a picture, folder or video of the source's size, or a box
+            LEFT,TOP,RIGHT,BOTTOM in pixels. For models of inpaint.
+        controlnet: Folder, hub id or short name (canny, inpaint, depth, …) of the ControlNet,
+            if it is not in the model's folder; several with commas. For models of inpaint.
+        control: What the ControlNet sees: a picture, folder or video, or canny or inpaint,
+            which are made of the source; with commas for several ControlNets. For models of
+            inpaint.
+        strength: How far the repainted part may go from the source; 1 ignores what was there (>
+            0, ≤ 1). For models of inpaint.
+        controlnet_conditioning_scale: How strongly the ControlNet steers; with commas for
+            several. For models of inpaint.
+        control_guidance_start: Share of the steps after which the ControlNet begins to steer.
+            For models of inpaint.
+        control_guidance_end: Share of the steps after which it steers no more. For models of
+            inpaint.
+        guess_mode: Let the ControlNet steer the prompt's side of guidance alone. For models of
+            inpaint.
+        canny_low: Weaker threshold of canny, 100 if not given: edges that hang on stronger ones
+            (≥ 0, ≤ 10000). For models of inpaint.
+        canny_high: Stronger threshold of canny, 200 if not given: edges of their own (≥ 0, ≤
+            10000). For models of inpaint.
+        frames_at_once: Frames denoised and decoded together; more need more memory (> 0, ≤
+            1000). For models of inpaint.
+        unblended: Keep what the decoder makes outside of the mask too, as diffusers does, and
+            not the source itself. For models of inpaint.
+        time_shift: How many of the steps are at high noise; above 1 is more (> 0, ≤ 1000). For
+            models of stepvideo.
+        pos_magic: What is put behind the prompt; '' for nothing. By default upstream's words
+            for quality. For models of stepvideo.
+        llm_bias: How Step-LLM weighs the distance of words: sqrt (derived, not verified),
+            linear or none. For models of stepvideo.
+        base: Folder or hub id of step_llm, hunyuan_clip and vae, if they are not beside the
+            denoiser. For models of stepvideo.
+        option: A parameter that only this pipeline has, as NAME=VALUE; may be given several
+            times. A video, picture or .npy of numbers is named by its file. For models of
+            pipeline.
+        vae_tiling: Decode in tiles: far less memory for large frames, and faint seams. For
+            models of pipeline.
+        trust_remote_code: Run Python code that comes with the checkpoint. Read it first. For
+            models of pipeline.
+
+    Raises:
+        InputError: an option is invalid.
+        CannotRunError: this machine is too small for it.
+        WorkerDiedError: a process of `isolate`, or of one of several devices, crashed.
+    """
+
+def plan(
+    request: Request | str | None = None,
+    *,
+    profile: str | Path | None = None,
+    prompt: str | None = None,
+    model: str | PathLike[str] | None = None,
+    negative_prompt: str | None = None,
+    size: str | tuple[int, int] | list[int] | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    resolution: str | None = None,
+    aspect: str | tuple[int, int] | list[int] | None = None,
+    num_frames: int | None = None,
+    seconds: float | None = None,
+    fps: float | None = None,
+    num_inference_steps: int | None = None,
+    guidance_scale: float | None = None,
+    seed: int | None = None,
+    num_videos: int = 1,
+    latents: Any = None,
+    image: Any = None,
+    last_image: Any = None,
+    extend: Any = None,
+    chain: int = 1,
+    edit_strength: float | None = None,
+    dtype: str | torch.dtype = "auto",
+    quantize: str = "auto",
+    device: str | torch.device = "auto",
+    num_devices: int | None = None,
+    devices: str | Sequence[str | int | torch.device] | None = None,
+    parallel: str = "auto",
+    shares: str | Sequence[float] | None = None,
+    shard_weights: bool = False,
+    max_memory: str | int | None = None,
+    max_host_memory: str | int | None = None,
+    attention: str | None = None,
+    without: Sequence[str] = (),
+    compile: bool = False,
+    report: str | PathLike[str] | None = None,
+    forget_repairs: bool = False,
+    force: bool = False,
+    paths: Mapping[str, Sequence[str]] | None = None,
+    quantized: Mapping[str, str] | None = None,
+    remedies: Sequence[Repair] | None = None,
+    aesthetic: float | None = None,
+    motion_score: float | None = None,
+    camera_motion: str | None = None,
+    truncate_prompt: bool = False,
+    vae: str | PathLike[str] | None = None,
+    text_encoder: str | PathLike[str] | None = None,
+    motion_bucket_id: int = 127,
+    noise_aug_strength: float = 0.02,
+    min_guidance_scale: float = 1.0,
+    max_guidance_scale: float = 3.0,
+    decode_chunk_size: int | None = None,
+    fit: str | None = None,
+    variant: str | None = None,
+    source: Any = None,
+    mask: Any = None,
+    controlnet: Any = None,
+    control: Any = None,
+    strength: float = 1.0,
+    controlnet_conditioning_scale: float | Sequence[float] = 0.5,
+    control_guidance_start: float | Sequence[float] = 0.0,
+    control_guidance_end: float | Sequence[float] = 1.0,
+    guess_mode: bool = False,
+    canny_low: float | None = None,
+    canny_high: float | None = None,
+    frames_at_once: int = 1,
+    unblended: bool = False,
+    time_shift: float | None = None,
+    pos_magic: str | None = None,
+    llm_bias: str = "sqrt",
+    base: str | PathLike[str] | None = None,
+    option: Mapping[str, Any] | Sequence[str] = {},
+    vae_tiling: bool = False,
+    trust_remote_code: bool = False,
+) -> Plan:
+    """Plan a request: what would run, in which precision, with how much memory and about how long.
+
+    Nothing is loaded or fetched.
+
+    Args:
+        request: a request, or the prompt.
+        profile: plan for another machine: the name of a shipped profile, or a file of facts.
+        prompt: What the video shows.
+        model: Name, folder or hub id of the model; without it the embedded model draws what it
+            can.
+        negative_prompt: What it should not show.
+        size: WIDTHxHEIGHT (pixels).
+        height: Height (pixels, > 0, ≤ 16384).
+        width: Width (pixels, > 0, ≤ 16384).
+        resolution: A named size such as 360p, shaped by --aspect.
+        aspect: Width to height, such as 16:9 or 9:16; needs --resolution.
+        num_frames: Length (frames, > 0, ≤ 100000).
+        seconds: Length (seconds, > 0).
+        fps: Frames per second of the video (≥ 0.01, ≤ 1000).
+        num_inference_steps: Steps of the sampler (> 0, ≤ 10000).
+        guidance_scale: How strongly the prompt steers; 1 is off (≥ 0, ≤ 1000).
+        seed: Seed of the noise; without it a random one is drawn, printed and recorded (≥ 0, ≤
+            9007199254740991).
+        num_videos: So many videos, with seed, seed + 1, and so on (> 0, ≤ 10000).
+        latents: Start noise of unit variance, (1, C, T, H, W), or as the model has it.
+        image: Picture that is the first frame.
+        last_image: Picture that is the last frame.
+        extend: Video to go on from.
+        chain: So many clips, each going on from the one before (> 0, ≤ 1000).
+        edit_strength: How far given frames may change: 0 keeps them, 1 ignores them (≥ 0, ≤ 1).
+        dtype: Precision: auto, fp32, bf16 or fp16.
+        quantize: Keep the weights of linear layers in eight bits (lossy): auto (int8, only
+            where nothing else fits), none, int8 or fp8.
+        device: Device: auto, cpu, cuda, cuda:1 or mps.
+        num_devices: So many devices work together, any number; on a machine without several,
+            CPU workers (> 0, ≤ 256).
+        devices: Which devices work together, such as 0,1,2 or cuda:0,cuda:2 or cpu,cpu.
+        parallel: How several devices divide the work: auto, or data=N, cfg=N and sequence=N (or
+            ulysses=N, ring=N) such as cfg=2,sequence=3.
+        shares: How much each of several devices does, such as 24,8.
+        shard_weights: Several devices keep the denoiser's weights between them, each a part of
+            the blocks.
+        max_memory: Use no more of the device's memory than this, such as 8GB.
+        max_host_memory: Use no more of the host's memory than this, such as 16GB.
+        attention: Compute attention by this kernel, certified or not: flash, efficient, cudnn
+            or math.
+        without: A fast path that is not to be used, as `everyframe fast-paths` names it; may be
+            repeated.
+        compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
+            compiler.
+        report: A folder for a page on what had to be repaired, or could not be; watching takes
+            time.
+        forget_repairs: Forget the repairs that earlier runs of this model needed on this
+            device.
+        force: Do what is refused for its price alone, such as fp16 on a CPU.
+        paths: The fast paths of each component, exactly; a record has them.
+        quantized: What the weights of each component are kept in, exactly; a record has it.
+        remedies: The repairs to begin with, exactly; a record has them.
+        aesthetic: How good it should look, 1.2 only: about 4 (plain) to 7 (polished) (≥ 0, ≤
+            10). For models of opensora.
+        motion_score: How much should move, 1.2 only: about 0 (still) to 30 (a lot) (≥ 0, ≤
+            1000). For models of opensora.
+        camera_motion: How the camera moves, 1.2 only, such as "pan left". For models of
+            opensora.
+        truncate_prompt: Go on with the beginning of a prompt that is too long. For models of
+            opensora, inpaint, stepvideo.
+        vae: Folder or hub id of the autoencoder, if it is not beside the denoiser. For models
+            of opensora.
+        text_encoder: Folder or hub id of T5 and its tokenizer, if it is not beside the
+            denoiser. For models of opensora.
+        motion_bucket_id: How much should move: about 1 (still) to 255 (a lot) (≥ 0, ≤ 1000).
+            For models of svd.
+        noise_aug_strength: Noise on the picture; more lets the video go further from it (≥ 0, ≤
+            100). For models of svd.
+        min_guidance_scale: Guidance of the first frame (≥ 0, ≤ 1000). For models of svd.
+        max_guidance_scale: Guidance of the last frame, to which it rises; 1 is off (≥ 0, ≤
+            1000). For models of svd.
+        decode_chunk_size: Frames decoded at once, all of them if not given; fewer need less
+            memory and change the picture (> 0, ≤ 100000). For models of svd.
+        fit: Bring given pictures and videos to the video's size: crop, pad or stretch; without
+            it our own models crop, and a diffusers pipeline has them as they are. For models of
+            svd, inpaint, pipeline.
+        variant: Stored precision of the weights to take where a model has several, such as
+            fp16. For models of svd, pipeline.
+        source: What is repainted in part: a picture, a folder of frames or a video. For models
+            of inpaint.
+        mask: Where: white in a picture, folder or video of the source's size, or a box
+            LEFT,TOP,RIGHT,BOTTOM in pixels. For models of inpaint.
+        controlnet: Folder, hub id or short name (canny, inpaint, depth, …) of the ControlNet,
+            if it is not in the model's folder; several with commas. For models of inpaint.
+        control: What the ControlNet sees: a picture, folder or video, or canny or inpaint,
+            which are made of the source; with commas for several ControlNets. For models of
+            inpaint.
+        strength: How far the repainted part may go from the source; 1 ignores what was there (>
+            0, ≤ 1). For models of inpaint.
+        controlnet_conditioning_scale: How strongly the ControlNet steers; with commas for
+            several. For models of inpaint.
+        control_guidance_start: Share of the steps after which the ControlNet begins to steer.
+            For models of inpaint.
+        control_guidance_end: Share of the steps after which it steers no more. For models of
+            inpaint.
+        guess_mode: Let the ControlNet steer the prompt's side of guidance alone. For models of
+            inpaint.
+        canny_low: Weaker threshold of canny, 100 if not given: edges that hang on stronger ones
+            (≥ 0, ≤ 10000). For models of inpaint.
+        canny_high: Stronger threshold of canny, 200 if not given: edges of their own (≥ 0, ≤
+            10000). For models of inpaint.
+        frames_at_once: Frames denoised and decoded together; more need more memory (> 0, ≤
+            1000). For models of inpaint.
+        unblended: Keep what the decoder makes outside of the mask too, as diffusers does, and
+            not the source itself. For models of inpaint.
+        time_shift: How many of the steps are at high noise; above 1 is more (> 0, ≤ 1000). For
+            models of stepvideo.
+        pos_magic: What is put behind the prompt; '' for nothing. By default upstream's words
+            for quality. For models of stepvideo.
+        llm_bias: How Step-LLM weighs the distance of words: sqrt (derived, not verified),
+            linear or none. For models of stepvideo.
+        base: Folder or hub id of step_llm, hunyuan_clip and vae, if they are not beside the
+            denoiser. For models of stepvideo.
+        option: A parameter that only this pipeline has, as NAME=VALUE; may be given several
+            times. A video, picture or .npy of numbers is named by its file. For models of
+            pipeline.
+        vae_tiling: Decode in tiles: far less memory for large frames, and faint seams. For
+            models of pipeline.
+        trust_remote_code: Run Python code that comes with the checkpoint. Read it first. For
+            models of pipeline.
+    """
+
+def resume(
+    run: str | Path | None = None,
+    *,
+    pipe: Any = None,
+    output: Output = "uint8",
+    trust_remote_code: bool = False,
+    on_event: Callable[[Event], None] | None = None,
+    num_devices: int | None = None,
+    devices: str | Sequence[str | int | torch.device] | None = None,
+    parallel: str = "auto",
+    shares: str | Sequence[float] | None = None,
+    shard_weights: bool = False,
+) -> Video | list[Video] | Any:
+    """Resume an interrupted run; the videos equal those of an uninterrupted run, bit for bit.
+
+    An `EveryframeWarning` names the run and where it resumes.
+
+    Args:
+        run: its name or folder (see `list_runs`); by default the latest interrupted run, or with
+            `pipe` the latest of that pipeline.
+        pipe: the loaded pipeline, for a run of `everyframe.run`; another pipeline is refused.
+        output: as in `generate`; frames of earlier clips saved for ``"uint8"`` are no finer.
+        trust_remote_code: allow code that comes with the checkpoint; must be given again.
+        on_event: as in `generate`.
+        num_devices: So many devices work together, any number; on a machine without several,
+            CPU workers (> 0, ≤ 256).
+        parallel: How several devices divide the work: auto, or data=N, cfg=N and sequence=N (or
+            ulysses=N, ring=N) such as cfg=2,sequence=3.
+        shares: How much each of several devices does, such as 24,8.
+        shard_weights: Several devices keep the denoiser's weights between them, each a part of
+            the blocks.
+        devices: ``num_devices``, ``devices``, ``parallel``, ``shares`` and ``shard_weights`` of
+            `generate`, to resume on other devices; then the videos are equal up to rounding.
+
+    Raises:
+        InputError: there is no such run, or something that it needs has changed.
+    """
+
+def run(
+    pipe: Any,
+    prompt: str | list[str] | Mapping[int, str] | None = None,
+    *,
+    output: Output | None = None,
+    on_event: Callable[[Event], None] | None = None,
+    from_record: str | Path | Mapping[str, Any] | Video | None = None,
+    model: str | PathLike[str] | None = None,
+    negative_prompt: str | Sequence[str] | Mapping[int, str] | None = None,
+    size: str | tuple[int, int] | list[int] | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    resolution: str | None = None,
+    aspect: str | tuple[int, int] | list[int] | None = None,
+    num_frames: int | None = None,
+    seconds: float | None = None,
+    fps: float | None = None,
+    num_inference_steps: int | None = None,
+    guidance_scale: float | None = None,
+    seed: int | None = None,
+    num_videos: int = 1,
+    latents: Any = None,
+    image: Any = None,
+    last_image: Any = None,
+    extend: Any = None,
+    chain: int = 1,
+    edit_strength: float | None = None,
+    dtype: str | torch.dtype = "auto",
+    quantize: str = "auto",
+    device: str | torch.device = "auto",
+    num_devices: int | None = None,
+    devices: str | Sequence[str | int | torch.device] | None = None,
+    parallel: str = "auto",
+    shares: str | Sequence[float] | None = None,
+    shard_weights: bool = False,
+    max_memory: str | int | None = None,
+    max_host_memory: str | int | None = None,
+    attention: str | None = None,
+    without: Sequence[str] = (),
+    compile: bool = False,
+    report: str | PathLike[str] | None = None,
+    forget_repairs: bool = False,
+    force: bool = False,
+    paths: Mapping[str, Sequence[str]] | None = None,
+    quantized: Mapping[str, str] | None = None,
+    remedies: Sequence[Repair] | None = None,
+    option: Mapping[str, Any] | Sequence[str] = {},
+    fit: str | None = None,
+    vae_tiling: bool = False,
+    variant: str | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> Video | list[Video] | Any:
+    """Make a video with a loaded diffusers pipeline; return a list for several.
+
+    The pipeline runs as it is, on its device and in its dtypes, and is left unchanged. It is called
+    in this thread with torch's current settings: autocast, threads, TF32, modes. Notes and repairs
+    are warnings, as in `generate`. With ``output_type`` ``"pt"``, ``"pil"`` or ``"latent"`` the
+    pipeline's own output is returned, in diffusers' format; with ``"np"`` a `Video` with frames as
+    ``output="float"`` gives them.
+
+    Args:
+        pipe: a diffusers pipeline for text or image to video, standard or modular.
+        prompt: what the video shows; a list makes as many videos in one call.
+        output: as in `generate`.
+        on_event: called with each event as it happens; see `core.events`.
+        from_record: a video, its file, a sidecar or a record; other options override it.
+        model: Name, folder or hub id of the model; without it the embedded model draws what it
+            can.
+        negative_prompt: What it should not show.
+        size: WIDTHxHEIGHT (pixels).
+        height: Height (pixels, > 0, ≤ 16384).
+        width: Width (pixels, > 0, ≤ 16384).
+        resolution: A named size such as 360p, shaped by --aspect.
+        aspect: Width to height, such as 16:9 or 9:16; needs --resolution.
+        num_frames: Length (frames, > 0, ≤ 100000).
+        seconds: Length (seconds, > 0).
+        fps: Frames per second of the video (≥ 0.01, ≤ 1000).
+        num_inference_steps: Steps of the sampler (> 0, ≤ 10000).
+        guidance_scale: How strongly the prompt steers; 1 is off (≥ 0, ≤ 1000).
+        seed: Seed of the noise; without it a random one is drawn, printed and recorded (≥ 0, ≤
+            9007199254740991).
+        num_videos: So many videos, with seed, seed + 1, and so on (> 0, ≤ 10000).
+        latents: Start noise of unit variance, (1, C, T, H, W), or as the model has it.
+        image: Picture that is the first frame.
+        last_image: Picture that is the last frame.
+        extend: Video to go on from.
+        chain: So many clips, each going on from the one before (> 0, ≤ 1000).
+        edit_strength: How far given frames may change: 0 keeps them, 1 ignores them (≥ 0, ≤ 1).
+        dtype: Precision: auto, fp32, bf16 or fp16.
+        quantize: Keep the weights of linear layers in eight bits (lossy): auto (int8, only
+            where nothing else fits), none, int8 or fp8.
+        device: Device: auto, cpu, cuda, cuda:1 or mps.
+        num_devices: So many devices work together, any number; on a machine without several,
+            CPU workers (> 0, ≤ 256).
+        devices: Which devices work together, such as 0,1,2 or cuda:0,cuda:2 or cpu,cpu.
+        parallel: How several devices divide the work: auto, or data=N, cfg=N and sequence=N (or
+            ulysses=N, ring=N) such as cfg=2,sequence=3.
+        shares: How much each of several devices does, such as 24,8.
+        shard_weights: Several devices keep the denoiser's weights between them, each a part of
+            the blocks.
+        max_memory: Use no more of the device's memory than this, such as 8GB.
+        max_host_memory: Use no more of the host's memory than this, such as 16GB.
+        attention: Compute attention by this kernel, certified or not: flash, efficient, cudnn
+            or math.
+        without: A fast path that is not to be used, as `everyframe fast-paths` names it; may be
+            repeated.
+        compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
+            compiler.
+        report: A folder for a page on what had to be repaired, or could not be; watching takes
+            time.
+        forget_repairs: Forget the repairs that earlier runs of this model needed on this
+            device.
+        force: Do what is refused for its price alone, such as fp16 on a CPU.
+        paths: The fast paths of each component, exactly; a record has them.
+        quantized: What the weights of each component are kept in, exactly; a record has it.
+        remedies: The repairs to begin with, exactly; a record has them.
+        option: A parameter that only this pipeline has, as NAME=VALUE; may be given several
+            times. A video, picture or .npy of numbers is named by its file. For models of
+            pipeline.
+        fit: Bring given pictures and videos to the video's size: crop, pad or stretch; without
+            it our own models crop, and a diffusers pipeline has them as they are. For models of
+            svd, inpaint, pipeline.
+        vae_tiling: Decode in tiles: far less memory for large frames, and faint seams. For
+            models of pipeline.
+        variant: Stored precision of the weights to take where a model has several, such as
+            fp16. For models of svd, pipeline.
+        trust_remote_code: Run Python code that comes with the checkpoint. Read it first. For
+            models of pipeline.
+        options: every option of `Request`, and every parameter of the pipeline's own call.
+
+    Raises:
+        InputError: not a video pipeline, or an option that it doesn't accept.
+    """
