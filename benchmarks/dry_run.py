@@ -27,11 +27,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import diffusers
+import tiny_pipelines
 from versions import versions_of
 
 import everyframe
-import tiny_pipelines
 from everyframe.hardware import machine_facts
+from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
 RESULTS = Path(__file__).parent / "results"
 TINY = ("wan", "ltx", "cogvideox", "hunyuan")

@@ -35,6 +35,7 @@ from everyframe.families.registry import (
     options_of,
 )
 from everyframe.media.video import Video
+from everyframe.planning.input_checks import check_input_files
 from everyframe.planning.resolve import LoadedModel, resolve
 from everyframe.runs import folder
 from everyframe.runs.folder import RunFolder, RunSummary, find_run, root_of, runs_folder
@@ -86,6 +87,7 @@ def generate(
     request, num_threads = _request(given, record)
     root, as_uint8 = root_of(run_dir), output == "uint8"
     if isolate or request.num_ranks > 1:
+        check_input_files(request)
         job = WorkerJob(request, num_threads=num_threads, root=root, as_uint8=as_uint8)
         events = run_in_workers(job.of_ranks(request.num_ranks))
     else:
@@ -225,6 +227,7 @@ def stream(request: Request, *, pipe: Any = None) -> Iterator[Event]:
     if pipe is not None:
         return _events_of_pipe(pipe, request, None)
     if request.num_ranks > 1:
+        check_input_files(request)
         return run_in_workers(WorkerJob(request, root=runs_folder()).of_ranks(request.num_ranks))
     return engine.stream(request)
 

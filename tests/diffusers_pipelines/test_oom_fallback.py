@@ -21,7 +21,7 @@ from everyframe.core.errors import CannotRunError
 from everyframe.core.events import Event, Repaired, Step, VideoDone
 from everyframe.core.plan import ComponentPlan, Precision, Settings
 from everyframe.core.request import Request
-from everyframe.diffusers_pipelines.oom_fallback import PipelineMemoryFallbacks, chunk_savings
+from everyframe.diffusers_pipelines.oom_fallback import PipelineOomFallbacks, chunk_savings
 from everyframe.diffusers_pipelines.signature import CallSignature, of_class
 from everyframe.engine.run import stream
 from everyframe.runs.run_state import SaveOptions
@@ -200,11 +200,11 @@ def test_on_a_card_parts_take_turns_and_then_come_by_blocks() -> None:
             tiles = replace(settings, options=(("vae_tiling", True),))
             yield MemorySaving(tiles, "in tiles", is_lossy=True)
 
-    reliefs = PipelineMemoryFallbacks(on_card, pipe, nets, savings)
+    reliefs = PipelineOomFallbacks(on_card, pipe, nets, savings)
     said = []
     for at in ("", "net", "net", "vae", "vae", "vae"):
         relief = reliefs.next(at)
-        said.append(None if relief is None else (relief.component, relief.says.split()[0]))
+        said.append(None if relief is None else (relief.component, relief.message.split()[0]))
         for name, each in nets.items():
             assert torch.equal(each(inputs()), wanted[name])
     assert said == [("", "what"), ("", "its"), ("net", "its"), ("vae", "its"), ("vae", "in"), None]
@@ -214,16 +214,14 @@ def test_on_a_card_parts_take_turns_and_then_come_by_blocks() -> None:
 
 def test_on_a_card_a_callers_weights_give_up_their_old_storage_first() -> None:
     on_card = replace(plan(), device=_AsCard())  # type: ignore[arg-type]
-    reliefs = PipelineMemoryFallbacks(on_card, SimpleNamespace(), {}, None)
+    reliefs = PipelineOomFallbacks(on_card, SimpleNamespace(), {}, None)
     assert reliefs.keeps_storage
     relief = reliefs.next("net")
     assert relief is not None
-    assert "same bits in new storage" in relief.says
+    assert "same bits in new storage" in relief.message
     assert not reliefs.keeps_storage
     assert reliefs.next("net") is None
-    assert not PipelineMemoryFallbacks(
-        on_card, SimpleNamespace(), {"net": net()}, None
-    ).keeps_storage
+    assert not PipelineOomFallbacks(on_card, SimpleNamespace(), {"net": net()}, None).keeps_storage
 
 
 class _AsCard:

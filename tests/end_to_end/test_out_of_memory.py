@@ -29,7 +29,7 @@ from everyframe.planning.resolve import prepare
 from everyframe.runtime import tiling
 from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import ConditioningFrames, MemorySaving
-from everyframe.runtime.oom_fallback import MemoryFallbacks
+from everyframe.runtime.oom_fallback import OomFallbacks
 from helpers.events import frames_of
 from helpers.guard_modules import Net, inputs, plan
 from helpers.out_of_memory import TOO_LITTLE, before_calls
@@ -286,13 +286,13 @@ def test_what_shows_in_the_picture_comes_after_weights_that_wait() -> None:
         yield MemorySaving(settings.with_saving("at_once", 1), "one by one")
         yield MemorySaving(settings.with_saving("tile", 8), "in tiles", is_lossy=True)
 
-    reliefs = MemoryFallbacks(on_a_card(), {"net": Net(nn.Linear(8, 8))}, savings)
-    said = [relief.says for relief in iter(reliefs.next, None)]
+    reliefs = OomFallbacks(on_a_card(), {"net": Net(nn.Linear(8, 8))}, savings, "denoise")
+    said = [relief.message for relief in iter(reliefs.next, None)]
     assert [text.split()[0] for text in said] == ["what", "one", "its", "in"]
     assert "wait in the host's memory" in said[2]
 
 
 def test_each_way_is_tried_once() -> None:
-    reliefs = MemoryFallbacks(on_a_card(), {}, None)
+    reliefs = OomFallbacks(on_a_card(), {}, None, "denoise")
     assert reliefs.next() is not None
     assert reliefs.next() is None

@@ -27,6 +27,8 @@ from everyframe.diffusers_pipelines.library_patches import float32_noise, stand_
 from everyframe.dry_run import executor
 from everyframe.hardware.cpu import cpu_threads
 from everyframe.runtime.meta_init import BUILD_LOCK
+from helpers.tiny_checkpoints import opensora as tiny_opensora
+from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
 OWN: dict[str, Any] = {
     "prompt": "a red circle", "size": "16x16", "num_frames": 3, "num_inference_steps": 2,
@@ -142,7 +144,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = tmp_path_factory.mktemp("models")
     for name in ("wan", "mochi"):
         tiny_pipelines.TINY[name](made / name)
-    return {"ours": tiny.opensora_1_2(made / "ours"), "wan": made / "wan", "mochi": made / "mochi"}
+    ours = tiny_opensora.opensora_1_2(made / "ours")
+    return {"ours": ours, "wan": made / "wan", "mochi": made / "mochi"}
 
 
 @pytest.fixture(autouse=True)

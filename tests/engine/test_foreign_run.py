@@ -12,7 +12,6 @@ import pytest
 from PIL import Image
 
 import everyframe
-from engine.test_resume import cut, videos
 from everyframe.cli.main import main
 from everyframe.core.errors import InputError
 from everyframe.core.events import Event
@@ -26,6 +25,7 @@ from everyframe.engine.worker_process import WorkerJob
 from everyframe.media.video import Video
 from everyframe.runs.atomic_write import write_json
 from everyframe.runs.folder import RunFolder
+from helpers.interrupted_runs import cut, videos
 
 
 def edited(run: RunFolder, **values: Any) -> None:
@@ -131,6 +131,32 @@ def test_the_command_line_asks_for_the_output_too(
     assert main(["resume", str(run.path), *named, "-o", "mine.mp4"]) == 0
     assert capsys.readouterr().out == "mine.mp4\n"
     assert not target.exists()
+
+
+@pytest.mark.parametrize("name", ["place", "output", "record", "request", "plan", "later"])
+def test_what_a_stranger_wrote_wrongly_is_one_line(
+    name: str, run: RunFolder, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = run.run()
+    if name in ("place", "output"):
+        edited(run, **{name: 5})
+    elif name == "record":
+        edited(run, record={**written["record"], "settings": 5})
+    elif name == "request":
+        edited(run, request={"a": 1})
+    else:
+        plan = load_run(run).plan
+        wrong = {"height": "x"} if name == "plan" else {"num_inference_steps": -3}
+        settings: Any = replace(plan.settings, **wrong)
+        edited(run, plan=to_jsonable(replace(plan, settings=settings)))
+    named = ["--model", model, "--option", "image=cat.png", "-o", "mine.mp4"]
+    assert main(["resume", str(run.path), *named]) == 2
+    out, err = capsys.readouterr()
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert (out, len(errors)) == ("", 1)
+    if name == "plan":
+        assert "its plan.settings.height is missing or wrong" in err
+    assert not Path("mine.mp4").exists()
 
 
 def test_many_threads_are_not_a_strangers_to_ask_for(run: RunFolder, model: str) -> None:

@@ -219,7 +219,7 @@ def of_ranks(device: DeviceFacts, *names: str) -> Plan:
 def all_ways(planned: Plan) -> Iterator[tuple[Plan, str]]:
     while (found := replan.apply_next_fallback(planned, MODEL, SHORT.scarcity)) is not None:
         planned = found[0]
-        yield found
+        yield planned, found[1].message
 
 
 def test_each_start_does_one_thing_more_in_the_order_of_plans() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -141,7 +141,7 @@ def _dotted(node: ast.AST) -> str:
     return ""
 
 
-def _imports(module: Module, *, strings: bool = True) -> Iterator[tuple[int, str]]:
+def imports_of(module: Module, *, strings: bool = True) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of all that is imported, also in functions and by name in `strings`."""
     docstrings = {id(node.value) for node in module.every_node if isinstance(node, ast.Expr)}
     for node in module.every_node:
@@ -163,7 +163,7 @@ def imports_go_down(module: Module) -> Iterator[str]:
     if module.room is None:
         return
     allowed = ROOMS[ROOMS.index(module.room) :]
-    for line, name in _imports(module):
+    for line, name in imports_of(module):
         parts = name.split(".")
         if parts[0] != PACKAGE or name == f"{PACKAGE}._version.__version__":
             continue
@@ -181,61 +181,12 @@ def modules_have_searchable_names(module: Module) -> Iterator[str]:
         yield f"1: {name} says nothing to somebody who searches; name it by its subject"
 
 
-def import_circles(modules: Sequence[Module]) -> list[list[str]]:
-    """Groups of modules that import each other, also within functions and for types alone."""
-    names = {module.name.removesuffix(".__init__") for module in modules}
-    graph = {
-        module.name.removesuffix(".__init__"): _imported_modules(module, names)
-        for module in modules
-    }
-    return [sorted(group) for group in _strong_components(graph) if len(group) > 1]
-
-
-def _imported_modules(module: Module, names: set[str]) -> set[str]:
-    own = module.name.removesuffix(".__init__")
-    found = set()
-    for _, name in _imports(module, strings=False):
-        target = name if name in names else name.rpartition(".")[0]
-        # A package's __init__ may import its own modules.
-        if target in names and target != own and not target.startswith(f"{own}."):
-            found.add(target)
-    return found
-
-
-def _strong_components(graph: dict[str, set[str]]) -> Iterator[set[str]]:
-    """Tarjan's algorithm (1972), with a stack of its own in place of recursion."""
-    order: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    for root in graph:
-        work = [(root, iter(sorted(graph[root])))] if root not in order else []
-        while work:
-            node, rest = work[-1]
-            if node not in order:
-                order[node] = low[node] = len(order)
-                stack.append(node)
-            for other in rest:
-                if other not in order:
-                    work.append((other, iter(sorted(graph[other]))))
-                    break
-                if other in stack:
-                    low[node] = min(low[node], order[other])
-            else:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
-                if low[node] == order[node]:
-                    group = set(stack[stack.index(node) :])
-                    del stack[stack.index(node) :]
-                    yield group
-
-
 def families_stand_alone(module: Module) -> Iterator[str]:
     """A family's folder imports no other family's; what two of them need is a room of its own."""
     parts = module.name.split(".")
     if module.room != "families" or len(parts) < 4:
         return
-    for line, name in _imports(module):
+    for line, name in imports_of(module):
         other = name.split(".")
         # Modules that lie in families/ itself are shared; only folders hold a family.
         if other[:2] == parts[:2] and len(other) > 4 and other[2] != parts[2]:
@@ -246,7 +197,7 @@ def core_is_plain_data(module: Module) -> Iterator[str]:
     """The ground floor imports no tensors, and its dataclasses are frozen."""
     if module.room != "core":
         return
-    for line, name in _imports(module):
+    for line, name in imports_of(module):
         if name.split(".")[0] in NOT_IN_CORE:
             yield f"{line}: core imports {name}"
     for node in module.nodes(ast.ClassDef):
@@ -384,7 +335,7 @@ def methods_are_not_assigned(module: Module) -> Iterator[str]:
 
 def nothing_is_mocked(module: Module) -> Iterator[str]:
     """No test library: what a caller or another thread sees is not replaced for a moment."""
-    for line, name in _imports(module, strings=False):
+    for line, name in imports_of(module, strings=False):
         if name.partition(".")[0] in ("unittest", "mock", "pytest"):
             yield f"{line}: imports {name}"
 

@@ -14,7 +14,7 @@ import shutil
 import struct
 import typing
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,8 +29,9 @@ from everyframe.core.events import Step
 from everyframe.core.request import Request
 from everyframe.engine.run import stream
 from everyframe.families.registry import all_options
+from everyframe.runs.atomic_write import read_json, write_json
 from everyframe.runs.run_state import EVERY_STEP, SaveOptions
-from helpers.fuzz_values import OUTPUTS, RIGHT, TEXTS, VALUES
+from helpers.fuzz_values import OUTPUTS, RIGHT, TEXTS, VALUES, changed
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 from helpers.tiny_checkpoints import svd as tiny_svd
@@ -148,31 +149,6 @@ def flipped(data: bytes, rng: random.Random) -> bytes:
             width = rng.choice((2, 4, 8))
             out[at : at + width] = rng.choice((b"\xff", b"\x00", b"\x7f")) * width
     return bytes(out)
-
-
-def changed(value: Any, rng: random.Random) -> Any:
-    """That JSON with one or a few places changed."""
-    value = json.loads(json.dumps(value))
-    for _ in range(rng.choice((1, 1, 1, 2, 5))):
-        value = _changed_once(value, rng)
-    return value
-
-
-def _changed_once(value: Any, rng: random.Random) -> Any:
-    if isinstance(value, dict) and value and rng.random() < 0.9:
-        key = rng.choice(sorted(value))
-        kind = rng.random()
-        if kind < 0.1:
-            return {name: each for name, each in value.items() if name != key}
-        if kind < 0.15:
-            return {**value, rng.choice(TEXTS): value[key]}
-        return {**value, key: _changed_once(value[key], rng)}
-    if isinstance(value, list) and value and rng.random() < 0.7:
-        at = rng.randrange(len(value))
-        return [*value[:at], _changed_once(value[at], rng), *value[at + 1 :]]
-    if isinstance(value, int) and not isinstance(value, bool) and rng.random() < 0.4:
-        return rng.choice((value + 1, value - 1, -value, value * 2, value * 10**6, 0))
-    return rng.choice(VALUES)
 
 
 def _link_model(model: Path, place: Path) -> None:
@@ -373,6 +349,23 @@ def run_case(rng: random.Random, inputs: Inputs) -> Prepared:
     return ("resume", inputs.run.name, "-o", "out.mp4"), prepare
 
 
+def stranger_case(rng: random.Random, inputs: Inputs) -> Prepared:
+    """A run folder that somebody else made, with values changed, resumed with or without names."""
+    values = read_json(inputs.run / "run.json")
+    assert values is not None
+    values |= {name: changed(values[name], rng) for name in rng.sample(sorted(values), 1)}
+    values["signature"] = ""
+
+    def prepare(folder: Path) -> None:
+        place = folder / "runs" / inputs.run.name
+        shutil.copytree(inputs.run, place)
+        with suppress(ValueError, RecursionError):  # no JSON
+            write_json(place / "run.json", values)
+
+    names = ("--model", str(inputs.opensora)) if rng.random() < 0.7 else ()
+    return ("resume", inputs.run.name, *names, "-o", "out.mp4"), prepare
+
+
 #: What makes the words and the files of a case of each kind.
 KINDS: Mapping[str, Maker] = {
     "request": request_case,
@@ -382,6 +375,7 @@ KINDS: Mapping[str, Maker] = {
     "weights": weights_case,
     "media": media_case,
     "run": run_case,
+    "stranger": stranger_case,
 }
 
 

@@ -1,10 +1,12 @@
-"""Values of fuzz cases: such as break parsers, and such as are right for an option.
+"""Values of fuzz cases: such as break parsers, such as are right for an option, and changed JSON.
 
 Read next: `fuzz_cases.py`.
 """
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,3 +55,28 @@ VALUES: tuple[Any, ...] = (
     [[]], [1], {}, {"a": {}}, [None], ["os", "system"], ["", "x"], ["this", "x"],
     ["diffusers", "__import__"], ["diffusers.utils", "logging"], "logging", "bfloat16", "../x",
 )  # fmt: skip
+
+
+def changed(value: Any, rng: random.Random) -> Any:
+    """That JSON with one or a few places changed."""
+    value = json.loads(json.dumps(value))
+    for _ in range(rng.choice((1, 1, 1, 2, 5))):
+        value = _changed_once(value, rng)
+    return value
+
+
+def _changed_once(value: Any, rng: random.Random) -> Any:
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        key = rng.choice(sorted(value))
+        kind = rng.random()
+        if kind < 0.1:
+            return {name: each for name, each in value.items() if name != key}
+        if kind < 0.15:
+            return {**value, rng.choice(TEXTS): value[key]}
+        return {**value, key: _changed_once(value[key], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.7:
+        at = rng.randrange(len(value))
+        return [*value[:at], _changed_once(value[at], rng), *value[at + 1 :]]
+    if isinstance(value, int) and not isinstance(value, bool) and rng.random() < 0.4:
+        return rng.choice((value + 1, value - 1, -value, value * 2, value * 10**6, 0))
+    return rng.choice(VALUES)

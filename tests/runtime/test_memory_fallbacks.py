@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from everyframe.core.plan import Settings
+from everyframe.core.facts import DeviceFacts
+from everyframe.core.plan import ComponentPlan, Plan, Precision, Settings
 from everyframe.runtime import tiling
 from everyframe.runtime.interface import MemorySaving
-from everyframe.runtime.memory_fallbacks import memory_fallbacks
+from everyframe.runtime.memory_fallbacks import RemainingFallbacks, memory_fallbacks
 from helpers import config_only_models
+from helpers.guard_modules import plan
 
 
 def savings(component: str, settings: Settings) -> Iterator[MemorySaving]:
@@ -26,7 +28,7 @@ def savings(component: str, settings: Settings) -> Iterator[MemorySaving]:
 def test_what_shows_comes_last_for_all_components() -> None:
     settings = config_only_models.settings()
     done = list(memory_fallbacks(["unet", "net"], settings, savings, may_wait=True))
-    assert [(way.component, way.says[:5]) for way in done] == [
+    assert [(way.component, way.message[:5]) for way in done] == [
         ("unet", "halve"), ("unet", "one b"), ("net", "halve"), ("net", "one b"),
         ("unet", "its w"), ("net", "its w"), ("unet", "tiles"),
     ]  # fmt: skip
@@ -71,7 +73,7 @@ def test_a_stage_has_what_helps_it_and_what_helps_all() -> None:
 
     def said(stage: str | None) -> list[tuple[str, dict[str, int]]]:
         done = memory_fallbacks(["vae"], settings, of_two_stages, may_wait=False, stage=stage)
-        return [(way.says, dict(way.settings.savings)) for way in done]
+        return [(way.message, dict(way.settings.savings)) for way in done]
 
     assert said("second") == [
         ("fewer", {"frames": 1}), ("tiles of second", {"frames": 1, "second": 8}),
@@ -93,3 +95,34 @@ def test_every_family_that_encodes_has_tiles_for_it(name: str) -> None:
         assert all(way.is_lossy and way.stage == stage for way in tiled)
         (other,) = {tiling.ENCODE, tiling.DECODE} - {own}
         assert not any(way.settings.saving(other, 0) for way in done)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["svd", "inpaint-9", "opensora-1.2", "stepvideo"])
+def test_one_after_the_other_is_taken_what_a_plan_lists(name: str, kind: str) -> None:
+    """A stage and a restart take them from the plan that they are at; each has the same rest."""
+    model = config_only_models.all_models()[name]
+    settings = config_only_models.settings(512, 512, 17, given_frames=("image",), guidance=7.0)
+    whole = Precision("float32", "float32")
+    for component in model.components(settings):
+        names, stage = [component.name], component.stage
+        parts = (ComponentPlan(component.name, "", stage, "", 0, kind, whole, 0, 0),)
+        device = DeviceFacts("a device", kind, None, 10**12, 10**12)
+        planned = replace(plan(device), settings=settings, components=parts)
+        listed = memory_fallbacks(
+            names, settings, model.savings, may_wait=kind != "cpu", stage=stage, holders=2
+        )
+
+        def rest(planned: Plan, stage: str = stage, names: list[str] = names) -> RemainingFallbacks:
+            return RemainingFallbacks(planned, model.savings, stage, movable=names, holders=2)
+
+        stays, anew = rest(planned), planned
+        for each in listed:
+            assert stays.next(names) == each
+            if each.offload:
+                assert stays.plan.component(component.name).offload
+            restarted = rest(anew)
+            assert restarted.next(names) == each
+            anew = restarted.plan
+        assert stays.next(names) is None
+        assert rest(anew).next(names) is None

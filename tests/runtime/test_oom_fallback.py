@@ -57,12 +57,12 @@ def test_what_is_over_is_done_at_once_and_what_comes_in_its_call() -> None:
     moments, one = CallCounter(), take(2, kept, step=2)
     moments.of(one)
     # Another video's, which is done, and an earlier step's: silently; then nothing yet.
-    assert [*moments.due(3)] == [False, False]
+    assert [now for _, now in moments.due(3)] == [False, False]
     assert [*moments.due(3)] == []
     one.step = 3
-    assert [*moments.due(4)] == [True, True]
+    assert [now for _, now in moments.due(4)] == [True, True]
     one.step = 4
-    assert [*moments.due(5)] == [True]
+    assert [now for _, now in moments.due(5)] == [True]
     assert [*moments.due(5)] == []
 
 

@@ -79,6 +79,21 @@ def config_values(
     }
 
 
+def check_classes(
+    source: str,
+    configs: Mapping[str, Mapping[str, Any]],
+    allowed: Mapping[str, Sequence[str]],
+    joined: str,
+) -> None:
+    """Raise `CheckpointError` for a component whose config names a class that is not `allowed`."""
+    for name, classes in allowed.items():
+        found = configs[name].get("_class_name")
+        if found not in classes:
+            raise CheckpointError(
+                f"{source}: the {name} is of class {found!r}, expected {joined.join(classes)}"
+            )
+
+
 def check_positive(config: Mapping[str, Any], names: Sequence[str], where: str) -> None:
     """Raise `CheckpointError` for present values that are not positive numbers or lists of them."""
     for name in names:

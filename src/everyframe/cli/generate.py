@@ -17,12 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from everyframe.cli import plan as plan_command
 from everyframe.cli.options import RUN_FLAGS, make_command
-from everyframe.cli.parse_request import (
-    ParsedRequest,
-    check_input_files,
-    check_output_option,
-    parse_request,
-)
+from everyframe.cli.parse_request import ParsedRequest, parse_request
 from everyframe.cli.progress import Reporter, reporter
 from everyframe.cli.tables import one_line
 from everyframe.core.errors import CannotRunError, ExitCode, InputError, PeerLostError
@@ -39,6 +34,7 @@ from everyframe.core.events import (
 )
 from everyframe.engine.torchrun import Terminated, under_torchrun
 from everyframe.media.output_path import check_here
+from everyframe.planning.input_checks import check_input_files, check_output_option
 from everyframe.runs.folder import RunFolder, root_of
 
 if TYPE_CHECKING:
@@ -194,7 +190,6 @@ def _take(event: Event, sink: OutputFiles, shown: Reporter) -> None:
 
 
 def _finish(event: VideoDone, sink: OutputFiles, shown: Reporter, run: RunFolder | None) -> str:
-    """Complete a video file; return its path."""
     path = sink.finish(event)
     if run is not None and run.path.is_dir():
         run.mark_done(event.seed)

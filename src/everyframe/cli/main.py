@@ -233,8 +233,6 @@ def _of_the_system(error: OSError) -> str:
 
 
 def _debug_traceback() -> None:
-    pass
-
     if is_debug():
         _print_traceback()
 

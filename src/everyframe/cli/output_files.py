@@ -10,17 +10,17 @@ from typing import Any
 
 from everyframe.core.events import AudioDecoded as SoundMade
 from everyframe.core.events import FramesDecoded, VideoDone
-from everyframe.core.plan import Plan, Settings
+from everyframe.core.plan import Plan
 from everyframe.media.audio import Audio
 from everyframe.media.output_path import (
     OutputFormat,
-    check_output,
     default_output,
     kind_of,
     numbered,
 )
 from everyframe.media.pixels import to_uint8
 from everyframe.media.write import FrameSpool, VideoWriter
+from everyframe.planning.input_checks import check_output_of
 
 
 def paths_for(plan: Plan, output: str | None) -> dict[int, str]:
@@ -42,19 +42,8 @@ def paths_for(plan: Plan, output: str | None) -> dict[int, str]:
     else:
         paths = {seed: numbered(output, seed) for seed in seeds}
     for path in paths.values():
-        check(path, settings)
+        check_output_of(settings, path)
     return paths
-
-
-def check(path: str, settings: Settings) -> None:
-    """Check that a video with these settings can be written to `path`."""
-    check_output(
-        path,
-        settings.width,
-        settings.height,
-        num_frames=settings.num_frames * settings.chain,
-        fps=settings.fps,
-    )
 
 
 class OutputFiles:

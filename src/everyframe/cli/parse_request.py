@@ -10,13 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from everyframe.checkpoints.locate import locate
 from everyframe.core.errors import InputError
 from everyframe.core.request import Request
 from everyframe.engine.torchrun import under_torchrun
 from everyframe.families.registry import all_options
-from everyframe.media.input_checks import check_image, check_video
-from everyframe.media.output_path import check_folder, check_output
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,6 @@ class ParsedRequest:
 
     @property
     def num_threads(self) -> int | None:
-        """CPU threads that the record asks for."""
         if self.record is None:
             return None
         from everyframe.engine.provenance import threads_to_repeat
@@ -58,42 +54,6 @@ def parse_request(given: Mapping[str, Any], from_record: str | None) -> ParsedRe
 
     record = read_record(from_record)
     return ParsedRequest(request_from(record, values), record)
-
-
-def check_output_option(request: Request, output: str | None) -> None:
-    """Check the output without planning, which is slow on a slow machine.
-
-    Most sizes are checked after planning: the model's message about a size is more useful than the
-    file format's. Inpainting accepts any size.
-
-    Raises:
-        InputError: the output can't be written.
-    """
-    if output is not None:
-        length = None if request.num_frames is None else request.num_frames * request.chain
-        size = request.asked_size() if "mask" in request.family_options else None
-        height, width = size or (None, None)
-        check_output(output, width, height, num_frames=length, fps=request.fps)
-
-
-def check_input_files(request: Request) -> None:
-    """Check input files without a worker, which takes seconds to start.
-
-    Raises:
-        InputError: unknown model, missing images or videos, or an invalid report folder.
-    """
-    if request.model is not None:
-        locate(request.model, variant=request.family_options.get("variant"))
-    for picture in (request.image, request.last_image):
-        if isinstance(picture, str):
-            check_image(picture)
-    if isinstance(request.extend, str):
-        check_video(request.extend)
-    for options in all_options().values():
-        own = {k: v for k, v in request.family_options.items() if k in options.model_fields}
-        options(**own).check_named()
-    if request.report is not None:
-        check_folder(request.report)
 
 
 def _typed(name: str, value: Any) -> Any:

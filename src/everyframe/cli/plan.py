@@ -10,14 +10,14 @@ import sys
 from typing import IO, Any
 
 from everyframe.cli.options import RUN_FLAGS, make_command
-from everyframe.cli.parse_request import check_output_option, parse_request
+from everyframe.cli.parse_request import parse_request
 from everyframe.cli.tables import json_line, print_plan
 from everyframe.core.errors import CannotRunError, ExitCode
 from everyframe.core.events import Planned
 from everyframe.core.garbage_collection import collector_paused
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
-from everyframe.media.output_path import check_output
+from everyframe.planning.input_checks import check_output_of, check_output_option
 
 _HELP = """Say what would run, in which precision, with how much memory, and about how long.
 
@@ -50,14 +50,7 @@ def show(request: Request, output: str | None, *, as_json: bool, profile: str | 
 
         settled = resolve(request, profile)
     if output is not None:
-        settings = settled.settings
-        check_output(
-            output,
-            settings.width,
-            settings.height,
-            num_frames=settings.num_frames * settings.chain,
-            fps=settings.fps,
-        )
+        check_output_of(settled.settings, output)
     print_it(settled, sys.stdout, as_json=as_json)
     if settled.obstacle is not None:
         raise CannotRunError(settled.obstacle)

@@ -337,7 +337,6 @@ def _weights(part: ComponentPlan) -> str:
 
 
 def _stages(plan: Plan) -> Table:
-    """Work of each stage, and its expected time."""
     shown = table(
         ("stage", "left"),
         ("computes", "right"),

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everyframe.cli.options import command, flag, make_command, positional, run_flag
-from everyframe.cli.parse_request import check_input_files, parse_request
+from everyframe.cli.parse_request import parse_request
 from everyframe.cli.progress import reporter
 from everyframe.cli.tables import console, json_line, one_line
 from everyframe.core.errors import ExitCode, InputError
 from everyframe.core.paths import check_path
 from everyframe.numerics.trace.output_check import check_place
+from everyframe.planning.input_checks import check_input_files
 
 if TYPE_CHECKING:
     from everyframe.engine.tracing import TraceVerdict

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from everyframe.checkpoints.locate import Location
@@ -30,7 +29,7 @@ from everyframe.diffusers_pipelines.component_classes import (
 from everyframe.diffusers_pipelines.components import ComponentWeights, components, held
 from everyframe.diffusers_pipelines.defaults import PipelineDefaults, denoisers
 from everyframe.diffusers_pipelines.library_patches import quiet_libraries
-from everyframe.diffusers_pipelines.loaded_pipeline import LoadedPipelineSpec
+from everyframe.diffusers_pipelines.loaded_pipeline import CompleteSpec, LoadedPipelineSpec
 from everyframe.diffusers_pipelines.oom_fallback import chunk_savings
 from everyframe.diffusers_pipelines.options import PipelineOptions
 from everyframe.diffusers_pipelines.token_splits import CUTS, TransformerSplit, rank_share
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PipelineSpec:
+class PipelineSpec(CompleteSpec):
     """A diffusers pipeline checkpoint: its configs are read, its weights are not."""
 
     name: str
@@ -91,12 +90,7 @@ class PipelineSpec:
         vae = next((part for part in self.files.models if part.name == "vae"), None)
         return vae is not None and hasattr(component_class(vae), "enable_tiling")
 
-    def smaller(self, settings: Settings) -> Iterator[Settings]:
-        """Similar settings that need less memory."""
-        return request_settings.smaller_settings(self.sizes, settings)
-
     def components(self, settings: Settings) -> tuple[Component, ...]:
-        """Every component with weights."""
         return components(self._held, self.sizes, settings)
 
     @cached_property
@@ -114,7 +108,6 @@ class PipelineSpec:
         )
 
     def rehearsals(self, settings: Settings) -> tuple[JointDryRunCall, ...]:
-        """One joint dry-run call with an entry per component."""
         return self._dry.rehearsals(settings)
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
@@ -134,16 +127,7 @@ class PipelineSpec:
                 is_lossy=True,
             )
 
-    def missing(self) -> tuple[str, ...]:
-        """Empty: a hub id is downloaded before its pipeline is known."""
-        return ()
-
-    def fetch(self) -> PipelineSpec:
-        """Return itself; nothing is left to download."""
-        return self
-
     def weight_files(self) -> tuple[str, ...]:
-        """All weight files."""
         return tuple(str(file) for part in self.files.models for file in part.weights)
 
     def stage(self, plan: Plan, teams: ParallelContext) -> Stage:
@@ -199,7 +183,6 @@ class ShardablePipelineSpec(PipelineSpec):
         return self._dry.branches(settings).count
 
     def why_one_branch(self, settings: Settings) -> str:
-        """Why the guidance branches can't be split across ranks."""
         return self._dry.branches(settings).why
 
     def rank_part(
@@ -247,9 +230,8 @@ class DiffusersPipelineFamily:
             interface = interface_of(files, empty)
             _check_whole(files)
         sizes = PipelineDefaults(interface, _configs(files, empty))
-        title = f"{files.class_name} ({PurePath(location.name).name})"
         made = ShardablePipelineSpec if _can_be_shared(files) else PipelineSpec
-        return made(location.name, title, options, files, sizes)
+        return made(location.name, location.title(files.class_name), options, files, sizes)
 
     def stages(
         self, spec: ModelSpec, plan: Plan, clip: int, teams: ParallelContext

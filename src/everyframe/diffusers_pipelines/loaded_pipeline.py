@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -39,8 +39,26 @@ if TYPE_CHECKING:
     from everyframe.parallel.communicator import ParallelContext
 
 
+_Spec = TypeVar("_Spec", bound="CompleteSpec")
+
+
+class CompleteSpec:
+    """Base of pipeline specs, which lack no file: a hub id is downloaded before it is known."""
+
+    sizes: PipelineDefaults
+
+    def missing(self) -> tuple[str, ...]:
+        return ()
+
+    def fetch(self: _Spec) -> _Spec:
+        return self
+
+    def smaller(self, settings: Settings) -> Iterator[Settings]:
+        return request_settings.smaller_settings(self.sizes, settings)
+
+
 @dataclass(frozen=True, eq=False)
-class LoadedPipelineSpec:
+class LoadedPipelineSpec(CompleteSpec):
     """A loaded pipeline and the options that came with it, including generators."""
 
     pipe: Any
@@ -80,7 +98,6 @@ class LoadedPipelineSpec:
 
     @property
     def title(self) -> str:
-        """Its name for messages."""
         return f"{self.name} given in Python"
 
     @property
@@ -110,20 +127,11 @@ class LoadedPipelineSpec:
         return settings, (*notes, *call_options.notes(self.options.option))
 
     def components(self, settings: Settings) -> tuple[Component, ...]:
-        """Its modules, in their current dtypes."""
         made = []
         for name, module in self.pipe.components.items():
             if isinstance(module, nn.Module):
                 made.append(_component(name, module, self.sizes, settings))
         return tuple(made)
-
-    def missing(self) -> tuple[str, ...]:
-        """Empty: it is in memory."""
-        return ()
-
-    def fetch(self) -> LoadedPipelineSpec:
-        """Return itself."""
-        return self
 
     def weight_files(self) -> tuple[str, ...]:
         """Empty: weights in memory may be merged or changed, so no file stands for them."""
@@ -132,10 +140,6 @@ class LoadedPipelineSpec:
     def digests(self) -> dict[str, str]:
         """Digests by component, compared when a run is resumed."""
         return digest_pipeline(self.pipe)
-
-    def smaller(self, settings: Settings) -> Iterator[Settings]:
-        """Similar settings that need less memory."""
-        return request_settings.smaller_settings(self.sizes, settings)
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
         """Memory fallback: decode fewer frames at once, if the call has a parameter for it.

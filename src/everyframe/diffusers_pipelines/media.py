@@ -31,7 +31,7 @@ from everyframe.diffusers_pipelines.signature import CallParameter, CallSignatur
 from everyframe.media.input_checks import check_video
 from everyframe.media.limits import MOST_RATE
 from everyframe.media.pixels import Frames, fit_image
-from everyframe.media.read import read_image, read_video
+from everyframe.media.read import read_image, read_pixels, video_shape
 from everyframe.numerics.tensor_stats import iter_tensors
 
 VideoSize = tuple[int | None, int | None, int | None]
@@ -166,7 +166,8 @@ def _of_file(
 
     if Path(path).suffix.lower() == _NUMBERS:
         return torch.from_numpy(_numbers(path)) if parameter.form == "tensor" else _numbers(path)
-    frames_THWC, is_still = _pixels(path), _is_picture(path)
+    is_still = _is_picture(path)
+    frames_THWC = read_image(path)[None] if is_still else read_pixels(path)
     keeps_size = parameter.name in (defaults.of(defaults.OWN_SIZE, interface.class_name) or ())
     if settings.fit is not None and not (is_still or keeps_size):
         frames_THWC = fit_image(frames_THWC, settings.height, settings.width, settings.fit)
@@ -179,14 +180,6 @@ def _of_file(
 
 def _is_picture(path: str | os.PathLike[str]) -> bool:
     return Path(path).suffix.lower() in _PICTURES and Path(path).is_file()
-
-
-def _pixels(path: str | os.PathLike[str]) -> Frames:
-    """Frames (T, H, W, 3) uint8; one frame for an image."""
-    if _is_picture(path):
-        return read_image(path)[None]
-    # A folder of frames has no rate, and needs none here.
-    return read_video(path, fps=1 if Path(path).is_dir() else None)[0]
 
 
 def _numbers(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
@@ -223,8 +216,7 @@ def size_in(interface: CallSignature, own: Mapping[str, Any]) -> VideoSize | Non
         if "video" not in name or not parameter.form or value is None:
             continue
         if names_files(parameter, value) and not isinstance(value, (list, tuple)):
-            num_frames, height, width, _ = _pixels(value).shape
-            return num_frames, height, width
+            return (1, *read_image(value).shape[:2]) if _is_picture(value) else video_shape(value)
         form = form_of(value)
         return num_frames_of(form), *(sides_of(form) or (None, None))
     return None

@@ -192,28 +192,20 @@ class EncodeOnLeadRank:
 
     def __init__(self, modules: Mapping[str, nn.Module], team: Communicator, device: str) -> None:
         self._modules, self._team, self._device = dict(modules), team, device
-        self._classes: dict[str, type[nn.Module]] = {}
+        self._on = ExitStack()
 
     def __enter__(self) -> EncodeOnLeadRank:
-        for name, module in self._modules.items():
-            self._classes[name] = type(module)
-            module.__class__ = self._kind(type(module))
+        for module in self._modules.values():
+            self._on.enter_context(override_call(module, self._called))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name, kind in self._classes.items():
-            self._modules[name].__class__ = kind
-        self._classes.clear()
+        self._on.close()
 
-    def _kind(self, base: type[nn.Module]) -> type[nn.Module]:
-        """Subclass whose calls are computed by the lead rank."""
-
-        def call(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._team.is_lead:
-                return self._hand_on(base.__call__(own, *args, **kwargs))
-            return self._handed_on()
-
-        return type(base.__name__, (base,), {"__call__": call, "__module__": base.__module__})
+    def _called(self, base: type[nn.Module], own: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._team.is_lead:
+            return self._hand_on(base.__call__(own, *args, **kwargs))
+        return self._handed_on()
 
     def _hand_on(self, answer: Any) -> Any:
         leaves, form = pytree.tree_flatten(answer, is_leaf=_is_leaf)

@@ -1,4 +1,4 @@
-"""Retry a pipeline call with less memory after an out-of-memory error, smallest change first.
+"""Memory fallbacks of a pipeline call that ran out of memory, smallest change first.
 
 All components are in memory together, so idle components leave the device first. Then come the
 memory fallbacks of the component that ran out of memory. A fallback stays active for the rest of
@@ -6,141 +6,81 @@ the run. A pipeline in memory belongs to the caller: it is neither moved nor cha
 arguments of its call may change. Repairs keep its weights in their storage beside the wide copies,
 until memory runs out on a card; repaired weights then get the same bits in new storage.
 
-`stage.py` makes the retry, and `module_calls.py` replays the denoiser answers computed before. The
-order is that of `everyframe.runtime.memory_fallbacks`.
+`stage.py` makes the retry, and `module_calls.py` replays the denoiser answers computed before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import ceil
 from typing import Any
 
 from torch import nn
 
 from everyframe.core.plan import Plan, Settings
+from everyframe.diffusers_pipelines.components import STAGE
 from everyframe.diffusers_pipelines.loading import set_tiling, wait_elsewhere
 from everyframe.diffusers_pipelines.signature import CallSignature
-from everyframe.hardware.memory import empty_cache
 from everyframe.runtime import offload
 from everyframe.runtime.interface import MemorySaving, MemorySavings, VideoState
-from everyframe.runtime.memory_fallbacks import BY_TURNS, MemoryFallback, memory_fallbacks
-from everyframe.runtime.oom_fallback import GIVEN_BACK, AppliedFallback
-from everyframe.runtime.run_logs import OomEvent
+from everyframe.runtime.memory_fallbacks import CACHE_RELEASED, MemoryFallback
+from everyframe.runtime.oom_fallback import OomFallbacks
 
 _NEW_STORAGE = "and weights that a repair replaces get the same bits in new storage"
 
 
-class PipelineMemoryFallbacks:
+class PipelineOomFallbacks(OomFallbacks):
     """The memory fallbacks of a run, each used once.
 
     `owned` are the modules that may be moved, by component; empty for a caller's pipeline.
     `savings` are the family's memory savings.
 
     Attributes:
-        tried: fallbacks used so far, in words.
-        settings: the settings with these fallbacks.
         keeps_storage: whether repairs keep the storage of the caller's weights.
     """
 
     def __init__(
         self, plan: Plan, pipe: Any, owned: Mapping[str, nn.Module], savings: MemorySavings | None
     ) -> None:
-        self.tried: list[str] = []
-        self.settings = plan.settings
+        note = CACHE_RELEASED if owned else f"{CACHE_RELEASED}, {_NEW_STORAGE}"
+        super().__init__(plan, owned, savings, STAGE, takes_turns=True, cache_note=note)
         self.keeps_storage = not owned
-        self._known: list[OomEvent] | None = None
-        self._plan = plan
         self._pipe = pipe
-        self._owned = dict(owned)
-        self._savings = savings
-        self._done: set[tuple[str, str]] = set()
         self._turns: offload.ModelOffload | None = None
-        self._waiting = {part.name for part in plan.components if part.offload or part.by_turns}
-        self._in_blocks = {part.name for part in plan.components if part.offload}
 
-    def at(self, take: VideoState, part: str) -> AppliedFallback | None:
-        """Apply the next fallback for that component and video; None if there is none left.
+    def resumed(self, take: VideoState) -> Iterator[MemoryFallback]:
+        """Reapply the fallbacks that an interrupted run used up to this video; see `again`."""
+        self.moments.of(take)
+        return self.again(0)
 
-        The event is saved for resume.
-        """
-        relief = self.next(part)
-        if relief is not None and take.shortages is not None:
-            take.shortages.keep(OomEvent(take.seed, at=part))
-        return relief
+    def _components(self, at: str) -> Sequence[str]:
+        """The component alone; none if the pipeline's own code ran out of memory."""
+        return [at] if at else []
 
-    def again(self, take: VideoState) -> Iterator[AppliedFallback]:
-        """Resume: reapply the fallbacks that the run used up to this video.
+    def _apply(self, fallback: MemoryFallback, plan: Plan) -> None:
+        if fallback.turning or (fallback.offload and self._turns is not None):
+            self._take_turns(plan)  # without a component that is offloaded block by block
+        if fallback.offload:
+            name = fallback.component
+            module, device = self._modules[name], plan.component(name).device
+            module.to("cpu")
+            wait_elsewhere(module, device)
+            offload.apply(module, device)
+        elif not (fallback.component or fallback.turning):
+            self.keeps_storage = False
+        elif fallback.component in self._modules:
+            set_tiling(self._pipe, fallback.settings)
 
-        Yields those of this video, as their events were not emitted. Earlier answers are replayed.
-        """
-        if self._known is None:
-            self._known = [] if take.shortages is None else [*take.shortages.known()]
-        while self._known and (self._known[0].seed or 0) <= take.seed:
-            shortage = self._known.pop(0)
-            relief = self.next(shortage.at)
-            if relief is not None and shortage.seed == take.seed:
-                yield relief
-
-    def next(self, at: str) -> AppliedFallback | None:
-        """Apply the next fallback for component `at`; None if there is none left.
-
-        `at` is empty if the pipeline's own code ran out of memory. Torch's cached memory is
-        released first.
-        """
-        empty_cache()
-        for relief, do in self._ways(at):
-            key = (relief.component, relief.says)
-            if key not in self._done:
-                self._done.add(key)
-                do()
-                self.tried.append(relief.says)
-                return relief
-        return None
-
-    def _ways(self, at: str) -> Iterator[tuple[AppliedFallback, Callable[[], None]]]:
-        may_wait = self._plan.device.kind != "cpu"
-        if may_wait and self._owned:
-            yield AppliedFallback("", GIVEN_BACK), lambda: None
-        elif may_wait:
-            yield AppliedFallback("", f"{GIVEN_BACK}, {_NEW_STORAGE}"), self._release_storage
-        idle = self._owned.keys() - self._waiting
-        if may_wait and len(self._owned) > 1 and idle:
-            yield AppliedFallback("", BY_TURNS), self._take_turns
-        if not at:
-            return
-        may_wait = may_wait and at in self._owned
-        for way in memory_fallbacks((at,), self.settings, self._savings, may_wait=may_wait):
-            if not (way.offload and at in self._in_blocks):
-                yield AppliedFallback(at, way.says), lambda way=way: self._go(way)  # type: ignore[misc]
-
-    def _release_storage(self) -> None:
-        self.keeps_storage = False
-
-    def _take_turns(self) -> None:
+    def _take_turns(self, plan: Plan) -> None:
         """Move each component that is on the device as a whole there only while it is called."""
         if self._turns is not None:
             self._turns.remove()
-        turning = [module for name, module in self._owned.items() if name not in self._in_blocks]
+        device, in_blocks = plan.device.torch_name, {p.name for p in plan.components if p.offload}
+        turning = [module for name, module in self._modules.items() if name not in in_blocks]
         for module in turning:
             module.to("cpu")
-            wait_elsewhere(module, self._plan.device.torch_name)
-        self._turns = offload.take_turns(turning, self._plan.device.torch_name)
-        self._waiting |= self._owned.keys()
-
-    def _go(self, way: MemoryFallback) -> None:
-        self.settings = way.settings
-        if not way.offload:
-            if way.component in self._owned:
-                set_tiling(self._pipe, way.settings)
-            return
-        module, device = self._owned[way.component], self._plan.component(way.component).device
-        self._in_blocks.add(way.component)
-        if self._turns is not None:
-            self._take_turns()  # without this one
-        module.to("cpu")
-        wait_elsewhere(module, device)
-        offload.apply(module, device)
+            wait_elsewhere(module, device)
+        self._turns = offload.take_turns(turning, device)
 
 
 #: Parameter of the call, and name of the memory saving in settings.

@@ -57,7 +57,7 @@ from everyframe.diffusers_pipelines.module_calls import (
     EncodeOnLeadRank,
     encoders,
 )
-from everyframe.diffusers_pipelines.oom_fallback import PipelineMemoryFallbacks
+from everyframe.diffusers_pipelines.oom_fallback import PipelineOomFallbacks
 from everyframe.diffusers_pipelines.patched_weights import held_for_run
 from everyframe.diffusers_pipelines.signature import CallSignature
 from everyframe.diffusers_pipelines.step_tracking import StepTracker
@@ -133,7 +133,7 @@ class PipelineStage:
             stack.enter_context(no_progress_bars(pipe))
             set_guidance(pipe, self.interface, self.plan.settings)
             owned = {} if self.pipe is not None else _modules(pipe)
-            reliefs = PipelineMemoryFallbacks(self.plan, pipe, owned, self.savings)
+            reliefs = PipelineOomFallbacks(self.plan, pipe, owned, self.savings)
             shared = sequence_parallel.apply_to_all(_modules(pipe), self.teams)
             ready = _Ready(pipe, self.plan.device.torch_name, reliefs, shared)
             for each in ready.shared.values():
@@ -207,7 +207,7 @@ class PipelineStage:
                 emit(Step(self.name, done, total, take.seed, now - begun))
             begun = time.perf_counter()
 
-        for relief in () if self._is_shared else ready.reliefs.again(take):
+        for relief in () if self._is_shared else ready.reliefs.resumed(take):
             why = f"{self.name}: memory ran out before the run was broken off; it is called again"
             emit(relief.event(self.name, 0, why, take.seed))
         while True:
@@ -222,7 +222,7 @@ class PipelineStage:
             if self._is_shared:
                 at = (made.at,) if made.at else ()
                 raise together(self.name, made.step, at, made.place, made.said)
-            less = ready.reliefs.at(take, made.at)
+            less = ready.reliefs.at(0, made.at)
             if less is None:
                 raise CannotRunError(self._beyond(made, ready.reliefs.tried))
             why = f"{made.place}: out of memory ({made.said}); it is called again"
@@ -354,7 +354,7 @@ class _Ready:
 
     pipe: Any
     device: str
-    reliefs: PipelineMemoryFallbacks
+    reliefs: PipelineOomFallbacks
     shared: Mapping[str, sequence_parallel.SequenceParallelTransformer]
 
     @property

@@ -44,7 +44,6 @@ class DoctorInput:
 
     @property
     def is_real(self) -> bool:
-        """Whether it is this machine."""
         return self.profile is None
 
 

@@ -82,7 +82,6 @@ class Report(Options):
 
     @property
     def is_trouble(self) -> bool:
-        """Whether something is wrong or could not be checked."""
         return self.verdict in ("trouble", "broke")
 
 

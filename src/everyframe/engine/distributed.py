@@ -105,7 +105,6 @@ def meet_peers(
 
 
 def _told_devices(world: Communicator, mine: DeviceFacts) -> tuple[DeviceFacts, ...]:
-    """Gather the devices of all ranks."""
     told = world.tell_all(to_jsonable(mine), "ranks tell their devices")
     return tuple(from_jsonable(each) for each in told)
 
@@ -134,12 +133,10 @@ class RankContext:
         return self.teams.team.is_lead
 
     def mine(self, takes: Sequence[VideoState]) -> list[VideoState]:
-        """Filter the videos that this rank computes."""
         wanted = None if self.takes is None else {self.plan.settings.seed + n for n in self.takes}
         return [take for take in takes if wanted is None or take.seed in wanted]
 
     def stages(self, model: ModelSpec, clip: int) -> Sequence[Stage]:
-        """Stages of one clip as this rank runs them."""
         parallel = self.teams if isinstance(model, ShardableSpec) else ONE
         return stages_of(model, self.plan, clip, parallel)
 

@@ -79,7 +79,6 @@ class FlightRecorder:
         self._reads = threading.Lock()
 
     def at(self, stage: str, step: int = 0, num_steps: int = 0) -> None:
-        """Record the current stage and step."""
         text = json.dumps([stage, step, num_steps]).encode()[: _TEXT - _LENGTH.size]
         self._map[_LENGTH.size : _LENGTH.size + len(text)] = text
         _LENGTH.pack_into(self._map, 0, len(text))

@@ -9,19 +9,32 @@ is.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from functools import wraps
+from types import NoneType
+from typing import Any, Concatenate, ParamSpec
 
 from everyframe.checkpoints.locate import is_listed
-from everyframe.core.errors import CorruptRunError, InputError
+from everyframe.core.errors import CorruptRunError, EveryframeError, InputError
+from everyframe.core.events import Events
+from everyframe.core.field_types import mistyped
 from everyframe.core.options import Options, shown
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.core.serialization import from_jsonable
 from everyframe.engine.provenance import threads_to_repeat
-from everyframe.engine.record_schema import GIVEN, option_facts
+from everyframe.engine.record_schema import GIVEN, check_record, option_facts
+from everyframe.runs.atomic_write import UNREADABLE
 from everyframe.runs.folder import RunFolder
+
+_Given = ParamSpec("_Given")
+
+#: Types of what is written beside request and plan.
+_KINDS: Mapping[str, Any] = {
+    "place": str, "output": (str, NoneType), "as_uint8": bool, "given": (dict, NoneType),
+    "record": dict,
+}  # fmt: skip
 
 #: Option of a pipeline that holds its own parameters by name.
 _OWN = "option"
@@ -38,11 +51,7 @@ def check_named(folder: RunFolder, named: Collection[str], output: str | None = 
     """
     if folder.is_own():
         return True
-    request, plan = (
-        from_jsonable(folder.run().get(n), lambda _: None) for n in ("request", "plan")
-    )
-    if not isinstance(request, Request) or not isinstance(plan, Plan):
-        raise CorruptRunError(f"{folder.path} holds no request and plan")
+    request, plan = _read(folder)
     asked = {**({} if output is None else {"output": output}), **asked_outside(request)}
     missing = [_flag(name, value) for name, value in asked.items() if name not in named]
     if missing:
@@ -57,6 +66,48 @@ def check_named(folder: RunFolder, named: Collection[str], output: str | None = 
             "threads, which this machine can't bear"
         )
     return False
+
+
+def _read(folder: RunFolder) -> tuple[Request, Plan]:
+    """Request and plan, after a check of the types of all that a run folder says.
+
+    Raises:
+        CorruptRunError: a value is missing or of another type.
+        InputError: the record is malformed.
+    """
+    written = folder.run()
+    wrong = [name for name, kinds in _KINDS.items() if not isinstance(written.get(name), kinds)]
+    try:
+        request, plan = (from_jsonable(written.get(n), lambda _: None) for n in ("request", "plan"))
+        wrong += [] if isinstance(request, Request) else ["request"]
+        wrong += mistyped(plan, "plan") if isinstance(plan, Plan) else ["plan"]
+    except UNREADABLE as error:
+        raise CorruptRunError(f"{folder.path} can't be read: {error!r}") from error
+    if wrong:
+        raise CorruptRunError(f"{folder.path} is no run: its {wrong[0]} is missing or wrong")
+    check_record(written["record"])
+    return request, plan
+
+
+def explain_errors(
+    resumed: Callable[Concatenate[RunFolder, _Given], Events],
+) -> Callable[Concatenate[RunFolder, _Given], Events]:
+    """Decorator: what a stranger's values break, wherever they get to, is its folder's error."""
+
+    @wraps(resumed)
+    def explained(folder: RunFolder, /, *args: _Given.args, **kwargs: _Given.kwargs) -> Events:
+        try:
+            yield from resumed(folder, *args, **kwargs)
+        except UNREADABLE as error:
+            began_here = kwargs.get("named", ()) is None
+            if isinstance(error, EveryframeError) or began_here or folder.is_own():
+                raise
+            raise CorruptRunError(
+                f"the run {folder.name} was made by somebody else and can't be gone on with: "
+                f"{type(error).__name__}: {' '.join(str(error).split())}"
+            ) from error
+
+    return explained
 
 
 def asked_outside(request: Request) -> dict[str, Any]:

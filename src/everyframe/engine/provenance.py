@@ -261,7 +261,6 @@ def _check_given_in_python(record: Mapping[str, Any]) -> None:
 
 
 def _recorded_paths(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Fast paths of the recorded run; others change the last bits."""
     parts = record.get("plan", {}).get("components", ())
     known = {
         str(part["name"]): tuple(map(str, part["paths"]))

@@ -7,13 +7,13 @@ and the memory fallbacks are planned again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from everyframe.core.errors import CannotRunError, OutOfMemoryInfo
 from everyframe.core.events import Repaired, event_of
-from everyframe.core.plan import ComponentPlan, Plan
+from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine.distributed import Peers
 from everyframe.planning.component_memory import holders_among
@@ -21,8 +21,7 @@ from everyframe.planning.parallelism import AVOIDED
 from everyframe.planning.resolve import check_feasible, prepare
 from everyframe.runs.run_state import RunState
 from everyframe.runtime.interface import DryRunSpec, ModelSpec
-from everyframe.runtime.memory_fallbacks import BY_TURNS, MemoryFallback, memory_fallbacks
-from everyframe.runtime.oom_fallback import AppliedFallback
+from everyframe.runtime.memory_fallbacks import MemoryFallback, RemainingFallbacks
 
 #: Options about devices and their shares; none of them carries over to other devices.
 OF_RANKS = ("num_devices", "devices", "parallel", "shares", "shard_weights")
@@ -114,59 +113,25 @@ def _check_alike(old: Plan, new: Plan) -> None:
 
 def apply_next_fallback(
     plan: Plan, model: ModelSpec, scarcity: OutOfMemoryInfo
-) -> tuple[Plan, str] | None:
-    """Apply the next memory fallback on every rank; return the plan and the change in words.
+) -> tuple[Plan, MemoryFallback] | None:
+    """Apply the next memory fallback on every rank; return the plan and the fallback.
 
     None if no fallback is left.
     """
-    return next(_plans(plan, model, scarcity), None)
-
-
-def _plans(plan: Plan, model: ModelSpec, scarcity: OutOfMemoryInfo) -> Iterator[tuple[Plan, str]]:
-    may_wait = plan.device.kind != "cpu"
-    beside = [part for part in plan.components if part.stage == scarcity.stage]
-    idle = [part for part in beside if not (_is_elsewhere(part) or part.by_turns)]
-    if may_wait and len(beside) > 1 and idle:
-        turning = [replace(part, by_turns=True) for part in idle]
-        yield _with(plan, turning), f"{plan.title}: {BY_TURNS}"
     division = plan.division
-    for way in memory_fallbacks(
-        scarcity.components,
-        plan.settings,
+    left = RemainingFallbacks(
+        plan,
         model.savings if isinstance(model, DryRunSpec) else None,
-        may_wait=may_wait,
-        stage=scarcity.stage,
+        scarcity.stage,
+        movable={part.name for part in plan.components if part.stage == scarcity.stage},
+        takes_turns=True,
         holders=1 if division is None else holders_among(model, division),
-    ):
-        part = plan.component(way.component)
-        if part.offload if way.offload else way.moves_weights and _is_elsewhere(part):
-            continue
-        moved = _moved(part, way) if way.moves_weights else part
-        yield replace(_with(plan, [moved]), settings=way.settings), f"{part.title}: {way.says}"
-
-
-def _is_elsewhere(part: ComponentPlan) -> bool:
-    """Whether some of its weights are off the device."""
-    return part.offload or part.holders > 1
-
-
-def _moved(part: ComponentPlan, way: MemoryFallback) -> ComponentPlan:
-    """The component with its weights placed as that fallback requires."""
-    return replace(
-        part,
-        offload=way.offload,
-        holders=way.holders,
-        by_turns=False,
-        resident_bytes=None,
     )
-
-
-def _with(plan: Plan, parts: Sequence[ComponentPlan]) -> Plan:
-    """The plan with these components replacing those of the same names."""
-    of_names = {part.name: part for part in parts}
-    return replace(
-        plan, components=tuple(of_names.get(part.name, part) for part in plan.components)
-    )
+    found = left.next(scarcity.components)
+    if found is None:
+        return None
+    title = plan.component(found.component).title if found.component else plan.title
+    return left.plan, replace(found, message=f"{title}: {found.message}")
 
 
 def replan_with_less_memory(
@@ -185,13 +150,13 @@ def replan_with_less_memory(
             "on from the last step (everyframe resume --num-devices), and a smaller size or "
             f"num_frames does ({scarcity.said})"
         )
-    plan, says = found
+    plan, fallback = found
     why = (
         f"{where} ({scarcity.said}), in the middle of what several devices compute together; all "
         "go on from the last step that was kept"
     )
     component = scarcity.components[0] if len(scarcity.components) == 1 else ""
-    return plan, AppliedFallback(component, says).event(scarcity.stage, scarcity.step, why)
+    return plan, replace(fallback, component=component).event(scarcity.stage, scarcity.step, why)
 
 
 def relieved_of(written: Iterable[Mapping[str, Any]]) -> tuple[Repaired, ...]:

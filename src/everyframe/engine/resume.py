@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +20,8 @@ from everyframe.checkpoints.locate import is_listed
 from everyframe.core.errors import CannotRunError, CorruptRunError, InputError, OutOfMemoryInfo
 from everyframe.core.events import Event, Events, Note, Planned, WeightsReady
 from everyframe.core.request import Request
-from everyframe.engine.distributed import Peers, Rendezvous, join_plan, meet_peers
+from everyframe.engine.distributed import Rendezvous, join_plan, meet_peers
+from everyframe.engine.foreign_run import explain_errors
 from everyframe.engine.interrupted_run import InterruptedRun, load_run
 from everyframe.engine.owner_switches import with_owner_switches
 from everyframe.engine.persistence import write
@@ -42,12 +43,13 @@ from everyframe.planning.find_model import find_model
 from everyframe.planning.resolve import LoadedModel
 from everyframe.runs.folder import Lock, RunFolder, free_runs
 from everyframe.runs.run_state import RunState, RunStateWriter, SaveInterval, SaveOptions, furthest
-from everyframe.runtime.interface import ModelSpec, VideoState
+from everyframe.runtime.interface import VideoState
 
 #: The name in a recorded file's identity, beside its hash.
 _FILE = ("file", True)
 
 
+@explain_errors
 def resume_run(
     folder: RunFolder,
     *,
@@ -79,12 +81,13 @@ def resume_run(
         left = [take for take in initial_videos(run.request, run.plan) if take.seed not in skip]
         told: tuple[Event, ...] = ()
         if scarcity is not None:
-            run, told = _in_less(run, model, scarcity)
+            plan, less = replan_with_less_memory(run.plan, model, scarcity)
+            run, told = replace(run, plan=plan, relieved=(*run.relieved, less)), (less,)
         elif ranks is not None and left:
-            run, told = _divided(run, request, peers, skip)
+            plan = replan_for_devices(run.plan, request, peers, skip)
+            run, told = replace(run, plan=plan), (*map(Note, said_of_move(run.plan, plan)),)
         yield Planned(run.plan)
-        model = model.fetch()
-        record = make_record(run.plan, request, model.weight_files())
+        record = make_record(run.plan, request, (model := model.fetch()).weight_files())
         yield from (*told, *map(Note, _compared(run, record)), WeightsReady(record))
         if not left:
             yield Note(f"all videos of {folder.name} were made")
@@ -93,18 +96,17 @@ def resume_run(
         here = join_plan(run.plan, model, record, peers, skip)
         how = SaveOptions(folder.path.parent, run.output, run.as_uint8, cleans, pace)
         keeper = RunStateWriter(replace(folder, part=here.group) if here.leads else None, how, lock)
-        progress, says = _progress(keeper, run, here.mine(left))
+        progress, says = _read(keeper, run, here.mine(left))
         yield from map(Note, (says, *_skipped(skip if scarcity is None else ())))
         if peers is not None:  # before anybody writes
             peers.world.tell_all(None, "ranks read what was kept")
         if leads and told:
             _write_anew(run, request, record)
-        events = run_stages(here, model, record, keeper, progress)
-        if place is None:
-            yield from events
-        else:
+        events: Iterator[Event] = run_stages(here, model, record, keeper, progress)
+        if place is not None:
             before, loaded = repairs_of(progress), loaded_in(model)
-            yield from with_repair_report(events, run.plan, record, place, loaded, before)
+            events = with_repair_report(events, run.plan, record, place, loaded, before)
+        yield from events
     finally:
         if lock is not None:
             lock.release()
@@ -128,22 +130,6 @@ def _place_of_report(run: InterruptedRun) -> Path | None:
     return None if asked is None else check_folder(run.place / asked)
 
 
-def _divided(
-    run: InterruptedRun, request: Request, peers: Peers | None, skip: Collection[int]
-) -> tuple[InterruptedRun, tuple[Event, ...]]:
-    """The run replanned for the devices of that request, and events that report it."""
-    plan = replan_for_devices(run.plan, request, peers, skip)
-    return replace(run, plan=plan), (*map(Note, said_of_move(run.plan, plan)),)
-
-
-def _in_less(
-    run: InterruptedRun, model: ModelSpec, scarcity: OutOfMemoryInfo
-) -> tuple[InterruptedRun, tuple[Event, ...]]:
-    """The run with the next memory fallback applied to its ranks, and events that report it."""
-    plan, told = replan_with_less_memory(run.plan, model, scarcity)
-    return replace(run, plan=plan, relieved=(*run.relieved, told)), (told,)
-
-
 def _write_anew(run: InterruptedRun, request: Request, record: Mapping[str, Any]) -> None:
     """Save the new plan, so that the next resume uses it."""
     relieved = [each.to_json() for each in run.relieved]
@@ -152,59 +138,44 @@ def _write_anew(run: InterruptedRun, request: Request, record: Mapping[str, Any]
 
 
 def _skipped(seeds: Collection[int]) -> tuple[str, ...]:
-    """Note about videos that are not made again."""
     named = ", ".join(map(str, sorted(seeds)))
     return (f"what was made before is left as it is: the videos of seed {named}",) if seeds else ()
-
-
-def _progress(
-    keeper: RunStateWriter, run: InterruptedRun, takes: list[VideoState]
-) -> tuple[RunState, str]:
-    """Progress of these videos, as state and as one line of text."""
-    progress, says = _read(keeper, run, takes)
-    remind(progress, run.relieved)
-    return progress, says
-
-
-def _named(run: InterruptedRun) -> str:
-    """The run's name, and what a person knows it by."""
-    settings = run.plan.settings
-    what = f'"{run.plan.settings.prompt[:60]}", ' if settings.prompt else ""
-    return f"{run.folder.name} ({run.plan.model}, {what}seed {settings.seed})"
 
 
 def _read(
     keeper: RunStateWriter, run: InterruptedRun, takes: list[VideoState]
 ) -> tuple[RunState, str]:
-    name = _named(run)
-    kept = furthest(run.folder, [take.seed for take in takes])
-    if kept is None:
-        return RunState(takes=takes), f"goes on with {name} from its beginning{_answered(run)}"
+    """Progress of these videos, as state and as one line of text."""
+    settings, folder = run.plan.settings, run.folder
+    what = f'"{settings.prompt[:60]}", ' if settings.prompt else ""
+    name = f"{folder.name} ({run.plan.model}, {what}seed {settings.seed})"
+    number = folder.num_answers()
+    served = f"; {number} calls of its models were made and are not made again" if number else ""
+    kept = furthest(folder, [take.seed for take in takes])
+    progress, says = RunState(takes=takes), f"goes on with {name} from its beginning{served}"
     try:
-        progress = keeper.read(takes, kept)
+        if kept is not None:
+            progress = keeper.read(takes, kept)
+            clip = f"clip {progress.clip + 1} of {settings.chain}, " if progress.clip else ""
+            done = f"{clip}stage {progress.stage + 1}, {sum(t.step for t in takes)} steps of it"
+            says = f"goes on with {name}: {done} done{served}"
     except CorruptRunError as error:
         # All of it follows from what was asked, so nothing but time is lost.
         fresh = initial_videos(run.request, run.plan)
         wanted = {take.seed for take in takes}
-        again = RunState(takes=[take for take in fresh if take.seed in wanted])
-        return again, f"begins {name} again: {error}"
-    clip = f"clip {progress.clip + 1} of {run.plan.settings.chain}, " if progress.clip else ""
-    steps = sum(take.step for take in takes)
-    done = f"{clip}stage {progress.stage + 1}, {steps} steps of it done"
-    return progress, f"goes on with {name}: {done}{_answered(run)}"
-
-
-def _answered(run: InterruptedRun) -> str:
-    """A clause about saved answers of a pipeline that are not computed again."""
-    number = run.folder.num_answers()
-    return f"; {number} calls of its models were made and are not made again" if number else ""
+        progress = RunState(takes=[take for take in fresh if take.seed in wanted])
+        says = f"begins {name} again: {error}"
+    remind(progress, run.relieved)
+    return progress, says
 
 
 def _model_here(
     run: InterruptedRun, given: LoadedModel | None, trust_remote_code: bool, *, is_same: bool
 ) -> Any:
     """The model of the run, after checking that all else is unchanged; `is_same`: devices too."""
-    _check_here(run, is_same=is_same)
+    _check_place(run)
+    if is_same:  # others are asked for, and checked where they are planned for
+        _check_device(run)
     if not trust_remote_code:
         _check_trust(run)
     if given is not None:
@@ -265,13 +236,6 @@ def _check_given(folder: RunFolder, was: Mapping[str, str], now: Mapping[str, st
             f"{', '.join(others)} (weights, dtype, config, device, adapters or hooks); set it up "
             "as it was to go on with that run, or make the video again from its beginning"
         )
-
-
-def _check_here(run: InterruptedRun, *, is_same: bool) -> None:
-    """Raise if the folder differs from the original one, or with `is_same` the device."""
-    _check_place(run)
-    if is_same:  # others are asked for, and checked where they are planned for
-        _check_device(run)
 
 
 def _check_place(run: InterruptedRun) -> None:

@@ -166,7 +166,6 @@ class TraceVerdict:
         return self.place is None
 
     def png(self, title: str) -> bytes:
-        """Draw the differences by module and call as a PNG."""
         return picture(self.compared, title)
 
     def to_json(self) -> dict[str, Any]:
@@ -265,7 +264,6 @@ def _record_of(about: Mapping[str, str]) -> Mapping[str, Any]:
 
 
 def _component(plan: Plan, model: Any, name: str) -> nn.Module:
-    """Load one component as its stage does."""
     found: dict[str, nn.Module] = {}
     for stage in stages_of(model, plan, 0):
         if plan.component(stage.component).stage != plan.component(name).stage:

@@ -110,17 +110,14 @@ class Worker:
 
     @property
     def trail(self) -> Path:
-        """Flight recorder file of the worker; see `read_last_position`."""
         return self.job.folder / f"trail-{self.job.rank}"
 
     def printed(self) -> str:
-        """Text that the worker printed."""
         path = self.job.folder / f"printed-{self.job.rank}"
         return path.read_text(errors="replace") if path.exists() else ""
 
     @property
     def process_id(self) -> int:
-        """Process id."""
         return self._process.pid
 
     def has_died(self) -> bool:

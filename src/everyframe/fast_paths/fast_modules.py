@@ -80,7 +80,7 @@ _MOST = 256
 
 
 class CachedEmbedding(nn.Module):
-    """Mixin that caches a module's results for inputs (B,) on a CPU.
+    """Base of modules that cache another's results for inputs (B,) on a CPU; names stay.
 
     On other devices reading the input would synchronise. A repair that wants plain kernels sets
     `is_plain`.
@@ -130,11 +130,13 @@ def embedders(module: nn.Module) -> Mapping[str, bool]:
 
 
 def keep(module: nn.Module, parts: Iterable[str]) -> None:
-    """Enable caching in these submodules; all names stay."""
+    """Replace these submodules by caching ones with the same weights, hooks and names."""
     for name in parts:
         part = module.get_submodule(name)
-        part.__class__ = _kind(type(part))
-        vars(part)["_kept"] = {}
+        cached = object.__new__(_kind(type(part)))
+        vars(cached).update(vars(part), _kept={})
+        where, _, last = name.rpartition(".")
+        setattr(module.get_submodule(where), last, cached)
 
 
 def forget(module: nn.Module) -> None:

@@ -28,6 +28,7 @@ from everyframe.fast_paths.registry import FastPath, kernel_of
 from everyframe.fast_paths.target import CertificationTarget
 from everyframe.hardware.device_loss import parse_device_loss
 from everyframe.hardware.isolation import ends_after
+from everyframe.hardware.throughput import reduced_sizes
 from everyframe.ops.attention import PLAIN, by_kernel, takes
 from everyframe.precision.dtypes import torch_dtype
 from everyframe.precision.strict_float32 import strict_float32
@@ -204,19 +205,14 @@ def _operands(
 
 def _factors(product: OpShape, subject: CertificationTarget) -> tuple[Tensor, Tensor, float]:
     """Two float32 factors with fewer rows, and the inverse of the trial's FLOPs."""
-    left, right = product.shapes[-2:]
-    *batch, rows, inner = left
-    columns = right[-1]
-    number = batch[0] if batch else 1
-    number = max(1, min(number, int(_limit(subject) / (2 * rows * inner * columns))))
-    rows = max(1, min(rows, int(_limit(subject) / (2 * number * inner * columns))))
+    number, rows, inner, columns = reduced_sizes(product, _limit(subject))
     generator = torch.Generator().manual_seed(0)
 
     def filled(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(subject.device.torch_name)
 
     one = 1 / (2 * number * rows * inner * columns)
-    if batch:
+    if len(product.shapes[-2]) > 2:
         return filled(number, rows, inner), filled(number, inner, columns), one
     # As the weight of a linear layer lies in memory.
     return filled(rows, inner), filled(columns, inner) / inner**0.5, one

@@ -8,9 +8,9 @@ through torch, which creates a context.
 from __future__ import annotations
 
 import platform
-import subprocess
 
 from everyframe.core.facts import DeviceFacts
+from everyframe.hardware.cpu import output_of
 from everyframe.hardware.device_loss import translate_device_loss
 
 #: First CUDA capability with bf16 matrix instructions. `torch.cuda.is_bf16_supported()` is not
@@ -131,11 +131,7 @@ def _macos_major() -> int:
 def _free_by_uuid() -> dict[str, int]:
     """Free bytes of each NVIDIA GPU by bare UUID; empty without a working nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
-    return _parse_free(done.stdout) if done.returncode == 0 else {}
+    return _parse_free(output_of(command))
 
 
 def _parse_free(text: str) -> dict[str, int]:

@@ -187,12 +187,13 @@ def _read(path: Path) -> str:
 
 
 def _sysctl(name: str) -> str:
-    return _output(["sysctl", "-n", name])
+    return output_of(["sysctl", "-n", name])
 
 
-def _output(command: list[str]) -> str:
+def output_of(command: list[str]) -> str:
+    """What a command prints; empty if there is none, it fails, or takes longer than 10 s."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -58,7 +58,6 @@ class ProcessResult:
 
     @property
     def is_well(self) -> bool:
-        """Whether the function returned."""
         return self.error is None and self.signal is None and not self.timed_out
 
     def __str__(self) -> str:

@@ -52,7 +52,6 @@ class ProfileSoftware(Options):
     environment: dict[str, str] = Field(default_factory=dict)
 
     def facts(self) -> SoftwareFacts:
-        """Convert to `SoftwareFacts`."""
         return SoftwareFacts(**self.model_dump())
 
 

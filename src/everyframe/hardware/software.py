@@ -10,7 +10,6 @@ import ctypes
 import os
 import platform
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -21,7 +20,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from everyframe.core.facts import SoftwareFacts
-from everyframe.hardware.cpu import processor_flags
+from everyframe.hardware.cpu import output_of, processor_flags
 
 #: Packages that change results, or that known issues are about. Names that begin with ``nvidia-``
 #: are included too.
@@ -99,12 +98,8 @@ def driver_version() -> str | None:
 
 def _driver_by_smi() -> str | None:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    found = re.match(r"\d+(\.\d+)+", done.stdout.strip())
-    return found[0] if done.returncode == 0 and found else None
+    found = re.match(r"\d+(\.\d+)+", output_of(command))
+    return found[0] if found else None
 
 
 #: Library -> pattern of its file name. The engine files beside cuDNN's main library have its

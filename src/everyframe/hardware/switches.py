@@ -39,7 +39,6 @@ class Turn:
 
     @property
     def is_held(self) -> bool:
-        """Whether this run has the turn."""
         return _PROCESS.is_held(self)
 
     def __enter__(self) -> Turn:
@@ -98,7 +97,6 @@ class _Process:
         return turn in self._holders
 
     def take(self, turn: Turn) -> None:
-        """Wait for the turn."""
         place: SimpleQueue[None] = SimpleQueue()
         self._waiting.append(place)
         try:

@@ -42,7 +42,6 @@ class ThreadState:
 
     @classmethod
     def here(cls) -> ThreadState:
-        """State of the current thread."""
         cuda: Any = torch.cuda
         has_cards = cuda.is_available() and cuda.is_initialized()
         cards = range(torch.cuda.device_count()) if has_cards else ()
@@ -107,6 +106,5 @@ def has_casts() -> bool:
 
 
 def _kinds() -> list[str]:
-    """Device types that this torch supports."""
     known: list[str] = torch._C._autocast_supported_devices()
     return [kind for kind in known if torch.amp.is_autocast_available(kind)]

@@ -227,17 +227,21 @@ def _seconds(run: Callable[[], object], device: str) -> float:
     return max(min(taken[1:]), 1e-7)
 
 
-def _product(product: OpShape, device: str, most: float) -> tuple[Callable[[], object], float]:
-    import torch
-
+def reduced_sizes(product: OpShape, most: float) -> tuple[int, int, int, int]:
+    """(batch, rows, inner, columns) of a matrix product, with fewer rows above `most` FLOPs."""
     left, right = product.shapes[-2:]
     *batch, rows, inner = left
     columns = right[-1]
-    number = batch[0] if batch else 1
-    number = max(1, min(number, int(most / (2 * rows * inner * columns))))
-    rows = max(1, min(rows, int(most / (2 * number * inner * columns))))
+    number = max(1, min(batch[0] if batch else 1, int(most / (2 * rows * inner * columns))))
+    return number, max(1, min(rows, int(most / (2 * number * inner * columns)))), inner, columns
+
+
+def _product(product: OpShape, device: str, most: float) -> tuple[Callable[[], object], float]:
+    import torch
+
+    number, rows, inner, columns = reduced_sizes(product, most)
     operations = 2.0 * number * rows * inner * columns
-    if batch:
+    if len(product.shapes[-2]) > 2:
         a = _filled((number, rows, inner), product, device)
         b = _filled((number, inner, columns), product, device)
         return lambda: torch.bmm(a, b), operations

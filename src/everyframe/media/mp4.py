@@ -123,12 +123,18 @@ def read_frames(path: Path, size: tuple[int, int] | None = None) -> tuple[Frames
 
     With `size` (height, width) each frame is resized as it is read. Otherwise as `iter_frames`.
     """
-    kept: list[Frames] = []
-    for frame in iter_frames(path):
+    return np.stack(list(iter_bounded_frames(path, size))), frame_rate(path)
+
+
+def iter_bounded_frames(path: Path, size: tuple[int, int] | None = None) -> Iterator[Frames]:
+    """Decode frame by frame as `iter_frames`, each resized to `size` (height, width) if given.
+
+    Raises `MediaError` for more frames than may be held at once.
+    """
+    for count, frame in enumerate(iter_frames(path), start=1):
         height, width = frame.shape[:2] if size is None else size
-        check_frames(len(kept) + 1, width, height, repr(str(path)))
-        kept.append(frame if size is None else fit_image(frame, *size))
-    return np.stack(kept), frame_rate(path)
+        check_frames(count, width, height, repr(str(path)))
+        yield frame if size is None else fit_image(frame, *size)
 
 
 def frame_rate(path: Path) -> Fraction:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from everyframe.core.errors import InputError, MediaError
+from everyframe.media.decode_cache import decode_once, shape_of
 from everyframe.media.input_checks import check_image, check_video
 from everyframe.media.limits import check_picture, open_picture
 from everyframe.media.output_path import PathLike, exact_fps
@@ -41,7 +42,7 @@ def read_image(
     uint8, uint16 or floats in 0..1. Tensors may also be channels-first, (C, H, W) or (1, C, H, W).
     Raises `MediaError` for input that is missing, not a picture, animated or truncated.
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     if isinstance(source, np.ndarray):
         return _from_array(source, under)
@@ -61,6 +62,12 @@ def read_image(
             raise MediaError(f"the image can't be read to its end: {error}") from error
     name = os.fspath(source)
     check_image(name)
+    return decode_once(name, f"picture on {under}", lambda: _from_file(name, under))
+
+
+def _from_file(name: str, under: Background) -> Frames:
+    from PIL import Image, UnidentifiedImageError
+
     try:
         with open_picture(name) as picture:
             return _from_pillow(picture, repr(name), under)
@@ -205,3 +212,21 @@ def read_video(
     if rate is not None and rate != found:
         raise InputError(f"{os.fspath(path)!r} has {found} frames a second; fps={fps} can't hold")
     return frames, found
+
+
+def read_pixels(path: PathLike) -> Frames:
+    """Read frames, uint8 (T, H, W, 3), as `read_video`, for which a folder needs no rate."""
+    fps = 1 if Path(path).is_dir() else None
+    return decode_once(path, "video", lambda: read_video(path, fps=fps)[0])
+
+
+def video_shape(path: PathLike) -> tuple[int, int, int]:
+    """(T, H, W) of what `read_pixels` reads, without holding a video file's frames."""
+    check_video(path)
+    place = Path(path)
+    if place.is_dir() or place.suffix.lower() in _ANIMATED:
+        num_frames, height, width, _ = read_pixels(path).shape
+        return num_frames, height, width
+    from everyframe.media.mp4 import iter_bounded_frames
+
+    return shape_of(path, "video", lambda: iter_bounded_frames(place))

@@ -62,7 +62,6 @@ class WeightPlacement:
 
     @staticmethod
     def of(plan: ComponentPlan) -> WeightPlacement:
-        """The placement in a component's plan."""
         return WeightPlacement(plan.offload, plan.holders, plan.precision.weights)
 
 
@@ -80,7 +79,6 @@ class PlannedComponent:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """Stages that have a dry run."""
         return tuple(dict.fromkeys(run.rehearsal.stage for run in self.runs))
 
     def in_stage(self, stage: str | None) -> tuple[int, bool]:
@@ -145,7 +143,6 @@ class ComponentPlanner:
         )
 
     def rehearsals(self, settings: Settings) -> Sequence[DryRunCall]:
-        """Dry-run calls in the order of the stages."""
         return self._precisions.rehearsals(settings)
 
     @property

@@ -62,13 +62,11 @@ class PrecisionPlanner:
     force: bool = False
 
     def rehearsals(self, settings: Settings) -> Sequence[DryRunCall]:
-        """Dry-run calls in the order of the stages."""
         if self.teams is not None and isinstance(self.model, ShardableSpec):
             return self.model.shared_rehearsals(settings, self.teams)
         return self.model.rehearsals(settings) if isinstance(self.model, DryRunSpec) else ()
 
     def rehearsals_of(self, component: str, settings: Settings) -> list[DryRunCall]:
-        """Dry-run calls of one component."""
         return [each for each in self.rehearsals(settings) if each.component == component]
 
     def by_facts(self, component: Component, kind: str) -> tuple[Precision, tuple[str, ...]]:
@@ -142,7 +140,6 @@ class PrecisionPlanner:
         return {each.name: self.by_facts(each, "")[0] for each in self.model.components(settings)}
 
     def _all_weighed(self, settings: Settings) -> Mapping[str, Precision]:
-        """Final precision of every component."""
         components = self.model.components(settings)
         return {each.name: self._weighed(each, settings, "").precision for each in components}
 

@@ -2,14 +2,15 @@
 
 A component that needs too much gets as few memory fallbacks as suffice, in the order of
 `everyframe.runtime.memory_fallbacks`. Stages are always loaded one at a time; components that a
-stage needs together take turns on the device if they don't fit side by side. Memory grows with the
-size of the video and falls with each fallback, so a search needs few dry runs
-(`monotone_search.py`). `component_memory.py` computes what a component needs.
+stage needs together take turns on the device if they don't fit side by side. Memory grows with
+each side of the video and falls with each fallback, so both searches bisect.
+`component_memory.py` computes what a component needs.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -24,14 +25,16 @@ from everyframe.planning.component_memory import (
     frame_bytes,
 )
 from everyframe.planning.dry_runs import DryRun
-from everyframe.planning.monotone_search import first_that_fits, first_that_holds
+from everyframe.planning.largest_video import largest_first
 from everyframe.planning.parallelism import StepCost
 from everyframe.precision.dtypes import num_bytes
 from everyframe.runtime.interface import Component, DryRunCall, DryRunSpec, ModelSpec, ShardableSpec
-from everyframe.runtime.memory_fallbacks import MemoryFallback, held_says, memory_fallbacks
-
-_TRIES = 2
-"""So many of the largest that could fit are looked at closely."""
+from everyframe.runtime.memory_fallbacks import (
+    OFFLOADED,
+    MemoryFallback,
+    memory_fallbacks,
+    sharding_note,
+)
 
 _FAR = 8.0
 """So many times as much as there is: what can be saved rarely brings that down to one."""
@@ -70,7 +73,6 @@ class MemoryFit:
 
     @property
     def model(self) -> ModelSpec:
-        """The model's spec."""
         return self.parts.model
 
     @property
@@ -80,7 +82,6 @@ class MemoryFit:
 
     @property
     def host_memory(self) -> int:
-        """Free bytes on the host beside the device."""
         return self.parts.host_memory
 
     def fit(self, settings: Settings) -> FitResult:
@@ -159,23 +160,8 @@ class MemoryFit:
         # Weights are the same at every size.
         if any(self.weights_exceed(each, settings) for each in self.model.components(settings)):
             return None
-        candidates = sorted(self.model.smaller(settings), key=_pixels, reverse=True)
-        best: list[Settings] = []
-        near = _pixels(settings) / self._excess(settings)
-        # Of one length what is needed falls with the size; of two, more frames may need more for as
-        # many pixels, so that of longer ones most often the first try is the last.
-        for length in sorted({each.num_frames for each in candidates}):
-            least = _pixels(best[0]) if best else 0
-            sizes = [e for e in candidates if e.num_frames == length and _pixels(e) > least]
-            best = self._first_that_fits(sizes, near) or best
-            near = _pixels(best[0]) if best else near
-        return next((fitted for each in best if (fitted := self.fit(each)).fits), None)
-
-    def _first_that_fits(self, candidates: Sequence[Settings], near: float) -> list[Settings]:
-        """The largest of these that may fit, and the next; the search starts at `near` pixels."""
-        sizes = [_pixels(each) for each in candidates]
-        first = first_that_fits(sizes, lambda index: self._excess(candidates[index]), near)
-        return list(candidates[first : first + _TRIES])
+        found = largest_first(self.model.smaller(settings), self._can_fit)
+        return next((fitted for each in found if (fitted := self.fit(each)).fits), None)
 
     def weights_exceed(
         self, component: Component, settings: Settings, kind: str | None = None
@@ -190,23 +176,19 @@ class MemoryFit:
             alone * self._copies(component.name), self.device
         )
 
-    def _excess(self, settings: Settings) -> float:
-        """Required over available memory with all fallbacks: at most 1 if all components fit.
-
-        Otherwise that of the first component that doesn't fit.
-        """
+    def _can_fit(self, settings: Settings) -> bool:
+        """Whether it fits with all fallbacks, by a rough look."""
         parts: list[PlannedComponent] = []
         for component in self.model.components(settings):
-            done = self._ways(component, settings)
+            done = self._fallbacks(component, settings)
             least = done[-1].settings if done else settings
             where = _placement(done, WeightPlacement(kind=self.parts.kinds(component, least)[-1]))
             # Whole calls of a pipeline would take minutes for all that are tried here.
-            part = self.parts.named(component.name, least, where, roughly=True)
-            if not self._holds(part):
-                return self._times(part)
-            parts.append(part)
+            parts.append(self.parts.named(component.name, least, where, roughly=True))
+            if not self._holds(parts[-1]):
+                return False
         # Those that share a stage may fit alone, and not together.
-        return 1.0 if self._hold(parts) else math.nextafter(1.0, 2.0)
+        return self._hold(parts)
 
     def _saved(
         self, component: Component, settings: Settings
@@ -226,45 +208,43 @@ class MemoryFit:
         self, component: Component, settings: Settings, kind: str | None
     ) -> tuple[Settings, PlannedComponent, list[str]]:
         part = self.parts.part(component, settings, WeightPlacement(kind=kind))
-        kind = part.plan.precision.weights
-        if self._holds(part) or self.weights_exceed(component, settings, kind):
-            return settings, part, _elsewhere(part)
         taken: list[MemoryFallback] = []
-        # What helps in one stage alone is not done for the sake of another.
-        for stage in part.stages or (None,):
-            more, settings, part = self._saved_in(component, stage, part, settings)
-            taken += more
+        if not self.weights_exceed(component, settings, part.plan.precision.weights):
+            # What helps in one stage alone is not done for the sake of another.
+            for stage in part.stages or (None,):
+                if not self._holds(part, stage):
+                    done, part = self._saved_in(component, stage, part, settings)
+                    taken += done
+                    settings = taken[-1].settings if taken else settings
         return settings, part, [*_said(component, taken), *_elsewhere(part)]
 
     def _saved_in(
         self, component: Component, stage: str | None, part: PlannedComponent, settings: Settings
-    ) -> tuple[list[MemoryFallback], Settings, PlannedComponent]:
+    ) -> tuple[list[MemoryFallback], PlannedComponent]:
         """The fewest fallbacks with which the component fits in that stage, or all of them."""
-        before = WeightPlacement.of(part.plan)
-        done = [] if self._holds(part, stage) else self._ways(component, settings, stage)
-        if not done:
-            return [], settings, part
+        before, done = WeightPlacement.of(part.plan), self._fallbacks(component, settings, stage)
 
         def after(number: int, *, moves: bool = True) -> PlannedComponent:
             where = _placement(done[:number] if moves else (), before)
             return self.parts.named(component.name, done[number - 1].settings, where)
 
-        def enough(index: int) -> bool:
-            return self._holds(after(index + 1), stage)
+        def enough(number: int) -> bool:
+            return self._holds(after(number), stage)
 
-        # What is far too large is looked at with all of them first, and is most often too large.
-        is_hopeless = self._times(part, stage) > _FAR and not enough(len(done) - 1)
         taken = len(done)
-        if not is_hopeless:
-            taken = min(len(done), 1 + first_that_holds(len(done), enough))
+        # What is far too large is looked at with all of them first, and is most often too large.
+        if done and (self._times(part, stage) <= _FAR or enough(taken)):
+            taken = 1 + bisect_left(range(1, len(done)), True, key=enough)
+        if not taken:
+            return [], part
         part = after(taken)
         # Weights that were moved in vain before something lossy was done may not have to be.
         if done[taken - 1].is_lossy and (part.plan.offload or part.plan.holders > 1):
             stays = after(taken, moves=False)
             part = stays if self._holds(stays, stage) else part
-        return done[:taken], done[taken - 1].settings, part
+        return done[:taken], part
 
-    def _ways(
+    def _fallbacks(
         self, component: Component, settings: Settings, stage: str | None = None
     ) -> list[MemoryFallback]:
         if not isinstance(self.model, DryRunSpec):
@@ -332,13 +312,9 @@ class MemoryFit:
         return max(waiting.values(), default=0) + frame_bytes(settings)
 
 
-def _pixels(settings: Settings) -> int:
-    return settings.num_frames * settings.height * settings.width
-
-
 def _said(component: Component, done: Sequence[MemoryFallback]) -> list[str]:
     """Notes about the fallbacks; each implies the earlier ones of its kind."""
-    kinds = {(way.is_lossy, way.stage): way.says for way in done if not way.moves_weights}
+    kinds = {(way.is_lossy, way.stage): way.message for way in done if not way.moves_weights}
     return [f"{component.title}: {says}" for says in kinds.values()]
 
 
@@ -350,12 +326,11 @@ def _placement(done: Sequence[MemoryFallback], before: WeightPlacement) -> Weigh
 
 
 def _elsewhere(part: PlannedComponent) -> list[str]:
-    """Notes about weights off the device."""
     if part.plan.holders > 1:
-        return [f"{part.plan.title}: {held_says(part.plan.holders)}"]
+        return [f"{part.plan.title}: {sharding_note(part.plan.holders)}"]
     if not part.plan.offload:
         return []
-    where = "its weights wait in the host's memory and come to the device block by block"
+    where = OFFLOADED
     if part.plan.streams:
         where = (
             "its weights are read from their files block by block at every call, as the host's "

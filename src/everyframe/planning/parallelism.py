@@ -164,7 +164,6 @@ def _ways_of(model: ModelSpec) -> tuple[str, ...]:
 def _branchings(
     asked: ParallelConfig, model: ModelSpec, settings: Settings, *, together: bool
 ) -> tuple[int, ...]:
-    """Possible numbers of CFG groups."""
     if asked.cfg is not None or asked.sequence is not None or together:
         return (asked.cfg or 1,)
     if not isinstance(model, ShardableSpec) or not model.apart:

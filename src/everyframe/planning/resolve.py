@@ -156,7 +156,8 @@ def _prepared(
     rates = _rates(fitted, devices[shares.rank], num_threads) if with_seconds else None
     if with_seconds and isinstance(model, PromptReadingSpec):
         notes = (*notes, *model.unread(settings))
-    says = (*shares.says, *_of_weights(model, fitted), *idle_notes(shares.division))
+    repaired = (line for part in fitted.components for line in repair_notes(part))
+    says = (*patches_of(model).notes, *shares.says, *repaired, *idle_notes(shares.division))
     plan = Plan(
         model=model.name,
         family=family_name,
@@ -183,7 +184,6 @@ def _prepared(
 def _model(
     request: Request, given: LoadedModel | None, *, may_fetch: bool
 ) -> tuple[ModelSpec, str]:
-    """The spec of the requested model, and its family's name."""
     check_option_names(request)
     if given is None:
         return find_model(request, may_fetch)
@@ -278,7 +278,6 @@ def _chooser(
     *,
     is_here: bool,
 ) -> FastPathChooser:
-    """The fast-path chooser: request options, certificates and known issues."""
     device, alike = common_facts(devices), are_alike(devices)
     return FastPathChooser(
         device,
@@ -367,10 +366,6 @@ def _remedies(
         return ()
     key = cached_key(model, device, facts.versions)
     return () if key is None else load_repairs(key)
-
-
-def _of_weights(model: ModelSpec, fitted: FitResult) -> Sequence[str]:
-    return (*patches_of(model).notes, *(n for p in fitted.components for n in repair_notes(p)))
 
 
 def _asked_bytes(request: Request, name: str) -> int | None:

@@ -52,7 +52,6 @@ def _key(device: DeviceFacts, num_threads: int) -> str:
 
 
 def _boot() -> str:
-    """An identifier of the current boot."""
     if _BOOT_ID.is_file():
         return _BOOT_ID.read_text().strip()
     return f"{psutil.boot_time():.0f}"

@@ -64,12 +64,10 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """Name of the run."""
         return self.path.name
 
     @property
     def tensors(self) -> Path:
-        """Folder of its tensors."""
         return self.path / f"tensors{self._of_part}"
 
     @property
@@ -95,7 +93,6 @@ class RunFolder:
         return self.path / "answers"
 
     def num_answers(self) -> int:
-        """Number of results of a pipeline's components."""
         return sum(1 for _ in self.answers.glob("*/*.safetensors"))
 
     def write_run(self, values: Mapping[str, Any], *, is_own: bool = True) -> None:
@@ -105,15 +102,12 @@ class RunFolder:
         write_json(self.path / _RUN, signed(values) if is_own else values)
 
     def write_state(self, values: Mapping[str, Any]) -> None:
-        """Replace the state. Raises `OSError`; the old state then remains."""
         write_json(self._state, values)
 
     def write_shortages(self, values: Sequence[Any]) -> None:
-        """Replace the out-of-memory events. Raises `OSError`."""
         write_json(self._shortages, {"shortages": values})
 
     def shortages(self) -> list[Any]:
-        """Read the out-of-memory events. Raises `CorruptRunError`."""
         values = read_json(self._shortages) or {}
         return list(values.get("shortages", ()))
 
@@ -130,7 +124,6 @@ class RunFolder:
         return is_signed(self.run())
 
     def is_readable(self) -> bool:
-        """Whether its constant data is intact."""
         try:
             self.run()
         except CorruptRunError:
@@ -148,7 +141,6 @@ class RunFolder:
             return self.path.stat().st_mtime
 
     def state(self) -> dict[str, Any] | None:
-        """Read the state; None before the first write."""
         return read_json(self._state)
 
     def parts(self) -> tuple[RunFolder, ...]:
@@ -197,7 +189,6 @@ class RunFolder:
         return max(place.stat().st_mtime for place in places if place.name != _LOCK)
 
     def num_bytes(self) -> int:
-        """Size on disk."""
         return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
 
     def remove(self) -> None:
@@ -227,7 +218,6 @@ class Lock:
         self._file = file
 
     def release(self) -> None:
-        """Release the lock."""
         if self._file is not None:
             self._file.close()
             self._file = None

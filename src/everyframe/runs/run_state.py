@@ -39,13 +39,11 @@ class FileOomLog:
         self._failed = failed
 
     def known(self) -> tuple[OomEvent, ...]:
-        """See `everyframe.runtime.run_logs.OomLog`."""
         return tuple(
             OomEvent(*of) for clip, stage, of in self._all() if [clip, stage] == self._place
         )
 
     def keep(self, shortage: OomEvent) -> None:
-        """See `everyframe.runtime.run_logs.OomLog`."""
         try:
             self._folder.write_shortages([*self._all(), [*self._place, [*astuple(shortage)]]])
         except OSError as error:
@@ -141,7 +139,6 @@ class RunStateWriter:
         return self._how.cleans
 
     def note(self, text: str) -> None:
-        """Queue a note."""
         self._notes.append(Note(text))
 
     def notes(self) -> Iterator[Event]:

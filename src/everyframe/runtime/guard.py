@@ -25,7 +25,7 @@ from everyframe.numerics.overflow_probe import OverflowProbe, may_overflow
 from everyframe.numerics.tensor_stats import Range, blank_frames, value_range
 from everyframe.precision.dtypes import dtype_name
 from everyframe.runtime.interface import MemorySavings, VideoState
-from everyframe.runtime.oom_fallback import MemoryFallbacks, together
+from everyframe.runtime.oom_fallback import OomFallbacks, together
 from everyframe.runtime.repair_search import RepairSearch, RepairStep
 from everyframe.runtime.repairs import GuardLog, RepairSet, asks_for, describe_fault, weights_told
 
@@ -65,7 +65,7 @@ class Guard:
         self._parts = dict(parts)
         self._calls = GuardLog(plan.device, stage, counts, of or stage)
         self._repairs = RepairSet(plan.device, parts, keeps_storage=keeps_storage)
-        self._reliefs = MemoryFallbacks(plan, parts, savings, stage)
+        self._reliefs = OomFallbacks(plan, parts, savings, stage)
         self._take: VideoState | None = None
         self._largest = 0.0
         self._is_probed = False

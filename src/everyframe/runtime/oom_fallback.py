@@ -1,33 +1,32 @@
 """Out-of-memory handling in a running stage: apply memory fallbacks and repeat the call.
 
 Fallbacks are tried from the smallest change to the largest (`memory_fallbacks.py`). Each holds for
-the rest of the stage, for all of its videos. What a plan chooses before the run is in
-`everyframe.planning.memory_fit`.
+the rest of the stage, for all of its videos.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
 from everyframe.core.errors import CannotRunError, DistributedOutOfMemoryError, OutOfMemoryInfo
-from everyframe.core.events import Repaired
-from everyframe.core.plan import Plan
+from everyframe.core.plan import Plan, Settings
 from everyframe.hardware.memory import OutOfMemory, catch_out_of_memory, empty_cache
 from everyframe.runtime import offload
 from everyframe.runtime.interface import MemorySavings
-from everyframe.runtime.memory_fallbacks import memory_fallbacks
+from everyframe.runtime.memory_fallbacks import (
+    CACHE_RELEASED,
+    MemoryFallback,
+    RemainingFallbacks,
+)
 from everyframe.runtime.repairs import GuardLog
 from everyframe.runtime.run_logs import OomEvent
 
 if TYPE_CHECKING:
     from everyframe.runtime.interface import VideoState
-
-#: The first fallback on an accelerator: torch's cache is emptied.
-GIVEN_BACK = "what was kept for later is given back"
 
 
 class CallCounter:
@@ -55,11 +54,14 @@ class CallCounter:
         if self._take is not None and self._take.shortages is not None:
             self._take.shortages.keep(shortage)
 
-    def due(self, number: int) -> Iterator[bool]:
-        """For each saved event up to this call: whether it happened in exactly this call."""
+    def due(self, number: int) -> Iterator[tuple[OomEvent, bool]]:
+        """Each saved event up to this call, and whether it happened in exactly this call."""
         now = self.now(number)
-        while self._left and (self._left[0] == now or self._is_past(self._left[0], now)):
-            yield self._left.pop(0) == now
+        while self._left:
+            is_now = replace(self._left[0], at="") == now
+            if not is_now and not self._is_past(self._left[0], now):
+                return
+            yield self._left.pop(0), is_now
 
     def _is_past(self, shortage: OomEvent, now: OomEvent) -> bool:
         """Whether the event was in a step or video that a resumed run does not compute again."""
@@ -85,43 +87,45 @@ def together(
 _Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True)
-class AppliedFallback:
-    """A memory fallback that was applied to a component, with its note."""
+class OomFallbacks:
+    """Apply the memory fallbacks of a stage to its loaded modules, each once.
 
-    component: str
-    says: str
-
-    def event(self, stage: str, step: int, why: str, seed: int | None = None) -> Repaired:
-        """The event: `why` it was applied in that step; `seed` if it concerns one video only."""
-        return Repaired(
-            stage, step, self.component, "", "", "memory", "", "", self.says,
-            f"{why}: {self.says}", seed,
-        )  # fmt: skip
-
-
-class MemoryFallbacks:
-    """Apply the memory fallbacks of a stage, each once.
+    Modules that may be moved as a whole, one on the device at a time, have `takes_turns`.
 
     Attributes:
-        settings: the plan's settings plus the fallbacks so far.
         moments: identifies the calls in which they were applied.
     """
 
     def __init__(
         self,
         plan: Plan,
-        parts: Mapping[str, nn.Module],
+        modules: Mapping[str, nn.Module],
         savings: MemorySavings | None,
-        stage: str | None = None,
+        stage: str,
+        *,
+        takes_turns: bool = False,
+        cache_note: str = CACHE_RELEASED,
     ) -> None:
-        self.settings = plan.settings
         self.moments = CallCounter()
-        self._plan = plan
-        self._parts = parts
-        self._savings = savings
-        self._stage = stage
-        self._left: Iterator[AppliedFallback] | None = None
+        self._modules = modules
+        self._left = RemainingFallbacks(
+            plan,
+            savings,
+            stage,
+            movable=modules.keys(),
+            takes_turns=takes_turns,
+            cache_note=cache_note,
+        )
+
+    @property
+    def settings(self) -> Settings:
+        """The plan's settings plus the fallbacks so far."""
+        return self._left.plan.settings
+
+    @property
+    def tried(self) -> list[str]:
+        """The fallbacks so far, in words."""
+        return [message for _, message in self._left.taken]
 
     def spared(
         self,
@@ -137,9 +141,9 @@ class MemoryFallbacks:
         Raises:
             CannotRunError: no fallback is left.
         """
-        for relief in self.again(step):
+        for fallback in self.again(step):
             why = f"{calls.where(step)}: memory ran out here before the run was broken off"
-            calls.tell(relief.event(calls.stage, step, f"{why}; it goes on"))
+            calls.tell(fallback.event(calls.stage, step, f"{why}; it goes on"))
         while True:
             result = catch_out_of_memory(compute)
             if not isinstance(result, OutOfMemory):
@@ -155,46 +159,41 @@ class MemoryFallbacks:
             calls.tell(done.event(calls.stage, step, f"{why}; it goes on"))
             compute = again or compute
 
-    def next(self) -> AppliedFallback | None:
-        """Apply the next fallback, after emptying torch's cache. None if there is none left."""
+    def next(self, at: str = "") -> MemoryFallback | None:
+        """Apply the next fallback, after emptying torch's cache. None if there is none left.
+
+        `at` is the component that ran out of memory, if the stage knows.
+        """
         empty_cache()
-        if self._left is None:
-            # Not sooner: it holds this object and with it the parts, which would then stay in
-            # memory until the collector looks for cycles, in every stage that needs no relief.
-            self._left = self._ways()
-        return next(self._left, None)
+        found = self._left.next(self._components(at))
+        if found is not None:
+            self._apply(found, self._left.plan)
+        return found
 
-    def at(self, number: int) -> AppliedFallback | None:
+    def at(self, number: int, at: str = "") -> MemoryFallback | None:
         """Apply the next fallback for that call, and save an out-of-memory event if one is left."""
-        relief = self.next()
-        if relief is not None:
-            self.moments.keep(self.moments.now(number))
-        return relief
+        found = self.next(at)
+        if found is not None:
+            self.moments.keep(replace(self.moments.now(number), at=at))
+        return found
 
-    def again(self, number: int) -> Iterator[AppliedFallback]:
+    def again(self, number: int) -> Iterator[MemoryFallback]:
         """Reapply the fallbacks of the interrupted run, up to that call.
 
         Yields those of the call itself, which have had no event yet.
         """
-        for is_now in self.moments.due(number):
-            relief = self.next()
-            if relief is not None and is_now:
-                yield relief
+        for event, is_now in self.moments.due(number):
+            found = self.next(event.at)
+            if found is not None and is_now:
+                yield found
 
-    def _ways(self) -> Iterator[AppliedFallback]:
-        on_host = self._plan.device.kind == "cpu"
-        if not on_host:
-            yield AppliedFallback("", GIVEN_BACK)
-        names, may_wait = tuple(self._parts), not on_host
-        for way in memory_fallbacks(
-            names, self.settings, self._savings, may_wait=may_wait, stage=self._stage
-        ):
-            planned = self._plan.component(way.component)
-            if way.offload and planned.offload:
-                continue
-            if way.offload:
-                part = self._parts[way.component]
-                part.to("cpu")
-                offload.apply(part, planned.device)
-            self.settings = way.settings
-            yield AppliedFallback(way.component, way.says)
+    def _components(self, at: str) -> Sequence[str]:
+        """Components whose fallbacks help if `at` ran out of memory."""
+        return [*self._modules]
+
+    def _apply(self, fallback: MemoryFallback, plan: Plan) -> None:
+        """Change the modules as the fallback says; `plan` includes it."""
+        if fallback.offload:
+            module = self._modules[fallback.component]
+            module.to("cpu")
+            offload.apply(module, plan.component(fallback.component).device)

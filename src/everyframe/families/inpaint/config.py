@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from everyframe.checkpoints.config_errors import check_positive
+from everyframe.checkpoints.config_errors import check_classes, check_positive
 from everyframe.checkpoints.folder import read_package_data
 from everyframe.core.errors import CheckpointError
 from everyframe.runtime.request_checks import AutoencoderSizes
@@ -27,6 +27,10 @@ SCHEDULERS = (
     "DPMSolverSinglestepScheduler", "DEISMultistepScheduler", "UniPCMultistepScheduler",
     "LCMScheduler",
 )  # fmt: skip
+
+_CLASSES = {
+    "unet": ("UNet2DConditionModel",), "vae": ("AutoencoderKL",), "scheduler": SCHEDULERS,
+}  # fmt: skip
 
 #: Sizes in which ControlNet and UNet must agree: the ControlNet adds to the UNet's residuals.
 _SHARED = {
@@ -74,7 +78,12 @@ class InpaintConfig(AutoencoderSizes):
         Raises:
             CheckpointError: an unsupported class or size; names `source` or the ControlNet.
         """
-        _check_classes(source, configs)
+        check_classes(source, configs, _CLASSES, ", ")
+        kind = configs["text_encoder"].get("model_type", "clip_text_model")
+        if kind not in ("clip_text_model", "clip"):
+            raise CheckpointError(
+                f"{source}: the text encoder is a {kind!r} model, expected CLIP's"
+            )
         check_positive(configs["vae"], ("scaling_factor",), f"{source}: vae")
         made = cls(
             unet=configs["unet"],
@@ -152,20 +161,3 @@ def _like(unet: Mapping[str, Any]) -> Mapping[str, Any]:
         "in_channels": PLAIN_CHANNELS,
         **{name: unet[name] for name in kept if name in unet},
     }
-
-
-def _check_classes(source: str, configs: Mapping[str, Mapping[str, Any]]) -> None:
-    allowed = {
-        "unet": ("UNet2DConditionModel",),
-        "vae": ("AutoencoderKL",),
-        "scheduler": SCHEDULERS,
-    }
-    for name, classes in allowed.items():
-        found = configs[name].get("_class_name")
-        if found not in classes:
-            raise CheckpointError(
-                f"{source}: the {name} is of class {found!r}, expected {', '.join(classes)}"
-            )
-    kind = configs["text_encoder"].get("model_type", "clip_text_model")
-    if kind not in ("clip_text_model", "clip"):
-        raise CheckpointError(f"{source}: the text encoder is a {kind!r} model, expected CLIP's")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from everyframe.checkpoints.config_errors import check_positive
+from everyframe.checkpoints.config_errors import check_classes, check_positive
 from everyframe.checkpoints.folder import read_package_data
 from everyframe.core.errors import CheckpointError
 from everyframe.runtime.request_checks import AutoencoderSizes
@@ -19,6 +19,12 @@ from everyframe.runtime.request_checks import AutoencoderSizes
 #: autoencoder (the "image decoder" variants).
 TEMPORAL_VAE = "AutoencoderKLTemporalDecoder"
 IMAGE_VAE = "AutoencoderKL"
+
+_CLASSES = {
+    "unet": ("UNetSpatioTemporalConditionModel",),
+    "vae": (TEMPORAL_VAE, IMAGE_VAE),
+    "scheduler": ("EulerDiscreteScheduler",),
+}
 
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -64,7 +70,7 @@ class SVDConfig(AutoencoderSizes):
         Raises:
             CheckpointError: a class, a scheduler or sizes that are not supported; names `source`.
         """
-        _check_classes(source, configs)
+        check_classes(source, configs, _CLASSES, " or ")
         scheduler = {**_SCHEDULER_DEFAULTS, **configs["scheduler"]}
         _check_scheduler(source, scheduler)
         extractor = configs["feature_extractor"]
@@ -120,20 +126,6 @@ def _vision(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Vision half of a CLIP config that contains both halves."""
     nested = config.get("vision_config")
     return nested if isinstance(nested, Mapping) else config
-
-
-def _check_classes(source: str, configs: Mapping[str, Mapping[str, Any]]) -> None:
-    allowed = {
-        "unet": ("UNetSpatioTemporalConditionModel",),
-        "vae": (TEMPORAL_VAE, IMAGE_VAE),
-        "scheduler": ("EulerDiscreteScheduler",),
-    }
-    for name, classes in allowed.items():
-        found = configs[name].get("_class_name")
-        if found not in classes:
-            raise CheckpointError(
-                f"{source}: the {name} is of class {found!r}, expected {' or '.join(classes)}"
-            )
 
 
 def _check_scheduler(source: str, scheduler: Mapping[str, Any]) -> None:
