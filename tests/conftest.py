@@ -54,6 +54,7 @@ forkserver.set_forkserver_preload = lambda modules: None
 #: The files that take longest, which are begun first: else one worker has one of them at the end.
 LONG = (
     "recipes/test_shipped.py", "test_docs.py", "end_to_end/test_peak_memory.py",
+    "families/test_contract.py", "families/test_contract_distributed.py",
     "families/inpaint/test_stages.py", "end_to_end/test_pipelines.py",
     "families/svd/test_single_file.py", "families/svd/test_stages.py", "end_to_end/test_workers.py",
     "engine/test_replan_distributed.py", "engine/test_distributed.py", "golden/test_check.py",

@@ -481,6 +481,7 @@ def resume(
     parallel: str = "auto",
     shares: str | Sequence[float] | None = None,
     shard_weights: bool = False,
+    **options: Any,
 ) -> Video | list[Video] | Any:
     """Resume an interrupted run; the videos equal those of an uninterrupted run, bit for bit.
 
@@ -495,13 +496,16 @@ def resume(
         on_event: as in `generate`.
         num_devices: So many devices work together, any number; on a machine without several,
             CPU workers (> 0, ≤ 256).
+        devices: Which devices work together, such as 0,1,2 or cuda:0,cuda:2 or cpu,cpu.
         parallel: How several devices divide the work: auto, or data=N, cfg=N and sequence=N (or
             ulysses=N, ring=N) such as cfg=2,sequence=3.
         shares: How much each of several devices does, such as 24,8.
         shard_weights: Several devices keep the denoiser's weights between them, each a part of
             the blocks.
-        devices: ``num_devices``, ``devices``, ``parallel``, ``shares`` and ``shard_weights`` of
-            `generate`, to resume on other devices; then the videos are equal up to rounding.
+        options: ``num_devices``, ``devices``, ``parallel``, ``shares`` and ``shard_weights`` of
+            `generate`, to resume on other devices; then the videos are equal up to rounding. Others
+            name a file or model of the run again (``image="cat.png"``), which a run needs that
+            somebody else made.
 
     Raises:
         InputError: there is no such run, or something that it needs has changed.

@@ -37,8 +37,8 @@ from everyframe.families.registry import (
 from everyframe.media.video import Video
 from everyframe.planning.input_checks import check_input_files
 from everyframe.planning.resolve import LoadedModel, resolve
-from everyframe.runs import folder
-from everyframe.runs.folder import RunFolder, RunSummary, find_run, root_of, runs_folder
+from everyframe.runs import folder as run_folders
+from everyframe.runs.folder import RunSummary, find_run, root_of, runs_folder
 from everyframe.runs.run_state import SaveOptions
 
 _ALL: tuple[type[Options], ...] = (Request, *all_options().values())
@@ -84,7 +84,8 @@ def generate(
         )
     given = options if prompt is None else {"prompt": prompt, **options}
     record = None if from_record is None else record_in(from_record)
-    request, num_threads = _request(given, record)
+    request = Request(**given) if record is None else request_from(record, given)
+    num_threads = None if record is None else threads_to_repeat(record)
     root, as_uint8 = root_of(run_dir), output == "uint8"
     if isolate or request.num_ranks > 1:
         check_input_files(request)
@@ -97,7 +98,7 @@ def generate(
     return videos if request.num_videos > 1 else videos[0]
 
 
-@with_options([Request], only=OF_RANKS)
+@with_options([Request], only=OF_RANKS, is_open=True)
 def resume(
     run: str | Path | None = None,
     *,
@@ -134,16 +135,16 @@ def resume(
     begun = load_run(folder)
     if output == "float" and begun.as_uint8 and begun.plan.settings.chain > 1:
         raise InputError(f'{folder.name} was begun for output="uint8"; its clips are kept so')
-    given, told = None, EventTeller(on_event)
-    if pipe is not None:
-        given = _given_model(pipe, begun.request, told.at_once)
-    devices = {name: value for name, value in options.items() if name in OF_RANKS}
+    teller = EventTeller(on_event)
+    given = None if pipe is None else _given_model(pipe, begun.request, teller.at_once)
+    asked = Request(**{name: value for name, value in options.items() if name in OF_RANKS})
     named = {name: value for name, value in options.items() if name not in OF_RANKS}
-    is_own = check_named(folder, named)
-    number = _ranks_to_go_on_with(folder, devices, pipe)
-    devices = Request(**devices).given()  # as they are written, whatever Python has for them
+    is_own, devices = check_named(folder, named), asked.given() or None
+    if devices and pipe is not None:
+        raise InputError("a pipeline in memory works where it is; leave out the devices")
+    number = asked.num_ranks if devices else ranks_of(folder)
     if number > 1:
-        job = WorkerJob(run=folder.path, as_uint8=output == "uint8", ranks=devices or None,
+        job = WorkerJob(run=folder.path, as_uint8=output == "uint8", ranks=devices,
                   trust_remote_code=trust_remote_code, named=named)  # fmt: skip
         place = begun.place if is_own and begun.place.is_dir() else None
         events = run_in_workers(job.of_ranks(number), place)
@@ -151,22 +152,16 @@ def resume(
         events = resume_run(
             folder,
             given_model=given,
-            ranks=devices or None,
+            ranks=devices,
             trust_remote_code=trust_remote_code,
             named=named,
         )
-    return _made(events, output, begun.request, told)
-
-
-def _ranks_to_go_on_with(folder: RunFolder, devices: Mapping[str, Any], pipe: Any) -> int:
-    if devices and pipe is not None:
-        raise InputError("a pipeline in memory works where it is; leave out the devices")
-    return Request(**devices).num_ranks if devices else ranks_of(folder)
+    return _result(events, output, begun.request, teller)
 
 
 def list_runs(run_dir: str | Path | None = None) -> list[RunSummary]:
     """List the runs that can be resumed, oldest first."""
-    return folder.list_runs(root_of(run_dir))
+    return run_folders.list_runs(root_of(run_dir))
 
 
 @with_options(
@@ -206,14 +201,15 @@ def run(
     record = None if from_record is None else record_in(from_record)
     if record is None:
         given = _with_both_sides(pipe, given)
-    request, num_threads = _request_of_pipe(given, record)
+    request = _request_of_pipe(given, record)
+    num_threads = None if record is None else threads_to_repeat(record)
     if output is None:
         is_float = _option_of(request).get("output_type") == "np"
         output = "float" if is_float else "uint8"
     _check_output(output)
-    told = EventTeller(on_event)
-    events = _events_of_pipe(pipe, request, num_threads, told.at_once)
-    return _made(compare_with(record, events), output, request, told)
+    teller = EventTeller(on_event)
+    events = _events_of_pipe(pipe, request, num_threads, teller.at_once)
+    return _result(compare_with(record, events), output, request, teller)
 
 
 def stream(request: Request, *, pipe: Any = None) -> Iterator[Event]:
@@ -314,9 +310,7 @@ def _events_of_pipe(
     return engine.stream(model.asked(request), num_threads=num_threads, given_model=given)
 
 
-def _request_of_pipe(
-    given: Mapping[str, Any], record: Mapping[str, Any] | None
-) -> tuple[Request, int | None]:
+def _request_of_pipe(given: Mapping[str, Any], record: Mapping[str, Any] | None) -> Request:
     """The request of `run`'s options; unknown options are parameters of the pipeline."""
     from everyframe.diffusers_pipelines import call_options
 
@@ -327,11 +321,11 @@ def _request_of_pipe(
     if rest:
         ours["option"] = {**rest, **(ours.get("option") or {})}
     if record is None:
-        return Request(**ours), None
+        return Request(**ours)
     if isinstance(record.get("request"), Mapping):
         record = {**record, "request": call_options.without_overridden(record["request"], {*given})}
     # The model is the one that was given here.
-    return request_from(record, ours, has_model=True), threads_to_repeat(record)
+    return request_from(record, ours, has_model=True)
 
 
 def _with_both_sides(pipe: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -352,28 +346,20 @@ def _check_output(output: str) -> None:
         raise InputError(f'output must be "uint8" or "float", got {output!r}')
 
 
-def _request(
-    given: Mapping[str, Any], record: Mapping[str, Any] | None
-) -> tuple[Request, int | None]:
-    if record is None:
-        return Request(**given), None
-    return request_from(record, given), threads_to_repeat(record)
-
-
 def _option_of(request: Request) -> Mapping[str, Any]:
     """Parameters of an in-memory pipeline that the request names."""
     option = request.family_options.get("option")
     return option if isinstance(option, Mapping) else {}
 
 
-def _made(events: Events, output: Output, request: Request, told: EventTeller) -> Any:
+def _result(events: Events, output: Output, request: Request, teller: EventTeller) -> Any:
     """The result of a request: a video, a list of them, or the pipeline's output."""
     from everyframe.diffusers_pipelines import call_options
 
     option = _option_of(request)
     is_list = request.num_videos > 1
     if call_options.wants_output(option):
-        given = [each.output for each in told.rest(events) if isinstance(each, PipelineOutput)]
+        given = [each.output for each in teller.rest(events) if isinstance(each, PipelineOutput)]
         return given if is_list else given[0]
-    videos = collect_videos(events, output, told)
+    videos = collect_videos(events, output, teller)
     return videos if is_list or call_options.gives_list(option) else videos[0]

@@ -1,4 +1,4 @@
-"""Groups of modules that import each other."""
+"""Modules that import each other: what the rules of one module can't see."""
 
 from __future__ import annotations
 

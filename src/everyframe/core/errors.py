@@ -26,7 +26,7 @@ class ExitCode(IntEnum):
 
 
 class EveryframeError(Exception):
-    """Root of the tree: something went wrong that a person should read about."""
+    """Base of all errors that a user can meet."""
 
     exit_code = ExitCode.TROUBLE
 
@@ -36,24 +36,24 @@ class EveryframeError(Exception):
 
 
 class EveryframeWarning(UserWarning):
-    """What a Python caller should read though the video was made: a note, or what was repaired.
+    """A note or a repair, for Python callers; the video is made.
 
-    On the command line the same is a line that begins with ``note:`` or ``repaired:``.
+    The command line prints it as a line that begins with ``note:`` or ``repaired:``.
     """
 
 
 class InputError(EveryframeError, ValueError):
-    """What was asked can't be done by anybody: a bad size, an unknown option, an empty prompt."""
+    """The input is invalid on every machine: a bad size, an unknown option, an empty prompt."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 class CheckpointError(InputError):
-    """A folder or file that is no checkpoint, is broken, or lacks a tensor. Names the culprit."""
+    """A folder or file is no checkpoint, is damaged or lacks a tensor; the text names it."""
 
 
 class MediaError(InputError):
-    """A picture or video that can't be read, or a place that can't be written."""
+    """An image or video can't be read, or an output can't be written."""
 
 
 class MissingPackageError(EveryframeError):
@@ -63,16 +63,22 @@ class MissingPackageError(EveryframeError):
 
 
 class CannotRunError(EveryframeError):
-    """The plan says that this machine can't do it, and what it could do instead."""
+    """This machine can't run the request; the text says what it could run instead."""
 
     exit_code = ExitCode.CANNOT_RUN_HERE
 
 
 @dataclass(frozen=True)
 class OutOfMemoryInfo:
-    """That memory ran out on `rank`, in step `step` of `stage`, in one of those `components`.
+    """Where memory ran out.
 
-    `where` is the step as a person reads it, `said` what the allocator said.
+    Attributes:
+        stage: name of the stage.
+        step: number of the step, from 1.
+        components: one of these ran out of memory.
+        where: the step, for a message.
+        said: the allocator's message.
+        rank: the rank that ran out of memory.
     """
 
     stage: str
@@ -84,9 +90,9 @@ class OutOfMemoryInfo:
 
 
 class DistributedOutOfMemoryError(CannotRunError):
-    """Memory ran out in the middle of what several ranks compute together.
+    """Memory ran out while several ranks computed together.
 
-    None of them can do with less by itself; whoever started them can start all of them again.
+    No rank can do with less by itself; the launcher can start all of them again.
     """
 
     def __init__(self, text: str, scarcity: OutOfMemoryInfo) -> None:
@@ -99,7 +105,7 @@ class DistributedOutOfMemoryError(CannotRunError):
 
 
 class NumericsError(EveryframeError):
-    """Values went bad beyond repair; the text names step, module and operation."""
+    """Values are not finite and can't be repaired; the text names step, module and operation."""
 
     exit_code = ExitCode.NUMERICS
 
@@ -112,10 +118,14 @@ class WorkerDiedError(EveryframeError):
 
 @dataclass(frozen=True)
 class DeviceLoss:
-    """A device that was lost: `what` was lost when, what was `said` of it, in one line each.
+    """A lost device, one line a field.
 
-    Besides what is `likely` and how to `mend` it. `is_of_the_card` where no kernel is to blame: the
-    same would have happened to any.
+    Attributes:
+        likely: the likely cause.
+        mend: what to do.
+        is_of_the_card: whether no kernel is to blame, because any would have failed.
+        said: the driver's message.
+        what: what was lost, and when.
     """
 
     likely: str
@@ -129,9 +139,9 @@ class DeviceLoss:
 
 
 class DeviceLostError(WorkerDiedError):
-    """A device failed under a process, which can't use it any more; a new one may.
+    """A device failed, and this process can't use it any more; a new process may.
 
-    `loss` has the parts of it where the process that lost it tells.
+    `loss` is set if the process that lost it reports the details.
     """
 
     def __init__(self, text: str, loss: DeviceLoss | None = None) -> None:
@@ -144,21 +154,21 @@ class DeviceLostError(WorkerDiedError):
 
 
 class RunLockedError(EveryframeError):
-    """A run that another process is working on."""
+    """Another process works on this run."""
 
 
 class NotSerializableError(EveryframeError):
-    """A value that can't be kept: an object of somebody else's."""
+    """A value can't be saved: it is an object of another library."""
 
 
 class CorruptRunError(EveryframeError):
-    """What was kept is not there as it was written."""
+    """A saved file is missing, damaged or not what Everyframe writes."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 class PeerLostError(WorkerDiedError):
-    """Another rank went away or does not answer; which one, and why, others may know better."""
+    """Another rank ended or does not answer; this rank does not know which one, or why."""
 
 
 def closest_names(given: str, allowed: Iterable[str], count: int = 1) -> list[str]:

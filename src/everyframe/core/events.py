@@ -33,7 +33,7 @@ Events: TypeAlias = Generator[Event, None, None]
 
 @dataclass(frozen=True)
 class Planned(Event):
-    """The plan is settled; nothing was fetched or loaded yet."""
+    """The plan is made; nothing is fetched or loaded yet."""
 
     type: ClassVar[str] = "planned"
     plan: Plan
@@ -41,7 +41,7 @@ class Planned(Event):
 
 @dataclass(frozen=True)
 class WeightsReady(Event):
-    """All files are on this disk and known by their hash: `record` is what makes it again."""
+    """All weight files are on this disk; `record` has their hashes and repeats the run."""
 
     type: ClassVar[str] = "ready"
     record: dict[str, Any] = field(repr=False, metadata={"bulky": True})
@@ -49,7 +49,7 @@ class WeightsReady(Event):
 
 @dataclass(frozen=True)
 class RunSaved(Event):
-    """How far the run comes is kept in the folder `path`: ``everyframe resume RUN`` goes on."""
+    """Progress is saved in the folder `path`; ``everyframe resume RUN`` continues it."""
 
     type: ClassVar[str] = "kept"
     run: str
@@ -58,7 +58,7 @@ class RunSaved(Event):
 
 @dataclass(frozen=True)
 class StageStarted(Event):
-    """A stage begins, for clip `clip` of `num_clips`; it has `num_steps` steps to do."""
+    """A stage of `num_steps` steps begins, for clip `clip` (from 0) of `num_clips`."""
 
     type: ClassVar[str] = "stage_started"
     stage: str
@@ -90,7 +90,7 @@ class Step(Event):
 
 @dataclass(frozen=True)
 class StageDone(Event):
-    """A stage is over and what it had loaded is freed."""
+    """A stage is done and its components are freed."""
 
     type: ClassVar[str] = "stage_done"
     stage: str
@@ -99,10 +99,10 @@ class StageDone(Event):
 
 @dataclass(frozen=True)
 class Note(Event):
-    """Something that the person should read, though the run goes on.
+    """A message for the user; the run continues.
 
-    With `in_record` it is of the video with this seed, or of all of them where that is None, and
-    stands in its record too, under ``notes``.
+    With `in_record` it is also under ``notes`` in the record of the video with this seed, or of all
+    videos if `seed` is None.
     """
 
     type: ClassVar[str] = "note"
@@ -113,15 +113,17 @@ class Note(Event):
 
 @dataclass(frozen=True)
 class Repaired(Event):
-    """A value that was not finite was caught, and a module raised in precision so that none is.
+    """A repair: a value was not finite, and a module runs in a wider dtype from now on.
 
-    In step `step` of `stage`, `operation` in `module` of `component` made it in `dtype`; `cause` is
-    ``range``, ``kernel``, ``formula``, ``unclear``, ``compiled`` for a graph that is wrong where
-    its block as it is written is right, or ``blank`` for frames of one colour. `raised` is what
-    runs in `to` from now on: the module, or what is around it where its parts must agree.
-    With the cause ``memory`` there was too little of it, and `to` is what was done so that less is
-    needed.
-    `seed` is that of the video that it was needed for, None where it was for all of them.
+    Attributes:
+        step: step of `stage` in which it happened.
+        module: module of `component` whose `operation` made the value, in `dtype`.
+        cause: ``range``, ``kernel``, ``formula``, ``unclear``, ``compiled`` (a compiled graph is
+            wrong and its eager block is right), ``blank`` (frames of one colour), or ``memory``
+            (out of memory).
+        raised: the repaired module, or the one around it if its parts must have one dtype.
+        to: what `raised` runs in; with the cause ``memory`` the memory fallback.
+        seed: seed of the video that needed it; None if all of them do.
     """
 
     type: ClassVar[str] = "repaired"
@@ -148,7 +150,7 @@ def event_of(data: Mapping[str, Any]) -> Event:
 class FramesDecoded(Event):
     """Finished frames of the video with this seed, float32 in 0..1, (T, H, W, 3), in order.
 
-    `index` says which it is where one call of a pipeline makes several with one seed.
+    `index` numbers the videos if one pipeline call makes several with one seed.
     """
 
     type: ClassVar[str] = "frames"
@@ -160,9 +162,9 @@ class FramesDecoded(Event):
 
 @dataclass(frozen=True)
 class AudioDecoded(Event):
-    """The sound of the video with this seed, float32 in -1..1, (channels, n), `rate` a second.
+    """Sound of the video with this seed, float32 in -1..1, (channels, n), `rate` values a second.
 
-    Comes before the frames that it belongs to.
+    It comes before its frames.
     """
 
     type: ClassVar[str] = "sound"
@@ -175,9 +177,9 @@ class AudioDecoded(Event):
 
 @dataclass(frozen=True)
 class Output(Event):
-    """What a pipeline in memory gave for this seed, as it is: asked for by ``output_type``.
+    """Output of a pipeline in memory for this seed, unchanged; ``output_type`` asks for it.
 
-    Comes after the frames; of latents there are none.
+    It comes after the frames; latents have none.
     """
 
     type: ClassVar[str] = "output"
@@ -187,7 +189,7 @@ class Output(Event):
 
 @dataclass(frozen=True)
 class VideoDone(Event):
-    """All frames of the video with this seed came; `record` is what it takes to make it again."""
+    """All frames of the video with this seed were yielded; its `record` repeats it."""
 
     type: ClassVar[str] = "video_done"
     seed: int
@@ -198,7 +200,7 @@ class VideoDone(Event):
 
 @dataclass(frozen=True)
 class VideoWritten(Event):
-    """A file or folder is on disk, whole."""
+    """A file or folder is complete on disk."""
 
     type: ClassVar[str] = "written"
     path: str

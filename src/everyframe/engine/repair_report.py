@@ -19,7 +19,7 @@ from torch import nn
 
 from everyframe.core.bytes import format_bytes
 from everyframe.core.errors import NumericsError
-from everyframe.core.events import Event, Events, Note, Repaired, event_of
+from everyframe.core.events import Events, Note, Repaired, event_of
 from everyframe.core.paths import replace_file
 from everyframe.core.plan import ComponentPlan, Plan
 from everyframe.numerics.heat_map import heat_map
@@ -62,7 +62,7 @@ def with_repair_report(
     folder: Path,
     loaded: Mapping[str, nn.Module],
     before: Sequence[Repaired] | None = None,
-) -> Iterator[Event]:
+) -> Events:
     """Pass events through; write a page to `folder` on a repair or numeric error.
 
     `loaded` are modules already in memory. `before` are repairs made before a resume: the new page

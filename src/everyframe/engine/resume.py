@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -102,7 +102,7 @@ def resume_run(
             peers.world.tell_all(None, "ranks read what was kept")
         if leads and told:
             _write_anew(run, request, record)
-        events: Iterator[Event] = run_stages(here, model, record, keeper, progress)
+        events: Events = run_stages(here, model, record, keeper, progress)
         if place is not None:
             before, loaded = repairs_of(progress), loaded_in(model)
             events = with_repair_report(events, run.plan, record, place, loaded, before)

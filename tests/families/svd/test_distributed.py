@@ -1,7 +1,7 @@
 """Whole runs of a Stable Video Diffusion among several ranks against the same run on one.
 
 The ranks of this module meet once and then make every run in the same processes. That the UNet's
-answer is right to rounding is tested in `test_sharding.py`; here is what is around it.
+answer is right to rounding is tested in `test_contract_distributed.py`; here is what is around it.
 """
 
 from __future__ import annotations

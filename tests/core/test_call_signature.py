@@ -128,7 +128,6 @@ WRONG = {
     'everyframe.run(pipe, num_videos="two")': "arg-type",
     'everyframe.run(pipe, fit=1)': "arg-type",
     "everyframe.resume(num_devices=2.5)": "arg-type",
-    "everyframe.resume(seed=7)": "call-arg",
     "everyframe.plan_all()": "attr-defined",
 }  # fmt: skip
 GOOD = (
@@ -137,7 +136,7 @@ GOOD = (
     'everyframe.plan(everyframe.Request(prompt="a"), profile="rtx-4090")',
     'everyframe.plan(prompt="a").settings',
     'everyframe.run(pipe, ["a", "b"], negative_prompt=["c", "d"], output_type="pt", shift=3.0)',
-    'everyframe.resume("name", devices=[0, 1], shard_weights=True)',
+    'everyframe.resume("name", devices=[0, 1], shard_weights=True, image="cat.png")',
     "everyframe.list_runs()[0].path",
 )
 

@@ -1,0 +1,222 @@
+"""The contract of families whose denoiser several ranks share: they give what one device gives.
+
+In float64, so that a wrong cut can't hide behind rounding: two sums in another order differ by
+1e-14 or so, whatever is wrong by far more. One rank is compared bit for bit. Inpainting shares
+frames and no denoiser (`inpaint/test_distributed.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from everyframe.core.plan import Precision
+from everyframe.parallel.communicator import Communicator, FakeCommunicator, SingleRank
+from everyframe.precision import cast_hooks
+from helpers.rank_pool import Group, in_every_size, ranks
+from helpers.sharded_calls import RELATIVE, worst
+from helpers.sharded_denoisers import DENOISERS
+from helpers.sharded_denoisers.base import compute_everything
+
+__all__ = ["ranks"]
+
+every_denoiser = pytest.mark.parametrize("name", DENOISERS)
+
+
+def sharded(
+    team: Communicator, name: str, case: str, groups: int = 1, fault: str = "", count: bool = False
+) -> dict[str, Any]:
+    """One rank's answer, the bytes that left it and, with `count`, its operations."""
+    planted = DENOISERS[name].faults[fault][0] if fault else None
+    return DENOISERS[name].sharded(team, case, groups, planted, count)
+
+
+CASES = [
+    pytest.param(name, case, marks=() if case in denoiser.fast else pytest.mark.slow)
+    for name, denoiser in DENOISERS.items()
+    for case in denoiser.cases
+]
+
+
+@in_every_size
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_any_number_of_ranks_gives_the_answer_of_one(
+    ranks: Group, size: int, name: str, case: str
+) -> None:
+    found = ranks.run(size, sharded, name, case)
+    assert worst(found, DENOISERS[name].wanted(case)) < RELATIVE
+    if size == 1:
+        assert torch.equal(found[0]["out"], DENOISERS[name].bare(case))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@every_denoiser
+def test_each_guidance_branch_has_ranks_of_its_own(ranks: Group, size: int, name: str) -> None:
+    """Also three for two."""
+    denoiser = DENOISERS[name]
+    found = ranks.run(size, sharded, name, denoiser.guided, groups=2)
+    assert worst(found, denoiser.wanted(denoiser.guided)) < RELATIVE
+    if size == 2:  # a branch each: the answer alone is sent
+        sent = {what for each in found for what, number in each["sent"].items() if number}
+        assert sent == {denoiser.gather}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_who_has_a_branch_alone_has_its_bits(ranks: Group, size: int) -> None:
+    """Where texts have the same length; so the UNet alone."""
+    unet = DENOISERS["svd"]
+    found = ranks.run(size, sharded, "svd", unet.guided, groups=2)
+    # One branch after the other, as a device with little memory computes them.
+    x, t, picture, micro = unet.inputs(unet.guided).values()
+    model = unet.model()
+    with torch.inference_mode():
+        context = model.context(picture, micro, x.shape[1])
+        alone = [model(x[s:][:1], t[s:][:1], context.rows(slice(s, s + 1))) for s in (0, 1)]
+    if size == 2:
+        assert torch.equal(found[0]["out"], torch.cat(alone))
+    else:  # one rank and two
+        assert torch.equal(found[0]["out"][:1], alone[0])
+        back = [each["sent"]["frames are given back"] for each in found]
+        assert back[0] == 0 < min(back[1:])
+
+
+@pytest.mark.parametrize("weights", [(24.0, 8.0), (1.0, 2.0, 0.5), (1.0, 0.0)])
+@every_denoiser
+def test_unequal_shares(ranks: Group, name: str, weights: tuple[float, ...]) -> None:
+    denoiser = DENOISERS[name]
+    found = ranks.run(len(weights), sharded, name, denoiser.guided, weights=weights)
+    assert worst(found, denoiser.wanted(denoiser.guided)) < RELATIVE
+
+
+def test_apart_a_rank_computes_alone_what_one_device_does() -> None:
+    """Where a fault is looked for: nothing is sent, and the bits are those of the bare model."""
+    for denoiser in DENOISERS.values():
+        team, case = FakeCommunicator(2, (1.0,) * 3), denoiser.guided
+        handle = denoiser.apply(denoiser.model(), team, 1)
+        try:
+            with torch.inference_mode(), handle.apart():
+                out = denoiser.answer(denoiser.model(), denoiser.inputs(case))
+        finally:
+            handle.remove()
+        assert torch.equal(out, denoiser.bare(case))
+        assert not team.sent
+
+
+@every_denoiser
+def test_what_is_applied_is_removed_again(name: str) -> None:
+    denoiser = DENOISERS[name]
+    model = denoiser.model()
+
+    def state() -> tuple[Any, ...]:
+        hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+        return {n: type(part) for n, part in model.named_modules()}, hooks
+
+    before, names = state(), [n for n, _ in model.named_parameters()]
+    handle = denoiser.apply(model, SingleRank(), 1)
+    assert state() != before
+    assert [n for n, _ in model.named_parameters()] == names
+    handle.remove()
+    assert state() == before
+
+
+# ---------------------------------------------------------------- bytes and work
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        *((name, size) for name in ("opensora-1.2", "svd") for size in (2, 3, 5)),
+        *(
+            pytest.param(name, 3, marks=pytest.mark.slow)
+            for name in ("opensora-1.0", "stepvideo-ulysses", "stepvideo-ring")
+        ),
+    ],
+)
+def test_real_ranks_send_and_compute_what_imagined_ones_do(
+    ranks: Group, name: str, size: int
+) -> None:
+    case = DENOISERS[name].guided
+    for rank, found in enumerate(ranks.run(size, sharded, name, case, count=True)):
+        imagined = sharded(FakeCommunicator(rank, (1.0,) * size), name, case, count=True)
+        assert imagined["sent"] == found["sent"]
+        assert imagined["operations"] == found["operations"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "groups"),
+    [
+        ((1.0,), 1), ((1.0,) * 3, 1), ((1.0,) * 3, 2), ((3.0, 1.0), 1), ((3.0, 1.0), 2),
+        ((1.0,) * 7, 1), ((1.0,) * 7, 2), ((1.0,) * 12, 2),
+    ],
+)  # fmt: skip
+@every_denoiser
+def test_planned_bytes_are_those_that_are_counted(
+    name: str, weights: tuple[float, ...], groups: int
+) -> None:
+    denoiser = DENOISERS[name]
+    for rank in range(len(weights)):
+        counted = sharded(FakeCommunicator(rank, weights), name, denoiser.guided, groups)["sent"]
+        # float64 here, float32 in a run; a rank alone gathers nothing.
+        last = counted.pop(denoiser.gather, 0) // 2
+        assert denoiser.planned_bytes(weights, groups, rank) == sum(counted.values()) + last
+
+
+@every_denoiser
+def test_half_precision_sends_half_precision(name: str) -> None:
+    """The stream is float32; what is exchanged of it has the dtype of the next product."""
+    denoiser, sent = DENOISERS[name], {}
+    inputs = {
+        key: each.float() if torch.is_tensor(each) and each.is_floating_point() else each
+        for key, each in denoiser.inputs(denoiser.single).items()
+    }
+    for dtype, islands in (("float32", ()), ("bfloat16", denoiser.islands)):
+        model = denoiser.build().eval().requires_grad_(False)
+        cast_hooks.add_cast_hooks(model, Precision(dtype, dtype, islands))
+        team = FakeCommunicator(0, (1.0, 1.0))
+        denoiser.apply(model, team, 1)
+        with torch.inference_mode():
+            assert denoiser.answer(model, inputs).dtype == torch.float32
+        sent[dtype] = team.sent
+    exchanged = {dtype: denoiser.exchanged(each) for dtype, each in sent.items()}
+    assert exchanged["bfloat16"] * 2 == exchanged["float32"] > 0
+    # The last layer is an island.
+    assert sent["bfloat16"][denoiser.gather] == sent["float32"][denoiser.gather]
+
+
+@pytest.mark.parametrize(
+    "size", [pytest.param(n, marks=[pytest.mark.slow] * (n != 3)) for n in range(1, 9)]
+)
+@every_denoiser
+def test_every_rank_does_its_share(name: str, size: int) -> None:
+    denoiser = DENOISERS[name]
+    whole = denoiser.operations(SingleRank())
+    for rank in range(size):
+        mine = denoiser.operations(FakeCommunicator(rank, (1.0,) * size))
+        assert mine <= 1.1 * denoiser.share(size, rank, denoiser.large) * whole
+
+
+# ---------------------------------------------------------------- planted faults
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("name", "fault"), [(name, fault) for name, each in DENOISERS.items() for fault in each.faults]
+)
+def test_a_planted_fault_is_seen(ranks: Group, name: str, fault: str, size: int) -> None:
+    case = DENOISERS[name].faults[fault][1]
+    found = ranks.run(size, sharded, name, case, fault=fault)
+    assert worst(found, DENOISERS[name].wanted(case)) > 100 * RELATIVE
+
+
+@every_denoiser
+def test_a_rank_that_computes_everything_is_seen(name: str) -> None:
+    denoiser = DENOISERS[name]
+    size, case = 3, denoiser.guided
+    whole = sharded(SingleRank(), name, case, count=True)["operations"]
+    team = FakeCommunicator(1, (1.0,) * size)
+    found = denoiser.sharded(team, case, fault=compute_everything, count=True)
+    assert worst([found], denoiser.wanted(case)) < RELATIVE
+    assert found["operations"] > 1.1 * denoiser.share(size, 1, case) * whole
+    assert not found["sent"]
