@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from diffusers.loaders import single_file_utils as converters
 
 from everyframe.adapters.name_maps import NAME_MAPS
 from everyframe.adapters.weight_sites import Rows, WeightSites, WeightTable
+from everyframe.checkpoints.tensor_file import open_checkpoint
 from helpers.loras import files as lora_files
+from helpers.tiny_checkpoints import pipeline_components, svd, svd_single_file
 
 NAMES = ("wan", "wan_of_a_picture", "ltx", "hunyuan", "cogvideox", "mochi")
 
@@ -71,6 +76,51 @@ def test_every_map_has_a_tiny_model_or_is_of_one_that_has() -> None:
     shown = {id(NAME_MAPS[lora_files.table(name).class_name]) for name in NAMES}
     others = {name for name, each in NAME_MAPS.items() if id(each) not in shown}
     assert others == {"LTX2VideoTransformer3DModel"}
+
+
+def test_numbered_blocks_of_a_unet_are_those_of_diffusers_converter() -> None:
+    """Names that diffusers turns into those of the model, tensor for tensor."""
+    unet = pipeline_components.animatediff_parts()["unet"]
+    state = {key: each.detach() for key, each in unet.named_parameters()}
+    sites = WeightSites(
+        WeightTable(type(unet).__name__, {key: tuple(each.shape) for key, each in state.items()})
+    )
+    numbered = re.compile(r"(input_blocks|middle_block|output_blocks|time_embed|out)\.\d.*")
+    names = {
+        target.module: name
+        for name, targets in sites.names.items()
+        for target in targets
+        if numbered.fullmatch(name)
+    }
+    original = {}
+    for key, tensor in state.items():
+        module, _, kind = key.rpartition(".")
+        original[f"model.diffusion_model.{names[module]}.{kind}"] = tensor
+    converted = converters.convert_ldm_unet_checkpoint(original, dict(unet.config))
+    assert converted.keys() == state.keys()
+    assert all(torch.equal(converted[key], state[key]) for key in state)
+
+
+def test_numbered_blocks_of_a_video_unet(tmp_path: Path) -> None:
+    """Stability's own names, by the file that those tests write."""
+    folder = svd.svd(tmp_path / "svd", heads_as_released=True)
+    file = open_checkpoint(svd_single_file.write(folder, tmp_path / "svd.safetensors"))
+    unet = open_checkpoint(folder / "unet")
+    sites = WeightSites(WeightTable("VideoUNet", {name: unet.shape(name) for name in unet}))
+    prefix, found = "model.diffusion_model.", set()
+    for key in file:
+        if not key.startswith(prefix):
+            continue
+        module, _, kind = key.removeprefix(prefix).rpartition(".")
+        if kind not in ("weight", "bias"):
+            module, kind = key.removeprefix(prefix), "weight"
+        (target,) = sites.find(module) or (None,)
+        assert target is not None, f"{key} is not found"
+        parameter = sites.parameter(target.module, kind)
+        assert parameter is not None
+        assert torch.equal(unet.load(parameter[0]), file.load(key))
+        found.add(parameter[0])
+    assert found == set(unet)
 
 
 def test_a_flat_name_of_two_modules_is_none() -> None:

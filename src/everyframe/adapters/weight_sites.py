@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from everyframe.adapters.name_maps import NAME_MAPS, Rename
+from everyframe.adapters.unet_names import unet_renames
 from everyframe.core.errors import closest_names
 from everyframe.runtime.patchable import WeightTable
 
@@ -39,7 +40,11 @@ class Target:
 
 
 class WeightSites:
-    """Finds the modules of a component by the names in a LoRA file."""
+    """Finds the modules of a component by the names in a LoRA file.
+
+    Attributes:
+        names: every dotted name, and the modules that it means.
+    """
 
     def __init__(self, table: WeightTable) -> None:
         self.table = table
@@ -50,9 +55,9 @@ class WeightSites:
                 self._parameters.setdefault(module, {})[own] = name
             else:
                 self._parameters.setdefault(name, {})[""] = name
-        self._dotted = dict(self._names())
+        self.names = dict(self._names())
         self._flat: dict[str, set[tuple[Target, ...]]] = {}
-        for name, targets in self._dotted.items():
+        for name, targets in self.names.items():
             self._flat.setdefault(name.replace(".", "_"), set()).add(targets)
 
     def find(self, name: str, *, is_flat: bool = False) -> tuple[Target, ...] | None:
@@ -61,7 +66,7 @@ class WeightSites:
         With `is_flat` its dots are underscores. A flat name of two modules is no name of either.
         """
         if not is_flat:
-            return self._dotted.get(name)
+            return self.names.get(name)
         found = self._flat.get(name, set())
         return next(iter(found)) if len(found) == 1 else None
 
@@ -73,15 +78,16 @@ class WeightSites:
 
     def has_like(self, pattern: str) -> bool:
         """Whether a name of any module matches that regular expression."""
-        return any(re.fullmatch(pattern, name) for name in self._dotted)
+        return any(re.fullmatch(pattern, name) for name in self.names)
 
     def closest(self, name: str) -> str:
         """The name of a module that is closest to an unknown one; empty if none is close."""
-        close = closest_names(name, self._dotted)
+        close = closest_names(name, self.names)
         return close[0] if close else ""
 
     def _names(self) -> Iterator[tuple[str, tuple[Target, ...]]]:
-        for rename in NAME_MAPS.get(self.table.class_name, ()):
+        own = NAME_MAPS.get(self.table.class_name)
+        for rename in own or unet_renames(self._parameters):
             yield from self._expanded(rename)
         for module in self._parameters:
             if module.endswith(".to_out.0"):
@@ -91,9 +97,10 @@ class WeightSites:
 
     def _expanded(self, rename: Rename) -> Iterator[tuple[str, tuple[Target, ...]]]:
         first = _pattern(rename.targets[0])
-        for module in self._parameters:
+        is_one = "*" not in rename.targets[0]
+        for module in [rename.targets[0]] if is_one else self._parameters:
             match = first.fullmatch(module)
-            if match is None:
+            if match is None or module not in self._parameters:
                 continue
             modules = [_filled(target, match.groups()) for target in rename.targets]
             if all(each in self._parameters for each in modules):
