@@ -89,8 +89,8 @@ measured by the same program, by `load_lora_weights` and `fuse_lora`. How to use
 
 _TAIL = """
 Files are safetensors, or pickles that hold tensors alone. Names are those of diffusers, or of the
-model's authors for Wan and its kin, LTX-Video, LTX-2, HunyuanVideo, CogVideoX, Mochi and the UNets of
-Stable Diffusion and Stable Video Diffusion. A file for two denoisers (Wan 2.2) names them by
+model's authors for Wan and its kin, LTX-Video, LTX-2, HunyuanVideo, CogVideoX, Mochi, and the UNets
+of Stable Diffusion and Stable Video Diffusion. A file for two denoisers (Wan 2.2) names them by
 `transformer.` and `transformer_2.`, or is given as `FILE@high`, `FILE@low`, `FILE@both`.
 
 What is refused, in one line that names the tensor: a factor without its partner, factors of two
