@@ -27,7 +27,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import diffusers
-import tiny_pipelines
 from versions import versions_of
 
 import everyframe

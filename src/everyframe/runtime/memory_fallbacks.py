@@ -166,7 +166,8 @@ class RemainingFallbacks:
             holders=self._holders,
         ):
             name = each.component
-            is_done = name in away if each.holders > 1 else each.offload and parts[name].offload
+            is_offloaded = name in parts and parts[name].offload
+            is_done = name in away if each.holders > 1 else each.offload and is_offloaded
             if not is_done and (name in self._movable or not each.moves_weights):
                 yield each
 
