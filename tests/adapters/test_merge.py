@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -73,8 +74,6 @@ def with_merged(
     name: str, folder: Path, to: Path, changes: list[tuple[Mapping[str, Factors], float]]
 ) -> Path:
     """A copy of the checkpoint whose denoiser holds the merged weights."""
-    import shutil
-
     shutil.copytree(folder, to)
     place = to / DENOISER[name]
     for file in [place] if place.is_file() else [*place.glob("*.safetensors")]:
@@ -146,6 +145,41 @@ def test_a_lora_gives_the_bits_of_a_merged_checkpoint(
     nothing, as_before = video(name, folder, loras=[f"{one}:0{at}", f"{two}:0{at}"])
     assert same(as_before, unchanged)
     assert np.array_equal(nothing, plain)
+
+
+@pytest.mark.parametrize(("name", "start"), [("inpaint", ""), ("animatediff", "text_model.")])
+def test_text_encoders_by_kohyas_names(name: str, start: str, place: Path, tmp_path: Path) -> None:
+    """CLIP below ``text_model``, as older files have it, and without, as newer ones do."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_families.made(name, place), folder)
+    (file,) = (folder / "text_encoder").glob("*.safetensors")
+    opened = open_checkpoint(file)
+    tensors = {key.removeprefix("text_model."): opened.load(key) for key in opened}
+    factors = factors_for(tensors, lora_files.matrices(tensors, "self_attn"), alpha=1.5)
+    merged = {
+        **tensors,
+        **{
+            f"{key}.weight": merged_by_hand(tensors[f"{key}.weight"], each, 0.7)
+            for key, each in factors.items()
+        },
+    }
+    path = lora_files.write(
+        tmp_path / "one.safetensors",
+        as_lora(factors, "lora_te_text_model_", ".lora_down.weight", ".lora_up.weight",
+                is_flat=True),
+    )  # fmt: skip
+
+    def stored(state: dict[str, Tensor]) -> None:
+        named = {start + key: each.contiguous() for key, each in state.items()}
+        save_file(named, file, {"format": "pt"})
+
+    stored(tensors)
+    _, states = video(name, folder, loras=f"{path}:0.7")
+    _, plain = video(name, folder)
+    stored(merged)
+    _, wanted = video(name, folder)
+    assert same(states, wanted)
+    assert not same(states, plain)
 
 
 @pytest.mark.parametrize("how", ["bf16", "int8", "fp8"])

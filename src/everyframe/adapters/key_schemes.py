@@ -91,6 +91,9 @@ PREFIXES: tuple[Prefix, ...] = (
     Prefix("text_encoder.", "text_encoder"),
     Prefix("text_encoder_2.", "text_encoder_2"),
     Prefix("text_encoder_3.", "text_encoder_3"),
+    # CLIP's text encoder has its modules below this name, or (transformers 5) without it.
+    Prefix("text_model."),
+    Prefix("text_model_", is_flat=True),
     Prefix("lora_unet_", is_flat=True),
     Prefix("lycoris_", is_flat=True),
     Prefix("lora_transformer_", is_flat=True),

@@ -70,13 +70,22 @@ def merge_from_files(where: str, part: ComponentFolder, module: nn.Module) -> No
     opened = [PatchedTensorFile(open_checkpoint(file), part.patches) for file in part.weights]
     for name in part.patches:
         file = next((each for each in opened if name in each), None)
-        if file is None or name not in parameters:
+        parameter = _named(name, parameters)
+        if file is None or parameter is None or parameter.shape != file.shape(name):
             raise CheckpointError(
                 f"{where}: the files of its {part.name} hold {name!r} under another name than the "
                 f"{type(module).__name__} has it, so no LoRA can be merged into it; save the "
                 "pipeline anew with today's diffusers (save_pretrained)"
             )
-        parameters[name].data.copy_(file.load(name))
+        parameter.data.copy_(file.load(name))
+
+
+def _named(name: str, parameters: Mapping[str, nn.Parameter]) -> nn.Parameter | None:
+    """The parameter of that name in the file; older files have some below another module."""
+    if name in parameters:
+        return parameters[name]
+    found = [key for key in parameters if f".{name}".endswith(f".{key}")]
+    return parameters[found[0]] if len(found) == 1 else None
 
 
 @contextmanager
