@@ -152,7 +152,7 @@ def make(
         except KeyboardInterrupt as error:
             how = "nothing unfinished was left behind"
             if run is not None and run.path.is_dir():
-                how = f"go on from where it was: everyframe resume {run.name}"
+                how = f"resume it: everyframe resume {run.name}"
             raise KeyboardInterrupt(f"interrupted; {how}") from error
         except (Terminated, PeerLostError):
             # Another rank says why; where it can be gone on from is known here alone.

@@ -141,7 +141,9 @@ def _from_field(options: type[Options], name: str, group: Group) -> inspect.Para
     kind: Any = kinds[0] if kinds else field.annotation
     if typing.get_origin(field.annotation) in (dict, tuple):
         kind = list  # several times
-    word = "NAME" if typing.get_origin(field.annotation) is tuple else None
+    word = None
+    if typing.get_origin(field.annotation) is tuple:
+        word = "NAME" if kinds[0] is str else "FILE"
     # What Python takes as a path, an array or a picture is a file here.
     kind = Path if kind is Any else kind
     return _parameter(

@@ -113,6 +113,7 @@ def print_plan(plan: Plan, file: IO[str]) -> None:
     rows = _settings_rows(plan.to_json()["settings"])
     if plan.profile is not None:
         rows += [("planned as", f"{plan.profile}, not this machine")]
+    rows += [("lora", str(lora)) for lora in plan.loras]
     out.print(_pairs([*rows, ("device", _device(plan.to_json()))]))
     out.print()
     out.print(_components(plan.components))

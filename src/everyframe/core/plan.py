@@ -257,6 +257,25 @@ class Switches:
 
 
 @dataclass(frozen=True)
+class LoraPlan:
+    """One LoRA of a plan.
+
+    Attributes:
+        file: name of its file, without folders.
+        strength: factor of the whole change.
+        components: (name of a component, number of its parameters that change).
+    """
+
+    file: str
+    strength: float
+    components: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        where = ", ".join(f"{number} tensors of {name}" for name, number in self.components)
+        return f"{self.file}, strength {self.strength:g}: {where or 'no tensors'}"
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that a run does, in the order of the stages.
 
@@ -269,6 +288,7 @@ class Plan:
         division: parallel layout; None on one device.
         switches: torch switches of an in-memory model, chosen by its owner; other plans set their
             own.
+        loras: LoRAs merged into the weights as they are loaded, in order.
     """
 
     model: str
@@ -288,6 +308,7 @@ class Plan:
     profile: str | None = None
     division: ParallelPlan | None = None
     switches: Switches | None = None
+    loras: tuple[LoraPlan, ...] = ()
 
     @property
     def num_operations(self) -> int:

@@ -15,6 +15,7 @@ from pydantic import ValidationInfo, field_validator, model_validator
 
 from everyframe.core.bytes import parse_bytes
 from everyframe.core.errors import InputError, did_you_mean
+from everyframe.core.lora import Lora, parse_loras
 from everyframe.core.option_values import SPELLED, option_text
 from everyframe.core.options import Options, option
 from everyframe.core.parallel_plan import parse_ways
@@ -69,6 +70,12 @@ class Request(Options):
         names_model=True,
     )
     negative_prompt: str | None = option("What it should not show.", group="What")
+    loras: tuple[Lora, ...] = option(
+        "A LoRA that is merged into the weights, FILE[:STRENGTH][@COMPONENT]; may be repeated.",
+        group="What",
+        aliases=("--lora",),
+        default=(),
+    )
 
     size: str | None = option(
         "WIDTHxHEIGHT.",
@@ -275,6 +282,12 @@ class Request(Options):
     def _spelled(cls, given: Any, info: ValidationInfo) -> Any:
         """Convert Python values to their command line text."""
         return option_text(str(info.field_name), given)
+
+    @field_validator("loras", mode="before")
+    @classmethod
+    def _loras(cls, given: Any) -> Any:
+        """Accept texts, paths, pairs with a strength, or mappings."""
+        return parse_loras(given)
 
     @field_validator("disable", mode="before")
     @classmethod

@@ -12,12 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from everyframe.checkpoints.folder import check_inside, is_plain_name, read_json, without_notes
 from everyframe.checkpoints.locate import Location
 from everyframe.checkpoints.refuse_pickles import refuse_pickled
 from everyframe.core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from everyframe.checkpoints.patched_file import Patches
 
 INDEX = "model_index.json"
 MODULAR_INDEX = "modular_model_index.json"
@@ -45,6 +48,7 @@ class ComponentFolder:
         weights: its safetensors files; empty for schedulers, tokenizers and the like.
         variant: diffusers' variant name of these files; None for the plain ones.
         is_trusted: code that comes with the checkpoint may run.
+        patches: patches of its parameters, merged as they are loaded.
     """
 
     name: str
@@ -54,6 +58,7 @@ class ComponentFolder:
     weights: tuple[Path, ...] = ()
     variant: str | None = None
     is_trusted: bool = False
+    patches: Patches = field(default_factory=dict, compare=False, repr=False)
 
     def config(self) -> Mapping[str, Any]:
         """The component's config; empty if it has none."""

@@ -9,7 +9,7 @@ settings), `stage.py` (the run), `loaded_pipeline.py` (a pipeline in memory).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,7 @@ from everyframe.runtime.interface import (
     Stage,
     VideoGroup,
 )
+from everyframe.runtime.patchable import NO_PATCHES, WeightPatches, WeightTable
 
 if TYPE_CHECKING:
     from everyframe.diffusers_pipelines.dry_run import PipelineDryRun
@@ -58,6 +59,20 @@ class PipelineSpec(CompleteSpec):
     options: PipelineOptions
     files: PipelineFiles
     sizes: PipelineDefaults
+    patched: WeightPatches = field(default=NO_PATCHES, compare=False, repr=False)
+
+    def weight_tables(self) -> Mapping[str, WeightTable]:
+        """Parameters of each component by its files' headers."""
+        from everyframe.diffusers_pipelines.patched_weights import tables_of_files
+
+        return tables_of_files(self.files)
+
+    def with_patches(self, patched: WeightPatches) -> PipelineSpec:
+        """The same pipeline, which loads with these patches."""
+        parts = tuple(
+            replace(part, patches=patched.patches.get(part.name, {})) for part in self.files.parts
+        )
+        return replace(self, files=replace(self.files, parts=parts), patched=patched)
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         """Resolve the request to settings, and notes for the user.

@@ -33,6 +33,7 @@ from everyframe.precision.dtypes import NUM_BYTES, dtype_name
 from everyframe.precision.policy import ComponentNeeds
 from everyframe.precision.strict_float32 import switches_of
 from everyframe.runtime.interface import Component, MemorySaving, Stage
+from everyframe.runtime.patchable import NO_PATCHES, WeightPatches, WeightTable
 
 if TYPE_CHECKING:
     from everyframe.parallel.communicator import ParallelContext
@@ -67,6 +68,17 @@ class LoadedPipelineSpec(CompleteSpec):
     thread: ThreadState = field(default_factory=ThreadState.here)
     #: Callback for events as they occur; if set, the call runs in the caller's thread.
     tell: Tell | None = None
+    patched: WeightPatches = NO_PATCHES
+
+    def weight_tables(self) -> Mapping[str, WeightTable]:
+        """Parameters of each component."""
+        from everyframe.diffusers_pipelines.patched_weights import tables_of_modules
+
+        return tables_of_modules(self.pipe.components)
+
+    def with_patches(self, patched: WeightPatches) -> LoadedPipelineSpec:
+        """The same pipeline, whose weights are patched while it runs."""
+        return replace(self, patched=patched)
 
     @cached_property
     def switches(self) -> Switches:
@@ -148,7 +160,13 @@ class LoadedPipelineSpec(CompleteSpec):
         way = InThread(self.tell) if self.tell is not None else Beside(self.thread.entered)
         assert teams.world.size == 1, "a pipeline in memory is on one device"
         return PipelineStage(
-            plan, interface, own, pipe=self.pipe, savings=self.savings, calling=way
+            plan,
+            interface,
+            own,
+            pipe=self.pipe,
+            savings=self.savings,
+            calling=way,
+            patches=self.patched.patches,
         )
 
 

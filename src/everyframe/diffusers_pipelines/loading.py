@@ -30,6 +30,7 @@ from everyframe.diffusers_pipelines.component_classes import (
     pipeline_class,
 )
 from everyframe.diffusers_pipelines.module_calls import encoders, without_weights
+from everyframe.diffusers_pipelines.patched_weights import merge_from_files
 from everyframe.diffusers_pipelines.signature import CallSignature
 from everyframe.diffusers_pipelines.step_tracking import called_parts
 from everyframe.fast_paths.apply import apply_fast_paths, swap_modules
@@ -110,6 +111,7 @@ def _component(where: str, part: ComponentFolder, plan: Plan) -> nn.Module:
             f"{where}: the files of its {part.name} hold {len(extra)} tensors more than it has: "
             f"{listing(extra)}; they are of another model, or of another version of it"
         )
+    merge_from_files(where, part, module)
     # Parameters keep `requires_grad`, as in diffusers: torch picks other kernels without, and their
     # last bits differ. The call runs without gradients anyway.
     module.eval()

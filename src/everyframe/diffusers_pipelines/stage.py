@@ -11,19 +11,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from everyframe.checkpoints.patched_file import Patches
 from everyframe.core.errors import CannotRunError, EveryframeError, InputError
 from everyframe.core.events import AudioDecoded, Event, FramesDecoded, Note, Output, Step
 from everyframe.core.options import shown
 from everyframe.core.plan import Plan, Settings
 from everyframe.diffusers_pipelines import call_options, sequence_parallel
-from everyframe.diffusers_pipelines.call import in_one_run, no_progress_bars, restore_after
+from everyframe.diffusers_pipelines.call import no_progress_bars
 from everyframe.diffusers_pipelines.call_arguments import arguments
 from everyframe.diffusers_pipelines.call_thread import Apart as InOwnThread
 from everyframe.diffusers_pipelines.call_thread import Calling
@@ -57,6 +58,7 @@ from everyframe.diffusers_pipelines.module_calls import (
     encoders,
 )
 from everyframe.diffusers_pipelines.oom_fallback import PipelineOomFallbacks
+from everyframe.diffusers_pipelines.patched_weights import held_for_run
 from everyframe.diffusers_pipelines.signature import CallSignature
 from everyframe.diffusers_pipelines.step_tracking import StepTracker
 from everyframe.hardware.cpu import cpu_threads
@@ -85,6 +87,7 @@ class PipelineStage:
         savings: the family's memory savings.
         branches: guidance branches to split across ranks; None if they are not split.
         calling: how a caller's pipeline is called; by default in a thread of its own.
+        patches: patches of a caller's pipeline by component; those of `files` are in them.
     """
 
     plan: Plan
@@ -96,6 +99,7 @@ class PipelineStage:
     teams: ParallelContext = ONE
     branches: CfgBranches | None = None
     calling: Calling | None = None
+    patches: Mapping[str, Patches] = field(default_factory=dict)
     name: str = STAGE
     # Its answers are kept call by call, and served again when it is called again.
     goes_on: bool = False
@@ -125,8 +129,7 @@ class PipelineStage:
                 yield from quietly(load(self.plan, self.files, found, encodes=leads))
                 pipe = found.pop()
             else:
-                stack.enter_context(in_one_run(pipe))
-                stack.enter_context(restore_after(pipe))
+                stack.enter_context(held_for_run(pipe, self.patches))
             stack.enter_context(no_progress_bars(pipe))
             set_guidance(pipe, self.interface, self.plan.settings)
             owned = {} if self.pipe is not None else _modules(pipe)

@@ -14,9 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from everyframe._version import __version__
+from everyframe.adapters.lora_file import lora_digest
 from everyframe.checkpoints.digest import digest
 from everyframe.checkpoints.locate import locate
 from everyframe.core.errors import InputError
+from everyframe.core.lora import Lora
 from everyframe.core.options import facts_of
 from everyframe.core.plan import Plan, Repair
 from everyframe.core.request import Request, with_current_names
@@ -36,6 +38,7 @@ from everyframe.hardware.facts import machine_facts
 from everyframe.media.output_path import RECORD_SCHEMA
 from everyframe.media.record import read_record
 from everyframe.media.video import Video
+from everyframe.runtime.patchable import LoraIdentity
 from everyframe.runtime.repair_cache import remedy_from
 
 #: Left out of the recorded request: the values in force are in the recorded plan.
@@ -120,6 +123,8 @@ def _asked(request: Request, plan: Plan) -> dict[str, Any]:
             asked[name] = file_identities(value)
         else:
             asked[name] = model_names(value) if name in models else plain(value)
+    if request.loras:
+        asked["loras"] = [_lora(each) for each in request.loras]
     asked["seed"] = plan.settings.seed
     if request.model is not None:
         asked["model"] = _model_name(request.model)
@@ -130,6 +135,18 @@ def _asked(request: Request, plan: Plan) -> dict[str, Any]:
     if request.latents is not None:
         asked["latents"] = {"sha256": hashlib.sha256(as_bytes(request.latents)).hexdigest()}
     return asked
+
+
+def _lora(lora: Lora) -> dict[str, Any]:
+    """A LoRA by the name and hash of its file."""
+    file = {"file": lora.name, "sha256": lora_digest(lora.path)}
+    return {"file": file, "strength": lora.strength, "component": lora.component}
+
+
+def recorded_loras(record: Mapping[str, Any]) -> tuple[LoraIdentity, ...]:
+    """Identities of the LoRAs of a record that `make_record` made."""
+    listed = record["request"].get("loras", ())
+    return tuple((each["file"]["sha256"], each["strength"], each["component"]) for each in listed)
 
 
 def _options_that(fact: str) -> set[str]:
@@ -190,6 +207,8 @@ def request_from(
     asked = accepted_options(with_current_names(record["request"]), wanted.keys() | replaced)
     for name in (*GIVEN, *_options_that("names_files")):
         asked |= {name: find_files(name, asked[name])} if name in asked else {}
+    if "loras" in asked:
+        asked["loras"] = [{**each, **each["file"]} for each in asked["loras"]]
     asked |= wanted
     if own is not None:  # each parameter of a pipeline is an option of its own
         recorded = asked.get("option")

@@ -138,6 +138,8 @@ def accepted_options(asked: Mapping[str, Any], given: Collection[str]) -> dict[s
             continue
         if facts.get("names_model"):
             _check_listed(name, value)
+        if name == "loras":
+            _check_loras(value)
         if name in GIVEN or facts.get("names_files"):
             _check_files(name, value, may_be_words=name not in GIVEN)
         found[name] = value
@@ -199,6 +201,31 @@ def _check_files(name: str, value: Any, *, may_be_words: bool, key: str = "") ->
                 f"the record names {shown(value)} by its path for {key or name}; a file of a "
                 f"record has a hash; give it again: {_flag(name)}"
             )
+
+
+class _Loras(BaseModel):
+    """LoRAs of a record: files by name and hash."""
+
+    loras: tuple[_RecordedLora, ...]
+
+
+class _RecordedLora(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    file: dict[str, Any]
+    strength: float
+    component: str
+
+
+def _check_loras(value: Any) -> None:
+    try:
+        _Loras(loras=tuple(value) if isinstance(value, list) else value)
+    except ValidationError as error:
+        raise InputError(f"the record's loras can't be read: {explain(error)}") from None
+    for each in value:
+        if "file" not in each["file"]:
+            raise InputError("the record has a LoRA without its file's name; give it again: --lora")
+        _check_identity("lora", each["file"])
 
 
 def _check_identity(name: str, value: Mapping[str, Any]) -> None:

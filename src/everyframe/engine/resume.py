@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from everyframe.adapters.request_loras import with_loras
 from everyframe.checkpoints.locate import is_listed
 from everyframe.core.errors import CannotRunError, CorruptRunError, InputError, OutOfMemoryInfo
 from everyframe.core.events import Event, Events, Note, Planned, WeightsReady
@@ -186,7 +187,7 @@ def _model_here(
                 f"everyframe.resume({run.folder.name!r})"
             )
         _check_given(run.folder, run.given, given.digests())
-        return given.model
+        return with_loras(given.model, run.request)
     if run.record.get("model", {}).get("sha256") is None:
         raise InputError(
             f"the run {run.folder.name} was made with a {run.plan.model} that was given in Python; "
@@ -241,7 +242,8 @@ def _check_place(run: InterruptedRun) -> None:
     """Raise `InputError` for input files given relative to another folder than this one."""
     if Path.cwd() == run.place:
         return
-    for name, value in {**run.request.given(), **run.request.family_options}.items():
+    given = [*run.request.given().items(), *run.request.family_options.items()]
+    for name, value in (*given, *(("LoRA", lora.file) for lora in run.request.loras)):
         is_text = isinstance(value, (str, Path)) and name != "prompt"
         if is_text and not Path(value).is_absolute() and os.path.exists(run.place / value):
             raise InputError(

@@ -41,7 +41,7 @@ from everyframe.core.request import Request
 from everyframe.engine.distributed import RankContext, Rendezvous, gathered, join_plan, meet_peers
 from everyframe.engine.owner_switches import thread_count_notes, threads_for, with_owner_switches
 from everyframe.engine.persistence import create_run, saved_run, writer_for_rank
-from everyframe.engine.provenance import for_seed, make_record
+from everyframe.engine.provenance import for_seed, make_record, recorded_loras
 from everyframe.engine.repair_report import loaded_in, with_repair_report
 from everyframe.engine.request_inputs import read_given, start_noise
 from everyframe.hardware.cpu import cpu_threads
@@ -57,6 +57,7 @@ from everyframe.runs.folder import runs_folder
 from everyframe.runs.run_state import RunState, RunStateWriter, SaveOptions
 from everyframe.runtime.interface import ModelSpec, Stage, VideoState
 from everyframe.runtime.loading import check_contents, release_components
+from everyframe.runtime.patchable import digest_with_loras, patches_of
 from everyframe.runtime.repair_cache import RepairCacheKey, delete_repairs, key_of, save_repair
 
 _log = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ def stream(
         yield Note(note)
     model = model.fetch()
     check_contents(model)
+    patches_of(model).check()
     record = make_record(plan, request, model.weight_files())
     key = _repairs_key(record, plan)
     if request.forget_repairs and key is not None and delete_repairs(key):
@@ -272,7 +274,10 @@ def _run(
 def _repairs_key(record: Mapping[str, Any], plan: Plan) -> RepairCacheKey | None:
     """Key of the repair cache; None for in-memory weights."""
     sha256 = record.get("model", {}).get("sha256")
-    return None if sha256 is None else key_of(sha256, plan.device, record["versions"])
+    if sha256 is None:
+        return None
+    weights = digest_with_loras(sha256, recorded_loras(record))
+    return key_of(weights, plan.device, record["versions"])
 
 
 def _remember(key: RepairCacheKey | None, plan: Plan, event: Repaired) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from everyframe.adapters.request_loras import with_loras
 from everyframe.checkpoints import shapes_prompts
 from everyframe.checkpoints.download import fetch_missing
 from everyframe.checkpoints.locate import Location, locate, overview
@@ -108,7 +109,7 @@ def refuse_if_not_drawable(request: Request) -> None:
 
 
 def find_model(request: Request, may_fetch: bool) -> tuple[ModelSpec, str]:
-    """The spec of the model that a request names, and its family's name.
+    """The spec of the model that a request names, with its LoRAs, and its family's name.
 
     Raises:
         InputError: unknown, or has to be fetched first without permission.
@@ -132,7 +133,7 @@ def find_model(request: Request, may_fetch: bool) -> tuple[ModelSpec, str]:
         found = family(name).recognise(location, _tolerant_options(name, request))
         if found is not None:
             family_options(name, request)
-            return found, name
+            return with_loras(found, request), name
     raise CheckpointError(_no_family(location))
 
 

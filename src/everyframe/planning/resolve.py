@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from everyframe.adapters.request_loras import with_loras
 from everyframe.checkpoints.config_errors import config_errors
 from everyframe.core.bytes import parse_bytes, without_processes
 from everyframe.core.errors import CannotRunError
@@ -21,10 +22,7 @@ from everyframe.core.facts import DeviceFacts, MachineFacts, Throughput
 from everyframe.core.parallel_plan import ParallelPlan
 from everyframe.core.plan import Plan, Repair, Settings, StagePlan
 from everyframe.core.request import DTYPES, Request, random_seed
-from everyframe.families.registry import (
-    check_option_names,
-    family_options,
-)
+from everyframe.families.registry import check_option_names, family_options
 from everyframe.hardware.facts import machine_facts
 from everyframe.hardware.profiles import find_profile
 from everyframe.planning import component_certificates
@@ -60,6 +58,7 @@ from everyframe.planning.parallelism import (
 from everyframe.planning.throughput_cache import rates_here
 from everyframe.precision.policy import check_asked
 from everyframe.runtime.interface import ModelSpec, PromptReadingSpec
+from everyframe.runtime.patchable import patches_of
 from everyframe.runtime.repair_cache import cached_key, load_repairs, repair_notes
 
 #: Number of a plan's products measured on a real device to forecast its time.
@@ -158,7 +157,7 @@ def _prepared(
     if with_seconds and isinstance(model, PromptReadingSpec):
         notes = (*notes, *model.unread(settings))
     repaired = (line for part in fitted.components for line in repair_notes(part))
-    says = (*shares.says, *repaired, *idle_notes(shares.division))
+    says = (*patches_of(model).notes, *shares.says, *repaired, *idle_notes(shares.division))
     plan = Plan(
         model=model.name,
         family=family_name,
@@ -175,6 +174,7 @@ def _prepared(
         rates="" if rates is None else rates.source,
         profile=None if profile is None else str(profile),
         division=shares.division,
+        loras=patches_of(model).loras,
     )
     # What somebody has in memory is there already: what is free says nothing against it.
     obstacle = None if given is not None else infeasible_reason(plan, fitting, fitted, facts)
@@ -188,7 +188,7 @@ def _model(
     if given is None:
         return find_model(request, may_fetch)
     family_options(given.family, request)
-    return given.model, given.family
+    return with_loras(given.model, request), given.family
 
 
 def _check_contents(request: Request, settings: Settings, given: LoadedModel | None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -24,6 +24,7 @@ from everyframe.dry_run.call import DryRunCall
 from everyframe.precision.policy import ComponentNeeds
 from everyframe.runtime.component_files import CheckpointFiles
 from everyframe.runtime.interface import Component, MemorySaving
+from everyframe.runtime.patchable import NO_PATCHES, WeightPatches, WeightTable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 
 
 _Config = TypeVar("_Config")
+
+#: Names of the components that files of LoRAs mean which name none.
+DENOISERS = ("denoiser", "unet")
 
 
 @dataclass(frozen=True)
@@ -194,6 +198,7 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
     options: _Options
     files: _Files
     builder: ModuleBuilder[_Config]
+    patched: WeightPatches = field(default=NO_PATCHES, kw_only=True, compare=False, repr=False)
 
     led: ClassVar[tuple[str, ...]]
     ways: ClassVar[tuple[str, ...]] = ("",)
@@ -295,7 +300,32 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
         """The same model with all of its files on this disk, downloaded if missing."""
         if not self.missing():
             return self
-        return self.read(self.name, self.title, self.files.fetched(), self.options)
+        whole = self.read(self.name, self.title, self.files.fetched(), self.options)
+        return whole.with_patches(self.patched)
+
+    def weight_tables(self) -> Mapping[str, WeightTable]:
+        """Parameters of each component."""
+        return {
+            name: WeightTable(
+                type(module := self.builder.empty(name)).__name__,
+                {key: tuple(each.shape) for key, each in module.named_parameters()},
+                name in DENOISERS,
+            )
+            for name in self.components_on_disk
+        }
+
+    def with_patches(self: _Spec, patched: WeightPatches) -> _Spec:
+        """The same model, which loads with these patches."""
+        return replace(self, patched=patched)
+
+    def patched_weights(self, component: str) -> tuple[TensorFile, KeyMap]:
+        """`weights`, opened, with the patches of LoRAs."""
+        from everyframe.checkpoints.patched_file import patched
+        from everyframe.checkpoints.tensor_file import open_checkpoint
+
+        weights, keys = self.weights(component)
+        patches = self.patched.patches.get(component, {})
+        return patched(open_checkpoint(weights), keys, patches), keys
 
     def weight_files(self) -> tuple[str, ...]:
         """All weight files, without duplicates."""

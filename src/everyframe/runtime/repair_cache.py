@@ -23,6 +23,7 @@ from everyframe.core.facts import DeviceFacts
 from everyframe.core.paths import replace_file
 from everyframe.core.plan import ComponentPlan, Repair
 from everyframe.runtime.interface import ModelSpec
+from everyframe.runtime.patchable import digest_with_loras, patches_of
 
 _log = logging.getLogger(__name__)
 _SCHEMA = "everyframe.repairs/1"
@@ -64,7 +65,10 @@ def cached_key(
     except CheckpointError:  # a part without weights: whoever loads it says so, a plan loads none
         return None
     sha256 = known_digest(files) if files else None
-    return None if sha256 is None else key_of(sha256, device, versions)
+    loras = patches_of(model).known()
+    if sha256 is None or loras is None:
+        return None
+    return key_of(digest_with_loras(sha256, loras), device, versions)
 
 
 def load_repairs(key: RepairCacheKey) -> tuple[Repair, ...]:

@@ -57,7 +57,7 @@ class StageContext(Generic[_Model]):
         module = load_component(
             self.plan.component(component),
             partial(builder.taken, component),
-            *self.model.weights(component),
+            *self.model.patched_weights(component),
             outputs=builder.outputs(component),
             supply=self.teams.supply,
         )

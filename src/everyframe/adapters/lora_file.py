@@ -1,0 +1,255 @@
+"""Read a LoRA file strictly: each tensor belongs to a change of one module, or an error names it.
+
+Reads headers, and the few tensors of one number (alpha). Which modules the names mean is decided in
+`patches`, as it depends on the model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from everyframe.adapters.factor_shapes import kind_of, rank_of
+from everyframe.adapters.key_schemes import split_key, why_not_read
+from everyframe.adapters.weight_sites import Shape
+from everyframe.checkpoints.digest import digest, known_digest
+from everyframe.checkpoints.folder import read_json
+from everyframe.checkpoints.safetensors_header import read_header
+from everyframe.checkpoints.tensor_file import TensorFile, open_checkpoint
+from everyframe.core.errors import CheckpointError, InputError
+from everyframe.core.lora import Lora
+
+#: Key of diffusers' metadata in a safetensors header.
+_METADATA = "lora_adapter_metadata"
+#: PEFT's own file, which leaves alpha to the config beside it.
+_PEFT_FILE, _PEFT_CONFIG = "adapter_model", "adapter_config.json"
+
+#: Problems that one message shows.
+_MOST_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class ModuleChange:
+    """All tensors of a file for one module.
+
+    Attributes:
+        stem: the module's name in the file, with prefixes.
+        kind: see `factor_shapes`; empty if only the bias changes.
+        keys: tensor name by role.
+        shapes: shape by role.
+        scale: factor of the change, alpha over rank.
+    """
+
+    stem: str
+    kind: str
+    keys: Mapping[str, str]
+    shapes: Mapping[str, Shape]
+    scale: float
+
+
+@dataclass(frozen=True)
+class LoraFile:
+    """A LoRA file whose header was read."""
+
+    path: Path
+    tensors: TensorFile
+    modules: tuple[ModuleChange, ...]
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of what is read: the file, and PEFT's config beside it if there is one."""
+        return lora_digest(self.path)
+
+    def check_values(self) -> None:
+        """Read every tensor once.
+
+        Raises:
+            CheckpointError: one holds NaN or infinity, or the file ended early.
+        """
+        for name in self.tensors:
+            if not torch.isfinite(self.tensors.load(name, dtype=torch.float32)).all():
+                raise CheckpointError(
+                    f"{self.path.name}: {name!r} holds values that are not finite; the file is "
+                    "broken, or its training was"
+                )
+
+
+def lora_digest(path: Path) -> str:
+    """sha256 of a LoRA file, together with that of PEFT's config if it has one.
+
+    Raises:
+        CheckpointError: the file can't be read.
+    """
+    return digest(_files(path))
+
+
+def known_lora_digest(path: Path) -> str | None:
+    """The same if these files were hashed before and are unchanged; None otherwise."""
+    return known_digest(_files(path))
+
+
+def _files(path: Path) -> list[Path]:
+    config = _config_beside(path)
+    return [path] if config is None else [path, config]
+
+
+def check_recorded(lora: Lora) -> None:
+    """Raise `InputError` unless the file has the hash that a record has of it, if any."""
+    if lora.sha256 is None:
+        return
+    again = f"give it again: --lora FILE:{lora.strength:g}"
+    if not lora.path.is_file():
+        raise InputError(
+            f"the video was made with the LoRA {lora.name!r}, which is not in this folder; {again}"
+        )
+    if lora_digest(lora.path) != lora.sha256:
+        raise InputError(
+            f"{lora.name!r} in this folder is not the LoRA that the video was made with (its hash "
+            f"differs); {again}"
+        )
+
+
+def read_lora(path: Path) -> LoraFile:
+    """Open a LoRA file: safetensors, or a pickle of tensors.
+
+    Raises:
+        CheckpointError: not such a file, truncated, or tensors that make no change of a module;
+            names them.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"there is no LoRA file {path}")
+    tensors = open_checkpoint(path)
+    modules: dict[str, dict[str, str]] = {}
+    problems: list[str] = []
+    for key in tensors:
+        problem = _sorted_in(key, tensors, modules)
+        if problem:
+            problems.append(problem)
+    alphas = _Alphas(path, tensors)
+    changes = []
+    for stem, keys in modules.items():
+        kind, problem = kind_of(keys)
+        if problem:
+            problems.append(f"{stem!r} {problem}")
+            continue
+        shapes = {role: tensors.shape(key) for role, key in keys.items()}
+        if not problems:
+            changes.append(ModuleChange(stem, kind, keys, shapes, alphas.scale(stem, kind, keys)))
+    if problems:
+        raise CheckpointError(_in_one_line(path, problems))
+    if not changes:
+        raise CheckpointError(f"{path.name} holds no tensors")
+    return LoraFile(path, tensors, tuple(changes))
+
+
+def _in_one_line(path: Path, problems: list[str]) -> str:
+    more = len(problems) - _MOST_SHOWN
+    rest = f"; and {more} more" if more > 0 else ""
+    return f"{path.name} is no LoRA that can be read: {'; '.join(problems[:_MOST_SHOWN])}{rest}"
+
+
+def _sorted_in(key: str, tensors: TensorFile, modules: dict[str, dict[str, str]]) -> str:
+    """Sort one tensor into its module; returns what is wrong with it, or nothing."""
+    why = why_not_read(key)
+    if why:
+        return f"{key!r} is not read: {why}"
+    found = split_key(key)
+    if found is None:
+        return f"{key!r} is no tensor of any known kind of LoRA"
+    if not tensors.dtype(key).is_floating_point and found[1] != "alpha":
+        return f"{key!r} is of {tensors.dtype(key)}, expected floating-point numbers"
+    stem, role = found
+    own = modules.setdefault(stem, {})
+    if role in own:
+        return f"{own[role]!r} and {key!r} are the same tensor of two adapters"
+    own[role] = key
+    return ""
+
+
+class _Alphas:
+    """Scales of a file's changes: from its alpha tensors, its metadata, or PEFT's config."""
+
+    def __init__(self, path: Path, tensors: TensorFile) -> None:
+        self._path, self._tensors = path, tensors
+        self._configs = _configs(path)
+
+    def scale(self, stem: str, kind: str, keys: Mapping[str, str]) -> float:
+        """Alpha over rank, or over its root if the file says so; 1 where there is no alpha."""
+        rank = rank_of(kind, {role: self._tensors.shape(key) for role, key in keys.items()})
+        if not rank:
+            return 1.0
+        if "alpha" in keys:
+            return self._alpha(keys["alpha"]) / rank
+        for prefix, config in self._configs:
+            if stem.startswith(prefix):
+                name = stem[len(prefix) :]
+                alpha = _by_pattern(config.get("alpha_pattern"), name, config.get("lora_alpha"))
+                if alpha is not None:
+                    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        return 1.0
+
+    def _alpha(self, key: str) -> float:
+        if math.prod(self._tensors.shape(key)) != 1:
+            raise CheckpointError(
+                f"{self._path.name}: {key!r} has shape {self._tensors.shape(key)}, expected one "
+                "number"
+            )
+        value = float(self._tensors.load(key, dtype=torch.float32).reshape(()))
+        if not math.isfinite(value) or value == 0:
+            raise CheckpointError(
+                f"{self._path.name}: {key!r} is {value}, expected a finite number other than 0"
+            )
+        return value
+
+
+def _configs(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
+    """(prefix of stems, PEFT's config) from the header's metadata or the file beside."""
+    beside = _config_beside(path)
+    if beside is not None:
+        return [("base_model.model.", read_json(beside)), ("", read_json(beside))]
+    if path.suffix != ".safetensors":
+        return []
+    text = read_header(path).metadata.get(_METADATA)
+    if text is None:
+        return []
+    try:
+        told = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path.name}: its {_METADATA} is no JSON: {error}") from error
+    if not isinstance(told, dict):
+        raise CheckpointError(f"{path.name}: its {_METADATA} is no JSON object")
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in told.items():
+        component, dot, name = str(key).partition(".")
+        found.setdefault(f"{component}." if dot else "", {})[name if dot else component] = value
+    return sorted(found.items(), key=lambda each: -len(each[0]))
+
+
+def _config_beside(path: Path) -> Path | None:
+    config = path.parent / _PEFT_CONFIG
+    return config if path.stem == _PEFT_FILE and config.is_file() else None
+
+
+def _by_pattern(patterns: object, name: str, otherwise: object) -> float | None:
+    """The alpha of a module by PEFT's patterns, which match the end of its name."""
+    if isinstance(patterns, Mapping):
+        for pattern, value in patterns.items():
+            try:
+                is_match = re.match(rf"(.*\.)?({pattern})$", name)
+            except re.error as error:
+                raise CheckpointError(
+                    f"alpha_pattern {pattern!r} can't be read: {error}"
+                ) from error
+            if is_match:
+                otherwise = value
+                break
+    is_number = isinstance(otherwise, (int, float)) and not isinstance(otherwise, bool)
+    return float(otherwise) if is_number and otherwise else None  # type: ignore[arg-type]

@@ -1,0 +1,364 @@
+"""Match a LoRA's tensors with a model's parameters, and make the patches that merge it.
+
+Strict: a tensor that is for no parameter, or that has another shape than its parameter, is an error
+that names it and the model that the file looks made for. What a model may lack by the word of the
+file's makers (`key_schemes.MAY_LACK`) is a note.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+
+from torch import Tensor
+
+from everyframe.adapters.factor_shapes import dora_axis, shape_problem
+from everyframe.adapters.key_schemes import (
+    ANY_DENOISER,
+    BOTH,
+    EXPERTS,
+    MAY_LACK,
+    PREFIXES,
+    STEM_ALIASES,
+    MayLack,
+    Prefix,
+)
+from everyframe.adapters.known_models import identify
+from everyframe.adapters.lora_file import LoraFile, ModuleChange, check_recorded, read_lora
+from everyframe.adapters.weight_changes import WeightChange
+from everyframe.adapters.weight_sites import Shape, Target, WeightSites
+from everyframe.checkpoints.folder import listing
+from everyframe.checkpoints.patched_file import TensorPatch
+from everyframe.core.errors import CheckpointError, InputError
+from everyframe.core.lora import Lora
+from everyframe.runtime.patchable import WeightTable
+
+#: Problems that one message shows.
+_MOST_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class WeightPatch:
+    """All changes of one parameter, in the order in which the LoRAs were given."""
+
+    changes: tuple[WeightChange, ...]
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        """The patched weight, in the dtype of `weight`."""
+        return reduce(lambda merged, change: change.apply(merged), self.changes, weight)
+
+
+@dataclass(frozen=True)
+class AppliedLora:
+    """A LoRA that was matched with a model.
+
+    Attributes:
+        lora: as it was asked for.
+        file: its tensors.
+        num_tensors: how many parameters of each component it changes.
+        notes: messages for the user.
+    """
+
+    lora: Lora
+    file: LoraFile
+    num_tensors: Mapping[str, int]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PatchSet:
+    """The LoRAs of a request, matched with a model: patches by component and parameter."""
+
+    applied: tuple[AppliedLora, ...] = ()
+    patches: Mapping[str, Mapping[str, TensorPatch]] = field(default_factory=dict)
+
+
+def match_loras(loras: Sequence[Lora], tables: Mapping[str, WeightTable], title: str) -> PatchSet:
+    """Read LoRA files and match them with the components of a model; `title` is for messages.
+
+    Reads headers alone. A LoRA of strength 0 is read and matched, and patches nothing.
+
+    Raises:
+        CheckpointError: a file can't be read or does not fit; the text names the tensors.
+        InputError: a component that the model has not, or a choice that the person must make.
+    """
+    model = _Model(title, {name: WeightSites(table) for name, table in tables.items()})
+    changes: dict[str, dict[str, list[WeightChange]]] = {}
+    applied = []
+    for lora in loras:
+        check_recorded(lora)
+        matched = _Match(model, lora, read_lora(lora.path))
+        for component, name, change in matched.changes():
+            own = changes.setdefault(component, {}).setdefault(name, [])
+            if lora.strength:
+                own.append(change)
+        applied.append(matched.applied())
+    patches = {
+        component: {name: WeightPatch(tuple(each)) for name, each in own.items() if each}
+        for component, own in changes.items()
+    }
+    return PatchSet(tuple(applied), {name: own for name, own in patches.items() if own})
+
+
+@dataclass(frozen=True)
+class _Model:
+    title: str
+    sites: Mapping[str, WeightSites]
+
+    @property
+    def denoisers(self) -> tuple[str, ...]:
+        """Components that a file means which names none."""
+        return tuple(name for name, each in self.sites.items() if each.table.is_denoiser)
+
+    def chosen(self, lora: Lora) -> tuple[str, ...]:
+        """The components that the person named; none if that was left open."""
+        name, experts = lora.component, self.denoisers
+        if not name:
+            return ()
+        if name == BOTH and len(experts) > 1:
+            return experts
+        if name in EXPERTS and len(experts) > 1:
+            return (experts[EXPERTS[name]],)
+        if name in self.sites:
+            return (name,)
+        words = (*EXPERTS, BOTH) if len(experts) > 1 else ()
+        raise InputError(
+            f"loras: {self.title} has no component {name!r} for {lora.name}; it has "
+            f"{', '.join((*self.sites, *words))}"
+        )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What a module of the file means: a component of the model, and targets in it."""
+
+    component: str
+    targets: tuple[Target, ...]
+
+
+class _Match:
+    """One LoRA and one model; collects what is wrong before it raises."""
+
+    def __init__(self, model: _Model, lora: Lora, file: LoraFile) -> None:
+        self._model, self._lora, self._file = model, lora, file
+        self._chosen = model.chosen(lora)
+        self._names_both = self._named_experts() == set(model.denoisers) and (
+            len(model.denoisers) > 1
+        )
+        self._count: dict[str, int] = {}
+        self._lacking: dict[MayLack, int] = {}
+        if self._names_both and self._chosen:
+            raise InputError(
+                f"loras: {lora.name} names both denoisers itself; leave out @{lora.component}"
+            )
+
+    def applied(self) -> AppliedLora:
+        """The result, after `changes`."""
+        notes = [
+            f"{self._lora.name}: {number} modules for {each.says} are left out, which this model "
+            f"has not ({each.source})"
+            for each, number in self._lacking.items()
+        ]
+        denoisers = self._model.denoisers
+        if len(denoisers) > 1 and not self._chosen and set(self._count) == {denoisers[0]}:
+            notes.append(
+                f"{self._lora.name} changes {denoisers[0]} alone, which it names; @{BOTH} changes "
+                "both denoisers"
+            )
+        return AppliedLora(self._lora, self._file, self._count, tuple(notes))
+
+    def changes(self) -> Iterator[tuple[str, str, WeightChange]]:
+        """(component, parameter, its change) for every parameter that the file changes.
+
+        Raises:
+            CheckpointError: a tensor is for no parameter, or of another shape than that.
+            InputError: the file names no component, and the model has two denoisers.
+        """
+        found = [(module, self._places(module)) for module in self._file.modules]
+        unknown = [module for module, places in found if places is None]
+        if unknown:
+            raise CheckpointError(self._of_unknown(unknown))
+        made: list[tuple[str, str, WeightChange]] = []
+        problems = []
+        for module, places in found:
+            for place in places or ():
+                for target in place.targets:
+                    own, problem = self._made(module, place.component, target)
+                    problems += [problem] if problem else []
+                    made += own
+        if problems:
+            raise CheckpointError(self._said(problems))
+        taken: dict[tuple[str, str], str] = {}
+        for component, name, change in made:
+            other = taken.setdefault((component, name), change.change.stem)
+            if other != change.change.stem:
+                raise CheckpointError(
+                    f"{self._file.path.name}: {other!r} and {change.change.stem!r} are both for "
+                    f"{name!r} of {component}"
+                )
+            self._count[component] = self._count.get(component, 0) + 1
+        yield from made
+
+    # ------------------------------------------------------------------------------------- names
+
+    def _places(self, module: ModuleChange) -> tuple[_Place, ...] | None:
+        """Where a module of the file is in the model; empty where it may be absent, None if not."""
+        may_lack = None
+        for prefixes, name in _readings(module.stem):
+            components = self._components(prefixes)
+            is_flat = any(prefix.is_flat for prefix in prefixes)
+            wanted = _with_modulation(name, is_flat) if module.kind == "diff_m" else name
+            places = []
+            for component in components:
+                sites = self._model.sites[component]
+                targets = sites.find(wanted, is_flat=is_flat)
+                if targets is not None:
+                    places.append(_Place(component, targets))
+                may_lack = may_lack or _may_lack(sites, wanted)
+            if places and len(places) == len(components):
+                self._check_choice(prefixes)
+                return tuple(places)
+        if may_lack is None:
+            return None
+        self._lacking[may_lack] = self._lacking.get(may_lack, 0) + 1
+        return ()
+
+    def _components(self, prefixes: Sequence[Prefix]) -> tuple[str, ...]:
+        """Components that a module with these prefixes means; empty if the model has none such."""
+        named = [prefix.component for prefix in prefixes if prefix.component]
+        denoisers = self._model.denoisers
+        name = named[-1] if named else ""
+        is_denoiser = not name or name in denoisers or name in ANY_DENOISER
+        if is_denoiser and self._chosen and not self._names_both:
+            return self._chosen
+        if name in self._model.sites:
+            return (name,)
+        if not name and self._chosen:
+            return self._chosen
+        return denoisers if not name or name in ANY_DENOISER else ()
+
+    def _check_choice(self, prefixes: Sequence[Prefix]) -> None:
+        denoisers = self._model.denoisers
+        is_named = any(prefix.component for prefix in prefixes)
+        if len(denoisers) > 1 and not is_named and not self._chosen:
+            raise InputError(
+                f"loras: {self._model.title} has two denoisers and {self._lora.name} names none; "
+                f"say which it is for: {self._lora.name}@high, @low or @{BOTH}"
+            )
+
+    def _named_experts(self) -> set[str]:
+        """Denoisers that prefixes of the file name."""
+        named: set[str] = set()
+        for module in self._file.modules:
+            for prefix in PREFIXES:
+                if prefix.component and module.stem.startswith(prefix.text):
+                    named.add(prefix.component)
+        return named & set(self._model.denoisers)
+
+    # ------------------------------------------------------------------------------------ shapes
+
+    def _made(
+        self, module: ModuleChange, component: str, target: Target
+    ) -> tuple[list[tuple[str, str, WeightChange]], str]:
+        """The changes of one module's weight and bias, or what is wrong with it."""
+        sites = self._model.sites[component]
+        made: list[tuple[str, str, WeightChange]] = []
+        where = f"{module.stem!r}"
+        if module.kind:
+            found = sites.parameter(target.module, "weight")
+            if found is None:
+                return [], f"{where} changes a weight, and {target.module} has none"
+            name, shape = found
+            problem = shape_problem(module.kind, module.shapes, _whole(shape, target))
+            if problem:
+                return [], f"{where} {problem}"
+            if _is_norm_of_a_part(module, _whole(shape, target), target):
+                return [], (
+                    f"{where} has a DoRA magnitude for each input of a layer that this model has "
+                    "in parts"
+                )
+            made.append((component, name, self._change(module, target)))
+        if {"diff_b", "up_bias"} & {*module.keys}:
+            found = sites.parameter(target.module, "bias")
+            if found is None:
+                return [], f"{where} changes a bias, and {target.module} has none"
+            name, shape = found
+            wanted = _whole(shape, target)
+            for role in ("diff_b", "up_bias"):
+                if module.shapes.get(role, wanted) != wanted:
+                    return [], f"{module.keys[role]!r} is {module.shapes[role]}, the bias {wanted}"
+            made.append((component, name, self._change(module, target, is_bias=True)))
+        return made, ""
+
+    def _change(
+        self, module: ModuleChange, target: Target, *, is_bias: bool = False
+    ) -> WeightChange:
+        return WeightChange(self._file.tensors, module, self._lora.strength, target.rows, is_bias)
+
+    # ------------------------------------------------------------------------------------- words
+
+    def _of_unknown(self, unknown: list[ModuleChange]) -> str:
+        number, total = len(unknown), len(self._file.modules)
+        shown = listing([repr(module.stem) for module in unknown])
+        if number == total:
+            return self._said(
+                [f"the model has none of the {total} modules that it changes ({shown})"]
+            )
+        hint = self._closest(unknown[0])
+        return self._said([f"the model lacks {number} of the {total} modules: {shown}{hint}"])
+
+    def _closest(self, module: ModuleChange) -> str:
+        *_, (prefixes, name) = _readings(module.stem)
+        components = self._components(prefixes)
+        close = self._model.sites[components[0]].closest(name) if components else ""
+        return f"; closest is {close!r}" if close else ""
+
+    def _said(self, problems: list[str]) -> str:
+        looks = identify(self._file)
+        made_for = f"; it looks made for {looks}" if looks else ""
+        more = len(problems) - _MOST_SHOWN
+        rest = f"; and {more} more" if more > 0 else ""
+        shown = "; ".join(problems[:_MOST_SHOWN])
+        return f"{self._file.path.name} is no LoRA for {self._model.title}: {shown}{rest}{made_for}"
+
+
+def _readings(stem: str) -> Iterator[tuple[tuple[Prefix, ...], str]]:
+    """Ways to read a stem as prefixes and a name, fewest prefixes first."""
+    for old, new in STEM_ALIASES:
+        stem = stem.replace(old, new)
+    waiting: list[tuple[tuple[Prefix, ...], str]] = [((), stem)]
+    seen = {stem}
+    while waiting:
+        prefixes, name = waiting.pop(0)
+        yield prefixes, name
+        for prefix in PREFIXES:
+            rest = name[len(prefix.text) :]
+            if name.startswith(prefix.text) and rest and rest not in seen:
+                seen.add(rest)
+                waiting.append(((*prefixes, prefix), rest))
+
+
+def _with_modulation(name: str, is_flat: bool) -> str:
+    """LightX2V leaves the parameter's name out of its key."""
+    return f"{name}{'_' if is_flat else '.'}modulation"
+
+
+def _may_lack(sites: WeightSites, name: str) -> MayLack | None:
+    """The rule by which the model may lack that module: it has none of the rule's modules."""
+    for each in MAY_LACK:
+        is_meant = sites.table.class_name == each.class_name and re.fullmatch(each.pattern, name)
+        if is_meant and not sites.has_like(each.pattern):
+            return each
+    return None
+
+
+def _whole(shape: Shape, target: Target) -> Shape:
+    """Shape of the original's tensor."""
+    return shape if target.rows is None else (target.rows.total, *shape[1:])
+
+
+def _is_norm_of_a_part(module: ModuleChange, whole: Shape, target: Target) -> bool:
+    shape = module.shapes.get("dora")
+    return shape is not None and target.rows is not None and dora_axis(shape, whole) == 1

@@ -1,0 +1,139 @@
+"""Compute a LoRA's change of one weight: ``W + strength * scale * delta``, in the weight's dtype.
+
+The order of operations is that of a merge by hand: the delta is one product of the factors in
+float32 (Kronecker or elementwise product for LoKr and LoHa), its scale and the strength are
+multiplied first, and the sum comes last. Sources: LoRA https://arxiv.org/abs/2106.09685, LyCORIS
+https://arxiv.org/abs/2309.14859, DoRA https://arxiv.org/abs/2402.09353.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from everyframe.adapters.factor_shapes import dora_axis
+from everyframe.adapters.lora_file import ModuleChange
+from everyframe.adapters.weight_sites import Rows
+from everyframe.checkpoints.tensor_file import TensorFile
+
+
+@dataclass(frozen=True)
+class WeightChange:
+    """The change of one weight or bias by one LoRA.
+
+    Attributes:
+        file: the LoRA's tensors.
+        change: those of the module.
+        strength: factor of the whole change.
+        rows: the weight's rows of the original; None for all in order.
+        is_bias: whether it is the module's bias that changes.
+    """
+
+    file: TensorFile
+    change: ModuleChange
+    strength: float
+    rows: Rows | None = None
+    is_bias: bool = False
+
+    def apply(self, weight: Tensor) -> Tensor:
+        """The changed weight, in the dtype of `weight` (float32 or float64)."""
+        tensors = {
+            role: self.file.load(key, dtype=weight.dtype)
+            for role, key in self.change.keys.items()
+            if role != "alpha"
+        }
+        if self.is_bias:
+            return self._biased(weight, tensors)
+        if self.change.kind == "set":
+            new = self._picked(tensors["set_weight"])
+            return new if self.strength == 1 else weight + (new - weight) * self.strength
+        if "dora" in tensors:
+            return self._decomposed(weight, tensors)
+        delta = self._delta(tensors, weight.shape)
+        return weight + delta * (self.change.scale * self.strength)
+
+    def _biased(self, bias: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        if "up_bias" in tensors:
+            change = self._picked(tensors["up_bias"])
+            bias = bias + change * (self.change.scale * self.strength)
+        if "diff_b" in tensors:
+            bias = bias + self._picked(tensors["diff_b"]) * self.strength
+        return bias
+
+    def _delta(self, tensors: Mapping[str, Tensor], shape: torch.Size) -> Tensor:
+        """The unscaled change of the weight's own rows."""
+        kind = self.change.kind
+        if kind == "lora":
+            return self._of_lora(tensors).reshape(shape)
+        whole = {
+            "diff": lambda: tensors["diff"],
+            "diff_m": lambda: tensors["diff_m"],
+            "loha": lambda: _of_loha(tensors),
+            "lokr": lambda: _of_lokr(tensors),
+        }[kind]()
+        return self._picked(whole).reshape(shape)
+
+    def _of_lora(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        up, down = self._picked(tensors["up"]).flatten(1), tensors["down"]
+        if "mid" in tensors:
+            return _einsum("nm...,on,mi->oi...", tensors["mid"], up, down.flatten(1))
+        return up @ down.flatten(1)
+
+    def _decomposed(self, weight: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        """DoRA: the changed weight's directions with magnitudes of their own."""
+        changed = weight + self._delta(tensors, weight.shape) * self.change.scale
+        total = weight.shape[0] if self.rows is None else self.rows.total
+        axis = dora_axis(tuple(tensors["dora"].shape), (total, *weight.shape[1:]))
+        others = [each for each in range(weight.ndim) if each != axis]
+        norm = torch.linalg.vector_norm(changed, dim=others, keepdim=True)
+        # An input channel's norm is over all rows, so a part of them is refused (`patches`).
+        magnitude = tensors["dora"].flatten()
+        magnitude = (self._picked(magnitude) if axis == 0 else magnitude).reshape(norm.shape)
+        merged: Tensor = changed * (magnitude / norm)
+        return merged if self.strength == 1 else weight + (merged - weight) * self.strength
+
+    def _picked(self, tensor: Tensor) -> Tensor:
+        """The weight's own rows of a tensor of the original's."""
+        if self.rows is None:
+            return tensor
+        pieces = [tensor[first:end] for first, end in self.rows.pieces]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _of_loha(tensors: Mapping[str, Tensor]) -> Tensor:
+    parts = []
+    for number in (1, 2):
+        a, b = tensors[f"hada_w{number}_a"], tensors[f"hada_w{number}_b"]
+        core = tensors.get(f"hada_t{number}")
+        parts.append(a @ b if core is None else _tucker(core, a, b))
+    return parts[0] * parts[1]
+
+
+def _of_lokr(tensors: Mapping[str, Tensor]) -> Tensor:
+    first = _whole_or_product(tensors, "lokr_w1")
+    if "lokr_t2" in tensors:
+        second = _tucker(tensors["lokr_t2"], tensors["lokr_w2_a"], tensors["lokr_w2_b"])
+    else:
+        second = _whole_or_product(tensors, "lokr_w2")
+    first = first.reshape(*first.shape, *[1] * (second.ndim - 2))
+    return torch.kron(first.contiguous(), second.contiguous())
+
+
+def _whole_or_product(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    if name in tensors:
+        return tensors[name]
+    a, b = tensors[f"{name}_a"], tensors[f"{name}_b"]
+    return (a @ b.flatten(1)).reshape(a.shape[0], *b.shape[1:])
+
+
+def _tucker(core: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Kernel (out, in, ...) of a core (r, r, ...) and factors (r, out) and (r, in)."""
+    return _einsum("ij...,ip,jq->pq...", core, a, b)
+
+
+def _einsum(equation: str, *operands: Tensor) -> Tensor:
+    product: Tensor = torch.einsum(equation, *operands)
+    return product

@@ -1,0 +1,93 @@
+"""Models whose weights can be patched as they are loaded, and the patches of a request. No torch.
+
+`everyframe.adapters` makes the patches of LoRAs; a spec carries them to where its tensors are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+from everyframe.core.plan import LoraPlan
+
+if TYPE_CHECKING:
+    from everyframe.checkpoints.patched_file import Patches
+
+Spec = TypeVar("Spec")
+
+LoraIdentity = tuple[str, float, str]
+"""Hash of a LoRA's file, its strength and the component that was asked for."""
+
+
+@dataclass(frozen=True)
+class WeightTable:
+    """Parameters of one component.
+
+    Attributes:
+        class_name: class of its module.
+        shapes: shape of each parameter by name.
+        is_denoiser: whether files without a component's name mean it.
+    """
+
+    class_name: str
+    shapes: Mapping[str, tuple[int, ...]]
+    is_denoiser: bool = False
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class WeightPatches:
+    """Patches of a model's parameters.
+
+    Attributes:
+        patches: patches of each component by parameter.
+        loras: the LoRAs that they come from, for the plan.
+        notes: messages for the user.
+        check: reads all values once; raises `CheckpointError` for what is not finite.
+        known: identities of the LoRAs if their files were hashed before; None otherwise.
+    """
+
+    patches: Mapping[str, Patches] = field(default_factory=dict)
+    loras: tuple[LoraPlan, ...] = ()
+    notes: tuple[str, ...] = ()
+    check: Callable[[], None] = _nothing
+    known: Callable[[], Sequence[LoraIdentity] | None] = tuple
+
+
+NO_PATCHES = WeightPatches()
+
+
+@runtime_checkable
+class PatchableSpec(Protocol):
+    """A model whose weights can be patched."""
+
+    @property
+    def patched(self) -> WeightPatches:
+        """The patches that it loads with."""
+        ...
+
+    def weight_tables(self) -> Mapping[str, WeightTable]:
+        """Parameters of each component; no file's tensors are read."""
+        ...
+
+    def with_patches(self: Any, patched: WeightPatches) -> Any:
+        """The same model, which loads with these patches."""
+        ...
+
+
+def patches_of(model: object) -> WeightPatches:
+    """The patches of a spec; none for one that can't have any."""
+    return model.patched if isinstance(model, PatchableSpec) else NO_PATCHES
+
+
+def digest_with_loras(sha256: str, loras: Sequence[LoraIdentity]) -> str:
+    """Hash of weights together with the LoRAs merged into them; `sha256` itself without any."""
+    if not loras:
+        return sha256
+    return hashlib.sha256(json.dumps([sha256, [list(each) for each in loras]]).encode()).hexdigest()

@@ -1,0 +1,57 @@
+"""The page of LoRA formats says what the tests' files give, here and in diffusers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from helpers.loras import formats_page, layouts
+
+
+def told_of_diffusers() -> list[str]:
+    """What the page says of diffusers, line by line."""
+    return [line.split(" | ")[2] for line in lines_of_table()]
+
+
+def lines_of_table() -> list[str]:
+    """The lines of the page's table, but for its head."""
+    lines = formats_page.PAGE.read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line.startswith("| ")][1:]
+
+
+def without_versions(page: str) -> str:
+    return re.sub(r"diffusers \d\S* with PEFT \d\S*", "diffusers with PEFT", page)
+
+
+def test_the_page_is_current_in_what_it_says_of_everyframe() -> None:
+    told = iter(told_of_diffusers())
+    rows = formats_page.rows(lambda name, folder: next(told))
+    assert lines_of_table() == rows
+    assert all(row.split(" | ")[3].startswith("right") for row in rows)
+
+
+def test_the_page_is_what_its_program_writes() -> None:
+    pytest.importorskip("peft", reason="what diffusers does is measured with PEFT")
+    page = formats_page.PAGE.read_text(encoding="utf-8")
+    assert without_versions(page) == without_versions(formats_page.page())
+
+
+def test_a_wrong_weight_would_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert layouts.is_right("diffusers")
+    wanted = layouts.wanted("diffusers")
+    key = "blocks.0.attn1.to_q.weight"
+    monkeypatch.setattr(
+        layouts, "wanted", lambda name: {**wanted, key: wanted[key] + 2 * layouts.LIMIT}
+    )
+    assert not layouts.is_right("diffusers")
+
+
+@pytest.mark.parametrize("name", ["diffusers", "diffsynth", "diff-norm", "kohya-attention"])
+def test_diffusers_is_measured(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="what diffusers does is measured with PEFT")
+    said = formats_page.in_diffusers(name, tmp_path)
+    expected = {"diffusers": "right", "diffsynth": "no effect", "diff-norm": "wrong",
+                "kohya-attention": "KeyError"}[name]  # fmt: skip
+    assert expected in said

@@ -1,0 +1,193 @@
+"""LoRAs of pipelines in memory: merged for the call, and put back to the same bits and storages."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+
+import everyframe
+from everyframe.core.errors import CheckpointError, InputError
+from helpers.loras import files as lora_files
+from helpers.loras.files import Factors, as_lora, factors_for
+from helpers.tiny_checkpoints import families as tiny_families
+from helpers.tiny_checkpoints import pipelines
+
+NAMES = ("wan", "ltx", "hunyuan", "cogvideox")
+
+
+@pytest.fixture(scope="module")
+def pipe_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    place = tmp_path_factory.mktemp("checkpoints")
+    found: dict[str, Any] = {}
+
+    def load(name: str) -> Any:
+        if name not in found:
+            found[name] = DiffusionPipeline.from_pretrained(tiny_families.made(name, place))
+            found[name].set_progress_bar_config(disable=True)
+        return found[name]
+
+    return load
+
+
+def lora_of(pipe: Any, path: Path) -> dict[str, Factors]:
+    """Write a LoRA for all matrices of the transformer."""
+    state = {k: v.detach().float() for k, v in pipe.transformer.named_parameters()}
+    factors = factors_for(state, lora_files.matrices(state), alpha=0.6)
+    lora_files.write(path, as_lora(factors, "transformer."))
+    return factors
+
+
+def snapshot(pipe: Any) -> dict[str, tuple[int, int, torch.Tensor]]:
+    """Identity, address and bits of each parameter and buffer."""
+    return {
+        f"{name}.{key}": (id(each), each.data_ptr(), each.detach().clone())
+        for name, part in pipe.components.items()
+        if isinstance(part, torch.nn.Module)
+        for key, each in (*part.named_parameters(), *part.named_buffers())
+    }
+
+
+def is_as_before(pipe: Any, before: dict[str, tuple[int, int, torch.Tensor]]) -> bool:
+    now = snapshot(pipe)
+    return now.keys() == before.keys() and all(
+        now[key][:2] == before[key][:2] and torch.equal(now[key][2], before[key][2])
+        for key in before
+    )
+
+
+def asked(name: str, **more: Any) -> dict[str, Any]:
+    """What the tiny pipeline is asked for, in the form of `run`."""
+    call = dict(pipelines.CALLS[name])
+    option = call.pop("option", {})
+    prompt = "a red fox runs"
+    return {"prompt": prompt, **call, **option, "num_inference_steps": 2, "seed": 3, **more}
+
+
+def frames(pipe: Any, name: str, **more: Any) -> np.ndarray[Any, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", everyframe.EveryframeWarning)
+        return np.asarray(everyframe.run(pipe, **asked(name, **more)).frames)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_merged_for_the_call_and_put_back(
+    name: str, dtype: torch.dtype, pipe_of: Callable[[str], Any], tmp_path: Path
+) -> None:
+    pipe = deepcopy(pipe_of(name)).to(dtype)
+    factors = lora_of(pipe, tmp_path / "one.safetensors")
+    lora = f"{tmp_path / 'one.safetensors'}:0.5"
+    before = snapshot(pipe)
+    plain = frames(pipe, name)
+    with_lora = frames(pipe, name, loras=[lora + ("@high" if name == "wan" else "")])
+    assert is_as_before(pipe, before)
+    assert np.array_equal(frames(pipe, name), plain), "taken off again"
+    assert not np.array_equal(with_lora, plain)
+    by_hand = deepcopy(pipe)
+    with torch.no_grad():
+        for key, each in factors.items():
+            weight = by_hand.transformer.get_parameter(f"{key}.weight")
+            delta = (each.up.flatten(1) @ each.down.flatten(1)).reshape(weight.shape)
+            weight.copy_(weight.float() + delta * (each.scale * 0.5))
+    assert np.array_equal(frames(by_hand, name), with_lora)
+
+
+def test_an_error_puts_it_back_too(pipe_of: Callable[[str], Any], tmp_path: Path) -> None:
+    pipe = deepcopy(pipe_of("ltx"))
+    lora_of(pipe, tmp_path / "one.safetensors")
+    before = snapshot(pipe)
+
+    def breaks(*_: Any) -> None:
+        assert not torch.equal(
+            pipe.transformer.proj_in.weight, before["transformer.proj_in.weight"][2]
+        )
+        raise KeyError("planted")
+
+    handle = pipe.transformer.register_forward_pre_hook(breaks)
+    with pytest.raises(everyframe.EveryframeError, match="planted"):
+        frames(pipe, "ltx", loras=str(tmp_path / "one.safetensors"))
+    handle.remove()
+    assert is_as_before(pipe, before)
+
+
+def test_a_stream_that_is_closed_puts_it_back(
+    pipe_of: Callable[[str], Any], tmp_path: Path
+) -> None:
+    from everyframe.core.events import Step
+
+    pipe = deepcopy(pipe_of("ltx"))
+    lora_of(pipe, tmp_path / "one.safetensors")
+    before = snapshot(pipe)
+    given = {k: v for k, v in asked("ltx").items() if k != "max_sequence_length"}
+    request = everyframe.Request(**given, loras=[tmp_path / "one.safetensors"])
+    events = everyframe.stream(request, pipe=pipe)
+    for event in events:
+        if isinstance(event, Step):
+            assert not is_as_before(pipe, before)
+            break
+    events.close()
+    assert is_as_before(pipe, before)
+
+
+def test_what_is_not_in_memory_or_quantised_is_refused(
+    pipe_of: Callable[[str], Any], tmp_path: Path
+) -> None:
+    pipe = deepcopy(pipe_of("ltx"))
+    lora_of(pipe, tmp_path / "one.safetensors")
+    pipe.transformer.proj_in.to("meta")
+    with pytest.raises(InputError, match=r"proj_in.weight of the transformer is not in memory"):
+        frames(pipe, "ltx", loras=str(tmp_path / "one.safetensors"))
+    pipe = deepcopy(pipe_of("ltx"))
+    bits = torch.zeros_like(pipe.transformer.proj_in.weight, dtype=torch.int8)
+    pipe.transformer.proj_in.weight = torch.nn.Parameter(bits, requires_grad=False)
+    with pytest.raises(InputError, match=r"proj_in.weight of the transformer is quantised"):
+        frames(pipe, "ltx", loras=str(tmp_path / "one.safetensors"))
+
+
+def test_adapters_of_pefts_are_asked_to_be_unloaded(
+    pipe_of: Callable[[str], Any], tmp_path: Path
+) -> None:
+    pipe = deepcopy(pipe_of("ltx"))
+    lora_of(pipe, tmp_path / "one.safetensors")
+    holder = torch.nn.Module()
+    holder.base_layer = pipe.transformer.proj_in
+    pipe.transformer.proj_in = holder
+    with pytest.raises(InputError, match=r"unload_lora_weights"):
+        frames(pipe, "ltx", loras=str(tmp_path / "one.safetensors"))
+
+
+def test_a_lora_of_another_model_is_told_before_the_call(
+    pipe_of: Callable[[str], Any], tmp_path: Path
+) -> None:
+    lora_of(pipe_of("hunyuan"), tmp_path / "one.safetensors")
+    with pytest.raises(CheckpointError, match="is no LoRA for LTXPipeline given in Python"):
+        frames(pipe_of("ltx"), "ltx", loras=str(tmp_path / "one.safetensors"))
+
+
+def test_a_run_goes_on_with_its_lora_alone(pipe_of: Callable[[str], Any], tmp_path: Path) -> None:
+    """The pipeline is the same between runs; the LoRA is the run's, by its hash."""
+    from everyframe.core.events import Step
+
+    pipe = deepcopy(pipe_of("ltx"))
+    path = tmp_path / "one.safetensors"
+    lora_of(pipe, path)
+    expected = frames(pipe, "ltx", loras=str(path))
+    given = {k: v for k, v in asked("ltx").items() if k != "max_sequence_length"}
+    request = everyframe.Request(
+        **given, loras=[path], option={"max_sequence_length": 16, "output_type": "np"}
+    )
+    events = everyframe.stream(request, pipe=pipe)
+    next(each for each in events if isinstance(each, Step))
+    events.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", everyframe.EveryframeWarning)
+        resumed = everyframe.resume(pipe=pipe)
+    assert np.array_equal(np.asarray(resumed.frames), expected)
