@@ -163,7 +163,7 @@ def plan_all(folders: dict[str, Path], number: int) -> None:
     """Plans of all of them, in a size that nobody has planned in this process."""
     for which in folders:
         asked = {**asked_of(folders, which), "size": f"{32 + 16 * number}x16"}
-        assert not everyframe.plan(profile=("mps", "cuda-sm75")[number % 2], **asked).clashes
+        assert not everyframe.plan(profile=("mps", "cuda-sm75")[number % 2], **asked).dtype_errors
 
 
 def test_a_number_of_threads_is_that_of_one_thread() -> None:

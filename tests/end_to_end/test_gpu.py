@@ -141,9 +141,9 @@ def test_weights_that_wait_elsewhere_give_the_same_video(
         little["max_host_memory"] = "500kB"
     asked = tiny_families.asked(name, device="cuda", dtype="fp32", **little)
     plan = everyframe.plan(model=str(folder(name)), **asked)
-    waiting = [part for part in plan.components if part.offload]
+    waiting = [part for part in plan.components if part.block_offload]
     assert waiting
-    assert any(part.streams for part in waiting) == streams
+    assert any(part.from_disk for part in waiting) == streams
     largest, _ = off(frames_of(name, device="cuda", dtype="fp32", **little), frames_of(name))
     assert largest <= ROUNDING
 
@@ -213,7 +213,7 @@ def test_too_little_memory_is_done_in_less(tmp_path: Path) -> None:
     assert {event.cause for event in repairs} == {"memory"}
     assert "out of memory" in repairs[0].text
     # This decoder gives other frames in other chunks: those that were taken are asked for at once.
-    chunks = [re.search(r"decoded (\d+) at once", repair.to) for repair in repairs]
+    chunks = [re.search(r"decoded (\d+) at once", repair.dtype_to) for repair in repairs]
     sizes = [int(found[1]) for found in chunks if found]
     if sizes:
         want = joined(events_of(folder, "svd", decode_chunk_size=sizes[-1], **asked))

@@ -185,7 +185,7 @@ def test_offloaded_weights_give_the_bits_of_resident_ones(family: str, tiny_mode
     """From the host's memory, and out of the files that they are stored in."""
     request = Request(**options_of(tiny_models, family))
     prepared = prepare(request)
-    given = initial_videos(request, prepared.plan)[0].given
+    given = initial_videos(request, prepared.plan)[0].inputs
     resident = planned_frames(prepared, unchanged, given=given)
     assert resident.std() > 0.01
     for streams in (False, True):

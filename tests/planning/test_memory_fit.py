@@ -153,12 +153,12 @@ def test_weights_wait_on_the_host_where_nothing_else_helps() -> None:
     tight = fitting(model, device, host_memory=denoiser.weight_bytes // 2).fit(settings)
     # Where it has none, they are read from their files again and again.
     assert tight.fits
-    assert next(part for part in tight.components if part.name == "denoiser").streams
+    assert next(part for part in tight.components if part.name == "denoiser").from_disk
     assert tight.host_bytes < denoiser.weight_bytes // 2
     assert any("read from their files" in line for line in tight.says)
     # A CPU's memory is the host's: nothing is won there.
     cpu = replace(device, kind="cpu", index=None)
-    assert not any(each.offload for each in fitting(model, cpu).fit(settings).components)
+    assert not any(each.block_offload for each in fitting(model, cpu).fit(settings).components)
 
 
 def test_the_largest_that_fits_is_found_by_halving() -> None:

@@ -120,7 +120,7 @@ def test_one_after_the_other_is_taken_what_a_plan_lists(name: str, kind: str) ->
         for each in listed:
             assert stays.next(names) == each
             if each.offload:
-                assert stays.plan.component(component.name).offload
+                assert stays.plan.component(component.name).block_offload
             restarted = rest(anew)
             assert restarted.next(names) == each
             anew = restarted.plan

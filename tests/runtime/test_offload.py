@@ -179,7 +179,7 @@ def plan_of(model: nn.Module, dtype: str = "float32", **told: bool) -> Component
     count = sum(p.numel() for p in model.parameters())
     return ComponentPlan(
         "model", "model", "denoise", "here", count, "cpu", Precision(dtype, dtype),
-        count * 4, 0, offload=True, **told,
+        count * 4, 0, block_offload=True, **told,
     )  # fmt: skip
 
 
