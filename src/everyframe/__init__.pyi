@@ -19,6 +19,7 @@ from everyframe.core.errors import EveryframeError as EveryframeError
 from everyframe.core.errors import EveryframeWarning as EveryframeWarning
 from everyframe.core.errors import InputError as InputError
 from everyframe.core.events import Event
+from everyframe.core.lora import Lora
 from everyframe.core.plan import Plan as Plan
 from everyframe.core.plan import Repair
 from everyframe.core.request import Request as Request
@@ -53,6 +54,7 @@ def generate(
     on_event: Callable[[Event], None] | None = None,
     model: str | PathLike[str] | None = None,
     negative_prompt: str | None = None,
+    loras: Sequence[Lora] = (),
     size: str | tuple[int, int] | list[int] | None = None,
     height: int | None = None,
     width: int | None = None,
@@ -140,6 +142,8 @@ def generate(
         on_event: called with each event as it happens; see `core.events`.
         model: Name, folder or hub id of the model; the embedded model by default.
         negative_prompt: What it should not show.
+        loras: A LoRA that is merged into the weights, FILE[:STRENGTH][@COMPONENT]; may be
+            repeated.
         size: WIDTHxHEIGHT (pixels).
         height: Height (pixels, > 0, ≤ 16384).
         width: Width (pixels, > 0, ≤ 16384).
@@ -266,6 +270,7 @@ def plan(
     prompt: str | None = None,
     model: str | PathLike[str] | None = None,
     negative_prompt: str | None = None,
+    loras: Sequence[Lora] = (),
     size: str | tuple[int, int] | list[int] | None = None,
     height: int | None = None,
     width: int | None = None,
@@ -347,6 +352,8 @@ def plan(
         prompt: What the video shows.
         model: Name, folder or hub id of the model; the embedded model by default.
         negative_prompt: What it should not show.
+        loras: A LoRA that is merged into the weights, FILE[:STRENGTH][@COMPONENT]; may be
+            repeated.
         size: WIDTHxHEIGHT (pixels).
         height: Height (pixels, > 0, ≤ 16384).
         width: Width (pixels, > 0, ≤ 16384).
@@ -511,6 +518,7 @@ def run(
     from_record: str | Path | Mapping[str, Any] | Video | None = None,
     model: str | PathLike[str] | None = None,
     negative_prompt: str | Sequence[str] | Mapping[int, str] | None = None,
+    loras: Sequence[Lora] = (),
     size: str | tuple[int, int] | list[int] | None = None,
     height: int | None = None,
     width: int | None = None,
@@ -571,6 +579,8 @@ def run(
         from_record: a video, its file, a sidecar or a record; other options override it.
         model: Name, folder or hub id of the model; the embedded model by default.
         negative_prompt: What it should not show.
+        loras: A LoRA that is merged into the weights, FILE[:STRENGTH][@COMPONENT]; may be
+            repeated.
         size: WIDTHxHEIGHT (pixels).
         height: Height (pixels, > 0, ≤ 16384).
         width: Width (pixels, > 0, ≤ 16384).

@@ -7,7 +7,7 @@ Any other value is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -70,3 +70,19 @@ def option_text(name: str, given: Any) -> Any:
     if not isinstance(text, str) and text is not None:
         raise InputError(f"{name} must be {allowed}, got {shown(given)}")
     return text
+
+
+#: Earlier name of an option, still read -> its name.
+_RENAMED = {"without": "disable"}
+
+
+def with_current_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename options that a caller or a record gives by an earlier name.
+
+    Raises:
+        InputError: an option is given by both names.
+    """
+    for old, new in _RENAMED.items():
+        if old in options and new in options:
+            raise InputError(f"{old} is the earlier name of {new}; give {new} alone")
+    return {_RENAMED.get(name, name): value for name, value in options.items()}
