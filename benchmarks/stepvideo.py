@@ -122,8 +122,9 @@ def block(cpu: DeviceFacts) -> list[str]:
         shares.append(rate / peak)
         rates.append(rate)
     share, rate = statistics.median(shares), statistics.median(rates)
+    narrow = replace(told, islands=islands)
     errors = ", ".join(
-        f"{kind} {rounding_error(one, replace(told, islands=islands, weight_dtype=kind), run, x):.2%}"
+        f"{kind} {rounding_error(one, replace(narrow, weight_dtype=kind), run, x):.2%}"
         for kind in ERRORS
     )
     return [

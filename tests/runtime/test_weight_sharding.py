@@ -114,8 +114,8 @@ def loaded(
         return kept(self, name, *given)
 
     plan = ComponentPlan(
-        "model", "model", "denoise", "here", 0, "cpu", Precision(dtype, dtype, weight_dtype=kind), 0, 0,
-        num_weight_shards=team.size,
+        "model", "model", "denoise", "here", 0, "cpu", Precision(dtype, dtype, weight_dtype=kind),
+        0, 0, num_weight_shards=team.size,
     )  # fmt: skip
     TensorFile.load = noted  # type: ignore[method-assign]
     try:

@@ -102,11 +102,13 @@ class RankPlan:
         group: index of its video group.
         speed: speed relative to the other ranks.
         token_share: share (0..1) of one video's tokens that it holds.
-        attention_share: share of the tokens or heads during attention, where that is split differently.
+        attention_share: share of the tokens or heads during attention, where that is split
+            differently.
         sent_bytes: bytes that it sends at each step.
         idle_reason: when it has nothing to do; empty if it always works.
         weight_bytes: bytes of sharded weights that it sends at each step.
-        memory_share: memory for sharded weights relative to the other ranks; sets its share of them.
+        memory_share: memory for sharded weights relative to the other ranks; sets its share of
+            them.
         is_active: False if it computes no part of any video.
     """
 
@@ -132,7 +134,8 @@ class ParallelPlan:
         cfg_degree: number of groups within a video group that split the guidance branches.
         num_threads: CPU threads of each rank.
         backend: token exchange, for a model that supports several.
-        finished_videos: numbers of videos that an interrupted run finished before; `videos_per_group` excludes them.
+        finished_videos: numbers of videos that an interrupted run finished before;
+            `videos_per_group` excludes them.
     """
 
     ranks: tuple[RankPlan, ...]

@@ -92,7 +92,7 @@ class Precision:
         parameters: storage dtype of the parameters.
         compute: dtype of the computation.
         islands: modules that stay in float32 or wider.
-        weight_dtype: storage of linear layers' weights (``int8``, ``fp8``); empty if it is `parameters`.
+        weight_dtype: storage of linear layers' weights (``int8``, ``fp8``); empty for `parameters`.
     """
 
     parameters: str
@@ -171,7 +171,8 @@ class ComponentPlan:
         repairs: repairs that it has from the start.
         fast_paths: fast paths that it runs by (`everyframe.fast_paths`); None if torch chooses.
         choices: decisions about these and the rejected fast paths.
-        model_offload: on the device only while it computes, in host memory while others of its stage do.
+        model_offload: on the device only while it computes, in host memory while others of its
+            stage do.
         num_weight_shards: ranks that its weights are sharded over; 1 without weight sharding.
     """
 
