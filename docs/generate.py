@@ -186,6 +186,7 @@ from everyframe._version import __version__ as __version__
 #: What the signatures name beside the package's own names.
 _STUB_TYPES = {
     "Event": "everyframe.core.events",
+    "Lora": "everyframe.core.lora",
     "Output": "everyframe.engine.results",
     "Repair": "everyframe.core.plan",
 }

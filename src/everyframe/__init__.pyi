@@ -19,6 +19,7 @@ from everyframe.core.errors import EveryframeError as EveryframeError
 from everyframe.core.errors import EveryframeWarning as EveryframeWarning
 from everyframe.core.errors import InputError as InputError
 from everyframe.core.events import Event
+from everyframe.core.lora import Lora
 from everyframe.core.plan import Plan as Plan
 from everyframe.core.plan import Repair
 from everyframe.core.request import Request as Request
@@ -53,6 +54,7 @@ def generate(
     on_event: Callable[[Event], None] | None = None,
     model: str | PathLike[str] | None = None,
     negative_prompt: str | None = None,
+    loras: Sequence[Lora] | str | PathLike[str] | Sequence[str | PathLike[str] | tuple[str | PathLike[str], float]] = (),
     size: str | tuple[int, int] | list[int] | None = None,
     height: int | None = None,
     width: int | None = None,
@@ -141,6 +143,8 @@ def generate(
         model: Name, folder or hub id of the model; without it the embedded model draws what it
             can.
         negative_prompt: What it should not show.
+        loras: A LoRA that is merged into the weights, FILE[:STRENGTH][@COMPONENT]; may be
+            repeated.
         size: WIDTHxHEIGHT (pixels).
         height: Height (pixels, > 0, ≤ 16384).
         width: Width (pixels, > 0, ≤ 16384).
@@ -270,6 +274,7 @@ def plan(
     prompt: str | None = None,
     model: str | PathLike[str] | None = None,
     negative_prompt: str | None = None,
+    loras: Sequence[Lora] | str | PathLike[str] | Sequence[str | PathLike[str] | tuple[str | PathLike[str], float]] = (),
     size: str | tuple[int, int] | list[int] | None = None,
     height: int | None = None,
     width: int | None = None,
@@ -352,6 +357,8 @@ def plan(
         model: Name, folder or hub id of the model; without it the embedded model draws what it
             can.
         negative_prompt: What it should not show.
+        loras: A LoRA that is merged into the weights, FILE[:STRENGTH][@COMPONENT]; may be
+            repeated.
         size: WIDTHxHEIGHT (pixels).
         height: Height (pixels, > 0, ≤ 16384).
         width: Width (pixels, > 0, ≤ 16384).
@@ -520,6 +527,7 @@ def run(
     from_record: str | Path | Mapping[str, Any] | Video | None = None,
     model: str | PathLike[str] | None = None,
     negative_prompt: str | Sequence[str] | Mapping[int, str] | None = None,
+    loras: Sequence[Lora] | str | PathLike[str] | Sequence[str | PathLike[str] | tuple[str | PathLike[str], float]] = (),
     size: str | tuple[int, int] | list[int] | None = None,
     height: int | None = None,
     width: int | None = None,
@@ -581,6 +589,8 @@ def run(
         model: Name, folder or hub id of the model; without it the embedded model draws what it
             can.
         negative_prompt: What it should not show.
+        loras: A LoRA that is merged into the weights, FILE[:STRENGTH][@COMPONENT]; may be
+            repeated.
         size: WIDTHxHEIGHT (pixels).
         height: Height (pixels, > 0, ≤ 16384).
         width: Width (pixels, > 0, ≤ 16384).

@@ -71,6 +71,11 @@ class Request(Options):
         group="What",
         aliases=("--lora",),
         default=(),
+        accepts=(
+            "str",
+            "PathLike[str]",
+            "Sequence[str | PathLike[str] | tuple[str | PathLike[str], float]]",
+        ),
     )
 
     size: str | None = option(
