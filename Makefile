@@ -62,10 +62,12 @@ format: $(READY)  ## put the code in form
 	@$(BIN)/ruff format .
 
 site: $(READY)  ## build the site of docs/ into build/site, strictly
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-docs: $(READY)  ## write what is made from the code: reference pages, signatures for editors
+docs: $(READY)  ## write what is made from the code: reference pages, pictures, signatures for editors
 	@$(BIN)/python docs/generate.py
+	@$(BIN)/python docs/picture.py
+	@$(BIN)/python docs/report_picture.py
 
 clean:  ## remove what the above has made
 	rm -rf $(VENV) outputs build dist .mypy_cache .pytest_cache .ruff_cache

@@ -85,7 +85,7 @@ def measured(case: str) -> dict[str, float]:
     from everyframe.hardware import throughput as rates_module
     from everyframe.hardware.throughput import measured_rates
     from everyframe.ops.attention import by_kernel
-    from everyframe.planning.dry_runs import call_seconds, dry_run, heaviest
+    from everyframe.planning.dry_runs import DryRun, call_seconds, dry_run, heaviest
     from everyframe.precision.strict_float32 import strict_float32
     from helpers import config_only_models
 
@@ -99,7 +99,8 @@ def measured(case: str) -> dict[str, float]:
     settings = config_only_models.settings(height, width, num_frames)
     rehearsal = next(each for each in model.rehearsals(settings) if each.stage == stage)
     cpu = DeviceFacts("here", "cpu", None, 1 << 40, 1 << 40)
-    run = dry_run(rehearsal, Precision("float32", "float32"), cpu)
+    run = dry_run(rehearsal, {rehearsal.component: Precision("float32", "float32")}, cpu)
+    assert isinstance(run, DryRun)
     weights = sum(p.numel() * 4 for p in rehearsal.module().parameters())
     with torch.inference_mode(), strict_float32():
         peak, took = measured_calls(rehearsal)
@@ -122,7 +123,7 @@ def measured_calls(rehearsal: Any) -> tuple[int, float]:
     def call() -> None:
         nonlocal began
         began = time.thread_time()
-        rehearsal.call(module, "cpu")
+        rehearsal.call({rehearsal.component: module}, "cpu")
 
     libc = ctypes.CDLL(None)
     assert libc.mallopt(_MMAP_THRESHOLD, 1 << 20)

@@ -39,7 +39,7 @@ from everyframe.core.plan import Settings
 from everyframe.families.registry import family_names
 from everyframe.hardware.profiles import find_profile
 from everyframe.parallel.communicator import FakeCommunicator, ParallelContext
-from everyframe.planning.dry_runs import call_seconds, dry_run
+from everyframe.planning.dry_runs import DryRun, call_seconds, dry_run
 from everyframe.precision.policy import choose
 from everyframe.runtime.interface import ShardableSpec, VideoGroup
 from helpers import config_only_models
@@ -188,7 +188,9 @@ def counted(case: Case, blocks: int | None, rank: int, size: int, device: Device
     parts = model.components(case.settings)
     needs = next(each.needs for each in parts if each.name == step.component)
     precision, _ = choose(device, "bfloat16", needs)
-    work = dry_run(step, precision, device).found.work
+    run = dry_run(step, {step.component: precision}, device)
+    assert isinstance(run, DryRun)
+    work = run.found.work
     assert device.rates is not None
     return Part(sum(team.sent.values()), work.operations, call_seconds(work, device.rates))
 

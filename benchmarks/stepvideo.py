@@ -43,7 +43,7 @@ from versions import versions_of
 from everyframe.checkpoints.key_map import KeyMap
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, Precision
-from everyframe.dry_run.executor import dry_run_module
+from everyframe.dry_run.executor import DryRunModule, dry_run_modules
 from everyframe.families.stepvideo.components import DENOISER_ISLANDS
 from everyframe.families.stepvideo.config import StepVideoModelConfig
 from everyframe.families.stepvideo.layers import StepVideoBlock
@@ -193,7 +193,9 @@ def load_once(folder: Path, blocks: int, streams: bool, kind: str) -> None:
         mask = torch.ones(1, TEXT_TOKENS, dtype=torch.bool)
         return model(x, t, model.context(llm, clip, mask))
 
-    working = dry_run_module(empty, told, call, cpu).working_bytes
+    parts = {"denoiser": DryRunModule(empty, told)}
+    found = dry_run_modules(parts, lambda device: call(empty, device), cpu)
+    working = found.found["denoiser"].working_bytes
     weights = resident_bytes(empty, told) if streams else sum(sizes.values())
     plan = ComponentPlan(
         "denoiser", "denoiser", "denoise", str(folder), 0, "cpu", told, sum(sizes.values()),
@@ -263,10 +265,11 @@ def decode() -> list[str]:
     empty = build_on_meta(lambda: StepVAE(StepVAEConfig()))
 
     def dry(call: Callable[[StepVAE, Tensor], object]) -> int:
-        def one(module: StepVAE, device: str) -> object:
-            return call(module, torch.zeros(1, 64, 6, 2, 2, device=device))
+        def one(device: str) -> object:
+            return call(empty, torch.zeros(1, 64, 6, 2, 2, device=device))
 
-        return dry_run_module(empty, wide, one, facts, ("decoder",)).working_bytes
+        parts = {"vae": DryRunModule(empty, wide, ("decoder",))}
+        return dry_run_modules(parts, one, facts).found["vae"].working_bytes
 
     piece_bytes = dry(lambda module, z: module.decode_piece(z, pieces[0]))
     whole_bytes = dry(lambda module, z: module.decoder(torch.cat(z.chunk(2, dim=2))))

@@ -1,4 +1,4 @@
-"""Write what is made from the code: options, exit codes, known issues, signatures for editors.
+"""Write what is made from the code: reference pages, pictures, signatures for editors.
 
 Run it as ``python docs/generate.py`` (or ``make docs``); a test fails when a file is not what this
 would write. Not here: pages that people write.
@@ -15,7 +15,10 @@ import typing
 from collections.abc import Iterator
 from pathlib import Path
 
+import diagrams
+import terminal
 from annotated_types import Ge, Gt, Le, Lt
+from api_pages import NOTE, api_page, events_page
 from pydantic.fields import FieldInfo
 
 import everyframe
@@ -27,8 +30,8 @@ from everyframe.families.registry import all_options
 from everyframe.hardware.known_issues import Condition, Issue, known_issues
 
 REFERENCE = Path(__file__).parent / "reference"
+PICTURES = Path(__file__).parent / "pictures"
 STUB = Path(__file__).parent.parent / "src" / "everyframe" / "__init__.pyi"
-_NOTE = "<!-- Written by docs/generate.py; change the code instead. -->"
 _VALUES: dict[object, str] = {int: "N", float: "X", str: "TEXT", typing.Any: "FILE"}
 
 
@@ -37,11 +40,11 @@ def options_page() -> str:
     lines = [
         "# Options",
         "",
-        _NOTE,
+        NOTE,
         "",
         "The same options on the command line (`--num-frames 17`), from Python",
         "(`everyframe.generate(..., num_frames=17)`) and in a `Request`. What has no default here",
-        "is settled by the model; `everyframe plan` shows what each one comes to.",
+        "depends on the model; `everyframe plan` shows every value.",
     ]
     families: list[tuple[str, type[Options]]] = [("", Request), *all_options().items()]
     for group in GROUPS:
@@ -59,7 +62,7 @@ def exit_codes_page() -> str:
     lines = [
         "# Exit codes",
         "",
-        _NOTE,
+        NOTE,
         "",
         "| code | name | errors (`everyframe.core.errors`) |",
         "|---|---|---|",
@@ -83,11 +86,11 @@ def known_issues_page() -> str:
     lines = [
         "# Known issues",
         "",
-        _NOTE,
+        NOTE,
         "",
-        f"What is known to go wrong in image and video diffusion: {len(issues)} issues of",
-        "hardware, libraries and precision, out of public reports. `everyframe doctor` holds each",
-        "against the facts of a machine; the data is `src/everyframe/hardware/known_issues.yaml`.",
+        f"{len(issues)} known issues of hardware, libraries and precision in image and video",
+        "diffusion, from public reports. `everyframe doctor` checks which of them apply to a",
+        "machine. The data is `src/everyframe/hardware/known_issues.yaml`.",
     ]
     for severity, title in _SEVERITIES.items():
         lines += ["", f"## {title}"]
@@ -113,9 +116,9 @@ def _issue(issue: Issue) -> list[str]:
     conditions = [*_conditions(issue.where), *(f"using `{tag}`" for tag in issue.uses)]
     lines = ["", f"### {issue.title}", "", f"`{issue.id}`: {'; '.join(conditions)}."]
     lines += ["", f"{issue.symptom} {issue.cause}", ""]
-    for mend in issue.mend:
-        command = f": `{mend.command}`" if mend.command else ""
-        lines.append(f"- {mend.do[:1].upper()}{mend.do[1:]}{command}")
+    for fix in issue.fix:
+        command = f": `{fix.command}`" if fix.command else ""
+        lines.append(f"- {fix.do[:1].upper()}{fix.do[1:]}{command}")
     said = ", ".join(_source(source) for source in issue.sources)
     lines += ["", f"*Here:* {issue.here}", "", f"Certainty {issue.certainty}; {said}."]
     return lines
@@ -254,9 +257,18 @@ def _argument(name: str) -> str:
 #: Page -> what makes it.
 PAGES = {
     REFERENCE / "options.md": options_page,
+    REFERENCE / "api.md": api_page,
+    REFERENCE / "events.md": events_page,
     REFERENCE / "exit-codes.md": exit_codes_page,
     REFERENCE / "known-issues.md": known_issues_page,
     REFERENCE / "doctor.schema.json": doctor_schema,
+    PICTURES / "packages.svg": diagrams.packages_and_imports,
+    PICTURES / "request.svg": diagrams.request,
+    PICTURES / "guard.svg": diagrams.guard,
+    PICTURES / "tokens.svg": diagrams.tokens,
+    PICTURES / "memory.svg": diagrams.memory,
+    PICTURES / "plan.svg": terminal.plan,
+    PICTURES / "doctor.svg": terminal.doctor,
     STUB: stub,
 }
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 
+from helpers.architecture_rules import ROOMS
 from helpers.docs_blocks import COMMANDS, Block, Reader, blocks_of, environment, plain_programs
 
 ROOT = Path(__file__).parent.parent
@@ -69,9 +74,99 @@ def load_generator() -> ModuleType:
     return module
 
 
-def test_made_pages_are_up_to_date() -> None:
-    for page, make in load_generator().PAGES.items():
-        assert page.read_text(encoding="utf-8") == make(), "run `make docs`"
+#: Words of our own that the field has other words for; see the glossary.
+OLD_WORDS = re.compile(
+    r"\b(gone on with|goes on with|broken off|by turns|of whom|what is told|mends?|troubles?)\b"
+)
+
+
+def strings_of(source: str) -> list[str]:
+    """Text in the code that is no docstring: messages, notes, help."""
+    nodes = list(ast.walk(ast.parse(source)))
+    docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    texts = [n for n in nodes if isinstance(n, ast.Constant) and id(n) not in docs]
+    return [node.value for node in texts if isinstance(node.value, str)]
+
+
+def test_messages_and_pages_speak_the_fields_words() -> None:
+    history = {ROOT / "CHANGELOG.md", ROOT / "docs" / "reference" / "exit-codes.md"}
+    texts = {page: [page.read_text(encoding="utf-8")] for page in PAGES if page not in history}
+    for file in (ROOT / "src").rglob("*.py"):
+        texts[file] = strings_of(file.read_text(encoding="utf-8"))
+    found = [(file.name, each[0]) for file, all_ in texts.items() for text in all_
+             for each in OLD_WORDS.finditer(text)]  # fmt: skip
+    assert not found
+
+
+def test_an_old_word_in_a_message_is_found() -> None:
+    source = '"By turns."\nraise ValueError(f"{run} is broken off")'
+    assert strings_of(source) == [" is broken off"]
+    assert OLD_WORDS.search(" is broken off")
+
+
+#: Where a file that a page names by its path is looked for.
+BASES = (ROOT, ROOT / "src" / "everyframe", ROOT / "docs")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    if page.name == "CHANGELOG.md":
+        return  # it names files of earlier versions
+    named = re.findall(
+        r"`((?:[a-z_]+/)+\w+\.(?:py|yaml|json|md))\b", page.read_text(encoding="utf-8")
+    )
+    missing = [each for each in named if not any((base / each).exists() for base in BASES)]
+    assert not missing
+
+
+@pytest.fixture(scope="module")
+def generator() -> Iterator[ModuleType]:
+    """`docs/generate.py`, which imports the modules beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "docs")
+        yield load_generator()
+
+
+PAGES_MADE = ("options.md", "api.md", "events.md", "exit-codes.md", "known-issues.md")
+DRAWN = ("packages", "request", "guard", "tokens", "memory", "plan", "doctor")
+MADE = (
+    *(f"reference/{name}" for name in (*PAGES_MADE, "doctor.schema.json")),
+    *(f"pictures/{name}.svg" for name in DRAWN),
+    "../src/everyframe/__init__.pyi",
+)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_made_page_or_picture_is_up_to_date(name: str, generator: ModuleType) -> None:
+    page = Path(os.path.normpath(ROOT / "docs" / name))
+    assert page.read_text(encoding="utf-8") == generator.PAGES[page](), "run `make docs`"
+
+
+def test_each_made_page_and_picture_is_compared(generator: ModuleType) -> None:
+    compared = {Path(os.path.normpath(ROOT / "docs" / name)) for name in MADE}
+    assert compared == {Path(os.path.normpath(page)) for page in generator.PAGES}
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("docs/pictures/*")), ids=lambda path: path.name)
+def test_a_picture_is_small_shown_and_readable_in_the_dark(path: Path) -> None:
+    assert path.stat().st_size < 80_000
+    assert any(f"pictures/{path.name})" in page.read_text(encoding="utf-8") for page in PAGES)
+    if path.suffix == ".svg":
+        text = path.read_text(encoding="utf-8")
+        assert ElementTree.fromstring(text).find("{http://www.w3.org/2000/svg}title") is not None
+        assert "prefers-color-scheme:dark" in text
+        assert not re.search(r"(href|src|url)\b", text), "it fetches nothing"
+
+
+def test_the_site_has_every_page() -> None:
+    """`make site` fails otherwise, where mkdocs is installed."""
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")}
+    assert pages == set(re.findall(r"[\w/-]+\.md", config))
+
+
+def test_the_architecture_page_lists_every_package_in_order(generator: ModuleType) -> None:
+    assert tuple(generator.diagrams.packages()) == ROOMS
 
 
 PAGE = """# Title

@@ -84,7 +84,7 @@ def generate(
     max_memory: str | int | None = None,
     max_host_memory: str | int | None = None,
     attention: str | None = None,
-    without: Sequence[str] = (),
+    disable: Sequence[str] = (),
     compile: bool = False,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
@@ -140,8 +140,7 @@ def generate(
             Several devices (``num_devices=3``) always have one process each, also in a notebook.
         run_dir: the folder of runs to save in; ``"off"`` saves nothing.
         on_event: called with each event as it happens; see `core.events`.
-        model: Name, folder or hub id of the model; without it the embedded model draws what it
-            can.
+        model: Name, folder or hub id of the model; the embedded model by default.
         negative_prompt: What it should not show.
         loras: A LoRA that is merged into the weights, FILE[:STRENGTH][@COMPONENT]; may be
             repeated.
@@ -157,85 +156,82 @@ def generate(
         guidance_scale: How strongly the prompt steers; 1 is off (≥ 0, ≤ 1000).
         seed: Seed of the noise; without it a random one is drawn, printed and recorded (≥ 0, ≤
             9007199254740991).
-        num_videos: So many videos, with seed, seed + 1, and so on (> 0, ≤ 10000).
+        num_videos: Number of videos, with seed, seed + 1, and so on (> 0, ≤ 10000).
         latents: Start noise of unit variance, (1, C, T, H, W), or as the model has it.
         image: Picture that is the first frame.
         last_image: Picture that is the last frame.
-        extend: Video to go on from.
-        chain: So many clips, each going on from the one before (> 0, ≤ 1000).
-        edit_strength: How far given frames may change: 0 keeps them, 1 ignores them (≥ 0, ≤ 1).
+        extend: Video to continue.
+        chain: Number of clips, each continuing the one before (> 0, ≤ 1000).
+        edit_strength: How much given frames may change: 0 preserves them, 1 ignores them (≥ 0,
+            ≤ 1).
         dtype: Precision: auto, fp32, bf16 or fp16.
-        quantize: Keep the weights of linear layers in eight bits (lossy): auto (int8, only
-            where nothing else fits), none, int8 or fp8.
+        quantize: Store the weights of linear layers in 8 bits (lossy): auto (int8, only if
+            nothing else makes it fit), none, int8 or fp8.
         device: Device: auto, cpu, cuda, cuda:1 or mps.
-        num_devices: So many devices work together, any number; on a machine without several,
-            CPU workers (> 0, ≤ 256).
+        num_devices: Number of devices that work together, any number; CPU workers if the
+            machine has fewer (> 0, ≤ 256).
         devices: Which devices work together, such as 0,1,2 or cuda:0,cuda:2 or cpu,cpu.
         parallel: How several devices divide the work: auto, or data=N, cfg=N and sequence=N (or
             ulysses=N, ring=N) such as cfg=2,sequence=3.
-        shares: How much each of several devices does, such as 24,8.
-        shard_weights: Several devices keep the denoiser's weights between them, each a part of
-            the blocks.
+        shares: Share of the work of each device, such as 24,8.
+        shard_weights: Shard the denoiser's weights: each device stores some of its blocks.
         max_memory: Use no more of the device's memory than this, such as 8GB.
         max_host_memory: Use no more of the host's memory than this, such as 16GB.
         attention: Compute attention by this kernel, certified or not: flash, efficient, cudnn
             or math.
-        without: A fast path that is not to be used, as `everyframe fast-paths` names it; may be
-            repeated.
+        disable: Disable a fast path by its name in `everyframe fast-paths`; may be repeated.
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
-        report: A folder for a page on what had to be repaired, or could not be; watching takes
-            time.
+        report: Folder for a report page on repairs and numeric errors; recording magnitudes
+            takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this
             device.
-        force: Do what is refused for its price alone, such as fp16 on a CPU.
+        force: Allow what is refused only for its cost, such as fp16 on a CPU.
         paths: The fast paths of each component, exactly; a record has them.
-        quantized: What the weights of each component are kept in, exactly; a record has it.
+        quantized: The storage dtype of each component's weights, exactly; a record has it.
         remedies: The repairs to begin with, exactly; a record has them.
-        aesthetic: How good it should look, 1.2 only: about 4 (plain) to 7 (polished) (≥ 0, ≤
-            10). For models of opensora.
-        motion_score: How much should move, 1.2 only: about 0 (still) to 30 (a lot) (≥ 0, ≤
-            1000). For models of opensora.
-        camera_motion: How the camera moves, 1.2 only, such as "pan left". For models of
-            opensora.
-        truncate_prompt: Go on with the beginning of a prompt that is too long. For models of
-            opensora, inpaint, stepvideo.
+        aesthetic: Aesthetic score, 1.2 only: about 4 (plain) to 7 (polished) (≥ 0, ≤ 10). For
+            models of opensora.
+        motion_score: Amount of motion, 1.2 only: about 0 (still) to 30 (a lot) (≥ 0, ≤ 1000).
+            For models of opensora.
+        camera_motion: Camera motion, 1.2 only, such as "pan left". For models of opensora.
+        truncate_prompt: Use the beginning of a prompt that is too long. For models of opensora,
+            inpaint, stepvideo.
         vae: Folder or hub id of the autoencoder, if it is not beside the denoiser. For models
             of opensora.
         text_encoder: Folder or hub id of T5 and its tokenizer, if it is not beside the
             denoiser. For models of opensora.
-        motion_bucket_id: How much should move: about 1 (still) to 255 (a lot) (≥ 0, ≤ 1000).
-            For models of svd.
-        noise_aug_strength: Noise on the picture; more lets the video go further from it (≥ 0, ≤
+        motion_bucket_id: Amount of motion: about 1 (still) to 255 (a lot) (≥ 0, ≤ 1000). For
+            models of svd.
+        noise_aug_strength: Noise on the image; more lets the video differ more from it (≥ 0, ≤
             100). For models of svd.
         min_guidance_scale: Guidance of the first frame (≥ 0, ≤ 1000). For models of svd.
-        max_guidance_scale: Guidance of the last frame, to which it rises; 1 is off (≥ 0, ≤
-            1000). For models of svd.
-        decode_chunk_size: Frames decoded at once, all of them if not given; fewer need less
-            memory and change the picture (> 0, ≤ 100000). For models of svd.
-        fit: Bring given pictures and videos to the video's size: crop, pad or stretch; without
-            it our own models crop, and a diffusers pipeline has them as they are. For models of
+        max_guidance_scale: Guidance of the last frame; it rises from the first. 1 is off (≥ 0,
+            ≤ 1000). For models of svd.
+        decode_chunk_size: Frames decoded at once, by default all; fewer need less memory and
+            change the frames (> 0, ≤ 100000). For models of svd.
+        fit: Fit given images and videos to the video's size: crop, pad or stretch; by default
+            our own models crop, and a diffusers pipeline gets them unchanged. For models of
             svd, inpaint, pipeline.
-        variant: Stored precision of the weights to take where a model has several, such as
+        variant: Which stored precision of the weights to load if a model has several, such as
             fp16. For models of svd, pipeline.
-        source: What is repainted in part: a picture, a folder of frames or a video. For models
+        source: Source to repaint in part: a picture, a folder of frames or a video. For models
             of inpaint.
-        mask: Where: white in a picture, folder or video of the source's size, or a box
+        mask: What to repaint: white in an image, folder or video of the source's size, or a box
             LEFT,TOP,RIGHT,BOTTOM in pixels. For models of inpaint.
         controlnet: Folder, hub id or short name (canny, inpaint, depth, …) of the ControlNet,
             if it is not in the model's folder; several with commas. For models of inpaint.
-        control: What the ControlNet sees: a picture, folder or video, or canny or inpaint,
-            which are made of the source; with commas for several ControlNets. For models of
+        control: What the ControlNet sees: an image, folder or video, or canny or inpaint, which
+            are made from the source; with commas for several ControlNets. For models of
             inpaint.
-        strength: How far the repainted part may go from the source; 1 ignores what was there (>
-            0, ≤ 1). For models of inpaint.
+        strength: How much the repainted part may differ from the source; 1 ignores the source
+            (> 0, ≤ 1). For models of inpaint.
         controlnet_conditioning_scale: How strongly the ControlNet steers; with commas for
             several. For models of inpaint.
         control_guidance_start: Share of the steps after which the ControlNet begins to steer.
             For models of inpaint.
-        control_guidance_end: Share of the steps after which it steers no more. For models of
-            inpaint.
-        guess_mode: Let the ControlNet steer the prompt's side of guidance alone. For models of
+        control_guidance_end: Share of the steps after which it stops. For models of inpaint.
+        guess_mode: Apply the ControlNet to the prompt's branch of guidance only. For models of
             inpaint.
         canny_low: Weaker threshold of canny, 100 if not given: edges that hang on stronger ones
             (≥ 0, ≤ 10000). For models of inpaint.
@@ -243,12 +239,12 @@ def generate(
             10000). For models of inpaint.
         frames_at_once: Frames denoised and decoded together; more need more memory (> 0, ≤
             1000). For models of inpaint.
-        unblended: Keep what the decoder makes outside of the mask too, as diffusers does, and
-            not the source itself. For models of inpaint.
+        unblended: Return the decoder's output outside the mask too, as diffusers does, and not
+            the source. For models of inpaint.
         time_shift: How many of the steps are at high noise; above 1 is more (> 0, ≤ 1000). For
             models of stepvideo.
-        pos_magic: What is put behind the prompt; '' for nothing. By default upstream's words
-            for quality. For models of stepvideo.
+        pos_magic: Text added after the prompt; '' for none. By default upstream's words for
+            quality. For models of stepvideo.
         llm_bias: How Step-LLM weighs the distance of words: sqrt (derived, not verified),
             linear or none. For models of stepvideo.
         base: Folder or hub id of step_llm, hunyuan_clip and vae, if they are not beside the
@@ -304,7 +300,7 @@ def plan(
     max_memory: str | int | None = None,
     max_host_memory: str | int | None = None,
     attention: str | None = None,
-    without: Sequence[str] = (),
+    disable: Sequence[str] = (),
     compile: bool = False,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
@@ -354,8 +350,7 @@ def plan(
         request: a request, or the prompt.
         profile: plan for another machine: the name of a shipped profile, or a file of facts.
         prompt: What the video shows.
-        model: Name, folder or hub id of the model; without it the embedded model draws what it
-            can.
+        model: Name, folder or hub id of the model; the embedded model by default.
         negative_prompt: What it should not show.
         loras: A LoRA that is merged into the weights, FILE[:STRENGTH][@COMPONENT]; may be
             repeated.
@@ -371,85 +366,82 @@ def plan(
         guidance_scale: How strongly the prompt steers; 1 is off (≥ 0, ≤ 1000).
         seed: Seed of the noise; without it a random one is drawn, printed and recorded (≥ 0, ≤
             9007199254740991).
-        num_videos: So many videos, with seed, seed + 1, and so on (> 0, ≤ 10000).
+        num_videos: Number of videos, with seed, seed + 1, and so on (> 0, ≤ 10000).
         latents: Start noise of unit variance, (1, C, T, H, W), or as the model has it.
         image: Picture that is the first frame.
         last_image: Picture that is the last frame.
-        extend: Video to go on from.
-        chain: So many clips, each going on from the one before (> 0, ≤ 1000).
-        edit_strength: How far given frames may change: 0 keeps them, 1 ignores them (≥ 0, ≤ 1).
+        extend: Video to continue.
+        chain: Number of clips, each continuing the one before (> 0, ≤ 1000).
+        edit_strength: How much given frames may change: 0 preserves them, 1 ignores them (≥ 0,
+            ≤ 1).
         dtype: Precision: auto, fp32, bf16 or fp16.
-        quantize: Keep the weights of linear layers in eight bits (lossy): auto (int8, only
-            where nothing else fits), none, int8 or fp8.
+        quantize: Store the weights of linear layers in 8 bits (lossy): auto (int8, only if
+            nothing else makes it fit), none, int8 or fp8.
         device: Device: auto, cpu, cuda, cuda:1 or mps.
-        num_devices: So many devices work together, any number; on a machine without several,
-            CPU workers (> 0, ≤ 256).
+        num_devices: Number of devices that work together, any number; CPU workers if the
+            machine has fewer (> 0, ≤ 256).
         devices: Which devices work together, such as 0,1,2 or cuda:0,cuda:2 or cpu,cpu.
         parallel: How several devices divide the work: auto, or data=N, cfg=N and sequence=N (or
             ulysses=N, ring=N) such as cfg=2,sequence=3.
-        shares: How much each of several devices does, such as 24,8.
-        shard_weights: Several devices keep the denoiser's weights between them, each a part of
-            the blocks.
+        shares: Share of the work of each device, such as 24,8.
+        shard_weights: Shard the denoiser's weights: each device stores some of its blocks.
         max_memory: Use no more of the device's memory than this, such as 8GB.
         max_host_memory: Use no more of the host's memory than this, such as 16GB.
         attention: Compute attention by this kernel, certified or not: flash, efficient, cudnn
             or math.
-        without: A fast path that is not to be used, as `everyframe fast-paths` names it; may be
-            repeated.
+        disable: Disable a fast path by its name in `everyframe fast-paths`; may be repeated.
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
-        report: A folder for a page on what had to be repaired, or could not be; watching takes
-            time.
+        report: Folder for a report page on repairs and numeric errors; recording magnitudes
+            takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this
             device.
-        force: Do what is refused for its price alone, such as fp16 on a CPU.
+        force: Allow what is refused only for its cost, such as fp16 on a CPU.
         paths: The fast paths of each component, exactly; a record has them.
-        quantized: What the weights of each component are kept in, exactly; a record has it.
+        quantized: The storage dtype of each component's weights, exactly; a record has it.
         remedies: The repairs to begin with, exactly; a record has them.
-        aesthetic: How good it should look, 1.2 only: about 4 (plain) to 7 (polished) (≥ 0, ≤
-            10). For models of opensora.
-        motion_score: How much should move, 1.2 only: about 0 (still) to 30 (a lot) (≥ 0, ≤
-            1000). For models of opensora.
-        camera_motion: How the camera moves, 1.2 only, such as "pan left". For models of
-            opensora.
-        truncate_prompt: Go on with the beginning of a prompt that is too long. For models of
-            opensora, inpaint, stepvideo.
+        aesthetic: Aesthetic score, 1.2 only: about 4 (plain) to 7 (polished) (≥ 0, ≤ 10). For
+            models of opensora.
+        motion_score: Amount of motion, 1.2 only: about 0 (still) to 30 (a lot) (≥ 0, ≤ 1000).
+            For models of opensora.
+        camera_motion: Camera motion, 1.2 only, such as "pan left". For models of opensora.
+        truncate_prompt: Use the beginning of a prompt that is too long. For models of opensora,
+            inpaint, stepvideo.
         vae: Folder or hub id of the autoencoder, if it is not beside the denoiser. For models
             of opensora.
         text_encoder: Folder or hub id of T5 and its tokenizer, if it is not beside the
             denoiser. For models of opensora.
-        motion_bucket_id: How much should move: about 1 (still) to 255 (a lot) (≥ 0, ≤ 1000).
-            For models of svd.
-        noise_aug_strength: Noise on the picture; more lets the video go further from it (≥ 0, ≤
+        motion_bucket_id: Amount of motion: about 1 (still) to 255 (a lot) (≥ 0, ≤ 1000). For
+            models of svd.
+        noise_aug_strength: Noise on the image; more lets the video differ more from it (≥ 0, ≤
             100). For models of svd.
         min_guidance_scale: Guidance of the first frame (≥ 0, ≤ 1000). For models of svd.
-        max_guidance_scale: Guidance of the last frame, to which it rises; 1 is off (≥ 0, ≤
-            1000). For models of svd.
-        decode_chunk_size: Frames decoded at once, all of them if not given; fewer need less
-            memory and change the picture (> 0, ≤ 100000). For models of svd.
-        fit: Bring given pictures and videos to the video's size: crop, pad or stretch; without
-            it our own models crop, and a diffusers pipeline has them as they are. For models of
+        max_guidance_scale: Guidance of the last frame; it rises from the first. 1 is off (≥ 0,
+            ≤ 1000). For models of svd.
+        decode_chunk_size: Frames decoded at once, by default all; fewer need less memory and
+            change the frames (> 0, ≤ 100000). For models of svd.
+        fit: Fit given images and videos to the video's size: crop, pad or stretch; by default
+            our own models crop, and a diffusers pipeline gets them unchanged. For models of
             svd, inpaint, pipeline.
-        variant: Stored precision of the weights to take where a model has several, such as
+        variant: Which stored precision of the weights to load if a model has several, such as
             fp16. For models of svd, pipeline.
-        source: What is repainted in part: a picture, a folder of frames or a video. For models
+        source: Source to repaint in part: a picture, a folder of frames or a video. For models
             of inpaint.
-        mask: Where: white in a picture, folder or video of the source's size, or a box
+        mask: What to repaint: white in an image, folder or video of the source's size, or a box
             LEFT,TOP,RIGHT,BOTTOM in pixels. For models of inpaint.
         controlnet: Folder, hub id or short name (canny, inpaint, depth, …) of the ControlNet,
             if it is not in the model's folder; several with commas. For models of inpaint.
-        control: What the ControlNet sees: a picture, folder or video, or canny or inpaint,
-            which are made of the source; with commas for several ControlNets. For models of
+        control: What the ControlNet sees: an image, folder or video, or canny or inpaint, which
+            are made from the source; with commas for several ControlNets. For models of
             inpaint.
-        strength: How far the repainted part may go from the source; 1 ignores what was there (>
-            0, ≤ 1). For models of inpaint.
+        strength: How much the repainted part may differ from the source; 1 ignores the source
+            (> 0, ≤ 1). For models of inpaint.
         controlnet_conditioning_scale: How strongly the ControlNet steers; with commas for
             several. For models of inpaint.
         control_guidance_start: Share of the steps after which the ControlNet begins to steer.
             For models of inpaint.
-        control_guidance_end: Share of the steps after which it steers no more. For models of
-            inpaint.
-        guess_mode: Let the ControlNet steer the prompt's side of guidance alone. For models of
+        control_guidance_end: Share of the steps after which it stops. For models of inpaint.
+        guess_mode: Apply the ControlNet to the prompt's branch of guidance only. For models of
             inpaint.
         canny_low: Weaker threshold of canny, 100 if not given: edges that hang on stronger ones
             (≥ 0, ≤ 10000). For models of inpaint.
@@ -457,12 +449,12 @@ def plan(
             10000). For models of inpaint.
         frames_at_once: Frames denoised and decoded together; more need more memory (> 0, ≤
             1000). For models of inpaint.
-        unblended: Keep what the decoder makes outside of the mask too, as diffusers does, and
-            not the source itself. For models of inpaint.
+        unblended: Return the decoder's output outside the mask too, as diffusers does, and not
+            the source. For models of inpaint.
         time_shift: How many of the steps are at high noise; above 1 is more (> 0, ≤ 1000). For
             models of stepvideo.
-        pos_magic: What is put behind the prompt; '' for nothing. By default upstream's words
-            for quality. For models of stepvideo.
+        pos_magic: Text added after the prompt; '' for none. By default upstream's words for
+            quality. For models of stepvideo.
         llm_bias: How Step-LLM weighs the distance of words: sqrt (derived, not verified),
             linear or none. For models of stepvideo.
         base: Folder or hub id of step_llm, hunyuan_clip and vae, if they are not beside the
@@ -501,14 +493,13 @@ def resume(
         output: as in `generate`; frames of earlier clips saved for ``"uint8"`` are no finer.
         trust_remote_code: allow code that comes with the checkpoint; must be given again.
         on_event: as in `generate`.
-        num_devices: So many devices work together, any number; on a machine without several,
-            CPU workers (> 0, ≤ 256).
+        num_devices: Number of devices that work together, any number; CPU workers if the
+            machine has fewer (> 0, ≤ 256).
         devices: Which devices work together, such as 0,1,2 or cuda:0,cuda:2 or cpu,cpu.
         parallel: How several devices divide the work: auto, or data=N, cfg=N and sequence=N (or
             ulysses=N, ring=N) such as cfg=2,sequence=3.
-        shares: How much each of several devices does, such as 24,8.
-        shard_weights: Several devices keep the denoiser's weights between them, each a part of
-            the blocks.
+        shares: Share of the work of each device, such as 24,8.
+        shard_weights: Shard the denoiser's weights: each device stores some of its blocks.
         options: ``num_devices``, ``devices``, ``parallel``, ``shares`` and ``shard_weights`` of
             `generate`, to resume on other devices; then the videos are equal up to rounding. Others
             name a file or model of the run again (``image="cat.png"``), which a run needs that
@@ -557,7 +548,7 @@ def run(
     max_memory: str | int | None = None,
     max_host_memory: str | int | None = None,
     attention: str | None = None,
-    without: Sequence[str] = (),
+    disable: Sequence[str] = (),
     compile: bool = False,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
@@ -586,8 +577,7 @@ def run(
         output: as in `generate`.
         on_event: called with each event as it happens; see `core.events`.
         from_record: a video, its file, a sidecar or a record; other options override it.
-        model: Name, folder or hub id of the model; without it the embedded model draws what it
-            can.
+        model: Name, folder or hub id of the model; the embedded model by default.
         negative_prompt: What it should not show.
         loras: A LoRA that is merged into the weights, FILE[:STRENGTH][@COMPONENT]; may be
             repeated.
@@ -603,50 +593,49 @@ def run(
         guidance_scale: How strongly the prompt steers; 1 is off (≥ 0, ≤ 1000).
         seed: Seed of the noise; without it a random one is drawn, printed and recorded (≥ 0, ≤
             9007199254740991).
-        num_videos: So many videos, with seed, seed + 1, and so on (> 0, ≤ 10000).
+        num_videos: Number of videos, with seed, seed + 1, and so on (> 0, ≤ 10000).
         latents: Start noise of unit variance, (1, C, T, H, W), or as the model has it.
         image: Picture that is the first frame.
         last_image: Picture that is the last frame.
-        extend: Video to go on from.
-        chain: So many clips, each going on from the one before (> 0, ≤ 1000).
-        edit_strength: How far given frames may change: 0 keeps them, 1 ignores them (≥ 0, ≤ 1).
+        extend: Video to continue.
+        chain: Number of clips, each continuing the one before (> 0, ≤ 1000).
+        edit_strength: How much given frames may change: 0 preserves them, 1 ignores them (≥ 0,
+            ≤ 1).
         dtype: Precision: auto, fp32, bf16 or fp16.
-        quantize: Keep the weights of linear layers in eight bits (lossy): auto (int8, only
-            where nothing else fits), none, int8 or fp8.
+        quantize: Store the weights of linear layers in 8 bits (lossy): auto (int8, only if
+            nothing else makes it fit), none, int8 or fp8.
         device: Device: auto, cpu, cuda, cuda:1 or mps.
-        num_devices: So many devices work together, any number; on a machine without several,
-            CPU workers (> 0, ≤ 256).
+        num_devices: Number of devices that work together, any number; CPU workers if the
+            machine has fewer (> 0, ≤ 256).
         devices: Which devices work together, such as 0,1,2 or cuda:0,cuda:2 or cpu,cpu.
         parallel: How several devices divide the work: auto, or data=N, cfg=N and sequence=N (or
             ulysses=N, ring=N) such as cfg=2,sequence=3.
-        shares: How much each of several devices does, such as 24,8.
-        shard_weights: Several devices keep the denoiser's weights between them, each a part of
-            the blocks.
+        shares: Share of the work of each device, such as 24,8.
+        shard_weights: Shard the denoiser's weights: each device stores some of its blocks.
         max_memory: Use no more of the device's memory than this, such as 8GB.
         max_host_memory: Use no more of the host's memory than this, such as 16GB.
         attention: Compute attention by this kernel, certified or not: flash, efficient, cudnn
             or math.
-        without: A fast path that is not to be used, as `everyframe fast-paths` names it; may be
-            repeated.
+        disable: Disable a fast path by its name in `everyframe fast-paths`; may be repeated.
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
-        report: A folder for a page on what had to be repaired, or could not be; watching takes
-            time.
+        report: Folder for a report page on repairs and numeric errors; recording magnitudes
+            takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this
             device.
-        force: Do what is refused for its price alone, such as fp16 on a CPU.
+        force: Allow what is refused only for its cost, such as fp16 on a CPU.
         paths: The fast paths of each component, exactly; a record has them.
-        quantized: What the weights of each component are kept in, exactly; a record has it.
+        quantized: The storage dtype of each component's weights, exactly; a record has it.
         remedies: The repairs to begin with, exactly; a record has them.
         option: A parameter that only this pipeline has, as NAME=VALUE; may be given several
             times. A video, picture or .npy of numbers is named by its file. For models of
             pipeline.
-        fit: Bring given pictures and videos to the video's size: crop, pad or stretch; without
-            it our own models crop, and a diffusers pipeline has them as they are. For models of
+        fit: Fit given images and videos to the video's size: crop, pad or stretch; by default
+            our own models crop, and a diffusers pipeline gets them unchanged. For models of
             svd, inpaint, pipeline.
         vae_tiling: Decode in tiles: far less memory for large frames, and faint seams. For
             models of pipeline.
-        variant: Stored precision of the weights to take where a model has several, such as
+        variant: Which stored precision of the weights to load if a model has several, such as
             fp16. For models of svd, pipeline.
         trust_remote_code: Run Python code that comes with the checkpoint. Read it first. For
             models of pipeline.

@@ -16,7 +16,7 @@ from everyframe.core.events import Event, Events
 from everyframe.core.events import Output as PipelineOutput
 from everyframe.core.options import Options
 from everyframe.core.plan import Plan
-from everyframe.core.request import Request
+from everyframe.core.request import Request, with_current_names
 from everyframe.engine import run as engine
 from everyframe.engine import tracing
 from everyframe.engine.comparison import compare_with
@@ -197,6 +197,7 @@ def run(
     Raises:
         InputError: not a video pipeline, or an option that it doesn't accept.
     """
+    options = with_current_names(options)
     given: Mapping[str, Any] = options if prompt is None else {"prompt": prompt, **options}
     record = None if from_record is None else record_in(from_record)
     if record is None:

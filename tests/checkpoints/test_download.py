@@ -183,7 +183,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: Info())
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(InputError, match=r"No space left on device.*goes on where it stopped"):
+    with pytest.raises(InputError, match=r"No space left on device.*again to continue it"):
         fetch("o/n", ["*.json"], hub_cache=tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""``everyframe doctor`` on the command line: marks, commands that mend, codes, JSON, sharing."""
+"""``everyframe doctor`` on the command line: marks, commands that fix, codes, JSON, sharing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_trouble_is_told_with_its_command(capsys: pytest.CaptureFixture[str]) ->
     assert any(line.startswith("✗ known-issues") for line in lines)
     command = "export ONEFLOW_ATTENTION_ALLOW_HALF_PRECISION_ACCUMULATION=False"
     assert command in [line.strip() for line in lines]
-    assert lines[-1] == "Not ready: 1 trouble, 1 note on NVIDIA A100-SXM4-80GB."
+    assert lines[-1] == "Not ready: 1 error, 1 note on NVIDIA A100-SXM4-80GB."
     # Nothing of what is fine is told in detail.
     assert not any("oneflow 0.9" in line for line in lines)
 
@@ -49,7 +49,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     report = Report(**json.loads(out))
-    assert (report.profile, report.verdict) == ("h20-cublas12.1", "trouble")
+    assert (report.profile, report.verdict) == ("h20-cublas12.1", "error")
     assert report.tested["answer"] == "known bad"
 
 
@@ -93,6 +93,6 @@ def test_marks_without_letters_for_them() -> None:
     from everyframe.cli.doctor import _letter
 
     plain = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    assert [_letter(mark, plain) for mark in ("fine", "note", "trouble", "broke")] == [
+    assert [_letter(mark, plain) for mark in ("fine", "note", "error", "broke")] == [
         "ok", "!", "x", "?",
     ]  # fmt: skip

@@ -29,7 +29,7 @@ def test_every_path_has_a_line(model: str, capsys: pytest.CaptureFixture[str]) -
         "on demand: --compile", why_not(),
     )  # fmt: skip
     assert not any(row["in_use"] for row in rows.values())
-    assert main([*asked, "--attention", "flash", "--without", "linear-gelu"]) == 0
+    assert main([*asked, "--attention", "flash", "--disable", "linear-gelu"]) == 0
     table = capsys.readouterr().out
     assert "✓   attention-flash   denoiser" in table
     assert "by --attention flash" in table.replace("\n", " ") or "pinned" in table

@@ -81,5 +81,5 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(write.tempfile, "TemporaryFile", full)
     waiting = write.FrameSpool(tmp_path / "clip.mp4")
-    with pytest.raises(MediaError, match=r"can't be kept in .* No space left on device; free some"):
+    with pytest.raises(MediaError, match=r"can't be stored in .* No space left on device; free"):
         waiting.put(1, np.zeros((1, 2, 2, 3), np.uint8))

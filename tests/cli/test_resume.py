@@ -22,9 +22,9 @@ def test_list_forget_and_go_on(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EVERYFRAME_RUNS", str(tmp_path / "runs"))
     assert main(["resume", "--list"]) == 0
-    assert capsys.readouterr().out == "no run was broken off\n"
+    assert capsys.readouterr().out == "there is no interrupted run\n"
     assert main(["resume"]) == 2
-    assert "nothing to go on with" in capsys.readouterr().err
+    assert "nothing to resume" in capsys.readouterr().err
     first, second = cut(model, tmp_path / "runs"), cut(model, tmp_path / "runs")
     assert main(["resume", "--list", "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -56,8 +56,8 @@ def test_what_is_skipped_is_told(
     assert main(["resume", folder.name, "-o", "clip.mp4"]) == 0
     out, err = capsys.readouterr()
     assert out == "clip-4.mp4\n"
-    assert "what was made before is left as it is: the videos of seed 3" in err
-    assert f"goes on with {folder.name}" in err
+    assert "finished videos are left unchanged: seed 3" in err
+    assert f"resuming {folder.name}" in err
 
 
 def test_a_damaged_run_is_one_line_and_exit_code_2(
@@ -107,7 +107,7 @@ def test_ctrl_c_leaves_a_run_that_goes_on(model: str, tmp_path: Path) -> None:
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     (run,) = all_runs(tmp_path / "runs")
-    assert err == f"interrupted; go on from where it was: everyframe resume {run.name}\n"
+    assert err == f"interrupted; resume it: everyframe resume {run.name}\n"
     assert not list(tmp_path.glob("*.mp4"))
     assert not run.is_busy()
     out, err = started("resume").communicate(timeout=300)

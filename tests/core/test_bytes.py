@@ -19,8 +19,8 @@ from everyframe.core.plan import Precision
 from everyframe.dry_run import executor as rehearsing
 from everyframe.dry_run import meta_device
 from everyframe.hardware.profiles import find_profile
-from everyframe.planning.dry_runs import dry_run
 from helpers import config_only_models
+from helpers.dry_runs import dry_run_call
 
 CARD = find_profile("cuda-sm90").machine().devices[0]
 WIDE = Precision("float32", "float32")
@@ -38,10 +38,10 @@ def counted(model: Any, settings: Any, stage: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(meta_device, "stands_in", lambda tensor: tensor.device.type == "cpu")
     # Not what was remembered of sizes: every operation with its numbers.
     monkeypatch.setattr(meta_device, "_makes_new", lambda func: False)
-    found = rehearsing.dry_run_module(module, WIDE, rehearsal.call, CARD)
+    found = rehearsing.dry_run(rehearsal, {rehearsal.component: WIDE}, CARD)
     monkeypatch.undo()
     module.to("meta")
-    return found.working_bytes
+    return found.found[rehearsal.component].working_bytes
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_what_is_counted_without_numbers_is_what_lives_with_them(
     model = config_only_models.all_models()[family]
     settings = config_only_models.settings(*size)
     rehearsal = next(each for each in model.rehearsals(settings) if each.stage == stage)
-    forecast = dry_run(rehearsal, WIDE, CARD).found.working_bytes
+    forecast = dry_run_call(rehearsal, WIDE, CARD).found.working_bytes
     # Kernels on meta and on a CPU take composed operations apart at other places here and there.
     assert counted(model, settings, stage, monkeypatch) == pytest.approx(forecast, rel=0.1)
 
@@ -71,7 +71,7 @@ def test_more_of_everything_needs_more() -> None:
     def need(**changes: Any) -> int:
         settings = replace(config_only_models.settings(64, 64, 4), **changes)
         denoise = model.rehearsals(settings)[2]
-        return dry_run(denoise, WIDE, CARD).found.working_bytes
+        return dry_run_call(denoise, WIDE, CARD).found.working_bytes
 
     assert need(num_frames=8) == pytest.approx(2 * need(), rel=0.1)
     assert need(width=128) == pytest.approx(2 * need(), rel=0.1)

@@ -108,7 +108,7 @@ RIGHT: dict[str, tuple[Any, str]] = {
     "devices": ([0, "cpu"], '[0, "cpu"]'),
     "shares": ([24, 8.5], "[24, 8.5]"),
     "max_memory": (8_000_000_000, "8_000_000_000"),
-    "without": (["compile"], '["compile"]'),
+    "disable": (["compile"], '["compile"]'),
     "model": (Path("x"), 'Path("x")'),
     "report": (Path("x"), 'Path("x")'),
     "seconds": (2, "2"),

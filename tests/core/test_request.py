@@ -110,3 +110,9 @@ def test_other_values_of_pythons_are_refused(name: str, given: Any, says: str) -
 def test_a_prompt_that_is_no_text_is_refused_before_a_tokenizer_meets_it(name: str) -> None:
     with pytest.raises(InputError, match=f"^{name} is not UTF-8 text, got '.udcff'"):
         Request(**{name: "\udcff"})
+
+
+def test_an_option_is_read_by_its_earlier_name() -> None:
+    assert Request(without="flash").disable == ("flash",)
+    with pytest.raises(InputError, match="without is the earlier name of disable; give disable"):
+        Request(without="flash", disable="compile")

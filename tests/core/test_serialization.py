@@ -54,7 +54,7 @@ def test_what_is_bulky_is_put_away_and_brought() -> None:
 
 
 def test_what_is_somebody_elses_is_refused() -> None:
-    with pytest.raises(NotSerializableError, match=r"bytearray can't be kept"):
+    with pytest.raises(NotSerializableError, match=r"bytearray can't be saved"):
         to_jsonable([bytearray(b"x")])
 
 

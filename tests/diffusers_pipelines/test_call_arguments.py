@@ -335,7 +335,7 @@ def test_a_run_with_condition_objects_is_kept_and_gone_on_with(
     request = everyframe.Request(seed=SEED, option=own, **size, **call)
     events = everyframe.stream(request, pipe=pipe)
     for event in events:
-        assert not (isinstance(event, Note) and "can't be kept" in event.text), event
+        assert not (isinstance(event, Note) and "can't be saved" in event.text), event
         if isinstance(event, Step):
             break
     events.close()  # type: ignore[attr-defined]

@@ -176,7 +176,7 @@ def test_a_generator_is_handed_on_as_it_is(
     assert torch.equal(used.get_state(), same.get_state()), "it has drawn as much"
     notes = [event.text for event in events if isinstance(event, Note)]
     assert any("no seed stands for it" in note for note in notes)
-    assert any("can't be kept" in note for note in notes)
+    assert any("can't be saved" in note for note in notes)
     assert video.record["request"]["seed"] is None
     assert main(["inspect", str(video.save(tmp_path / "fox.mp4"))]) == 0
     assert "a seed that is not known" in capsys.readouterr().out
@@ -241,7 +241,7 @@ def test_a_callback_that_changes_tensors_takes_effect(pipe: Any) -> None:
     assert not np.array_equal(theirs(pipe, **PROMPT), wanted), "it changed nothing"
     assert steps == [0, 1, 2] * 2
     assert [event.step for event in events if isinstance(event, Step)] == [1, 2, 3]
-    assert any("can't be kept" in event.text for event in events if isinstance(event, Note))
+    assert any("can't be saved" in event.text for event in events if isinstance(event, Note))
     with pytest.raises(InputError, match="made with a callback_on_step_end given in Python"):
         everyframe.run(pipe, from_record=found.record)
 

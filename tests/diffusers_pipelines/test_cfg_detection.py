@@ -134,9 +134,9 @@ def test_branches_of_several_calls_are_those_that_nobody_looks_between() -> None
     [
         (looks_between, "asks its denoiser 2 times a step and looks at each answer before"),
         (an_input, "it asks its denoiser about one branch"),
-        (three_of_two, r"with guidance its denoiser is given 1\.5 times as much"),
+        (three_of_two, r"with guidance its denoiser gets 1\.5 times as much"),
         (more_with_guidance, r"its denoiser's \['mask'\] is \(2, 3\) with guidance and None with"),
-        (by_frames, r"\['mask'\] has 3 rows of each branch, and nobody can tell which"),
+        (by_frames, r"\['mask'\] has 3 rows of each branch, which can't be assigned"),
         (by_parts, "parts of its text_encoder are called by themselves"),
         (nothing, r"no dry run can follow its .* \(ValueError: the schedule is empty\)"),
     ],

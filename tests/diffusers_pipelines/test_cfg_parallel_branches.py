@@ -300,5 +300,5 @@ def test_rows_that_nobody_can_tell_apart_are_refused() -> None:
     right = texts.repeat_interleave(3, 0)
     found = cfg_parallel._of_branches(right, 3, 2, range(1, 2), "text")
     assert torch.equal(found, texts[1:].expand(3, 1))
-    with pytest.raises(CannotRunError, match="of its denoiser's text nobody can tell"):
+    with pytest.raises(CannotRunError, match="the rows of its denoiser's text can't be"):
         cfg_parallel._of_branches(texts.repeat(3, 1), 3, 2, range(1, 2), "text")

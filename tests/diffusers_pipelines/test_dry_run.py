@@ -21,13 +21,14 @@ from everyframe.core.plan import Plan, Precision
 from everyframe.diffusers_pipelines import dry_run
 from everyframe.diffusers_pipelines.library_patches import stand_in_accepted
 from everyframe.dry_run import executor as rehearsing
+from everyframe.dry_run.call import DryRunCall
 from everyframe.dry_run.counters import MemoryTracker
 from everyframe.hardware.profiles import find_profile
 from everyframe.planning import dry_runs
 from everyframe.planning.component_certificates import Certificates
 from everyframe.planning.resolve import PreparedPlan, prepare
 from everyframe.precision import cast_hooks
-from everyframe.runtime.interface import JointDryRunCall
+from helpers.dry_runs import dry_run_module
 from helpers.plans import frames_of, unchanged, with_components
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
@@ -51,9 +52,9 @@ def prepared(folder: Path) -> PreparedPlan:
     return prepare(everyframe.Request(model=str(folder), **SMALL))
 
 
-def joint(prepared: PreparedPlan) -> JointDryRunCall:
+def joint(prepared: PreparedPlan) -> DryRunCall:
     model: Any = prepared.model
-    made: JointDryRunCall = model.rehearsals(prepared.plan.settings)[0]
+    made: DryRunCall = model.rehearsals(prepared.plan.settings)[0]
     return made
 
 
@@ -125,7 +126,9 @@ def test_the_precisions_of_its_parts_are_tried_or_avoided(folder: Path) -> None:
     subject = Certificates(CARD, 1).subject("transformer", WIDE, runs)
     assert {product.kind for product, _ in subject.products} >= {"product", "attention"}
     # None of its parts can be called alone, so the pipeline's own call is what is tried as well.
-    assert [type(call).__name__ for call in subject.calls] == ["JointTargetCall"]
+    (call,) = subject.calls
+    assert call.call.is_foreign
+    assert set(call.call.components) == set(call.precisions)
 
 
 def test_parts_of_two_precisions_meet_and_are_cast(prepared: PreparedPlan) -> None:
@@ -140,12 +143,9 @@ def test_without_the_casts_between_parts_the_dry_run_finds_the_clash(
     prepared: PreparedPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cast_hooks, "add_input_casts", lambda module: cast_hooks.CastHooks([]))
-    rehearsal, modules = joint(prepared), joint(prepared).module()
-    parts = {
-        name: rehearsing.DryRunModule(module, WIDE if name == "vae" else NARROW)
-        for name, module in modules.items()
-    }
-    found = rehearsing.dry_run_modules(parts, lambda device: rehearsal.call(modules, device), CARD)
+    rehearsal = joint(prepared)
+    precisions = {name: WIDE if name == "vae" else NARROW for name in rehearsal.components}
+    found = rehearsing.dry_run(rehearsal, precisions, CARD)
     assert found.at == "vae"
     (clash,) = [each for each in found.found["vae"].findings if each.fatal]
     assert (clash.kind, clash.module) == ("clash", "decoder.conv_in.conv")
@@ -246,6 +246,6 @@ def test_flexible_attention_that_nobody_compiled_holds_its_scores() -> None:
             out: Tensor = core(torch.zeros(1, 64, 2, 8, device=where))
             return out
 
-    found = rehearsing.dry_run_module(Core(), NARROW, call, CARD)
+    found = dry_run_module(Core(), NARROW, call, CARD)
     assert not found.findings
     assert 2 <= found.working_bytes / (2 * 64 * 64 * 4) < 3.3

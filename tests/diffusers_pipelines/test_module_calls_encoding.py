@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +34,11 @@ class Taped(FakeCommunicator):
             self._tape.append(json.dumps(value))
         return json.loads(self._tape[-1] if self.is_lead else self._tape.pop(0))
 
-    def share(self, values: Sequence[Tensor] | None, source: int, what: str) -> list[Tensor]:
-        if values is not None:
-            self._tape.append([value.clone() for value in values])
-            return list(values)
-        found: list[Tensor] = self._tape.pop(0)
+    def broadcast(self, x: Tensor, source: int, what: str) -> Tensor:
+        if self.is_lead:
+            self._tape.append(x.clone())
+            return x
+        found: Tensor = self._tape.pop(0)
         return found
 
 

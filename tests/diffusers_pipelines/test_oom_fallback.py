@@ -170,7 +170,7 @@ def test_where_nothing_takes_less_it_is_refused_with_what_was_tried(folder: Path
         pytest.raises(CannotRunError, match=r"^step 1 of pipeline, in its transformer") as caught,
     ):
         everyframe.run(pipe, **ASKED)
-    assert "nothing is left that takes less;" in str(caught.value)
+    assert "no memory fallback is left;" in str(caught.value)
     assert "pipe.vae.enable_tiling()" in str(caught.value)
     assert caught.value.exit_code == 3
     with (
@@ -207,7 +207,14 @@ def test_on_a_card_parts_take_turns_and_then_come_by_blocks() -> None:
         said.append(None if relief is None else (relief.component, relief.message.split()[0]))
         for name, each in nets.items():
             assert torch.equal(each(inputs()), wanted[name])
-    assert said == [("", "what"), ("", "its"), ("net", "its"), ("vae", "its"), ("vae", "in"), None]
+    assert said == [
+        ("", "torch's"),
+        ("", "model"),
+        ("net", "block"),
+        ("vae", "block"),
+        ("vae", "in"),
+        None,
+    ]
     assert tiled == [True]
     assert len(reliefs.tried) == 5
 

@@ -155,7 +155,10 @@ REFUSED: dict[str, tuple[Planted, Callable[[str], str]]] = {
     "a weight times 1e30": (huge_weight, within(1)),
     "a hook that divides by 0": (hook_that_divides, module_named(1, "div")),
     "a decoder's weight times 1e38": (huge_decoder, within(2)),
-    "a scheduler of NaN": (scheduler_of_nan, lambda name: " that is not finite, though all that "),
+    "a scheduler of NaN": (
+        scheduler_of_nan,
+        lambda name: " that is not finite, though all module ",
+    ),
     "a hook of NaN by full_like": (hook_of_nan, module_named(1, "full_like")),
 }
 #: Where a norm after it divides by it again, so that diffusers' frames are finite as well.
@@ -270,7 +273,7 @@ def test_an_overflow_that_comes_to_nothing_is_repaired(
         assert state_of(pipe) == before
     first = next(event for event in events if isinstance(event, Repaired))
     assert f"mul in {place} " in first.text
-    assert "came to nothing later and changed the result" in first.text
+    assert "became finite later and changed the result" in first.text
     assert np.abs(frames - wanted).mean() < CLOSE
 
 
@@ -298,5 +301,5 @@ def test_a_nan_in_what_is_not_used_stops_nothing(pipe_of: Callable[[str], Any]) 
     assert np.array_equal(frames, wanted)
     (note,) = (event.text for event in events if isinstance(event, Note) and "finite" in event.text)
     assert "text_encoder.layers.3.mlp.down_proj.weight in 1 of" in note
-    assert "the run goes on unless it uses the rest" in note
+    assert "the run continues unless it uses the rest" in note
     assert "othing was written" not in note

@@ -100,7 +100,7 @@ def test_defaults_are_the_pipelines_own(
         ("WanImageToVideoPipeline", {"image": "nowhere.png"}, "does not exist"),
         ("CogVideoXPipeline", {"resolution": "360p"}, "it has no named sizes"),
         ("CogVideoXPipeline", {"edit_strength": 0.5}, "edit_strength has no effect"),
-        ("CogVideoXPipeline", {"chain": 2}, "can't go on from a clip"),
+        ("CogVideoXPipeline", {"chain": 2}, "can't continue a clip"),
         ("WanPipeline", {"option": {"guidance_scal_2": 2}}, "no parameter 'guidance_scal_2'; did"),
         ("WanPipeline", {"option": {"height": 64}}, "give height by its own option"),
         # Diffusers' own arguments, of a model that is loaded here; `test_call_options.py` has them

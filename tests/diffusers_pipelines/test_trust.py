@@ -220,9 +220,9 @@ def test_a_runs_folder_does_not_allow_code(copy: Path, tmp_path: Path) -> None:
             if isinstance(event, Step):
                 break
     run = next(all_runs(tmp_path / "runs"))
-    with pytest.raises(InputError, match="say so again: --trust-remote-code"):
+    with pytest.raises(InputError, match="allow it again: --trust-remote-code"):
         everyframe.resume(run.path)
-    with pytest.raises(InputError, match="say so again: --trust-remote-code"):
+    with pytest.raises(InputError, match="allow it again: --trust-remote-code"):
         list(run_in_workers(WorkerJob(run=run.path)))
     video = everyframe.resume(run.path, trust_remote_code=True)
     assert isinstance(video, everyframe.Video)

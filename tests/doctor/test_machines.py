@@ -42,9 +42,9 @@ OTHERS = {"rtx2080ti-nexfort": {"versions"}, "h20-cublas12.1": {"tested"}}
 def troubles(report: Report) -> dict[str, list[Any]]:
     """Check -> its findings that are trouble."""
     return {
-        check.name: [finding for finding in check.findings if finding.mark == "trouble"]
+        check.name: [finding for finding in check.findings if finding.mark == "error"]
         for check in report.checks
-        if any(finding.mark == "trouble" for finding in check.findings)
+        if any(finding.mark == "error" for finding in check.findings)
     }
 
 
@@ -56,12 +56,12 @@ def test_each_machine_has_its_expectation() -> None:
 def test_what_is_wrong_is_said_with_what_mends_it(name: str) -> None:
     report = diagnose(profile=name)
     found = troubles(report)
-    assert report.is_trouble
+    assert report.has_errors
     assert "Not ready" in report.says
     issues = {finding.issue: finding for finding in found.pop("known-issues")}
     assert set(issues) == set(SICK[name])
     for issue, command in SICK[name].items():
-        assert issues[issue].mend[0].command == command
+        assert issues[issue].fix[0].command == command
         assert issues[issue].cause
         assert issues[issue].sources
     assert set(found) == OTHERS.get(name, set())
@@ -71,7 +71,7 @@ def test_what_is_wrong_is_said_with_what_mends_it(name: str) -> None:
 def test_where_nothing_is_wrong_nothing_is_said(name: str) -> None:
     report = diagnose(profile=name)
     assert troubles(report) == {}
-    assert not report.is_trouble
+    assert not report.has_errors
     assert report.says.startswith("Ready on ")
     assert not any(check.mark == "broke" for check in report.checks)
 
@@ -80,7 +80,7 @@ def test_the_old_torch_is_named_with_the_least_that_works() -> None:
     versions = troubles(diagnose(["versions"], profile="rtx2080ti-nexfort"))["versions"]
     texts = [finding.says for finding in versions]
     assert any("torch 2.3.0 is older than 2.11" in text for text in texts)
-    assert 'pip install -U "torch>=2.11"' in [finding.mend[0].command for finding in versions]
+    assert 'pip install -U "torch>=2.11"' in [finding.fix[0].command for finding in versions]
 
 
 def test_what_is_loaded_and_what_pip_lists_are_told_apart() -> None:
@@ -133,7 +133,7 @@ def test_imaginairy_on_an_m1(tmp_path: Path) -> None:
 
 def test_a_device_alone_has_no_software_to_judge() -> None:
     report = diagnose(profile="cuda-sm80")
-    assert not report.is_trouble
+    assert not report.has_errors
 
 
 def test_probes_are_for_the_machine_that_is_here() -> None:

@@ -39,10 +39,10 @@ def test_json_keeps_to_the_schema() -> None:
 
 
 def test_the_verdict_counts() -> None:
-    trouble, note = Finding(mark="trouble", says="a"), Finding(mark="note", says="b")
+    trouble, note = Finding(mark="error", says="a"), Finding(mark="note", says="b")
     one, two = Check.of("x", "x", [trouble, note]), Check.of("y", "y", [note])
-    assert (one.mark, two.mark) == ("trouble", "note")
-    assert verdict_line([one, two], "a card") == "Not ready: 1 trouble, 2 notes on a card."
+    assert (one.mark, two.mark) == ("error", "note")
+    assert verdict_line([one, two], "a card") == "Not ready: 1 error, 2 notes on a card."
     assert verdict_line([two], "a card") == "Ready on a card: 1 note."
     assert verdict_line([], "a card") == "Ready on a card."
     assert worst([]) == "fine"
@@ -111,7 +111,7 @@ def test_the_row_to_contribute_makes_it_tested() -> None:
         == "untested"
     )
     (finding,) = checks.tested_versions(judged).findings
-    assert finding.mend[0].command == line
+    assert finding.fix[0].command == line
     assert "12.4.5.8" in finding.says  # what others found
 
 
@@ -127,8 +127,8 @@ def test_every_variable_of_the_table_means_something() -> None:
 
 def test_variables_are_reported_by_value() -> None:
     found = list(reference_tables.findings({"NVIDIA_TF32_OVERRIDE": "1"}, 4))
-    assert [finding.mark for finding in found] == ["trouble"]
-    assert found[0].mend[0].command == "unset NVIDIA_TF32_OVERRIDE"
+    assert [finding.mark for finding in found] == ["error"]
+    assert found[0].fix[0].command == "unset NVIDIA_TF32_OVERRIDE"
     assert list(reference_tables.findings({"NVIDIA_TF32_OVERRIDE": "0"}, 4)) == []
     (threads,) = reference_tables.findings({"OMP_NUM_THREADS": "1"}, 4)
     assert threads.mark == "note"
@@ -137,7 +137,7 @@ def test_variables_are_reported_by_value() -> None:
 
 def test_a_card_that_torch_does_not_see() -> None:
     check = devices(patient(driver="550.1", packages={"torch": "2.13.0+cpu"}))
-    assert check.mark == "trouble"
+    assert check.mark == "error"
     assert "built without CUDA" in (check.findings[0].cause or "")
     check = devices(patient(driver="550.1", cuda="12.6"))
     assert check.mark == "note"
@@ -150,9 +150,9 @@ def test_a_card_that_torch_does_not_see() -> None:
     [
         (("sm_80", "sm_90"), "fine"),
         (("sm_90a",), "fine"),
-        (("sm_70", "sm_80"), "trouble"),
+        (("sm_70", "sm_80"), "error"),
         (("sm_80", "compute_80"), "fine"),  # PTX is compiled for later cards
-        (("sm_100",), "trouble"),
+        (("sm_100",), "error"),
         ((), "fine"),  # not known
     ],
 )

@@ -49,14 +49,14 @@ def planted(name: str, seconds: float = 120.0, **more: Any) -> Probe:
         ("leave_the_interpreter", 120, "exit code 3"),
     ],
 )
-def test_a_fault_is_trouble_with_its_name(name: str, seconds: float, text: str) -> None:
+def test_a_fault_has_errors_with_its_name(name: str, seconds: float, text: str) -> None:
     run_isolated(max, 1, 2, seconds=120)  # torch is imported by now, so the limit is the probe's
     check = probe(planted(name, seconds), [CPU])
-    assert check.mark == "trouble"
+    assert check.mark == "error"
     (finding,) = check.findings
     assert text in finding.says
     assert finding.says.startswith("cpu: ")
-    assert finding.mend[0].do == "do this"
+    assert finding.fix[0].do == "do this"
 
 
 def test_a_broken_card_is_not_blamed_on_software(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,11 +67,11 @@ def test_a_broken_card_is_not_blamed_on_software(monkeypatch: pytest.MonkeyPatch
     (finding,) = check.findings
     assert finding.says.endswith(f", cuda:0 was lost before it was used ({said})")
     assert finding.cause == "its memory gave wrong bits"
-    assert "nvidia-smi -q -d ECC" in finding.mend[0].do
-    assert finding.mend[0].command is None
+    assert "nvidia-smi -q -d ECC" in finding.fix[0].do
+    assert finding.fix[0].command is None
     (finding,) = probe(planted("lose_a_card_in_use"), [CARD]).findings
     assert finding.cause == "its memory gave wrong bits"
-    assert [mend.do[:26] for mend in finding.mend] == ["`nvidia-smi -q -d ECC` (RO"]
+    assert [fix.do[:26] for fix in finding.fix] == ["`nvidia-smi -q -d ECC` (RO"]
 
 
 def test_a_probe_that_finds_nothing_is_fine() -> None:
@@ -97,7 +97,7 @@ def test_a_death_as_on_h20_brings_the_cublas_that_mends_it() -> None:
     (finding,) = probe(item, [CARD]).findings
     assert "cuda:0: linear layers: the probe died of SIGFPE" in finding.says
     assert finding.issue == "h20-cublas121-sigfpe"
-    assert finding.mend[0].command == "pip install nvidia-cublas-cu12==12.5.2.13"
+    assert finding.fix[0].command == "pip install nvidia-cublas-cu12==12.5.2.13"
     (finding,) = probe(item, [CPU]).findings  # no cuBLAS there
     assert finding.issue is None
     (finding,) = probe(planted("divide_by_zero"), [CARD]).findings  # nor in that probe
@@ -123,12 +123,12 @@ def test_the_doctor_goes_on_after_all_of_them(monkeypatch: pytest.MonkeyPatch) -
     report = diagnose([*names, "known-issues"], told=lambda check: told.append(check.name))
     marks = {check.name: check.mark for check in report.checks}
     assert told == [*names, "known-issues"]
-    assert marks["divide_by_zero"] == "trouble"
+    assert marks["divide_by_zero"] == "error"
     assert marks["give_nonsense"] == "broke"
     assert marks["hang"] == "note"
     assert marks["be_well"] == "fine"
-    assert report.is_trouble
-    assert report.says.startswith("Not ready: 1 trouble, 1 check that broke, 1 note")
+    assert report.has_errors
+    assert report.says.startswith("Not ready: 1 error, 1 check that broke, 1 note")
 
 
 def test_a_torch_that_kills_is_told_and_survived(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_a_torch_that_kills_is_told_and_survived(monkeypatch: pytest.MonkeyPatch
     report = diagnose(["devices", "products"])
     (check,) = report.checks  # no probe is tried: it would end in the same way
     assert check.findings[0].says == "asking torch for its devices died of SIGSEGV"
-    assert report.is_trouble
+    assert report.has_errors
 
 
 def test_a_look_that_raises_is_broken_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,12 +201,12 @@ def test_what_mends_it_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
         item = planted("hang_unless_mended", seconds, again_with={"PLANTED_MENDED": "1"})
         (finding,) = probe(item, [CPU]).findings
         assert f"did not end within {seconds} s" in finding.says
-        if finding.mend[0].command:
+        if finding.fix[0].command:
             break
-    assert finding.mend[0].command == "export PLANTED_MENDED=1"
+    assert finding.fix[0].command == "export PLANTED_MENDED=1"
     item = planted("hang", 0.5, again_with={"PLANTED_MENDED": "1"})
     (finding,) = probe(item, [CPU]).findings
-    assert [mend.do for mend in finding.mend] == ["do this"]
+    assert [fix.do for fix in finding.fix] == ["do this"]
 
 
 def test_a_torch_that_ends_the_process_is_named_by_its_signal(tmp_path: Path) -> None:
@@ -234,6 +234,6 @@ def test_numbers_that_json_can_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     monkeypatch.setattr(diagnosing, "PROBES", plants)
     report = diagnose(names)
-    assert [check.mark for check in report.checks] == ["trouble", "broke"]
+    assert [check.mark for check in report.checks] == ["error", "broke"]
     text = json.dumps(report.model_dump(mode="json"), allow_nan=False)
     assert '"error": "inf"' in text

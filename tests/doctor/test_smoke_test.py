@@ -76,7 +76,7 @@ def test_what_is_wrong_is_told_by_precision(
     plant(monkeypatch, float16=answer)
     check = smoking.smoke(ON_CARD)
     (finding,) = check.findings
-    assert (check.mark, finding.mark) == ("trouble", "trouble")
+    assert (check.mark, finding.mark) == ("error", "error")
     assert "on cuda:0 in float16" in finding.says
     assert text in finding.says
 
@@ -127,7 +127,7 @@ def test_what_hangs_is_told_from_what_had_no_time(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(smoking, "for_device", lambda device: ())
     plant(monkeypatch, float32=ProcessResult(timed_out=True, seconds=105.0))
     check = smoking.smoke(ON_CARD)
-    assert check.findings[0].mark == "trouble"
+    assert check.findings[0].mark == "error"
     assert "did not end within 105 s" in check.findings[0].says
     # The reference takes 10 s; here 15 are left when it is the turn of float16.
     plant(monkeypatch, bfloat16=ProcessResult(FRAMES.tolist(), seconds=80.0),
@@ -150,7 +150,7 @@ def test_a_model_that_is_not_there_is_a_note() -> None:
     check = next(check for check in report.checks if check.name == "model")
     assert check.findings[0].mark == "note"
     assert "nobody/has-this" in check.findings[0].says
-    assert check.findings[0].mend[0].command == "everyframe plan PROMPT --model nobody/has-this"
+    assert check.findings[0].fix[0].command == "everyframe plan PROMPT --model nobody/has-this"
 
 
 @pytest.mark.slow

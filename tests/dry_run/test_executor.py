@@ -18,12 +18,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
-from everyframe.dry_run.executor import dry_run_module
 from everyframe.dry_run.result import DryRunResult
 from everyframe.families.svd import layers
 from everyframe.hardware.profiles import find_profile, profile_names
 from everyframe.ops.embeddings import timestep_embedding
 from everyframe.precision.policy import ComponentNeeds, choose
+from helpers.dry_runs import dry_run_module
 
 LARGE = 10**9  # parameters, so that no policy keeps a model wide for being small
 

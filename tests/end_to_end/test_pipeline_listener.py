@@ -76,7 +76,7 @@ def test_calling_the_pipeline_in_the_middle_of_its_stream_is_refused(wan: Any) -
     read_until_step(events)
     with pytest.raises(InputError, match="was called while a run of it was under way"):
         theirs(wan, "wan")
-    with pytest.raises(EveryframeError, match="the run is broken off: the pipeline was called"):
+    with pytest.raises(EveryframeError, match="the run is interrupted: the pipeline was called"):
         list(events)
     assert np.array_equal(ours(wan, "wan"), theirs(wan, "wan"))
 

@@ -161,7 +161,7 @@ def test_lists_keep_their_numbers_and_modules_nothing_of_a_dry_run() -> None:
         with stand_in_accepted([part]), attributes_kept(part.modules()):
             shapes.append(part(torch.empty(2, 8, device=device)).shape)
 
-    found = dry_run_modules({"part": DryRunModule(part, None)}, call, MPS)
+    found = dry_run_modules({"part": DryRunModule(part, None)}, call, MPS, is_foreign=True)
     assert found.stopped == ""
     assert shapes == [(2, 3)]
     assert not hasattr(part, "noted")

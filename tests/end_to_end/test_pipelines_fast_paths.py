@@ -18,7 +18,6 @@ from everyframe.fast_paths.extract_blocks import blocks_of
 from everyframe.ops.attention import by_kernel
 from everyframe.planning.list_fast_paths import survey
 from everyframe.planning.resolve import PreparedPlan, prepare
-from everyframe.runtime.interface import JointDryRunCall
 from helpers.plans import certificates_of, frames_of, unchanged
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
@@ -102,7 +101,7 @@ def test_half_precision_has_to_be_certified_too(
     choices = {part.name: part.choices for part in shown.components}
     assert [each.verdict for each in choices["transformer"] if each.path == "bf16"] == ["expected"]
     off = everyframe.plan(
-        model=str(folder), profile="cuda-sm80", without=["bf16"], **{**SMALL, "device": "auto"}
+        model=str(folder), profile="cuda-sm80", disable=["bf16"], **{**SMALL, "device": "auto"}
     )
     assert {part.precision.compute for part in off.components} == {"float32"}
     assert not off.clashes
@@ -112,7 +111,7 @@ def test_what_is_tried_is_the_pipelines_own_call(folder: Path) -> None:
     """In another process as well, which is sent the call and builds the rest."""
     found = prepared(folder)
     (run,) = [run for run in found.fitted.runs if run.rehearsal.component == "transformer"]
-    assert isinstance(run.rehearsal, JointDryRunCall)
+    assert run.rehearsal.is_foreign
     certificates = found.chooser.certificates
     assert certificates is not None
     precision = found.plan.component("transformer").precision
@@ -121,7 +120,7 @@ def test_what_is_tried_is_the_pipelines_own_call(folder: Path) -> None:
     assert len(pickle.dumps(subject)) < 200_000, "no module goes along"
     (block,) = blocks_of(sent)
     assert block.name == "transformer_blocks.0"
-    assert block.count == len(run.rehearsal.part().transformer_blocks)
+    assert block.count == len(run.rehearsal.module().transformer_blocks)
     answer = block.alone(())(*block.given.args, **block.given.kwargs)
     assert all(each.isfinite().all() for each in answer)
     assert digest(sent.plan_key) == digest(subject.plan_key)

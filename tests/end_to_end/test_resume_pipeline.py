@@ -81,11 +81,11 @@ def test_the_same_pipeline_goes_on_and_says_which_run_it_is(pipe: Any) -> None:
     with pytest.warns(EveryframeWarning) as told:
         again = everyframe.resume(pipe=pipe, output="float", on_event=events.append)
     np.testing.assert_array_equal(frames(again), whole)
-    (which,) = [str(each.message) for each in told if "goes on with" in str(each.message)]
+    (which,) = [str(each.message) for each in told if "resuming" in str(each.message)]
     assert folder.name in which
     assert "a red circle" in which
-    assert re.search(r"[1-9]\d* calls of its models were made and are not made again", which)
-    assert any("goes on with" in getattr(event, "text", "") for event in events)
+    assert re.search(r"[1-9]\d* saved model calls? (is|are) not computed again", which)
+    assert any("resuming" in getattr(event, "text", "") for event in events)
     assert not list(all_runs())
 
 
@@ -201,5 +201,5 @@ def test_without_a_name_it_is_the_last_run_of_that_pipeline(pipe: Any, root: Pat
 
 
 def test_with_none_of_a_pipeline_there_is_nothing_to_go_on_with(pipe: Any) -> None:
-    with pytest.raises(InputError, match="no run of a pipeline that was given in Python"):
+    with pytest.raises(InputError, match="no interrupted run of a pipeline that was given"):
         everyframe.resume(pipe=pipe)

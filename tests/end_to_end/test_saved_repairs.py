@@ -100,7 +100,7 @@ def test_a_repair_is_remembered_recorded_and_forgotten(
     assert np.array_equal(again(first, folder).frames, first.frames)
     assert [each.raised for each in again(first, folder).repairs] == RAISED
     third = run(folder, forget_repairs=True)
-    assert any("is forgotten" in note for note in third.notes)
+    assert any("saved repairs of this model" in note for note in third.notes)
     assert [each.raised for each in third.repairs] == RAISED
     assert "forget_repairs" not in third.done.record["request"]
     run(folder, forget_repairs=True)

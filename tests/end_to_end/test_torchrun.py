@@ -119,7 +119,7 @@ def test_a_run_that_is_gone_on_with_is_named(
     silent: list[float], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["resume"]) == 2
-    assert "say which run" in capfd.readouterr().err
+    assert "name the run" in capfd.readouterr().err
 
 
 # ---------------------------------------------------------------- real ones
@@ -192,14 +192,14 @@ def test_a_rank_that_dies_is_named_once_and_the_run_goes_on(model: str, tmp_path
     assert re.search(r"process of rank 1 died of SIGSEGV in step \d of 3 of denoise, in", said[0])
     assert re.search(r"rank +: 1 .*\n +exitcode +: 5 ", err), err
     (run,) = (tmp_path / "runs").iterdir()
-    assert f"broken off; go on from where it was: everyframe resume {run.name}\n" in err
+    assert f"interrupted; resume it: everyframe resume {run.name}\n" in err
     types = [json.loads(line)["type"] for line in out.splitlines()]
     assert types[0] == "planned"
     assert types.count("error") == 1, "rank 0 left the word to who knew"
     again = torchrun(tmp_path, 3, "resume", run.name)
     out, err = again.communicate()
     assert (again.returncode, out) == (0, f"{tmp_path}/out/\n"), err
-    assert "begun on 2 devices, goes on on 3 devices" in err
+    assert "begun on 2 devices, resumed on 3 devices" in err
     assert not list((tmp_path / "runs").iterdir())
 
 

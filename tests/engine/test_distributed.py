@@ -180,18 +180,17 @@ def decoded(team: Communicator, model: str) -> dict[str, Any]:
 
 
 def _no_denoising(team: Communicator | None = None) -> Any:
-    kept = stages.DenoiseStage._sample
+    kept = stages.DenoiseStage.sample
 
-    def at_once(self: Any, model: Any, guard: Any, take: Any) -> Any:
+    def at_once(self: Any, denoise: Any, inputs: Any, start: int) -> Any:
         from everyframe.samplers.base import Step
 
-        x = noise.start_noise(take.seed, self.job.latent_shape())[None]
-        steps = self.job.settings.num_inference_steps
+        steps = self.context.settings.num_inference_steps
         for step in range(steps):
-            yield Step(step, steps, torch.zeros(1), x)
+            yield Step(step, steps, torch.zeros(1), inputs.x)
 
-    stages.DenoiseStage._sample = at_once  # type: ignore[method-assign]
-    return lambda: setattr(stages.DenoiseStage, "_sample", kept)
+    stages.DenoiseStage.sample = at_once  # type: ignore[method-assign]
+    return lambda: setattr(stages.DenoiseStage, "sample", kept)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])

@@ -97,7 +97,7 @@ def test_an_answer_that_is_damaged_is_computed_again(tmp_path: Path) -> None:
     assert "answer 2 of before can't be used" in damaged
     assert "it and the 1 after it are computed again" in damaged
     again.keep(object(), ())
-    assert "a model answered with a object, which can't be kept" in told[1]
+    assert "a model answered with a object, which can't be saved" in told[1]
 
 
 def test_an_answer_is_served_to_the_same_call_alone(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_disk_that_is_full_is_told_once_and_the_state_stays_good(
     same(whole, events)
     told = [e.text for e in events if isinstance(e, Note) and "No space left" in e.text]
     assert len(told) == 1
-    assert "it goes on" in told[0]
+    assert "the run continues" in told[0]
     again = list(resume.resume_run(RunFolder(copy)))
     same(whole, again)
     assert steps(again) == [2, 3]
@@ -169,7 +169,7 @@ def test_where_nothing_can_be_kept_the_run_goes_on(
     (tmp_path / "file").write_text("no folder")
     events = list(begun(tmp_path / "file" / "runs", model=model, **OPEN_SORA))
     same(whole, events)
-    (note,) = [e.text for e in events if isinstance(e, Note) and "can't be kept" in e.text]
+    (note,) = [e.text for e in events if isinstance(e, Note) and "can't be saved" in e.text]
     assert "EVERYFRAME_RUNS" in note
 
 
@@ -182,7 +182,7 @@ def test_a_place_that_is_full_leaves_a_good_state(
         raise MediaError("can't write 'trail-0'")
 
     monkeypatch.setattr(stdit3.STDiT3, "forward", full)
-    with pytest.raises(MediaError, match="can't write 'trail-0'; go on from where it was"):
+    with pytest.raises(MediaError, match="can't write 'trail-0'; resume it"):
         list(begun(tmp_path, model=model, **OPEN_SORA))
     assert len(list(all_runs(tmp_path))) == 1
 
@@ -217,7 +217,7 @@ def test_a_state_that_is_damaged_costs_time_and_nothing_else(
     path.write_bytes(path.read_bytes()[:-9])
     again = list(resume.resume_run(folder))
     same(whole, again)
-    assert any(isinstance(e, Note) and "begins" in e.text and path.name in e.text for e in again)
+    assert any(isinstance(e, Note) and "starting" in e.text and path.name in e.text for e in again)
     assert steps(again) == [1, 2, 3]
 
 
@@ -237,7 +237,7 @@ def test_what_was_changed_since_is_refused(model: str, tmp_path: Path) -> None:
     lock = folder.locked()
     with pytest.raises(RunLockedError, match="another process"):
         list(resume.resume_run(folder))
-    with pytest.raises(InputError, match="nothing to go on with"):
+    with pytest.raises(InputError, match="nothing to resume"):
         find_run(None, root)
     lock.release()
     assert find_run(None, root) == find_run(folder.name, root) == folder
@@ -288,5 +288,5 @@ def test_python_goes_on_with_a_run(
     assert isinstance(video, everyframe.Video)
     np.testing.assert_array_equal(video.frames, videos(whole)[3])
     assert everyframe.list_runs() == []
-    with pytest.raises(InputError, match="nothing to go on with"):
+    with pytest.raises(InputError, match="nothing to resume"):
         everyframe.resume()

@@ -99,6 +99,15 @@ def test_weights_are_kept_as_they_were_unless_something_else_is_asked_for(model:
     assert (anew.quantize, anew.quantized) == ("none", None)
 
 
+def test_an_earlier_option_name_in_a_record_is_read_and_overridden(model: Path) -> None:
+    record = record_of(model)
+    record["request"]["without"] = ["compile"]
+    here = {"model": str(model)}
+    assert request_from(record, here).disable == ("compile",)
+    for name in ("disable", "without"):
+        assert request_from(record, {name: "bf16"} | here).disable == ("bf16",)
+
+
 def test_it_becomes_the_same_request(model: Path) -> None:
     record = record_of(model, aesthetic=5.0)
     again = request_from(record, {"model": str(model)})

@@ -118,7 +118,7 @@ def test_what_a_person_has_to_say_is_not_taken_and_told(name: str) -> None:
 
 def test_every_option_of_the_machine_was_thought_of() -> None:
     """One that is added later is taken from records only if it is put on this list."""
-    harmless = {"dtype", "quantize", "without"}
+    harmless = {"dtype", "quantize", "disable"}
     of_machine = {
         name for name in Request.model_fields if facts_of(Request, name)["group"] == "Machine"
     }

@@ -124,7 +124,7 @@ def test_a_resumed_run_has_a_page_beside_that_of_its_first_part(tmp_path: Path) 
         assert sorted(each.name for each in tmp_path.iterdir()) == sorted(pages)
         page = (tmp_path / pages[-1]).read_text(encoding="utf-8")
         assert "<td>then</td>" in page
-        assert "begin where the run was gone on with" in page
+        assert "begin where the run was resumed" in page
     # What needed no repair since has nothing to add to it.
     list(with_repair_report(run_of(Net()), plan(), RECORD, tmp_path, {}, [first]))  # type: ignore[arg-type]
     assert len(list(tmp_path.iterdir())) == 2

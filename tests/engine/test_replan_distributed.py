@@ -75,7 +75,7 @@ def test_on_another_number_of_ranks_only_rounding_differs(
     assert [each["steps"] for each in found] == [[(5, 3)]] * 3
     (said,) = (note for note in found[0]["notes"] if "begun on" in note)
     assert said.startswith(
-        "begun on 2 devices, goes on on 3 devices: what is summed in another ord"
+        "begun on 2 devices, resumed on 3 devices: sums in another order differ "
     )
     plan = load_run(RunFolder(place)).plan
     assert plan.division is not None
@@ -93,7 +93,7 @@ def test_with_too_little_memory_all_ranks_go_on_in_less(
     check_close(videos(found), whole)
     assert [each["steps"] for each in found] == [[(5, 3)]] * 2
     (done,) = found[0]["repairs"]
-    assert "the two branches of guidance are computed one after the other" in done
+    assert "guidance branches run one after the other" in done
     kept = load_run(RunFolder(place))
     assert kept.plan.settings.saving("branches_at_once", 2) == 1
     # Broken off before another state was written.
@@ -166,13 +166,13 @@ def test_what_can_not_be_moved(shared: tuple[Path, dict[int, Any]], tmp_path: Pa
     assert alone.num_devices == 1
     assert alone.given().keys() == run.request.given().keys()
     elsewhere = replace(run.plan, device=replace(run.plan.device, name="another"))
-    with pytest.raises(CannotRunError, match=r"was on cpu \(another\), and would go on on cpu"):
+    with pytest.raises(CannotRunError, match=r"was on cpu \(another\), and would resume on cpu"):
         replan.replan_for_devices(elsewhere, alone, None, ())
     parts = [
         replace(part, precision=replace(part.precision, compute="bfloat16"))
         for part in run.plan.components
     ]
-    with pytest.raises(CannotRunError, match=r"would go on in float32 there, and was begun in bfl"):
+    with pytest.raises(CannotRunError, match=r"would resume in float32 there, and was begun in bf"):
         replan.replan_for_devices(replace(run.plan, components=tuple(parts)), alone, None, ())
     with pytest.raises(InputError, match="shares must be 2 numbers"):
         replan.replan_for_devices(

@@ -144,7 +144,7 @@ def test_where_nobody_can_start_them_again_it_says_what_would_do(
     else:
         made._said[0][0] = made._said[0][1]
     with pytest.raises(
-        DistributedOutOfMemoryError, match="more devices or --shard-weights may go on"
+        DistributedOutOfMemoryError, match="on more devices or with --shard-weights"
     ) as caught:
         list(launcher.run_in_workers(asked))
     assert caught.value.exit_code == 3
@@ -225,7 +225,7 @@ def all_ways(planned: Plan) -> Iterator[tuple[Plan, str]]:
 def test_each_start_does_one_thing_more_in_the_order_of_plans() -> None:
     plans = list(all_ways(of_ranks(CARD, "net")))
     assert [says.partition(": ")[2].split()[0] for _, says in plans] == [
-        "one", "each", "its", "tiles",
+        "one", "sharded", "block", "tiles",
     ]  # fmt: skip
     parts = [each.component("net") for each, _ in plans]
     assert [(part.holders, part.offload) for part in parts] == [
@@ -236,12 +236,12 @@ def test_each_start_does_one_thing_more_in_the_order_of_plans() -> None:
 
 def test_on_processors_weights_wait_nowhere() -> None:
     said = [says for _, says in all_ways(of_ranks(DeviceFacts("p", "cpu", None, 9, 9), "net"))]
-    assert [says.partition(": ")[2].split()[0] for says in said] == ["one", "each", "tiles"]
+    assert [says.partition(": ")[2].split()[0] for says in said] == ["one", "sharded", "tiles"]
 
 
 def test_parts_of_a_pipeline_come_by_turns_first() -> None:
     planned, said = next(all_ways(of_ranks(CARD, "net", "vae")))
-    assert "by turns" in said
+    assert "model offload" in said
     assert all(part.by_turns for part in planned.components)
 
 
@@ -253,7 +253,7 @@ def test_where_nothing_is_left_it_is_refused() -> None:
 
 def test_the_record_holds_what_was_done_once() -> None:
     _, told = replan_with_less_memory(of_ranks(CARD, "net"), MODEL, SHORT.scarcity)
-    assert told.text.endswith("all go on from the last step that was kept: Net: one by one")
+    assert told.text.endswith("all resume from the last saved step: Net: one by one")
     assert relieved_of([told.to_json()]) == (told,)
     other = {"clip": 1, **replace(told, stage="decode").to_json()}
     progress = RunState(repairs=[other])
@@ -282,7 +282,7 @@ def test_processes_go_on_from_the_last_step_in_less(
     (repair,) = [event for event in events if isinstance(event, Repaired)]
     assert (repair.stage, repair.step, repair.cause) == ("denoise", 2, "memory")
     assert "on rank 0" in repair.text
-    assert "the two branches of guidance are computed one after the other" in repair.to
+    assert "guidance branches run one after the other" in repair.to
     steps = [e.step for e in events if isinstance(e, Step) and e.stage == "denoise"]
     assert steps == [1, 2, 3, 4], "what was kept is not done again"
     (done,) = [event for event in events if isinstance(event, VideoDone)]

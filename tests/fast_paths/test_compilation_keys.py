@@ -169,7 +169,7 @@ def test_a_wrong_graph_is_left_for_the_block_as_it_is_written(number: int, by: f
     assert (told.module, told.raised, told.cause) == (wrong, wrong, "compiled")
     assert (told.to, told.seed) == (PLAIN, 3)
     assert f"a compiled graph in m.{wrong} made values that" in told.text
-    assert "as it is written, it is" in told.text
+    assert "uncompiled it is" in told.text
     # The other one stays, and what is remembered is that of this video.
     assert [is_compiled(block) for block in model.blocks] == [number == 1, number == 0]
     assert take.remedies == (Repair("m", wrong, PLAIN, "float32"),)

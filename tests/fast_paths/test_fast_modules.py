@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
+from everyframe.dry_run.call import DryRunCall
 from everyframe.families.opensora.config import STDiT3Config
 from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.fast_paths.apply import applies_to, swap_modules
@@ -145,9 +146,14 @@ def subject(names: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> Certific
     with torch.device("meta"):
         model = STDiT3(config)
     cpu = DeviceFacts("a processor", "cpu", None, 10**9, 10**9)
-    call = TargetCall(lambda: model, lambda module, device: answer(module, 1.0, 24.0, device))
+    call = DryRunCall(
+        "denoise", "denoiser", ("denoiser",), lambda: {"denoiser": model},
+        lambda modules, device: answer(modules["denoiser"], 1.0, 24.0, device),
+        1, "key", lambda name, module: ("",),
+    )  # fmt: skip
     whole = Precision("float32", "float32")
-    return CertificationTarget("denoiser", cpu, 1, whole, "plan", "device", calls=(call,))
+    target = TargetCall(call, {"denoiser": whole})
+    return CertificationTarget("denoiser", cpu, 1, whole, "plan", "device", calls=(target,))
 
 
 def test_whether_a_run_has_enough_of_them_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ ACCELERATOR = torch.AcceleratorError
 
 
 @pytest.mark.parametrize(
-    ("error", "mend"),
+    ("error", "fix"),
     [
         (ACCELERATOR("CUDA error: uncorrectable ECC error encountered"), "nvidia-smi -q -d ECC"),
         (ACCELERATOR("HIP error: an illegal memory access was encountered"), "dmesg"),
@@ -36,11 +36,11 @@ ACCELERATOR = torch.AcceleratorError
         (ACCELERATOR("CUDA error: something that is new in CUDA 14"), "everyframe doctor"),
     ],
 )  # fmt: skip
-def test_a_lost_device_is_known_by_its_words(error: RuntimeError, mend: str) -> None:
+def test_a_lost_device_is_known_by_its_words(error: RuntimeError, fix: str) -> None:
     loss = parse_device_loss(type(error)(f"{error}{ADVICE}"))
     assert loss is not None
     assert loss.said == str(error)
-    assert mend in loss.mend
+    assert fix in loss.fix
     assert "\n" not in str(loss)
 
 

@@ -26,7 +26,7 @@ ENTRY = """
   where: {WHERE}
   symptom: it is slow
   cause: a fault
-  mend: [{do: something}]
+  fix: [{do: something}]
   here: nothing
   sources: [a/b#1]
   certainty: low
@@ -120,7 +120,7 @@ def test_a_condition(
         ("WHERE", "capability: 'at least 8'", "is no version specifier"),
         ("WHERE", "cards: 2", "is no option"),
         ("severity: slow", "severity: bad", "severity must be"),
-        ("mend: [{do: something}]", "mend: []", "mend"),
+        ("fix: [{do: something}]", "fix: []", "fix"),
         ("sources: [a/b#1]", "sources: []", "sources"),
     ],
 )

@@ -43,7 +43,7 @@ RIGHT: Mapping[str, tuple[str, ...]] = {
     "max_memory": ("8GB", "1MB", "100kB", "1TB"),
     "max_host_memory": ("8GB", "1MB", "100kB", "1TB"),
     "attention": ("flash", "efficient", "cudnn", "math"),
-    "without": ("channels-last", "fused", "a,b"),
+    "disable": ("channels-last", "fused", "a,b"),
     "fit": ("crop", "pad", "stretch", "contain"),
     "variant": ("fp16", "bf16"),
     "option": ("max_sequence_length=16", "output_type=pil", "clean_caption=true"),

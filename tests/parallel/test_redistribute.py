@@ -6,6 +6,7 @@ tests themselves, where torch.distributed is called.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from everyframe.parallel.communicator import Communicator, FakeCommunicator
+from everyframe.parallel.communicator import Communicator, FakeCommunicator, broadcastable
 from everyframe.parallel.redistribute import Redistribute
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from helpers.rank_pool import Group, in_every_size, ranks
@@ -142,9 +143,18 @@ def test_an_imagined_rank_has_the_shapes_and_bytes_of_a_real_one(ranks: Group) -
         assert found["all sent"] == real["all sent"] > 0
 
 
+@broadcastable
+@dataclass(frozen=True)
+class Pair:
+    first: torch.Tensor
+    second: torch.Tensor | None
+
+
 def statistics(team: Communicator) -> dict[str, Any]:
     x = torch.tensor([0.1, 0.7]) * (team.rank + 1)
-    told = team.share([x, x.to(torch.bfloat16)] if team.rank == 1 else None, 1, "sharing")
+    layout = torch.arange(24.0).view(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)
+    mine = [x, x.to(torch.bfloat16), {"of": Pair(layout, None)}, (3, "ü")]
+    told = team.broadcast_tree(mine if team.rank == 1 else None, 1, "sharing")
     return {
         "sum": team.sum(x, "adding"),
         "told": team.tell_all({"rank": team.rank, "ä": [1.5, None]}, "telling"),
@@ -161,4 +171,10 @@ def test_sums_are_the_same_bits_everywhere_and_values_arrive(ranks: Group) -> No
         assert each["told"] == [{"rank": r, "ä": [1.5, None]} for r in range(3)]
         assert torch.equal(each["shared"][0], x * 2)
         assert torch.equal(each["shared"][1], (x * 2).to(torch.bfloat16))
+        pair = each["shared"][2]["of"]
+        assert isinstance(pair, Pair)
+        assert pair.second is None
+        assert torch.equal(pair.first, torch.arange(24.0).view(1, 2, 3, 4))
+        assert pair.first.is_contiguous(memory_format=torch.channels_last)
+        assert each["shared"][3] == (3, "ü")
         assert each["sent"]["adding"] == 2 * 4 * 2  # two floats to two others

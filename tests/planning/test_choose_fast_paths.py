@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps"
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
-    monkeypatch.delenv("EVERYFRAME_WITHOUT", raising=False)
+    monkeypatch.delenv("EVERYFRAME_DISABLE", raising=False)
 
 
 def prepared(model: str, *, will_run: bool = False, **options: Any) -> PreparedPlan:
@@ -76,17 +76,17 @@ def test_one_of_other_sizes_is_not_used(model: str) -> None:
 
 def test_paths_are_turned_off_by_name(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     certificate_store.keep(certificates_of(prepared(model), "certified"))
-    without = prepared(model, will_run=True, without=["attention-flash"]).plan
+    without = prepared(model, will_run=True, disable=["attention-flash"]).plan
     assert without.component("denoiser").paths == ()
     assert verdict(without, "attention-flash") == "off"
-    monkeypatch.setenv("EVERYFRAME_WITHOUT", "compile, attention-flash")
+    monkeypatch.setenv("EVERYFRAME_DISABLE", "compile, attention-flash")
     assert prepared(model, will_run=True).plan.component("denoiser").paths == ()
-    monkeypatch.setenv("EVERYFRAME_WITHOUT", "atention-flash")
-    with pytest.raises(InputError, match=r"EVERYFRAME_WITHOUT.*did you mean 'attention-flash'"):
+    monkeypatch.setenv("EVERYFRAME_DISABLE", "atention-flash")
+    with pytest.raises(InputError, match=r"EVERYFRAME_DISABLE.*did you mean 'attention-flash'"):
         prepared(model)
-    monkeypatch.delenv("EVERYFRAME_WITHOUT")
-    with pytest.raises(InputError, match=r"without: there is no fast path 'bf1'.*mean 'bf16'"):
-        prepared(model, without="bf1")
+    monkeypatch.delenv("EVERYFRAME_DISABLE")
+    with pytest.raises(InputError, match=r"disable: there is no fast path 'bf1'.*mean 'bf16'"):
+        prepared(model, disable="bf1")
 
 
 def test_a_kernel_is_pinned_by_name(model: str) -> None:

@@ -61,8 +61,10 @@ def test_a_processor_that_holds_them_no_other_way_has_them_in_int8(model: ModelS
     assert part.precision.weights == "int8"
     # What is no linear layer, or an island, is as it was.
     assert 0.25 < part.weight_bytes / whole.weight_bytes < 0.35
-    (said,) = [note for note in found.notes if "kept in int8 (lossy" in note]
-    assert said.endswith("differs by about 1%, as it fits no other way; --quantize none refuses)")
+    (said,) = [note for note in found.notes if "stored in int8 (lossy" in note]
+    assert said.endswith(
+        "differs by about 1%, as nothing else makes it fit; --quantize none prevents it)"
+    )
     # The small parts are not concerned, and `none` refuses.
     assert not any(each.precision.weights for each in found.components if each is not part)
     assert not fitted(model, short, asked="none").fits
@@ -132,7 +134,7 @@ def test_what_can_t_be_had_is_said() -> None:
     with pytest.raises(InputError, match="has no fp8; give --quantize int8"):
         quantising_of(Request(prompt="a", quantize="fp8"), mps)
     assert quantising_of(Request(prompt="a", quantize="int8"), mps).asked == "int8"
-    with pytest.raises(InputError, match="int8 or fp8, and not in 'int7'"):
+    with pytest.raises(InputError, match="int8 or fp8, not in 'int7'"):
         quantising_of(Request(prompt="a", quantized={"denoiser": "int7"}), mps)
     parts = ComponentPlanner(config_only_models.stepvideo(), mps, "auto", False, GB)
     whole = [parts.named("clip", SETTINGS).plan]

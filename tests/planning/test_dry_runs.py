@@ -9,6 +9,7 @@ import pytest
 
 from everyframe.core.facts import DeviceFacts, OpShape, Throughput
 from everyframe.core.plan import Precision, Settings
+from everyframe.dry_run import executor
 from everyframe.dry_run.result import Work
 from everyframe.hardware.profiles import find_profile, profile_names
 from everyframe.planning import dry_runs
@@ -16,6 +17,7 @@ from everyframe.planning.dry_runs import DryRun, call_seconds, dry_run, heaviest
 from everyframe.precision.policy import choose
 from everyframe.runtime.interface import DryRunSpec
 from helpers import config_only_models
+from helpers.dry_runs import dry_run_call
 
 MODELS = config_only_models.all_models()
 SETTINGS = {
@@ -37,12 +39,15 @@ def runs_of(
     model: Any, settings: Settings, facts: DeviceFacts, dtype: str = "auto"
 ) -> dict[str, DryRun]:
     """Each stage dry, in the policy that a model of the real size would have there."""
-    needs = {part.name: part.needs for part in model.components(settings)}
+    precisions = {}
+    for part in model.components(settings):
+        real = replace(part.needs, num_parameters=10**9)
+        precisions[part.name], _ = choose(facts, dtype, real, force=True)
     found = {}
     for each in model.rehearsals(settings):
-        real = replace(needs[each.component], num_parameters=10**9)
-        precision, _ = choose(facts, dtype, real, force=True)
-        found[each.stage] = dry_run(each, precision, facts)
+        run = dry_run(each, {name: precisions[name] for name in each.components}, facts)
+        assert isinstance(run, DryRun)
+        found[each.stage] = run
     return found
 
 
@@ -162,9 +167,7 @@ def test_a_forced_upcast_that_is_undone_is_found() -> None:
     """diffusers casts SVD's autoencoder back to fp16 before decoding: float32 latents meet it."""
     rehearsal = MODELS["svd"].rehearsals(SETTINGS["svd"])[3]
     module = rehearsal.module().half()
-    from everyframe.dry_run.executor import dry_run_module
-
-    found = dry_run_module(module, None, rehearsal.call, device("cuda-sm70"))
+    found = executor.dry_run(rehearsal, {"vae": None}, device("cuda-sm70")).found["vae"]
     last = found.findings[-1]
     assert (last.module, last.operation, last.fatal) == ("decoder.conv_in", "conv2d", True)
     assert "should be the same" in last.problem
@@ -191,10 +194,10 @@ def test_a_run_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rehearsal = MODELS["svd"].rehearsals(SETTINGS["svd"])[0]
     precision = Precision("float32", "float32")
     card = device("cuda-sm80")
-    one = dry_run(rehearsal, precision, card)
+    one = dry_run_call(rehearsal, precision, card)
     # Another card of the same rules, with another memory.
-    assert dry_run(rehearsal, precision, replace(card, free_memory=1)).found is one.found
-    assert dry_run(rehearsal, precision, device("mps")).found is not one.found
+    assert dry_run_call(rehearsal, precision, replace(card, free_memory=1)).found is one.found
+    assert dry_run_call(rehearsal, precision, device("mps")).found is not one.found
 
 
 MM = OpShape("product", "float32", ((64, 64), (64, 64)))
@@ -202,7 +205,7 @@ OTHER = replace(MM, shapes=((8, 8), (8, 8)))
 ATTENTION = OpShape("attention", "bfloat16", ((1, 1, 8, 8),) * 3)
 
 
-MODELS_RUN = dry_run(
+MODELS_RUN = dry_run_call(
     MODELS["svd"].rehearsals(SETTINGS["svd"])[0],
     Precision("float32", "float32"),
     device("cuda-sm80"),
@@ -244,7 +247,7 @@ def test_what_is_tried_is_what_takes_longest_and_one_of_each_kind() -> None:
     rehearsal = MODELS["svd"].rehearsals(SETTINGS["svd"])[0]
 
     def run(products: Any, num_calls: float) -> DryRun:
-        found = dry_run(rehearsal, Precision("float32", "float32"), device("cuda-sm80")).found
+        found = dry_run_call(rehearsal, Precision("float32", "float32"), device("cuda-sm80")).found
         return DryRun(replace(rehearsal, num_calls=num_calls), replace(found, work=Work(products)))
 
     runs = [run(((MM, 1e9), (OTHER, 2e9)), 1), run(((MM, 1e9), (ATTENTION, 1e6)), 5)]

@@ -23,11 +23,13 @@ from everyframe.families.stepvideo.config import (
     StepVideoConfig,
     StepVideoModelConfig,
 )
-from everyframe.families.stepvideo.dry_run import dry_run_calls
+from everyframe.families.stepvideo.options import StepVideoOptions
+from everyframe.families.stepvideo.spec import StepVideoSpec
 from everyframe.families.stepvideo.vae_config import StepVAEConfig
 from everyframe.hardware.profiles import find_profile
-from everyframe.planning.dry_runs import call_seconds, dry_run
+from everyframe.planning.dry_runs import call_seconds
 from helpers import config_only_models
+from helpers.dry_runs import dry_run_call
 
 CARDS = find_profile("4gpu-stepvideo").machine().devices[:4]
 #: 50 steps on four cards with flash attention: (height, width, frames), seconds.
@@ -42,9 +44,11 @@ def work(height: int, width: int, frames: int, layers: int) -> Work:
     settings: Settings = replace(
         config_only_models.settings(height, width, frames, guidance=9.0), num_inference_steps=50
     )
-    calls = {each.component: each for each in dry_run_calls(builder, settings)}
+    files: Any = None
+    spec = StepVideoSpec("released", "released", StepVideoOptions(), files, builder)
+    calls = {each.component: each for each in spec.rehearsals(settings)}
     precision = Precision("bfloat16", "bfloat16", DENOISER_ISLANDS)
-    return dry_run(calls["denoiser"], precision, CARDS[0]).found.work
+    return dry_run_call(calls["denoiser"], precision, CARDS[0]).found.work
 
 
 def seconds_of_a_step(size: tuple[int, int, int], rates: Throughput) -> float:

@@ -150,8 +150,8 @@ def test_weights_are_kept_by_all_where_they_do_not_fit_on_one() -> None:
     assert not part.offload, "the host is not needed"
     assert whole.weight_bytes / 3 < part.held_bytes < 0.7 * whole.weight_bytes
     assert part.weight_bytes == whole.weight_bytes
-    (said,) = (note for note in tight.notes if "keeps a part of its weights" in note)
-    assert said.startswith("STDiT denoiser: each of 3 devices")
+    (said,) = (note for note in tight.notes if "sharded weights" in note)
+    assert said.startswith("STDiT denoiser: sharded weights: each of 3 devices")
     # Each sends what it keeps to both others, once for each branch, which come one by one by then.
     assert tight.settings.saving("branches_at_once", 2) == 1
     assert sum(kept(tight)) == pytest.approx(2 * 2 * whole.weight_bytes, rel=0.1)

@@ -195,7 +195,7 @@ def test_what_is_far_too_large_is_told_after_few_dry_runs(
     tight = fitting(model, card(10**8))
     tried: set[object] = set()
 
-    def counted(rehearsal: DryRunCall, *others: Any) -> DryRun:
+    def counted(rehearsal: DryRunCall, *others: Any) -> DryRun | str:
         tried.add((rehearsal.key, rehearsal.component))
         return dry_run(rehearsal, *others)
 
@@ -217,7 +217,7 @@ def test_weights_that_are_too_much_are_refused_without_a_search(
     """On a CPU nothing helps there, so each stage is run dry once, and no smaller video."""
     tried: list[str] = []
 
-    def counted(rehearsal: DryRunCall, *others: Any) -> DryRun:
+    def counted(rehearsal: DryRunCall, *others: Any) -> DryRun | str:
         tried.append(rehearsal.stage)
         return dry_run(rehearsal, *others)
 

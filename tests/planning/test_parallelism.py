@@ -246,7 +246,7 @@ def test_branches_are_apart_where_that_is_faster(
 
 def test_a_model_whose_tokens_nobody_deals_out_says_so() -> None:
     model = ApartOrNot(1, 1, ())
-    said = "nobody knows how to deal out tokens of a model; it can be cfg=2"
+    said = "no token split of a model is known; it can be cfg=2"
     with pytest.raises(InputError, match=said):
         divided(model=model, num_devices=3, parallel="sequence=3")
 

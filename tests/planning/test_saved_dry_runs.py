@@ -12,12 +12,13 @@ import torch
 from everyframe.checkpoints.cache_file import CacheFile
 from everyframe.core.plan import Precision
 from everyframe.dry_run import executor
-from everyframe.dry_run.result import DryRunResult, result_from_json, result_to_json
+from everyframe.dry_run.result import DryRunResults, result_from_json, result_to_json
 from everyframe.hardware.profiles import find_profile
 from everyframe.planning import dry_runs
-from everyframe.planning.dry_runs import DryRun, dry_run
+from everyframe.planning.dry_runs import DryRun
 from everyframe.runtime.interface import DryRunCall
 from helpers import config_only_models
+from helpers.dry_runs import dry_run_call
 
 MODELS = config_only_models.all_models()
 SETTINGS = {
@@ -36,22 +37,22 @@ def rehearsals(name: str = "opensora-1.2") -> list[DryRunCall]:
     return list(MODELS[name].rehearsals(SETTINGS[name]))
 
 
-def another_process(monkeypatch: pytest.MonkeyPatch) -> list[DryRunResult]:
+def another_process(monkeypatch: pytest.MonkeyPatch) -> list[DryRunResults]:
     """Forget what this one did; every run that is made from now on is in the list."""
     monkeypatch.setattr(dry_runs, "_DONE", {})
-    made: list[DryRunResult] = []
-    real = executor.dry_run_module
+    made: list[DryRunResults] = []
+    real = executor.dry_run
 
-    def seen(*args: Any) -> DryRunResult:
+    def seen(*args: Any) -> DryRunResults:
         made.append(real(*args))
         return made[-1]
 
-    monkeypatch.setattr(executor, "dry_run_module", seen)
+    monkeypatch.setattr(executor, "dry_run", seen)
     return made
 
 
 def run(each: DryRunCall, profile: str = "cuda-sm75", precision: Precision = PRECISION) -> DryRun:
-    return dry_run(each, precision, find_profile(profile).machine().devices[0])
+    return dry_run_call(each, precision, find_profile(profile).machine().devices[0])
 
 
 @pytest.mark.parametrize("name", list(SETTINGS))
@@ -83,7 +84,7 @@ def test_whether_a_path_has_a_place_is_saved(monkeypatch: pytest.MonkeyPatch) ->
     step = run(rehearsals()[1])
     found = step.has_place("attention-flash", is_quantised=False)
     another_process(monkeypatch)
-    monkeypatch.setattr(DryRunCall, "part", lambda self: pytest.fail("it is asked again"))
+    monkeypatch.setattr(DryRunCall, "module", lambda self: pytest.fail("it is asked again"))
     assert run(rehearsals()[1]).has_place("attention-flash", is_quantised=False) is found
 
 
@@ -122,7 +123,7 @@ def test_what_is_no_dry_run_is_refused_and_run_again(monkeypatch: pytest.MonkeyP
     another_process(monkeypatch)
     run(each)
     for value in wrong[:3]:
-        files[-1].write(value)
+        files[-1].write({"denoiser": value})
         made = another_process(monkeypatch)
         assert run(each).found == right
         assert len(made) == 1

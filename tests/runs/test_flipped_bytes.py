@@ -129,7 +129,7 @@ def test_a_run_with_a_changed_byte_begins_again_or_is_refused(
             same(whole, again)
             assert any(isinstance(e, Note) and path.name in e.text for e in again)
             continue
-        with pytest.raises(CorruptRunError, match="made again from its beginning") as caught:
+        with pytest.raises(CorruptRunError, match="generate it again from the start") as caught:
             list(resume.resume_run(copy))
         assert str(path) in str(caught.value)
         assert caught.value.exit_code == ExitCode.WRONG_INPUT

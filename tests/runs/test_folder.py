@@ -31,7 +31,7 @@ def test_where_no_file_can_be_locked_a_run_is_made_and_told_not_to_be_kept(
     monkeypatch.setattr(fcntl, "flock", no_locks)
     events = list(begun(tmp_path / "b", model=model, **OPEN_SORA))
     same(whole, events)
-    (note,) = [e.text for e in events if isinstance(e, Note) and "can't be kept" in e.text]
+    (note,) = [e.text for e in events if isinstance(e, Note) and "can't be saved" in e.text]
     assert "no file can be locked there: Function not implemented" in note
     assert "EVERYFRAME_RUNS" in note
     assert not list((tmp_path / "b").iterdir())

@@ -75,10 +75,10 @@ def test_a_new_run_tells_what_it_removes(
     events = list(begun(tmp_path / "runs", **options))
     (note,) = [e.text for e in events if isinstance(e, Note) and "is removed" in e.text]
     assert old.name in note
-    assert "nothing of it was written for 30 days; it took 2.0 MB" in note
+    assert "nothing was written for 30 days; it took 2.0 MB" in note
     assert list(all_runs(tmp_path / "runs")) == [young]
     monkeypatch.setenv("EVERYFRAME_RUNS", str(tmp_path / "runs"))
     assert main(["resume", "--list"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "2 days" in shown
-    assert "a run goes when nothing of it was written for 30 days" in shown
+    assert "a run is removed after 30 days without a write" in shown

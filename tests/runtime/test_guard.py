@@ -18,8 +18,8 @@ from everyframe.core.errors import NumericsError
 from everyframe.core.events import Note
 from everyframe.core.facts import DeviceFacts
 from everyframe.runtime import guard as guard_module
+from everyframe.runtime.denoise_stage import GuardedDenoiser
 from everyframe.runtime.guard import Guard
-from everyframe.runtime.stages import GuardedDenoiser
 from helpers.guard_modules import (
     CLOSE,
     Net,

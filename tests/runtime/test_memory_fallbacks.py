@@ -30,7 +30,7 @@ def test_what_shows_comes_last_for_all_components() -> None:
     done = list(memory_fallbacks(["unet", "net"], settings, savings, may_wait=True))
     assert [(way.component, way.message[:5]) for way in done] == [
         ("unet", "halve"), ("unet", "one b"), ("net", "halve"), ("net", "one b"),
-        ("unet", "its w"), ("net", "its w"), ("unet", "tiles"),
+        ("unet", "block"), ("net", "block"), ("unet", "tiles"),
     ]  # fmt: skip
     assert [way.offload for way in done] == [False] * 4 + [True] * 2 + [False]
     assert [way.is_lossy for way in done] == [False] * 6 + [True]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import Tensor
 
-from everyframe.samplers.guidance import guide
+from everyframe.samplers.guidance import guide, guided
 
 COND = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]])
 UNCOND = torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0]])
@@ -28,3 +30,23 @@ def test_half_precision_is_guided_in_float32() -> None:
     assert got.dtype == torch.float32
     assert got.item() == 7e4
     assert guide(COND.double(), UNCOND.double(), 2.0).dtype == torch.float64
+
+
+@pytest.mark.parametrize(("batch_size", "calls"), [(1, [(0, 1), (1, 2)]), (2, [(0, 2)])])
+def test_branches_are_predicted_at_once_or_one_by_one(
+    batch_size: int, calls: list[tuple[int, int]]
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def predict(start: int, stop: int) -> Tensor:
+        asked.append((start, stop))
+        return torch.cat([UNCOND, COND])[start:stop]
+
+    assert torch.equal(guided(predict, 2, batch_size, 7.0), guide(COND, UNCOND, 7.0))
+    assert asked == calls
+    other_order = guided(predict, 2, batch_size, 7.0, prompt_first=True)
+    assert torch.equal(other_order, guide(UNCOND, COND, 7.0))
+
+
+def test_one_branch_is_the_prediction_itself() -> None:
+    assert torch.equal(guided(lambda start, stop: COND, 1, 2, 7.0), COND)

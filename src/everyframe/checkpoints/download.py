@@ -124,8 +124,8 @@ def _fetch(wanted: tuple[Wanted, ...], hub_cache: Path | None, hint: str) -> Pat
     except _transport_errors() as error:
         what = getattr(error, "strerror", None) or _first_line(error)
         raise InputError(
-            f"fetching {first.repo_id} (commit {commit[:12]}) broke off: {what}; "
-            "run the same command again, it goes on where it stopped"
+            f"fetching {first.repo_id} (commit {commit[:12]}) stopped: {what}; "
+            "run the same command again to continue it"
         ) from error
     return Path(folder)
 

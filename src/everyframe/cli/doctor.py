@@ -1,7 +1,7 @@
 """``everyframe doctor``: find problems of this machine or a machine profile, and their fixes.
 
 Prints one line per check with one of four marks, details where needed, and the verdict last. Exit
-code 1 if there is trouble. The checks are in `everyframe.doctor`.
+code 1 if there are errors. The checks are in `everyframe.doctor`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 _MARKS: dict[Mark, tuple[str, str, str]] = {
     "fine": ("✓", "ok", "green"),
     "note": ("!", "!", "yellow"),
-    "trouble": ("✗", "x", "red"),
+    "error": ("✗", "x", "red"),
     "broke": ("☠", "?", "magenta"),
 }
 
-_HELP = """Check this machine: versions, libraries, known issues, and what it really computes.
+_HELP = """Check this machine: versions, libraries, known issues, and whether it computes correctly.
 
-Give names of checks to run only those. Exit code 1 if something is wrong.
+Give names of checks to run only those. Exit code 1 if there are errors.
 """
 
 
@@ -59,7 +59,7 @@ def doctor(
         print(printable(_as_markdown(report)))
     else:
         _console(sys.stdout).print(report.says, style=_MARKS[report.verdict][2])
-    return int(ExitCode.TROUBLE if report.is_trouble else ExitCode.DONE)
+    return int(ExitCode.TROUBLE if report.has_errors else ExitCode.DONE)
 
 
 def _teller(file: IO[str], *, everything: bool) -> typing.Callable[[Check], None]:
@@ -96,11 +96,11 @@ def _tell(out: Console, finding: Finding, letter: str, *, everything: bool) -> N
     _say(out, 6, f"    {letter} ", finding.says, _MARKS[finding.mark][2])
     if finding.cause:
         _say(out, 6, "      ", finding.cause)
-    for mend in finding.mend:
-        _say(out, 10, "      do: ", mend.do)
-        if mend.command:
+    for fix in finding.fix:
+        _say(out, 10, "      fix: ", fix.do)
+        if fix.command:
             # Never wrapped, so that it can be copied.
-            out.print(f"          {mend.command}", style="bold", soft_wrap=True)
+            out.print(f"          {fix.command}", style="bold", soft_wrap=True)
     if everything and finding.sources:
         _say(out, 6, "      reported: ", ", ".join(finding.sources), "dim")
 
@@ -158,7 +158,9 @@ COMMAND = command(
             "smoke", bool, "Make a small video in each precision and by each path, against the CPU."
         ),
         flag("json", bool, "The report as a line of JSON on standard output."),
-        flag("everything", bool, "Tell all in detail, and where it was reported.", alias="--all"),
+        flag(
+            "everything", bool, "Show all details, and where issues were reported.", alias="--all"
+        ),
         flag("share", bool, "A report to paste, without names and paths of this machine."),
         flag("profile", str, "A machine that is not here: a name, or a file.", alias="--as"),
         run_flag("log_level"),

@@ -117,5 +117,5 @@ COMMAND = make_command(
     paths,
     ("from_record", "json", "log_level"),
     _HELP,
-    (flag("certify", bool, "Try what was not tried here yet, for half a minute."),),
+    (flag("certify", bool, "Try fast paths without a certificate, for up to 30 seconds."),),
 )

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,9 +40,9 @@ from everyframe.runs.folder import RunFolder, root_of
 if TYPE_CHECKING:
     from everyframe.cli.output_files import OutputFiles
 
-_HELP = """Make a video of a prompt.
+_HELP = """Make a video from a prompt.
 
-The ending of the output tells its kind. The last line printed is the path of the file.
+The ending of the output sets its format. The last line printed is the path of the file.
 """
 
 
@@ -88,13 +88,13 @@ def _events(wanted: ParsedRequest, output: str | None, run_dir: str | None) -> C
             job = WorkerJob(wanted.request, num_threads=wanted.num_threads, root=root, output=place,
                       as_uint8=True)  # fmt: skip
             events = run_in_workers(job.of_ranks(wanted.request.num_ranks, under_torchrun()))
-            return compare_with(wanted.record, events)
+            return events if wanted.record is None else compare_with(wanted.record, events)
         from everyframe.engine.run import stream
         from everyframe.runs.run_state import SaveOptions
 
         keep = SaveOptions(root, place, as_uint8=True)
         events = stream(wanted.request, num_threads=wanted.num_threads, keep=keep)
-        return compare_with(wanted.record, events)
+        return events if wanted.record is None else compare_with(wanted.record, events)
 
     return started
 
@@ -125,60 +125,56 @@ def make(
             for _ in events:
                 pass
         return int(ExitCode.DONE)
+    with _printed(json) as finished, reporter(json) as shown:
+        with shown.starting():
+            events = start()
+            # Not on top: it brings FFmpeg. The worker, where there is one, is starting meanwhile.
+            from everyframe.cli.output_files import OutputFiles as OpenFiles
+            from everyframe.cli.output_files import paths_for
+
+            planned = next(events)
+        assert isinstance(planned, Planned), "the plan comes first"
+        if planned.plan.obstacle is not None:
+            with closing(events):
+                shown.refused(planned.plan)
+                raise CannotRunError(planned.plan.obstacle)
+        paths = paths_for(planned.plan, output)
+        shown.show(planned)
+        run: RunFolder | None = None
+        try:
+            with closing(events), OpenFiles(paths, planned.plan.settings.fps) as sink:
+                for event in events:
+                    if isinstance(event, RunSaved):
+                        run = RunFolder(Path(event.path))
+                    _take(event, sink, shown)
+                    if isinstance(event, VideoDone):
+                        finished[event.seed] = _finish(event, sink, shown, run)
+        except KeyboardInterrupt as error:
+            how = "nothing unfinished was left behind"
+            if run is not None and run.path.is_dir():
+                how = f"resume it: everyframe resume {run.name}"
+            raise KeyboardInterrupt(f"interrupted; {how}") from error
+        except (Terminated, PeerLostError):
+            # Another rank says why; where it can be gone on from is known here alone.
+            if run is not None and run.path.is_dir() and under_torchrun() is not None:
+                text = f"interrupted; resume it: everyframe resume {run.name}"
+                print(text, file=sys.stderr, flush=True)
+            raise
+    return int(ExitCode.DONE)
+
+
+@contextmanager
+def _printed(json: bool) -> Iterator[dict[int, str]]:
+    """Context: the path of each finished video by seed; they are printed at the end."""
     paths: dict[int, str] = {}
     try:
-        with reporter(json) as shown:
-            _make(start, output, shown, paths)
+        yield paths
     finally:
         # After the bar is gone; and what was finished is named even if a later video failed.
         if not json:
             for _, path in sorted(paths.items()):
                 # A program that reads it wants the very name; a terminal must not be steered by it.
                 print(one_line(path) if sys.stdout.isatty() else path, flush=True)
-    return int(ExitCode.DONE)
-
-
-def _make(
-    start: Callable[[], Events],
-    output: str | None,
-    shown: Reporter,
-    finished: dict[int, str],
-) -> None:
-    """Run the request and write its videos; `finished` receives each path by seed."""
-    with shown.starting():
-        events = start()
-        # Not on top: it brings FFmpeg. The worker, where there is one, is starting meanwhile.
-        from everyframe.cli.output_files import OutputFiles as OpenFiles
-        from everyframe.cli.output_files import paths_for
-
-        planned = next(events)
-    assert isinstance(planned, Planned), "the plan comes first"
-    if planned.plan.obstacle is not None:
-        with closing(events):
-            shown.refused(planned.plan)
-            raise CannotRunError(planned.plan.obstacle)
-    paths = paths_for(planned.plan, output)
-    shown.show(planned)
-    run: RunFolder | None = None
-    try:
-        with closing(events), OpenFiles(paths, planned.plan.settings.fps) as sink:
-            for event in events:
-                if isinstance(event, RunSaved):
-                    run = RunFolder(Path(event.path))
-                _take(event, sink, shown)
-                if isinstance(event, VideoDone):
-                    finished[event.seed] = _finish(event, sink, shown, run)
-    except KeyboardInterrupt as error:
-        how = "nothing unfinished was left behind"
-        if run is not None and run.path.is_dir():
-            how = f"go on from where it was: everyframe resume {run.name}"
-        raise KeyboardInterrupt(f"interrupted; {how}") from error
-    except (Terminated, PeerLostError):
-        # Another rank says why; where it can be gone on from is known here alone.
-        if run is not None and run.path.is_dir() and under_torchrun() is not None:
-            text = f"broken off; go on from where it was: everyframe resume {run.name}"
-            print(text, file=sys.stderr, flush=True)
-        raise
 
 
 def _take(event: Event, sink: OutputFiles, shown: Reporter) -> None:

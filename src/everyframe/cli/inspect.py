@@ -34,5 +34,5 @@ COMMAND = command(
         run_flag("json"),
         run_flag("log_level"),
     ),
-    "Say what made a video: model, prompt, settings, seed, versions, device.",
+    "Show how a video was made: model, prompt, settings, seed, versions, device.",
 )

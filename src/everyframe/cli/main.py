@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -62,19 +63,19 @@ def is_debug() -> bool:
 
 #: Command -> (location, line in the list of commands). Imported only when called.
 COMMANDS = {
-    "generate": ("everyframe.cli.generate:COMMAND", "Make a video of a prompt."),
-    "resume": ("everyframe.cli.resume:COMMAND", "Go on with a run that was broken off."),
-    "plan": ("everyframe.cli.plan:COMMAND", "Say what would run; nothing is loaded or fetched."),
+    "generate": ("everyframe.cli.generate:COMMAND", "Make a video from a prompt."),
+    "resume": ("everyframe.cli.resume:COMMAND", "Resume an interrupted run."),
+    "plan": ("everyframe.cli.plan:COMMAND", "Show what would run; nothing is loaded or fetched."),
     "fast-paths": ("everyframe.cli.fast_paths:COMMAND", "List fast paths and their certificates."),
-    "doctor": ("everyframe.cli.doctor:COMMAND", "Check this machine, and say what mends it."),
-    "inspect": ("everyframe.cli.inspect:COMMAND", "Say what made a video."),
+    "doctor": ("everyframe.cli.doctor:COMMAND", "Check this machine, and name the fixes."),
+    "inspect": ("everyframe.cli.inspect:COMMAND", "Show how a video was made."),
     "models": ("everyframe.cli.models:COMMAND", "List known models and what they need."),
-    "trace record": ("everyframe.cli.trace:RECORD", "Run, and keep what every module computed."),
-    "trace diff": ("everyframe.cli.trace:DIFF", "Name the first module that two runs differ in."),
+    "trace record": ("everyframe.cli.trace:RECORD", "Run, and record what every module computes."),
+    "trace diff": ("everyframe.cli.trace:DIFF", "Name the first module where two runs differ."),
 }
 
 #: First word of two-word commands -> line in the list of commands.
-GROUPS = {"trace": "Keep what every module computed, and compare two runs."}
+GROUPS = {"trace": "Record what every module computes, and compare two runs."}
 
 #: Earlier names of commands.
 ALIASES = {"paths": "fast-paths"}
@@ -96,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     restore = _leave_orderly()
     prepare_streams()
     try:
-        code = _run(words)
+        code = _parsed(words)()
         sys.stdout.flush()
         return code
     except KeyboardInterrupt as stop:
@@ -130,7 +131,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         restore()
 
 
-def _run(words: list[str]) -> int:
+def _parsed(words: list[str]) -> Callable[[], int]:
+    """The command with its arguments."""
     from cyclopts import CycloptsError
 
     from everyframe.cli import help_format
@@ -149,9 +151,9 @@ def _run(words: list[str]) -> int:
     if "log_level" in values:
         set_up(values.pop("log_level"))
     if _is_own(command):
-        return int(command(**values))
+        return partial(command, **values)
     command(*bound.args, **bound.kwargs)  # help or version
-    return int(ExitCode.DONE)
+    return lambda: int(ExitCode.DONE)
 
 
 def _app() -> App:

@@ -29,5 +29,5 @@ def models(*, json: bool = False) -> int:
 COMMAND = command(
     models,
     (run_flag("json"), run_flag("log_level")),
-    "List known models: what is on this disk, what is to be fetched, what fits here.",
+    "List known models: which are on this disk, what must be downloaded, what fits here.",
 )

@@ -24,9 +24,13 @@ RUN_FLAGS: Mapping[str, tuple[str, type, str]] = {
     "output": (
         "-o",
         Path,
-        "Where to: .mp4, .gif, .webp, .png, or a folder of frames; without it a new name here.",
+        "Output: .mp4, .gif, .webp, .png, or a folder of frames; by default a new name here.",
     ),
-    "from_record": ("--from", Path, "Make it again from a video's or sidecar's own record."),
+    "from_record": (
+        "--from",
+        Path,
+        "Make a video again from its record: the video or its sidecar.",
+    ),
     "json": ("", bool, "Events as lines of JSON on standard output."),
     "dry_run": ("", bool, "Show the plan, and stop."),
     "as_profile": (
@@ -37,7 +41,7 @@ RUN_FLAGS: Mapping[str, tuple[str, type, str]] = {
     "run_dir": (
         "",
         Path,
-        "Keep how far the run comes in this folder, for `everyframe resume`; off keeps nothing.",
+        "Save the run in this folder for `everyframe resume`; off saves nothing.",
     ),
     "log_level": ("", str, "debug, info, warning or error; also EVERYFRAME_LOG."),
 }

@@ -19,7 +19,7 @@ from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.planning.input_checks import check_output_of, check_output_option
 
-_HELP = """Say what would run, in which precision, with how much memory, and about how long.
+_HELP = """Show what would run, in which precision, with how much memory, and about how long.
 
 Nothing is loaded or fetched. Exit code 3 if it can't be done on this machine, or on that of --as.
 """

@@ -24,10 +24,10 @@ from everyframe.media.output_path import check_here, check_output
 from everyframe.runs.folder import RunFolder, RunSummary, find_run, list_runs, root_of
 from everyframe.runs.retention import MOST_BYTES, days_of_runs
 
-_HELP = """Go on with a run that was broken off: the video is that of an unbroken run, bit for bit.
+_HELP = """Resume an interrupted run: the video equals that of an uninterrupted run, bit for bit.
 
-Without RUN it is the last one. Runs are kept until they are done or forgotten. On another number of
-devices (--num-devices) what is summed in another order differs by rounding.
+Without RUN it is the latest one. Runs are saved until they are done or forgotten. On another number
+of devices (--num-devices) the video is the same up to rounding.
 """
 
 
@@ -44,7 +44,7 @@ def resume(
     option: Sequence[str] = (),
     **devices: str,
 ) -> int:
-    """Go on, list, or forget; the exit code. `devices` are options of the request about them."""
+    """Resume, list, or forget; the exit code. `devices` are options of the request about them."""
     if list and (forget or run is not None):
         raise InputError("--list shows all runs; leave out the rest")
     root = root_of(run_dir)
@@ -52,14 +52,16 @@ def resume(
         return 0 if is_silent() else _list(root, as_json=json)
     if run is None and under_torchrun() is not None:
         # The last one that nobody works on is soon another one for the next rank.
-        raise InputError("say which run, so that every rank means the same: everyframe resume RUN")
+        raise InputError("name the run that every rank resumes: everyframe resume RUN")
     found = find_run(run, root)
     if forget:
         if run is None:
-            raise InputError(f"say which run is to be forgotten: everyframe resume {found.name} "
+            raise InputError(f"name the run to remove: everyframe resume {found.name} "
                              "--forget")  # fmt: skip
         if found.is_busy():
-            raise RunLockedError(f"the run {found.name} is being worked on; end that process first")
+            raise RunLockedError(
+                f"the run {found.name} is in use by another process; end that process first"
+            )
         found.remove()
         return int(ExitCode.DONE)
     # Checked as the options of a run, which they replace.
@@ -153,19 +155,19 @@ def print_runs(rows: Sequence[RunSummary], file: IO[str]) -> None:
 
     out = console(file)
     if not rows:
-        out.print("no run was broken off")
+        out.print("there is no interrupted run")
         return
-    shown = table(*((name, "left") for name in ("run", "model", "how far", "age", "kept")))
+    shown = table(*((name, "left") for name in ("run", "model", "progress", "age", "size")))
     for row in rows:
-        far = f"{row.progress}; at work" if row.is_busy else row.progress
+        far = f"{row.progress}; running" if row.is_busy else row.progress
         age = _age(time.time() - row.written)
         shown.add_row(row.run, row.model, far, age, format_bytes(row.num_bytes))
     out.print(shown)
     total, days = sum(row.num_bytes for row in rows), days_of_runs()
     if days:
         out.print(
-            f"{format_bytes(total)} in all; a run goes when nothing of it was written for "
-            f"{days:g} days, the oldest when all take more than {format_bytes(MOST_BYTES)}",
+            f"{format_bytes(total)} in all; a run is removed after {days:g} days without a "
+            f"write, the oldest first above {format_bytes(MOST_BYTES)}",
             style="dim",
         )
     for row in rows:
@@ -176,8 +178,8 @@ COMMAND = command(
     resume,
     (
         optional("run", "Name or folder of the run; see --list."),
-        flag("list", bool, "List the runs that can be gone on with, and stop."),
-        flag("forget", bool, "Remove the run and all that is kept of it, and stop."),
+        flag("list", bool, "List the runs that can be resumed, and stop."),
+        flag("forget", bool, "Remove the run and all its saved state, and stop."),
         flag("trust_remote_code", bool, "Run Python code that comes with the run's checkpoint."),
         *(
             request_flag(name)

@@ -353,7 +353,7 @@ def _stages(plan: Plan) -> Table:
 
 
 def _operations(count: float) -> str:
-    for unit, size in (("TFLOP", 1e12), ("GFLOP", 1e9)):
+    for unit, size in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9)):
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count / 1e6:.3g} MFLOP"

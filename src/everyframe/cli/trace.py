@@ -23,7 +23,7 @@ from everyframe.planning.input_checks import check_input_files
 if TYPE_CHECKING:
     from everyframe.engine.tracing import TraceVerdict
 
-_RECORD_HELP = """Run a request, and keep of every module and call what it computed.
+_RECORD_HELP = """Run a request, and record what every module computes at every call.
 
 A fingerprint for each tensor, small enough to mail; no video is written.
 """
@@ -125,7 +125,7 @@ RECORD = make_command(
     _RECORD_HELP,
     (
         flag("output", Path, "Where to, such as a.trace.", alias="-o"),
-        flag("full", list, "Keep this module's tensors whole, to replay it; may be repeated."),
+        flag("full", list, "Store this module's tensors whole, to replay it; may be repeated."),
     ),
 )
 DIFF = command(
@@ -133,8 +133,13 @@ DIFF = command(
     (
         positional("first", "A trace."),
         positional("second", "A trace of the same request."),
-        flag("output", Path, "A picture of it: module by call, a .png.", alias="-o"),
-        flag("model", str, "Where the model lies, if a module is to be replayed."),
+        flag(
+            "output",
+            Path,
+            "Write a picture of the differences: module by call, a .png.",
+            alias="-o",
+        ),
+        flag("model", str, "Path of the model, to replay a module."),
         run_flag("json"),
         run_flag("log_level"),
     ),

@@ -57,7 +57,7 @@ class MediaError(InputError):
 
 
 class MissingPackageError(EveryframeError):
-    """An optional package is not installed; the text holds the command that installs it."""
+    """An optional package is not installed; the message has the install command."""
 
     exit_code = ExitCode.WRONG_INPUT
 
@@ -111,7 +111,7 @@ class NumericsError(EveryframeError):
 
 
 class WorkerDiedError(EveryframeError):
-    """A worker process ended by itself or by a signal."""
+    """A worker process exited or was killed by a signal."""
 
     exit_code = ExitCode.WORKER_DIED
 
@@ -122,20 +122,20 @@ class DeviceLoss:
 
     Attributes:
         likely: the likely cause.
-        mend: what to do.
+        fix: what to do.
         is_of_the_card: whether no kernel is to blame, because any would have failed.
         said: the driver's message.
         what: what was lost, and when.
     """
 
     likely: str
-    mend: str
+    fix: str
     is_of_the_card: bool = False
     said: str = ""
     what: str = "a device was lost"
 
     def __str__(self) -> str:
-        return f"({self.said}): {self.likely}; {self.mend}"
+        return f"({self.said}): {self.likely}; {self.fix}"
 
 
 class DeviceLostError(WorkerDiedError):

@@ -69,7 +69,7 @@ class StageStarted(Event):
 
 @dataclass(frozen=True)
 class ComponentLoaded(Event):
-    """A component's weights are in memory, `seconds` after the stage asked for them."""
+    """The weights of a component are in memory. Loading took `seconds`."""
 
     type: ClassVar[str] = "loaded"
     component: str
@@ -148,7 +148,7 @@ def event_of(data: Mapping[str, Any]) -> Event:
 
 @dataclass(frozen=True)
 class FramesDecoded(Event):
-    """Finished frames of the video with this seed, float32 in 0..1, (T, H, W, 3), in order.
+    """Next frames of the video with this seed: float32 in 0..1, (T, H, W, 3).
 
     `index` numbers the videos if one pipeline call makes several with one seed.
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationInfo, field_validator, model_validator
@@ -46,6 +47,9 @@ MAX_SEED = 2**53 - 1
 #: Lowest frame rate: 100 seconds a frame, which all our output formats can hold.
 MIN_FPS = 0.01
 
+#: Earlier name of an option, still read -> its name.
+_RENAMED = {"without": "disable"}
+
 _SIZE = re.compile(r"(\d{1,9})\s*[xX×]\s*(\d{1,9})")
 _ASPECT = re.compile(r"(\d{1,9})\s*:\s*(\d{1,9})")
 
@@ -60,7 +64,7 @@ class Request(Options):
 
     prompt: str | None = option("What the video shows.", group="What")
     model: str | None = option(
-        "Name, folder or hub id of the model; without it the embedded model draws what it can.",
+        "Name, folder or hub id of the model; the embedded model by default.",
         group="What",
         aliases=("-m",),
         names_model=True,
@@ -122,7 +126,7 @@ class Request(Options):
         le=MAX_SEED,
     )
     num_videos: int = option(
-        "So many videos, with seed, seed + 1, and so on.",
+        "Number of videos, with seed, seed + 1, and so on.",
         group="Sampling",
         default=1,
         gt=0,
@@ -136,16 +140,16 @@ class Request(Options):
 
     image: Any = option("Picture that is the first frame.", group="Given frames")
     last_image: Any = option("Picture that is the last frame.", group="Given frames")
-    extend: Any = option("Video to go on from.", group="Given frames")
+    extend: Any = option("Video to continue.", group="Given frames")
     chain: int = option(
-        "So many clips, each going on from the one before.",
+        "Number of clips, each continuing the one before.",
         group="Given frames",
         default=1,
         gt=0,
         le=1000,
     )
     edit_strength: float | None = option(
-        "How far given frames may change: 0 keeps them, 1 ignores them.",
+        "How much given frames may change: 0 preserves them, 1 ignores them.",
         group="Given frames",
         ge=0,
         le=1,
@@ -158,8 +162,8 @@ class Request(Options):
         accepts=("torch.dtype",),
     )
     quantize: str = option(
-        "Keep the weights of linear layers in eight bits (lossy): auto (int8, only where nothing "
-        "else fits), none, int8 or fp8.",
+        "Store the weights of linear layers in 8 bits (lossy): auto (int8, only if nothing else "
+        "makes it fit), none, int8 or fp8.",
         group="Machine",
         default="auto",
     )
@@ -171,7 +175,7 @@ class Request(Options):
         accepts=("torch.device",),
     )
     num_devices: int | None = option(
-        "So many devices work together, any number; on a machine without several, CPU workers.",
+        "Number of devices that work together, any number; CPU workers if the machine has fewer.",
         group="Machine",
         aliases=("--num-gpus",),
         gt=0,
@@ -192,13 +196,13 @@ class Request(Options):
         person_only=True,
     )
     shares: str | None = option(
-        "How much each of several devices does, such as 24,8.",
+        "Share of the work of each device, such as 24,8.",
         group="Machine",
         person_only=True,
         accepts=("Sequence[float]",),
     )
     shard_weights: bool = option(
-        "Several devices keep the denoiser's weights between them, each a part of the blocks.",
+        "Shard the denoiser's weights: each device stores some of its blocks.",
         group="Machine",
         default=False,
         person_only=True,
@@ -220,9 +224,10 @@ class Request(Options):
         group="Machine",
         person_only=True,
     )
-    without: tuple[str, ...] = option(
-        "A fast path that is not to be used, as `everyframe fast-paths` names it; may be repeated.",
+    disable: tuple[str, ...] = option(
+        "Disable a fast path by its name in `everyframe fast-paths`; may be repeated.",
         group="Machine",
+        aliases=("--without",),
         default=(),
     )
     compile: bool = option(
@@ -232,7 +237,7 @@ class Request(Options):
         person_only=True,
     )
     report: str | None = option(
-        "A folder for a page on what had to be repaired, or could not be; watching takes time.",
+        "Folder for a report page on repairs and numeric errors; recording magnitudes takes time.",
         group="Machine",
         person_only=True,
         accepts=("PathLike[str]",),
@@ -244,7 +249,7 @@ class Request(Options):
         person_only=True,
     )
     force: bool = option(
-        "Do what is refused for its price alone, such as fp16 on a CPU.",
+        "Allow what is refused only for its cost, such as fp16 on a CPU.",
         group="Machine",
         default=False,
         person_only=True,
@@ -257,7 +262,7 @@ class Request(Options):
         person_only=True,
     )
     quantized: dict[str, str] | None = option(
-        "What the weights of each component are kept in, exactly; a record has it.",
+        "The storage dtype of each component's weights, exactly; a record has it.",
         group="Machine",
         python_only=True,
         person_only=True,
@@ -285,7 +290,7 @@ class Request(Options):
         """Accept texts, paths, pairs with a strength, or mappings."""
         return parse_loras(given)
 
-    @field_validator("without", mode="before")
+    @field_validator("disable", mode="before")
     @classmethod
     def _names(cls, given: Any) -> Any:
         """Accept a list of names, or names separated by commas."""
@@ -299,6 +304,7 @@ class Request(Options):
     @classmethod
     def _collect_family_options(cls, values: Any) -> Any:
         """Collect unknown options as family options; the resolver refuses foreign ones."""
+        values = with_current_names(values)
         own = {name: value for name, value in values.items() if name in cls.model_fields}
         rest = {name: value for name, value in values.items() if name not in cls.model_fields}
         if rest:
@@ -388,6 +394,18 @@ class Request(Options):
     def has_given_frames(self) -> bool:
         """Whether conditioning frames are given: a first or last image, or a video to extend."""
         return any(given is not None for given in (self.image, self.last_image, self.extend))
+
+
+def with_current_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename options that a caller or a record gives by an earlier name.
+
+    Raises:
+        InputError: an option is given by both names.
+    """
+    for old, new in _RENAMED.items():
+        if old in options and new in options:
+            raise InputError(f"{old} is the earlier name of {new}; give {new} alone")
+    return {_RENAMED.get(name, name): value for name, value in options.items()}
 
 
 def random_seed() -> int:

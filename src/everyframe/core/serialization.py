@@ -59,7 +59,7 @@ def to_jsonable(value: Any, keep: Keep = lambda value: None) -> Any:
     kept = keep(value)
     if kept is None:
         raise NotSerializableError(
-            f"a {type(value).__module__}.{type(value).__qualname__} can't be kept"
+            f"a {type(value).__module__}.{type(value).__qualname__} can't be saved"
         )
     return {_MARK: "kept", **kept}
 
@@ -97,7 +97,7 @@ def from_jsonable(data: Any, fetch: Fetch = _has_nothing) -> Any:
     try:
         return _marked(data, fetch)
     except (KeyError, TypeError, ValueError, AttributeError, ImportError) as error:
-        raise CorruptRunError(f"what was kept can't be read: {error}") from error
+        raise CorruptRunError(f"the saved data can't be read: {error}") from error
 
 
 def _marked(data: Mapping[str, Any], fetch: Fetch) -> Any:

@@ -150,12 +150,12 @@ def _together(whole: CfgBranches, guided: _Asked, plain: _Asked) -> CfgBranches:
     ratio = min(ratios)
     if len(ratios) > 1 or ratio != int(ratio) or ratio < 2:
         told = ", ".join(f"{each:g}" for each in sorted(ratios))
-        return _but(whole, why=f"with guidance its denoiser is given {told} times as much")
+        return _but(whole, why=f"with guidance its denoiser gets {told} times as much")
     # Those of a text are the same ones, repeated, which the run makes sure of; others are not.
     several = [path for path, one in rows.items() if one > 1 and path != _TEXT]
     if several:
         why = f"its denoiser's {several[0]} has {rows[several[0]]} rows of each branch"
-        return _but(whole, why=f"{why}, and nobody can tell which are whose")
+        return _but(whole, why=f"{why}, which can't be assigned to the branches")
     return _but(whole, count=int(ratio), is_together=True, rows=rows)
 
 
@@ -179,7 +179,7 @@ def observe_calls(modules: Mapping[str, nn.Module], call: Callable[[], object]) 
             except _Enough:
                 return
 
-    seen.stopped = dry_run_modules(parts, steps, _ANY).stopped
+    seen.stopped = dry_run_modules(parts, steps, _ANY, is_foreign=True).stopped
     return seen
 
 

@@ -193,8 +193,8 @@ class CfgParallel:
             return None
         if counts != {self._branches.count}:
             raise CannotRunError(
-                f"{call.name} is called with another batch than in its dry run, so nobody knows "
-                "its branches; leave out cfg"
+                f"{call.name} is called with another batch than in its dry run, so its "
+                "branches are unknown; leave out cfg"
             )
         cut = pytree.tree_unflatten(here, form)
         names = list(inspect.signature(call.module.forward).parameters)[: len(call.args)]
@@ -295,8 +295,8 @@ def _of_branches(leaf: Tensor, one: int, count: int, mine: range, path: str) -> 
         each = torch.unflatten(leaf, 0, (count, one))
         if not bool((each == each[:, :1]).all()):
             raise CannotRunError(
-                f"of its denoiser's {path} nobody can tell which rows are of which branch of "
-                "guidance; leave out cfg"
+                f"the rows of its denoiser's {path} can't be assigned to guidance branches; "
+                "leave out cfg"
             )
     return leaf[mine.start * one : mine.stop * one]
 

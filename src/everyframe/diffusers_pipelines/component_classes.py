@@ -79,7 +79,7 @@ def checked(interface: CallSignature) -> CallSignature:
     earlier = defaults.of(defaults.GOES_ON, interface.class_name)
     if earlier is not None:
         raise CheckpointError(
-            f"{interface.class_name} goes on from latents that a call of {earlier} left in memory; "
+            f"{interface.class_name} continues latents that a call of {earlier} left in memory; "
             "call both in diffusers"
         )
     return interface

@@ -37,8 +37,9 @@ from everyframe.diffusers_pipelines.library_patches import quiet_libraries, stan
 from everyframe.diffusers_pipelines.loading import assembled, outputs_of, set_guidance, set_tiling
 from everyframe.diffusers_pipelines.media import size_of
 from everyframe.diffusers_pipelines.signature import CallSignature
+from everyframe.dry_run.call import DryRunCall
 from everyframe.parallel.communicator import ONE, ParallelContext
-from everyframe.runtime.interface import ConditioningFrames, JointDryRunCall, VideoState
+from everyframe.runtime.interface import ConditioningFrames, VideoState
 from everyframe.runtime.meta_init import build_on_meta
 
 
@@ -153,8 +154,8 @@ class PipelineDryRun:
 
     def rehearsals(
         self, settings: Settings, teams: ParallelContext = ONE
-    ) -> tuple[JointDryRunCall, ...]:
-        """One joint dry-run call with an entry per component; `teams` selects the rank's share."""
+    ) -> tuple[DryRunCall, ...]:
+        """The pipeline's call, once for each component; `teams` selects the rank's share."""
         fewer = defaults.of(defaults.STEPS_FEWER, self.interface.class_name) or 0
         experts = len(denoisers([part.name for part in self.files.models]))
         few = self._few(settings, experts)
@@ -163,15 +164,17 @@ class PipelineDryRun:
         rank = (teams.team.rank, teams.team.weights, teams.way, teams.groups)
         key = (self._identity, repr(few), repr(self.own), rank)
         return tuple(
-            JointDryRunCall(
+            DryRunCall(
                 stage=STAGE,
                 component=part.name,
-                module=partial(getattr, self, "modules"),
+                components=tuple(each.name for each in self.files.models),
+                modules=partial(getattr, self, "modules"),
                 call=partial(self.call, few, teams),
                 num_calls=repeats if denoisers((part.name,)) else 1,
                 key=key,
-                outputs_of=outputs_of,
-                is_of_step=bool(denoisers((part.name,))),
+                outputs=_outputs,
+                denoises=bool(denoisers((part.name,))),
+                is_foreign=True,
                 model=self._identity,
             )
             for part in self.files.models
@@ -282,3 +285,7 @@ def _narrow_tables(module: nn.Module) -> None:
         if table.dtype == torch.float64:
             owner, _, own = name.rpartition(".")
             module.get_submodule(owner)._buffers[own] = table.float()
+
+
+def _outputs(name: str, module: nn.Module) -> tuple[str, ...]:
+    return outputs_of(module)

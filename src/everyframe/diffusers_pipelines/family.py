@@ -36,7 +36,7 @@ from everyframe.diffusers_pipelines.token_splits import CUTS, TransformerSplit, 
 from everyframe.parallel.head_partition import ATTENDING
 from everyframe.runtime.interface import (
     Component,
-    JointDryRunCall,
+    DryRunCall,
     MemorySaving,
     ModelSpec,
     RankShare,
@@ -107,7 +107,7 @@ class PipelineSpec(CompleteSpec):
             self.files, interface, request_settings.check_options(interface, self.options.option)
         )
 
-    def rehearsals(self, settings: Settings) -> tuple[JointDryRunCall, ...]:
+    def rehearsals(self, settings: Settings) -> tuple[DryRunCall, ...]:
         return self._dry.rehearsals(settings)
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
@@ -199,7 +199,7 @@ class ShardablePipelineSpec(PipelineSpec):
 
     def shared_rehearsals(
         self, settings: Settings, teams: ParallelContext
-    ) -> tuple[JointDryRunCall, ...]:
+    ) -> tuple[DryRunCall, ...]:
         """One joint dry-run call, as one rank of `teams` makes it, with an entry per component."""
         return self._dry.rehearsals(settings, teams)
 

@@ -116,7 +116,7 @@ class PipelineGuard:
         blank = blank_frames(frames, 0, 1, 1 / 255)
         if blank and not asks_for(self._prompt, frames[blank]):
             told = f"{len(blank)} of {len(frames_THWC)} frames are of one colour"
-            text = f"{told}; they are written as they are"
+            text = f"{told}; they are written unchanged"
             self._emit(Note(text, in_record=True, seed=self._seed))
 
     def __enter__(self) -> PipelineGuard:
@@ -263,7 +263,7 @@ class _Part:
             self.unused.append(str(error))
             what = re.split(r"\. (?:No wider|Nothing was)", str(error))[0]
             self._guard.note(
-                f"{what}. A part of what {self.name} gave is finite, so the run goes on unless it "
+                f"{what}. Other results of {self.name} are finite, so the run continues unless it "
                 "uses the rest"
             )
             return kept.calling(module)()

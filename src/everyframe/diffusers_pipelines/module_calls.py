@@ -51,19 +51,8 @@ class BroadcastReplayLog:
     def next(self, call: str) -> Any:
         """See `ReplayLog`."""
         answer = None if self._own is None else self._own.next(call)
-        leaves, form = pytree.tree_flatten(answer)
-        is_there = [leaf is not None for leaf in leaves]
-        said = None if answer is None else [pytree.treespec_dumps(form), is_there]
-        told = self._team.tell(said, 0, _WHAT)
-        if told is None:
-            return None
-        tensors = [leaf for leaf in leaves if leaf is not None]
-        came = iter(self._team.share(tensors if self._team.is_lead else None, 0, _WHAT))
-        if self._team.is_lead:
-            return answer
-        written, is_there = told
-        each = [next(came) if there else None for there in is_there]
-        return pytree.tree_unflatten(each, pytree.treespec_loads(written))
+        came = self._team.broadcast_tree(answer, 0, _WHAT)
+        return answer if self._team.is_lead else came
 
     def keep(self, answer: Any, remedies: tuple[Repair, ...]) -> None:
         """See `ReplayLog`."""
@@ -203,29 +192,19 @@ class EncodeOnLeadRank:
         self._on.close()
 
     def _called(self, base: type[nn.Module], own: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._team.is_lead:
-            return self._hand_on(base.__call__(own, *args, **kwargs))
-        return self._handed_on()
-
-    def _hand_on(self, answer: Any) -> Any:
+        answer = base.__call__(own, *args, **kwargs) if self._team.is_lead else None
         leaves, form = pytree.tree_flatten(answer, is_leaf=_is_leaf)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        plain = [None if isinstance(leaf, Tensor) else [_plain(leaf)] for leaf in leaves]
-        is_here = [tensor.device.type != "cpu" for tensor in tensors]
-        self._team.tell([pytree.treespec_dumps(form), plain, is_here], 0, _ENCODED)
-        self._team.share(tensors, 0, _ENCODED)
-        return answer
-
-    def _handed_on(self) -> Any:
-        form, plain, is_here = self._team.tell(None, 0, _ENCODED)
-        came = self._team.share(None, 0, _ENCODED)
+        plain = pytree.tree_unflatten([_plain(leaf) for leaf in leaves], form)
+        is_here = [isinstance(leaf, Tensor) and leaf.device.type != "cpu" for leaf in leaves]
+        came, is_here = self._team.broadcast_tree((plain, is_here), 0, _ENCODED)
+        if self._team.is_lead:
+            return answer
+        leaves, form = pytree.tree_flatten(came)
         placed = [
-            tensor.to(self._device) if here else tensor
-            for tensor, here in zip(came, is_here, strict=True)
+            leaf.to(self._device) if here else leaf
+            for leaf, here in zip(leaves, is_here, strict=True)
         ]
-        tensors = iter(placed)
-        leaves = [next(tensors) if each is None else each[0] for each in plain]
-        return pytree.tree_unflatten(leaves, pytree.treespec_loads(form))
+        return pytree.tree_unflatten(placed, form)
 
 
 def _is_leaf(value: Any) -> bool:
@@ -234,12 +213,12 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A value that is not a tensor; a language model's KV cache becomes None."""
-    if value is None or isinstance(value, (bool, int, float, str)):
+    """A tensor or plain value as it is; a language model's KV cache becomes None."""
+    if value is None or isinstance(value, (bool, int, float, str, Tensor)):
         return value
     if type(value).__name__.endswith("Cache"):
         return None
     raise CannotRunError(
-        f"an encoder answers with a {type(value).__name__}, which can't be handed on to other "
+        f"an encoder answers with a {type(value).__name__}, which can't be sent to other "
         "devices; give one device"
     )

@@ -39,7 +39,7 @@ _MOST = 1_000_000
 
 _NO_USE = {
     "resolution": "it has no named sizes; give size WIDTHxHEIGHT",
-    "extend": "it knows no video to go on from",
+    "extend": "it can't continue a video",
     "edit_strength": "give its own parameter by option, if it has one",
 }
 

@@ -208,8 +208,8 @@ class PipelineStage:
             begun = time.perf_counter()
 
         for relief in () if self._is_shared else ready.reliefs.resumed(take):
-            why = f"{self.name}: memory ran out before the run was broken off; it is called again"
-            emit(relief.event(self.name, 0, why, take.seed))
+            why = "out of memory here in the interrupted run; using the same fallback again"
+            emit(relief.event(self.name, 0, f"{self.name}: {why}", take.seed))
         while True:
             for generator, state in given:
                 generator.set_state(state)
@@ -225,7 +225,7 @@ class PipelineStage:
             less = ready.reliefs.at(0, made.at)
             if less is None:
                 raise CannotRunError(self._beyond(made, ready.reliefs.tried))
-            why = f"{made.place}: out of memory ({made.said}); it is called again"
+            why = f"{made.place}: out of memory ({made.said}); calling it again with less memory"
             emit(less.event(self.name, made.step, why, take.seed))
             if take.answers is not None:
                 take.answers.again()
@@ -310,12 +310,12 @@ class PipelineStage:
 
     def _beyond(self, made: _TooLittle, tried: Sequence[str]) -> str:
         was_tried = f" (tried: {'; '.join(tried)})" if tried else ""
-        less = "a smaller size or num_frames does"
+        less = "use a smaller size or num_frames"
         if self.pipe is not None:
             less += ", pipe.vae.enable_tiling() or pipe.enable_model_cpu_offload()"
         return (
-            f"{made.place}: out of memory, and nothing is left that takes less{was_tried}; {less}, "
-            f"and another program may hold what the plan counted on ({made.said})"
+            f"{made.place}: out of memory, and no memory fallback is left{was_tried}; {less}, "
+            f"or close other programs that use this memory ({made.said})"
         )
 
     def _explained(self, error: Exception, step: int) -> Exception:

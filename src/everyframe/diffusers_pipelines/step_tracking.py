@@ -119,7 +119,7 @@ class StepTracker:
         finally:
             self._is_read = False
         if self._was_called:
-            raise EveryframeError(f"the run is broken off: {_CALLED}")
+            raise EveryframeError(f"the run is interrupted: {_CALLED}")
 
     def finish(self) -> None:
         """End the current step."""

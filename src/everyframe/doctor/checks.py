@@ -63,16 +63,16 @@ def _not_told(failed: ProcessResult) -> Finding:
     """Why torch can't list devices: a broken GPU, or torch itself."""
     if (loss := failed.loss) is not None:
         return Finding(
-            mark="trouble",
+            mark="error",
             says=f"when torch was asked for its devices, {loss.what} ({loss.said})",
             cause=loss.likely,
-            mend=(Fix(do=loss.mend),),
+            fix=(Fix(do=loss.fix),),
         )
     return Finding(
-        mark="trouble",
+        mark="error",
         says=f"asking torch for its devices {failed}",
         cause="torch, or a library that it loads, does not work here.",
-        mend=(Fix(do="install torch anew", command="pip install --force-reinstall torch"),),
+        fix=(Fix(do="install torch anew", command="pip install --force-reinstall torch"),),
     )
 
 
@@ -94,14 +94,14 @@ def _unseen_card(software: SoftwareFacts) -> Finding:
     build = software.packages.get("torch", "none")
     is_cpu_build = software.cuda is None and software.rocm is None
     return Finding(
-        mark="trouble" if is_cpu_build else "note",
+        mark="error" if is_cpu_build else "note",
         says=f"there is an NVIDIA driver ({software.driver}), and torch sees no card",
         cause=(
             f"This torch ({build}) was built without CUDA."
             if is_cpu_build
             else "The driver may be too old for this torch, or the cards are hidden."
         ),
-        mend=(
+        fix=(
             Fix(
                 do="install torch for CUDA, from the page that pytorch.org shows for your system",
                 command="pip install --force-reinstall torch",
@@ -118,9 +118,9 @@ def versions(patient: DoctorInput) -> Check:
     said = ", ".join(f"{name} {there[name]}" for name in named if there.get(name))
     found = [
         Finding(
-            mark="trouble",
+            mark="error",
             says=f"{name} {have} is older than {need}, the oldest that Everyframe works with",
-            mend=(Fix(do="update it", command=_update(name, need)),),
+            fix=(Fix(do="update it", command=_update(name, need)),),
         )
         for name, (have, need) in reference_tables.too_old(software).items()
     ]
@@ -145,10 +145,10 @@ def _without_kernels(patient: DoctorInput) -> Iterator[Finding]:
         seen.add(device.capability)
         if not any(_runs_on(name, device.capability) for name in built):
             yield Finding(
-                mark="trouble",
+                mark="error",
                 says=f"this torch has no kernels for {device.name}",
                 cause=f"It was built for {', '.join(built)}.",
-                mend=(
+                fix=(
                     Fix(
                         do="install a build for this card, from the page that pytorch.org shows",
                         command="pip install --force-reinstall torch",
@@ -187,7 +187,7 @@ def _other_than_listed(software: SoftwareFacts) -> Iterator[Finding]:
             mark="note",
             says=f"{name} {version} is loaded, and pip lists {software.packages[package]}",
             cause="Another copy comes first in LD_LIBRARY_PATH, or in what torch was built with.",
-            mend=(Fix(do="let torch find its own", command="unset LD_LIBRARY_PATH"),),
+            fix=(Fix(do="let torch find its own", command="unset LD_LIBRARY_PATH"),),
         )
 
 
@@ -206,7 +206,7 @@ def _twice(software: SoftwareFacts) -> Iterator[Finding]:
             mark="note",
             says=f"{len(paths)} copies of {name} are loaded",
             cause=f"They are {', '.join(paths)}; which one is called is chance.",
-            mend=(Fix(do="keep one", command="unset LD_LIBRARY_PATH LD_PRELOAD"),),
+            fix=(Fix(do="keep one", command="unset LD_LIBRARY_PATH LD_PRELOAD"),),
         )
 
 
@@ -244,10 +244,10 @@ def _issue(match: Match, patient: DoctorInput) -> Finding | None:
         return None  # the probe tells by itself, with what it saw
     certain = match.needs is None and issue.certainty != "low"
     return Finding(
-        mark="trouble" if issue.is_severe and certain else "note",
+        mark="error" if issue.is_severe and certain else "note",
         says=issue.title + ("" if certain else " (not certain: only a probe can tell)"),
         cause=f"{issue.symptom} {issue.cause} {issue.here}",
-        mend=issue.mend,
+        fix=issue.fix,
         issue=issue.id,
         sources=issue.sources,
         evidence={"device": match.device.name} if match.device else {},
@@ -278,7 +278,7 @@ def tested_versions(patient: DoctorInput) -> Check:
         assert told.row is not None
         found.append(
             Finding(
-                mark="trouble",
+                mark="error",
                 says=f"this combination is known to be bad: {told.row.says}",
                 sources=(told.row.source,) if told.row.source else (),
             )
@@ -289,8 +289,8 @@ def tested_versions(patient: DoctorInput) -> Check:
         found.append(
             Finding(
                 mark="note",
-                says=f"nobody told us yet that this combination works{others}",
-                mend=(Fix(do=row, command=reference_tables.as_line(told.own)),)
+                says=f"no report yet that this combination works{others}",
+                fix=(Fix(do=row, command=reference_tables.as_line(told.own)),)
                 if patient.is_real
                 else (),
                 sources=(told.row.source,) if told.row and told.row.source else (),

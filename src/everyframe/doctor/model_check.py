@@ -22,17 +22,17 @@ def plan_of(patient: DoctorInput, model: str) -> Check:
     """The check ``model``: whether it fits, dtype clashes, and the plan's notes."""
     ended = run_isolated(plan_as_json, model, patient.profile, seconds=_SECONDS)
     if not ended.is_well:
-        finding = Finding(mark="trouble", says=f"planning {model} {ended}", mend=_look(model))
+        finding = Finding(mark="error", says=f"planning {model} {ended}", fix=_look(model))
         return Check.of("model", model, [finding])
     told = ended.value
     if told["refused"] is not None:
         return Check.of(
-            "model", model, [Finding(mark="note", says=str(told["refused"]), mend=_look(model))]
+            "model", model, [Finding(mark="note", says=str(told["refused"]), fix=_look(model))]
         )
     found = [Finding(mark="note", says=str(note)) for note in told["notes"]]
-    found += [Finding(mark="trouble", says=str(clash)) for clash in told["clashes"]]
+    found += [Finding(mark="error", says=str(clash)) for clash in told["clashes"]]
     if told["obstacle"] is not None:
-        found.append(Finding(mark="trouble", says=str(told["obstacle"]), mend=_look(model)))
+        found.append(Finding(mark="error", says=str(told["obstacle"]), fix=_look(model)))
     return Check.of("model", str(told["says"]), found)
 
 

@@ -161,8 +161,8 @@ class Variable(Options):
     says: str
     here: str
     when: str = ".*"
-    mark: Literal["note", "trouble"] = "note"
-    mend: str | None = None
+    mark: Literal["note", "error"] = "note"
+    fix: str | None = None
 
 
 @cache
@@ -186,12 +186,12 @@ def findings(environment: Mapping[str, str], num_cores: int) -> Iterator[Finding
         entry = meaning(name)
         if entry is None or not re.fullmatch(entry.when, value):
             continue
-        mend = (Fix(do="turn it off", command=entry.mend),) if entry.mend else ()
+        fix = (Fix(do="turn it off", command=entry.fix),) if entry.fix else ()
         yield Finding(
             mark=entry.mark,
             says=f"{name}={value}",
             cause=f"{entry.says} Here: {entry.here}.",
-            mend=mend,
+            fix=fix,
         )
     threads = environment.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and 0 < int(threads) < num_cores:
@@ -199,5 +199,5 @@ def findings(environment: Mapping[str, str], num_cores: int) -> Iterator[Finding
             mark="note",
             says=f"OMP_NUM_THREADS={threads} leaves cores idle that this process may use",
             cause=f"It may use {num_cores}; what the CPU computes takes longer with fewer.",
-            mend=(Fix(do="use all of them", command="unset OMP_NUM_THREADS"),),
+            fix=(Fix(do="use all of them", command="unset OMP_NUM_THREADS"),),
         )

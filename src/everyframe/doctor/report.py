@@ -17,19 +17,19 @@ from pydantic import Field
 from everyframe.core.options import Options
 from everyframe.hardware.known_issues import Fix
 
-#: ``fine``, ``note`` (works, worth knowing), ``trouble``, ``broke`` (the check itself did).
-Mark = Literal["fine", "note", "trouble", "broke"]
+#: ``fine``, ``note`` (works, worth knowing), ``error``, ``broke`` (the check itself did).
+Mark = Literal["fine", "note", "error", "broke"]
 
-_WORST_LAST: tuple[Mark, ...] = ("fine", "note", "broke", "trouble")
+_WORST_LAST: tuple[Mark, ...] = ("fine", "note", "broke", "error")
 
 
 class Finding(Options):
-    """One thing that was found: what, why, and what mends it, best way first."""
+    """One finding: what, why, and its fixes, best first."""
 
     mark: Mark
     says: str = Field(description="What was found, in a line.")
     cause: str | None = Field(default=None, description="Why.")
-    mend: tuple[Fix, ...] = Field(default=(), description="Ways out, best first.")
+    fix: tuple[Fix, ...] = Field(default=(), description="Fixes, best first.")
     issue: str | None = Field(default=None, description="Name of the known issue.")
     sources: tuple[str, ...] = Field(default=(), description="Where it was reported.")
     evidence: dict[str, Any] = Field(default_factory=dict, description="What was measured.")
@@ -70,7 +70,7 @@ class Report(Options):
     """All checks on one machine. `machine` is its facts; `profile` the name if it is made up."""
 
     type: Literal["doctor"] = "doctor"
-    version: Literal[1] = Field(default=1, description="Of this format.")
+    version: Literal[2] = Field(default=2, description="Of this format.")
     everyframe: str
     profile: str | None = None
     model: str | None = None
@@ -81,8 +81,8 @@ class Report(Options):
     machine: dict[str, Any]
 
     @property
-    def is_trouble(self) -> bool:
-        return self.verdict in ("trouble", "broke")
+    def has_errors(self) -> bool:
+        return self.verdict in ("error", "broke")
 
 
 def worst(marks: Iterable[Mark]) -> Mark:
@@ -91,18 +91,18 @@ def worst(marks: Iterable[Mark]) -> Mark:
 
 
 def verdict_line(checks: Sequence[Check], where: str) -> str:
-    """The last line: counts of troubles and notes, or that all is well, and the device."""
+    """The last line: counts of errors and notes, or that all is well, and the device."""
     found = [finding.mark for check in checks for finding in check.findings]
     counted = [
         f"{number} {word}{'' if number == 1 else 's'}"
         for word, number in (
-            ("trouble", found.count("trouble")),
+            ("error", found.count("error")),
             ("check that broke", found.count("broke")),
             ("note", found.count("note")),
         )
         if number
     ]
-    if "trouble" in found or "broke" in found:
+    if "error" in found or "broke" in found:
         return f"Not ready: {', '.join(counted)} on {where}.".replace("brokes", "broke")
     return f"Ready on {where}{': ' + ', '.join(counted) if counted else ''}."
 

@@ -1,6 +1,6 @@
 """Run the probes, each in its own process, and turn the results into findings.
 
-A probe that crashes, hangs or finds a wrong value is trouble, named by its signal or number. A
+A probe that crashes, hangs or finds a wrong value is an error, named by its signal or number. A
 probe that can't be started is reported as such. Neither stops the doctor.
 """
 
@@ -48,20 +48,20 @@ def probe(item: Probe, devices: Sequence[DeviceFacts]) -> Check:
 def _findings(item: Probe, device: DeviceFacts, ended: ProcessResult) -> Iterator[Finding]:
     where = device.torch_name
     if not ended.is_well:
-        yield _ended_badly(item, device, ended, _mended_by(item, where))
+        yield _ended_badly(item, device, ended, _fixed_by(item, where))
         return
     for text in ended.value["wrong"]:
         yield Finding(
-            mark="note" if item.is_optional else "trouble",
+            mark="note" if item.is_optional else "error",
             says=f"{where}: {text}",
-            mend=(Fix(do=item.advice),),
+            fix=(Fix(do=item.advice),),
             evidence=_finite(ended.value["measured"]),
         )
     for text in (*ended.value["notes"], *_slow_bf16(item, device, ended)):
         yield Finding(
             mark="note",
             says=f"{where}: {text}",
-            mend=(Fix(do=item.advice),),
+            fix=(Fix(do=item.advice),),
             evidence=_finite(ended.value["measured"]),
         )
 
@@ -84,7 +84,7 @@ def _slow_bf16(item: Probe, device: DeviceFacts, ended: ProcessResult) -> Iterat
         yield f"bf16 takes {ratio:.1f} times as long as float32, although it should be quicker"
 
 
-def _mended_by(item: Probe, where: str) -> tuple[Fix, ...]:
+def _fixed_by(item: Probe, where: str) -> tuple[Fix, ...]:
     """Environment variables with which a failed probe passes, if any."""
     if not item.again_with:
         return ()
@@ -96,15 +96,15 @@ def _mended_by(item: Probe, where: str) -> tuple[Fix, ...]:
 
 
 def _ended_badly(
-    item: Probe, device: DeviceFacts, ended: ProcessResult, mended: tuple[Fix, ...]
+    item: Probe, device: DeviceFacts, ended: ProcessResult, fixes: tuple[Fix, ...]
 ) -> Finding:
     """Finding for a crash, a hang or an error, with matching known issues, cause and fix."""
     issues = tuple(_explained(item, device, ended))
     loss = ended.loss
     # Of a card that is broken nothing else has to be changed.
-    advice = Fix(do=item.advice if loss is None else loss.mend)
+    advice = Fix(do=item.advice if loss is None else loss.fix)
     likely = None if loss is None else loss.likely
-    mark: Mark = "note" if item.is_optional else "trouble"
+    mark: Mark = "note" if item.is_optional else "error"
     return Finding(
         mark=mark,
         says=f"{device.torch_name}: {item.title}: the probe {_how(ended)}",
@@ -112,7 +112,7 @@ def _ended_badly(
         or likely
         or _last_line(ended.printed)
         or None,
-        mend=(*mended, *(mend for issue in issues for mend in issue.mend), advice),
+        fix=(*fixes, *(fix for issue in issues for fix in issue.fix), advice),
         issue=issues[0].id if issues else None,
         sources=tuple(source for issue in issues for source in issue.sources),
         evidence={"printed": ended.printed[-800:], "seconds": round(ended.seconds, 2)},

@@ -38,12 +38,12 @@ _ASKED: dict[str, Any] = {
 
 
 def smoke(patient: DoctorInput) -> Check:
-    """The check ``smoke``: trouble for each precision and path with wrong frames."""
+    """The check ``smoke``: an error for each precision and path with wrong frames."""
     device = patient.machine.devices[0]
     reference = run_isolated(frames_of, "cpu", "float32", None, seconds=_SECONDS)
     seconds = reference.seconds
     if not reference.is_well:
-        finding = Finding(mark="trouble", says=f"the embedded model on the CPU {reference}")
+        finding = Finding(mark="error", says=f"the embedded model on the CPU {reference}")
         return Check.of("smoke", "float32 on the CPU", [finding], seconds=seconds)
     found: list[Finding] = []
     details = []
@@ -97,9 +97,9 @@ def _cases(device: DeviceFacts) -> tuple[tuple[str, str | None], ...]:
 
 def _wrong(device: DeviceFacts, way: str, how: str) -> Finding:
     return Finding(
-        mark="trouble",
+        mark="error",
         says=f"the embedded model on {device.torch_name} in {way} {how}",
-        mend=(
+        fix=(
             Fix(do="compute in float32", command="everyframe generate … --dtype fp32"),
             Fix(do="or on the CPU", command="everyframe generate … --device cpu"),
         ),

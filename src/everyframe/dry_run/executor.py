@@ -5,7 +5,7 @@ the plan's device, whose facts are passed as data. Every operation is checked ag
 results are counted as memory, and work is added up (`counters`). So dtype clashes, peak memory and
 the amount of work are known without the hardware, the weights or the time. Branches on values, such
 as ``if mask.all()``, are answered with no. Host tensors are real and small.
-Read next: `everyframe.runtime.interface.DryRunCall`, `everyframe.core.bytes`.
+Read next: `everyframe.dry_run.call`, `everyframe.core.bytes`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -25,6 +26,7 @@ from everyframe.core.errors import EveryframeError
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
 from everyframe.dry_run import rules
+from everyframe.dry_run.call import DryRunCall
 from everyframe.dry_run.counters import MAX_FINDINGS, ComponentTally, MemoryTracker, workspace
 from everyframe.dry_run.meta_device import (
     COMPUTED,
@@ -42,7 +44,7 @@ from everyframe.dry_run.meta_device import (
     widened,
     without_masks,
 )
-from everyframe.dry_run.result import FATAL, DryRunFinding, DryRunResult
+from everyframe.dry_run.result import FATAL, DryRunFinding, DryRunResult, DryRunResults
 from everyframe.dry_run.sdpa_backend import SdpaCall, is_fused
 from everyframe.ops.attention import plain_attention
 from everyframe.ops.device import standing_for
@@ -64,56 +66,45 @@ class DryRunModule:
     outputs: tuple[str, ...] = ("",)
 
 
-def dry_run_module(
-    module: nn.Module,
-    precision: Precision | None,
-    call: Callable[[Any, str], object],
-    device: DeviceFacts,
-    outputs: tuple[str, ...] = ("",),
-) -> DryRunResult:
-    """Dry-run ``call(module, STAND_IN)`` and return its findings.
+def dry_run(
+    call: DryRunCall, precisions: Mapping[str, Precision | None], device: DeviceFacts
+) -> DryRunResults:
+    """Dry-run a call with its components in these precisions, and return the findings for each.
 
-    `module` has no weights and is restored afterwards, except for the dtypes of its parameters.
-    With `precision` None it runs in the dtypes it has.
+    Modules have no weights and are restored afterwards, except for the dtypes of their parameters.
+    A precision of None leaves a module in the dtypes it has.
     """
-    run = _Run(device, {"": precision})
-    # Why it failed is among the findings.
-    with _prepared({"": DryRunModule(module, precision, outputs)}, run), suppress(_Failed):
-        call(module, STAND_IN)
-    return run.found()[""]
-
-
-@dataclass(frozen=True)
-class JointDryRunResult:
-    """Results of a dry run over several components; components it did not finish are missing.
-
-    Attributes:
-        found: result by component.
-        stopped: why the call stopped early; empty if it did not.
-        at: the component in which it stopped.
-        returned: what the call returned.
-    """
-
-    found: Mapping[str, DryRunResult]
-    stopped: str = ""
-    at: str = ""
-    returned: object = None
+    modules = call.modules()
+    parts = {
+        name: DryRunModule(module, precisions[name], call.outputs(name, module))
+        for name, module in modules.items()
+    }
+    return dry_run_modules(parts, partial(call.call, modules), device, is_foreign=call.is_foreign)
 
 
 def dry_run_modules(
-    parts: Mapping[str, DryRunModule], call: Callable[[str], object], device: DeviceFacts
-) -> JointDryRunResult:
-    """Dry-run ``call(STAND_IN)``, which uses several modules, and return the findings for each.
+    parts: Mapping[str, DryRunModule],
+    call: Callable[[str], object],
+    device: DeviceFacts,
+    *,
+    is_foreign: bool = False,
+) -> DryRunResults:
+    """Dry-run ``call(STAND_IN)``, which uses these modules; see `dry_run`.
 
     Operations between modules count for the module that ran last, and each module's peak includes
-    everything alive then. `call` is foreign code not written for dry runs: small tensors keep their
-    values, and host tensors stand for device tensors where the two meet. The call may still stop
+    everything alive then. Code that `is_foreign` was not written for dry runs: small tensors keep
+    their values, and host tensors stand for device tensors where the two meet. It may still stop
     early, where it needs other values or a real device. What it returns is stored, so it should
     hold no tensor.
     """
-    run = _Run(device, {name: part.precision for name, part in parts.items()}, is_lenient=True)
-    stopped, returned = "", None
+    precisions = {name: part.precision for name, part in parts.items()}
+    run = _Run(device, precisions, is_lenient=is_foreign)
     with _prepared(parts, run):
+        if not is_foreign:
+            with suppress(_Failed):  # why it failed is among the findings
+                call(STAND_IN)
+            return DryRunResults(run.found())
+        stopped, returned = "", None
         try:
             returned = call(STAND_IN)
         except _Failed as failed:
@@ -128,12 +119,10 @@ def dry_run_modules(
             stopped = f"{type(error).__name__}: {said}"
     found = run.found()
     if not stopped:
-        return JointDryRunResult(found, returned=returned)
+        return DryRunResults(found, returned=returned)
     # Why it stopped is no finding, but that two dtypes met is.
     told = {name: each for name, each in found.items() if name != run.at or each.clashes}
-    return JointDryRunResult(
-        {name: e for name, e in told.items() if e.num_operations}, stopped, run.at
-    )
+    return DryRunResults({name: e for name, e in told.items() if e.num_operations}, stopped, run.at)
 
 
 @contextmanager
@@ -146,7 +135,7 @@ def _prepared(parts: Mapping[str, DryRunModule], run: _Run) -> Iterator[None]:
             nn.Module.to(part.module, STAND_IN).eval().requires_grad_(False)
             if part.precision is not None:
                 put_on = [cast_hooks.add_cast_hooks(part.module, part.precision, part.outputs)]
-                if len(parts) > 1:  # as a pipeline's parts are put together
+                if run.is_lenient and len(parts) > 1:  # as a pipeline's parts are put together
                     put_on.append(cast_hooks.add_input_casts(part.module))
                 for hooks in put_on:
                     stack.callback(hooks.remove)

@@ -5,6 +5,7 @@ It is saved as JSON; reading checks every field, as the file may have been edite
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -98,6 +99,23 @@ class DryRunResult:
         return frozenset(
             dtype for module, _, dtype in self.seen if dtype and in_island(module or ".", (part,))
         )
+
+
+@dataclass(frozen=True)
+class DryRunResults:
+    """Results of a dry run by component; those that foreign code did not finish are missing.
+
+    Attributes:
+        found: result by component.
+        stopped: why foreign code stopped early; empty if it did not.
+        at: the component in which it stopped.
+        returned: what the call returned.
+    """
+
+    found: Mapping[str, DryRunResult]
+    stopped: str = ""
+    at: str = ""
+    returned: object = None
 
 
 def result_to_json(result: DryRunResult) -> dict[str, Any]:

@@ -7,7 +7,7 @@ the processes; `everyframe.parallel` moves tensors between them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -232,7 +232,7 @@ def _plain(value: Any) -> Any:
 _WHAT = "videos are handed over"
 
 
-def gathered(events: Events, here: RankContext) -> Events:
+def gathered(events: Iterator[Event], here: RankContext) -> Events:
     """On rank 0, yield the events of all video groups in turn; elsewhere this rank's own."""
     world = here.teams.world
     if world.is_lead:

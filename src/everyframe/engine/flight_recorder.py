@@ -119,8 +119,8 @@ def _told(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise MediaError(
-            f"can't write {str(path)!r}, which says where a run is: {error.strerror or error}; "
-            "free some space there, or name another folder in TMPDIR"
+            f"can't write {str(path)!r}, the flight recorder of this run: "
+            f"{error.strerror or error}; free some space there, or name another folder in TMPDIR"
         ) from error
 
 

@@ -103,7 +103,7 @@ def explain_errors(
             if isinstance(error, EveryframeError) or began_here or folder.is_own():
                 raise
             raise CorruptRunError(
-                f"the run {folder.name} was made by somebody else and can't be gone on with: "
+                f"the run {folder.name} was made by somebody else and cannot be resumed: "
                 f"{type(error).__name__}: {' '.join(str(error).split())}"
             ) from error
 

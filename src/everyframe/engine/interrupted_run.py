@@ -97,7 +97,7 @@ def load_run(folder: RunFolder) -> InterruptedRun:
             read_json(path)
     except CorruptRunError as error:
         raise error.reworded(
-            f"{error}; {folder.name} can't be gone on with, but made again from its beginning "
+            f"{error}; {folder.name} cannot be resumed; generate it again from the start "
             f"(everyframe resume {folder.name} --forget removes it)"
         ) from error
     except UNREADABLE as error:

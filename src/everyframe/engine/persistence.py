@@ -67,8 +67,8 @@ def create_run(
         why = getattr(error, "strerror", None) or str(error)
         keeper = RunStateWriter(None, how)
         keeper.note(
-            f"this run can't be kept in {how.root} ({why}); it can't be gone on with if it is "
-            "broken off. EVERYFRAME_RUNS names another folder"
+            f"this run can't be saved in {how.root} ({why}), so it cannot be resumed if it is "
+            "interrupted; EVERYFRAME_RUNS names another folder"
         )
         return keeper
     keeper = RunStateWriter(folder, how, lock)
@@ -124,7 +124,9 @@ def writer_for_rank(here: RankContext, how: SaveOptions, begun: RunStateWriter) 
     if folder.path.is_dir():
         return RunStateWriter(folder, how)
     keeper = RunStateWriter(None, how)
-    keeper.note(f"{path} is not on this machine too; its videos begin again if it is broken off")
+    keeper.note(
+        f"{path} is not on this machine too; its videos begin again if the run is interrupted"
+    )
     return keeper
 
 
@@ -150,7 +152,7 @@ def saved_run(keeper: RunStateWriter, takes: Sequence[VideoState]) -> Iterator[N
         )
         if folder is None or remove:
             raise
-        text = f"{error}; go on from where it was: everyframe resume {folder.name}"
+        text = f"{error}; resume it: everyframe resume {folder.name}"
         raise error.reworded(text) from error.__cause__
     finally:
         # Others may be at work on other parts of it.

@@ -21,7 +21,7 @@ from everyframe.core.errors import InputError
 from everyframe.core.lora import Lora
 from everyframe.core.options import facts_of
 from everyframe.core.plan import Plan, Repair
-from everyframe.core.request import Request
+from everyframe.core.request import Request, with_current_names
 from everyframe.engine.file_identity import (
     as_bytes,
     file_identities,
@@ -51,7 +51,7 @@ _ALIKE = (
     {"image", "extend"},
 )
 #: Overriding one of these discards the recorded fast paths.
-_CHOOSE_ANEW = {"device", "dtype", "attention", "without", "compile", "paths"}
+_CHOOSE_ANEW = {"device", "dtype", "attention", "disable", "compile", "paths"}
 #: Maximum number of threads per core taken from the record of a larger machine.
 _MOST_ON_A_CORE = 4
 #: IPTC digital source type that generators must declare.
@@ -195,6 +195,7 @@ def request_from(
             "it was not made by everyframe, or by another version of it"
         )
     check_record(record)
+    overrides = with_current_names(overrides)
     wanted = {name: value for name, value in overrides.items() if value is not None}
     # What says the same in other words gives way as well: seconds to num_frames, for one.
     replaced = {name for group in _ALIKE if wanted.keys() & group for name in group}
@@ -203,7 +204,7 @@ def request_from(
     elif "model" not in wanted:
         _check_given_in_python(record)
     own = wanted.pop("option", None)
-    asked = accepted_options(record["request"], wanted.keys() | replaced)
+    asked = accepted_options(with_current_names(record["request"]), wanted.keys() | replaced)
     for name in (*GIVEN, *_options_that("names_files")):
         asked |= {name: find_files(name, asked[name])} if name in asked else {}
     if "loras" in asked:

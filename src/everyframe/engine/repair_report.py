@@ -95,11 +95,11 @@ def with_repair_report(
                 if isinstance(event, Repaired):
                     repairs.append(event)
                     if len(repairs) == num_before + 1:
-                        yield Note(f"what is repaired, and where numbers grew: {write()}")
+                        yield Note(f"report of the repairs: {write()}")
         if len(repairs) > num_before or (repairs and not (folder / _NAME).exists()):
             write()
     except NumericsError as error:
-        raise NumericsError(f"{error}; where numbers grew: {write(str(error))}") from error
+        raise NumericsError(f"{error}; report: {write(str(error))}") from error
     finally:
         magnitudes.remove()
 
@@ -117,31 +117,34 @@ def page(
 
     If `is_resumed`, the heat maps cover the time after the resume only.
     """
-    since = " They begin where the run was gone on with." if is_resumed else ""
+    since = " They begin where the run was resumed." if is_resumed else ""
     faulty = dict.fromkeys(each.component for each in repairs)
     pictures = [_picture(name, magnitudes, repairs) for name in _ordered(magnitudes, faulty, error)]
     options = dict(record["settings"].get("options", ()))
     settings = {**record["settings"], "options": None, **options}
     settings = {k: v for k, v in settings.items() if v not in (None, (), [], "")}
     facts = {"device": plan.device.name, **record["versions"], "everyframe": record["everyframe"]}
-    verdict = error or f"{len(repairs)} repairs, and the run went on."
+    verdict = (
+        error
+        or f"{len(repairs)} {'repair' if len(repairs) == 1 else 'repairs'}; the run continued."
+    )
     return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{_text(plan.model)}: what went wrong</title>
+<html lang="en"><head><meta charset="utf-8"><title>{_text(plan.model)}: report</title>
 <style>{_STYLE}</style></head><body>
 <h1>{_text(plan.title)}</h1>
 <p class="verdict">{_text(verdict)}</p>
-<h2>What was found, and what was done</h2>
+<h2>Faults and repairs</h2>
 {_repairs(repairs)}
-<h2>Where numbers grew</h2>
-<p>The largest value that each module gave, call by call. Calls that were repeated, to find what
-went wrong and to compute it again, are calls as well.{since}</p>
+<h2>Magnitude of values</h2>
+<p>The largest absolute value of each module's output, call by call. Repeated calls (to find a fault
+or to compute it again) count as calls.{since}</p>
 {"".join(pictures)}
-<h2>What ran</h2>
+<h2>Plan</h2>
 {_components(plan.components)}
 {_pairs(settings)}
-<h2>On what</h2>
+<h2>Device and versions</h2>
 {_pairs(facts)}
-<p>To report it, add what <code>everyframe doctor --share</code> prints.</p>
+<p>In a bug report, include the output of <code>everyframe doctor --share</code>.</p>
 </body></html>
 """
 

@@ -82,11 +82,11 @@ def replan_for_devices(
 def said_of_move(old: Plan, new: Plan) -> tuple[str, ...]:
     """Notes about a run that resumes on other devices."""
     text = (
-        f"begun on {_devices(old)}, goes on on {_devices(new)}: what is summed in another order "
-        "differs by rounding, in float32 by about 1e-5 of the values at most"
+        f"begun on {_devices(old)}, resumed on {_devices(new)}: sums in another order differ by "
+        "rounding, in float32 by about 1e-5 of the values at most"
     )
     if new.settings.savings != old.settings.savings:
-        text += "; to fit there it is computed in other pieces"
+        text += "; to fit there, it is computed in other pieces"
     return (text,)
 
 
@@ -98,16 +98,16 @@ def _devices(plan: Plan) -> str:
 def _check_alike(old: Plan, new: Plan) -> None:
     if old.device.name != new.device.name:
         raise CannotRunError(
-            f"the run was on {old.device.torch_name} ({old.device.name}), and would go on on "
+            f"the run was on {old.device.torch_name} ({old.device.name}), and would resume on "
             f"{new.device.torch_name} ({new.device.name}): another device gives another video, so "
-            "it can't be gone on with there, but made again from its beginning"
+            "it cannot be resumed there; generate it again from the start"
         )
     for part in old.components:
         if new.component(part.name).precision != part.precision:
             raise CannotRunError(
-                f"the {part.title} would go on in {new.component(part.name).precision} "
-                f"there, and was begun in {part.precision}; give the devices that it was "
-                "begun on, or make it again from its beginning"
+                f"the {part.title} would resume in {new.component(part.name).precision} "
+                f"there, and was begun in {part.precision}; name the devices that it was "
+                "begun on, or generate it again from the start"
             )
 
 
@@ -146,14 +146,14 @@ def replan_with_less_memory(
     where = f"{scarcity.where}, on rank {scarcity.rank}: out of memory"
     if found is None:
         raise CannotRunError(
-            f"{where}, and nothing is left that takes less on so many devices; more of them may go "
-            "on from the last step (everyframe resume --num-devices), and a smaller size or "
-            f"num_frames does ({scarcity.said})"
+            f"{where}, and no memory fallback is left on so many devices; resume it from the last "
+            "step on more devices (everyframe resume --num-devices), or use a smaller size or "
+            f"num_frames ({scarcity.said})"
         )
     plan, fallback = found
     why = (
-        f"{where} ({scarcity.said}), in the middle of what several devices compute together; all "
-        "go on from the last step that was kept"
+        f"{where} ({scarcity.said}), in a step that several devices compute together; all resume "
+        "from the last saved step"
     )
     component = scarcity.components[0] if len(scarcity.components) == 1 else ""
     return plan, replace(fallback, component=component).event(scarcity.stage, scarcity.step, why)

@@ -79,8 +79,7 @@ def _source(extend: Any, settings: Settings) -> tuple[np.ndarray[Any, Any], tupl
         frames, rate = read_video(extend, fps=fps if bare else None, size=size)
     if len(frames) > _MAX_SOURCE_FRAMES:
         raise InputError(
-            f"the video to go on from has {len(frames)} frames, "
-            f"at most {_MAX_SOURCE_FRAMES} are read"
+            f"the video to extend has {len(frames)} frames, at most {_MAX_SOURCE_FRAMES} are read"
         )
     notes: tuple[str, ...] = ()
     if rate != fps:

@@ -118,7 +118,7 @@ def _locked(folder: RunFolder) -> Lock:
         return folder.locked()
     except OSError as error:
         raise InputError(
-            f"the run {folder.name} can't be gone on with in {folder.path.parent} "
+            f"the run {folder.name} cannot be resumed in {folder.path.parent} "
             f"({error.strerror}); copy its folder to another disk and give it by its path: "
             "everyframe resume FOLDER"
         ) from error
@@ -139,7 +139,7 @@ def _write_anew(run: InterruptedRun, request: Request, record: Mapping[str, Any]
 
 def _skipped(seeds: Collection[int]) -> tuple[str, ...]:
     named = ", ".join(map(str, sorted(seeds)))
-    return (f"what was made before is left as it is: the videos of seed {named}",) if seeds else ()
+    return (f"finished videos are left unchanged: seed {named}",) if seeds else ()
 
 
 def _read(
@@ -150,21 +150,22 @@ def _read(
     what = f'"{settings.prompt[:60]}", ' if settings.prompt else ""
     name = f"{folder.name} ({run.plan.model}, {what}seed {settings.seed})"
     number = folder.num_answers()
-    served = f"; {number} calls of its models were made and are not made again" if number else ""
+    noun = "call is" if number == 1 else "calls are"
+    served = f"; {number} saved model {noun} not computed again" if number else ""
     kept = furthest(folder, [take.seed for take in takes])
-    progress, says = RunState(takes=takes), f"goes on with {name} from its beginning{served}"
+    progress, says = RunState(takes=takes), f"resuming {name} from the start{served}"
     try:
         if kept is not None:
             progress = keeper.read(takes, kept)
             clip = f"clip {progress.clip + 1} of {settings.chain}, " if progress.clip else ""
-            done = f"{clip}stage {progress.stage + 1}, {sum(t.step for t in takes)} steps of it"
-            says = f"goes on with {name}: {done} done{served}"
+            done = f"{clip}stage {progress.stage + 1}, {sum(t.step for t in takes)} of its steps"
+            says = f"resuming {name}: {done} done{served}"
     except CorruptRunError as error:
         # All of it follows from what was asked, so nothing but time is lost.
         fresh = initial_videos(run.request, run.plan)
         wanted = {take.seed for take in takes}
         progress = RunState(takes=[take for take in fresh if take.seed in wanted])
-        says = f"begins {name} again: {error}"
+        says = f"starting {name} again: {error}"
     remind(progress, run.relieved)
     return progress, says
 
@@ -182,7 +183,7 @@ def _model_here(
         if run.given is None:
             raise InputError(
                 f"the run {run.folder.name} was begun with {run.plan.model}, and not with a "
-                "pipeline that was given in Python; go on with it by "
+                "pipeline that was given in Python; resume it with "
                 f"everyframe.resume({run.folder.name!r})"
             )
         _check_given(run.folder, run.given, given.digests())
@@ -202,7 +203,7 @@ def _check_trust(run: InterruptedRun) -> None:
     if run.request.family_options.get("trust_remote_code"):
         raise InputError(
             f"the run {run.folder.name} runs Python code that comes with {run.plan.model}; if you "
-            "trust it, say so again: --trust-remote-code (trust_remote_code=True)"
+            "trust it, allow it again: --trust-remote-code (trust_remote_code=True)"
         )
 
 
@@ -218,8 +219,7 @@ def find_run_of(digests: Mapping[str, str]) -> RunFolder:
         found += [] if given is None else [(folder, given)]
     if not found:
         raise InputError(
-            "no run of a pipeline that was given in Python was broken off: there is nothing to go "
-            "on with"
+            "there is no interrupted run of a pipeline that was given in Python: nothing to resume"
         )
     fitting = [folder for folder, given in found if given == digests]
     if not fitting:
@@ -234,7 +234,7 @@ def _check_given(folder: RunFolder, was: Mapping[str, str], now: Mapping[str, st
         raise InputError(
             f"the pipeline is not the one that {folder.name} was begun with: another "
             f"{', '.join(others)} (weights, dtype, config, device, adapters or hooks); set it up "
-            "as it was to go on with that run, or make the video again from its beginning"
+            "as it was to resume that run, or generate the video again from the start"
         )
 
 
@@ -259,8 +259,8 @@ def _check_device(run: InterruptedRun) -> None:
         names = ", ".join(f"{device.torch_name} ({device.name})" for device in there)
         raise CannotRunError(
             f"the run {run.folder.name} was on {wanted.torch_name} ({wanted.name}), and here is "
-            f"{names}: another device gives other bits, so it can't be gone on with, but made "
-            "again from its beginning; if it was lost, restart the machine and go on then"
+            f"{names}: another device gives other bits, so it cannot be resumed here; generate it "
+            "again from the start; if the device was lost, restart the machine and resume then"
         )
 
 
@@ -285,7 +285,7 @@ def _compared(run: InterruptedRun, record: dict[str, Any]) -> tuple[str, ...]:
     if was["model"]["sha256"] != record["model"]["sha256"]:
         raise InputError(
             f"the weights of {run.plan.model} are not those that {run.folder.name} was begun with; "
-            "it can't be gone on with"
+            "it cannot be resumed"
         )
     for name, value in was["request"].items():
         if name in (*OF_RANKS, "device") or (name in run.named and _names_model(name)):
@@ -293,9 +293,9 @@ def _compared(run: InterruptedRun, record: dict[str, Any]) -> tuple[str, ...]:
         if _contents(record["request"].get(name)) != _contents(value):
             raise InputError(
                 f"{name} is not what {run.folder.name} was begun with: the file was changed since; "
-                "put the old one back to go on with it"
+                "put the old one back to resume"
             )
     return tuple(
-        f"the frames may differ from those of an unbroken run: {line}"
+        f"the frames may differ from those of an uninterrupted run: {line}"
         for line in differences(was, record, is_same_run=True)
     )

@@ -112,7 +112,7 @@ def stream(
     record = make_record(plan, request, model.weight_files())
     key = _repairs_key(record, plan)
     if request.forget_repairs and key is not None and delete_repairs(key):
-        yield Note("what was remembered of repairs for this model on this device is forgotten")
+        yield Note("the saved repairs of this model on this device are removed")
     yield WeightsReady(record)
     here = join_plan(plan, model, record, peers)
     how = SaveOptions(runs_folder()) if keep is None else keep
@@ -147,29 +147,54 @@ def run_stages(
         yield from keeper.notes()
         if keeper.folder is not None and keeper.folder.part == 0:
             yield RunSaved(keeper.folder.name, str(keeper.folder.path))
-        events = _as_planned(_run(here, model, record, keeper, progress), here)
-        yield from gathered(events, here) if here.sources else events
+        events = _PlannedEvents(_run(here, model, record, keeper, progress), here)
+        with closing(events):
+            yield from gathered(events, here) if here.sources else events
 
 
-def _as_planned(events: Events, here: RankContext) -> Events:
-    """Pass events through; compute them with the plan's threads, full float32, and no gradients.
+class _PlannedEvents:
+    """The same events, computed with the plan's threads, full float32, and no gradients.
 
     The settings are entered anew for each event, since the consumer's code runs between two events
-    and must not be affected. An in-memory model runs with torch as its owner set it.
+    and must not be affected. An in-memory model runs with torch as its owner set it. Out-of-memory
+    and lost-device errors of torch become errors of ours.
     """
-    where, turn = "before its first stage", Turn(is_alone=True)
-    with closing(events):
-        while True:
-            with _switched(here.plan, turn) if here.plan.switches is None else nullcontext():
-                event = _next(events, here, where)
-            if event is None:
-                return
-            if isinstance(event, StageStarted):
-                where = f"in {event.stage}"
-            elif isinstance(event, Step):
-                # A card's work is queued: what failed may be of any step after the last one here.
-                where = f"after step {event.step} of {event.stage}"
-            yield event
+
+    def __init__(self, events: Generator[Event, None, None], here: RankContext) -> None:
+        self._events, self._plan = events, here.plan
+        self._where, self._turn = "before its first stage", Turn(is_alone=True)
+        rank = f" of rank {here.teams.world.rank}" if here.teams.world.size > 1 else ""
+        self._device = f"{here.plan.device.torch_name}{rank} ({here.plan.device.name})"
+
+    def __iter__(self) -> Iterator[Event]:
+        return self
+
+    def close(self) -> None:
+        """End the events."""
+        self._events.close()
+
+    def __next__(self) -> Event:
+        is_ours = self._plan.switches is None
+        with (
+            _switched(self._plan, self._turn) if is_ours else nullcontext(),
+            translate_device_loss(self._device, self._where),
+        ):
+            try:
+                event = next(self._events)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                said = str(error).splitlines()[0] if str(error) else type(error).__name__
+                raise CannotRunError(
+                    "out of memory during the run; use a smaller size or num_frames, or close "
+                    f"other programs that use this memory ({said})"
+                ) from error
+        if isinstance(event, StageStarted):
+            self._where = f"in {event.stage}"
+        elif isinstance(event, Step):
+            # A card's work is queued: what failed may be of any step after the last one here.
+            self._where = f"after step {event.step} of {event.stage}"
+        return event
 
 
 @contextmanager
@@ -188,24 +213,6 @@ def _switched(plan: Plan, turn: Turn) -> Iterator[None]:
         torch.inference_mode(),
     ):
         yield
-
-
-def _next(events: Iterator[Event], here: RankContext, where: str) -> Event | None:
-    """The next event; out-of-memory and lost-device errors of torch become errors of ours."""
-    device = here.plan.device.torch_name
-    if here.teams.world.size > 1:
-        device += f" of rank {here.teams.world.rank}"
-    with translate_device_loss(f"{device} ({here.plan.device.name})", where):
-        try:
-            return next(events, None)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            said = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise CannotRunError(
-                "out of memory while it ran; a smaller size or num_frames takes less, and another "
-                f"program may hold what the plan counted on ({said})"
-            ) from error
 
 
 def _run(
@@ -227,29 +234,38 @@ def _run(
         keeper.write(progress)
         for take in takes:
             take.shortages = keeper.shortages(clip, progress.stage)
-        for event in _run_stage(stage, takes, clip, num_clips):
-            if isinstance(event, Repaired):
-                progress.repairs.append({"clip": clip, **event.to_json()})
-                _remember(key, plan, event)
-            if isinstance(event, Note) and event.in_record:
-                progress.notes.append((event.seed, event.text))
-            if isinstance(event, Step) and stage.goes_on:
-                keeper.write(progress)
-            if isinstance(event, FramesDecoded):
-                _check_finite(event, stage)
-                which = (event.seed, event.index)
-                num_frames[which] += event.num_frames
-                if clip < num_clips - 1:
-                    keeper.frames(progress, event)
-                elif which not in unfinished:
-                    # Takes come one after the other: where one begins, those before are whole.
+        began = time.perf_counter()
+        yield StageStarted(stage.name, stage.num_steps(len(takes)), clip, num_clips)
+        with release_components():
+            # When the generator is over, so is the component that it held.
+            for event in stage.run(takes):
+                if isinstance(event, Repaired):
+                    progress.repairs.append({"clip": clip, **event.to_json()})
+                    _remember(key, plan, event)
+                if isinstance(event, Note) and event.in_record:
+                    progress.notes.append((event.seed, event.text))
+                if isinstance(event, Step) and stage.goes_on:
+                    keeper.write(progress)
+                if isinstance(event, FramesDecoded):
+                    _check_finite(event, stage)
+                    which = (event.seed, event.index)
+                    num_frames[which] += event.num_frames
+                    if clip < num_clips - 1:
+                        keeper.frames(progress, event)
+                    elif which not in unfinished:
+                        # Takes come one after the other: where one begins, those before are whole.
+                        yield from _done(unfinished, num_frames, record, progress)
+                        unfinished = [which]
+                if isinstance(event, Output) and event.seed not in (seed for seed, _ in unfinished):
                     yield from _done(unfinished, num_frames, record, progress)
-                    unfinished = [which]
-            if isinstance(event, Output) and event.seed not in (seed for seed, _ in unfinished):
-                yield from _done(unfinished, num_frames, record, progress)
-                unfinished = [(event.seed, None)]
-            yield event
-            yield from keeper.notes()
+                    unfinished = [(event.seed, None)]
+                yield event
+                yield from keeper.notes()
+        empty_cache()
+        seconds = time.perf_counter() - began
+        _log.info("clip %d of %d: %s took %.2f s", clip + 1, num_clips, stage.name, seconds)
+        yield StageDone(stage.name, seconds)
+        yield from keeper.notes()
         for take in takes:
             take.begin_stage()
     yield from _done(unfinished, num_frames, record, progress)
@@ -287,9 +303,9 @@ def _check_finite(event: FramesDecoded, stage: Stage) -> None:
     # Both carry NaN through, and need no copy as large as the frames.
     if frames.size and not (np.isfinite(frames.min()) and np.isfinite(frames.max())):
         raise NumericsError(
-            f"{stage.name} made frames that hold values that are not finite; nothing was written. "
-            "Another precision may not (--dtype fp32), and `everyframe doctor` tells what this "
-            "device is known for"
+            f"{stage.name} made frames with values that are not finite; nothing was written. "
+            "Try another precision (--dtype fp32); `everyframe doctor` lists the known issues of "
+            "this device"
         )
 
 
@@ -306,17 +322,3 @@ def _done(
         mine = for_seed(whole, seed)
         mine = mine if index is None else {**mine, "index": index}
         yield VideoDone(seed, num_frames[seed, index], mine, index)
-
-
-def _run_stage(
-    stage: Stage, takes: Sequence[VideoState], clip: int, num_clips: int
-) -> Iterator[Event]:
-    began = time.perf_counter()
-    yield StageStarted(stage.name, stage.num_steps(len(takes)), clip, num_clips)
-    with release_components():
-        # When the generator is over, so is the component that it held.
-        yield from stage.run(takes)
-    empty_cache()
-    seconds = time.perf_counter() - began
-    _log.info("clip %d of %d: %s took %.2f s", clip + 1, num_clips, stage.name, seconds)
-    yield StageDone(stage.name, seconds)

@@ -348,4 +348,4 @@ def _check_components(full: Sequence[str], plan: Plan) -> None:
 def _check_called(recorder: Recorder) -> None:
     missing = recorder.never_called()
     if missing:
-        raise InputError(f"{missing[0]} was never called, so nothing of it was kept whole")
+        raise InputError(f"{missing[0]} was never called, so none of its tensors were stored")

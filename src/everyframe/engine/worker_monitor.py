@@ -182,8 +182,8 @@ def crash_error(worker: Worker, code: int, run: RunFolder | None) -> WorkerDiedE
     said = [f"the worker process{rank} {died} {where}"]
     if code == -9:
         said.append(
-            "nobody here ended it, so most likely the system did, because memory ran out: a "
-            "smaller --size or --num-frames takes less, and `everyframe plan` forecasts how much"
+            "the system most likely killed it because host memory ran out: use a smaller --size "
+            "or --num-frames; `everyframe plan` forecasts the memory"
         )
     elif (loss := loss_in(worker.printed())) is not None:
         said.append(f"its device was lost {loss}")
@@ -196,7 +196,7 @@ def crash_error(worker: Worker, code: int, run: RunFolder | None) -> WorkerDiedE
 
 def kept_in(run: RunFolder | None) -> list[str]:
     """Note about the run saved at the time of a crash."""
-    return [] if run is None else [f"what it came to is kept: everyframe resume {run.name}"]
+    return [] if run is None else [f"resume it: everyframe resume {run.name}"]
 
 
 def _of_the_machine(
@@ -216,9 +216,9 @@ def _of_the_machine(
     if issue is None:
         said.append("no known issue matches; `everyframe doctor` tries what this machine can do")
         return said
-    mend = issue.mend[0]
-    command = f": {mend.command}" if mend.command else ""
-    said.append(f"this is known ({issue.id}: {issue.title}); {mend.do}{command}")
+    fix = issue.fix[0]
+    command = f": {fix.command}" if fix.command else ""
+    said.append(f"known issue ({issue.id}: {issue.title}); {fix.do}{command}")
     return said
 
 

@@ -86,7 +86,7 @@ def blocks_of(
     `parts` returns the names of the submodules that count as blocks.
     """
     for call in subject.calls:
-        module = call.part()
+        module = call.module()
         names = tuple(parts(module))
         given = _noted(subject, call, names, subject.precision)
         wide = _noted(subject, call, names, Precision("float32", "float32"))
@@ -102,7 +102,7 @@ def _noted(
     subject: CertificationTarget, call: TargetCall, names: tuple[str, ...], precision: Precision
 ) -> dict[str, BlockInputs]:
     """Inputs of each submodule's first call, in that precision."""
-    module = call.part()
+    module = call.module()
     given: dict[str, BlockInputs] = {}
 
     def noting(name: str) -> Callable[..., None]:
@@ -118,7 +118,7 @@ def _noted(
         for name in names
     ]
     try:
-        call.rehearse(precision, subject.device)
+        call.dry_run(precision, subject.device)
     finally:
         for handle in handles:
             handle.remove()

@@ -14,7 +14,7 @@ from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.facts import DeviceFacts
 
 #: Environment variable: comma-separated names of fast paths that are off in every run.
-WITHOUT_VARIABLE = "EVERYFRAME_WITHOUT"
+DISABLE_VARIABLES = ("EVERYFRAME_DISABLE", "EVERYFRAME_WITHOUT")
 
 #: Attention kernel that needs no certificate; see `everyframe.ops.attention`.
 PLAIN = "math"
@@ -54,7 +54,7 @@ _TRIALS = "everyframe.fast_paths.trials"
 _ANY = ("cpu", "cuda", "mps", "xpu")
 
 _ALL = (
-    FastPath("attention-flash", "attention in blocks, which never holds all scores",
+    FastPath("attention-flash", "attention in blocks, without the whole score matrix",
              "attention", ("cpu", "cuda"), f"{_TRIALS}:attention",
              uses=("attention:flash",), at_once=True),
     FastPath("attention-efficient", "attention in blocks, by the kernel of xFormers",
@@ -71,7 +71,7 @@ _ALL = (
              uses=("dtype:float16",), at_once=True),
     FastPath("linear-gelu", "a linear layer and the GELU after it in one kernel of oneDNN",
              "linear-gelu", ("cpu",), f"{_TRIALS}:block"),
-    FastPath("kept-embeddings", "embeddings of numbers kept for when the same number comes again",
+    FastPath("kept-embeddings", "cached embeddings of repeated numbers",
              "embeddings", ("cpu",), f"{_TRIALS}:embeddings", closeness="exact"),
     FastPath("compile", "blocks compiled by torch.compile",
              "compile", ("cpu", "cuda"), f"{_TRIALS}:block",
@@ -128,13 +128,15 @@ def check_kernel(given: str, device: DeviceFacts) -> str:
 
 
 def switched_off(asked: Iterable[str]) -> frozenset[str]:
-    """Fast paths that are off: those requested, and those in ``EVERYFRAME_WITHOUT``.
+    """Fast paths that are off: those requested, and those in ``EVERYFRAME_DISABLE``.
+
+    ``EVERYFRAME_WITHOUT`` is the variable's earlier name.
 
     Raises:
         InputError: unknown path; suggests the nearest name.
     """
     off = set()
-    for place, names in (("without", asked), (WITHOUT_VARIABLE, _of_variable())):
+    for place, names in (("disable", asked), *map(_in_variable, DISABLE_VARIABLES)):
         for name in names:
             wanted = name.strip().casefold()
             if wanted not in CATALOGUE:
@@ -146,6 +148,6 @@ def switched_off(asked: Iterable[str]) -> frozenset[str]:
     return frozenset(off)
 
 
-def _of_variable() -> list[str]:
-    given = os.environ.get(WITHOUT_VARIABLE, "")
-    return [name for name in given.split(",") if name.strip()]
+def _in_variable(variable: str) -> tuple[str, list[str]]:
+    given = os.environ.get(variable, "")
+    return variable, [name for name in given.split(",") if name.strip()]

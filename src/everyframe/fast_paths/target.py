@@ -5,13 +5,13 @@ It is sent to the trial process, so it holds only functions that build modules, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from everyframe.core.facts import DeviceFacts, OpShape
 from everyframe.core.plan import Precision
+from everyframe.dry_run.call import DryRunCall
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,57 +19,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TargetCall:
-    """One call of a component as its stage makes it; see `everyframe.runtime.interface.DryRunCall`.
+    """A call of the target; see `everyframe.dry_run.call.DryRunCall`.
 
-    ``call(module, device)`` runs it; `module` builds the module on meta.
+    `precisions` are the plan's for all components of the call, by name.
     """
 
-    module: Callable[[], Any]
-    call: Callable[[Any, str], object]
-    outputs: tuple[str, ...] = ("",)
+    call: DryRunCall
+    precisions: Mapping[str, Precision]
 
-    def part(self) -> nn.Module:
-        """Build the component's module on meta."""
-        found: nn.Module = self.module()
-        return found
-
-    def rehearse(self, precision: Precision, device: DeviceFacts) -> None:
-        """Dry-run the call, with the component in that precision."""
-        from everyframe.dry_run.executor import dry_run_module
-
-        dry_run_module(self.module(), precision, self.call, device, self.outputs)
-
-
-@dataclass(frozen=True)
-class JointTargetCall(TargetCall):
-    """A call that uses several components, one of which is the target.
-
-    Attributes:
-        component: the target.
-        precisions: the plan's precisions by component.
-        outputs_of: replaces `outputs`; `module` returns all components by name.
-    """
-
-    component: str = ""
-    precisions: Mapping[str, Precision] = field(default_factory=dict)
-    outputs_of: Callable[[Any], tuple[str, ...]] = lambda module: ("",)
-
-    def part(self) -> nn.Module:
+    def module(self) -> nn.Module:
         """Build the target's module on meta."""
-        found: nn.Module = self.module()[self.component]
+        found: nn.Module = self.call.module()
         return found
 
-    def rehearse(self, precision: Precision, device: DeviceFacts) -> None:
+    def dry_run(self, precision: Precision, device: DeviceFacts) -> None:
         """Dry-run the call, with the target in that precision and the others in the plan's."""
-        from everyframe.dry_run.executor import DryRunModule, dry_run_modules
+        from everyframe.dry_run.executor import dry_run
 
-        modules = self.module()
-        precisions = {**self.precisions, self.component: precision}
-        parts = {
-            name: DryRunModule(module, precisions[name], self.outputs_of(module))
-            for name, module in modules.items()
-        }
-        dry_run_modules(parts, partial(self.call, modules), device)
+        dry_run(self.call, {**self.precisions, self.call.component: precision}, device)
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ def embeddings(subject: CertificationTarget, path: FastPath) -> Iterator[Compari
     """Compare scalar embeddings over all steps of a run, with and without the cache."""
     steps: dict[str, bool] = {}
     for call in subject.calls:
-        steps |= embedders(call.part())
+        steps |= embedders(call.module())
     # Equal parts stand for each other, and here it matters which number comes again.
     for name, is_new in steps.items():
         for each in blocks_of(subject, lambda module, name=name: {name} & {*embedders(module)}):  # type: ignore[misc]

@@ -144,7 +144,7 @@ def translate_device_loss(device: str, where: str = "") -> Iterator[None]:
             said = str(error).strip().partition("\n")[0]
             raise CannotRunError(
                 f"{device} refused a call ({said}); `everyframe doctor` says whether this torch is "
-                "made for it, and what mends it"
+                "made for it, and names the fix"
             ) from error
         raise
 

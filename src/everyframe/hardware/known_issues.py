@@ -121,7 +121,7 @@ class Issue(Options):
     symptom: str
     messages: tuple[str, ...] = ()
     cause: str
-    mend: tuple[Fix, ...] = Field(min_length=1)
+    fix: tuple[Fix, ...] = Field(min_length=1)
     set: dict[str, str] = Field(default_factory=dict)
     here: str
     avoided: bool = False

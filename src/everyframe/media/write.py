@@ -271,7 +271,7 @@ class FrameSpool:
             self._file.flush()
         except OSError as error:
             raise MediaError(
-                f"frames that wait for their turn can't be kept in {str(self._folder)!r}: "
+                f"frames of later videos can't be stored in {str(self._folder)!r}: "
                 f"{error.strerror or error}; free some space, or ask for fewer videos at once"
             ) from error
         self._pieces.setdefault(key, []).append((start, piece.shape))

@@ -17,11 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from everyframe.core.errors import PeerLostError
 from everyframe.hardware.device_loss import is_device_loss
@@ -126,29 +127,6 @@ class Communicator(ABC):
             total = total + other
         return total
 
-    def share(self, values: Sequence[Tensor] | None, source: int, what: str) -> list[Tensor]:
-        """Copy CPU tensors of rank `source` to all ranks, which need not know number and shapes.
-
-        The memory layout is preserved: the last bits of a convolution may depend on it.
-        """
-        if self.size == 1:
-            assert values is not None
-            return list(values)
-        shapes = [[list(v.shape), _name(v.dtype), memory_order(v)] for v in values or ()]
-        told = self.tell(None if values is None else shapes, source, what)
-        if values is None:
-            values = [
-                torch.empty([shape[dim] for dim in order], dtype=getattr(torch, dtype))
-                for shape, dtype, order in told
-            ]
-        else:
-            values = [value.cpu().permute(memory_order(value)) for value in values]
-        came = [self.broadcast(value, source, what) for value in values]
-        return [
-            value.permute([order.index(dim) for dim in range(value.ndim)])
-            for value, (_, _, order) in zip(came, told, strict=True)
-        ]
-
     def tell(self, value: Any, source: int, what: str) -> Any:
         """Broadcast plain data (JSON values) of rank `source`."""
         if self.size == 1:
@@ -159,6 +137,32 @@ class Communicator(ABC):
         if self.rank == source:
             data = torch.frombuffer(bytearray(written), dtype=torch.uint8)
         return json.loads(bytes(self.broadcast(data, source, what).tolist()))
+
+    def broadcast_tree(self, value: Any, source: int, what: str) -> Any:
+        """Broadcast `value` of rank `source`: tensors and JSON values in containers.
+
+        Containers are lists, tuples, dicts, `broadcastable` dataclasses and whatever else torch's
+        pytree knows by name. The other ranks need not know them. Tensors arrive on the CPU in their
+        memory layout: the last bits of a convolution may depend on it.
+        """
+        if self.size == 1:
+            return value
+        leaves, form = pytree.tree_flatten(value)
+        told = [pytree.treespec_dumps(form), [_description(leaf) for leaf in leaves]]
+        written, described = self.tell(told if self.rank == source else None, source, what)
+        came = []
+        for number, (plain, tensor) in enumerate(described):
+            if tensor is None:
+                came.append(plain)
+                continue
+            shape, dtype, order = tensor
+            if self.rank == source:
+                x = leaves[number].cpu().permute(order)
+            else:
+                x = torch.empty([shape[dim] for dim in order], dtype=getattr(torch, dtype))
+            x = self.broadcast(x, source, what)
+            came.append(x.permute([order.index(dim) for dim in range(x.ndim)]))
+        return pytree.tree_unflatten(came, pytree.treespec_loads(written))
 
     def tell_all(self, value: Any, what: str) -> list[Any]:
         """Plain data of every rank, in rank order, on every rank."""
@@ -216,6 +220,15 @@ class Communicator(ABC):
     @abstractmethod
     def _start_broadcast(self, parts: Sequence[tuple[Tensor, int]]) -> list[Any]:
         """Asynchronous `_broadcast`; returns what to wait for."""
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def broadcastable(cls: _Class) -> _Class:
+    """Decorate a dataclass whose instances `Communicator.broadcast_tree` may broadcast."""
+    pytree.register_dataclass(cls, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}")
+    return cls
 
 
 class FakeCommunicator(Communicator):
@@ -374,6 +387,13 @@ def _row_bytes(x: Tensor) -> int:
 def memory_order(x: Tensor) -> list[int]:
     """Dimensions in memory order, outermost first."""
     return sorted(range(x.ndim), key=lambda dim: -x.stride()[dim])
+
+
+def _description(leaf: Any) -> tuple[Any, Any]:
+    """A plain value, or shape, dtype and layout of a tensor: what other ranks must know of it."""
+    if not isinstance(leaf, Tensor):
+        return leaf, None
+    return None, (list(leaf.shape), _name(leaf.dtype), memory_order(leaf))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -125,8 +125,8 @@ def _with_software(machine: MachineFacts, *, is_here: bool) -> MachineFacts:
 
 
 def _against(issue: Issue, uses: frozenset[str] = frozenset()) -> BlockReason:
-    mend = issue.mend[0]
-    way = mend.do if mend.command is None else f"{mend.do}: {mend.command}"
+    fix = issue.fix[0]
+    way = fix.do if fix.command is None else f"{fix.do}: {fix.command}"
     says = f"known issue {issue.id}: {issue.title} ({way})"
     return BlockReason(says, frozenset(issue.uses) - uses)
 

@@ -73,7 +73,7 @@ def pins_of(request: Request, device: DeviceFacts) -> FastPathOptions:
     return FastPathOptions(
         dtype=DTYPES[request.dtype],
         kernel=None if kernel is None else check_kernel(kernel, device),
-        off=switched_off(request.without),
+        off=switched_off(request.disable),
         compile=request.compile,
         exact=request.paths,
         force=request.force,
@@ -189,10 +189,10 @@ class FastPathChooser:
         pins = self.pins
         against = self.known.against(path.name, tags_of(component, runs))
         if path.name in pins.off:
-            return FastPathChoice(path.name, "off", "turned off: --without, EVERYFRAME_WITHOUT")
+            return FastPathChoice(path.name, "off", "disabled by --disable or EVERYFRAME_DISABLE")
         is_recorded = self._exactly(component, path)
         if pins.exact is not None and not is_recorded:
-            return FastPathChoice(path.name, "off", "the record does without")
+            return FastPathChoice(path.name, "off", "not in the record")
         if is_recorded and pins.force:
             return FastPathChoice(path.name, "pinned", "by --force", despite=against)
         if path.group == "attention" and pins.kernel is not None:
@@ -206,7 +206,7 @@ class FastPathChooser:
             return of_certificate(certificates[path.name])
         if self.expects and (path.at_once or path.on_demand):
             return FastPathChoice(
-                path.name, "expected", RECORDED if is_recorded else "a first run tries it"
+                path.name, "expected", RECORDED if is_recorded else "the first run tries it"
             )
         return FastPathChoice(path.name, "untried", "not tried yet")
 

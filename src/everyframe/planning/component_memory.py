@@ -32,7 +32,6 @@ from everyframe.precision.islands import weight_bytes
 from everyframe.runtime.interface import (
     Component,
     DryRunCall,
-    JointDryRunCall,
     ModelSpec,
     ShardableSpec,
 )
@@ -188,7 +187,7 @@ class ComponentPlanner:
             where = replace(where, holders=max(where.holders, self.holders_of(component)))
         weights = self._weight_bytes(component, settings, precision, remedies)
         # A pipeline's parts are read by diffusers and transformers, whole.
-        is_ours = not any(isinstance(run.rehearsal, JointDryRunCall) for run in runs)
+        is_ours = not any(run.rehearsal.is_foreign for run in runs)
         waits = weights + frame_bytes(settings) if is_ours else 0
         plan = ComponentPlan(
             name=component.name,
@@ -257,10 +256,10 @@ class ComponentPlanner:
         from everyframe.runtime.weight_sharding import on_device_bytes
 
         if holders == 1:
-            return resident_bytes(rehearsal.part(), precision)
+            return resident_bytes(rehearsal.module(), precision)
         if not self.room or self.teams is None:
-            return on_device_bytes(rehearsal.part(), precision, [1.0] * holders)
-        return on_device_bytes(rehearsal.part(), precision, self.room, self.teams.team.rank)
+            return on_device_bytes(rehearsal.module(), precision, [1.0] * holders)
+        return on_device_bytes(rehearsal.module(), precision, self.room, self.teams.team.rank)
 
     def holders_of(self, component: Component) -> int:
         """How many ranks can shard its weights: those that call it together."""
@@ -309,5 +308,5 @@ def _rows(rehearsals: Sequence[DryRunCall], precision: Precision) -> Mapping[str
     """Eight-bit weights of a component that is loaded here; none for components of a pipeline."""
     from everyframe.precision.quantization import rows
 
-    alone = [each for each in rehearsals if not isinstance(each, JointDryRunCall)]
+    alone = [each for each in rehearsals if not each.is_foreign]
     return rows(alone[0].module(), precision) if alone else {}

@@ -16,13 +16,12 @@ from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, FastPathChoice, Precision, Settings
 from everyframe.core.request import Request
 from everyframe.planning.choose_fast_paths import FastPathChooser
-from everyframe.planning.dry_runs import DryRun, dry_run, joint_dry_run, not_followed
+from everyframe.planning.dry_runs import DryRun, dry_run, not_followed
 from everyframe.precision.policy import choose
 from everyframe.runtime.interface import (
     Component,
     DryRunCall,
     DryRunSpec,
-    JointDryRunCall,
     ModelSpec,
     ShardableSpec,
 )
@@ -103,7 +102,7 @@ class PrecisionPlanner:
         if dtype != precision.compute:
             return _Weighed(*self._in_dtype(component, dtype, kind), weighed)
         # What works beside a component may have another precision than by facts.
-        is_joint = any(isinstance(run.rehearsal, JointDryRunCall) for run in runs)
+        is_joint = any(len(run.precisions) > 1 for run in runs)
         return _Weighed(precision, notes, weighed, None if is_joint else tried)
 
     def _in_dtype(
@@ -128,11 +127,11 @@ class PrecisionPlanner:
         """Dry runs of a component; a text with the reason in place of each that fails."""
         found: list[DryRun | str] = []
         for each in self.rehearsals_of(component.name, settings):
-            if not isinstance(each, JointDryRunCall):
-                found.append(dry_run(each, precision, self.device))
-            elif not roughly:
-                together = {**beside(settings), component.name: precision}
-                found.append(joint_dry_run(each, together, self.device))
+            if each.is_foreign and roughly:
+                continue
+            others = beside(settings) if len(each.components) > 1 else {}
+            together = {name: others[name] for name in each.components if name in others}
+            found.append(dry_run(each, {**together, component.name: precision}, self.device))
         return tuple(found)
 
     def _all_by_facts(self, settings: Settings) -> Mapping[str, Precision]:
@@ -197,7 +196,7 @@ def quantising_of(request: Request, device: DeviceFacts) -> QuantizationChoice:
     wanted = {request.quantize, *(request.quantized or {}).values()} - {"auto", "none", ""}
     for kind in sorted(wanted):
         if kind not in ERRORS:  # out of a record that anybody may have made
-            raise InputError(f"weights are kept in {' or '.join(ERRORS)}, and not in {kind!r}")
+            raise InputError(f"weights are stored in {' or '.join(ERRORS)}, not in {kind!r}")
         if device.kind in _LACKS.get(kind, ()):
             raise InputError(f"{device.name} has no {kind}; give --quantize int8")
     return QuantizationChoice(request.quantize, request.quantized)
@@ -220,8 +219,8 @@ def quantization_notes(
     if not precision.weights:
         return ()
     by_itself = wanted.exact is None and wanted.asked == "auto"
-    why = ", as it fits no other way; --quantize none refuses" if by_itself else ""
+    why = ", as nothing else makes it fit; --quantize none prevents it" if by_itself else ""
     return (
-        f"{title}: weights of its linear layers are kept in {precision.weights} (lossy: a layer's "
-        f"result differs by about {ERRORS[precision.weights]:.0%}{why})",
+        f"{title}: weights of its linear layers are stored in {precision.weights} (lossy: a "
+        f"layer's result differs by about {ERRORS[precision.weights]:.0%}{why})",
     )

@@ -11,22 +11,24 @@ import json
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import prod
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from everyframe.checkpoints.cache_file import CacheFile
 from everyframe.core.facts import DeviceFacts, OpShape, Throughput
 from everyframe.core.plan import ComponentPlan, Plan, Precision, StagePlan
-from everyframe.dry_run.result import DryRunResult, Work, result_from_json, result_to_json
+from everyframe.dry_run.call import DryRunCall
+from everyframe.dry_run.result import (
+    DryRunResult,
+    DryRunResults,
+    Work,
+    result_from_json,
+    result_to_json,
+)
 from everyframe.fast_paths.registry import kernel_used
-from everyframe.fast_paths.target import JointTargetCall, TargetCall
+from everyframe.fast_paths.target import TargetCall
 from everyframe.precision.dtypes import num_bytes
-from everyframe.runtime.interface import DryRunCall, JointDryRunCall
-
-if TYPE_CHECKING:
-    from everyframe.dry_run.executor import JointDryRunResult
 
 #: Bytes per second of offloaded weights over the bus (PCIe 4 at half its peak).
 _BUS = 12e9
@@ -45,8 +47,8 @@ class DryRun:
     Attributes:
         rehearsal: the call.
         found: its result.
-        precisions: of all components in the call, if there are several.
-        made: resulting (frames, height, width) of such a call, if known.
+        precisions: of all components in the call.
+        made: resulting (frames, height, width) of a pipeline's call, if known.
     """
 
     rehearsal: DryRunCall
@@ -60,18 +62,13 @@ class DryRun:
 
         A pipeline's call depends on the words of the prompt, so its key is what was counted.
         """
-        if isinstance(self.rehearsal, JointDryRunCall):
+        if self.rehearsal.is_foreign:
             return (self.rehearsal.model, self.found.work.products)
-        return self.rehearsal.key
+        return (self.rehearsal.key, self.rehearsal.component)
 
     def call(self) -> TargetCall:
         """The same call in a form that a separate process can make."""
-        each = self.rehearsal
-        if isinstance(each, JointDryRunCall):
-            return JointTargetCall(
-                each.module, each.call, (), each.component, self.precisions, each.outputs_of
-            )
-        return TargetCall(each.module, each.call, each.outputs)
+        return TargetCall(self.rehearsal, self.precisions)
 
     def has_place(self, path: str, *, is_quantised: bool) -> bool:
         """Whether that fast path applies to the component; see `fast_paths.apply.applies_to`."""
@@ -79,10 +76,10 @@ class DryRun:
         def look() -> bool:
             from everyframe.fast_paths.apply import applies_to
 
-            return applies_to(path, self.rehearsal.part(), is_quantised=is_quantised)
+            return applies_to(path, self.rehearsal.module(), is_quantised=is_quantised)
 
         key = (self.rehearsal.key, self.rehearsal.component, path, is_quantised)
-        if isinstance(self.rehearsal, JointDryRunCall):
+        if self.rehearsal.is_foreign:
             return _once(key, look)
         return _once(key, lambda: _saved(key, look, bool, _truth))
 
@@ -109,47 +106,44 @@ class DryRun:
         ]
 
 
-def dry_run(rehearsal: DryRunCall, precision: Precision, device: DeviceFacts) -> DryRun:
-    """Dry-run a call in that precision under the rules of that device."""
+def dry_run(
+    rehearsal: DryRunCall, precisions: Mapping[str, Precision], device: DeviceFacts
+) -> DryRun | str:
+    """Dry-run a call with its components in these precisions under the rules of that device.
 
-    def run() -> DryRunResult:
-        from everyframe.dry_run.executor import dry_run_module
+    Returns the reason if no dry run can follow foreign code to its component, or an empty text if
+    the call doesn't need it.
+    """
+
+    def run() -> DryRunResults:
+        from everyframe.dry_run import executor
         from everyframe.runtime.meta_init import BUILD_LOCK
 
         with BUILD_LOCK:
-            module = rehearsal.module()
-            return dry_run_module(module, precision, rehearsal.call, device, rehearsal.outputs)
-
-    key = (rehearsal.key, rehearsal.component, precision, _rules(device))
-    return DryRun(rehearsal, _once(key, lambda: _saved(key, run, result_to_json, result_from_json)))
-
-
-def joint_dry_run(
-    rehearsal: JointDryRunCall, precisions: Mapping[str, Precision], device: DeviceFacts
-) -> DryRun | str:
-    """Dry-run a call in which several components work.
-
-    Returns the reason if no dry run can follow the call, or an empty text if the call doesn't need
-    it.
-    """
-    from everyframe.dry_run.executor import DryRunModule, dry_run_modules
-    from everyframe.runtime.meta_init import BUILD_LOCK
-
-    def run() -> JointDryRunResult:
-        with BUILD_LOCK:
-            modules = rehearsal.module()
-            parts = {
-                name: DryRunModule(module, precisions[name], rehearsal.outputs_of(module))
-                for name, module in modules.items()
-            }
-            return dry_run_modules(parts, partial(rehearsal.call, modules), device)
+            return executor.dry_run(rehearsal, precisions, device)
 
     key = (rehearsal.key, *sorted(precisions.items(), key=itemgetter(0)), _rules(device))
-    together = _once(key, run)
-    if rehearsal.component in together.found:
-        made = cast("tuple[int, int, int] | None", together.returned)
-        return DryRun(rehearsal, together.found[rehearsal.component], precisions, made)
-    return together.stopped if together.at == rehearsal.component else ""
+    if rehearsal.is_foreign:
+        results = _once(key, run)
+    else:
+        results = _once(key, lambda: _saved(key, run, _to_json, _from_json))
+    found = results.found.get(rehearsal.component)
+    if found is None:
+        return results.stopped if results.at == rehearsal.component else ""
+    made = results.returned if rehearsal.is_foreign else None
+    return DryRun(rehearsal, found, precisions, cast("tuple[int, int, int] | None", made))
+
+
+def _to_json(results: DryRunResults) -> dict[str, Any]:
+    return {name: result_to_json(found) for name, found in results.found.items()}
+
+
+def _from_json(data: Any) -> DryRunResults | None:
+    if not isinstance(data, dict):
+        return None
+    found = {name: result_from_json(each) for name, each in data.items()}
+    whole = {name: each for name, each in found.items() if each is not None}
+    return DryRunResults(whole) if len(whole) == len(found) else None
 
 
 def not_followed(title: str, why: str) -> str:

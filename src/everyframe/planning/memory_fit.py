@@ -333,8 +333,8 @@ def _elsewhere(part: PlannedComponent) -> list[str]:
     where = OFFLOADED
     if part.plan.streams:
         where = (
-            "its weights are read from their files block by block at every call, as the host's "
-            "memory does not hold them"
+            "disk offload: weights are read from their files block by block at every call, as "
+            "host memory does not hold them"
         )
     return [f"{part.plan.title}: {where}"]
 
@@ -352,8 +352,8 @@ def _by_turns(parts: Sequence[PlannedComponent]) -> tuple[list[PlannedComponent]
         for part in parts
     ]
     names = ", ".join(part.plan.title for part in turned if part.plan.by_turns)
-    said = f"stage by stage: {names} come to the device one after the other, for their work alone"
-    return turned, [f"{said}, and wait in the host's memory"]
+    said = f"stage by stage: {names} are on the device one at a time, each only while it computes"
+    return turned, [f"{said}; the others stay in host memory"]
 
 
 def _in_order(

@@ -219,7 +219,7 @@ def _check_ways(asked: ParallelConfig, model: ModelSpec, settings: Settings, cou
         )
     if shared and not ways and (asked.sequence or 1) > 1:
         raise InputError(
-            f"parallel {_written(asked)}: nobody knows how to deal out tokens of {model.title}; it "
+            f"parallel {_written(asked)}: no token split of {model.title} is known; it "
             f"can be {_instead(model, settings, count)}"
         )
     if shared and ways and asked.way and asked.way not in ways:

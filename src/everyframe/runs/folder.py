@@ -212,8 +212,8 @@ class Lock:
                     error.errno, f"no file can be locked there: {error.strerror}"
                 ) from error
             raise RunLockedError(
-                f"the run {path.parent.name} is being worked on by another process; wait for it, "
-                "or end it first"
+                f"the run {path.parent.name} is in use by another process; wait for it, or "
+                "end it first"
             ) from error
         self._file = file
 
@@ -298,7 +298,7 @@ def find_run(name: str | Path | None = None, root: Path | None = None) -> RunFol
     if name is None:
         free = free_runs(root)
         if not free:
-            raise InputError("no run was broken off: there is nothing to go on with")
+            raise InputError("there is no interrupted run: nothing to resume")
         return free[-1]
     found = list(all_runs(root))
     for run in found:

@@ -99,8 +99,8 @@ class FileReplayLog:
             self._is_off = True
             why = getattr(error, "strerror", None) or str(error)
             self._note(
-                f"the answers of this pipeline's models can't be kept ({why}); it goes on, and if "
-                "it is broken off they are computed again"
+                f"the model calls of this pipeline can't be saved ({why}); the run continues, and "
+                "if it is interrupted they are computed again"
             )
             return
         self._files.append(path)
@@ -166,7 +166,7 @@ def _taken_apart(answer: Any, tensors: dict[str, Tensor]) -> Any:
         items = {name: _taken_apart(each, tensors) for name, each in answer.items()}
         return {"output": place, "items": items}
     raise NotSerializableError(
-        f"a model answered with a {type(answer).__name__}, which can't be kept"
+        f"a model answered with a {type(answer).__name__}, which can't be saved"
     )
 
 

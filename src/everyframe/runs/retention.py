@@ -69,7 +69,7 @@ def remove_old_runs(root: Path, now: float | None = None) -> Iterator[RemovedRun
         age = (now - written) / _SECONDS_A_DAY
         size = run.num_bytes()
         if age > days:
-            why = f"nothing of it was written for {days:g} days"
+            why = f"nothing was written for {days:g} days"
         elif left > MOST_BYTES and age > _FRESH_DAYS:
             why = f"all runs together took more than {MOST_BYTES // 10**9} GB"
         else:
@@ -82,6 +82,6 @@ def remove_old_runs(root: Path, now: float | None = None) -> Iterator[RemovedRun
 def describe(removed: RemovedRun) -> str:
     """Message about a deleted run."""
     return (
-        f"the run {removed.run}, which was broken off, is removed ({removed.why}; it took "
+        f"the interrupted run {removed.run} is removed ({removed.why}; it took "
         f"{removed.num_bytes / 1e6:.1f} MB); {DAYS}=0 keeps runs for ever"
     )

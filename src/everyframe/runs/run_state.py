@@ -191,8 +191,8 @@ class RunStateWriter:
 
     def _not_kept(self, why: str) -> None:
         self.note(
-            f"that memory ran out can't be kept ({why}); if this run is broken off and gone on "
-            "with where there is more memory, its bits may be others"
+            f"the out-of-memory event can't be saved ({why}); if this run is interrupted and "
+            "resumed where there is more memory, its bits may differ"
         )
 
     def kept_frames(self, progress: RunState) -> Iterator[FramesDecoded]:
@@ -270,8 +270,8 @@ class RunStateWriter:
         assert self.folder is not None
         if self._pause < _AFTER_FAILURE:
             self.note(
-                f"how far this run came can't be written to {self.folder.path} ({why}); it goes "
-                "on, and if it is broken off it begins again where it was written last"
+                f"the run state can't be written to {self.folder.path} ({why}); the run continues, "
+                "and if it is interrupted it resumes from the last state that was written"
             )
         self._pause = max(self._how.pace.pause, _AFTER_FAILURE)
 

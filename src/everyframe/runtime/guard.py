@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -121,7 +122,7 @@ class Guard:
         """
         probe = self.probe()
         with probe or nullcontext():
-            result = self.spared(step, compute)
+            result: _Result = self.spared(step, compute)
         if not value_range(result).is_finite:
             return self.repaired(step, compute)
         return self.probed(step, probe, result, compute)
@@ -150,27 +151,30 @@ class Guard:
         outcome = catch_out_of_memory(lambda: search.of_swallowed(result))
         if isinstance(outcome, OutOfMemory):
             self.note(f"{self._where(step)}: float16 overflowed; there is too little memory to "
-                      "tell whether that changed the result")  # fmt: skip
+                      "check whether that changed the result")  # fmt: skip
             return compute()
         self._tell(self._event(step, each, is_swallowed=True) for each in outcome.repairs)
         assert outcome.result is not None
         return outcome.result
 
-    def spared(
-        self,
-        step: int,
-        compute: Callable[[], _Result],
-        again: Callable[[], _Result] | None = None,
-    ) -> _Result:
-        """Return the result of `compute`, with memory fallbacks if memory runs out.
+    @property
+    def spared(self) -> Callable[..., Any]:
+        """``spared(step, compute, again=None)``: the result of `compute`.
 
-        After a fallback `again` is called instead, if there is one. See `settings`.
+        If memory runs out, `compute` is repeated with memory fallbacks, or `again` if it is given
+        is called instead. See `settings`.
 
         Raises:
             CannotRunError: no known fallback frees enough memory.
         """
         if self._apart is None:
-            return self._reliefs.spared(self._calls, step, compute, again)
+            return partial(self._reliefs.spared, self._calls)
+        return self._spared_together
+
+    def _spared_together(
+        self, step: int, compute: Callable[[], _Result], again: object = None
+    ) -> _Result:
+        """The result of `compute`, which other ranks wait for: this one can't repeat it alone."""
         result = catch_out_of_memory(compute)
         if not isinstance(result, OutOfMemory):
             return result
@@ -289,13 +293,13 @@ class Guard:
         if fault.cause == "given":
             return GivenError(
                 f"{self.place(step)}: {fault.part} was given {fault.operation} that is not finite, "
-                "though all that its modules made was: the sampler's arithmetic or the pipeline's "
-                "own did it. Nothing was written; other settings (steps, guidance), another "
-                "scheduler or the whole pipeline in float32 may not"
+                "though all module results were: it comes from the arithmetic of the sampler or "
+                "the pipeline. Nothing was written; try other settings (steps, guidance), another "
+                "scheduler or the whole pipeline in float32"
             )
         return NumericsError(
             f"{where}: {describe_fault(fault, fault.cause)}. No wider precision helps, and "
-            "nothing was written; other settings (size, guidance, steps) may not reach this"
+            "nothing was written; try other settings (size, guidance, steps)"
         )
 
     def _event(self, step: int, done: RepairStep, *, is_swallowed: bool = False) -> Repaired:
@@ -303,7 +307,7 @@ class Guard:
         # It went well in float32, so the formula is right.
         cause, why = ("range", "lost") if fault.cause == "formula" else (fault.cause, fault.cause)
         told = describe_fault(fault, why)
-        told += ", which came to nothing later and changed the result" * is_swallowed
+        told += ", which became finite later and changed the result" * is_swallowed
         text = f"{self._where(step)}: {told}. {remedy.place} runs in {remedy.to} from here on"
         dtype = dtype_name(fault.dtype)
         return Repaired(

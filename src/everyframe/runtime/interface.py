@@ -7,7 +7,7 @@ Read next: `families/registry.py`, `model_spec.py`, `families/opensora/family.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -15,6 +15,7 @@ from everyframe.core.events import Event
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Repair, Settings, Switches
 from everyframe.core.request import Request
+from everyframe.dry_run.call import DryRunCall as DryRunCall
 from everyframe.runtime.run_logs import OomLog, ReplayLog
 
 if TYPE_CHECKING:
@@ -172,62 +173,6 @@ class ModelSpec(Protocol):
     def smaller(self, settings: Settings) -> Iterator[Settings]:
         """Similar settings that need less memory, largest first."""
         ...
-
-
-@dataclass(frozen=True)
-class DryRunCall:
-    """One call of a component, as its stage makes it, for a dry run on meta tensors.
-
-    Attributes:
-        module: builds the component on meta without weights; may return a shared module again.
-        call: ``call(module, device)`` does one step of the stage on `device`, with what surrounds
-            the model (guidance, a sampler step) and every tensor that the stage has there.
-        num_calls: how often the stage does that for one video.
-        key: calls with equal keys have equal results.
-        outputs: the component's outputs, as in `precision.cast_hooks.add_cast_hooks`.
-    """
-
-    stage: str
-    component: str
-    module: Callable[[], Any]
-    call: Callable[[Any, str], object]
-    num_calls: float
-    key: Hashable
-    outputs: tuple[str, ...] = ("",)
-
-    @property
-    def denoises(self) -> bool:
-        """Whether the call is a denoising step, whose work several ranks share."""
-        return self.stage == "denoise"
-
-    def part(self) -> Any:
-        """The module of this component."""
-        return self.module()
-
-
-@dataclass(frozen=True)
-class JointDryRunCall(DryRunCall):
-    """One component's share of a call in which all components of the stage run.
-
-    Attributes:
-        module: returns all components' modules by name.
-        call: ``call(modules, device)``; may run code that no dry run can trace.
-        outputs_of: replaces `outputs`.
-        model: identifies the model alone, independent of the request.
-    """
-
-    outputs_of: Callable[[Any], tuple[str, ...]] = lambda module: ("",)
-    is_of_step: bool = False
-    model: Hashable = None
-
-    @property
-    def denoises(self) -> bool:
-        """See `DryRunCall`."""
-        return self.is_of_step
-
-    def part(self) -> Any:
-        """The module of this component."""
-        return self.module()[self.component]
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,22 @@ from everyframe.runtime.interface import MemorySaving, MemorySavings
 #: Name of the saving that computes fewer guidance branches in one call.
 _BRANCHES = "branches_at_once"
 
-CACHE_RELEASED = "what was kept for later is given back"
+CACHE_RELEASED = "torch's memory cache is emptied"
 """Note for the first fallback on an accelerator: torch's cache is emptied."""
-_BY_TURNS = "its parts wait in the host's memory, and come to the device by turns"
-OFFLOADED = "its weights wait in the host's memory and come to the device block by block"
+_BY_TURNS = "model offload: one component on the device at a time, the others in host memory"
+OFFLOADED = "block offload: weights stay in host memory and are copied to the device block by block"
 """Note for weights that are offloaded to the host."""
+
+
+#: Note for weights that are offloaded block by block.
+BLOCK_OFFLOAD = (
+    "block offload: weights stay in host memory and are copied to the device block by block"
+)
+#: Note for weights that host memory does not hold.
+DISK_OFFLOAD = (
+    "disk offload: weights are read from their files block by block at every call, as host memory "
+    "does not hold them"
+)
 
 
 @dataclass(frozen=True)
@@ -179,15 +190,15 @@ def cfg_batch_size(settings: Settings, branches: int) -> int:
 
 def split_cfg_saving(settings: Settings) -> MemorySaving:
     """Memory saving of a denoiser with two guidance branches: one after the other."""
-    says = "the two branches of guidance are computed one after the other"
+    says = "guidance branches run one after the other (batch size 1)"
     return MemorySaving(settings.with_saving(_BRANCHES, 1), says)
 
 
 def sharding_note(holders: int) -> str:
     """Note for weights that `holders` ranks shard."""
     return (
-        f"each of {holders} devices keeps a part of its weights and hands them to the others, "
-        "block by block"
+        f"sharded weights: each of {holders} devices stores about 1/{holders} and "
+        "broadcasts its blocks when needed"
     )
 
 

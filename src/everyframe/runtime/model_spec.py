@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from everyframe.checkpoints.cache_file import CacheFile
@@ -19,9 +20,10 @@ from everyframe.checkpoints.locate import Location
 from everyframe.core.errors import CorruptRunError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Settings
+from everyframe.dry_run.call import DryRunCall
 from everyframe.precision.policy import ComponentNeeds
 from everyframe.runtime.component_files import CheckpointFiles
-from everyframe.runtime.interface import Component, DryRunCall, MemorySaving
+from everyframe.runtime.interface import Component, MemorySaving
 from everyframe.runtime.patchable import NO_PATCHES, WeightPatches, WeightTable
 
 if TYPE_CHECKING:
@@ -130,31 +132,39 @@ class ModuleBuilder(ABC, Generic[_Config]):
             )
         return module
 
-    def _for_dry_runs(self, component: str) -> nn.Module:
-        """One component that a dry run may cast and swap layers of; it never gets weights."""
-        self._rehearsed.add(component)
-        return self.empty(component)
+    def _for_dry_runs(self, components: tuple[str, ...]) -> dict[str, nn.Module]:
+        """Components that a dry run may cast and swap layers of; they never get weights."""
+        self._rehearsed.update(components)
+        return {name: self.empty(name) for name in components}
+
+    def _outputs(self, component: str, module: nn.Module) -> tuple[str, ...]:
+        return self.outputs(component)
 
     def rehearsal(
         self,
         stage: str,
         component: str,
-        call: Callable[[Any, str], object],
+        call: Callable[[Mapping[str, Any], str], object],
         num_calls: float,
-        *told: Hashable,
+        *key: Hashable,
+        components: tuple[str, ...] = (),
     ) -> DryRunCall:
         """The dry-run call of a component, which its stage makes `num_calls` times per video.
 
-        `told` is what it depends on besides the components' sizes. See `DryRunCall`.
+        `key` is what it depends on besides the components' sizes. `components` are all of the
+        call, if there are several. See `DryRunCall`.
         """
+        components = components or (component,)
         return DryRunCall(
             stage,
             component,
-            partial(self._for_dry_runs, component),
+            components,
+            partial(self._for_dry_runs, components),
             call,
             num_calls,
-            (repr(self), stage, component, *told),
-            self.outputs(component),
+            (repr(self), stage, components, *key),
+            self._outputs,
+            denoises=stage == "denoise",
         )
 
 
@@ -211,6 +221,44 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
     @abstractmethod
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
         """Memory savings for a component; see `DryRunSpec.savings`."""
+
+    def stage_call(
+        self,
+        settings: Settings,
+        stage: str,
+        component: str,
+        class_name: str,
+        num_calls: float,
+        *key: Hashable,
+        teams: ParallelContext | None = None,
+        components: tuple[str, ...] = (),
+    ) -> DryRunCall:
+        """The dry-run call of a stage; see `ModuleBuilder.rehearsal`.
+
+        `class_name` is that of the stage, with the family's module that has it. `teams` are those
+        of one of several ranks.
+        """
+        call = partial(self._dry_run, class_name, settings, teams)
+        return self.builder.rehearsal(
+            stage, component, call, num_calls, *key, components=components
+        )
+
+    def _dry_run(
+        self,
+        class_name: str,
+        settings: Settings,
+        teams: ParallelContext | None,
+        modules: Mapping[str, Any],
+        device: str,
+    ) -> object:
+        from everyframe.parallel.communicator import ONE
+
+        # By name: stages know the spec, and import torch.
+        package, _, _ = type(self).__module__.rpartition(".")
+        module, _, name = class_name.rpartition(".")
+        stages = import_module(f"{package}.{module}")
+        context = stages.Context(self, settings, teams or ONE)
+        return getattr(stages, name)(context).dry_run(modules, device)
 
     @abstractmethod
     def dry_run_calls(

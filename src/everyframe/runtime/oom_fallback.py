@@ -14,7 +14,7 @@ from torch import nn
 
 from everyframe.core.errors import CannotRunError, DistributedOutOfMemoryError, OutOfMemoryInfo
 from everyframe.core.plan import Plan, Settings
-from everyframe.hardware.memory import OutOfMemory, catch_out_of_memory, empty_cache
+from everyframe.hardware.memory import empty_cache, is_out_of_memory
 from everyframe.runtime import offload
 from everyframe.runtime.interface import MemorySavings
 from everyframe.runtime.memory_fallbacks import (
@@ -46,7 +46,7 @@ class CallCounter:
     def now(self, number: int) -> OomEvent:
         """Out-of-memory event for the call that the stage counts as `number`."""
         seed, step = (None, 0) if self._take is None else (self._take.seed, self._take.step)
-        # Where other videos were done before the run was broken off, numbers are others.
+        # A resumed run that has finished other videos counts from another number.
         return OomEvent(seed, step, number - self._first.setdefault((seed, step), number))
 
     def keep(self, shortage: OomEvent) -> None:
@@ -77,9 +77,9 @@ def together(
 ) -> DistributedOutOfMemoryError:
     """Error of a rank that is out of memory while others wait for it; see `OutOfMemoryInfo`."""
     return DistributedOutOfMemoryError(
-        f"{where}: out of memory in the middle of what several devices compute together, where "
-        "none can do with less by itself; more devices or --shard-weights may go on from the last "
-        f"step (everyframe resume), and a smaller size or num_frames does ({said})",
+        f"{where}: out of memory in a step that several devices compute together, where no "
+        "device can use less alone; resume it from the last saved step on more devices or with "
+        f"--shard-weights (everyframe resume), or use a smaller size or num_frames ({said})",
         OutOfMemoryInfo(stage, step, tuple(components), where, said),
     )
 
@@ -132,7 +132,7 @@ class OomFallbacks:
         calls: GuardLog,
         step: int,
         compute: Callable[[], _Result],
-        again: Callable[[], _Result] | None,
+        again: Callable[[], _Result] | None = None,
     ) -> _Result:
         """Run `compute`, applying fallbacks until it fits; see `Guard.spared`.
 
@@ -142,21 +142,25 @@ class OomFallbacks:
             CannotRunError: no fallback is left.
         """
         for fallback in self.again(step):
-            why = f"{calls.where(step)}: memory ran out here before the run was broken off"
-            calls.tell(fallback.event(calls.stage, step, f"{why}; it goes on"))
+            why = f"{calls.where(step)}: out of memory here in the interrupted run"
+            calls.tell(fallback.event(calls.stage, step, f"{why}; using the same fallback again"))
         while True:
-            result = catch_out_of_memory(compute)
-            if not isinstance(result, OutOfMemory):
-                return result
+            try:
+                return compute()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                said = str(error).partition("\n")[0]
+            # Here the traceback is gone, which keeps the failed call's tensors alive.
             done = self.at(step)
             if done is None:
                 raise CannotRunError(
-                    f"{calls.where(step)}: out of memory, and nothing is left that takes less; a "
-                    "smaller size or num_frames does, and another program may hold what the plan "
-                    f"counted on ({result.said})"
+                    f"{calls.where(step)}: out of memory, and no memory fallback is left; use a "
+                    "smaller size or num_frames, or close other programs that use this memory "
+                    f"({said})"
                 )
-            why = f"{calls.where(step)}: out of memory ({result.said})"
-            calls.tell(done.event(calls.stage, step, f"{why}; it goes on"))
+            why = f"{calls.where(step)}: out of memory ({said})"
+            calls.tell(done.event(calls.stage, step, f"{why}; computing it again with less memory"))
             compute = again or compute
 
     def next(self, at: str = "") -> MemoryFallback | None:

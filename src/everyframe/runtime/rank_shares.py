@@ -5,13 +5,24 @@ No torch: the planner uses it. See `everyframe.parallel.token_partition` for the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
 
 from everyframe.core.parallel_plan import ParallelPlan
 from everyframe.core.plan import Settings
 from everyframe.parallel.cfg_groups import CfgGroups
 from everyframe.parallel.token_partition import TokenPartition
 from everyframe.runtime.interface import ModelSpec, RankShare, ShardableSpec
+
+if TYPE_CHECKING:
+    from everyframe.parallel.communicator import ParallelContext
+
+
+def key_of_rank(teams: ParallelContext | None) -> tuple[Hashable, ...]:
+    """Key of a rank's work in a dry run: ranks with equal keys do the same. Empty for one rank."""
+    if teams is None:
+        return ()
+    return (teams.team.rank, teams.team.weights, teams.groups, teams.way)
 
 
 def grid_share(

@@ -218,11 +218,11 @@ _ASKS_FOR = {
 _CAUSES: dict[str, str] = {
     "range": "in float32 it is {wide}, and {dtype} ends at {limit:.0f}",
     "kernel": "in float32 it is {wide}, which fits into {dtype}: the kernel is wrong, or "
-    "adds up too narrowly",
+    "accumulates in too narrow a dtype",
     "formula": "the same operation is not finite in float32 either",
     "lost": "the operation alone is not finite in float32 either, the module is: {dtype} lost "
     "something before it",
-    "compiled": "as it is written, it is {wide}: what was compiled of it is wrong",
+    "compiled": "uncompiled it is {wide}: the compiled code is wrong",
     "unclear": "this kernel has no float32 form to compare with",
 }
 
@@ -261,7 +261,7 @@ class GuardLog:
 def describe_fault(fault: Fault, why: str) -> str:
     """Describe a fault in one clause; `why` is a key of `_CAUSES`."""
     if fault.wide is None and why != "unclear":
-        return f"{fault.operation} in {fault.place} handed on values that are not finite"
+        return f"{fault.operation} in {fault.place} passed on values that are not finite"
     dtype = dtype_name(fault.dtype)
     told = _CAUSES[why].format(wide=fault.wide, dtype=dtype, limit=torch.finfo(fault.dtype).max)
     return (
@@ -285,7 +285,7 @@ def weights_told(parts: Mapping[str, nn.Module], place: str) -> str:
     dtype = dtype_name(tensor.dtype)
     why = "The file is broken"
     if dtype != "float32":
-        why = f"Either the file is broken, or they do not fit into {dtype}; --dtype fp32 tells"
+        why = f"Either the file is broken, or they do not fit into {dtype}; try --dtype fp32"
     return (
         f"the weights themselves are not finite: {name} in {count} of {tensor.numel()} values"
         f"{more}. {why}. Nothing was written"

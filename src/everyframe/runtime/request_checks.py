@@ -32,7 +32,7 @@ def check_used(title: str, request: Request, without: Mapping[str, str]) -> None
         if getattr(request, name) is not None:
             raise InputError(f"{name} has no effect on {title}: {instead}")
     if request.chain > 1:
-        raise InputError(f"{title} can't go on from a clip (chain)")
+        raise InputError(f"{title} can't continue a clip (chain)")
 
 
 def check_prompt(prompt: str) -> None:
@@ -48,8 +48,8 @@ def too_long_prompt(num_tokens: int, limit: int, cut: str) -> InputError:
     """Error for a prompt of more tokens than the model reads; names the words to cut."""
     shown = cut if len(cut) <= 200 else f"{cut[:200]}…"
     return InputError(
-        f"the prompt has {num_tokens} tokens, this model reads {limit}; shorten it, or go on "
-        f"without its end by --truncate-prompt, which cuts: {shown!r}"
+        f"the prompt has {num_tokens} tokens, this model reads {limit}; shorten it, or "
+        f"drop its end with --truncate-prompt, which cuts: {shown!r}"
     )
 
 

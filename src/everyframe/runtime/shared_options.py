@@ -13,19 +13,19 @@ from everyframe.core.options import option
 def fit_option() -> Any:
     """How an image of another aspect ratio is fitted to the video's size."""
     return option(
-        "Bring given pictures and videos to the video's size: crop, pad or stretch; without it our "
-        "own models crop, and a diffusers pipeline has them as they are."
+        "Fit given images and videos to the video's size: crop, pad or stretch; by default our own "
+        "models crop, and a diffusers pipeline gets them unchanged."
     )
 
 
 def variant_option() -> Any:
     """Which stored precision of the weights is read, if there are several."""
     return option(
-        "Stored precision of the weights to take where a model has several, such as fp16.",
+        "Which stored precision of the weights to load if a model has several, such as fp16.",
         pattern=r"^\w+$",
     )
 
 
 def truncate_prompt_option() -> Any:
     """Whether a prompt too long for the text encoder is truncated."""
-    return option("Go on with the beginning of a prompt that is too long.", default=False)
+    return option("Use the beginning of a prompt that is too long.", default=False)

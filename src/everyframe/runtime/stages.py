@@ -1,18 +1,21 @@
-"""Stage loops that families share: encode, denoise and decode, with events, guard and ranks.
+"""Stage templates that families share: encode and decode, and what all stages have in common.
 
-After each denoising step the video's state is saved in its `VideoState`, so that an interrupted
-run resumes there. The guard checks each state, and its repair events come before the step's event.
-The family chooses the sampler and its inputs.
+A stage is written once. Its run loads one component, uses it for every video and frees it when its
+generator ends, with events, guard and ranks. Its dry run calls the same code on example inputs of
+the plan's sizes. A family's stage gives the inputs of both and what is computed of them.
+
+Read next: `denoise_stage.py`, `families/opensora/stages.py`.
 """
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from einops import rearrange
@@ -20,38 +23,35 @@ from torch import Tensor, nn
 
 from everyframe.core.events import ComponentLoaded, Event, FramesDecoded, Step, event_of
 from everyframe.core.plan import Plan, Settings
-from everyframe.numerics.tensor_stats import value_range
 from everyframe.parallel.communicator import ONE, Communicator, ParallelContext
 from everyframe.parallel.ordered_map import assign_pieces, run_in_order
+from everyframe.runtime import tiling
 from everyframe.runtime.guard import Guard
-from everyframe.runtime.interface import Stage, VideoState
+from everyframe.runtime.interface import VideoState
 from everyframe.runtime.loading import load_component
-from everyframe.runtime.model_sharding import ModelPatch
 from everyframe.runtime.model_spec import NativeModelSpec
-from everyframe.samplers.base import Step as SamplerStep
 
 _Model = TypeVar("_Model", bound=NativeModelSpec[Any, Any, Any])
 
 
 @dataclass(frozen=True)
 class StageContext(Generic[_Model]):
-    """Plan, model and ranks of a run."""
+    """What the stages of one clip share: model, settings and ranks; a dry run has no `plan`."""
 
-    plan: Plan
     model: _Model
+    settings: Settings
     teams: ParallelContext = ONE
-
-    @property
-    def settings(self) -> Settings:
-        """The plan's settings."""
-        return self.plan.settings
+    clip: int = 0
+    plan: Plan | None = None
 
     def device(self, component: str) -> str:
-        """Device of a component."""
+        """Device of a component in a run."""
+        assert self.plan is not None
         return self.plan.component(component).device
 
     def loaded(self, component: str) -> Generator[Event, None, Any]:
         """Load a component, and yield an event with the loading time."""
+        assert self.plan is not None
         began = time.perf_counter()
         builder = self.model.builder
         module = load_component(
@@ -71,145 +71,223 @@ class StageContext(Generic[_Model]):
         apart: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> Guard:
         """The guard of these components in that stage; see `Guard`."""
+        assert self.plan is not None
         return Guard(self.plan, stage, parts, savings=self.model.savings, apart=apart)
 
 
+_Context = TypeVar("_Context", bound=StageContext[Any])
+_Inputs = TypeVar("_Inputs")
+
+
 @dataclass(frozen=True)
-class SamplerBatch:
-    """Batches of a video that `count` ranks (usually 1) compute at the same time.
+class ComponentStage(ABC, Generic[_Context, _Inputs]):
+    """Base class of stages: what their run and their dry run have in common."""
 
-    `steps` are the steps of this rank's batch; the state after the last one includes all batches.
-    `end` is the number of the video's finished steps then, counting those of each batch.
-    """
+    context: _Context
+    name: ClassVar[str]
+    component: ClassVar[str]
+    goes_on: ClassVar[bool] = False
 
-    steps: Iterator[SamplerStep]
-    end: int
-    count: int = 1
+    @abstractmethod
+    def example_inputs(self, device: str) -> _Inputs:
+        """Inputs of the plan's largest sizes, of zeros, where the run's own would be."""
 
+    def compute(self, module: Any, inputs: _Inputs, device: str, settings: Settings) -> Any:
+        """One call of the stage. `settings` have the memory savings of now."""
+        raise NotImplementedError
 
-SamplerBatches = Callable[[VideoState], Iterable[SamplerBatch]]
-"""Yields a video's batches from the one that contains `VideoState.step`, begun at that step."""
+    def dry_run(self, modules: Mapping[str, Any], device: str) -> object:
+        """Make one call on example inputs; `modules` are the stage's components by name."""
+        settings = tiling.for_dry_run(self.context.settings)
+        return self.compute(modules[self.component], self.example_inputs(device), device, settings)
 
+    def _guarded(self, guard: Guard, module: Any, inputs: _Inputs) -> Callable[[], Any]:
+        """`compute` with the guard's current settings."""
+        device = self.context.device(self.component)
+        return lambda: self.compute(module, inputs, device, guard.settings)
 
-def run_denoising(
-    stage: str, takes: Sequence[VideoState], num_steps: int, guard: Guard, lots: SamplerBatches
-) -> Iterator[Event]:
-    """Run each video's sampler batches and fill its `latents`.
+    def _load(self) -> Generator[Event, None, tuple[Any, Guard]]:
+        module = yield from self.context.loaded(self.component)
+        return module, self.context.guard(self.name, {self.component: module})
 
-    `num_steps` is per video. Latents of several batches are joined along the first axis.
-    """
-    for number, take in enumerate(takes):
-        if take.step == num_steps:
-            continue  # done before the run was broken off
+    def _step(
+        self, guard: Guard, video: VideoState, step: int, total: int, call: Callable[[], Any]
+    ) -> Generator[Event, None, Any]:
         begun = time.perf_counter()
-        guard.take(take)
-        for lot in lots(take):
-            for step in lot.steps:
-                guard.latents(step.index + 1, step.x)
-                yield from guard.events()
-                left = step.num_steps - 1 - step.index
-                _take_step(take, step, lot.end if not left else take.step + 1, num_steps)
-                now = time.perf_counter()
-                # Steps of batches that other ranks have count as they go on, too.
-                done = number * num_steps + lot.end - left * lot.count
-                yield Step(stage, done, len(takes) * num_steps, take.seed, now - begun)
-                begun = now
+        result = guard.call(step, call)
+        yield from guard.events()
+        yield Step(self.name, step, total, video.seed, time.perf_counter() - begun)
+        return result
 
 
-def run_sharded_denoising(
-    stage: Stage,
-    job: StageContext[Any],
-    model: nn.Module,
-    put_on: ModelPatch,
-    takes: Sequence[VideoState],
-    sample: Callable[[Guard, VideoState], Iterator[SamplerStep]],
-) -> Iterator[Event]:
-    """Fill each video's `latents` with a denoiser that all its ranks call together.
+class SharedEncodeStage(ComponentStage[_Context, _Inputs]):
+    """Encode what all videos share: one step an input. One rank encodes and broadcasts."""
 
-    `put_on` is the denoiser's sharding, which is removed at the end. ``sample(guard, take)`` yields
-    a video's steps from its current one.
+    @property
+    @abstractmethod
+    def num_inputs(self) -> int:
+        """Number of inputs."""
+
+    @abstractmethod
+    def inputs(self, videos: Sequence[VideoState]) -> tuple[Sequence[_Inputs], Sequence[Event]]:
+        """The inputs, and notes on them. A refusal comes before gigabytes are read."""
+
+    @abstractmethod
+    def store(self, videos: Sequence[VideoState], results: Sequence[Any]) -> None:
+        """Give the results, one for each input, to the videos."""
+
+    def num_steps(self, num_takes: int) -> int:
+        """One step for each input."""
+        return self.num_inputs
+
+    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
+        """Encode, and store the results in each video."""
+        world = self.context.teams.world
+        mine = (yield from self._encoded(takes)) if world.is_lead else None
+        self.store(takes, world.broadcast_tree(mine, 0, f"the {self.name} is handed on"))
+
+    def _encoded(self, videos: Sequence[VideoState]) -> Generator[Event, None, list[Any]]:
+        inputs, notes = self.inputs(videos)
+        yield from notes
+        module, guard = yield from self._load()
+        results = []
+        for step, each in enumerate(inputs, start=1):
+            call = self._guarded(guard, module, each)
+            results.append((yield from self._step(guard, videos[0], step, len(inputs), call)))
+        return results
+
+
+class VideoEncodeStage(ComponentStage[_Context, _Inputs]):
+    """Encode the conditioning frames of each video, with its repairs: one step a video.
+
+    One rank of each video group encodes and broadcasts.
     """
-    with put_on:
-        apart = put_on.apart if put_on.team.size > 1 else None
-        guard = job.guard(stage.name, {stage.component: model}, apart)
-        steps = job.settings.num_inference_steps
 
-        def lots(take: VideoState) -> Iterator[SamplerBatch]:
-            yield SamplerBatch(sample(guard, take), steps)
+    @abstractmethod
+    def inputs(self, video: VideoState, device: str) -> _Inputs:
+        """The inputs of a video."""
 
-        yield from run_denoising(stage.name, takes, steps, guard, lots)
+    @abstractmethod
+    def store(self, video: VideoState, result: Any) -> None:
+        """Give the result to its video."""
 
+    def num_steps(self, num_takes: int) -> int:
+        """One step for each video."""
+        return num_takes
 
-def _take_step(take: VideoState, step: SamplerStep, done: int, num_steps: int) -> None:
-    """Store the state after a step in its video, consistent whenever others can see it."""
-    take.step = done
-    take.latents, take.memory = step.x, step.memory
-    if step.index + 1 == step.num_steps:
-        take.finished = (*take.finished, step.x.to("cpu"))
-        take.latents = take.memory = None
-    if done == num_steps:
-        take.latents = torch.cat(take.finished) if len(take.finished) > 1 else take.finished[0]
-        take.finished = ()
+    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
+        """Encode, and store each video's result."""
+        team = self.context.teams.team
+        mine = (yield from self._encoded(takes)) if team.is_lead else None
+        results = team.broadcast_tree(mine, 0, "given frames are handed on")
+        for video, result in zip(takes, results, strict=True):
+            self.store(video, result)
 
-
-_Result = TypeVar("_Result")
-
-
-def on_lead_rank(
-    team: Communicator, encoded: Generator[Event, None, Sequence[Tensor]], what: str
-) -> Generator[Event, None, list[Tensor]]:
-    """Run `encoded` on the lead rank and share its result with every rank.
-
-    `what` names the wait in messages, such as "the text is handed on".
-    """
-    mine = (yield from encoded) if team.is_lead else None
-    return team.share(mine, 0, what)
-
-
-def encode_once(
-    stage: str, guard: Guard, takes: Sequence[VideoState], calls: Sequence[Callable[[], _Result]]
-) -> Generator[Event, None, list[_Result]]:
-    """Run calls whose results are for all videos; one step each."""
-    results = []
-    for step, encode in enumerate(calls, start=1):
-        results.append((yield from _step(stage, guard, takes[0], step, len(calls), encode)))
-    return results
-
-
-def encode_per_video(
-    stage: str, guard: Guard, takes: Sequence[VideoState], encode: Callable[[VideoState], _Result]
-) -> Generator[Event, None, list[_Result]]:
-    """Run `encode` for each video, with that video's repairs; one step each."""
-    results = []
-    for step, take in enumerate(takes, start=1):
-        guard.take(take)
-        call = partial(encode, take)
-        results.append((yield from _step(stage, guard, take, step, len(takes), call)))
-    return results
-
-
-def _step(
-    stage: str, guard: Guard, take: VideoState, step: int, total: int, call: Callable[[], _Result]
-) -> Generator[Event, None, _Result]:
-    begun = time.perf_counter()
-    result = guard.call(step, call)
-    yield from guard.events()
-    yield Step(stage, step, total, take.seed, time.perf_counter() - begun)
-    return result
+    def _encoded(self, videos: Sequence[VideoState]) -> Generator[Event, None, list[Any]]:
+        module, guard = yield from self._load()
+        results = []
+        for step, video in enumerate(videos, start=1):
+            guard.take(video)
+            inputs = self.inputs(video, self.context.device(self.component))
+            call = self._guarded(guard, module, inputs)
+            results.append((yield from self._step(guard, video, step, len(videos), call)))
+        return results
 
 
 @dataclass(frozen=True)
-class DecodePieces:
-    """Pieces in which a video's latents are decoded.
+class LatentPiece:
+    """Latents of which one call decodes a piece: number `number` of the video's pieces."""
 
-    ``decode(number, step)`` decodes one, on the host, in that step of the stage.
-    ``ready(number, piece)`` is called on the lead rank, piece by piece, and returns the frames
-    (T, H, W, 3) in 0..1 that are finished then; usually the piece's own.
+    latents: Tensor
+    number: int = 0
+
+
+class DecodeStage(ComponentStage[_Context, LatentPiece]):
+    """Decode each video's latents in pieces, one step a piece; several ranks share them.
+
+    `compute` returns pixels (T, C, H, W) around -1..1.
     """
 
-    num: int
-    decode: Callable[[int, int], Tensor]
-    ready: Callable[[int, Tensor], Tensor] = lambda number, piece: piece
+    name = "decode"
+    component = "vae"
+
+    @property
+    @abstractmethod
+    def num_pieces(self) -> int:
+        """Number of pieces of a video."""
+
+    @abstractmethod
+    def inputs(self, video: VideoState, number: int, device: str) -> LatentPiece:
+        """One piece of a video."""
+
+    def is_one_colour(self, video: VideoState) -> bool:
+        """Whether its inputs are of one colour, so that its frames may well be."""
+        return False
+
+    def to_send(self, pixels_TCHW: Tensor) -> Tensor:
+        """What a rank sends of a piece: frames (T, H, W, 3) in 0..1 on the host."""
+        return as_frames(pixels_TCHW)
+
+    def ready(self) -> Callable[[int, Tensor], Tensor]:
+        """The `ready` of a video; see `decode_pieces`."""
+        return lambda number, piece: piece
+
+    def dry_run(self, modules: Mapping[str, Any], device: str) -> object:
+        """Decode a piece of example latents, and move it to the host."""
+        pixels: Any = super().dry_run(modules, device)
+        return pixels.to("cpu", torch.float32)
+
+    def num_steps(self, num_takes: int) -> int:
+        """The pieces of all videos."""
+        return num_takes * self.num_pieces
+
+    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
+        """Yield the frames of each video; the first rank of a video receives all of them."""
+        module, guard = yield from self._load()
+        for number, video in enumerate(takes):
+            guard.take(video)
+            steps = range(number * self.num_pieces + 1, self.num_steps(len(takes)) + 1)
+            yield from self.decode_video(module, guard, video, steps)
+            video.latents = None
+
+    def decode_video(
+        self, module: Any, guard: Guard, video: VideoState, steps: range
+    ) -> Iterator[Event]:
+        """Yield the frames of a video; `steps` are those of the stage that are left."""
+        return self.decode_pieces(module, guard, video, steps, self.ready())
+
+    def decode_pieces(
+        self,
+        module: Any,
+        guard: Guard,
+        video: VideoState,
+        steps: range,
+        ready: Callable[[int, Tensor], Tensor],
+    ) -> Iterator[Event]:
+        """Decode a video piece by piece, several ranks at once.
+
+        ``ready(number, piece)`` gives the frames (T, H, W, 3) in 0..1 that are finished after a
+        piece; the lead rank calls it.
+        """
+        device, team = self.context.device(self.component), self.context.teams.team
+        is_asked = self.is_one_colour(video)
+
+        def decode(number: int) -> Tensor:
+            inputs = self.inputs(video, number, device)
+            call = self._guarded(guard, module, inputs)
+            return self.to_send(
+                guard.decoded(steps[number], call, inputs.latents, is_asked=is_asked)
+            )
+
+        begun, owners = time.perf_counter(), assign_pieces(self.num_pieces, team.weights)
+        for number, (piece, told) in enumerate(distribute_pieces(team, guard, owners, decode)):
+            seconds = time.perf_counter() - begun
+            yield from told
+            yield Step(self.name, steps[number], steps[-1], video.seed, seconds)
+            frames = ready(number, piece)
+            if len(frames):
+                yield FramesDecoded(video.seed, len(frames), frames.numpy())
+            begun = time.perf_counter()
 
 
 def distribute_pieces(
@@ -228,33 +306,6 @@ def distribute_pieces(
         yield made, [event_of(each) for each in told]
 
 
-def decode_pieces(
-    stage: str,
-    takes: Sequence[VideoState],
-    place: int,
-    guard: Guard,
-    team: Communicator,
-    pieces: DecodePieces,
-) -> Iterator[Event]:
-    """Yield the frames of the video at index `place`; several ranks share its pieces."""
-    take, first, begun = takes[place], place * pieces.num + 1, time.perf_counter()
-    guard.take(take)
-
-    def decode(number: int) -> Tensor:
-        return pieces.decode(number, first + number)
-
-    made = distribute_pieces(team, guard, assign_pieces(pieces.num, team.weights), decode)
-    for number, (piece, told) in enumerate(made):
-        seconds = time.perf_counter() - begun
-        yield from told
-        yield Step(stage, first + number, len(takes) * pieces.num, take.seed, seconds)
-        frames = pieces.ready(number, piece)
-        if len(frames):
-            yield FramesDecoded(take.seed, len(frames), frames.numpy())
-        begun = time.perf_counter()
-    take.latents = None
-
-
 def as_floats(frames: Any) -> Tensor:
     """8-bit frames as float32 in 0..1."""
     return torch.from_numpy(frames).to(torch.float32) / 255
@@ -264,40 +315,3 @@ def as_frames(pixels_TCHW: Tensor) -> Tensor:
     """Frames (T, H, W, 3) in 0..1 on the host, from pixels around -1..1."""
     frames_THWC = rearrange(pixels_TCHW, "t c h w -> t h w c").to("cpu", torch.float32)
     return (frames_THWC / 2 + 0.5).clamp(0, 1).contiguous()
-
-
-class GuardedDenoiser:
-    """A guarded ``denoise``, which `make` builds again whenever the guard has changed a module.
-
-    It caches results of modules for the text, so a change makes them stale. It is built with the
-    guard's current `settings`, also after a memory fallback. `start` steps are already done.
-    """
-
-    def __init__(
-        self, guard: Guard, make: Callable[[], Callable[..., Tensor]], start: int = 0
-    ) -> None:
-        self._guard = guard
-        self._make = make
-        self._denoise = guard.spared(start + 1, make)
-        self._step = start
-
-    def __call__(self, *given: Tensor) -> Tensor:
-        self._step += 1
-
-        def again() -> Tensor:
-            self._denoise = self._make()
-            return self._denoise(*given)
-
-        # A run that goes on from a later step has the repairs that its first step asked for.
-        probe = self._guard.probe() if self._step == 1 else None
-        with probe or nullcontext():
-            answer = self._guard.spared(self._step, lambda: self._denoise(*given), again)
-        seen = value_range(answer)
-        if seen.is_finite:
-            answer = self._guard.probed(self._step, probe, answer, again)
-        if not seen.is_finite:
-            with self._guard.apart():
-                answer = self._guard.repaired(self._step, again)
-            seen = value_range(answer)
-        self._guard.answered(self._step, seen)
-        return answer

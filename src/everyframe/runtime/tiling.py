@@ -25,10 +25,13 @@ if TYPE_CHECKING:
 SIDES = (64, 32, 16)
 
 #: Tiles in a dry run: the second runs while the result so far is in memory, like all others.
-REHEARSED = 2
+_DRY_RUN_TILES = 2
 
 #: Names of the memory savings in settings; the value is the tile side in latents.
 DECODE, ENCODE = "decode_tile", "encode_tile"
+
+#: Name of the limit of tiles in the settings of a dry run.
+_MOST = "dry_run_tiles"
 
 #: Name of the saving before them: frames in one call of an image autoencoder.
 FRAMES = "vae_frames"
@@ -43,8 +46,18 @@ _SAYS = {
 OVERLAP = 1 / 4
 
 
+def for_dry_run(settings: Settings) -> Settings:
+    """The settings of a dry run, which computes no more tiles than tell what all need."""
+    return settings.with_saving(_MOST, _DRY_RUN_TILES)
+
+
+def tiles_of(settings: Settings, name: str) -> tuple[int, int | None]:
+    """Tile side and largest number of tiles in these settings; `name` is `DECODE` or `ENCODE`."""
+    return settings.saving(name, 0), settings.saving(_MOST, 0) or None
+
+
 def decode_in_tiles(
-    decode: Callable[[Tensor], Tensor], latents: Tensor, side: int, *, most: int | None = None
+    decode: Callable[[Tensor], Tensor], latents: Tensor, side: int, most: int | None = None
 ) -> Tensor:
     """``decode(latents)`` in tiles; a `side` of 0, or as large as the latents, is a single call.
 
@@ -60,7 +73,6 @@ def encode_in_tiles(
     pixels: Tensor,
     factor: int,
     side: int,
-    *,
     most: int | None = None,
 ) -> Tensor:
     """``encode(pixels)`` in tiles; `side` and `most` as in `decode_in_tiles`.
@@ -116,7 +128,7 @@ def num_tiles(height: int, width: int, side: int) -> int:
 def num_repeats(height: int, width: int, side: int) -> float:
     """How often the run does what the dry run does once, for latents of that size."""
     tiles = num_tiles(height, width, side)
-    return tiles / min(tiles, REHEARSED)
+    return tiles / min(tiles, _DRY_RUN_TILES)
 
 
 def fewer_frames(settings: Settings, usual: int) -> Iterator[MemorySaving]:

@@ -57,7 +57,7 @@ def sample(
     if start:
         if memory is None:
             raise InputError(
-                f"a scheduler goes on at step {start} with the memory of the one before"
+                f"a scheduler resumes at step {start} with the state of the step before"
             )
         vars(scheduler).update(memory)
     draws = "generator" in inspect.signature(scheduler.step).parameters

@@ -1,15 +1,46 @@
-"""Classifier-free guidance: combine conditional and unconditional predictions.
+"""Classifier-free guidance: predict its branches, and combine them.
 
 Ho and Salimans 2022 (arXiv 2207.12598). The denoiser of a sampler applies it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 
-def guide(cond: Tensor, uncond: Tensor, scale: float, channels: int | None = None) -> Tensor:
+def guided(
+    predict: Callable[[int, int], Tensor],
+    num_branches: int,
+    batch_size: int,
+    scale: float | Tensor,
+    *,
+    channels: int | None = None,
+    prompt_first: bool = False,
+) -> Tensor:
+    """Guided prediction (B, C, ...) from one branch or two, `batch_size` of them in one call.
+
+    ``predict(start, stop)`` is the model's output for these branches, ((stop - start) B, C, ...).
+    With two, the unconditional branch comes first, or with `prompt_first` the conditional one. See
+    `guide`.
+    """
+    if num_branches <= batch_size:
+        output = predict(0, num_branches)
+    else:
+        starts = range(0, num_branches, batch_size)
+        output = torch.cat([predict(i, min(i + batch_size, num_branches)) for i in starts])
+    if num_branches == 1:
+        return output
+    first, second = output.chunk(2)
+    cond, uncond = (first, second) if prompt_first else (second, first)
+    return guide(cond, uncond, scale, channels)
+
+
+def guide(
+    cond: Tensor, uncond: Tensor, scale: float | Tensor, channels: int | None = None
+) -> Tensor:
     """``uncond + scale (cond - uncond)`` for (B, C, ...), in float32 at least.
 
     With `channels` only the first `channels` are guided and the others come from `cond`: Open-Sora

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from everyframe.families.inpaint.denoiser import ControlNetInputs, ControlNetScale, Denoiser
-from everyframe.families.inpaint.dry_run import residual_shapes
-from helpers import config_only_models
 
 
 def net(x: Tensor, t: Tensor, **given: Any) -> tuple[list[Tensor], Tensor]:
@@ -35,15 +33,15 @@ def answer(branches: int, guess: bool, at_once: int, step: int = 0) -> Tensor:
     conditions = ControlNetInputs(
         text=torch.randn(branches, 5, 6, generator=draw),
         controls=(torch.randn(2, 3, 8, 8, generator=draw), torch.rand(2, 3, 8, 8, generator=draw)),
+        scales=[ControlNetScale(0.5, 0.0, 0.5), ControlNetScale(2.0, 0.5, 1.0)],
         mask=torch.ones(2, 1, 4, 4),
         masked=torch.randn(2, 4, 4, 4, generator=draw),
+        step=step,
     )
     denoise = Denoiser(
         unet, [net, net], conditions,
-        [ControlNetScale(0.5, 0.0, 0.5), ControlNetScale(2.0, 0.5, 1.0)],
         guidance_scale=3.0, guess_mode=guess, num_steps=2, branches_at_once=at_once,
     )  # fmt: skip
-    denoise.step = step
     return denoise(torch.randn(2, 4, 4, 4, generator=draw), torch.tensor([5.0, 5.0]))
 
 
@@ -60,16 +58,3 @@ def test_a_controlnet_steers_between_its_shares_of_the_steps() -> None:
     steering = ControlNetScale(0.8, 0.25, 0.75)
     assert [steering.scale_at(step, 4) for step in range(4)] == [0.0, 0.8, 0.8, 0.0]
     assert not torch.allclose(answer(2, False, 2, step=0), answer(2, False, 2, step=1))
-
-
-@pytest.mark.parametrize("size", [(6, 8), (7, 5)])
-def test_residuals_have_the_shapes_of_a_real_controlnet(size: tuple[int, int]) -> None:
-    builder = config_only_models.inpaint(9).builder
-    with torch.device("meta"):
-        down, middle = builder.empty("controlnet")(
-            torch.zeros(2, 4, *size), torch.zeros(2),
-            encoder_hidden_states=torch.zeros(2, 12, 32),
-            controlnet_cond=torch.zeros(2, 3, size[0] * 8, size[1] * 8), return_dict=False,
-        )  # fmt: skip
-    real = [tuple(each.shape) for each in (*down, middle)]
-    assert real == residual_shapes(builder.config, 2, *size)

@@ -145,7 +145,7 @@ def test_what_1_2_refuses(options: dict[str, Any], text: str) -> None:
         ({"motion_score": 6.5}, "motion_score has no effect"),
         ({"camera_motion": "pan"}, "camera_motion has no effect"),
         ({"image": PICTURE}, r"can't take given frames \(image\)"),
-        ({"chain": 2}, "can't go on from a clip"),
+        ({"chain": 2}, "can't continue a clip"),
         ({"num_inference_steps": 1001}, "at most 1000 for Open-Sora 1.0, got 1001"),
     ],
 )

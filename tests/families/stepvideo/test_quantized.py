@@ -89,7 +89,7 @@ def test_it_stands_in_plan_and_record_and_comes_out_of_it_again(
     assert main(["plan", PROMPT, *words, "--quantize", "int8"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "kB int8" in said
-    assert "kept in int8 (lossy" in said
+    assert "stored in int8 (lossy" in said
     out = tmp_path / "first.png"
     assert main(["generate", PROMPT, *words, "--quantize", "int8", "-o", str(out)]) == 0
     record = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))

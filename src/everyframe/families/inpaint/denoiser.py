@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from everyframe.samplers.guidance import guided
+
 
 @dataclass(frozen=True)
 class ControlNetScale:
@@ -28,24 +30,27 @@ class ControlNetScale:
         return 0.0 if is_out else self.scale
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ControlNetInputs:
     """Inputs of the networks besides the latents, for F frames at once.
 
     Attributes:
         text: (1 or 2, L, D); with guidance the negative prompt comes first.
-        controls: (F, 3, H, W) for each ControlNet.
+        controls, scales: (F, 3, H, W) and scale of each ControlNet.
         mask, masked: (F, 1, h, w) and (F, 4, h, w), or None for a UNet without mask input.
+        step: the sampler's step; the caller of the denoiser increments it.
     """
 
     text: Tensor
     controls: tuple[Tensor, ...]
+    scales: Sequence[ControlNetScale]
     mask: Tensor | None = None
     masked: Tensor | None = None
+    step: int = 0
 
 
 class Denoiser:
-    """Guided output of the networks. `step` is the sampler's step; the caller increments it.
+    """Guided output of the networks.
 
     If memory is short, the plan runs the guidance branches one after the other.
     """
@@ -55,52 +60,42 @@ class Denoiser:
         unet: Any,
         controlnets: Sequence[Any],
         conditions: ControlNetInputs,
-        steering: Sequence[ControlNetScale],
         *,
         guidance_scale: float,
         guess_mode: bool,
         num_steps: int,
         branches_at_once: int = 2,
     ) -> None:
-        self.step = 0
         self._unet = unet
         self._controlnets = tuple(controlnets)
-        self._steering = tuple(steering)
         self._guidance_scale = guidance_scale
         self._guess_mode = guess_mode
         self._num_steps = num_steps
         self._given = conditions
-        self._at_once = branches_at_once
+        self._batch_size = branches_at_once
 
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
         """Guided output for scaled latents x (F, 4, h, w) and t (F,)."""
-        branches = len(self._given.text)
-        answers = [
-            self._answer(x, t, range(first, min(first + self._at_once, branches)))
-            for first in range(0, branches, self._at_once)
-        ]
-        answer = torch.cat(answers) if len(answers) > 1 else answers[0]
-        if branches == 1:
-            return answer
-        uncond, cond = answer.chunk(2)
-        return uncond + self._guidance_scale * (cond - uncond)
 
-    def _answer(self, x: Tensor, t: Tensor, branches: range) -> Tensor:
-        """UNet output for some guidance branches, (len(branches) F, 4, h, w)."""
-        given, count = self._given, len(branches)
-        text = given.text[branches.start : branches.stop].repeat_interleave(len(x), dim=0)
-        seen = _repeated(x, count)
-        if given.mask is not None and given.masked is not None:
-            mask, masked = (_repeated(each, count) for each in (given.mask, given.masked))
-            seen = torch.cat([seen, mask, masked], dim=1)
-        answer: Tensor = self._unet(
-            seen,
-            t.repeat(count),
-            encoder_hidden_states=text,
-            return_dict=False,
-            **self._steered(x, t, text, branches),
-        )[0]
-        return answer
+        def predict(start: int, stop: int) -> Tensor:
+            given, branches = self._given, range(start, stop)
+            text = given.text[start:stop].repeat_interleave(len(x), dim=0)
+            seen = _repeated(x, len(branches))
+            if given.mask is not None and given.masked is not None:
+                mask, masked = (
+                    _repeated(each, len(branches)) for each in (given.mask, given.masked)
+                )
+                seen = torch.cat([seen, mask, masked], dim=1)
+            answer: Tensor = self._unet(
+                seen,
+                t.repeat(len(branches)),
+                encoder_hidden_states=text,
+                return_dict=False,
+                **self._steered(x, t, text, branches),
+            )[0]
+            return answer
+
+        return guided(predict, len(self._given.text), self._batch_size, self._guidance_scale)
 
     def _steered(self, x: Tensor, t: Tensor, text: Tensor, branches: range) -> dict[str, Any]:
         """ControlNet residuals for the UNet, as its keyword arguments; empty without an active one.
@@ -115,9 +110,10 @@ class Denoiser:
             return {}
         down: list[Tensor] = []
         mid: Tensor | None = None
-        nets = zip(self._controlnets, self._given.controls, self._steering, strict=True)
+        given = self._given
+        nets = zip(self._controlnets, given.controls, given.scales, strict=True)
         for net, control, steering in nets:
-            scale = steering.scale_at(self.step, self._num_steps)
+            scale = steering.scale_at(given.step, self._num_steps)
             if not scale:
                 continue
             added, middle = net(

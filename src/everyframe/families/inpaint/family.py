@@ -37,7 +37,7 @@ class InpaintFamily(NativeFamily[InpaintOptions, InpaintFiles]):
 
         assert isinstance(spec, InpaintSpec)
         assert clip == 0, "a chain is refused when the request is settled"
-        job = InpaintContext(plan, spec, teams)
+        job = InpaintContext(spec, plan.settings, teams, clip, plan)
         return (TextEncodeStage(job), SourceLatentStage(job), DenoiseStage(job), DecodeStage(job))
 
 

@@ -65,10 +65,10 @@ class InpaintOptions(FamilyOptions):
     """Options of inpainting: source, mask, ControlNets and strength."""
 
     source: Any = option(
-        "What is repainted in part: a picture, a folder of frames or a video.", names_files=True
+        "Source to repaint in part: a picture, a folder of frames or a video.", names_files=True
     )
     mask: Any = option(
-        "Where: white in a picture, folder or video of the source's size, or a box "
+        "What to repaint: white in an image, folder or video of the source's size, or a box "
         "LEFT,TOP,RIGHT,BOTTOM in pixels.",
         names_files=True,
     )
@@ -78,12 +78,12 @@ class InpaintOptions(FamilyOptions):
         names_model=True,
     )
     control: Any = option(
-        "What the ControlNet sees: a picture, folder or video, or canny or inpaint, which are made "
-        "of the source; with commas for several ControlNets.",
+        "What the ControlNet sees: an image, folder or video, or canny or inpaint, which are made "
+        "from the source; with commas for several ControlNets.",
         names_files=True,
     )
     strength: float = option(
-        "How far the repainted part may go from the source; 1 ignores what was there.",
+        "How much the repainted part may differ from the source; 1 ignores the source.",
         default=1.0,
         gt=0,
         le=1,
@@ -95,10 +95,10 @@ class InpaintOptions(FamilyOptions):
         "Share of the steps after which the ControlNet begins to steer.", default=0.0
     )
     control_guidance_end: OneOrEach = option(
-        "Share of the steps after which it steers no more.", default=1.0
+        "Share of the steps after which it stops.", default=1.0
     )
     guess_mode: bool = option(
-        "Let the ControlNet steer the prompt's side of guidance alone.", default=False
+        "Apply the ControlNet to the prompt's branch of guidance only.", default=False
     )
     canny_low: float | None = option(
         "Weaker threshold of canny, 100 if not given: edges that hang on stronger ones.",
@@ -113,8 +113,7 @@ class InpaintOptions(FamilyOptions):
     )
     fit: str | None = fit_option()
     unblended: bool = option(
-        "Keep what the decoder makes outside of the mask too, as diffusers does, and not the "
-        "source itself.",
+        "Return the decoder's output outside the mask too, as diffusers does, and not the source.",
         default=False,
     )
     truncate_prompt: bool = truncate_prompt_option()

@@ -77,7 +77,7 @@ class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintConfig]):
     def dry_run_calls(
         self, settings: Settings, teams: ParallelContext | None
     ) -> tuple[DryRunCall, ...]:
-        return dry_run_calls(self.builder, settings, teams)
+        return dry_run_calls(self, settings, teams)
 
     def num_branches(self, settings: Settings) -> int:
         """Always one: each rank has whole frames with both guidance branches."""

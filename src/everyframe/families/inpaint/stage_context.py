@@ -16,6 +16,7 @@ from everyframe.families.inpaint.scheduler import begin, make_scheduler, num_tim
 from everyframe.families.inpaint.settings import geometry_of, latent_shape, num_painted
 from everyframe.families.inpaint.spec import InpaintSpec
 from everyframe.media.pixels import Frames
+from everyframe.parallel.communicator import broadcastable
 from everyframe.runtime import stages
 from everyframe.runtime.interface import VideoState
 
@@ -24,7 +25,7 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True)
 class InpaintContext(stages.StageContext[InpaintSpec]):
-    """Shared by all stages: plan, model and ranks."""
+    """Shared by all stages."""
 
     @property
     def config(self) -> InpaintConfig:
@@ -42,6 +43,11 @@ class InpaintContext(stages.StageContext[InpaintSpec]):
     @property
     def together(self) -> int:
         return int(self.settings.option("frames_at_once"))
+
+    @property
+    def largest_batch(self) -> int:
+        """Frames of the largest batch."""
+        return min(self.together, num_painted(self.settings))
 
     @property
     def num_batches(self) -> int:
@@ -88,6 +94,7 @@ class InpaintContext(stages.StageContext[InpaintSpec]):
         return float(self.settings.option("strength")) < 1 and take.start_noise is None
 
 
+@broadcastable
 @dataclass(frozen=True, eq=False)
 class ConditioningLatents:
     """Source and mask in latents, float32 on the CPU, for the T frames to denoise of a video.
@@ -103,20 +110,14 @@ class ConditioningLatents:
     source: Tensor | None
 
     @classmethod
-    def joined(cls, pieces: Sequence[ConditioningLatents]) -> ConditioningLatents:
+    def joined(cls, batches: Sequence[ConditioningLatents]) -> ConditioningLatents:
         """Concatenate the latents of several batches of frames."""
-        every = zip(*(each.tensors() for each in pieces), strict=True)
-        return cls.of([torch.cat(some) for some in every])
 
-    def tensors(self) -> list[Tensor]:
-        """All three tensors, ready to send; a missing one has no elements."""
-        return [torch.empty(0) if x is None else x for x in (self.mask, self.masked, self.source)]
+        def whole(name: str) -> Any:
+            each = [getattr(batch, name) for batch in batches]
+            return None if each[0] is None else torch.cat(each)
 
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> ConditioningLatents:
-        """Inverse of `tensors`."""
-        mask, masked, source = tensors
-        return cls(mask, *(x if x.numel() else None for x in (masked, source)))
+        return cls(whole("mask"), whole("masked"), whole("source"))
 
 
 def batched(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:

@@ -1,56 +1,55 @@
 """Text encoding and denoising stages of an inpainting run.
 
-Each stage loads what it needs, uses it for every video and frees it when its generator ends.
 Frames are denoised in batches of `frames_at_once`, all with the same initial noise; frames with an
 empty mask are skipped. The computation is that of diffusers'
 `StableDiffusionControlNetInpaintPipeline`, frame by frame, except that the source itself replaces
-the result outside of the mask at the end. The other stages are in `vae_stages.py`.
+the result outside of the mask at the end. The other stages are in `vae_stages.py`, the templates in
+`everyframe.runtime.stages`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from einops import rearrange
-from torch import Tensor, nn
+from torch import Tensor
 
-from everyframe.core.events import Event, event_of
+from everyframe.core.events import Event, Note, event_of
 from everyframe.core.plan import Settings
 from everyframe.families.inpaint.components import controlnet_name
 from everyframe.families.inpaint.denoiser import ControlNetInputs, ControlNetScale, Denoiser
 from everyframe.families.inpaint.stage_context import InpaintContext, batched
 from everyframe.families.inpaint.text import embed, load_tokenizer, prompts_of, tokens_of
 from everyframe.parallel.communicator import Communicator
-from everyframe.runtime import stages
+from everyframe.runtime import denoise_stage
+from everyframe.runtime.denoise_stage import SamplerBatch
 from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.memory_fallbacks import cfg_batch_size
 from everyframe.runtime.rank_shares import active_ranks
 from everyframe.runtime.repairs import prompt_truncated_note
-from everyframe.runtime.stages import GuardedDenoiser, SamplerBatch, run_denoising
+from everyframe.runtime.stages import SharedEncodeStage
 from everyframe.samplers import diffusers_scheduler, noise
 from everyframe.samplers.base import Step
 from everyframe.samplers.base import Step as SamplerStep
 
-_HANDED = "batches of frames are handed on"
+#: The context of a dry run; see `NativeModelSpec.stage_call`.
+Context = InpaintContext
 
-
-def share(team: Communicator, mine: Sequence[Tensor] | None, rank: int) -> list[Tensor]:
-    """Broadcast what `rank` computed for a batch; `mine` is that rank's own result."""
-    return team.share(mine, rank, _HANDED)
+#: What ranks wait for, in messages.
+HANDED = "batches of frames are handed on"
 
 
 def hear(team: Communicator, guard: Guard, events: Iterable[Event]) -> None:
     """Forward the other ranks' guard events to the first rank's guard."""
     if team.size == 1:
         return
-    told = team.tell_all([] if team.is_lead else [each.to_json() for each in events], _HANDED)
+    told = team.tell_all([] if team.is_lead else [each.to_json() for each in events], HANDED)
     if team.is_lead:
         guard.hear(event_of(each) for one in told for each in one)
 
@@ -78,169 +77,221 @@ def in_round(
             last = step
         else:
             yield step
-    made = [share(team, [last.x] if last and rank == team.rank else None, rank) for rank in ranks]
+    made = [team.broadcast_tree(last and last.x, rank, HANDED) for rank in ranks]
     hear(team, guard, events)
-    whole = torch.cat([one[0] for one in made])
+    whole = torch.cat(made)
     yield Step(num_steps - 1, num_steps, last.t if last else torch.zeros(1), whole)
 
 
 @dataclass(frozen=True)
-class TextEncodeStage:
-    """Encode prompt and negative prompt with CLIP, once for all videos."""
+class PromptTokens:
+    """Token ids and mask (1, L) of a text, on the host."""
 
-    job: InpaintContext
-    name: str = "text"
-    component: str = "text_encoder"
-    goes_on: bool = False
+    ids: Tensor
+    mask: Tensor
 
-    def num_steps(self, num_takes: int) -> int:
-        """One step per prompt."""
-        return len(prompts_of(self.job.settings))
 
-    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Set `text` of each video: one rank encodes and broadcasts."""
-        world = self.job.teams.world
-        told = yield from stages.on_lead_rank(world, self._encoded(takes), "the text is handed on")
-        text = torch.cat(told)
-        for take in takes:
-            take.text = text
+class TextEncodeStage(SharedEncodeStage[InpaintContext, PromptTokens]):
+    """Encode prompt and negative prompt with CLIP."""
 
-    def _encoded(self, takes: Sequence[VideoState]) -> Generator[Event, None, list[Tensor]]:
-        job = self.job
-        tokenizer = load_tokenizer(job.model.files.path("tokenizer"))
-        # Tokens first: a prompt that is too long is told before gigabytes are read.
-        tokens = tokens_of(tokenizer, job.settings, job.config.num_tokens)
-        yield from (prompt_truncated_note(cut) for *_, cut in tokens if cut)
-        encoder = yield from job.loaded(self.component)
-        guard = job.guard(self.name, {self.component: encoder})
-        device = job.device(self.component)
-        uses_mask = bool(job.config.text_encoder.get("use_attention_mask"))
-        calls = [
-            partial(embed, encoder, ids, mask, device=device, uses_mask=uses_mask)
-            for ids, mask, _ in tokens
-        ]
-        return (yield from stages.encode_once(self.name, guard, takes, calls))
+    name = "text"
+    component = "text_encoder"
+
+    @property
+    def num_inputs(self) -> int:
+        """Number of prompts."""
+        return len(prompts_of(self.context.settings))
+
+    def inputs(self, videos: Sequence[VideoState]) -> tuple[list[PromptTokens], list[Note]]:
+        """Tokens of each prompt; notes on what is cut."""
+        context = self.context
+        tokenizer = load_tokenizer(context.model.files.path("tokenizer"))
+        tokens = tokens_of(tokenizer, context.settings, context.config.num_tokens)
+        notes = [prompt_truncated_note(cut) for *_, cut in tokens if cut]
+        return [PromptTokens(ids, mask) for ids, mask, _ in tokens], notes
+
+    def example_inputs(self, device: str) -> PromptTokens:
+        """A prompt of full length."""
+        ids = torch.zeros(1, self.context.config.num_tokens, dtype=torch.long)
+        return PromptTokens(ids, torch.ones_like(ids))
+
+    def compute(self, module: Any, inputs: PromptTokens, device: str, settings: Settings) -> Tensor:
+        """CLIP's hidden states (1, L, D)."""
+        uses_mask = bool(self.context.config.text_encoder.get("use_attention_mask"))
+        return embed(module, inputs.ids, inputs.mask, device=device, uses_mask=uses_mask)
+
+    def store(self, videos: Sequence[VideoState], results: Sequence[Tensor]) -> None:
+        """Set `text` of each video."""
+        text = torch.cat([*results])
+        for video in videos:
+            video.text = text
 
 
 @dataclass(frozen=True)
-class DenoiseStage:
-    """Denoise: scheduler, guidance, ControlNets and UNet turn noise into latents (T, 4, h, w)."""
+class SamplerInputs:
+    """What sampling of a batch of F frames begins with, besides a new scheduler.
 
-    job: InpaintContext
-    name: str = "denoise"
-    component: str = "unet"
-    goes_on: bool = True
+    Attributes:
+        x: latents (F, 4, h, w) at the first step.
+        networks: further inputs of the networks.
+        known: what is put back after each step, for a UNet without mask input.
+        seed, memory: the video's seed, and the scheduler's memory of earlier steps.
+    """
 
-    def num_steps(self, num_takes: int) -> int:
-        """Scheduler steps of each batch of frames of each video."""
-        return num_takes * self.job.num_batches * self.job.num_timesteps
+    x: Tensor
+    networks: ControlNetInputs
+    known: diffusers_scheduler.KnownLatents | None = None
+    seed: int = 0
+    memory: Any = None
 
-    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Set `latents` of each video."""
-        job = self.job
-        nets: dict[str, nn.Module] = {}
-        for name in map(controlnet_name, range(len(job.config.controlnets))):
-            nets[name] = yield from job.loaded(name)
-        unet = yield from job.loaded(self.component)
-        guard = job.guard(self.name, {**nets, self.component: unet})
-        lots = partial(self._lots, unet, [*nets.values()], guard)
-        steps = job.num_batches * job.num_timesteps
-        yield from run_denoising(self.name, takes, steps, guard, lots)
-        for take in takes:
-            take.known = None
 
-    def _lots(
-        self, unet: nn.Module, nets: Sequence[nn.Module], guard: Guard, take: VideoState
+class DenoiseStage(denoise_stage.DenoiseStage[InpaintContext, SamplerInputs]):
+    """Denoise: scheduler, guidance, ControlNets and UNet turn noise into latents (T, 4, h, w).
+
+    Each rank denoises batches of frames of its own.
+    """
+
+    component = "unet"
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """The ControlNets and the UNet."""
+        nets = map(controlnet_name, range(len(self.context.config.controlnets)))
+        return (*nets, self.component)
+
+    @property
+    def steps_per_video(self) -> int:
+        """Scheduler steps of all batches."""
+        return self.context.num_batches * self.context.num_timesteps
+
+    def batches(
+        self, modules: Mapping[str, Any], guard: Guard, video: VideoState
     ) -> Iterator[SamplerBatch]:
         """Yield the batches of frames not yet done, one round of all ranks after the other."""
-        job, team = self.job, self.job.teams.team
-        steps, ranks = job.num_timesteps, active_ranks(team.weights)
-        num_done, start = divmod(take.step, steps)
-        left = islice(enumerate(batched(job.controls(take), job.together)), num_done, None)
+        context, team = self.context, self.context.teams.team
+        steps, ranks = context.num_timesteps, active_ranks(team.weights)
+        num_done, start = divmod(video.step, steps)
+        left = islice(enumerate(batched(context.controls(video), context.together)), num_done, None)
         for batches in batched(left, len(ranks)):
             mine = [one for one, rank in zip(batches, ranks, strict=False) if rank == team.rank]
             # What was begun is the first one; who has it goes on with it.
             begun = start if mine and mine[0][0] == num_done else 0
             sampled = (
                 step
-                for number, batch in mine
-                for step in self._sampled(unet, nets, guard, take, (number, batch), begun)
+                for numbered in mine
+                for step in self.guarded_steps(
+                    modules, guard, self._inputs(video, *numbered, begun), begun
+                )
             )
             last, count = batches[-1][0], len(batches)
             whole = in_round(team, guard, sampled, ranks[:count], steps)
             yield SamplerBatch(whole, (last + 1) * steps, count)
 
-    def _sampled(
-        self,
-        unet: nn.Module,
-        nets: Sequence[nn.Module],
-        guard: Guard,
-        take: VideoState,
-        numbered: tuple[int, Sequence[Any]],
-        start: int,
-    ) -> Iterator[SamplerStep]:
-        """Steps of one batch: its number, and per frame the control images."""
-        number, batch = numbered
-        first = number * self.job.together
+    def _inputs(
+        self, video: VideoState, number: int, batch: Sequence[Any], start: int
+    ) -> SamplerInputs:
+        """Inputs of batch `number` at step `start`; `batch` has each frame's control images."""
+        context, known = self.context, video.known
+        first, device = number * context.together, context.device(self.component)
         frames = slice(first, first + len(batch))
-        job, known = self.job, take.known
-        device = job.device("unet")
-        scheduler, timesteps = job.scheduled(device)
         mask = known.mask[frames].to(device)
         source = None if known.source is None else known.source[frames].to(device)
-        x, noised = self._begin(take, scheduler, timesteps, source, len(mask))
-        if start:
-            x = take.latents.to(device)
-        takes_mask = job.config.takes_mask
-        conditions = ControlNetInputs(
-            text=take.text.to(device),
+        x, noised = self._begin(video, source, len(mask))
+        takes_mask = context.config.takes_mask
+        networks = ControlNetInputs(
+            text=video.text.to(device),
             controls=tuple(control.to(device) for control in _controls(batch)),
+            scales=_scales(context.settings),
             mask=mask if takes_mask else None,
             masked=known.masked[frames].to(device) if takes_mask else None,
         )
-        done = start
-        made: list[Denoiser] = []
-
-        def make() -> Denoiser:
-            made[:] = [_denoiser(unet, nets, conditions, guard.settings, len(timesteps))]
-            made[0].step = done
-            return made[0]
-
         put_back = None
         if not takes_mask:
             assert source is not None, "encoded for a UNet that takes no mask"
             put_back = diffusers_scheduler.KnownLatents(source, mask, noised)
+        if start:
+            x = video.latents.to(device)
+        return SamplerInputs(x, networks, put_back, video.seed, video.memory if start else None)
 
-        def generators(step: int) -> list[torch.Generator]:
-            return [noise.generator(take.seed, "step", step) for _ in range(len(mask))]
-
-        watched = GuardedDenoiser(guard, make, start)
-        for step in diffusers_scheduler.sample(
-            watched,
-            x,
-            scheduler,
-            timesteps,
-            known=put_back,
-            generators=generators,
-            start=start,
-            memory=take.memory if start else None,
-        ):
-            done = made[0].step = step.index + 1
-            yield step
-
-    def _begin(
-        self, take: VideoState, scheduler: Any, timesteps: Tensor, source: Tensor | None, count: int
-    ) -> tuple[Tensor, Tensor]:
+    def _begin(self, video: VideoState, source: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
         """Initial latents and their noise, (F, 4, h, w) each; the same for every frame."""
-        job = self.job
-        start = take.start_noise
+        context = self.context
+        device = context.device(self.component)
+        scheduler, timesteps = context.scheduled(device)
+        start = video.start_noise
         if start is None:
-            start = noise.start_noise(take.seed, job.latent_shape)[None]
-        start = start.to(job.device("unet")).expand(count, -1, -1, -1)
-        if job.mixes_source_in(take):
+            start = noise.start_noise(video.seed, context.latent_shape)[None]
+        start = start.to(device).expand(count, -1, -1, -1)
+        if context.mixes_source_in(video):
             assert source is not None, "encoded to begin with"
             return scheduler.add_noise(source, start, timesteps[:1]), start
         return start * scheduler.init_noise_sigma, start
+
+    def example_inputs(self, device: str) -> SamplerInputs:
+        """A batch with every ControlNet, each of which steers."""
+        context, config = self.context, self.context.config
+        frames = context.largest_batch
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(frames, *shape, device=device)
+
+        shape, takes_mask = context.latent_shape, config.takes_mask
+        branches = 1 if context.settings.guidance_scale <= 1 else 2
+        width = int(config.text_encoder.get("hidden_size", 512))
+        networks = ControlNetInputs(
+            text=torch.zeros(branches, config.num_tokens, width, device=device),
+            controls=tuple(zeros(3, *context.geometry.padded) for _ in config.controlnets),
+            scales=[ControlNetScale(1.0, 0.0, 1.0)] * len(config.controlnets),
+            mask=zeros(1, *shape[1:]) if takes_mask else None,
+            masked=zeros(*shape) if takes_mask else None,
+        )
+        return SamplerInputs(zeros(*shape), networks)
+
+    def denoiser(
+        self, modules: Mapping[str, Any], inputs: SamplerInputs, device: str, settings: Settings
+    ) -> Denoiser:
+        """UNet and ControlNets with their inputs and guidance."""
+        *nets, unet = (modules[name] for name in self.components)
+        return Denoiser(
+            unet,
+            nets,
+            inputs.networks,
+            guidance_scale=settings.guidance_scale,
+            guess_mode=bool(settings.option("guess_mode")),
+            num_steps=self.context.num_timesteps,
+            branches_at_once=cfg_batch_size(settings, 2),
+        )
+
+    def sample(
+        self, denoise: Callable[..., Tensor], inputs: SamplerInputs, start: int
+    ) -> Iterator[SamplerStep]:
+        """Steps of the checkpoint's scheduler."""
+        scheduler, timesteps = self.context.scheduled(self.context.device(self.component))
+
+        def generators(step: int) -> list[torch.Generator]:
+            return [noise.generator(inputs.seed, "step", step) for _ in range(len(inputs.x))]
+
+        inputs.networks.step = start
+        for step in diffusers_scheduler.sample(
+            denoise,
+            inputs.x,
+            scheduler,
+            timesteps,
+            known=inputs.known,
+            generators=generators,
+            start=start,
+            memory=inputs.memory,
+        ):
+            inputs.networks.step = step.index + 1
+            yield step
+
+    def dry_run(self, modules: Mapping[str, Any], device: str) -> object:
+        """Call the networks once; a scheduler of diffusers asks for values that no dry run has."""
+        inputs = self.example_inputs(device)
+        denoise = self.denoiser(modules, inputs, device, self.context.settings)
+        _, timesteps = self.context.scheduled("cpu")
+        t = torch.zeros(len(inputs.x), dtype=timesteps.dtype, device=device)
+        return denoise(inputs.x, t)
 
 
 def _controls(batch: Sequence[Any]) -> Iterator[Tensor]:
@@ -249,26 +300,7 @@ def _controls(batch: Sequence[Any]) -> Iterator[Tensor]:
         yield rearrange(torch.from_numpy(np.stack(one)), "f h w c -> f c h w").contiguous()
 
 
-def _denoiser(
-    unet: nn.Module,
-    nets: Sequence[nn.Module],
-    conditions: ControlNetInputs,
-    settings: Settings,
-    num_steps: int,
-) -> Denoiser:
-    return Denoiser(
-        unet,
-        nets,
-        conditions,
-        _steering(settings),
-        guidance_scale=settings.guidance_scale,
-        guess_mode=bool(settings.option("guess_mode")),
-        num_steps=num_steps,
-        branches_at_once=cfg_batch_size(settings, 2),
-    )
-
-
-def _steering(settings: Settings) -> list[ControlNetScale]:
+def _scales(settings: Settings) -> list[ControlNetScale]:
     """Scale of each ControlNet; the settings hold numbers for one, tuples for several."""
     names = ("controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end")
     values = [settings.option(name) for name in names]

@@ -15,39 +15,32 @@ from everyframe.runtime import tiling
 
 
 def posterior(
-    vae: Any,
-    picture_FCHW: Tensor,
-    factor: int,
-    settings: Settings,
-    *,
-    most_tiles: int | None = None,
+    vae: Any, picture_FCHW: Tensor, factor: int, settings: Settings
 ) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation (F, 4, h, w) of an image's latents; float32, on the CPU.
 
     A latent covers `factor` rows and columns. The settings determine frames per call and tiles.
     """
-    side = settings.saving(tiling.ENCODE, 0)
+    tiles = tiling.tiles_of(settings, tiling.ENCODE)
 
     def encode(part: Tensor) -> Tensor:
         found = vae.encode(part).latent_dist
         return torch.cat([found.mean, found.std], dim=1)
 
     lots = torch.split(picture_FCHW, settings.saving(tiling.FRAMES, len(picture_FCHW)))
-    made = [tiling.encode_in_tiles(encode, lot, factor, side, most=most_tiles) for lot in lots]
+    made = [tiling.encode_in_tiles(encode, lot, factor, *tiles) for lot in lots]
     mean, deviation = torch.cat(made).to("cpu", torch.float32).chunk(2, dim=1)
     return mean, deviation
 
 
-def decode(
-    vae: Any, latents_FChw: Tensor, settings: Settings, *, most_tiles: int | None = None
-) -> Tensor:
+def decode(vae: Any, latents_FChw: Tensor, settings: Settings) -> Tensor:
     """Decode unscaled latents to pixels (F, 3, H, W) around -1..1; float32, on the CPU."""
-    side = settings.saving(tiling.DECODE, 0)
+    tiles = tiling.tiles_of(settings, tiling.DECODE)
 
     def decode_tile(part: Tensor) -> Tensor:
         pixels: Tensor = vae.decode(part).sample
         return pixels
 
     lots = torch.split(latents_FChw, settings.saving(tiling.FRAMES, len(latents_FChw)))
-    made = [tiling.decode_in_tiles(decode_tile, lot, side, most=most_tiles) for lot in lots]
+    made = [tiling.decode_in_tiles(decode_tile, lot, *tiles) for lot in lots]
     return torch.cat([each.to("cpu", torch.float32) for each in made])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,50 +19,66 @@ from einops import rearrange
 from torch import Tensor
 
 from everyframe.core.events import AudioDecoded, Event, FramesDecoded, Note, Step
+from everyframe.core.plan import Settings
 from everyframe.families.inpaint import vae as vae_calls
 from everyframe.families.inpaint.inputs import WHITE
 from everyframe.families.inpaint.stage_context import ConditioningLatents, InpaintContext, batched
-from everyframe.families.inpaint.stages import hear, share
-from everyframe.runtime import stages
+from everyframe.families.inpaint.stages import HANDED, hear
+from everyframe.runtime import tiling
 from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.rank_shares import active_ranks, batch_owner
+from everyframe.runtime.stages import ComponentStage, as_floats, as_frames, distribute_pieces
 from everyframe.samplers import noise
+
+#: The context of a dry run; see `NativeModelSpec.stage_call`.
+Context = InpaintContext
 
 
 @dataclass(frozen=True)
-class SourceLatentStage:
+class SourceInputs:
+    """A batch of F frames: source (F, 3, H, W) in -1..1 and mask (F, 1, H, W), on the host.
+
+    `source_noise` and `masked_noise` (1, 4, h, w) sample the posteriors of the source and of the
+    source without what is under the mask; None where that is not encoded.
+    """
+
+    source: Tensor
+    mask: Tensor
+    source_noise: Tensor | None
+    masked_noise: Tensor | None
+
+
+class SourceLatentStage(ComponentStage[InpaintContext, SourceInputs]):
     """Encode source and mask of every frame to latents, with separate noise for each video."""
 
-    job: InpaintContext
-    name: str = "given frames"
-    component: str = "vae"
-    goes_on: bool = False
+    name = "given frames"
+    component = "vae"
 
     def num_steps(self, num_takes: int) -> int:
         """One step per batch of frames, for all videos."""
-        return self.job.num_batches
+        return self.context.num_batches
 
     def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
         """Set `known` of each video.
 
         With several ranks, the batches are distributed and every rank receives all results.
         """
-        job, team = self.job, self.job.teams.team
-        vae = yield from job.loaded(self.component)
-        guard = job.guard(self.name, {self.component: vae})
-        together, total = len(active_ranks(team.weights)), job.num_batches
+        context, team = self.context, self.context.teams.team
+        vae, guard = yield from self._load()
+        together, total = len(active_ranks(team.weights)), context.num_batches
         mine: dict[int, list[ConditioningLatents]] = {}
         happened: list[Event] = []
-        for number, batch in enumerate(batched(job.painted(takes), job.together)):
+        for number, batch in enumerate(batched(context.painted(takes), context.together)):
             if batch_owner(number, team.weights) != team.rank:
                 continue
             begun = time.perf_counter()
-            source_FCHW, mask_FCHW = self._tensors(batch)
+            tensors = self._tensors(batch)
             mine[number] = []
-            for take in takes:
-                guard.take(take)
-                encode = partial(self._encode, vae, guard, take, source_FCHW, mask_FCHW)
+            for video in takes:
+                guard.take(video)
+                noises = self._noises(video.seed, is_mixed=context.mixes_source_in(video))
+                encode = self._guarded(guard, vae, SourceInputs(*tensors, *noises))
                 mine[number].append(guard.call(number + 1, encode))
             told = [*guard.events()]
             happened += told
@@ -72,73 +87,93 @@ class SourceLatentStage:
             yield Step(self.name, done, total, takes[0].seed, seconds)
         hear(team, guard, happened)
         yield from guard.events()
-        for place, take in enumerate(takes):
-            pieces = [
-                ConditioningLatents.of(
-                    share(
-                        team,
-                        mine[number][place].tensors() if number in mine else None,
-                        batch_owner(number, team.weights),
-                    )
-                )
-                for number in range(total)
-            ]
-            take.known = ConditioningLatents.joined(pieces)
+        shared = [
+            team.broadcast_tree(mine.get(number), batch_owner(number, team.weights), HANDED)
+            for number in range(total)
+        ]
+        for video, batches in zip(takes, zip(*shared, strict=True), strict=True):
+            video.known = ConditioningLatents.joined(batches)
+
+    def _noises(self, seed: int, *, is_mixed: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Noise of both posteriors; in diffusers' order, the source's is drawn first, if at all."""
+        shape, takes_mask = (1, *self.context.latent_shape), self.context.config.takes_mask
+        draws = int(not takes_mask or is_mixed)
+        return (
+            noise.plain_noise(seed, shape) if draws else None,
+            noise.plain_noise(seed, shape, draws) if takes_mask else None,
+        )
 
     def _tensors(self, batch: Sequence[tuple[Any, Any]]) -> tuple[Tensor, Tensor]:
         """Source (F, 3, H, W) in -1..1 and mask (F, 1, H, W) of 0 and 1, padded."""
-        geometry = self.job.geometry
+        geometry = self.context.geometry
         pictures = np.stack([geometry.pad(frame) for frame, _ in batch])
         masks = np.stack([geometry.pad(mask, with_edge=False) for _, mask in batch])
-        source = stages.as_floats(pictures)
+        source = as_floats(pictures)
         white = torch.from_numpy(masks >= WHITE).to(torch.float32)
         return 2.0 * rearrange(source, "f h w c -> f c h w") - 1.0, white[:, None]
 
-    def _encode(
-        self, vae: Any, guard: Guard, take: VideoState, source_FCHW: Tensor, mask_FCHW: Tensor
-    ) -> ConditioningLatents:
-        config = self.job.config
-        shape = self.job.latent_shape
-        # In diffusers' order: the source's draw comes first, where it is drawn at all.
-        draw = 0
-        source = masked = None
-        if not config.takes_mask or self.job.mixes_source_in(take):
-            drawn = noise.plain_noise(take.seed, (1, *shape))
-            source = self._latents(vae, guard, source_FCHW, drawn)
-            draw = 1
-        if config.takes_mask:
-            picked = noise.plain_noise(take.seed, (1, *shape), draw)
-            masked = self._latents(vae, guard, source_FCHW * (mask_FCHW < 0.5), picked)
-        return ConditioningLatents(F.interpolate(mask_FCHW, size=shape[1:]), masked, source)
+    def example_inputs(self, device: str) -> SourceInputs:
+        """A batch, or as many frames of it as the autoencoder encodes at once."""
+        context = self.context
+        frames = context.settings.saving(tiling.FRAMES, context.largest_batch)
+        size = context.geometry.padded
+        is_mixed = float(context.settings.option("strength")) < 1
+        return SourceInputs(
+            torch.zeros(min(frames, context.largest_batch), 3, *size),
+            torch.zeros(min(frames, context.largest_batch), 1, *size),
+            *self._noises(0, is_mixed=is_mixed),
+        )
 
-    def _latents(self, vae: Any, guard: Guard, picture_FCHW: Tensor, noise_1Chw: Tensor) -> Tensor:
+    def compute(
+        self, module: Any, inputs: SourceInputs, device: str, settings: Settings
+    ) -> ConditioningLatents:
+        """Latents of the batch, on the host."""
+        source = masked = None
+        if inputs.source_noise is not None:
+            source = self._latents(module, inputs.source, inputs.source_noise, device, settings)
+        if inputs.masked_noise is not None:
+            shown = inputs.source * (inputs.mask < 0.5)
+            masked = self._latents(module, shown, inputs.masked_noise, device, settings)
+        mask = F.interpolate(inputs.mask, size=self.context.latent_shape[1:])
+        return ConditioningLatents(mask, masked, source)
+
+    def _latents(
+        self, vae: Any, picture_FCHW: Tensor, noise_1Chw: Tensor, device: str, settings: Settings
+    ) -> Tensor:
         """Scaled latents of images; `noise_1Chw` samples the posterior."""
-        config, given = self.job.config, picture_FCHW.to(self.job.device("vae"))
-        mean, deviation = vae_calls.posterior(vae, given, config.spatial_factor, guard.settings)
+        config, given = self.context.config, picture_FCHW.to(device)
+        mean, deviation = vae_calls.posterior(vae, given, config.spatial_factor, settings)
         latents: Tensor = config.scaling_factor * (mean + deviation * noise_1Chw)
         return latents
 
 
-@dataclass(frozen=True)
-class DecodeStage:
-    """Decode latents to frames, and restore the source outside of the mask."""
+class DecodeStage(ComponentStage[InpaintContext, Tensor]):
+    """Decode latents (F, 4, h, w) to frames, and restore the source outside of the mask."""
 
-    job: InpaintContext
-    name: str = "decode"
-    component: str = "vae"
-    goes_on: bool = False
+    name = "decode"
+    component = "vae"
+
+    def example_inputs(self, device: str) -> Tensor:
+        """A batch, or as many frames of it as the autoencoder decodes at once."""
+        context = self.context
+        frames = context.settings.saving(tiling.FRAMES, context.largest_batch)
+        shape = (min(frames, context.largest_batch), *context.latent_shape)
+        return torch.zeros(shape, device=device)
+
+    def compute(self, module: Any, inputs: Tensor, device: str, settings: Settings) -> Tensor:
+        """Pixels (F, 3, H, W) around -1..1, on the host."""
+        return vae_calls.decode(module, inputs, settings)
 
     def num_steps(self, num_takes: int) -> int:
         """One step per batch of frames."""
-        return num_takes * self.job.num_batches
+        return num_takes * self.context.num_batches
 
     def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
         """Yield the frames of each video.
 
         With several ranks, the batches are distributed; the first rank receives all frames.
         """
-        vae = yield from self.job.loaded(self.component)
-        guard = self.job.guard(self.name, {self.component: vae})
+        vae, guard = yield from self._load()
         total, done = self.num_steps(len(takes)), 0
         for take in takes:
             guard.take(take)
@@ -157,8 +192,8 @@ class DecodeStage:
         self, vae: Any, guard: Guard, takes: Sequence[VideoState], take: VideoState, done: int
     ) -> Iterator[tuple[Tensor, bool, list[Event]]]:
         """Yield frames (F, H, W, 3) in 0..1, whether any was denoised, and events, per batch."""
-        job, team = self.job, self.job.teams.team
-        latents = take.latents.split(job.together)
+        context, team = self.context, self.context.teams.team
+        latents = take.latents.split(context.together)
         # The lot that is at hand, which of it was denoised, and the number of their batch.
         now: list[tuple[Any, Any]] = []
         painted: list[int] = []
@@ -168,30 +203,32 @@ class DecodeStage:
             nonlocal count
             for lot in self._lots(takes):
                 now[:] = lot
-                painted[:] = [number for number, (_, mask) in enumerate(lot) if job.paints(mask)]
+                painted[:] = [
+                    number for number, (_, mask) in enumerate(lot) if context.paints(mask)
+                ]
                 count += bool(painted)
                 yield batch_owner(max(count, 0), team.weights)
 
         def decode(_: int) -> Tensor:
-            frames = stages.as_floats(np.stack([frame for frame, _ in now]))
+            frames = as_floats(np.stack([frame for frame, _ in now]))
             if painted:
                 these = [now[number] for number in painted]
                 step = done + count + 1
                 frames[painted] = self._decode(vae, guard, step, latents[count], these)
             return frames
 
-        for frames, told in stages.distribute_pieces(team, guard, owners(), decode):
+        for frames, told in distribute_pieces(team, guard, owners(), decode):
             yield frames, bool(painted), told
 
     def _lots(self, takes: Sequence[VideoState]) -> Iterator[list[tuple[Any, Any]]]:
         """Yield all frames in order, in lists that hold one batch of denoised frames, or none."""
-        job = self.job
+        context = self.context
         lot: list[tuple[Any, Any]] = []
         num_painted = 0
-        for pair in job.frames(takes):
+        for pair in context.frames(takes):
             lot.append(pair)
-            num_painted += job.paints(pair[1])
-            if num_painted in (0, job.together):
+            num_painted += context.paints(pair[1])
+            if num_painted in (0, context.together):
                 yield lot
                 lot, num_painted = [], 0
         if lot:
@@ -199,8 +236,8 @@ class DecodeStage:
 
     def _sound(self, takes: Sequence[VideoState], take: VideoState) -> Iterator[Event]:
         """Yield the source's audio, if the result plays at the source's speed."""
-        settings = self.job.settings
-        inputs = self.job.inputs(takes)
+        settings = self.context.settings
+        inputs = self.context.inputs(takes)
         sound = inputs.sound(settings.num_frames)
         if sound is None:
             return
@@ -219,20 +256,17 @@ class DecodeStage:
         batch: Sequence[tuple[Any, Any]],
     ) -> Tensor:
         """Frames (F, H, W, 3) in 0..1 at the result's size."""
-        job = self.job
-        scaled = (latents / job.config.scaling_factor).to(job.device("vae"))
+        context = self.context
+        scaled = (latents / context.config.scaling_factor).to(context.device("vae"))
         given = np.stack([frame for frame, _ in batch])
         is_asked = bool((given.max(axis=(1, 2)) == given.min(axis=(1, 2))).any())
 
-        def decode() -> Tensor:
-            # As it was planned, or in less where memory ran out.
-            return vae_calls.decode(vae, scaled, guard.settings)
-
-        made = stages.as_frames(guard.decoded(number, decode, scaled, is_asked=is_asked))
-        made = made[:, : job.geometry.height, : job.geometry.width].contiguous()
-        if job.settings.option("unblended"):
+        decode = self._guarded(guard, vae, scaled)
+        made = as_frames(guard.decoded(number, decode, scaled, is_asked=is_asked))
+        made = made[:, : context.geometry.height, : context.geometry.width].contiguous()
+        if context.settings.option("unblended"):
             return made
-        source = stages.as_floats(given)
+        source = as_floats(given)
         grey = torch.from_numpy(np.stack([mask for _, mask in batch])).to(torch.float32)
         share = grey[..., None] / 255
         blended: Tensor = share * made + (1 - share) * source

@@ -16,7 +16,7 @@ from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.families.opensora.text import TextEmbedding
 from everyframe.runtime.memory_fallbacks import cfg_batch_size
 from everyframe.samplers import rectified_flow
-from everyframe.samplers.guidance import guide
+from everyframe.samplers.guidance import guided
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Denoiser:
         self._model = model
         self._version = config.version
         self._scale = settings.guidance_scale
-        self._at_once = cfg_batch_size(settings, 2)
+        self._batch_size = cfg_batch_size(settings, 2)
         self._conditions: dict[str, Any] = {}
         if config.version != "1.0":
             self._conditions = {
@@ -80,30 +80,26 @@ class Denoiser:
 
     def __call__(self, x: Tensor, t: Tensor, x_mask: Tensor | None = None) -> Tensor:
         """Guided output for x (1, C, T, h, w): velocity, or for 1.0 noise and variance."""
-        branches = 1 if self._scale == 1 else 2
-        answer = torch.cat(
-            [
-                self._answer(x, t, x_mask, start, min(start + self._at_once, branches))
-                for start in range(0, branches, self._at_once)
-            ]
-        )
-        if self._version != "1.0":
-            # The second half of the channels was never trained.
-            answer = answer[:, : x.shape[1]]
-        if branches == 1:
-            return answer
-        cond, uncond = answer.chunk(2)
-        # 1.0 was sampled with guidance on three of its four channels, a legacy of DiT.
-        return guide(cond, uncond, self._scale, channels=3 if self._version == "1.0" else None)
 
-    def _answer(self, x: Tensor, t: Tensor, x_mask: Tensor | None, start: int, stop: int) -> Tensor:
-        """Model output for the branches `start` to `stop`."""
-        branches = stop - start
-        extra = dict(self._conditions)
-        if x_mask is not None:
-            extra["x_mask"] = x_mask.expand(branches, -1)
-        context = self._context.rows(start, stop)
-        answer: Tensor = self._model(
-            x.expand(branches, *x.shape[1:]), t.expand(branches), context, **extra
+        def predict(start: int, stop: int) -> Tensor:
+            branches, extra = stop - start, dict(self._conditions)
+            if x_mask is not None:
+                extra["x_mask"] = x_mask.expand(branches, -1)
+            answer: Tensor = self._model(
+                x.expand(branches, *x.shape[1:]),
+                t.expand(branches),
+                self._context.rows(start, stop),
+                **extra,
+            )
+            # The second half of 1.2's channels was never trained.
+            return answer if self._version == "1.0" else answer[:, : x.shape[1]]
+
+        return guided(
+            predict,
+            1 if self._scale == 1 else 2,
+            self._batch_size,
+            self._scale,
+            # 1.0 was sampled with guidance on three of its four channels, a legacy of DiT.
+            channels=3 if self._version == "1.0" else None,
+            prompt_first=True,
         )
-        return answer

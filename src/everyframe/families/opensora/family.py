@@ -43,7 +43,7 @@ class OpenSoraFamily(NativeFamily[OpenSoraOptions, OpenSoraFiles]):
         )
 
         assert isinstance(spec, OpenSoraSpec)
-        job = OpenSoraContext(plan, spec, teams, clip)
+        job = OpenSoraContext(spec, plan.settings, teams, clip, plan)
         stages: list[Stage] = [TextEncodeStage(job)] if clip == 0 else []
         given = plan.settings.given_frames
         if job.goes_on() or "image" in given or (

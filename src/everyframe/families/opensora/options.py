@@ -13,13 +13,13 @@ class OpenSoraOptions(FamilyOptions):
     """Options of Open-Sora: 1.2's prompt affixes, and components outside the model folder."""
 
     aesthetic: float | None = option(
-        "How good it should look, 1.2 only: about 4 (plain) to 7 (polished).", ge=0, le=10
+        "Aesthetic score, 1.2 only: about 4 (plain) to 7 (polished).", ge=0, le=10
     )
     motion_score: float | None = option(
-        "How much should move, 1.2 only: about 0 (still) to 30 (a lot).", ge=0, le=1000
+        "Amount of motion, 1.2 only: about 0 (still) to 30 (a lot).", ge=0, le=1000
     )
     camera_motion: str | None = option(
-        'How the camera moves, 1.2 only, such as "pan left".', max_length=100
+        'Camera motion, 1.2 only, such as "pan left".', max_length=100
     )
     truncate_prompt: bool = truncate_prompt_option()
     vae: str | None = option(

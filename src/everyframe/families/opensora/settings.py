@@ -143,7 +143,7 @@ def _check_given_frames(config: OpenSoraConfig, title: str, request: Request) ->
             if getattr(request, name) is not None:
                 raise InputError(f"{title} can't take given frames ({name}); Open-Sora 1.2 can")
         if request.chain > 1:
-            raise InputError(f"{title} can't go on from a clip (chain); Open-Sora 1.2 can")
+            raise InputError(f"{title} can't continue a clip (chain); Open-Sora 1.2 can")
     if request.edit_strength is not None and not request.has_given_frames() and request.chain == 1:
         raise InputError(
             "edit_strength has no effect without given frames; "

@@ -96,7 +96,7 @@ class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraConfi
     def dry_run_calls(
         self, settings: Settings, teams: ParallelContext | None
     ) -> tuple[DryRunCall, ...]:
-        return dry_run_calls(self.builder, settings, teams)
+        return dry_run_calls(self, settings, teams)
 
     def num_branches(self, settings: Settings) -> int:
         """Guidance branches: two with guidance (conditional, unconditional), else one."""

@@ -1,46 +1,51 @@
 """Stages of an Open-Sora run: text encoding, conditioning frames, denoising, decoding.
 
-Each stage loads one component, uses it for every video and frees it when its generator ends, so
-peak memory is that of the largest stage, not the sum. Upstream's loop is `scripts/inference.py` of
-1.2; deliberate differences are noted at the code that differs.
+Upstream's loop is `scripts/inference.py` of 1.2; deliberate differences are noted at the code that
+differs. The templates are in `everyframe.runtime.stages`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from everyframe.core.events import Event, FramesDecoded
+from everyframe.core.events import Event, FramesDecoded, Note
+from everyframe.core.plan import Settings
 from everyframe.families.opensora import sharding
 from everyframe.families.opensora.denoiser import Denoiser, PromptEmbeds, timesteps_of
+from everyframe.families.opensora.dry_run import is_conditioned
 from everyframe.families.opensora.prompt_tokens import load_tokenizer
 from everyframe.families.opensora.settings import PIECE, known_frames
 from everyframe.families.opensora.spec import OpenSoraSpec
-from everyframe.families.opensora.stdit import STDiT
-from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.families.opensora.text import TextEmbedding, embed, tokens_of
 from everyframe.families.opensora.vae import ImageVAE, VideoVAE, decode_frames, encoded
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
+from everyframe.parallel.communicator import broadcastable
 from everyframe.runtime import stages
+from everyframe.runtime.denoise_stage import VideoDenoiseStage
 from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.repairs import prompt_truncated_note
-from everyframe.runtime.request_checks import FrameChunk
-from everyframe.runtime.stages import DecodePieces, GuardedDenoiser, run_sharded_denoising
+from everyframe.runtime.stages import (
+    LatentPiece,
+    SharedEncodeStage,
+    StageContext,
+    VideoEncodeStage,
+    as_floats,
+)
 from everyframe.samplers import iddpm, noise, rectified_flow
 from everyframe.samplers.base import Step as SamplerStep
 
 
 @dataclass(frozen=True)
-class OpenSoraContext(stages.StageContext[OpenSoraSpec]):
-    """Shared by all stages of one clip: plan, model, ranks and clip number."""
-
-    clip: int = 0
+class OpenSoraContext(StageContext[OpenSoraSpec]):
+    """Shared by all stages of one clip."""
 
     @property
     def vae(self) -> ImageVAEConfig | VideoVAEConfig:
@@ -51,17 +56,17 @@ class OpenSoraContext(stages.StageContext[OpenSoraSpec]):
         """Whether this clip continues from the previous clip or from a given video."""
         return self.clip > 0 or "extend" in self.settings.given_frames
 
-    def before(self, take: VideoState) -> Tensor | None:
+    def before(self, video: VideoState) -> Tensor | None:
         """Frames (T, H, W, 3) in 0..1 that this clip continues from; None if it starts anew.
 
         One frame if fewer than `known_frames` are available: a given video may be short.
         """
         if not self.goes_on():
             return None
-        frames = take.tail
+        frames = video.tail
         if self.clip == 0:
-            assert take.given.source is not None
-            frames = stages.as_floats(take.given.source[-PIECE:])
+            assert video.given.source is not None
+            frames = as_floats(video.given.source[-PIECE:])
         wanted = known_frames(self.model.config, self.settings)[0]
         tail: Tensor = frames[-wanted:] if len(frames) >= wanted else frames[-1:]
         return tail
@@ -73,43 +78,57 @@ class OpenSoraContext(stages.StageContext[OpenSoraSpec]):
         return (self.vae.latent_channels, *size)
 
 
+#: The context of a dry run; see `NativeModelSpec.stage_call`.
+Context = OpenSoraContext
+
+
 @dataclass(frozen=True)
-class TextEncodeStage:
-    """Encode prompt and negative prompt with T5, once for all videos."""
+class PromptTokens:
+    """Token ids (1, L) and bool mask (1, L) of a text, on the host."""
 
-    job: OpenSoraContext
-    name: str = "text"
-    component: str = "text_encoder"
-    goes_on: bool = False
+    ids: Tensor
+    mask: Tensor
 
-    def num_steps(self, num_takes: int) -> int:
-        """One step per prompt."""
-        return 1 + (self.job.settings.negative_prompt is not None)
 
-    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Set `text` of each video: one rank encodes and broadcasts."""
-        world = self.job.teams.world
-        told = yield from stages.on_lead_rank(world, self._encoded(takes), "the text is handed on")
-        texts = [TextEmbedding(*each) for each in zip(told[::2], told[1::2], strict=True)]
-        text = PromptEmbeds(texts[0], texts[1] if len(texts) > 1 else None)
-        for take in takes:
-            take.text = text
+class TextEncodeStage(SharedEncodeStage[OpenSoraContext, PromptTokens]):
+    """Encode prompt and negative prompt with T5."""
 
-    def _encoded(self, takes: Sequence[VideoState]) -> Generator[Event, None, list[Tensor]]:
-        job, model = self.job, self.job.model
-        # Tokens first: a prompt that is too long is told before gigabytes are read.
+    name = "text"
+    component = "text_encoder"
+
+    @property
+    def num_inputs(self) -> int:
+        """The prompt and, if there is one, the negative prompt."""
+        return 1 + (self.context.settings.negative_prompt is not None)
+
+    def inputs(self, videos: Sequence[VideoState]) -> tuple[list[PromptTokens], list[Note]]:
+        """Tokens of each text; notes on what is cut."""
+        model = self.context.model
         tokenizer = load_tokenizer(model.files.path("tokenizer"))
         length = model.config.denoiser.model_max_length
-        tokens = tokens_of(tokenizer, job.settings, length)
-        yield from (prompt_truncated_note(cut) for *_, cut in tokens if cut)
-        encoder = yield from job.loaded(self.component)
-        guard = job.guard(self.name, {self.component: encoder})
-        device = job.device(self.component)
-        calls = [partial(embed, encoder, ids, mask, device) for ids, mask, _ in tokens]
-        texts = yield from stages.encode_once(self.name, guard, takes, calls)
-        return [tensor for each in texts for tensor in (each.hidden, each.mask)]
+        tokens = tokens_of(tokenizer, self.context.settings, length)
+        notes = [prompt_truncated_note(cut) for *_, cut in tokens if cut]
+        return [PromptTokens(ids, mask) for ids, mask, _ in tokens], notes
+
+    def example_inputs(self, device: str) -> PromptTokens:
+        """A text of full length."""
+        length = self.context.model.config.denoiser.model_max_length
+        ids = torch.zeros(1, length, dtype=torch.long)
+        return PromptTokens(ids, torch.ones(1, length, dtype=torch.bool))
+
+    def compute(
+        self, module: Any, inputs: PromptTokens, device: str, settings: Settings
+    ) -> TextEmbedding:
+        """Hidden states of a text."""
+        return embed(module, inputs.ids, inputs.mask, device)
+
+    def store(self, videos: Sequence[VideoState], results: Sequence[TextEmbedding]) -> None:
+        """Set `text` of each video."""
+        for video in videos:
+            video.text = PromptEmbeds(results[0], results[1] if len(results) > 1 else None)
 
 
+@broadcastable
 @dataclass(frozen=True)
 class ConditioningLatents:
     """Conditioning latents (1, C, T, h, w) and mask (1, T): 1 generate, 0 fixed, between edit."""
@@ -119,183 +138,204 @@ class ConditioningLatents:
 
 
 @dataclass(frozen=True)
-class ConditioningStage:
+class ConditioningPixels:
+    """Frames (1, 3, T, H, W) in -1..1 that a clip begins with, and the one that it ends with."""
+
+    first: Tensor | None = None
+    last: Tensor | None = None
+
+
+class ConditioningStage(VideoEncodeStage[OpenSoraContext, ConditioningPixels]):
     """Encode given images and the end of the previous clip with the autoencoder."""
 
-    job: OpenSoraContext
-    name: str = "given frames"
-    component: str = "vae"
-    goes_on: bool = False
+    name = "given frames"
+    component = "vae"
 
-    def num_steps(self, num_takes: int) -> int:
-        """One step per video."""
-        return num_takes
-
-    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Set `known` of each video: one rank encodes and broadcasts within its video group."""
-        team = self.job.teams.team
-        told = yield from stages.on_lead_rank(
-            team, self._encoded(takes), "given frames are handed on"
+    def inputs(self, video: VideoState, device: str) -> ConditioningPixels:
+        """The frames that the clip continues from or the given image, and its last image."""
+        context, given = self.context, video.given
+        first = context.before(video)
+        if first is None and given.first is not None:
+            first = as_floats(given.first)
+        is_end = given.last is not None and context.clip == context.settings.chain - 1
+        last = as_floats(given.last) if is_end else None
+        return ConditioningPixels(
+            None if first is None else _as_pixels(first).to(device),
+            None if last is None else _as_pixels(last).to(device),
         )
-        for take, *known in zip(takes, told[::2], told[1::2], strict=True):
-            take.known = ConditioningLatents(*known)
 
-    def _encoded(self, takes: Sequence[VideoState]) -> Generator[Event, None, list[Tensor]]:
-        vae = yield from self.job.loaded(self.component)
-        guard = self.job.guard(self.name, {self.component: vae})
-        encode = partial(self._known, vae, guard)
-        known = yield from stages.encode_per_video(self.name, guard, takes, encode)
-        return [tensor for each in known for tensor in (each.latents, each.mask)]
+    def example_inputs(self, device: str) -> ConditioningPixels:
+        """As many frames as can be given: a piece at most."""
+        settings = self.context.settings
+        frames = min(settings.num_frames, PIECE)
+        size = (1, 3, frames, settings.height, settings.width)
+        return ConditioningPixels(torch.zeros(size, device=device))
 
-    def _known(
-        self, vae: ImageVAE | VideoVAE, guard: Guard, take: VideoState
+    def compute(
+        self,
+        module: ImageVAE | VideoVAE,
+        inputs: ConditioningPixels,
+        device: str,
+        settings: Settings,
     ) -> ConditioningLatents:
-        job = self.job
-        encode = partial(self._encode, vae, guard)
-        shape = job.latent_shape()
-        latents = torch.zeros((1, *shape))
-        mask = torch.ones((1, shape[1]))
-        before = job.before(take)
-        if before is not None:
-            encoded = encode(before)
-            latents[:, :, : encoded.shape[2]] = encoded
-            mask[:, : encoded.shape[2]] = job.settings.edit_strength
-        elif take.given.first is not None:
-            latents[:, :, :1] = encode(stages.as_floats(take.given.first))
-            mask[:, :1] = job.settings.edit_strength
-        if take.given.last is not None and job.clip == job.settings.chain - 1:
+        """Latents and mask of a clip, on the host."""
+        shape = self.context.latent_shape()
+        latents, mask = torch.zeros((1, *shape)), torch.ones((1, shape[1]))
+        if inputs.first is not None:
+            first = encoded(module, inputs.first, settings)
+            latents[:, :, : first.shape[2]] = first
+            mask[:, : first.shape[2]] = settings.edit_strength
+        if inputs.last is not None:
             # The last latent frame holds the last four frames of a piece and what came before
             # them. Upstream snaps a lone picture to the beginning of a piece, where it is not the
             # last frame; a piece that stands still ends in one that is.
-            last_piece = job.vae.pieces(job.settings.num_frames)[-1].num_frames
-            still = encode(stages.as_floats(take.given.last), last_piece)
+            last_piece = self.context.vae.pieces(settings.num_frames)[-1].num_frames
+            still = encoded(module, inputs.last, settings, still=last_piece)
             latents[:, :, -1:] = still[:, :, -1:]
-            mask[:, -1:] = job.settings.edit_strength
+            mask[:, -1:] = settings.edit_strength
         return ConditioningLatents(latents, mask)
 
-    def _encode(
-        self,
-        vae: ImageVAE | VideoVAE,
-        guard: Guard,
-        frames_THWC: Tensor,
-        still: int | None = None,
-    ) -> Tensor:
-        """Encode frames in 0..1 to latents (1, C, T, h, w), float32 on the CPU.
+    def store(self, video: VideoState, result: ConditioningLatents) -> None:
+        """Set `known` of the video."""
+        video.known = result
 
-        `still` repeats one frame that many times.
-        """
-        video = rearrange(frames_THWC, "t h w c -> 1 c t h w") * 2 - 1
-        video = video.to(self.job.device(self.component))
-        return encoded(vae, video, guard.settings, still=still)
+
+def _as_pixels(frames_THWC: Tensor) -> Tensor:
+    """Pixels (1, C, T, H, W) in -1..1 of frames in 0..1."""
+    return rearrange(frames_THWC, "t h w c -> 1 c t h w") * 2 - 1
 
 
 @dataclass(frozen=True)
-class DenoiseStage:
+class SamplerInputs:
+    """What sampling begins with: x (1, C, T, h, w), text, noise by step and mask (1, T) if any."""
+
+    x: Tensor
+    text: PromptEmbeds
+    noise: Callable[[int], Tensor]
+    mask: Tensor | None = None
+
+
+def _noise(label: int, shape: tuple[int, ...], step: int) -> Tensor:
+    return noise.step_noise(label, step, shape)[None]
+
+
+class DenoiseStage(VideoDenoiseStage[OpenSoraContext, SamplerInputs]):
     """Denoise: sampler, guidance and denoiser turn noise into latents."""
 
-    job: OpenSoraContext
-    name: str = "denoise"
-    component: str = "denoiser"
-    goes_on: bool = True
+    component = "denoiser"
 
-    def num_steps(self, num_takes: int) -> int:
-        """Sampler steps of all videos."""
-        return num_takes * self.job.settings.num_inference_steps
+    def shard(self, modules: Mapping[str, Any]) -> sharding.Sharding:
+        """Split tokens and guidance branches."""
+        teams = self.context.teams
+        return sharding.apply(modules[self.component], teams.team, teams.groups)
 
-    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Set `latents` of each video."""
-        job, teams = self.job, self.job.teams
-        model = yield from job.loaded(self.component)
-        put_on = sharding.apply(model, teams.team, teams.groups)
-        sample = partial(self._sample, model)
-        yield from run_sharded_denoising(self, job, model, put_on, takes, sample)
+    def inputs(self, video: VideoState, device: str) -> SamplerInputs:
+        """The video's noise, conditioning latents and text."""
+        clip, shape, known = self.context.clip, self.context.latent_shape(), video.known
+        label = video.seed if clip == 0 else noise.derived_seed(video.seed, "clip", clip)
+        x = video.latents
+        if not video.step:
+            x = video.start_noise
+            if x is None:
+                x = noise.start_noise(label, shape)[None]
+            if known is not None:
+                x = torch.where(known.mask[:, None, :, None, None] == 1, x, known.latents)
 
-    def _sample(
-        self, model: STDiT | STDiT3, guard: Guard, take: VideoState
+        mask = None if known is None else known.mask
+        return SamplerInputs(x.to(device), video.text, partial(_noise, label, shape), mask)
+
+    def example_inputs(self, device: str) -> SamplerInputs:
+        """Texts of full length and, where frames are given, a first frame that is fixed."""
+        config, settings = self.context.model.config, self.context.settings
+        shape = (1, *self.context.latent_shape())
+        length = config.denoiser.model_max_length
+        hidden = torch.zeros(1, length, config.denoiser.caption_channels)
+        prompt = TextEmbedding(hidden, torch.ones(1, length, dtype=torch.bool))
+        mask = None
+        if is_conditioned(settings):
+            mask = torch.ones(1, shape[2])
+            mask[:, 0] = settings.edit_strength
+        return SamplerInputs(
+            torch.zeros(shape, device=device),
+            PromptEmbeds(prompt, None if settings.negative_prompt is None else prompt),
+            partial(_noise, 0, shape[1:]),
+            mask,
+        )
+
+    def denoiser(
+        self, modules: Mapping[str, Any], inputs: SamplerInputs, device: str, settings: Settings
+    ) -> Denoiser:
+        """The model with its text and guidance."""
+        config = self.context.model.config
+        return Denoiser(modules[self.component], inputs.text, settings, config, device)
+
+    def sample(
+        self, denoise: Callable[..., Tensor], inputs: SamplerInputs, start: int
     ) -> Iterator[SamplerStep]:
-        job, settings, config = self.job, self.job.settings, self.job.model.config
-        device = job.device(self.component)
-        shape = job.latent_shape()
-        label = take.seed if job.clip == 0 else noise.derived_seed(take.seed, "clip", job.clip)
-
-        def fresh(step: int) -> Tensor:
-            return noise.step_noise(label, step, shape)[None]
-
-        x, start = take.latents, take.step
-        if not start:
-            given = take.start_noise
-            x = noise.start_noise(label, shape)[None] if given is None else given
-        x = x.to(device)
-
-        def make() -> Denoiser:
-            return Denoiser(model, take.text, guard.settings, config, device)
-
-        denoise = GuardedDenoiser(guard, make, start)
+        """IDDPM for 1.0, rectified flow for 1.2."""
+        settings, config = self.context.settings, self.context.model.config
         if config.version == "1.0":
             plan = iddpm.schedule(settings.num_inference_steps)
-            yield from iddpm.sample(denoise, x, plan, fresh, start=start)
-            return
+            return iddpm.sample(denoise, inputs.x, plan, inputs.noise, start=start)
         timesteps = timesteps_of(settings, config)
-        if take.known is None:
-            yield from rectified_flow.sample(denoise, x, timesteps, start=start)
-            return
-        mask = take.known.mask.to(device)
-        if not start:
-            x = torch.where(mask[:, None, :, None, None] == 1, x, take.known.latents.to(device))
-        yield from rectified_flow.sample_masked(denoise, x, timesteps, mask, fresh, start=start)
+        if inputs.mask is None:
+            return rectified_flow.sample(denoise, inputs.x, timesteps, start=start)
+        return rectified_flow.sample_masked(
+            denoise, inputs.x, timesteps, inputs.mask, inputs.noise, start=start
+        )
 
 
-@dataclass(frozen=True)
-class DecodeStage:
+class DecodeStage(stages.DecodeStage[OpenSoraContext]):
     """Decode latents to frames, in the pieces that the autoencoder was trained on."""
 
-    job: OpenSoraContext
-    name: str = "decode"
-    component: str = "vae"
-    goes_on: bool = False
+    @property
+    def num_pieces(self) -> int:
+        """Number of pieces of a clip."""
+        return len(self.context.vae.pieces(self.context.settings.num_frames))
 
-    def num_steps(self, num_takes: int) -> int:
-        """One step per piece."""
-        return num_takes * len(self.job.vae.pieces(self.job.settings.num_frames))
+    def inputs(self, video: VideoState, number: int, device: str) -> LatentPiece:
+        """All latents of the clip, of which one piece is decoded."""
+        return LatentPiece(video.latents.to(device), number)
 
-    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Yield the new frames of each video, and save its last frames for the next clip.
+    def example_inputs(self, device: str) -> LatentPiece:
+        """The first piece."""
+        return LatentPiece(torch.zeros(1, *self.context.latent_shape(), device=device))
 
-        With several ranks, the pieces are distributed; the first rank receives all frames.
+    def compute(
+        self, module: ImageVAE | VideoVAE, inputs: LatentPiece, device: str, settings: Settings
+    ) -> Tensor:
+        """Pixels (T, C, H, W) of a piece."""
+        piece = self.context.vae.pieces(settings.num_frames)[inputs.number]
+        pixels = decode_frames(module, inputs.latents, piece, settings)
+        return rearrange(pixels[0], "c t h w -> t c h w")
+
+    def is_one_colour(self, video: VideoState) -> bool:
+        """Whether one of the given images or the given video is."""
+        given = (video.given.first, video.given.last, video.given.source)
+        return any(each is not None and each.min() == each.max() for each in given)
+
+    def decode_video(
+        self, module: Any, guard: Guard, video: VideoState, steps: range
+    ) -> Iterator[Event]:
+        """Yield the new frames of a clip, and save its last frames for the next one.
+
+        A given video comes first, as it is.
         """
-        job, team = self.job, self.job.teams.team
-        vae = yield from job.loaded(self.component)
-        guard = job.guard(self.name, {self.component: vae})
-        for place, take in enumerate(takes):
-            if job.clip == 0 and take.given.source is not None:
-                # Piece by piece: a long source as floats would be larger than any stage.
-                for start in range(0, len(take.given.source), PIECE):
-                    source = stages.as_floats(take.given.source[start : start + PIECE])
-                    yield FramesDecoded(take.seed, len(source), source.numpy())
-            before = job.before(take) if team.is_lead else None
-            new = _New(0 if before is None else len(before))
-            pieces = self._pieces(vae, guard, take, new)
-            yield from stages.decode_pieces(self.name, takes, place, guard, team, pieces)
-            # Only where a clip follows: these are floats, one lot for each of many videos.
-            follows = job.clip + 1 < job.settings.chain
-            take.tail = torch.cat(new.tail)[-PIECE:] if follows and new.tail else None
-
-    def _pieces(
-        self, vae: ImageVAE | VideoVAE, guard: Guard, take: VideoState, new: _New
-    ) -> DecodePieces:
-        latents = take.latents.to(self.job.device(self.component))
-        given = (take.given.first, take.given.last, take.given.source)
-        is_asked = any(each is not None and each.min() == each.max() for each in given)
-        pieces = vae.pieces(self.job.settings.num_frames)
-
-        def decode(number: int, step: int) -> Tensor:
-            call = partial(_decoded, vae, guard, latents, pieces[number])
-            return stages.as_frames(guard.decoded(step, call, latents, is_asked=is_asked))
-
-        return DecodePieces(len(pieces), decode, new.of)
+        context, source = self.context, video.given.source
+        if context.clip == 0 and source is not None:
+            # Piece by piece: a long source as floats would be larger than any stage.
+            for start in range(0, len(source), PIECE):
+                frames = as_floats(source[start : start + PIECE])
+                yield FramesDecoded(video.seed, len(frames), frames.numpy())
+        before = context.before(video) if context.teams.team.is_lead else None
+        new = _NewFrames(0 if before is None else len(before))
+        yield from self.decode_pieces(module, guard, video, steps, new.ready)
+        # Only where a clip follows: these are floats, one lot for each of many videos.
+        follows = context.clip + 1 < context.settings.chain
+        video.tail = torch.cat(new.tail)[-PIECE:] if follows and new.tail else None
 
 
-class _New:
+class _NewFrames:
     """Frames of a clip without the first `skip`, which belong to the previous clip; and its `tail`.
 
     The tail is the last two pieces: they hold the frames that the next clip continues from.
@@ -305,16 +345,9 @@ class _New:
         self._skip = skip
         self.tail: list[Tensor] = []
 
-    def of(self, _: int, piece_THWC: Tensor) -> Tensor:
+    def ready(self, _: int, piece_THWC: Tensor) -> Tensor:
         """New frames of the next piece."""
         self.tail = [*self.tail, piece_THWC][-2:]
         new = piece_THWC[min(self._skip, len(piece_THWC)) :]
         self._skip -= len(piece_THWC) - len(new)
         return new
-
-
-def _decoded(vae: ImageVAE | VideoVAE, guard: Guard, latents: Tensor, piece: FrameChunk) -> Tensor:
-    """Decode one piece to pixels (T, C, H, W)."""
-    # As it was planned, or in less where memory ran out.
-    pixels = decode_frames(vae, latents, piece, guard.settings)
-    return rearrange(pixels[0], "c t h w -> t c h w")

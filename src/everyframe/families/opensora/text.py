@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Settings
 from everyframe.families.opensora.prompt_tokens import read_prompts
+from everyframe.parallel.communicator import broadcastable
 
 
+@broadcastable
 @dataclass(frozen=True)
 class TextEmbedding:
     """T5 hidden states (1, L, D) and a bool mask (1, L) of the real tokens."""

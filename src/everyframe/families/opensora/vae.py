@@ -196,7 +196,6 @@ def encoded(
     settings: Settings,
     *,
     still: int | None = None,
-    most_tiles: int | None = None,
 ) -> Tensor:
     """Encode a video in -1..1 to latents (B, C, T, h, w), float32 on the CPU.
 
@@ -209,8 +208,8 @@ def encoded(
             return vae.encode_still(part, still)
         return vae.encode(part, at_once=at_once)
 
-    factor, side = vae.config.spatial_factor, settings.saving(tiling.ENCODE, 0)
-    latents = tiling.encode_in_tiles(encode, video_BCTHW, factor, side, most=most_tiles)
+    factor, tiles = vae.config.spatial_factor, tiling.tiles_of(settings, tiling.ENCODE)
+    latents = tiling.encode_in_tiles(encode, video_BCTHW, factor, *tiles)
     return latents.to("cpu", torch.float32)
 
 
@@ -219,8 +218,6 @@ def decode_frames(
     latents_BCTHW: Tensor,
     piece: FrameChunk,
     settings: Settings,
-    *,
-    most_tiles: int | None = None,
 ) -> Tensor:
     """Decode one piece of a video's latents to pixels (B, 3, T, H, W) around -1..1."""
     at_once = settings.saving(tiling.FRAMES, 0) or None
@@ -228,5 +225,4 @@ def decode_frames(
     def decode(part: Tensor) -> Tensor:
         return vae.decode_piece(part, piece, at_once)
 
-    side = settings.saving(tiling.DECODE, 0)
-    return tiling.decode_in_tiles(decode, latents_BCTHW, side, most=most_tiles)
+    return tiling.decode_in_tiles(decode, latents_BCTHW, *tiling.tiles_of(settings, tiling.DECODE))

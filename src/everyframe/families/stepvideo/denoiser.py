@@ -13,7 +13,7 @@ from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.families.stepvideo.text import TextStates
 from everyframe.ops.text_context import TextContext
 from everyframe.runtime.memory_fallbacks import cfg_batch_size
-from everyframe.samplers.guidance import guide
+from everyframe.samplers.guidance import guided
 
 
 @dataclass(frozen=True)
@@ -41,31 +41,23 @@ class Denoiser:
         self._model = model
         self._scale = settings.guidance_scale
         branches = text.branches
-        self._at_once = cfg_batch_size(settings, len(branches))
+        self._batch_size = cfg_batch_size(settings, len(branches))
         self._num_branches = len(branches)
         self._context = _context(model, branches, device)
 
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
         """Guided velocity for x (1, C, T, h, w) and t (1,), float32 or wider."""
-        answers = [
-            self._answer(x, t, start, start + self._at_once)
-            for start in range(0, self._num_branches, self._at_once)
-        ]
-        answer = torch.cat(answers)
-        if self._num_branches == 1:
-            return answer
-        cond, uncond = answer.chunk(2)
-        return guide(cond, uncond, self._scale)
 
-    def _answer(self, x: Tensor, t: Tensor, start: int, stop: int) -> Tensor:
-        """Model output for the branches `start` to `stop`."""
-        branches = stop - start
-        answer: Tensor = self._model(
-            x.expand(branches, *x.shape[1:]),
-            t.expand(branches),
-            self._context.rows(start, stop),
-        )
-        return answer
+        def predict(start: int, stop: int) -> Tensor:
+            branches = stop - start
+            answer: Tensor = self._model(
+                x.expand(branches, *x.shape[1:]),
+                t.expand(branches),
+                self._context.rows(start, stop),
+            )
+            return answer
+
+        return guided(predict, self._num_branches, self._batch_size, self._scale, prompt_first=True)
 
 
 def _context(model: StepVideoModel, branches: Sequence[TextStates], device: str) -> TextContext:

@@ -39,12 +39,12 @@ class StepVideoFamily(NativeFamily[StepVideoOptions, StepVideoFiles]):
             DecodeStage,
             DenoiseStage,
             LLMEncodeStage,
+            StepVideoContext,
         )
-        from everyframe.runtime.stages import StageContext
 
         assert isinstance(spec, StepVideoSpec)
         assert clip == 0, "a chain is refused when the request is settled"
-        job = StageContext(plan, spec, teams)
+        job = StepVideoContext(spec, plan.settings, teams, clip, plan)
         return (LLMEncodeStage(job), CLIPEncodeStage(job), DenoiseStage(job), DecodeStage(job))
 
 

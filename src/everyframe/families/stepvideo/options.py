@@ -16,7 +16,7 @@ class StepVideoOptions(FamilyOptions):
         "How many of the steps are at high noise; above 1 is more.", gt=0, le=1000
     )
     pos_magic: str | None = option(
-        "What is put behind the prompt; '' for nothing. By default upstream's words for quality.",
+        "Text added after the prompt; '' for none. By default upstream's words for quality.",
         max_length=2000,
     )
     llm_bias: str = option(

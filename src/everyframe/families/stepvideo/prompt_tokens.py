@@ -55,8 +55,8 @@ def tokens_of(
             if not settings.option("truncate_prompt"):
                 raise InputError(
                     f"the {which} has {read.num_tokens} tokens, what is put behind it "
-                    f"included, and Step-LLM reads {LLM_LENGTH}; shorten it, or go on without "
-                    f"its end by --truncate-prompt, which cuts: {cut}"
+                    f"included, and Step-LLM reads {LLM_LENGTH}; shorten it, or drop "
+                    f"its end with --truncate-prompt, which cuts: {cut}"
                 )
             told.append(f"the {which} is too long for Step-LLM; its end is cut: {cut}")
         if seen.cut:

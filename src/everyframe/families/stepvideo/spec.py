@@ -90,7 +90,7 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoC
     def dry_run_calls(
         self, settings: Settings, teams: ParallelContext | None
     ) -> tuple[DryRunCall, ...]:
-        return dry_run_calls(self.builder, settings, teams)
+        return dry_run_calls(self, settings, teams)
 
     def num_branches(self, settings: Settings) -> int:
         """Guidance branches: two with guidance (prompt, negative prompt), else one."""

@@ -1,23 +1,23 @@
 """Stages of a Step-Video run: Step-LLM encoding, CLIP encoding, denoising, decoding.
 
-Each stage loads one component, uses it for every video and frees it when its generator ends, so
-peak memory is that of the largest stage, not the sum. Deliberate differences from upstream: the
-seed determines the noise, pixels are not cropped, and no filter is applied to the video.
+Deliberate differences from upstream: the seed determines the noise, pixels are not cropped, and no
+filter is applied to the video. The templates are in `everyframe.runtime.stages`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from everyframe.core.events import Event, Note
+from everyframe.core.events import Note
+from everyframe.core.plan import Settings
 from everyframe.families.stepvideo import sharding
 from everyframe.families.stepvideo.denoiser import Denoiser, PromptEmbeds
-from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.families.stepvideo.prompt_tokens import (
     clip_tokenizer,
     llm_tokenizer,
@@ -26,184 +26,203 @@ from everyframe.families.stepvideo.prompt_tokens import (
 )
 from everyframe.families.stepvideo.settings import latent_shape
 from everyframe.families.stepvideo.spec import StepVideoSpec
-from everyframe.families.stepvideo.text import TextStates, clip_states, llm_states
+from everyframe.families.stepvideo.text import (
+    CLIP_LENGTH,
+    LLM_LENGTH,
+    TextStates,
+    Tokens,
+    clip_states,
+    llm_states,
+)
 from everyframe.families.stepvideo.vae import SeamBlender, StepVAE, decode_frames
 from everyframe.runtime import stages
-from everyframe.runtime.guard import Guard
+from everyframe.runtime.denoise_stage import VideoDenoiseStage
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.request_checks import FrameChunk
-from everyframe.runtime.stages import (
-    DecodePieces,
-    GuardedDenoiser,
-    StageContext,
-    run_sharded_denoising,
-)
+from everyframe.runtime.stages import LatentPiece, SharedEncodeStage, StageContext
 from everyframe.samplers import flow_matching, noise
 from everyframe.samplers.base import Step as SamplerStep
 
 
 @dataclass(frozen=True)
-class LLMEncodeStage:
-    """Encode prompt and negative prompt with Step-LLM, once for all videos."""
+class StepVideoContext(StageContext[StepVideoSpec]):
+    """Shared by all stages."""
 
-    job: StageContext[StepVideoSpec]
-    name: str = "text"
-    component: str = "step_llm"
-    goes_on: bool = False
+    @property
+    def latent_shape(self) -> tuple[int, int, int, int]:
+        """(C, T, h, w) of a video's latents."""
+        return latent_shape(self.model.config, self.settings)
 
-    def num_steps(self, num_takes: int) -> int:
-        """One step per text."""
-        return len(texts_of(self.job.settings))
+    @property
+    def pieces(self) -> tuple[FrameChunk, ...]:
+        """Pieces in which a video is decoded."""
+        return self.model.config.vae.pieces(self.settings.num_frames)
 
-    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Set Step-LLM's states in `text` of each video: one rank encodes and broadcasts."""
-        world = self.job.teams.world
-        told = yield from stages.on_lead_rank(world, self._encoded(takes), "the text is handed on")
-        states = [TextStates(*each) for each in zip(told[::2], told[1::2], strict=True)]
-        for take in takes:
-            take.text = _text(states)
 
-    def _encoded(self, takes: Sequence[VideoState]) -> Generator[Event, None, list[Tensor]]:
-        job, files, config = self.job, self.job.model.files, self.job.model.config
-        # Tokens of both encoders first: what is too long is told before gigabytes are read.
+#: The context of a dry run; see `NativeModelSpec.stage_call`.
+Context = StepVideoContext
+
+
+class TextEncodeStage(SharedEncodeStage[StepVideoContext, Tokens]):
+    """Encode prompt and negative prompt with one of the two encoders."""
+
+    @property
+    def num_inputs(self) -> int:
+        """Number of texts."""
+        return len(texts_of(self.context.settings))
+
+
+class LLMEncodeStage(TextEncodeStage):
+    """Encode prompt and negative prompt with Step-LLM."""
+
+    name = "text"
+    component = "step_llm"
+
+    def inputs(self, videos: Sequence[VideoState]) -> tuple[list[Tokens], list[Note]]:
+        """Step-LLM's tokens of each text; what is too long for either encoder is noted."""
+        files, config = self.context.model.files, self.context.model.config
         llm, clip = llm_tokenizer(files, config), clip_tokenizer(files, config)
-        tokens, told = tokens_of(job.settings, llm, clip)
-        yield from (Note(text, in_record=True) for text in told)
-        model = yield from job.loaded(self.component)
-        guard = job.guard(self.name, {self.component: model})
-        calls = [partial(llm_states, model, each, job.device(self.component)) for each in tokens]
-        states = yield from stages.encode_once(self.name, guard, takes, calls)
-        masks = (each.mask for each in tokens)
-        return [tensor for pair in zip(states, masks, strict=True) for tensor in pair]
+        tokens, notes = tokens_of(self.context.settings, llm, clip)
+        return tokens, [Note(text, in_record=True) for text in notes]
+
+    def example_inputs(self, device: str) -> Tokens:
+        """A text of full length."""
+        return _example_tokens(LLM_LENGTH)
+
+    def compute(self, module: Any, inputs: Tokens, device: str, settings: Settings) -> TextStates:
+        """Step-LLM's states of a text."""
+        return TextStates(llm_states(module, inputs, device), inputs.mask)
+
+    def store(self, videos: Sequence[VideoState], results: Sequence[TextStates]) -> None:
+        """Set Step-LLM's states in `text` of each video."""
+        for video in videos:
+            video.text = _embeds(results)
 
 
-@dataclass(frozen=True)
-class CLIPEncodeStage:
+class CLIPEncodeStage(TextEncodeStage):
     """Encode the same texts with CLIP."""
 
-    job: StageContext[StepVideoSpec]
-    name: str = "clip text"
-    component: str = "clip"
-    goes_on: bool = False
+    name = "clip text"
+    component = "clip"
 
-    def num_steps(self, num_takes: int) -> int:
-        """One step per text."""
-        return len(texts_of(self.job.settings))
+    def inputs(self, videos: Sequence[VideoState]) -> tuple[list[Tokens], tuple[()]]:
+        """CLIP's tokens of each text."""
+        tokenizer = clip_tokenizer(self.context.model.files, self.context.model.config)
+        return [tokenizer.tokens(text) for text in texts_of(self.context.settings)], ()
 
-    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Add CLIP's states to `text` of each video: one rank encodes and broadcasts."""
-        world = self.job.teams.world
-        told = yield from stages.on_lead_rank(world, self._encoded(takes), "the text is handed on")
-        begun: PromptEmbeds = takes[0].text
-        whole = [
-            replace(states, clip=clip) for states, clip in zip(begun.branches, told, strict=True)
-        ]
-        for take in takes:
-            take.text = _text(whole)
+    def example_inputs(self, device: str) -> Tokens:
+        """A text of full length."""
+        return _example_tokens(CLIP_LENGTH)
 
-    def _encoded(self, takes: Sequence[VideoState]) -> Generator[Event, None, list[Tensor]]:
-        job = self.job
-        tokenizer = clip_tokenizer(job.model.files, job.model.config)
-        model = yield from job.loaded(self.component)
-        guard = job.guard(self.name, {self.component: model})
-        calls = [
-            partial(clip_states, model, tokenizer.tokens(text), job.device(self.component))
-            for text in texts_of(job.settings)
-        ]
-        return (yield from stages.encode_once(self.name, guard, takes, calls))
+    def compute(self, module: Any, inputs: Tokens, device: str, settings: Settings) -> Tensor:
+        """CLIP's states of a text."""
+        return clip_states(module, inputs, device)
+
+    def store(self, videos: Sequence[VideoState], results: Sequence[Tensor]) -> None:
+        """Add CLIP's states to `text` of each video."""
+        begun: PromptEmbeds = videos[0].text
+        whole = [replace(a, clip=b) for a, b in zip(begun.branches, results, strict=True)]
+        for video in videos:
+            video.text = _embeds(whole)
 
 
-def _text(states: Sequence[TextStates]) -> PromptEmbeds:
+def _example_tokens(length: int) -> Tokens:
+    ids = torch.zeros(1, length, dtype=torch.long)
+    return Tokens(ids, torch.ones(1, length, dtype=torch.bool))
+
+
+def _embeds(states: Sequence[TextStates]) -> PromptEmbeds:
     """Prompt embeddings and, with guidance, those of the negative prompt."""
     return PromptEmbeds(states[0], states[1] if len(states) > 1 else None)
 
 
 @dataclass(frozen=True)
-class DenoiseStage:
+class SamplerInputs:
+    """What sampling begins with: x (1, C, T, h, w) and the text."""
+
+    x: Tensor
+    text: PromptEmbeds
+
+
+class DenoiseStage(VideoDenoiseStage[StepVideoContext, SamplerInputs]):
     """Denoise: sampler, guidance and denoiser turn noise into latents (1, C, T, h, w)."""
 
-    job: StageContext[StepVideoSpec]
-    name: str = "denoise"
-    component: str = "denoiser"
-    goes_on: bool = True
+    component = "denoiser"
 
-    def num_steps(self, num_takes: int) -> int:
-        """Sampler steps of all videos."""
-        return num_takes * self.job.settings.num_inference_steps
+    def shard(self, modules: Mapping[str, Any]) -> sharding.Sharding:
+        """Split tokens or heads, and guidance branches."""
+        teams = self.context.teams
+        return sharding.apply(modules[self.component], teams.team, teams.groups, teams.way)
 
-    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Set `latents` of each video."""
-        job, teams = self.job, self.job.teams
-        model = yield from job.loaded(self.component)
-        put_on = sharding.apply(model, teams.team, teams.groups, teams.way)
-        sample = partial(self._sample, model)
-        yield from run_sharded_denoising(self, job, model, put_on, takes, sample)
+    def inputs(self, video: VideoState, device: str) -> SamplerInputs:
+        """The video's noise and text."""
+        x = video.latents if video.step else video.start_noise
+        if x is None:
+            x = noise.start_noise(video.seed, self.context.latent_shape)[None]
+        return SamplerInputs(x.to(device), video.text)
 
-    def _sample(
-        self, model: StepVideoModel, guard: Guard, take: VideoState
+    def example_inputs(self, device: str) -> SamplerInputs:
+        """A text of full length; the negative prompt is shorter, so there is a mask."""
+        llm, clip = self.context.model.config.denoiser.caption_channels
+
+        def states(num_tokens: int) -> TextStates:
+            mask = torch.arange(LLM_LENGTH, device="cpu")[None] < num_tokens
+            return TextStates(
+                torch.zeros(1, LLM_LENGTH, llm), mask, torch.zeros(1, CLIP_LENGTH, clip)
+            )
+
+        is_guided = self.context.settings.guidance_scale != 1
+        text = PromptEmbeds(states(LLM_LENGTH), states(LLM_LENGTH // 4) if is_guided else None)
+        return SamplerInputs(torch.zeros(1, *self.context.latent_shape, device=device), text)
+
+    def denoiser(
+        self, modules: Mapping[str, Any], inputs: SamplerInputs, device: str, settings: Settings
+    ) -> Denoiser:
+        """The model with its text and guidance."""
+        return Denoiser(modules[self.component], inputs.text, settings, device)
+
+    def sample(
+        self, denoise: Callable[..., Tensor], inputs: SamplerInputs, start: int
     ) -> Iterator[SamplerStep]:
-        settings, device = self.job.settings, self.job.device(self.component)
-        x, start = take.latents, take.step
-        if not start:
-            fresh = noise.start_noise(take.seed, latent_shape(self.job.model.config, settings))[
-                None
-            ]
-            x = fresh if take.start_noise is None else take.start_noise
-
-        def make() -> Denoiser:
-            return Denoiser(model, take.text, guard.settings, device)
-
+        """Euler steps of flow matching."""
+        settings = self.context.settings
         sigmas = flow_matching.schedule(settings.num_inference_steps, settings.option("time_shift"))
-        denoise = GuardedDenoiser(guard, make, start)
-        yield from flow_matching.sample(denoise, x.to(device), sigmas, start=start)
+        return flow_matching.sample(denoise, inputs.x, sigmas, start=start)
 
 
-@dataclass(frozen=True)
-class DecodeStage:
-    """Decode latents to frames, in the pieces that the autoencoder was trained on."""
+class DecodeStage(stages.DecodeStage[StepVideoContext]):
+    """Decode latents to frames, in the pieces that the autoencoder was trained on.
 
-    job: StageContext[StepVideoSpec]
-    name: str = "decode"
-    component: str = "vae"
-    goes_on: bool = False
-
-    def num_steps(self, num_takes: int) -> int:
-        """One step per piece."""
-        return num_takes * len(self._pieces)
+    The lead rank blends the seams, so one frame waits at each.
+    """
 
     @property
-    def _pieces(self) -> tuple[FrameChunk, ...]:
-        return self.job.model.config.vae.pieces(self.job.settings.num_frames)
+    def num_pieces(self) -> int:
+        """Number of pieces of a video."""
+        return len(self.context.pieces)
 
-    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Yield the frames of each video as they are finished; one frame waits at each seam.
+    def inputs(self, video: VideoState, number: int, device: str) -> LatentPiece:
+        """All latents of the video, of which one piece is decoded."""
+        return LatentPiece(video.latents.to(device), number)
 
-        With several ranks, the pieces are distributed; the first rank receives all and blends the
-        seams.
-        """
-        job, team = self.job, self.job.teams.team
-        vae: StepVAE = yield from job.loaded(self.component)
-        guard = job.guard(self.name, {self.component: vae})
-        for place, take in enumerate(takes):
-            decode = partial(self._decode, vae, guard, take)
-            pieces = DecodePieces(
-                len(self._pieces), decode, partial(self._ready, SeamBlender(dim=0))
-            )
-            yield from stages.decode_pieces(self.name, takes, place, guard, team, pieces)
+    def example_inputs(self, device: str) -> LatentPiece:
+        """The first piece."""
+        return LatentPiece(torch.zeros(1, *self.context.latent_shape, device=device))
 
-    def _decode(
-        self, vae: StepVAE, guard: Guard, take: VideoState, number: int, step: int
+    def compute(
+        self, module: StepVAE, inputs: LatentPiece, device: str, settings: Settings
     ) -> Tensor:
-        """Pixels (T, C, H, W) of one piece, on the host."""
-        latents = take.latents.to(self.job.device(self.component))
+        """Pixels (T, C, H, W) of a piece."""
+        return decode_frames(module, inputs.latents, self.context.pieces[inputs.number], settings)
 
-        def decode() -> Tensor:
-            # As it was planned, or in less where memory ran out.
-            return decode_frames(vae, latents, self._pieces[number], guard.settings)
+    def to_send(self, pixels_TCHW: Tensor) -> Tensor:
+        """Pixels on the host, as seams are blended of them."""
+        return pixels_TCHW.to("cpu", torch.float32)
 
-        return guard.decoded(step, decode, latents).to("cpu", torch.float32)
+    def ready(self) -> Callable[[int, Tensor], Tensor]:
+        """The finished frames: all but the last one of a piece, until its seam is blended."""
+        return partial(self._blended, SeamBlender(dim=0))
 
-    def _ready(self, seams: SeamBlender, number: int, pixels_TCHW: Tensor) -> Tensor:
-        """Frames that are finished once that piece is decoded."""
-        is_last = number + 1 == len(self._pieces)
+    def _blended(self, seams: SeamBlender, number: int, pixels_TCHW: Tensor) -> Tensor:
+        is_last = number + 1 == self.num_pieces
         return stages.as_frames(seams.add(pixels_TCHW, is_last=is_last))

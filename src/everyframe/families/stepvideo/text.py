@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from everyframe.checkpoints.config_errors import foreign_errors
 from everyframe.checkpoints.folder import describe_missing
 from everyframe.core.errors import CheckpointError
+from everyframe.parallel.communicator import broadcastable
 
 #: Maximum tokens of Step-LLM and CLIP, including begin and end tokens.
 LLM_LENGTH, CLIP_LENGTH = 320, 77
@@ -121,6 +122,7 @@ class ClipTokenizer:
         return str(self._words.decode(list(ids)))
 
 
+@broadcastable
 @dataclass(frozen=True)
 class TextStates:
     """Hidden states of one text for the denoiser, on the CPU.

@@ -253,11 +253,9 @@ def decode_frames(
     latents_BCTHW: Tensor,
     piece: FrameChunk,
     settings: Settings,
-    *,
-    most_tiles: int | None = None,
 ) -> Tensor:
     """Decode one piece to pixels (T, C, H, W) around -1..1, given the video's latents."""
-    side = settings.saving(tiling.DECODE, 0)
+    tiles = tiling.tiles_of(settings, tiling.DECODE)
     decode = partial(vae.decode_piece, piece=piece)
-    pixels = tiling.decode_in_tiles(decode, latents_BCTHW, side, most=most_tiles)
+    pixels = tiling.decode_in_tiles(decode, latents_BCTHW, *tiles)
     return rearrange(pixels, "1 c t h w -> t c h w")

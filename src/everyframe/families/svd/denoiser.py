@@ -17,6 +17,7 @@ from everyframe.families.svd.unet import VideoUNet
 from everyframe.media.pixels import fit_image
 from everyframe.runtime.memory_fallbacks import cfg_batch_size
 from everyframe.runtime.stages import as_floats
+from everyframe.samplers.guidance import guided
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class Denoiser:
         )
         told_BN = torch.tensor([told], dtype=torch.float32)
         embedding, latents_BCHW = picture.embedding, picture.latents
-        self._guidance_TCHW: Tensor | None = None
-        self._at_once = cfg_batch_size(settings, 2)
+        self._guidance_TCHW: float | Tensor = 1.0
+        self._batch_size = cfg_batch_size(settings, 2)
         if settings.guidance_scale > 1:
             low, high = settings.option("min_guidance_scale"), settings.guidance_scale
             rising = torch.linspace(low, high, settings.num_frames, dtype=torch.float32)
@@ -68,24 +69,17 @@ class Denoiser:
 
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
         """Guided v for scaled x (1, T, C, h, w) and t (1,)."""
-        branches = range(len(self._picture_BTCHW))
-        lots = [branches[i : i + self._at_once] for i in branches[:: self._at_once]]
-        answers = [self._answer(x, t, slice(lot.start, lot.stop)) for lot in lots]
-        if self._guidance_TCHW is None:
-            return answers[0]
-        uncond, cond = torch.cat(answers).chunk(2)
-        return uncond + self._guidance_TCHW * (cond - uncond)
 
-    def _answer(self, x: Tensor, t: Tensor, rows: slice) -> Tensor:
-        """UNet output for some of the branches."""
-        picture_BTCHW = self._picture_BTCHW[rows].to(x.dtype)
-        branches = len(picture_BTCHW)
-        answer: Tensor = self._unet(
-            torch.cat([x.expand(branches, *x.shape[1:]), picture_BTCHW], dim=2),
-            t.expand(branches),
-            self._context.rows(rows),
-        )
-        return answer
+        def predict(start: int, stop: int) -> Tensor:
+            picture_BTCHW = self._picture_BTCHW[start:stop].to(x.dtype)
+            answer: Tensor = self._unet(
+                torch.cat([x.expand(stop - start, *x.shape[1:]), picture_BTCHW], dim=2),
+                t.expand(stop - start),
+                self._context.rows(slice(start, stop)),
+            )
+            return answer
+
+        return guided(predict, len(self._picture_BTCHW), self._batch_size, self._guidance_TCHW)
 
 
 def for_clip(picture_THWC: np.ndarray[Any, Any], size: tuple[int, int], fit: str) -> Tensor:

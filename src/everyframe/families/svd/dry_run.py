@@ -1,7 +1,6 @@
-"""Dry-run calls of Stable Video Diffusion's stages, and ways to reduce their memory.
+"""Calls and memory savings of Stable Video Diffusion's stages, for the planner. No torch.
 
-Each stage is called once, through the code that `stages.py` runs, at the plan's sizes. Host
-tensors are zeros; device tensors are meta tensors.
+Each stage is called once, at the plan's sizes; `stages.py` has the call.
 """
 
 from __future__ import annotations
@@ -12,50 +11,43 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from everyframe.core.plan import Settings
+from everyframe.families.svd.config import SVDConfig
 from everyframe.families.svd.settings import latent_shape
 from everyframe.runtime import tiling
 from everyframe.runtime.interface import DryRunCall, MemorySaving
 from everyframe.runtime.memory_fallbacks import cfg_batch_size, split_cfg_saving
-from everyframe.runtime.model_spec import ModuleBuilder
+from everyframe.runtime.model_spec import NativeModelSpec
+from everyframe.runtime.rank_shares import key_of_rank
 
 if TYPE_CHECKING:
-    from everyframe.families.svd.config import SVDConfig
     from everyframe.families.svd.options import SVDOptions
-    from everyframe.parallel.communicator import Communicator, ParallelContext
+    from everyframe.parallel.communicator import ParallelContext
 
 
 def dry_run_calls(
-    builder: ModuleBuilder[SVDConfig], settings: Settings, teams: ParallelContext | None = None
+    spec: NativeModelSpec[Any, Any, SVDConfig],
+    settings: Settings,
+    teams: ParallelContext | None = None,
 ) -> tuple[DryRunCall, ...]:
     """Dry-run calls: image, its latents, one step, one chunk of frames.
 
-    With `teams`, the step is that of one of its ranks; see `sharding`.
+    With `teams`, the step is that of one of several ranks.
     """
-    team, groups = (None, 1) if teams is None else (teams.team, teams.groups)
-    config, size = builder.config, (settings.height, settings.width)
-    chunk = min(int(settings.option("decode_chunk_size")), settings.num_frames)
-    branches = 1 if settings.guidance_scale <= 1 else 2
-    together = cfg_batch_size(settings, branches)
+    one = partial(spec.stage_call, settings, teams=teams)
+    size, frames = (settings.height, settings.width), settings.num_frames
+    latents = latent_shape(spec.config, settings)[2:]
     tile, given_tile = settings.saving(tiling.DECODE, 0), settings.saving(tiling.ENCODE, 0)
-    rows, columns = latent_shape(config, settings)[2:]
-    one = builder.rehearsal
+    chunk = min(int(settings.option("decode_chunk_size")), frames)
+    branches = 1 if settings.guidance_scale <= 1 else 2
+    step = (*size, frames, branches, cfg_batch_size(settings, branches), *key_of_rank(teams))
+    encodes = tiling.num_repeats(*latents, given_tile)
+    decodes = ceil(frames / chunk) * tiling.num_repeats(*latents, tile)
     return (
-        one("image", "image_encoder", partial(_image, config), 1),
-        one(
-            "given frames", "vae", partial(_encode, config, settings),
-            tiling.num_repeats(rows, columns, given_tile), *size, given_tile,
-        ),
-        one(
-            "denoise", "unet", partial(_denoise, config, settings, team, groups),
-            settings.num_inference_steps, *size, settings.num_frames, branches, together,
-            *(() if team is None else (team.rank, team.weights, groups)),
-        ),
-        one(
-            "decode", "vae", partial(_decode, config, settings, chunk),
-            ceil(settings.num_frames / chunk) * tiling.num_repeats(rows, columns, tile),
-            *size, chunk, tile,
-        ),
-    )  # fmt: skip
+        one("image", "image_encoder", "stages.ImageEmbedStage", 1),
+        one("given frames", "vae", "stages.ImageLatentStage", encodes, *size, given_tile),
+        one("denoise", "unet", "stages.DenoiseStage", settings.num_inference_steps, *step),
+        one("decode", "vae", "stages.DecodeStage", decodes, *size, chunk, tile),
+    )
 
 
 def memory_savings(
@@ -80,64 +72,3 @@ def memory_savings(
             stage="decode",
         )
     yield from tiling.tile_savings(settings, *size)
-
-
-def _image(config: SVDConfig, encoder: Any, device: str) -> object:
-    import torch
-
-    side = config.image_side
-    pixels = torch.zeros(1, 3, side, side).to(device)
-    return encoder(pixel_values=pixels).image_embeds[:, None].to("cpu", torch.float32)
-
-
-def _encode(config: SVDConfig, settings: Settings, vae: Any, device: str) -> object:
-    import torch
-
-    from everyframe.families.svd.vae import encode
-
-    picture = torch.zeros(1, 3, settings.height, settings.width, device=device)
-    latents = encode(vae, config, picture, settings, most_tiles=tiling.REHEARSED)
-    return latents.to("cpu", torch.float32)
-
-
-def _denoise(
-    config: SVDConfig,
-    settings: Settings,
-    team: Communicator | None,
-    groups: int,
-    unet: Any,
-    device: str,
-) -> object:
-    from everyframe.families.svd import sharding
-    from everyframe.parallel.communicator import SingleRank
-
-    put_on = sharding.apply(unet, team or SingleRank(), groups)
-    try:
-        return _one_step(config, settings, unet, device)
-    finally:
-        put_on.remove()  # the module is shared by all rehearsals
-
-
-def _one_step(config: SVDConfig, settings: Settings, unet: Any, device: str) -> object:
-    import torch
-
-    from everyframe.families.svd.denoiser import Denoiser, ImageConditioning
-    from everyframe.samplers import euler_karras
-
-    frames, channels, rows, columns = latent_shape(config, settings)
-    width = int(config.image_encoder.get("projection_dim", 512))
-    picture = ImageConditioning(torch.zeros(1, 1, width), torch.zeros(1, channels, rows, columns))
-    denoise = Denoiser(unet, picture, settings, device)
-    sigmas = euler_karras.schedule(settings.num_inference_steps, config.sigma_min, config.sigma_max)
-    start = torch.zeros(1, frames, channels, rows, columns, device=device)
-    return next(euler_karras.sample(denoise, start, sigmas)).x
-
-
-def _decode(config: SVDConfig, settings: Settings, chunk: int, vae: Any, device: str) -> object:
-    import torch
-
-    from everyframe.families.svd.vae import decode
-
-    latents = torch.zeros(chunk, *latent_shape(config, settings)[1:], device=device)
-    pixels = decode(vae, config, latents, settings, most_tiles=tiling.REHEARSED)
-    return pixels.to("cpu", torch.float32)

@@ -48,7 +48,7 @@ class SVDFamily(NativeFamily[SVDOptions, SVDFiles]):
 
         assert isinstance(spec, SVDSpec)
         assert clip == 0, "a chain is refused when the request is settled"
-        job = SVDContext(plan, spec, teams)
+        job = SVDContext(spec, plan.settings, teams, clip, plan)
         return (ImageEmbedStage(job), ImageLatentStage(job), DenoiseStage(job), DecodeStage(job))
 
 

@@ -13,18 +13,17 @@ class SVDOptions(FamilyOptions):
     """Options of Stable Video Diffusion: motion, image noise, guidance and decoding."""
 
     motion_bucket_id: int = option(
-        "How much should move: about 1 (still) to 255 (a lot).", default=127, ge=0, le=1000
+        "Amount of motion: about 1 (still) to 255 (a lot).", default=127, ge=0, le=1000
     )
     noise_aug_strength: float = option(
-        "Noise on the picture; more lets the video go further from it.", default=0.02, ge=0, le=100
+        "Noise on the image; more lets the video differ more from it.", default=0.02, ge=0, le=100
     )
     min_guidance_scale: float = option("Guidance of the first frame.", default=1.0, ge=0, le=1000)
     max_guidance_scale: float = option(
-        "Guidance of the last frame, to which it rises; 1 is off.", default=3.0, ge=0, le=1000
+        "Guidance of the last frame; it rises from the first. 1 is off.", default=3.0, ge=0, le=1000
     )
     decode_chunk_size: int | None = option(
-        "Frames decoded at once, all of them if not given; fewer need less memory and change the "
-        "picture.",
+        "Frames decoded at once, by default all; fewer need less memory and change the frames.",
         gt=0,
         le=100_000,
     )

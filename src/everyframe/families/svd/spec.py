@@ -60,7 +60,7 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDConfig]):
     def dry_run_calls(
         self, settings: Settings, teams: ParallelContext | None
     ) -> tuple[DryRunCall, ...]:
-        return dry_run_calls(self.builder, settings, teams)
+        return dry_run_calls(self, settings, teams)
 
     def num_branches(self, settings: Settings) -> int:
         """Guidance branches: two with guidance (with and without the image), else one."""

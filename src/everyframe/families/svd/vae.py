@@ -19,18 +19,15 @@ def encode(
     config: SVDConfig,
     picture_BCHW: Tensor,
     settings: Settings,
-    *,
-    most_tiles: int | None = None,
 ) -> Tensor:
     """Encode images in -1..1 to unscaled latents (B, C, h, w); tiled if the settings ask for it."""
-    side = settings.saving(tiling.ENCODE, 0)
 
     def encode_tile(part: Tensor) -> Tensor:
         latents: Tensor = vae.encode(part).latent_dist.mode()
         return latents
 
-    factor = config.spatial_factor
-    return tiling.encode_in_tiles(encode_tile, picture_BCHW, factor, side, most=most_tiles)
+    factor, tiles = config.spatial_factor, tiling.tiles_of(settings, tiling.ENCODE)
+    return tiling.encode_in_tiles(encode_tile, picture_BCHW, factor, *tiles)
 
 
 def decode(
@@ -38,15 +35,13 @@ def decode(
     config: SVDConfig,
     latents_TCHW: Tensor,
     settings: Settings,
-    *,
-    most_tiles: int | None = None,
 ) -> Tensor:
     """Decode latents, all frames together, to pixels (T, 3, H, W) around -1..1."""
-    side = settings.saving(tiling.DECODE, 0)
     together = {"num_frames": len(latents_TCHW)} if config.decodes_together else {}
 
     def decode_tile(part: Tensor) -> Tensor:
         pixels: Tensor = vae.decode(part, **together).sample
         return pixels
 
-    return tiling.decode_in_tiles(decode_tile, latents_TCHW, side, most=most_tiles)
+    tiles = tiling.tiles_of(settings, tiling.DECODE)
+    return tiling.decode_in_tiles(decode_tile, latents_TCHW, *tiles)

@@ -26,7 +26,7 @@ NOT_HERE = {
     "an argument that it doesn't take",
     "EasyAnimateInpaintPipeline": "refused by `plan` where its autoencoder's config has no "
     "`cache_mag_vae`, which diffusers reads",
-    "LTX2DFRTemporalRefinePipeline": "refused: it goes on from latents that a call of "
+    "LTX2DFRTemporalRefinePipeline": "refused: it continues latents that a call of "
     "LTX2DFRPipeline left in memory",
     "LTX2VideoDiffusionDecodePipeline": "refused: it decodes latents, and makes nothing of a text, "
     "a picture or a video",
@@ -50,13 +50,13 @@ REMARKS = {
 _GUARDED = "needs the packages cosmos_guardrail and torchvision"
 _HEAD = """# Every video pipeline of diffusers
 
-All that diffusers 0.42 has. *Runs* means: a tiny random checkpoint of it, in diffusers' own layout,
+All of diffusers 0.42. *Runs* means: a tiny random checkpoint of it, in diffusers' own layout,
 was planned for an RTX 2080 Ti and an Apple GPU, made a video in float32 twice with the same bits,
 and gave what the pipeline's own call gives with the same seed, to 1e-4 of a frame's range
 (22 November 2026; `make test ARGS="--slow tests/end_to_end/test_every_pipeline.py"`).
 
-*Given* is what it is made of beside the text: `--image` and `--last-image`, or
-`--option NAME=FILE`; how, is told in [run any pipeline](../how-to/pipeline.md).
+*Given* are its inputs beside the text: `--image` and `--last-image`, or `--option NAME=FILE`, as in
+[run any pipeline](../how-to/pipeline.md).
 
 | pipeline | runs | given |
 |---|---|---|

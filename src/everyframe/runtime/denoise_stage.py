@@ -1,0 +1,208 @@
+"""The template of a denoising stage, and the guarded denoiser that its sampler calls.
+
+After each step the video's state is saved in its `VideoState`, so that an interrupted run resumes
+there. The guard checks each state, and its repair events come before the step's event. The family
+chooses the sampler and its inputs.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from everyframe.core.events import Event, Step
+from everyframe.core.plan import Settings
+from everyframe.numerics.tensor_stats import value_range
+from everyframe.parallel.communicator import SingleRank
+from everyframe.runtime.guard import Guard
+from everyframe.runtime.interface import VideoState
+from everyframe.runtime.model_sharding import ModelPatch
+from everyframe.runtime.stages import ComponentStage, StageContext
+from everyframe.samplers.base import Step as SamplerStep
+
+_Context = TypeVar("_Context", bound=StageContext[Any])
+_Inputs = TypeVar("_Inputs")
+
+
+@dataclass(frozen=True)
+class SamplerBatch:
+    """Batches of a video that `count` ranks (usually 1) compute at the same time.
+
+    `steps` are the steps of this rank's batch; the state after the last one includes all batches.
+    `end` is the number of the video's finished steps then, counting those of each batch.
+    """
+
+    steps: Iterator[SamplerStep]
+    end: int
+    count: int = 1
+
+
+class DenoiseStage(ComponentStage[_Context, _Inputs]):
+    """Denoise each video in one batch or several, one step a sampler step.
+
+    The stage resumes at any step. Its inputs hold what sampler and denoiser begin with.
+    """
+
+    name = "denoise"
+    goes_on = True
+
+    @abstractmethod
+    def denoiser(
+        self, modules: Mapping[str, Any], inputs: _Inputs, device: str, settings: Settings
+    ) -> Callable[..., Tensor]:
+        """The ``denoise(x, t)`` of these inputs."""
+
+    @abstractmethod
+    def sample(
+        self, denoise: Callable[..., Tensor], inputs: _Inputs, start: int
+    ) -> Iterator[SamplerStep]:
+        """The sampler's steps from `start` on."""
+
+    def shard(self, modules: Mapping[str, Any]) -> ModelPatch:
+        """Patch the denoiser for the run, until removed; nothing by default."""
+        return ModelPatch(SingleRank(), 1)
+
+    @property
+    def steps_per_video(self) -> int:
+        """Number of steps of one video."""
+        return self.context.settings.num_inference_steps
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """The components that denoise, in the order in which they are loaded."""
+        return (self.component,)
+
+    @abstractmethod
+    def batches(
+        self, modules: Mapping[str, Any], guard: Guard, video: VideoState
+    ) -> Iterable[SamplerBatch]:
+        """The video's batches from the one that contains its current step, begun at that step."""
+
+    def guarded_steps(
+        self, modules: Mapping[str, Any], guard: Guard, inputs: _Inputs, start: int
+    ) -> Iterator[SamplerStep]:
+        """The sampler's steps from `start` on, with a denoiser that the guard watches."""
+        device = self.context.device(self.component)
+
+        def make() -> Callable[..., Tensor]:
+            return self.denoiser(modules, inputs, device, guard.settings)
+
+        return self.sample(GuardedDenoiser(guard, make, start), inputs, start)
+
+    def dry_run(self, modules: Mapping[str, Any], device: str) -> object:
+        """Make the first step on example inputs."""
+        with self.shard(modules):
+            inputs = self.example_inputs(device)
+            denoise = self.denoiser(modules, inputs, device, self.context.settings)
+            return next(self.sample(denoise, inputs, 0)).x
+
+    def num_steps(self, num_takes: int) -> int:
+        """The steps of all videos."""
+        return num_takes * self.steps_per_video
+
+    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
+        """Fill each video's `latents`; those of several batches are joined along the first axis."""
+        modules: dict[str, Any] = {}
+        for name in self.components:
+            modules[name] = yield from self.context.loaded(name)
+        num_steps, total = self.steps_per_video, self.num_steps(len(takes))
+        with self.shard(modules) as patch:
+            apart = patch.apart if patch.team.size > 1 else None
+            guard = self.context.guard(self.name, modules, apart)
+            for number, video in enumerate(takes):
+                if video.step == num_steps:
+                    continue  # done before the run was broken off
+                begun = time.perf_counter()
+                guard.take(video)
+                for batch in self.batches(modules, guard, video):
+                    for step in batch.steps:
+                        guard.latents(step.index + 1, step.x)
+                        yield from guard.events()
+                        left = step.num_steps - 1 - step.index
+                        _take_step(
+                            video, step, batch.end if not left else video.step + 1, num_steps
+                        )
+                        now = time.perf_counter()
+                        # Steps of batches that other ranks have count as they go on, too.
+                        done = number * num_steps + batch.end - left * batch.count
+                        yield Step(self.name, done, total, video.seed, now - begun)
+                        begun = now
+        for video in takes:
+            video.known = None
+
+
+class VideoDenoiseStage(DenoiseStage[_Context, _Inputs]):
+    """Denoise each video as a whole; its ranks call the denoiser together."""
+
+    @abstractmethod
+    def inputs(self, video: VideoState, device: str) -> _Inputs:
+        """The inputs of a video, at its current step."""
+
+    @abstractmethod
+    def shard(self, modules: Mapping[str, Any]) -> ModelPatch:
+        """Share the work of the denoiser among the ranks of a video, until removed."""
+
+    def batches(
+        self, modules: Mapping[str, Any], guard: Guard, video: VideoState
+    ) -> tuple[SamplerBatch]:
+        """The video."""
+        inputs = self.inputs(video, self.context.device(self.component))
+        steps = self.guarded_steps(modules, guard, inputs, video.step)
+        return (SamplerBatch(steps, self.steps_per_video),)
+
+
+def _take_step(take: VideoState, step: SamplerStep, done: int, num_steps: int) -> None:
+    """Store the state after a step in its video, consistent whenever others can see it."""
+    take.step = done
+    take.latents, take.memory = step.x, step.memory
+    if step.index + 1 == step.num_steps:
+        take.finished = (*take.finished, step.x.to("cpu"))
+        take.latents = take.memory = None
+    if done == num_steps:
+        take.latents = torch.cat(take.finished) if len(take.finished) > 1 else take.finished[0]
+        take.finished = ()
+
+
+class GuardedDenoiser:
+    """A guarded ``denoise``, which `make` builds again whenever the guard has changed a module.
+
+    It caches results of modules for the text, so a change makes them stale. It is built with the
+    guard's current `settings`, also after a memory fallback. `start` steps are already done.
+    """
+
+    def __init__(
+        self, guard: Guard, make: Callable[[], Callable[..., Tensor]], start: int = 0
+    ) -> None:
+        self._guard = guard
+        self._make = make
+        self._denoise: Callable[..., Tensor] = guard.spared(start + 1, make)
+        self._step = start
+
+    def __call__(self, *given: Tensor) -> Tensor:
+        self._step += 1
+
+        def again() -> Tensor:
+            self._denoise = self._make()
+            return self._denoise(*given)
+
+        # A run that goes on from a later step has the repairs that its first step asked for.
+        probe = self._guard.probe() if self._step == 1 else None
+        with probe or nullcontext():
+            answer: Tensor = self._guard.spared(self._step, partial(self._denoise, *given), again)
+        seen = value_range(answer)
+        if seen.is_finite:
+            answer = self._guard.probed(self._step, probe, answer, again)
+        if not seen.is_finite:
+            with self._guard.apart():
+                answer = self._guard.repaired(self._step, again)
+            seen = value_range(answer)
+        self._guard.answered(self._step, seen)
+        return answer
