@@ -14,9 +14,10 @@ from everyframe.core.call_signature import with_options
 from everyframe.core.errors import InputError
 from everyframe.core.events import Event, Events
 from everyframe.core.events import Output as PipelineOutput
+from everyframe.core.option_values import with_current_names
 from everyframe.core.options import Options
 from everyframe.core.plan import Plan
-from everyframe.core.request import Request, with_current_names
+from everyframe.core.request import Request
 from everyframe.engine import run as engine
 from everyframe.engine import tracing
 from everyframe.engine.comparison import compare_with

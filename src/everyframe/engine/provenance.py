@@ -19,9 +19,10 @@ from everyframe.checkpoints.digest import digest
 from everyframe.checkpoints.locate import locate
 from everyframe.core.errors import InputError
 from everyframe.core.lora import Lora
+from everyframe.core.option_values import with_current_names
 from everyframe.core.options import facts_of
 from everyframe.core.plan import Plan, Repair
-from everyframe.core.request import Request, with_current_names
+from everyframe.core.request import Request
 from everyframe.engine.file_identity import (
     as_bytes,
     file_identities,
