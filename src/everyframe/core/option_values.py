@@ -2,7 +2,7 @@
 
 Examples: ``device=torch.device("cuda:1")``, ``dtype=torch.bfloat16``, ``size=(640, 360)``,
 ``devices=[0, 1]``, ``max_memory=8_000_000_000``. A request holds the same text for both spellings.
-Any other value is refused. Lists of names and earlier names of options are read here, too.
+Any other value is refused.
 """
 
 from __future__ import annotations
@@ -70,15 +70,6 @@ def option_text(name: str, given: Any) -> Any:
     if not isinstance(text, str) and text is not None:
         raise InputError(f"{name} must be {allowed}, got {shown(given)}")
     return text
-
-
-def name_list(given: Any) -> Any:
-    """A tuple of names from a list, or from names separated by commas; else the value itself."""
-    listed = [given] if isinstance(given, str) else given
-    if not isinstance(listed, (list, tuple)):
-        return given
-    names = (name for each in listed for name in str(each).split(","))
-    return tuple(name.strip() for name in names if name.strip())
 
 
 #: Earlier name of an option, still read -> its name.

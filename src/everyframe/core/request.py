@@ -15,7 +15,7 @@ from pydantic import ValidationInfo, field_validator, model_validator
 from everyframe.core.bytes import parse_bytes
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.lora import Lora, parse_loras
-from everyframe.core.option_values import SPELLED, name_list, option_text, with_current_names
+from everyframe.core.option_values import SPELLED, option_text, with_current_names
 from everyframe.core.options import Options, option
 from everyframe.core.parallel_plan import parse_ways
 from everyframe.core.plan import Repair
@@ -45,7 +45,6 @@ MAX_SEED = 2**53 - 1
 
 #: Lowest frame rate: 100 seconds a frame, which all our output formats can hold.
 MIN_FPS = 0.01
-
 
 _SIZE = re.compile(r"(\d{1,9})\s*[xX×]\s*(\d{1,9})")
 _ASPECT = re.compile(r"(\d{1,9})\s*:\s*(\d{1,9})")
@@ -281,11 +280,21 @@ class Request(Options):
         """Convert Python values to their command line text."""
         return option_text(str(info.field_name), given)
 
-    @field_validator("loras", "disable", mode="before")
+    @field_validator("loras", mode="before")
     @classmethod
-    def _listed(cls, given: Any, info: ValidationInfo) -> Any:
-        """Accept one value for a list of them, in any of its spellings."""
-        return parse_loras(given) if info.field_name == "loras" else name_list(given)
+    def _loras(cls, given: Any) -> Any:
+        """Accept texts, paths, pairs with a strength, or mappings."""
+        return parse_loras(given)
+
+    @field_validator("disable", mode="before")
+    @classmethod
+    def _names(cls, given: Any) -> Any:
+        """Accept a list of names, or names separated by commas."""
+        listed = [given] if isinstance(given, str) else given
+        if not isinstance(listed, (list, tuple)):
+            return given
+        names = (name for each in listed for name in str(each).split(","))
+        return tuple(name.strip() for name in names if name.strip())
 
     @model_validator(mode="before")
     @classmethod
