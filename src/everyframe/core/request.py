@@ -71,6 +71,7 @@ class Request(Options):
         group="What",
         aliases=("--lora",),
         default=(),
+        accepts=("str", "PathLike[str]", "Sequence[str | Path | tuple[str, float]]"),
     )
 
     size: str | None = option(
