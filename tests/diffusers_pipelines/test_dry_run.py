@@ -151,7 +151,7 @@ def test_without_the_casts_between_parts_the_dry_run_finds_the_clash(
     assert (clash.kind, clash.module) == ("clash", "decoder.conv_in.conv")
 
 
-@pytest.mark.parametrize("how", ["by_turns", "offload"])
+@pytest.mark.parametrize("how", ["model_offload", "block_offload"])
 def test_with_less_memory_it_gives_the_same_frames(prepared: PreparedPlan, how: str) -> None:
     usual = frames_of(prepared, unchanged)
     assert np.array_equal(frames_of(prepared, with_components(**{how: True})), usual)

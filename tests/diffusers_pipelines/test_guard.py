@@ -214,5 +214,5 @@ def test_frames_of_any_one_colour_are_decoded_again(
     with hooked(pipe, "vae.decoder.conv_out", vanish):
         frames, events = run(pipe, "wan", prompt=prompt)
     (repair,) = (event for event in events if isinstance(event, Repaired))
-    assert (repair.component, repair.cause, repair.dtype_to) == ("vae", "blank", "float32")
+    assert (repair.component, repair.cause, repair.to) == ("vae", "blank", "float32")
     assert float(frames.std(axis=(1, 2)).min()) > 0.01

@@ -82,7 +82,7 @@ def test_decoding_goes_on_in_tiles_and_no_step_is_done_twice(
     (repair,) = [event for event in events if isinstance(event, Repaired)]
     assert (repair.component, repair.cause, repair.step) == ("vae", "memory", 2)
     assert repair.text.startswith("step 2 of pipeline, in its vae: out of memory ([enforce fail]")
-    assert "decoded in tiles" in repair.dtype_to
+    assert "decoded in tiles" in repair.to
     np.testing.assert_array_equal(frames_of(events), frames_of(wanted))
     assert called.count("WanTransformer3DModel") == 4, "two steps of two branches, each once"
     assert [event.step for event in events if isinstance(event, Step)] == [1, 2]
@@ -120,7 +120,7 @@ def test_fewer_frames_are_decoded_at_once_before_there_are_tiles(
     with room_for_one_frame():
         events = events_of(animated, tmp_path, **asked)
         repairs = [event for event in events if isinstance(event, Repaired)]
-        assert [repair.dtype_to for repair in repairs] == [
+        assert [repair.to for repair in repairs] == [
             "frames are decoded 2 at once (decode_chunk_size), each by itself",
             "frames are decoded 1 at once (decode_chunk_size), each by itself",
         ]

@@ -213,7 +213,7 @@ def test_too_little_memory_is_done_in_less(tmp_path: Path) -> None:
     assert {event.cause for event in repairs} == {"memory"}
     assert "out of memory" in repairs[0].text
     # This decoder gives other frames in other chunks: those that were taken are asked for at once.
-    chunks = [re.search(r"decoded (\d+) at once", repair.dtype_to) for repair in repairs]
+    chunks = [re.search(r"decoded (\d+) at once", repair.to) for repair in repairs]
     sizes = [int(found[1]) for found in chunks if found]
     if sizes:
         want = joined(events_of(folder, "svd", decode_chunk_size=sizes[-1], **asked))

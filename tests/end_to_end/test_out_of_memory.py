@@ -126,7 +126,7 @@ def test_a_step_goes_on_with_one_branch_after_the_other(
     assert max(calls) > 1, "the fault was not planted"
     (repair,) = repairs_of(events)
     assert (repair.stage, repair.cause, repair.step) == ("denoise", "memory", 2)
-    assert "one after the other" in repair.dtype_to
+    assert "one after the other" in repair.to
     assert "can't allocate memory" in repair.text
     assert np.abs(frames_of(events) - usual).max() < CLOSE
     (done,) = [event for event in events if isinstance(event, VideoDone)]
@@ -152,7 +152,7 @@ def test_opensora_decodes_fewer_frames_in_a_call(folders: Callable[[str], Path])
         events = events_of(folders("opensora"), "opensora")
     repairs = repairs_of(events)
     assert {repair.stage for repair in repairs} == {"decode"}
-    assert repairs[-1].dtype_to.startswith("frames are encoded and decoded 1 at once")
+    assert repairs[-1].to.startswith("frames are encoded and decoded 1 at once")
     assert np.abs(frames_of(events) - usual).max() < CLOSE
 
 
@@ -182,7 +182,7 @@ def test_encoding_goes_on_in_tiles(
     repairs = repairs_of(events)
     assert {repair.stage for repair in repairs} == {"given frames"}
     assert {repair.component for repair in repairs} == {"vae"}
-    assert repairs[-1].dtype_to.startswith("given frames are encoded in 4 tiles")
+    assert repairs[-1].to.startswith("given frames are encoded in 4 tiles")
     request = Request(model=str(folders(family)), **asked_of(family, **more))
     prepared = prepare(request, will_run=True)
     given = {"given": ConditioningFrames(first=PICTURE[None])}
@@ -210,8 +210,8 @@ def test_frames_are_encoded_one_by_one_before_tiles_are_thought_of(tmp_path: Pat
         events = list(everyframe.stream(Request(**asked)))
     assert max(calls) == 3, "the fault was not planted"
     repairs = repairs_of(events)
-    assert [repair.dtype_to.split()[5] for repair in repairs] == ["2", "1"]
-    assert "only rounds differently" in repairs[-1].dtype_to
+    assert [repair.to.split()[5] for repair in repairs] == ["2", "1"]
+    assert "only rounds differently" in repairs[-1].to
     assert np.abs(frames_of(events) - usual).max() < CLOSE
 
 
@@ -275,8 +275,8 @@ def test_weights_wait_on_the_host_at_last() -> None:
     guard = Guard(on_a_card(), "denoise", {"net": net})
     assert torch.equal(guard.call(1, compute), wanted)
     first, second = [event for event in guard.events() if isinstance(event, Repaired)]
-    assert "cache is emptied" in first.dtype_to
-    assert "in host memory" in second.dtype_to
+    assert "cache is emptied" in first.to
+    assert "in host memory" in second.to
     hooks = sum(len(part._forward_pre_hooks) for part in net.modules())
     assert hooks, "offloaded"
 

@@ -99,7 +99,7 @@ def differ(one: dict[int, Any], other: dict[int, Any]) -> list[int]:
 
 
 def told(events: list[Event]) -> list[tuple[str, str]]:
-    return [(event.stage, event.dtype_to) for event in events if isinstance(event, Repaired)]
+    return [(event.stage, event.to) for event in events if isinstance(event, Repaired)]
 
 
 #: Family, the class that finds too little for what, after so many calls, and in which call of its

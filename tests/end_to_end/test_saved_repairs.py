@@ -50,7 +50,7 @@ class Run:
         self.notes = [e.text for e in events if isinstance(e, Note)]
         (self.done,) = [e for e in events if isinstance(e, VideoDone)]
         parts = self.done.record["plan"]["components"]
-        self.begun_with = [each["module"] for part in parts for each in part["remedies"]]
+        self.begun_with = [each["module"] for part in parts for each in part["repairs"]]
 
 
 def run(folder: Path, **more: Any) -> Run:
@@ -146,11 +146,11 @@ def test_a_record_of_another_model_is_refused(folder: Path) -> None:
     record = run(folder).done.record
     part = record["plan"]["components"][1]
     assert part["name"] == "denoiser"
-    part["remedies"] = [
+    part["repairs"] = [
         {"component": "denoiser", "module": "nowhere", "to": "float32", "dtype": "float16"}
     ]
     with pytest.raises(InputError, match=r"denoiser\.nowhere is to run in float32"):
         list(everyframe.stream(request_from(record, {"model": str(folder), "force": True})))
-    part["remedies"] = [{"module": 3}]
-    with pytest.raises(InputError, match=r"the record can't be read: plan\.components\.remedies"):
+    part["repairs"] = [{"module": 3}]
+    with pytest.raises(InputError, match=r"the record can't be read: plan\.components\.repairs"):
         request_from(record, {"model": str(folder), "force": True})

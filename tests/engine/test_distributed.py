@@ -80,7 +80,7 @@ def run(
     finally:
         if undo is not None:
             undo()
-    division = next(iter(events)).plan.division  # type: ignore[attr-defined]
+    division = next(iter(events)).plan.parallel  # type: ignore[attr-defined]
     assert isinstance(division, ParallelPlan)
     return {
         "frames": frames_by_seed(events) if division.reports_events(team.rank) else {},

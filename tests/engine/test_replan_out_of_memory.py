@@ -282,11 +282,11 @@ def test_processes_go_on_from_the_last_step_in_less(
     (repair,) = [event for event in events if isinstance(event, Repaired)]
     assert (repair.stage, repair.step, repair.cause) == ("denoise", 2, "memory")
     assert "on rank 0" in repair.text
-    assert "guidance branches run one after the other" in repair.dtype_to
+    assert "guidance branches run one after the other" in repair.to
     steps = [e.step for e in events if isinstance(e, Step) and e.stage == "denoise"]
     assert steps == [1, 2, 3, 4], "what was kept is not done again"
     (done,) = [event for event in events if isinstance(event, VideoDone)]
-    assert [each["to"] for each in done.record["repairs"]] == [repair.dtype_to]
+    assert [each["to"] for each in done.record["repairs"]] == [repair.to]
     assert ["branches_at_once", 1] in [list(e) for e in done.record["settings"]["savings"]]
     found, wanted = frames_by_seed(events)[5], frames_by_seed(whole)[5]
     assert np.abs(found - wanted).max() <= ROUNDING * np.abs(wanted).max()

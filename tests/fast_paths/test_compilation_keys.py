@@ -167,7 +167,7 @@ def test_a_wrong_graph_is_left_for_the_block_as_it_is_written(number: int, by: f
     (told,) = guard.events()
     assert isinstance(told, Repaired)
     assert (told.module, told.target, told.cause) == (wrong, wrong, "compiled")
-    assert (told.dtype_to, told.seed) == (PLAIN, 3)
+    assert (told.to, told.seed) == (PLAIN, 3)
     assert f"a compiled graph in m.{wrong} made values that" in told.text
     assert "uncompiled it is" in told.text
     # The other one stays, and what is remembered is that of this video.

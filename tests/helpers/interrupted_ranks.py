@@ -34,7 +34,7 @@ def told(events: list[Event], *, speaks: bool) -> dict[str, Any]:
         "frames": frames_by_seed(events) if speaks else {},
         "steps": [(e.seed, e.step) for e in events if isinstance(e, Step) and is_of_denoising(e)],
         "notes": [event.text for event in events if isinstance(event, Note)],
-        "repairs": [event.dtype_to for event in events if isinstance(event, Repaired)],
+        "repairs": [event.to for event in events if isinstance(event, Repaired)],
         "record": [event.record for event in events if isinstance(event, VideoDone)][-1:],
     }
 

@@ -273,7 +273,9 @@ def test_idle_ranks_are_told() -> None:
      (range(1, 5), "ranks 1 to 4")],
 )  # fmt: skip
 def test_ranks_without_work_are_told_together(without: Sequence[int], told: str) -> None:
-    ranks = [SimpleNamespace(idle="too many" if rank in without else "") for rank in range(5)]
+    ranks = [
+        SimpleNamespace(idle_reason="too many" if rank in without else "") for rank in range(5)
+    ]
     division: Any = SimpleNamespace(ranks=ranks)
     assert idle_notes(division) == (f"{told}: too many",)
 

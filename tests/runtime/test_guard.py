@@ -122,7 +122,7 @@ def test_overflow_is_found_named_and_repaired(name: str, place: int) -> None:
         first, *more = repairs(guard)
         assert (first.module, first.target) == (f"parts.{place}{module}", f"parts.{place}{raised}")
         assert (first.operation, first.cause) == (operation, "range")
-        assert (first.dtype_from, first.dtype_to, first.step) == ("float16", "float32", 2)
+        assert (first.dtype, first.to, first.step) == ("float16", "float32", 2)
         assert f"{operation} in net.{first.module}" in first.text
         assert "not memory" in first.text
         # Those after it are raised because they are given what float16 can't hold.
@@ -139,7 +139,7 @@ def test_bfloat16_is_the_first_rung_where_the_device_has_it(name: str) -> None:
     guard = Guard(plan(WITH_BF16), "denoise", {"net": net})
     with torch.inference_mode():
         assert bool(guard.call(1, lambda: net(inputs())).isfinite().all())
-    assert {event.dtype_to for event in repairs(guard)} == {"bfloat16"}
+    assert {event.to for event in repairs(guard)} == {"bfloat16"}
 
 
 @pytest.mark.parametrize("name", [*FAULTS, "nothing"])

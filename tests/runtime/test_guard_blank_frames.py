@@ -56,7 +56,7 @@ def test_frames_that_vanish_in_half_precision_are_decoded_again() -> None:
     assert float(pixels.std()) > 0.01
     (repair,) = events
     assert isinstance(repair, Repaired)
-    assert (repair.component, repair.cause, repair.dtype_to) == ("vae", "blank", "float32")
+    assert (repair.component, repair.cause, repair.to) == ("vae", "blank", "float32")
     assert dtype == "torch.float32"
 
 

@@ -104,7 +104,7 @@ def test_what_is_finite_in_float32_is_mended_and_rightly_named(name: str) -> Non
     assert bool(answer.isfinite().all())
     first = repairs(guard)[0]
     assert (first.operation, first.module) == (operation, module)
-    assert first.dtype_to == "float32"
+    assert first.to == "float32"
     assert float((answer - wanted).abs().max()) < CLOSE * float(wanted.abs().max())
 
 

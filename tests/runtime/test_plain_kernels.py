@@ -93,7 +93,7 @@ def test_a_wrong_kernel_of_torch_is_not_used_any_more(wrong_torch_kernel: None) 
         assert float((answer - wanted).abs().max()) < CLOSE
         (repair,) = repairs(guard)
         assert (repair.module, repair.target) == ("parts.1.core", "parts.1.core")
-        assert (repair.cause, repair.dtype_to) == ("kernel", PLAIN)
+        assert (repair.cause, repair.to) == ("kernel", PLAIN)
         assert "attention in net.parts.1.core" in repair.text
         assert f"net.parts.1.core runs in {PLAIN} from here on" in repair.text
         assert bool(net(inputs()).isfinite().all())
@@ -116,7 +116,7 @@ def test_a_fast_way_that_adds_up_narrowly_gives_way_to_the_plain_one() -> None:
     assert float((answer - wanted).abs().max()) < CLOSE
     (repair,) = repairs(guard)
     assert (repair.module, repair.operation) == ("parts.1.core", "half_attention")
-    assert (repair.cause, repair.dtype_to) == ("kernel", PLAIN)
+    assert (repair.cause, repair.to) == ("kernel", PLAIN)
     assert net.parts[1].core.is_plain
     guard.end()
     assert not net.parts[1].core.is_plain
@@ -127,7 +127,7 @@ def test_where_the_plain_way_is_no_better_the_module_is_raised() -> None:
     guard = Guard(plan(), "denoise", {"net": net})
     with torch.inference_mode():
         assert bool(guard.call(1, lambda: net(inputs())).isfinite().all())
-    assert PLAIN not in {repair.dtype_to for repair in repairs(guard)}
+    assert PLAIN not in {repair.to for repair in repairs(guard)}
     assert not net.parts[1].core.is_plain, "what did not help is taken back"
 
 

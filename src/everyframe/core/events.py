@@ -117,12 +117,12 @@ class Repaired(Event):
 
     Attributes:
         step: step of `stage` in which it happened.
-        module: module of `component` whose `operation` made the value, in `dtype_from`.
+        module: module of `component` whose `operation` made the value, in `dtype`.
         cause: ``range``, ``kernel``, ``formula``, ``unclear``, ``compiled`` (a compiled graph is
             wrong and its eager block is right), ``blank`` (frames of one colour), or ``memory``
             (out of memory).
         target: the repaired module, or the one around it if its parts must have one dtype.
-        dtype_to: what `target` runs in; with the cause ``memory`` the memory fallback.
+        to: what `target` runs in; with the cause ``memory`` the memory fallback.
         seed: seed of the video that needed it; None if all of them do.
     """
 
@@ -133,9 +133,9 @@ class Repaired(Event):
     module: str
     operation: str
     cause: str
-    dtype_from: str
+    dtype: str
     target: str
-    dtype_to: str
+    to: str
     text: str
     seed: int | None = None
 

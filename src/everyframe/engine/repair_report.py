@@ -183,7 +183,7 @@ def _repairs(repairs: Sequence[Repaired]) -> str:
     if not repairs:
         return "<p>Nothing could be done.</p>"
     rows = [
-        (f"step {each.step} of {each.stage}", each.cause, each.operation, each.dtype_from,
+        (f"step {each.step} of {each.stage}", each.cause, each.operation, each.dtype,
          ".".join(part for part in (each.component, each.module) if part), each.text)
         for each in repairs
     ]  # fmt: skip

@@ -284,7 +284,7 @@ def _remember(key: RepairCacheKey | None, plan: Plan, event: Repaired) -> None:
     """Cache this repair for later plans; memory fallbacks depend on free memory, so not those."""
     if key is not None and event.cause != "memory":
         dtype = plan.component(event.component).precision.parameters
-        save_repair(key, Repair(event.component, event.target, event.dtype_to, dtype))
+        save_repair(key, Repair(event.component, event.target, event.to, dtype))
 
 
 def _stages(here: RankContext, model: ModelSpec, progress: RunState) -> Iterator[tuple[int, Stage]]:
