@@ -254,14 +254,13 @@ def test_no_library_loads_during_a_dry_run(
 ) -> None:
     """While it loads, what is made without a dtype would be of another size in the plan."""
     holds: list[bool] = []
-    for name in ("dry_run_module", "dry_run_modules"):
-        own = getattr(executor, name)
+    own = executor.dry_run_modules
 
-        def seen(*given: Any, own: Callable[..., Any] = own) -> Any:
-            holds.append(BUILD_LOCK._is_owned())  # type: ignore[attr-defined]
-            return own(*given)
+    def seen(*given: Any, **named: Any) -> Any:
+        holds.append(BUILD_LOCK._is_owned())  # type: ignore[attr-defined]
+        return own(*given, **named)
 
-        monkeypatch.setattr(executor, name, seen)
+    monkeypatch.setattr(executor, "dry_run_modules", seen)
     plan_all({which: folders[which]}, 3)
     assert holds
     assert all(holds)

@@ -242,7 +242,7 @@ def test_what_a_pipeline_can_not_do_is_said_with_what_it_can(
     tiny_pipelines.TINY["latte"](tmp_path / "latte")
     given = {**asked["wan"], **tiny_pipelines.CALLS["latte"], "model": str(tmp_path / "latte")}
     text = said(given, num_devices=2, parallel="sequence=2")
-    assert "no token split of LattePipeline is known" in text
+    assert "no token split of LattePipeline (latte) is known" in text
     assert "it can be cfg=2" in text
     text = said({**given, "guidance_scale": 1.0}, num_devices=2, parallel="cfg=2")
     assert "without guidance it has one branch; data=N" in text

@@ -189,7 +189,7 @@ def test_offloaded_weights_give_the_bits_of_resident_ones(family: str, tiny_mode
     resident = planned_frames(prepared, unchanged, given=given)
     assert resident.std() > 0.01
     for streams in (False, True):
-        change = with_components(offload=True, streams=streams)
+        change = with_components(block_offload=True, from_disk=streams)
         assert np.array_equal(planned_frames(prepared, change, given=given), resident)
 
 
