@@ -42,13 +42,14 @@ import numpy as np
 from copied import on_a_copy
 from versions import versions_of
 
+from everyframe.core import paths
 from everyframe.core.events import ComponentLoaded, Event, FramesDecoded, StageStarted, Step
 from everyframe.core.request import Request
 from everyframe.engine.resume import resume_run
 from everyframe.engine.run import stream
 from everyframe.hardware import machine_facts
 from everyframe.planning.resolve import prepare
-from everyframe.runs import atomic_write, replay_log
+from everyframe.runs import replay_log
 from everyframe.runs.folder import all_runs
 from everyframe.runs.run_state import EVERY_STEP, SaveOptions
 
@@ -139,7 +140,7 @@ def _counted(moment: Moment | None) -> Callable[[], int]:
             real = getattr(os, name)
             return counting(real) if name in _CALLS else real
 
-    for module in (atomic_write, replay_log):
+    for module in (paths, replay_log):
         module.os = Watched()  # type: ignore[attr-defined]
     return lambda: count
 

@@ -122,8 +122,9 @@ def block(cpu: DeviceFacts) -> list[str]:
         shares.append(rate / peak)
         rates.append(rate)
     share, rate = statistics.median(shares), statistics.median(rates)
+    narrow = replace(told, islands=islands)
     errors = ", ".join(
-        f"{kind} {rounding_error(one, replace(told, islands=islands, weights=kind), run, x):.2%}"
+        f"{kind} {rounding_error(one, replace(narrow, weight_dtype=kind), run, x):.2%}"
         for kind in ERRORS
     )
     return [
@@ -149,8 +150,10 @@ def rounding_error(
         nn.init.normal_(linear.weight, std=0.02, generator=torch.Generator().manual_seed(0))
     plain = run() - x
     for name, linear in found.items():
-        values, scale = quantise(linear.weight, told.weights, torch.device("cpu"))
-        layer = QuantisedLinear(told.weights, values, scale.to(linear.weight.dtype), linear.bias)
+        values, scale = quantise(linear.weight, told.weight_dtype, torch.device("cpu"))
+        layer = QuantisedLinear(
+            told.weight_dtype, values, scale.to(linear.weight.dtype), linear.bias
+        )
         swap(one, name, layer)
     error = float((run() - x - plain).norm() / plain.norm())
     for name, linear in found.items():
@@ -182,7 +185,7 @@ def load_once(folder: Path, blocks: int, streams: bool, kind: str) -> None:
     cpu = machine_facts("cpu").cpu
     told = precision(cpu)
     if kind:
-        told = replace(told, islands=DENOISER_ISLANDS, weights=kind)
+        told = replace(told, islands=DENOISER_ISLANDS, weight_dtype=kind)
     empty = build_on_meta(lambda: StepVideoModel(config))
     count = {name: each.numel() for name, each in empty.named_parameters()}
     scales = rows(empty, told)
@@ -199,7 +202,7 @@ def load_once(folder: Path, blocks: int, streams: bool, kind: str) -> None:
     weights = resident_bytes(empty, told) if streams else sum(sizes.values())
     plan = ComponentPlan(
         "denoiser", "denoiser", "denoise", str(folder), 0, "cpu", told, sum(sizes.values()),
-        working, offload=streams, streams=streams,
+        working, block_offload=streams, from_disk=streams,
     )  # fmt: skip
     before = peak_bytes(cpu) or 0
     with torch.inference_mode():

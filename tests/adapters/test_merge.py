@@ -231,7 +231,7 @@ def test_weights_that_wait_elsewhere(name: str, kind: str, place: Path, tmp_path
     ours, wanted = prepared(folder, loras=f"{path}:0.7"), prepared(by_hand)
     expected = planned.frames_of(wanted, planned.unchanged)
     assert not np.array_equal(planned.frames_of(prepared(folder), planned.unchanged), expected)
-    for how in ({}, {"offload": True}, {"offload": True, "streams": True}):
+    for how in ({}, {"block_offload": True}, {"block_offload": True, "from_disk": True}):
         change = planned.with_components(**how)
         assert np.array_equal(planned.frames_of(ours, change), expected), how
 

@@ -153,7 +153,7 @@ def test_what_cannot_run_here(engine: FakeEngine, capsys: pytest.CaptureFixture[
         assert not names()
     assert main(["generate", "x", "--json"]) == 3
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert lines[0]["plan"]["obstacle"] == engine.obstacle
+    assert lines[0]["plan"]["infeasible"] == engine.obstacle
     assert lines[-1] == {"type": "error", "code": 3, "message": engine.obstacle}
 
 

@@ -21,7 +21,7 @@ VALUES = [
     {"$": 1, (1, 2): "a tuple for a key"},
     Path("a/b"),
     Fraction(24000, 1001),
-    ParallelPlan((RankPlan("cuda:1", 0, 0.1),), (1,), done=(3,)),
+    ParallelPlan((RankPlan("cuda:1", 0, 0.1),), (1,), finished_videos=(3,)),
 ]
 
 

@@ -103,7 +103,7 @@ def test_the_plan_has_time_and_memory_of_each_part(folder: Path) -> None:
     assert [stage.component for stage in plan.stages] == ["text_encoder", "transformer", "vae"]
     assert all(stage.working_bytes > 0 and stage.operations > 0 for stage in plan.stages)
     assert plan.seconds is not None
-    assert not plan.clashes
+    assert not plan.dtype_errors
     more = {**SMALL, "device": "auto", "num_inference_steps": 20}
     longer = everyframe.plan(model=str(folder), profile="cuda-sm80", **more)
     by_name = [{each.component: each for each in p.stages} for p in (plan, longer)]
@@ -119,7 +119,7 @@ def test_the_precisions_of_its_parts_are_tried_or_avoided(folder: Path) -> None:
         found = prepare(asked, profile=profile)
         part = found.plan.component("transformer")
         choice = next(each for each in part.choices if each.path == "bf16")
-        verdicts[choice.verdict] = (part.precision.compute, "bf16" in part.paths)
+        verdicts[choice.verdict] = (part.precision.compute, "bf16" in part.fast_paths)
     assert verdicts == {"expected": ("bfloat16", True), "avoided": ("float32", False)}
     assert any("transformer: float32, as bf16 is avoided" in note for note in found.plan.notes)
     runs = [run for run in found.fitted.runs if run.rehearsal.component == "transformer"]
@@ -151,7 +151,7 @@ def test_without_the_casts_between_parts_the_dry_run_finds_the_clash(
     assert (clash.kind, clash.module) == ("clash", "decoder.conv_in.conv")
 
 
-@pytest.mark.parametrize("how", ["by_turns", "offload"])
+@pytest.mark.parametrize("how", ["model_offload", "block_offload"])
 def test_with_less_memory_it_gives_the_same_frames(prepared: PreparedPlan, how: str) -> None:
     usual = frames_of(prepared, unchanged)
     assert np.array_equal(frames_of(prepared, with_components(**{how: True})), usual)
@@ -164,14 +164,14 @@ def test_parts_come_by_turns_where_they_do_not_fit_together(folder: Path) -> Non
     assert largest < plan.peak_bytes
     limit = f"{int(largest * 1.05 / 0.92)}B"
     small = everyframe.plan(model=str(folder), max_memory=limit, **asked)
-    assert small.obstacle is None
-    assert all(part.by_turns for part in small.components)
+    assert small.infeasible is None
+    assert all(part.model_offload for part in small.components)
     assert small.peak_bytes == largest
     assert small.host_bytes >= sum(part.weight_bytes for part in small.components)
     assert [note for note in small.notes if note.startswith("stage by stage: ")]
     none = everyframe.plan(model=str(folder), max_memory=limit, max_host_memory="1kB", **asked)
-    assert none.obstacle is not None
-    assert "the host would hold" in none.obstacle
+    assert none.infeasible is not None
+    assert "the host would hold" in none.infeasible
 
 
 def test_tiles_and_then_blocks_where_one_part_alone_is_too_large(folder: Path) -> None:
@@ -203,7 +203,7 @@ def test_what_no_dry_run_can_follow_is_told(folder: Path, monkeypatch: pytest.Mo
     (note,) = [note for note in plan.notes if note.startswith("transformer: ")]
     assert "no dry run can follow the pipeline there (ValueError: sigma 0.0" in note
     # A run may well go further.
-    assert plan.obstacle is None
+    assert plan.infeasible is None
     assert plan.component("vae").working_bytes > 0
 
 

@@ -55,7 +55,7 @@ def pipe(folder: Path) -> Any:
 
 def test_the_plan_says_what_runs(folder: Path) -> None:
     plan = everyframe.plan(model=str(folder), **SMALL)
-    assert (plan.family, plan.obstacle) == ("pipeline", None)
+    assert (plan.family, plan.infeasible) == ("pipeline", None)
     assert [part.name for part in plan.components] == ["text_encoder", "transformer", "vae"]
     transformer = diffusers.CogVideoXTransformer3DModel.from_pretrained(folder / "transformer")
     counted = {part.name: part.num_parameters for part in plan.components}
@@ -94,8 +94,8 @@ def test_what_does_not_fit_together_is_told(folder: Path) -> None:
     # More than the largest part needs, after what a plan leaves free of any memory.
     limit = f"{int((largest + plan.peak_bytes) / 2 / 0.92)}B"
     small = everyframe.plan(model=str(folder), max_memory=limit, **SMALL)
-    assert small.obstacle is not None
-    assert "all of it in memory at once" in small.obstacle
+    assert small.infeasible is not None
+    assert "all of it in memory at once" in small.infeasible
 
 
 def test_plans_are_made_for_machines_that_are_not_here(folder: Path) -> None:
@@ -386,9 +386,9 @@ def test_a_reader_who_leaves_leaves_a_given_pipeline_as_it_was(pipe: Any) -> Non
 
 def test_a_loaded_pipeline_is_not_refused_for_memory_that_it_has(folder: Path, pipe: Any) -> None:
     asked = {**SMALL, "size": "16384x16384", "num_frames": 49}
-    assert everyframe.plan(model=str(folder), **asked).obstacle is not None
+    assert everyframe.plan(model=str(folder), **asked).infeasible is not None
     given = LoadedModel("pipeline", given_pipeline(pipe, PipelineOptions(option=SMALL["option"])))
-    assert prepare(everyframe.Request(**asked), given=given).plan.obstacle is None
+    assert prepare(everyframe.Request(**asked), given=given).plan.infeasible is None
     with pytest.raises(InputError, match="max_memory can't be chosen"):
         everyframe.run(pipe, max_memory="8GB", **SMALL)
 

@@ -157,7 +157,7 @@ def test_a_checkpoint_in_a_folder_is_repaired_too(folder: Callable[[str], Path])
     events = list(everyframe.stream(request))
     repairs = [event for event in events if isinstance(event, Repaired)]
     assert repairs[0].module == "transformer_blocks.0.ff.net.0.proj"
-    assert repairs[0].raised == repairs[0].module
+    assert repairs[0].target == repairs[0].module
     # Each video has its own: it comes out as it would alone.
     assert {event.seed for event in repairs} == {1, 2}
     done = [event for event in events if event.type == "video_done"]

@@ -169,7 +169,7 @@ def test_the_hubs_own_cache_is_made_of_links(folder: Path, tmp_path: Path) -> No
         blob = repository / "blobs" / str(number)
         file.rename(blob)
         file.symlink_to(os.path.relpath(blob, file.parent))
-    assert everyframe.plan(model=str(snapshot), **SMALL).obstacle is None
+    assert everyframe.plan(model=str(snapshot), **SMALL).infeasible is None
 
 
 def test_a_tokenizers_code_is_not_asked_for(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ def test_the_path_that_has_its_turn_is_the_one_that_runs(monkeypatch: pytest.Mon
 
     def generate(**asked: Any) -> Video:
         made = everyframe.plan(**asked)
-        seen.append({part.name: part.paths for part in made.components})
+        seen.append({part.name: part.fast_paths for part in made.components})
         return Video(FRAMES, Fraction(8), {}, None)
 
     monkeypatch.setattr(everyframe.api, "generate", generate)

@@ -163,7 +163,7 @@ def plan_all(folders: dict[str, Path], number: int) -> None:
     """Plans of all of them, in a size that nobody has planned in this process."""
     for which in folders:
         asked = {**asked_of(folders, which), "size": f"{32 + 16 * number}x16"}
-        assert not everyframe.plan(profile=("mps", "cuda-sm75")[number % 2], **asked).clashes
+        assert not everyframe.plan(profile=("mps", "cuda-sm75")[number % 2], **asked).dtype_errors
 
 
 def test_a_number_of_threads_is_that_of_one_thread() -> None:
@@ -254,14 +254,13 @@ def test_no_library_loads_during_a_dry_run(
 ) -> None:
     """While it loads, what is made without a dtype would be of another size in the plan."""
     holds: list[bool] = []
-    for name in ("dry_run_module", "dry_run_modules"):
-        own = getattr(executor, name)
+    own = executor.dry_run_modules
 
-        def seen(*given: Any, own: Callable[..., Any] = own) -> Any:
-            holds.append(BUILD_LOCK._is_owned())  # type: ignore[attr-defined]
-            return own(*given)
+    def seen(*given: Any, **named: Any) -> Any:
+        holds.append(BUILD_LOCK._is_owned())  # type: ignore[attr-defined]
+        return own(*given, **named)
 
-        monkeypatch.setattr(executor, name, seen)
+    monkeypatch.setattr(executor, "dry_run_modules", seen)
     plan_all({which: folders[which]}, 3)
     assert holds
     assert all(holds)

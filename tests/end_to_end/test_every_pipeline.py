@@ -111,7 +111,7 @@ def _plans(name: str, request: everyframe.Request) -> None:
     """Its own call is run dry to its end for machines that are not here."""
     for profile in PROFILES:
         plan = everyframe.plan(request, profile=profile)
-        assert bool(plan.clashes) == (profile in REFUSED_ON.get(name, ())), plan.clashes
+        assert bool(plan.dtype_errors) == (profile in REFUSED_ON.get(name, ())), plan.dtype_errors
         assert not [note for note in plan.notes if "no dry run can follow" in note]
         assert plan.seconds is not None
         assert plan.seconds > 0

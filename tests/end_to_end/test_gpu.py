@@ -141,9 +141,9 @@ def test_weights_that_wait_elsewhere_give_the_same_video(
         little["max_host_memory"] = "500kB"
     asked = tiny_families.asked(name, device="cuda", dtype="fp32", **little)
     plan = everyframe.plan(model=str(folder(name)), **asked)
-    waiting = [part for part in plan.components if part.offload]
+    waiting = [part for part in plan.components if part.block_offload]
     assert waiting
-    assert any(part.streams for part in waiting) == streams
+    assert any(part.from_disk for part in waiting) == streams
     largest, _ = off(frames_of(name, device="cuda", dtype="fp32", **little), frames_of(name))
     assert largest <= ROUNDING
 

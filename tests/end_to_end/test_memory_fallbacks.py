@@ -76,7 +76,7 @@ def test_svd_with_less_memory(tmp_path: Path) -> None:
             seed=1, device="cpu",
         )
     )  # fmt: skip
-    given = {"given": ConditioningFrames(first=picture[None])}
+    given = {"inputs": ConditioningFrames(first=picture[None])}
     usual = frames_of(prepared, unchanged, **given)
     assert usual.std() > 0.01
     alone = frames_of(prepared, saving("branches_at_once", 1), **given)

@@ -246,8 +246,8 @@ def test_its_own_call_is_run_dry_for_machines_that_are_not_here(tiny_one: Tiny) 
     request = everyframe.Request(model=str(tiny_one.folder), **tiny_one.asked)
     for profile in PROFILES if tiny_one.name not in FAST else PROFILES[:1]:
         plan = everyframe.plan(request, profile=profile)
-        assert plan.obstacle is None
-        assert not plan.clashes
+        assert plan.infeasible is None
+        assert not plan.dtype_errors
         assert not [note for note in plan.notes if "no dry run can follow" in note]
         assert [stage.component for stage in plan.stages] == [p.name for p in plan.components]
         worked = {stage.component for stage in plan.stages if stage.operations}

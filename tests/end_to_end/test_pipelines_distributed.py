@@ -109,7 +109,7 @@ def test_one_video_on_several_ranks(
     check_close(videos(found), alone(asked[name]))
     assert [bool(each["frames"]) for each in found] == [True] + [False] * (size - 1)
     assert all(each["steps"] == [(3, 1), (3, 2), (3, 3)] for each in found)
-    division = everyframe.plan(Request(**given, num_devices=size)).division
+    division = everyframe.plan(Request(**given, num_devices=size)).parallel
     assert division is not None
     # Every step sends the same; the text's tokens are all that the tokenizer may have given.
     for rank, each in zip(division.ranks, found, strict=True):
@@ -242,7 +242,7 @@ def test_what_a_pipeline_can_not_do_is_said_with_what_it_can(
     tiny_pipelines.TINY["latte"](tmp_path / "latte")
     given = {**asked["wan"], **tiny_pipelines.CALLS["latte"], "model": str(tmp_path / "latte")}
     text = said(given, num_devices=2, parallel="sequence=2")
-    assert "no token split of LattePipeline is known" in text
+    assert "no token split of LattePipeline (latte) is known" in text
     assert "it can be cfg=2" in text
     text = said({**given, "guidance_scale": 1.0}, num_devices=2, parallel="cfg=2")
     assert "without guidance it has one branch; data=N" in text
@@ -319,7 +319,7 @@ def test_a_branch_on_each_of_two_ranks_has_the_bits_of_one_device(
     given = {**guided[name], "parallel": "cfg=2"}
     found = ranks.run(2, run, given)
     assert all(each["steps"] == [(3, 1), (3, 2), (3, 3)] for each in found)
-    division = everyframe.plan(Request(**given, num_devices=2)).division
+    division = everyframe.plan(Request(**given, num_devices=2)).parallel
     assert str(division) == "data=1, cfg=2, sequence=1"
     check_close(videos(found), alone(guided[name]))
     for rank, each in zip(division.ranks, found, strict=True):  # type: ignore[union-attr]

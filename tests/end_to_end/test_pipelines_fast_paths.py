@@ -46,7 +46,7 @@ def prepared(folder: Path, *, will_run: bool = False, **more: Any) -> PreparedPl
 
 
 def paths_of(found: PreparedPlan) -> dict[str, Any]:
-    return {part.name: part.paths for part in found.plan.components}
+    return {part.name: part.fast_paths for part in found.plan.components}
 
 
 def theirs(folder: Path, kernel: str) -> np.ndarray[Any, Any]:
@@ -104,7 +104,7 @@ def test_half_precision_has_to_be_certified_too(
         model=str(folder), profile="cuda-sm80", disable=["bf16"], **{**SMALL, "device": "auto"}
     )
     assert {part.precision.compute for part in off.components} == {"float32"}
-    assert not off.clashes
+    assert not off.dtype_errors
 
 
 def test_what_is_tried_is_the_pipelines_own_call(folder: Path) -> None:

@@ -59,7 +59,7 @@ def frames(family: str, model: Path, **options: Any) -> np.ndarray[Any, Any]:
 def round_weights(family: str, model: Path, kind: str) -> list[str]:
     """Replace those weights in the model's files by what they are rounded to; whose they are."""
     prepared = prepare(everyframe.Request(**asked(family, model), quantize=kind))
-    parts = [part for part in prepared.plan.components if part.precision.weights]
+    parts = [part for part in prepared.plan.components if part.precision.weight_dtype]
     for part in parts:
         run = next(run for run in prepared.fitted.runs if run.rehearsal.component == part.name)
         _round(_file(model, part), set(rows(run.rehearsal.module(), part.precision)), kind)

@@ -50,7 +50,7 @@ class Run:
         self.notes = [e.text for e in events if isinstance(e, Note)]
         (self.done,) = [e for e in events if isinstance(e, VideoDone)]
         parts = self.done.record["plan"]["components"]
-        self.begun_with = [each["module"] for part in parts for each in part["remedies"]]
+        self.begun_with = [each["module"] for part in parts for each in part["repairs"]]
 
 
 def run(folder: Path, **more: Any) -> Run:
@@ -76,7 +76,7 @@ def test_a_repair_is_remembered_recorded_and_forgotten(
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     monkeypatch.setattr(cpu_module, "_PROC", fake_cpus.proc_with(cpu, tmp_path / "proc"))
     first = run(folder)
-    assert [each.raised for each in first.repairs] == RAISED
+    assert [each.target for each in first.repairs] == RAISED
     assert first.begun_with == []
 
     plan = everyframe.plan(model=str(folder), **ASKED)
@@ -98,10 +98,10 @@ def test_a_repair_is_remembered_recorded_and_forgotten(
 
     # A record makes the same bits, whatever is remembered by then.
     assert np.array_equal(again(first, folder).frames, first.frames)
-    assert [each.raised for each in again(first, folder).repairs] == RAISED
+    assert [each.target for each in again(first, folder).repairs] == RAISED
     third = run(folder, forget_repairs=True)
     assert any("saved repairs of this model" in note for note in third.notes)
-    assert [each.raised for each in third.repairs] == RAISED
+    assert [each.target for each in third.repairs] == RAISED
     assert "forget_repairs" not in third.done.record["request"]
     run(folder, forget_repairs=True)
     assert np.array_equal(again(second, folder).frames, second.frames)
@@ -117,7 +117,7 @@ def test_a_trace_of_modules_repaired_from_the_start_is_of_the_same_weights(
     def traced(name: str, **more: Any) -> Path:
         request = Request(model=str(folder), **{**ASKED, **more})
         (planned,) = [e for e in tracing.record(request, tmp_path / name) if isinstance(e, Planned)]
-        remedies = [r.module for part in planned.plan.components for r in part.remedies]
+        remedies = [r.module for part in planned.plan.components for r in part.repairs]
         assert remedies == ([] if more else RAISED)
         return tmp_path / name
 
@@ -146,11 +146,11 @@ def test_a_record_of_another_model_is_refused(folder: Path) -> None:
     record = run(folder).done.record
     part = record["plan"]["components"][1]
     assert part["name"] == "denoiser"
-    part["remedies"] = [
+    part["repairs"] = [
         {"component": "denoiser", "module": "nowhere", "to": "float32", "dtype": "float16"}
     ]
     with pytest.raises(InputError, match=r"denoiser\.nowhere is to run in float32"):
         list(everyframe.stream(request_from(record, {"model": str(folder), "force": True})))
-    part["remedies"] = [{"module": 3}]
-    with pytest.raises(InputError, match=r"the record can't be read: plan\.components\.remedies"):
+    part["repairs"] = [{"module": 3}]
+    with pytest.raises(InputError, match=r"the record can't be read: plan\.components\.repairs"):
         request_from(record, {"model": str(folder), "force": True})

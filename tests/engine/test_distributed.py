@@ -80,10 +80,10 @@ def run(
     finally:
         if undo is not None:
             undo()
-    division = next(iter(events)).plan.division  # type: ignore[attr-defined]
+    division = next(iter(events)).plan.parallel  # type: ignore[attr-defined]
     assert isinstance(division, ParallelPlan)
     return {
-        "frames": frames_by_seed(events) if division.speaks(team.rank) else {},
+        "frames": frames_by_seed(events) if division.reports_events(team.rank) else {},
         "stages": [each.stage for each in events if isinstance(each, StageStarted)],
         "done": [each.seed for each in events if isinstance(each, VideoDone)],
         "repairs": [each.module for each in events if isinstance(each, Repaired)],

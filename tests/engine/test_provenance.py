@@ -18,6 +18,7 @@ from everyframe.engine.file_identity import file_identities, find_files
 from everyframe.engine.provenance import (
     differences,
     make_record,
+    record_in,
     recorded_threads,
     request_from,
     threads_to_repeat,
@@ -92,7 +93,7 @@ def test_start_noise_is_known_by_its_hash(model: Path, latents: Any) -> None:
 def test_weights_are_kept_as_they_were_unless_something_else_is_asked_for(model: Path) -> None:
     record = record_of(model)
     parts = record["plan"]["components"]
-    next(part for part in parts if part["name"] == "denoiser")["precision"]["weights"] = "int8"
+    next(part for part in parts if part["name"] == "denoiser")["precision"]["weight_dtype"] = "int8"
     here = {"model": str(model)}
     assert request_from(record, here).quantized == {"denoiser": "int8"}
     anew = request_from(record, {"quantize": "none"} | here)
@@ -112,7 +113,7 @@ def test_it_becomes_the_same_request(model: Path) -> None:
     record = record_of(model, aesthetic=5.0)
     again = request_from(record, {"model": str(model)})
     # It begins with the repairs of the recorded run, which are none, and runs by its fast paths.
-    paths = {part["name"]: tuple(part["paths"]) for part in record["plan"]["components"]}
+    paths = {part["name"]: tuple(part["fast_paths"]) for part in record["plan"]["components"]}
     asked = {"prompt": "a", "aesthetic": 5.0, "remedies": (), "paths": paths, **SIZES}
     asked["quantized"] = {}  # nothing was, so nothing will be
     assert again == everyframe.Request(model=str(model), **asked)
@@ -292,3 +293,28 @@ def test_files_among_a_pipelines_own_parameters_are_known_by_name_and_hash(
     (tmp_path / "fox.png").write_bytes(b"another fox")
     with pytest.raises(InputError, match=r"fox\.png"):
         find_files("option", kept)
+
+
+def test_a_record_of_the_first_schema_is_read_by_its_names(model: Path) -> None:
+    """Fields of its plan had other names until schema 2."""
+    record = record_of(model)
+    plan = record["plan"]
+    part = next(part for part in plan["components"] if part["name"] == "denoiser")
+    part["precision"]["weight_dtype"] = "int8"
+    repair = {"component": "denoiser", "module": "x", "to": "float32", "dtype": "float16"}
+    part["repairs"] = [repair]
+    now = request_from(record, {"model": str(model)})
+    assert now.remedies is not None
+    assert [each.module for each in now.remedies] == ["x"]
+    earlier = {
+        "repairs": "remedies", "fast_paths": "paths", "block_offload": "offload",
+        "from_disk": "streams", "model_offload": "by_turns", "num_weight_shards": "holders",
+    }  # fmt: skip
+    old = [
+        {earlier.get(name, name): value for name, value in each.items()}
+        for each in plan["components"]
+    ]
+    for each in old:
+        each["precision"]["weights"] = each["precision"].pop("weight_dtype")
+    first = {**record, "schema": "everyframe.record/1", "plan": {**plan, "components": old}}
+    assert request_from(record_in(first), {"model": str(model)}) == now

@@ -78,8 +78,8 @@ def test_on_another_number_of_ranks_only_rounding_differs(
         "begun on 2 devices, resumed on 3 devices: sums in another order differ "
     )
     plan = load_run(RunFolder(place)).plan
-    assert plan.division is not None
-    assert len(plan.division.ranks) == 3, "broken off again, it goes on as it was now"
+    assert plan.parallel is not None
+    assert len(plan.parallel.ranks) == 3, "broken off again, it goes on as it was now"
 
 
 def test_with_too_little_memory_all_ranks_go_on_in_less(

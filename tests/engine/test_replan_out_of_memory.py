@@ -213,7 +213,7 @@ def of_ranks(device: DeviceFacts, *names: str) -> Plan:
     parts = [ComponentPlan(name, name.title(), "denoise", "toy", 0, device.torch_name, whole, 8, 8)
              for name in names]  # fmt: skip
     division = ParallelPlan(tuple(RankPlan(device.torch_name, 0, 1.0) for _ in range(2)), (1,))
-    return replace(plan(device), components=tuple(parts), division=division)
+    return replace(plan(device), components=tuple(parts), parallel=division)
 
 
 def all_ways(planned: Plan) -> Iterator[tuple[Plan, str]]:
@@ -228,7 +228,7 @@ def test_each_start_does_one_thing_more_in_the_order_of_plans() -> None:
         "one", "sharded", "block", "tiles",
     ]  # fmt: skip
     parts = [each.component("net") for each, _ in plans]
-    assert [(part.holders, part.offload) for part in parts] == [
+    assert [(part.num_weight_shards, part.block_offload) for part in parts] == [
         (1, False), (2, False), (1, True), (1, True),
     ]  # fmt: skip
     assert [each.settings.saving("at_once", 0) for each, _ in plans] == [1, 1, 1, 1]
@@ -242,7 +242,7 @@ def test_on_processors_weights_wait_nowhere() -> None:
 def test_parts_of_a_pipeline_come_by_turns_first() -> None:
     planned, said = next(all_ways(of_ranks(CARD, "net", "vae")))
     assert "model offload" in said
-    assert all(part.by_turns for part in planned.components)
+    assert all(part.model_offload for part in planned.components)
 
 
 def test_where_nothing_is_left_it_is_refused() -> None:

@@ -77,6 +77,6 @@ def test_errors_that_a_text_alone_does_not_make_keep_their_text(name: str) -> No
 
 
 def test_a_run_whose_plan_is_none_is_damaged(tmp_path: Path) -> None:
-    write_json(tmp_path / "run.json", {"schema": SCHEMA, "plan": {"division": 1}})
+    write_json(tmp_path / "run.json", {"schema": SCHEMA, "plan": {"parallel": 1}})
     with pytest.raises(CorruptRunError, match="holds no plan"):
         launcher.ranks_of(RunFolder(tmp_path))

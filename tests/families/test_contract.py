@@ -185,12 +185,12 @@ def test_offloaded_weights_give_the_bits_of_resident_ones(family: str, tiny_mode
     """From the host's memory, and out of the files that they are stored in."""
     request = Request(**options_of(tiny_models, family))
     prepared = prepare(request)
-    given = initial_videos(request, prepared.plan)[0].given
-    resident = planned_frames(prepared, unchanged, given=given)
+    given = initial_videos(request, prepared.plan)[0].inputs
+    resident = planned_frames(prepared, unchanged, inputs=given)
     assert resident.std() > 0.01
     for streams in (False, True):
-        change = with_components(offload=True, streams=streams)
-        assert np.array_equal(planned_frames(prepared, change, given=given), resident)
+        change = with_components(block_offload=True, from_disk=streams)
+        assert np.array_equal(planned_frames(prepared, change, inputs=given), resident)
 
 
 #: Of frames in 0..1, on average: two steps of a random network under guidance, decoded as narrow.

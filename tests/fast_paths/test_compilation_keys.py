@@ -166,13 +166,13 @@ def test_a_wrong_graph_is_left_for_the_block_as_it_is_written(number: int, by: f
     assert guard.call(1, lambda: model(x, 0.5)).equal(want)
     (told,) = guard.events()
     assert isinstance(told, Repaired)
-    assert (told.module, told.raised, told.cause) == (wrong, wrong, "compiled")
+    assert (told.module, told.target, told.cause) == (wrong, wrong, "compiled")
     assert (told.to, told.seed) == (PLAIN, 3)
     assert f"a compiled graph in m.{wrong} made values that" in told.text
     assert "uncompiled it is" in told.text
     # The other one stays, and what is remembered is that of this video.
     assert [is_compiled(block) for block in model.blocks] == [number == 1, number == 0]
-    assert take.remedies == (Repair("m", wrong, PLAIN, "float32"),)
+    assert take.repairs == (Repair("m", wrong, PLAIN, "float32"),)
     assert guard.call(2, lambda: model(x, 0.5)).equal(want)
     assert not list(guard.events())
     guard.end()

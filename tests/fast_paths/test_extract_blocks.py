@@ -55,7 +55,7 @@ def test_each_kind_of_block_is_there_once_with_what_it_is_given(model: str) -> N
     # Two branches of guidance, one latent frame of 1 x 2 patches, 32 channels.
     assert stream.shape == (2, 1, 2, 32)
     # The dry run itself does not mind the mode that it is asked in.
-    clashes = prepare(everyframe.Request(prompt="a", model=model, **SIZES)).plan.clashes
+    clashes = prepare(everyframe.Request(prompt="a", model=model, **SIZES)).plan.dtype_errors
     assert clashes == ()
     assert stream.isfinite().all()
     assert all(p.isfinite().all() for p in found[0].module.parameters())

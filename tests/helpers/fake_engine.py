@@ -87,7 +87,7 @@ class FakeEngine:
             return plan
         stages = (StagePlan("denoise", "denoise", 30 * 10**6, 500, 3e12, 42.0),)
         clashes = ("denoise: blocks.0: mm: operands in two dtypes",) if self.obstacle else ()
-        return replace(plan, profile=profile, stages=stages, clashes=clashes, rates="made up")
+        return replace(plan, profile=profile, stages=stages, dtype_errors=clashes, rates="made up")
 
     def stream(
         self, request: Request, *, num_threads: int | None = None, keep: Any = None
@@ -96,8 +96,8 @@ class FakeEngine:
         self.requests.append(request)
         plan = plan_of(request, self.obstacle)
         yield Planned(plan)
-        if plan.obstacle:
-            raise CannotRunError(plan.obstacle)
+        if plan.infeasible:
+            raise CannotRunError(plan.infeasible)
         yield WeightsReady({})
         yield from (Note(note) for note in plan.notes)
         for clip in range(plan.settings.chain):

@@ -39,7 +39,7 @@ def test_comes_back_from_the_file_and_the_sidecar(tmp_path: Path, name: str, pro
     target = f"{tmp_path}/{name}"
     record = record_for(prompt)
     write(target, [FRAME], "24000/1001", record)
-    ours = {"schema": "everyframe.record/1", "fps": "24000/1001", "num_frames": 1}
+    ours = {"schema": "everyframe.record/2", "fps": "24000/1001", "num_frames": 1}
     assert read_record(target) == {**ours, **record}
     if name == "clip/":
         assert read_record(tmp_path / "clip" / "record.json") == {**ours, **record}

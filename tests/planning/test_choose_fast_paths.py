@@ -45,16 +45,18 @@ def test_what_nobody_tried_is_expected_in_a_plan_and_not_used_in_a_run(model: st
     # Too short a run to try it for.
     run = prepared(model, will_run=True).plan
     assert verdict(run, "attention-flash") == "untried"
-    assert run.component("denoiser").paths == ()
+    assert run.component("denoiser").fast_paths == ()
 
 
 def test_what_is_certified_is_used_and_what_is_refused_is_not(model: str) -> None:
     found = prepared(model)
     certificate_store.keep(certificates_of(found, "certified"))
-    assert prepared(model, will_run=True).plan.component("denoiser").paths == ("attention-flash",)
+    assert prepared(model, will_run=True).plan.component("denoiser").fast_paths == (
+        "attention-flash",
+    )
     certificate_store.keep(certificates_of(found, "refused"))
     refused = prepared(model, will_run=True).plan
-    assert refused.component("denoiser").paths == ()
+    assert refused.component("denoiser").fast_paths == ()
     # In one line each, and in what the record holds.
     assert any(
         "without attention-flash, which was refused here: planted" in n for n in refused.notes
@@ -66,21 +68,21 @@ def test_a_certificate_of_another_driver_is_not_used(model: str) -> None:
     found = prepared(model)
     others = [replace(each, device="other") for each in certificates_of(found, "certified")]
     certificate_store.keep(others)
-    assert prepared(model, will_run=True).plan.component("denoiser").paths == ()
+    assert prepared(model, will_run=True).plan.component("denoiser").fast_paths == ()
 
 
 def test_one_of_other_sizes_is_not_used(model: str) -> None:
     certificate_store.keep(certificates_of(prepared(model), "certified"))
-    assert prepared(model, will_run=True, size="32x16").plan.component("denoiser").paths == ()
+    assert prepared(model, will_run=True, size="32x16").plan.component("denoiser").fast_paths == ()
 
 
 def test_paths_are_turned_off_by_name(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     certificate_store.keep(certificates_of(prepared(model), "certified"))
     without = prepared(model, will_run=True, disable=["attention-flash"]).plan
-    assert without.component("denoiser").paths == ()
+    assert without.component("denoiser").fast_paths == ()
     assert verdict(without, "attention-flash") == "off"
     monkeypatch.setenv("EVERYFRAME_DISABLE", "compile, attention-flash")
-    assert prepared(model, will_run=True).plan.component("denoiser").paths == ()
+    assert prepared(model, will_run=True).plan.component("denoiser").fast_paths == ()
     monkeypatch.setenv("EVERYFRAME_DISABLE", "atention-flash")
     with pytest.raises(InputError, match=r"EVERYFRAME_DISABLE.*did you mean 'attention-flash'"):
         prepared(model)
@@ -90,11 +92,13 @@ def test_paths_are_turned_off_by_name(model: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_kernel_is_pinned_by_name(model: str) -> None:
-    assert prepared(model, will_run=True, attention="flash").plan.component("denoiser").paths == (
-        "attention-flash",
-    )
+    assert prepared(model, will_run=True, attention="flash").plan.component(
+        "denoiser"
+    ).fast_paths == ("attention-flash",)
     certificate_store.keep(certificates_of(prepared(model), "certified"))
-    assert prepared(model, will_run=True, attention="math").plan.component("denoiser").paths == ()
+    assert (
+        prepared(model, will_run=True, attention="math").plan.component("denoiser").fast_paths == ()
+    )
     with pytest.raises(InputError, match=r"one of flash, math on .*, got 'flahs'.*mean 'flash'"):
         prepared(model, attention="flahs")
 
@@ -112,15 +116,15 @@ def test_paths_of_a_record_are_used_where_they_are_certified(
     monkeypatch.setattr("everyframe.fast_paths.certify.certify", certify)
     paths = {"denoiser": ("attention-flash", "compile", "linear-gelu", "nope")}
     untried = prepared(model, will_run=True, paths=paths).plan
-    assert untried.component("denoiser").paths == ()
+    assert untried.component("denoiser").fast_paths == ()
     assert tried == ["attention-flash"], "a compiler is not set to work by a record"
     certificate_store.keep(certificates_of(prepared(model), "certified"))
     again = prepared(model, will_run=True, paths=paths).plan
-    assert again.component("denoiser").paths == ("attention-flash",)
-    assert again.component("text_encoder").paths == (), "the record does without"
+    assert again.component("denoiser").fast_paths == ("attention-flash",)
+    assert again.component("text_encoder").fast_paths == (), "the record does without"
     certificate_store.keep(certificates_of(prepared(model), "refused"))
     refused = prepared(model, will_run=True, paths=paths).plan
-    assert refused.component("denoiser").paths == ()
+    assert refused.component("denoiser").fast_paths == ()
 
 
 def test_the_plain_attentions_scores_are_forecast(model: str) -> None:
@@ -167,7 +171,7 @@ def test_half_precision_is_used_where_it_is_certified(
     assert [part.precision.compute for part in run.components] == [
         "float32", "bfloat16", "float32",
     ]  # fmt: skip
-    assert run.component("denoiser").paths == ("bf16",)
+    assert run.component("denoiser").fast_paths == ("bf16",)
     assert any("float32, as bf16 was refused here: planted" in note for note in run.notes)
     # Asked for by name, nobody's certificate is needed.
     asked = prepared(model, will_run=True, dtype="bf16").plan

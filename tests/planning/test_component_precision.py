@@ -48,7 +48,7 @@ def denoiser(found: FitResult) -> ComponentPlan:
 
 def test_where_there_is_room_weights_are_whole(model: ModelSpec) -> None:
     found = fitted(model, device("cpu-fp32"))
-    assert all(not part.precision.weights for part in found.components)
+    assert all(not part.precision.weight_dtype for part in found.components)
     assert not any("lossy" in note for note in found.notes)
 
 
@@ -58,7 +58,7 @@ def test_a_processor_that_holds_them_no_other_way_has_them_in_int8(model: ModelS
     found = fitted(model, short)
     assert found.fits
     part = denoiser(found)
-    assert part.precision.weights == "int8"
+    assert part.precision.weight_dtype == "int8"
     # What is no linear layer, or an island, is as it was.
     assert 0.25 < part.weight_bytes / whole.weight_bytes < 0.35
     (said,) = [note for note in found.notes if "stored in int8 (lossy" in note]
@@ -66,7 +66,7 @@ def test_a_processor_that_holds_them_no_other_way_has_them_in_int8(model: ModelS
         "differs by about 1%, as nothing else makes it fit; --quantize none prevents it)"
     )
     # The small parts are not concerned, and `none` refuses.
-    assert not any(each.precision.weights for each in found.components if each is not part)
+    assert not any(each.precision.weight_dtype for each in found.components if each is not part)
     assert not fitted(model, short, asked="none").fits
 
 
@@ -76,11 +76,11 @@ def test_what_is_exact_comes_first(model: ModelSpec) -> None:
     short = device("cuda-sm86", int(part.peak_bytes * 0.85))
     for host in (32 * GB, part.weight_bytes // 2):
         found = denoiser(fitted(model, short, host=host))
-        assert (found.offload, found.streams) == (True, host < part.weight_bytes)
-        assert not found.precision.weights
+        assert (found.block_offload, found.from_disk) == (True, host < part.weight_bytes)
+        assert not found.precision.weight_dtype
     # Rounded, they stay on the card, if it is asked for.
     found = denoiser(fitted(model, short, asked="int8"))
-    assert (found.offload, found.precision.weights) == (False, "int8")
+    assert (found.block_offload, found.precision.weight_dtype) == (False, "int8")
 
 
 FAST = (("cpu-fp32", "int8"), ("cuda-sm70", "fp8"), ("mps", "int8"), ("cuda-sm90", "fp8"))
@@ -104,9 +104,9 @@ def test_they_run_dry_in_every_profile(profile: str, kind: str) -> None:
     for name in ("denoiser", "step_llm"):
         part = parts.named(name, SETTINGS)
         assert not [line for run in part.runs for line in run.clashes()]
-        assert part.plan.precision.weights == kind
+        assert part.plan.precision.weight_dtype == kind
         assert part.plan.precision.islands
-    assert not parts.named("vae", SETTINGS).plan.precision.weights  # made for float32
+    assert not parts.named("vae", SETTINGS).plan.precision.weight_dtype  # made for float32
 
 
 def test_loading_them_takes_the_time_of_what_is_in_the_files(model: ModelSpec) -> None:
@@ -123,7 +123,7 @@ def test_loading_them_takes_the_time_of_what_is_in_the_files(model: ModelSpec) -
 
 def test_what_a_record_says_is_taken_exactly(model: ModelSpec) -> None:
     found = fitted(model, device("cpu-fp32"), exact={"denoiser": "fp8"})
-    kinds = {part.name: part.precision.weights for part in found.components}
+    kinds = {part.name: part.precision.weight_dtype for part in found.components}
     assert kinds == {"step_llm": "", "clip": "", "denoiser": "fp8", "vae": ""}
 
 

@@ -31,8 +31,8 @@ def plan(*devices: DeviceFacts, **options: Any) -> Plan:
 
 
 def weights(found: Plan) -> list[float]:
-    assert found.division is not None
-    return list(found.division.weights)
+    assert found.parallel is not None
+    return list(found.parallel.speeds)
 
 
 def test_devices_that_are_alike_do_alike() -> None:
@@ -83,7 +83,7 @@ def test_a_plan_of_unequal_devices() -> None:
     (said,) = (note for note in found.notes if note.startswith("shares of the work"))
     assert said == "shares of the work: cuda:0 (fast) 76%, cuda:1 (slow) 24%"
     assert {part.precision.compute for part in found.components} == {"float32"}
-    assert not any(part.paths for part in found.components), "nothing is certified on both"
+    assert not any(part.fast_paths for part in found.components), "nothing is certified on both"
     assert weights(plan(card(0), card(1, "slow", 1e12), shares="1,1")) == [1.0, 1.0]
 
 
@@ -93,11 +93,11 @@ def test_short_memory_moves_work_to_the_others() -> None:
     roomy = plan(card(0), card(1, "other"), **size)
     part = roomy.component("denoiser")
     assert weights(roomy) == [1.0, 1.0]
-    free = int((part.held_bytes + part.working_bytes * 0.7) / 0.92)
+    free = int((part.on_device_bytes + part.working_bytes * 0.7) / 0.92)
     tight = plan(card(0), card(1, "other", free=free), **size)
     first, second = weights(tight)
     assert 0.3 < second / first < 0.7
-    assert tight.obstacle is None
+    assert tight.infeasible is None
     # The plan is of the rank that is tightest.
     assert 0.5 * free < tight.component("denoiser").peak_bytes <= 0.92 * free
     (said,) = (note for note in tight.notes if note.startswith("shares of the work"))
@@ -109,7 +109,7 @@ def test_short_memory_moves_work_to_the_others() -> None:
 
 def test_weights_that_nothing_makes_smaller_are_an_obstacle() -> None:
     part = plan(card(0), card(1, "other")).component("denoiser")
-    tiny = card(1, "other", free=part.held_bytes // 100)
+    tiny = card(1, "other", free=part.on_device_bytes // 100)
     assert weights(plan(card(0), tiny)) == [1.0, 1.0], "no share makes weights less"
     with pytest.raises(CannotRunError, match="not enough memory"):
         check_feasible(plan(card(0), tiny))
@@ -120,9 +120,9 @@ def test_what_is_sent_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = plan(*three)
     monkeypatch.setitem(parallelism._BYTES, "cuda", 1e6)
     slow = plan(*three, parallel="sequence=3")
-    assert fast.division is not None
-    assert slow.division == fast.division
-    sent = max(rank.sent_bytes for rank in fast.division.ranks)
+    assert fast.parallel is not None
+    assert slow.parallel == fast.parallel
+    sent = max(rank.sent_bytes for rank in fast.parallel.ranks)
     assert fast.seconds is not None
     assert slow.seconds is not None
     steps = fast.settings.num_inference_steps
@@ -133,22 +133,22 @@ def test_what_is_sent_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kept(found: Plan) -> list[int]:
-    assert found.division is not None
-    return [rank.weight_bytes for rank in found.division.ranks]
+    assert found.parallel is not None
+    return [rank.weight_bytes for rank in found.parallel.ranks]
 
 
 def test_weights_are_kept_by_all_where_they_do_not_fit_on_one() -> None:
     """Taken by itself, and only then: three cards of which none holds the denoiser."""
     roomy = plan(card(0), card(1), card(2))
     whole = roomy.component("denoiser")
-    assert (whole.holders, kept(roomy)) == (1, [0, 0, 0])
+    assert (whole.num_weight_shards, kept(roomy)) == (1, [0, 0, 0])
     free = int((whole.weight_bytes * 0.7 + whole.working_bytes) / 0.92)
     tight = plan(*(card(index, free=free) for index in range(3)))
     part = tight.component("denoiser")
-    assert tight.obstacle is None
-    assert part.holders == 3
-    assert not part.offload, "the host is not needed"
-    assert whole.weight_bytes / 3 < part.held_bytes < 0.7 * whole.weight_bytes
+    assert tight.infeasible is None
+    assert part.num_weight_shards == 3
+    assert not part.block_offload, "the host is not needed"
+    assert whole.weight_bytes / 3 < part.on_device_bytes < 0.7 * whole.weight_bytes
     assert part.weight_bytes == whole.weight_bytes
     (said,) = (note for note in tight.notes if "sharded weights" in note)
     assert said.startswith("STDiT denoiser: sharded weights: each of 3 devices")
@@ -157,9 +157,9 @@ def test_weights_are_kept_by_all_where_they_do_not_fit_on_one() -> None:
     assert sum(kept(tight)) == pytest.approx(2 * 2 * whole.weight_bytes, rel=0.1)
     assert max(kept(tight)) < 1.2 * min(kept(tight))
     # Where that is not enough either, they wait on the host.
-    tiny = int((part.held_bytes * 0.8 + whole.working_bytes) / 0.92)
+    tiny = int((part.on_device_bytes * 0.8 + whole.working_bytes) / 0.92)
     waits = plan(*(card(index, free=tiny) for index in range(3))).component("denoiser")
-    assert (waits.holders, waits.offload) == (1, True)
+    assert (waits.num_weight_shards, waits.block_offload) == (1, True)
 
 
 def test_what_each_keeps_follows_free_memory() -> None:
@@ -168,15 +168,15 @@ def test_what_each_keeps_follows_free_memory() -> None:
     whole, working = roomy.weight_bytes, roomy.working_bytes
     small = int((0.45 * whole + working) / 0.92)
     found = plan(card(0, free=4 * small), card(1, free=small), shard_weights=True)
-    assert found.division is not None
-    assert [rank.room for rank in found.division.ranks] == [1.0, 0.25]
+    assert found.parallel is not None
+    assert [rank.memory_share for rank in found.parallel.ranks] == [1.0, 0.25]
     assert kept(found)[0] > 2.5 * kept(found)[1] > 0
-    assert found.obstacle is None
+    assert found.infeasible is None
     part = found.component("denoiser")  # of the small card, which is the tightest
-    assert part.holders == 2
-    assert part.held_bytes < 0.45 * whole
+    assert part.num_weight_shards == 2
+    assert part.on_device_bytes < 0.45 * whole
     # A half of them, as of equal cards, does not fit there.
-    assert roomy.held_bytes > 0.45 * whole
+    assert roomy.on_device_bytes > 0.45 * whole
 
 
 def test_several_videos_share_devices_where_one_does_not_hold_the_weights() -> None:
@@ -184,25 +184,25 @@ def test_several_videos_share_devices_where_one_does_not_hold_the_weights() -> N
     cpu = replace(card(0, "a CPU"), kind="cpu", index=None)
     apart = plan(cpu, cpu, num_videos=2)
     whole = apart.component("denoiser")
-    assert str(apart.division) == "data=2, cfg=1, sequence=1"
+    assert str(apart.parallel) == "data=2, cfg=1, sequence=1"
     free = int((1.7 * whole.weight_bytes + 2 * whole.working_bytes) / 0.92)
     tight = replace(cpu, memory=free, free_memory=free)
     together = plan(tight, tight, num_videos=2)
-    assert together.obstacle is None
-    assert str(together.division) == "data=1, cfg=1, sequence=2"
-    assert together.component("denoiser").holders == 2
+    assert together.infeasible is None
+    assert str(together.parallel) == "data=1, cfg=1, sequence=2"
+    assert together.component("denoiser").num_weight_shards == 2
     # What was asked for by name is left as it is, and is told where it can't be done.
-    assert plan(tight, tight, num_videos=2, parallel="data=2").obstacle is not None
+    assert plan(tight, tight, num_videos=2, parallel="data=2").infeasible is not None
 
 
 def test_what_is_asked_for_by_name_is_done() -> None:
     two = (card(0), card(1))
     asked = plan(*two, shard_weights=True)
-    assert asked.component("denoiser").holders == 2
-    assert all(part.holders == 1 for part in asked.components if part.stage != "denoise")
+    assert asked.component("denoiser").num_weight_shards == 2
+    assert all(part.num_weight_shards == 1 for part in asked.components if part.stage != "denoise")
     # Videos of their own would leave one device for each.
     together = plan(*two, num_videos=2, shard_weights=True)
-    assert str(together.division) == "data=1, cfg=1, sequence=2"
+    assert str(together.parallel) == "data=1, cfg=1, sequence=2"
     with pytest.raises(InputError, match="data=2 leaves one of 2 devices for a video"):
         plan(*two, num_videos=2, shard_weights=True, parallel="data=2")
     with pytest.raises(InputError, match="shard_weights has no effect on one device"):

@@ -102,8 +102,8 @@ def test_savings_come_one_after_the_other() -> None:
     assert said[0].says == ()
     assert said[1].settings.option("decode_chunk_size") < 8
     # What shows in the picture is kept as small as it can be: weights wait before there is more.
-    assert not part(said[1], "vae").offload
-    assert part(said[2], "vae").offload
+    assert not part(said[1], "vae").block_offload
+    assert part(said[2], "vae").block_offload
     chunks = [fitted.settings.option("decode_chunk_size") for fitted in said]
     assert chunks[0] > chunks[1] >= chunks[2]
     assert any("decoded" in line and "changes the picture" in line for line in said[1].says)
@@ -145,7 +145,7 @@ def test_weights_wait_on_the_host_where_nothing_else_helps() -> None:
     fitted = fitting(model, device).fit(settings)
     denoiser = part(fitted, "denoiser")
     assert fitted.fits
-    assert denoiser.offload
+    assert denoiser.block_offload
     assert denoiser.resident_bytes < denoiser.weight_bytes / 3
     assert any("block by block" in line for line in fitted.says)
     # The host must have room for what waits there.
@@ -153,12 +153,12 @@ def test_weights_wait_on_the_host_where_nothing_else_helps() -> None:
     tight = fitting(model, device, host_memory=denoiser.weight_bytes // 2).fit(settings)
     # Where it has none, they are read from their files again and again.
     assert tight.fits
-    assert next(part for part in tight.components if part.name == "denoiser").streams
+    assert next(part for part in tight.components if part.name == "denoiser").from_disk
     assert tight.host_bytes < denoiser.weight_bytes // 2
     assert any("read from their files" in line for line in tight.says)
     # A CPU's memory is the host's: nothing is won there.
     cpu = replace(device, kind="cpu", index=None)
-    assert not any(each.offload for each in fitting(model, cpu).fit(settings).components)
+    assert not any(each.block_offload for each in fitting(model, cpu).fit(settings).components)
 
 
 def test_the_largest_that_fits_is_found_by_halving() -> None:
@@ -280,7 +280,7 @@ def test_opensora_1_2_at_360p_fits_into_8_gb() -> None:
     # T5 XXL alone has 9.5 GB of weights.
     text = part(fitted, "text_encoder")
     assert text.weight_bytes > 9 * GB
-    assert text.offload
+    assert text.block_offload
     assert text.peak_bytes < 3 * GB
 
 
@@ -300,5 +300,5 @@ def test_exact_ways_come_before_tiles_which_are_taken_where_these_are_not_enough
     (line,), cut = vae(int(2.4 * GB))
     assert line.startswith("video autoencoder: frames are decoded in 6 tiles that overlap")
     assert "lossy" in line
-    assert not cut.offload  # its weights are little beside what it works with
+    assert not cut.block_offload  # its weights are little beside what it works with
     assert cut.working_bytes < 0.7 * whole.working_bytes

@@ -159,29 +159,29 @@ def test_the_way_is_the_faster_one_or_the_one_that_was_asked(
     more: float, parallel: str, chosen: str
 ) -> None:
     division = divided(model=TwoWays(more), num_devices=3, parallel=parallel)
-    assert division.way == chosen
+    assert division.backend == chosen
     assert str(division) == f"data=1, cfg=1, {chosen}=3"
 
 
 def test_several_videos_are_dealt_out_whole() -> None:
     division = divided(num_videos=6, num_devices=3)
-    assert division.videos == (2, 2, 2)
+    assert division.videos_per_group == (2, 2, 2)
     assert division.groups == ((0,), (1,), (2,))
-    assert [division.takes(group) for group in range(3)] == [(0, 1), (2, 3), (4, 5)]
+    assert [division.videos_of(group) for group in range(3)] == [(0, 1), (2, 3), (4, 5)]
     assert not any(rank.sent_bytes for rank in division.ranks)
 
 
 def test_one_video_is_shared() -> None:
     division = divided(num_devices=3)
     assert division.groups == ((0, 1, 2),)
-    assert sum(rank.tokens for rank in division.ranks) == pytest.approx(1)
-    assert sum(rank.attention for rank in division.ranks) == pytest.approx(1)
+    assert sum(rank.token_share for rank in division.ranks) == pytest.approx(1)
+    assert sum(rank.attention_share for rank in division.ranks) == pytest.approx(1)
     assert all(rank.sent_bytes for rank in division.ranks)
 
 
 def test_two_videos_on_three_devices() -> None:
     """Two groups would take as long as one device for one video; together they take two thirds."""
-    assert divided(num_videos=2, num_devices=3).videos == (2,)
+    assert divided(num_videos=2, num_devices=3).videos_per_group == (2,)
     assert divided(num_videos=2, num_devices=3, parallel="data=2").groups == ((0,), (1, 2))
 
 
@@ -193,14 +193,14 @@ def test_a_sequence_that_is_named_divides_each_of_several_videos() -> None:
 def test_guidance_needs_no_exchange_with_a_device_a_branch() -> None:
     for parallel in ("auto", "cfg=2", "sequence=2"):
         division = divided(num_devices=2, parallel=parallel)
-        assert [rank.tokens for rank in division.ranks] == [0.5, 0.5]
+        assert [rank.token_share for rank in division.ranks] == [0.5, 0.5]
         assert [rank.sent_bytes for rank in division.ranks] == [0, 0]
 
 
 def test_branches_apart_on_three_devices() -> None:
     division = divided(num_devices=3, parallel="cfg=2")
-    assert sorted(rank.tokens for rank in division.ranks) == [0.25, 0.25, 0.5]
-    assert divided(num_devices=3, parallel="cfg=2", shares="1,1,2").ranks[2].tokens == 0.5
+    assert sorted(rank.token_share for rank in division.ranks) == [0.25, 0.25, 0.5]
+    assert divided(num_devices=3, parallel="cfg=2", shares="1,1,2").ranks[2].token_share == 0.5
 
 
 class ApartOrNot(TwoBranches):
@@ -239,8 +239,8 @@ def test_branches_are_apart_where_that_is_faster(
     """Where ranks with other branches call the denoiser apart; by bytes, and by who has work."""
     division = divided(model=model, num_devices=3, **options)
     assert str(division) == wanted
-    if not model.ways and division.cfg == 2:
-        assert division.teams == ((0, 1),)
+    if not model.ways and division.cfg_degree == 2:
+        assert division.active_groups == ((0, 1),)
         assert division.groups == ((0, 1, 2),)
 
 
@@ -253,17 +253,17 @@ def test_a_model_whose_tokens_nobody_deals_out_says_so() -> None:
 
 def test_shares_are_followed() -> None:
     division = divided(num_devices=2, shares="24,8")
-    assert [rank.tokens for rank in division.ranks] == [0.75, 0.25]
-    assert [rank.attention for rank in division.ranks] == [0.8, 0.2]  # 10 rows: 7.5 and 2.5
+    assert [rank.token_share for rank in division.ranks] == [0.75, 0.25]
+    assert [rank.attention_share for rank in division.ranks] == [0.8, 0.2]  # 10 rows: 7.5 and 2.5
 
 
 def test_idle_ranks_are_told() -> None:
     """10 rows (5 frames of two branches), 32 columns; and a model that is not shared at all."""
-    idle = [rank.idle for rank in divided(num_devices=34).ranks]
+    idle = [rank.idle_reason for rank in divided(num_devices=34).ranks]
     assert not any(idle[:10])
     assert all("waits during attention in space" in why for why in idle[10:32])
     assert all("it decodes only" in why for why in idle[32:])
-    idle = [rank.idle for rank in divided(model=Whole(), num_devices=3, num_videos=2).ranks]
+    idle = [rank.idle_reason for rank in divided(model=Whole(), num_devices=3, num_videos=2).ranks]
     assert idle == ["", "", "another model makes each video on one device"]
 
 
@@ -273,7 +273,9 @@ def test_idle_ranks_are_told() -> None:
      (range(1, 5), "ranks 1 to 4")],
 )  # fmt: skip
 def test_ranks_without_work_are_told_together(without: Sequence[int], told: str) -> None:
-    ranks = [SimpleNamespace(idle="too many" if rank in without else "") for rank in range(5)]
+    ranks = [
+        SimpleNamespace(idle_reason="too many" if rank in without else "") for rank in range(5)
+    ]
     division: Any = SimpleNamespace(ranks=ranks)
     assert idle_notes(division) == (f"{told}: too many",)
 
@@ -290,7 +292,7 @@ def test_the_plan_is_of_the_rank_with_the_most_to_do() -> None:
     # spends much on, are not divided.
     assert work(shared)[0] < 0.5 * work(whole)[0]
     assert 0.1 * work(whole)[1] <= work(shared)[1] < 0.2 * work(whole)[1]
-    assert shared.division is not None
+    assert shared.parallel is not None
     assert shared.num_threads == max(1, whole.num_threads // 12)
     assert any(note.startswith("ranks 10, 11: there are fewer") for note in shared.notes)
 

@@ -54,7 +54,7 @@ def test_a_plan_reads_no_tensor(model: str) -> None:
     plan = everyframe.plan("a", model=model, **SIZES)
     assert [part.name for part in plan.components] == ["text_encoder", "denoiser", "vae"]
     assert plan.settings.seed == 5
-    assert plan.obstacle is None
+    assert plan.infeasible is None
     assert plan.peak_bytes == max(part.peak_bytes for part in plan.components)
     assert all(part.peak_bytes > part.weight_bytes > 0 for part in plan.components)
 
@@ -113,16 +113,16 @@ def test_too_little_memory_is_told_before_anything_is_loaded_and_what_fits_does(
     machine(replace(CPU, free_memory=roomy.peak_bytes // 8))
     wanted = {"model": model, "num_frames": 102, "resolution": "360p"}
     plan = everyframe.plan("a", **wanted)
-    assert plan.obstacle is not None
+    assert plan.infeasible is not None
     with pytest.raises(CannotRunError) as error:
         everyframe.generate("a", **wanted)
-    assert str(error.value) == plan.obstacle
+    assert str(error.value) == plan.infeasible
     assert error.value.exit_code == ExitCode.CANNOT_RUN_HERE == 3
-    assert "not enough memory: the video autoencoder needs about" in plan.obstacle
-    found = re.search(r"--size (\d+x\d+) --num-frames (\d+)", plan.obstacle)
+    assert "not enough memory: the video autoencoder needs about" in plan.infeasible
+    found = re.search(r"--size (\d+x\d+) --num-frames (\d+)", plan.infeasible)
     assert found is not None
     fitting = everyframe.plan("a", model=model, size=found[1], num_frames=int(found[2]))
-    assert fitting.obstacle is None
+    assert fitting.infeasible is None
     # The largest: a quarter of the memory more than it needs is not left unused.
     assert fitting.peak_bytes > roomy.peak_bytes / 8 / 4
 
@@ -131,11 +131,11 @@ def test_where_nothing_fits_another_device_or_model_is_named(
     machine: Callable[..., None], model: str
 ) -> None:
     machine(replace(CARD, free_memory=1000), CPU)
-    obstacle = everyframe.plan("a", model=model, **SIZES).obstacle
+    obstacle = everyframe.plan("a", model=model, **SIZES).infeasible
     assert obstacle is not None
     assert "it would fit on cpu (--device cpu)" in obstacle
     machine(replace(CPU, free_memory=1000))
-    obstacle = everyframe.plan("a", model=model, **SIZES).obstacle
+    obstacle = everyframe.plan("a", model=model, **SIZES).infeasible
     assert obstacle is not None
     assert "no smaller video of this model fits" in obstacle
 
@@ -164,8 +164,8 @@ def test_a_checkpoint_of_no_family(tmp_path: Path) -> None:
 def test_a_machine_that_is_not_here(model: str, profile: str) -> None:
     plan = everyframe.plan("a", model=model, profile=profile, **SIZES)
     assert plan.profile == profile
-    assert plan.obstacle is None
-    assert plan.clashes == ()
+    assert plan.infeasible is None
+    assert plan.dtype_errors == ()
     assert plan.num_operations > 500
     assert [stage.name for stage in plan.stages] == ["text", "denoise", "decode"]
     assert plan.seconds == sum(stage.seconds or 0 for stage in plan.stages)
@@ -184,19 +184,19 @@ def test_a_clash_is_an_obstacle_that_names_the_place(
     monkeypatch.setattr(dry_runs, "_DONE", {})
     monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
     card = everyframe.plan("a", model=model, profile="cuda-sm90", **SIZES)
-    assert card.clashes[0].startswith("denoiser: spatial_blocks.0.add_attn: lerp: operands in")
-    assert card.obstacle is not None
-    assert "it would fail on NVIDIA H100" in card.obstacle
-    assert "spatial_blocks.0.add_attn" in card.obstacle
+    assert card.dtype_errors[0].startswith("denoiser: spatial_blocks.0.add_attn: lerp: operands in")
+    assert card.infeasible is not None
+    assert "it would fail on NVIDIA H100" in card.infeasible
+    assert "spatial_blocks.0.add_attn" in card.infeasible
     # In float32 there is nothing to clash.
     wide = everyframe.plan("a", model=model, profile="cuda-sm90", dtype="fp32", **SIZES)
-    assert wide.obstacle is None
+    assert wide.infeasible is None
     monkeypatch.undo()
 
 
 def test_a_dtype_that_a_device_emulates_is_noted(model: str) -> None:
     plan = everyframe.plan("a", model=model, profile="cuda-sm70", dtype="bf16", **SIZES)
-    assert plan.obstacle is None
+    assert plan.infeasible is None
     assert any("emulated" in note and "Tesla V100" in note for note in plan.notes)
 
 
@@ -228,12 +228,12 @@ def test_more_ranks_than_a_cpu_has_memory_for(machine: Callable[..., None], mode
     """Each is a process that takes 305 MB before it holds anything of a model."""
     machine(replace(CPU, free_memory=8 * 10**9))
     few = everyframe.plan("a", model=model, num_devices=4, **SIZES)
-    assert few.obstacle is None
+    assert few.infeasible is None
     assert few.device.free_memory == 8 * 10**9 - 4 * 305 * 10**6
     many = everyframe.plan("a", model=model, num_devices=200, **SIZES)
-    assert many.obstacle is not None
-    assert "200 processes take about 61.0 GB for themselves" in many.obstacle
-    assert "has 8.0 GB free; give fewer devices, 23 at most" in many.obstacle
+    assert many.infeasible is not None
+    assert "200 processes take about 61.0 GB for themselves" in many.infeasible
+    assert "has 8.0 GB free; give fewer devices, 23 at most" in many.infeasible
     # What is set as a limit is one for what ranks compute with.
     some = everyframe.plan("a", model=model, num_devices=4, max_memory="5GB", **SIZES)
     assert some.device.free_memory == 5 * 10**9
@@ -247,14 +247,14 @@ def test_no_more_memory_than_was_allowed(machine: Callable[..., None], model: st
     assert roomy.settings.savings == ()
     most = int(roomy.peak_bytes * 0.6 / 0.92)
     plan = everyframe.plan("a", max_memory=f"{most}", **wanted)
-    assert plan.obstacle is None
+    assert plan.infeasible is None
     assert plan.settings.saving("vae_frames", 4) < 4
     assert plan.peak_bytes < most
     assert any("frames are encoded and decoded" in note for note in plan.notes)
     # And what was asked of the host holds as well.
     tight = everyframe.plan("a", max_host_memory="1MB", **wanted)
-    assert tight.obstacle is not None
-    assert "the host would hold" in tight.obstacle
+    assert tight.infeasible is not None
+    assert "the host would hold" in tight.infeasible
     with pytest.raises(InputError, match="max_memory must be an amount"):
         everyframe.plan("a", max_memory="a lot", **wanted)
 

@@ -120,7 +120,7 @@ def test_overflow_is_found_named_and_repaired(name: str, place: int) -> None:
         assert bool(answer.isfinite().all())
         assert float((answer - wanted).abs().max()) < CLOSE
         first, *more = repairs(guard)
-        assert (first.module, first.raised) == (f"parts.{place}{module}", f"parts.{place}{raised}")
+        assert (first.module, first.target) == (f"parts.{place}{module}", f"parts.{place}{raised}")
         assert (first.operation, first.cause) == (operation, "range")
         assert (first.dtype, first.to, first.step) == ("float16", "float32", 2)
         assert f"{operation} in net.{first.module}" in first.text
@@ -240,7 +240,7 @@ def test_what_a_denoiser_keeps_of_a_text_is_made_again() -> None:
     guard = Guard(plan(), "denoise", {"net": attention})
     with torch.inference_mode():
         assert bool(GuardedDenoiser(guard, make)(1e1 * inputs()).isfinite().all())
-    assert [(event.module, event.raised) for event in repairs(guard)] == [("to_q", "")]
+    assert [(event.module, event.target) for event in repairs(guard)] == [("to_q", "")]
 
 
 def test_a_jump_is_told() -> None:

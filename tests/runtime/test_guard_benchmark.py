@@ -13,7 +13,7 @@ import everyframe
 from everyframe.core.events import Step
 from everyframe.numerics import tensor_stats
 from everyframe.runs.run_state import SaveOptions
-from everyframe.runtime import guard, stages
+from everyframe.runtime import guard
 
 PLACE = Path(__file__).parents[2] / "benchmarks" / "guard.py"
 
@@ -37,7 +37,7 @@ def test_every_look_is_counted(guard_benchmark: Any) -> None:
     events = list(guard_benchmark.engine.stream(request, keep=SaveOptions(None)))
     assert len([event for event in events if isinstance(event, Step)]) > 3
     owners = {owner for owner, name in guard_benchmark.looks_of() if name == "value_range"}
-    assert owners >= {guard, stages}
+    assert owners >= {guard}
     count = 0
     looks = {name: getattr(tensor_stats, name) for name in ("value_range", "blank_frames")}
     code = {function.__code__ for function in looks.values()} | {

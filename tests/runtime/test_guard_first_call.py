@@ -13,8 +13,8 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from everyframe.numerics.overflow_probe import OverflowProbe
 from everyframe.runtime import guard as guard_module
+from everyframe.runtime.denoise_stage import GuardedDenoiser
 from everyframe.runtime.guard import Guard
-from everyframe.runtime.stages import GuardedDenoiser
 from helpers.guard_modules import (
     CLOSE,
     eye,

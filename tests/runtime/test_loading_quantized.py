@@ -107,7 +107,7 @@ def test_weights_that_wait_elsewhere_give_the_same_bits(
     kind: str, streams: bool, stored: Path
 ) -> None:
     expected = loaded(stored, kind, "bfloat16")(X)
-    model = loaded(stored, kind, "bfloat16", offload=True, streams=streams)
+    model = loaded(stored, kind, "bfloat16", block_offload=True, from_disk=streams)
     assert model.blocks[3].narrow.weight.is_meta == streams
     for _ in range(3):
         assert torch.equal(model(X), expected)

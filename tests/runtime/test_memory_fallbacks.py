@@ -32,7 +32,7 @@ def test_what_shows_comes_last_for_all_components() -> None:
         ("unet", "halve"), ("unet", "one b"), ("net", "halve"), ("net", "one b"),
         ("unet", "block"), ("net", "block"), ("unet", "tiles"),
     ]  # fmt: skip
-    assert [way.offload for way in done] == [False] * 4 + [True] * 2 + [False]
+    assert [way.block_offload for way in done] == [False] * 4 + [True] * 2 + [False]
     assert [way.is_lossy for way in done] == [False] * 6 + [True]
     # Each has what was done before, of other components too; the net's tiles are there already.
     assert dict(done[-1].settings.savings) == {"unet_at_once": 1, "net_at_once": 1, "tile": 8}
@@ -41,7 +41,7 @@ def test_what_shows_comes_last_for_all_components() -> None:
 def test_weights_wait_only_where_they_may_and_nothing_is_done_twice() -> None:
     settings = config_only_models.settings().with_saving("unet_at_once", 1)
     done = list(memory_fallbacks(["unet"], settings, savings, may_wait=False))
-    assert not any(way.offload for way in done)
+    assert not any(way.block_offload for way in done)
     # The family offers what is done already as well, by whoever planned it.
     once = replace(settings, savings=(("unet_at_once", 1), ("tile", 8)))
     assert done[-1].settings == once
@@ -119,8 +119,8 @@ def test_one_after_the_other_is_taken_what_a_plan_lists(name: str, kind: str) ->
         stays, anew = rest(planned), planned
         for each in listed:
             assert stays.next(names) == each
-            if each.offload:
-                assert stays.plan.component(component.name).offload
+            if each.block_offload:
+                assert stays.plan.component(component.name).block_offload
             restarted = rest(anew)
             assert restarted.next(names) == each
             anew = restarted.plan

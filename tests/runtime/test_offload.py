@@ -179,7 +179,7 @@ def plan_of(model: nn.Module, dtype: str = "float32", **told: bool) -> Component
     count = sum(p.numel() for p in model.parameters())
     return ComponentPlan(
         "model", "model", "denoise", "here", count, "cpu", Precision(dtype, dtype),
-        count * 4, 0, offload=True, **told,
+        count * 4, 0, block_offload=True, **told,
     )  # fmt: skip
 
 
@@ -189,7 +189,7 @@ def test_weights_that_stay_in_their_files_give_the_same_bits(dtype: str, tmp_pat
     source = Model(12)
     path, x = stored(source, tmp_path), torch.randn(2, 8)
     held, streamed = (
-        load_component(plan_of(source, dtype, streams=streams), lambda: Model(12), path, KeyMap())
+        load_component(plan_of(source, dtype, from_disk=streams), lambda: Model(12), path, KeyMap())
         for streams in (False, True)
     )
     assert streamed.blocks[3].inner.weight.is_meta
@@ -206,14 +206,14 @@ def test_a_file_that_is_wrong_is_told_before_anything_runs(tmp_path: Path) -> No
     del tensors["blocks.7.inner.weight"]
     save_file(tensors, path)
     with pytest.raises(CheckpointError, match=r"blocks\.7\.inner\.weight"):
-        load_component(plan_of(source, streams=True), lambda: Model(12), path, KeyMap())
+        load_component(plan_of(source, from_disk=True), lambda: Model(12), path, KeyMap())
 
 
 def test_a_file_that_is_cut_short_under_a_run_is_told(tmp_path: Path) -> None:
     """Also where it is read in another thread, for a part that comes later."""
     source = Model(12)
     path = stored(source, tmp_path)
-    model = load_component(plan_of(source, streams=True), lambda: Model(12), path, KeyMap())
+    model = load_component(plan_of(source, from_disk=True), lambda: Model(12), path, KeyMap())
     with path.open("rb+") as file:
         file.truncate(path.stat().st_size // 2)
     with pytest.raises(CheckpointError, match="truncated"):
@@ -227,7 +227,7 @@ def test_what_is_raised_while_it_waits_comes_raised(tmp_path: Path) -> None:
     path, x = stored(source, tmp_path), torch.randn(2, 8)
     wide: list[Tensor] = []
     for streams in (False, True):
-        plan = plan_of(source, "bfloat16", streams=streams)
+        plan = plan_of(source, "bfloat16", from_disk=streams)
         model = load_component(plan, lambda: Model(12), path, KeyMap())
         model(x)
         raised = Upcast(model.blocks[0], torch.float32)

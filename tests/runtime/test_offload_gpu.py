@@ -113,7 +113,7 @@ def test_blocks_that_are_read_from_files(model: Model, dtype: str, tmp_path: Pat
         return load_component(part, Model, path, KeyMap())
 
     want = loaded()(inputs())
-    for told in ({"offload": True}, {"offload": True, "streams": True}):
+    for told in ({"block_offload": True}, {"block_offload": True, "from_disk": True}):
         assert peak(loaded(**told), 2, want) < 3.5 * BLOCK
 
 

@@ -22,7 +22,7 @@ class Kept:
 
 
 def take(seed: int, kept: Kept, step: int = 0) -> VideoState:
-    return VideoState(seed, step=step, shortages=kept)
+    return VideoState(seed, step=step, oom_log=kept)
 
 
 def test_calls_count_from_the_first_of_their_video() -> None:

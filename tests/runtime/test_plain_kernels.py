@@ -92,7 +92,7 @@ def test_a_wrong_kernel_of_torch_is_not_used_any_more(wrong_torch_kernel: None) 
         answer = guard.call(1, lambda: net(inputs()))
         assert float((answer - wanted).abs().max()) < CLOSE
         (repair,) = repairs(guard)
-        assert (repair.module, repair.raised) == ("parts.1.core", "parts.1.core")
+        assert (repair.module, repair.target) == ("parts.1.core", "parts.1.core")
         assert (repair.cause, repair.to) == ("kernel", PLAIN)
         assert "attention in net.parts.1.core" in repair.text
         assert f"net.parts.1.core runs in {PLAIN} from here on" in repair.text

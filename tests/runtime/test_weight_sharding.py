@@ -114,8 +114,8 @@ def loaded(
         return kept(self, name, *given)
 
     plan = ComponentPlan(
-        "model", "model", "denoise", "here", 0, "cpu", Precision(dtype, dtype, weights=kind), 0, 0,
-        holders=team.size,
+        "model", "model", "denoise", "here", 0, "cpu", Precision(dtype, dtype, weight_dtype=kind),
+        0, 0, num_weight_shards=team.size,
     )  # fmt: skip
     TensorFile.load = noted  # type: ignore[method-assign]
     try:
@@ -214,7 +214,7 @@ def test_weights_in_eight_bits_are_kept_by_ranks_too(
     source, path = stored(tmp_path)
     (whole,) = ranks.run(1, in_eight_bits, str(path), kind)
     found = ranks.run(3, in_eight_bits, str(path), kind)
-    told = sharded_bytes(source, Precision("float32", "float32", weights=kind), [1] * 3)
+    told = sharded_bytes(source, Precision("float32", "float32", weight_dtype=kind), [1] * 3)
     for each, kept in zip(found, told, strict=True):
         assert each["kinds"] == {QuantisedLinear}
         assert all(torch.equal(a, b) for a, b in zip(each["out"], whole["out"], strict=True))

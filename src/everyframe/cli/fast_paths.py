@@ -39,8 +39,8 @@ def paths(
                          "paths": [_plain(row) for row in found.rows]}))  # fmt: skip
     else:
         print_paths(found, sys.stdout)
-    if found.plan.obstacle is not None:
-        raise CannotRunError(found.plan.obstacle)
+    if found.plan.infeasible is not None:
+        raise CannotRunError(found.plan.infeasible)
     return int(ExitCode.DONE)
 
 

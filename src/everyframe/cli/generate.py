@@ -134,10 +134,10 @@ def make(
 
             planned = next(events)
         assert isinstance(planned, Planned), "the plan comes first"
-        if planned.plan.obstacle is not None:
+        if planned.plan.infeasible is not None:
             with closing(events):
                 shown.refused(planned.plan)
-                raise CannotRunError(planned.plan.obstacle)
+                raise CannotRunError(planned.plan.infeasible)
         paths = paths_for(planned.plan, output)
         shown.show(planned)
         run: RunFolder | None = None

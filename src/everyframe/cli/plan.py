@@ -52,8 +52,8 @@ def show(request: Request, output: str | None, *, as_json: bool, profile: str | 
     if output is not None:
         check_output_of(settled.settings, output)
     print_it(settled, sys.stdout, as_json=as_json)
-    if settled.obstacle is not None:
-        raise CannotRunError(settled.obstacle)
+    if settled.infeasible is not None:
+        raise CannotRunError(settled.infeasible)
     return int(ExitCode.DONE)
 
 

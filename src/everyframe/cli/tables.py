@@ -120,22 +120,22 @@ def print_plan(plan: Plan, file: IO[str]) -> None:
     if plan.stages:
         out.print()
         out.print(_stages(plan))
-    if plan.division is not None:
+    if plan.parallel is not None:
         out.print()
-        out.print(f"{counted(len(plan.division.ranks), 'device')}: {plan.division}")
-        out.print(_ranks(plan.division))
+        out.print(f"{counted(len(plan.parallel.ranks), 'device')}: {plan.parallel}")
+        out.print(_ranks(plan.parallel))
     for line in (*_islands(plan.components), *_paths(plan.components)):
         out.print(line, style="dim")
     out.print()
-    for line in plan.to_fetch:
+    for line in plan.downloads:
         out.print(f"to fetch: {line}", style="cyan")
     for note in plan.notes:
         out.print(f"note: {note}", style="yellow")
-    for clash in plan.clashes:
+    for clash in plan.dtype_errors:
         out.print(f"clash: {clash}", style="red")
-    if plan.stages and not plan.clashes:
+    if plan.stages and not plan.dtype_errors:
         out.print(f"Dry run: {describe_findings(plan)}.", style="green")
-    if plan.obstacle is None:
+    if plan.infeasible is None:
         largest = max(plan.components, key=lambda part: part.peak_bytes)
         needs = f"the {largest.stage} stage needs the most memory, about"
         have = f"of {format_bytes(plan.device.free_memory)} free"
@@ -160,9 +160,9 @@ def _ranks(division: ParallelPlan) -> Table:
         shown.add_row(
             str(number),
             rank.device,
-            str(division.videos[rank.group]),
-            f"{rank.tokens:.1%}",
-            f"{rank.attention:.1%}",
+            str(division.videos_per_group[rank.group]),
+            f"{rank.token_share:.1%}",
+            f"{rank.attention_share:.1%}",
             _sent(rank.sent_bytes),
             *((_sent(rank.weight_bytes),) if keeps else ()),
         )
@@ -277,7 +277,7 @@ def _precisions(plan: Mapping[str, Any]) -> str:
     named = [(part.get("name", "?"), _mapping(part, "precision")) for part in parts]
     return ", ".join(
         f"{name} {precision['compute']}"
-        + (f" with {precision['weights']} weights" if precision.get("weights") else "")
+        + (f" with {precision['weight_dtype']} weights" if precision.get("weight_dtype") else "")
         for name, precision in named
         if precision.get("compute")
     )
@@ -298,10 +298,10 @@ def _paths(parts: Sequence[ComponentPlan]) -> Iterator[str]:
     alike: dict[str, list[str]] = {}
     for part in parts:
         weighed = {choice.path: choice for choice in part.choices}
-        if part.paths:
+        if part.fast_paths:
             names = [
                 f"{name} (not tried here yet)" if weighed[name].verdict == "expected" else name
-                for name in part.paths
+                for name in part.fast_paths
             ]
             alike.setdefault(", ".join(names), []).append(part.name)
     for listed, components in alike.items():
@@ -333,7 +333,7 @@ def _components(parts: Sequence[ComponentPlan]) -> Table:
 
 def _weights(part: ComponentPlan) -> str:
     size = format_bytes(part.weight_bytes)
-    return f"{size} {part.precision.weights}" if part.precision.weights else size
+    return f"{size} {part.precision.weight_dtype}" if part.precision.weight_dtype else size
 
 
 def _stages(plan: Plan) -> Table:

@@ -121,8 +121,8 @@ class Repaired(Event):
         cause: ``range``, ``kernel``, ``formula``, ``unclear``, ``compiled`` (a compiled graph is
             wrong and its eager block is right), ``blank`` (frames of one colour), or ``memory``
             (out of memory).
-        raised: the repaired module, or the one around it if its parts must have one dtype.
-        to: what `raised` runs in; with the cause ``memory`` the memory fallback.
+        target: the repaired module, or the one around it if its parts must have one dtype.
+        to: what `target` runs in; with the cause ``memory`` the memory fallback.
         seed: seed of the video that needed it; None if all of them do.
     """
 
@@ -134,7 +134,7 @@ class Repaired(Event):
     operation: str
     cause: str
     dtype: str
-    raised: str
+    target: str
     to: str
     text: str
     seed: int | None = None

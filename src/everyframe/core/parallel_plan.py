@@ -100,26 +100,28 @@ class RankPlan:
     Attributes:
         device: torch's device name.
         group: index of its video group.
-        weight: speed relative to the other ranks.
-        tokens: share (0..1) of one video's tokens that it holds.
-        attention: share of the tokens or heads during attention, where that is split differently.
+        speed: speed relative to the other ranks.
+        token_share: share (0..1) of one video's tokens that it holds.
+        attention_share: share of the tokens or heads during attention, where that is split
+            differently.
         sent_bytes: bytes that it sends at each step.
-        idle: when it has nothing to do; empty if it always works.
+        idle_reason: when it has nothing to do; empty if it always works.
         weight_bytes: bytes of sharded weights that it sends at each step.
-        room: memory for sharded weights relative to the other ranks; sets its share of them.
-        works: False if it computes no part of any video.
+        memory_share: memory for sharded weights relative to the other ranks; sets its share of
+            them.
+        is_active: False if it computes no part of any video.
     """
 
     device: str
     group: int
-    weight: float
-    tokens: float = 1.0
-    attention: float = 1.0
+    speed: float
+    token_share: float = 1.0
+    attention_share: float = 1.0
     sent_bytes: int = 0
-    idle: str = ""
+    idle_reason: str = ""
     weight_bytes: int = 0
-    room: float = 1.0
-    works: bool = True
+    memory_share: float = 1.0
+    is_active: bool = True
 
 
 @dataclass(frozen=True)
@@ -128,57 +130,58 @@ class ParallelPlan:
 
     Attributes:
         ranks: work of each rank.
-        videos: number of videos that each video group makes.
-        cfg: number of groups within a video group that split the guidance branches.
+        videos_per_group: number of videos that each video group makes.
+        cfg_degree: number of groups within a video group that split the guidance branches.
         num_threads: CPU threads of each rank.
-        way: token exchange, for a model that supports several.
-        done: numbers of videos that an interrupted run finished before; `videos` excludes them.
+        backend: token exchange, for a model that supports several.
+        finished_videos: numbers of videos that an interrupted run finished before;
+            `videos_per_group` excludes them.
     """
 
     ranks: tuple[RankPlan, ...]
-    videos: tuple[int, ...]
-    cfg: int = 1
+    videos_per_group: tuple[int, ...]
+    cfg_degree: int = 1
     num_threads: int = 1
-    way: str = ""
-    done: tuple[int, ...] = ()
+    backend: str = ""
+    finished_videos: tuple[int, ...] = ()
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Ranks of each video group, in order."""
-        numbers = range(len(self.videos))
+        numbers = range(len(self.videos_per_group))
         return tuple(
             tuple(rank for rank, plan in enumerate(self.ranks) if plan.group == number)
             for number in numbers
         )
 
     @property
-    def teams(self) -> tuple[tuple[int, ...], ...]:
+    def active_groups(self) -> tuple[tuple[int, ...], ...]:
         """Working ranks of each video group."""
         return tuple(
-            tuple(rank for rank in group if self.ranks[rank].works) for group in self.groups
+            tuple(rank for rank in group if self.ranks[rank].is_active) for group in self.groups
         )
 
     @property
-    def weights(self) -> tuple[float, ...]:
+    def speeds(self) -> tuple[float, ...]:
         """Speed of each rank."""
-        return tuple(rank.weight for rank in self.ranks)
+        return tuple(rank.speed for rank in self.ranks)
 
-    def speaks(self, rank: int) -> bool:
+    def reports_events(self, rank: int) -> bool:
         """Whether this rank reports events: the first rank of each video group does.
 
         Before the first stage only rank 0 reports.
         """
         return any(group[0] == rank for group in self.groups)
 
-    def takes(self, group: int) -> tuple[int, ...]:
+    def videos_of(self, group: int) -> tuple[int, ...]:
         """Numbers of the videos that this video group makes."""
-        ends = [0, *accumulate(self.videos)]
-        everything = range(ends[-1] + len(self.done))
-        left = [number for number in everything if number not in self.done]
+        ends = [0, *accumulate(self.videos_per_group)]
+        everything = range(ends[-1] + len(self.finished_videos))
+        left = [number for number in everything if number not in self.finished_videos]
         return tuple(left[ends[group] : ends[group + 1]])
 
     def __str__(self) -> str:
-        sizes = sorted({len(team) for team in self.teams}, reverse=True)
-        sequence = " or ".join(str(-(-size // self.cfg)) for size in sizes)
-        way = self.way if sequence != "1" and self.way else "sequence"
-        return f"data={len(self.videos)}, cfg={self.cfg}, {way}={sequence}"
+        sizes = sorted({len(team) for team in self.active_groups}, reverse=True)
+        sequence = " or ".join(str(-(-size // self.cfg_degree)) for size in sizes)
+        way = self.backend if sequence != "1" and self.backend else "sequence"
+        return f"data={len(self.videos_per_group)}, cfg={self.cfg_degree}, {way}={sequence}"

@@ -92,16 +92,20 @@ class Precision:
         parameters: storage dtype of the parameters.
         compute: dtype of the computation.
         islands: modules that stay in float32 or wider.
-        weights: storage of linear layers' weights (``int8``, ``fp8``); empty if it is `parameters`.
+        weight_dtype: storage of linear layers' weights (``int8``, ``fp8``); empty for `parameters`.
     """
 
     parameters: str
     compute: str
     islands: tuple[str, ...] = ()
-    weights: str = ""
+    weight_dtype: str = ""
 
     def __str__(self) -> str:
-        return f"{self.compute} with {self.weights} weights" if self.weights else self.compute
+        return (
+            f"{self.compute} with {self.weight_dtype} weights"
+            if self.weight_dtype
+            else self.compute
+        )
 
 
 #: Repair target of a module whose fast kernel gives wrong results.
@@ -161,14 +165,15 @@ class ComponentPlan:
     Attributes:
         weight_bytes: bytes of its parameters in that precision.
         working_bytes: forecast peak of everything else while it runs.
-        offload: the parameters lie in host memory, or in their files if it `streams`.
-        resident_bytes: largest number of weight bytes on the device, with `offload` or weight
+        block_offload: the parameters lie in host memory, or in their files if it `from_disk`.
+        resident_bytes: largest number of weight bytes on the device, with `block_offload` or weight
             sharding.
-        remedies: repairs that it has from the start.
-        paths: fast paths that it runs by (`everyframe.fast_paths`); None if torch chooses.
+        repairs: repairs that it has from the start.
+        fast_paths: fast paths that it runs by (`everyframe.fast_paths`); None if torch chooses.
         choices: decisions about these and the rejected fast paths.
-        by_turns: on the device only while it computes, in host memory while others of its stage do.
-        holders: ranks that its weights are sharded over; 1 without weight sharding.
+        model_offload: on the device only while it computes, in host memory while others of its
+            stage do.
+        num_weight_shards: ranks that its weights are sharded over; 1 without weight sharding.
     """
 
     name: str
@@ -180,24 +185,24 @@ class ComponentPlan:
     precision: Precision
     weight_bytes: int
     working_bytes: int
-    offload: bool = False
-    streams: bool = False
+    block_offload: bool = False
+    from_disk: bool = False
     resident_bytes: int | None = None
-    remedies: tuple[Repair, ...] = ()
-    paths: tuple[str, ...] | None = None
+    repairs: tuple[Repair, ...] = ()
+    fast_paths: tuple[str, ...] | None = None
     choices: tuple[FastPathChoice, ...] = ()
-    by_turns: bool = False
-    holders: int = 1
+    model_offload: bool = False
+    num_weight_shards: int = 1
 
     @property
-    def held_bytes(self) -> int:
+    def on_device_bytes(self) -> int:
         """Bytes of its parameters that are on the device at once."""
         return self.weight_bytes if self.resident_bytes is None else self.resident_bytes
 
     @property
     def peak_bytes(self) -> int:
         """Forecast of the device memory that the component needs while it is loaded."""
-        return self.held_bytes + self.working_bytes
+        return self.on_device_bytes + self.working_bytes
 
 
 def peak_of(components: Iterable[ComponentPlan], copies: Mapping[str, int] | None = None) -> int:
@@ -210,7 +215,10 @@ def peak_of(components: Iterable[ComponentPlan], copies: Mapping[str, int] | Non
     weights: dict[str, int] = {}
     working: dict[str, int] = {}
     for part in components:
-        always, times = 0 if part.by_turns else part.held_bytes, (copies or {}).get(part.name, 1)
+        always, times = (
+            0 if part.model_offload else part.on_device_bytes,
+            (copies or {}).get(part.name, 1),
+        )
         weights[part.stage] = weights.get(part.stage, 0) + always * times
         most = (part.peak_bytes - always) * times
         working[part.stage] = max(working.get(part.stage, 0), most)
@@ -281,11 +289,11 @@ class Plan:
 
     Attributes:
         components: with several devices, those of the rank with the most to do; `stages` likewise.
-        clashes: places where the dry run broke the precision rules; such a plan cannot run.
+        dtype_errors: places where the dry run broke the precision rules; such a plan cannot run.
         host_bytes: host memory needed beside the device's.
         rates: source of the throughput behind `seconds`.
         profile: name of the machine profile; None for the real machine.
-        division: parallel layout; None on one device.
+        parallel: parallel layout; None on one device.
         switches: torch switches of an in-memory model, chosen by its owner; other plans set their
             own.
         loras: LoRAs merged into the weights as they are loaded, in order.
@@ -298,15 +306,15 @@ class Plan:
     device: DeviceFacts
     num_threads: int
     components: tuple[ComponentPlan, ...]
-    to_fetch: tuple[str, ...] = ()
+    downloads: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    obstacle: str | None = None
+    infeasible: str | None = None
     stages: tuple[StagePlan, ...] = ()
-    clashes: tuple[str, ...] = ()
+    dtype_errors: tuple[str, ...] = ()
     host_bytes: int = 0
     rates: str = ""
     profile: str | None = None
-    division: ParallelPlan | None = None
+    parallel: ParallelPlan | None = None
     switches: Switches | None = None
     loras: tuple[LoraPlan, ...] = ()
 

@@ -52,11 +52,11 @@ def arguments(
         ours["negative_prompt"] = ""
     if take.start_noise is not None:
         ours["latents"] = take.start_noise
-    if take.given.first is not None:
-        ours["image"] = Image.fromarray(take.given.first[0])
-    if take.given.last is not None:
-        ours["last_image"] = Image.fromarray(take.given.last[0])
-    ours |= take.given.as_given
+    if take.inputs.first is not None:
+        ours["image"] = Image.fromarray(take.inputs.first[0])
+    if take.inputs.last is not None:
+        ours["last_image"] = Image.fromarray(take.inputs.last[0])
+    ours |= take.inputs.as_given
     call: dict[str, Any] = {}
     for option, value in ours.items():
         name = interface.name_of(option)

@@ -59,7 +59,7 @@ class PipelineGuard:
         *,
         keeps_storage: bool = False,
     ) -> None:
-        given = (take.given.first, take.given.last)
+        given = (take.inputs.first, take.inputs.last)
         is_asked = any(each is not None and each.min() == each.max() for each in given)
         self._is_asked, self._emit, self._watch = is_asked, emit, watch
         self._seed = take.seed

@@ -39,6 +39,6 @@ class GuardedCallHooks(CallHooks):
     def checked(self, call: DenoiserCall, answer: Any) -> Any:
         """See `CallHooks`."""
         answer = self.guarded.checked(call.name, call.module, call.args, call.kwargs, answer)
-        if self._take.answers is not None:
-            self._take.answers.keep(answer, self._take.remedies)
+        if self._take.replay_log is not None:
+            self._take.replay_log.keep(answer, self._take.repairs)
         return answer

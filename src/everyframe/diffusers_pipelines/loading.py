@@ -116,15 +116,15 @@ def _component(where: str, part: ComponentFolder, plan: Plan) -> nn.Module:
     # last bits differ. The call runs without gradients anyway.
     module.eval()
     # With its weights already: what is swapped takes them over.
-    swap_modules(module, planned.paths)
+    swap_modules(module, planned.fast_paths)
     track_component(module)
     cast_hooks.add_cast_hooks(module, planned.precision, outputs_of(module))
     # A pipeline's own code hands half precision to a part in float32, too.
     cast_hooks.add_input_casts(module)
-    for remedy in planned.remedies:
+    for remedy in planned.repairs:
         repairs.put_on(module, remedy)
-    plain = repairs.plain_parts(planned.remedies)
-    apply_fast_paths(module, planned.paths, called_parts(module), plain)
+    plain = repairs.plain_parts(planned.repairs)
+    apply_fast_paths(module, planned.fast_paths, called_parts(module), plain)
     return module
 
 
@@ -142,11 +142,11 @@ def _place(plan: Plan, modules: dict[str, nn.Module]) -> None:
             wait_elsewhere(module, part.device)
         if name in nowhere:
             continue
-        if not part.offload and not part.by_turns:
+        if not part.block_offload and not part.model_offload:
             module.to(part.device)
             continue
         wait_elsewhere(module, part.device)
-        if part.offload:
+        if part.block_offload:
             offload.apply(module, part.device)
         else:
             turning.append(module)

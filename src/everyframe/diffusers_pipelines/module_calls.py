@@ -87,16 +87,16 @@ class DenoiserReplay:
     ) -> None:
         # What a cache holds of earlier calls is in the module and not in its answers.
         has_cache = any(getattr(part, "is_cache_enabled", False) for part in denoisers.values())
-        self._denoisers = {} if take.answers is None or has_cache else dict(denoisers)
+        self._denoisers = {} if take.replay_log is None or has_cache else dict(denoisers)
         self._watch = watch
         self._take, self._at_once = take, at_once
         self._can_keep = True
         self._on = ExitStack()
 
     def __enter__(self) -> DenoiserReplay:
-        answers = self._take.answers
+        answers = self._take.replay_log
         if self._denoisers and answers is not None:
-            self._take.remedies = answers.remedies()
+            self._take.repairs = answers.remedies()
             for name, module in self._denoisers.items():
                 served = partial(self._called, answers, name)
                 self._on.enter_context(override_call(module, served))
@@ -131,7 +131,7 @@ class DenoiserReplay:
         # neither it nor what comes after it is kept.
         self._can_keep &= is_same(before, states_of_torch(devices))
         if self._at_once and self._can_keep:
-            answers.keep(answer, self._take.remedies)
+            answers.keep(answer, self._take.repairs)
         return answer
 
 

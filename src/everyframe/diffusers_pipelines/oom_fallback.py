@@ -58,9 +58,9 @@ class PipelineOomFallbacks(OomFallbacks):
         return [at] if at else []
 
     def _apply(self, fallback: MemoryFallback, plan: Plan) -> None:
-        if fallback.turning or (fallback.offload and self._turns is not None):
+        if fallback.turning or (fallback.block_offload and self._turns is not None):
             self._take_turns(plan)  # without a component that is offloaded block by block
-        if fallback.offload:
+        if fallback.block_offload:
             name = fallback.component
             module, device = self._modules[name], plan.component(name).device
             module.to("cpu")
@@ -75,7 +75,10 @@ class PipelineOomFallbacks(OomFallbacks):
         """Move each component that is on the device as a whole there only while it is called."""
         if self._turns is not None:
             self._turns.remove()
-        device, in_blocks = plan.device.torch_name, {p.name for p in plan.components if p.offload}
+        device, in_blocks = (
+            plan.device.torch_name,
+            {p.name for p in plan.components if p.block_offload},
+        )
         turning = [module for name, module in self._modules.items() if name not in in_blocks]
         for module in turning:
             module.to("cpu")

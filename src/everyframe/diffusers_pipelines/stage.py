@@ -142,7 +142,7 @@ class PipelineStage:
                 stack.enter_context(self._encoded_once(_modules(pipe)))
             for number, take in enumerate(takes):
                 if self._is_shared:
-                    take.answers = BroadcastReplayLog(self.teams.team, take.answers)
+                    take.replay_log = BroadcastReplayLog(self.teams.team, take.replay_log)
                 yield from self._video(partial(self._call, ready, take, number, len(takes)), take)
 
     def _encoded_once(self, modules: Mapping[str, nn.Module]) -> EncodeOnLeadRank:
@@ -227,8 +227,8 @@ class PipelineStage:
                 raise CannotRunError(self._beyond(made, ready.reliefs.tried))
             why = f"{made.place}: out of memory ({made.said}); calling it again with less memory"
             emit(less.event(self.name, made.step, why, take.seed))
-            if take.answers is not None:
-                take.answers.again()
+            if take.replay_log is not None:
+                take.replay_log.again()
 
     def _attempt(
         self, ready: _Ready, take: VideoState, on_step: Callable[[int, int], None], emit: Emit
@@ -293,10 +293,10 @@ class PipelineStage:
             restore_torch(before)  # as if nothing had been drawn yet
             for generator, state in states:
                 generator.set_state(state)
-            changed = {**take.given.as_given, **pictures}
-            return call(replace(take, given=replace(take.given, as_given=changed)))
+            changed = {**take.inputs.as_given, **pictures}
+            return call(replace(take, inputs=replace(take.inputs, as_given=changed)))
 
-        given = take.given.as_given
+        given = take.inputs.as_given
         pictures = {name: given[name] for name in ("image", "last_image") if name in given}
         if self._is_shared:  # other ranks would not know of a second call
             return as_plain(to_rgb(pictures))

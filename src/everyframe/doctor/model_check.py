@@ -30,9 +30,9 @@ def plan_of(patient: DoctorInput, model: str) -> Check:
             "model", model, [Finding(mark="note", says=str(told["refused"]), fix=_look(model))]
         )
     found = [Finding(mark="note", says=str(note)) for note in told["notes"]]
-    found += [Finding(mark="error", says=str(clash)) for clash in told["clashes"]]
-    if told["obstacle"] is not None:
-        found.append(Finding(mark="error", says=str(told["obstacle"]), fix=_look(model)))
+    found += [Finding(mark="error", says=str(clash)) for clash in told["dtype_errors"]]
+    if told["infeasible"] is not None:
+        found.append(Finding(mark="error", says=str(told["infeasible"]), fix=_look(model)))
     return Check.of("model", str(told["says"]), found)
 
 
@@ -58,8 +58,8 @@ def plan_as_json(model: str, profile: str | None) -> dict[str, Any]:
             "refused": None,
             "says": f"{plan.model} in {dtypes}: needs about {needs}",
             "notes": list(plan.notes),
-            "clashes": [str(clash) for clash in plan.clashes],
-            "obstacle": plan.obstacle,
+            "dtype_errors": [str(clash) for clash in plan.dtype_errors],
+            "infeasible": plan.infeasible,
         }
     return {"refused": refused[0]}
 

@@ -157,7 +157,7 @@ def join_plan(
         CannotRunError: the plan has several ranks and this process can't reach the others.
         InputError: another rank has a different plan.
     """
-    division = plan.division
+    division = plan.parallel
     if division is None:
         return RankContext(plan)
     if peers is None:
@@ -169,9 +169,9 @@ def join_plan(
     check_equal_on_ranks(world, _facts(plan, record), "plan")
     told = world.tell(to_jsonable(plan), 0, "the plan is handed on")
     plan, mine = from_jsonable(told), division.ranks[peers.rank]
-    world.weights = division.weights
-    working = [team for team in division.teams if team]
-    resting = [rank for rank, each in enumerate(division.ranks) if not each.works]
+    world.weights = division.speeds
+    working = [team for team in division.active_groups if team]
+    resting = [rank for rank, each in enumerate(division.ranks) if not each.is_active]
     rest = [resting] if resting else []
     team = split(world, [*working, *rest])
     inside = None
@@ -179,23 +179,25 @@ def join_plan(
     parts = [[ranks[at] for at in own] for ranks, groups in apart if groups for own in groups.ranks]
     if parts:
         inside = new_group(world, [*parts, *rest])
-    holds = any(each.holders > 1 for each in plan.components)
-    room = [each.room for each in division.ranks]
+    holds = any(each.num_weight_shards > 1 for each in plan.components)
+    room = [each.memory_share for each in division.ranks]
     supply = new_group(world, division.groups, room) if holds else None
     first = plan.settings.seed
     left = [
-        [number for number in division.takes(group) if first + number not in skip]
-        for group in range(len(division.videos))
+        [number for number in division.videos_of(group) if first + number not in skip]
+        for group in range(len(division.videos_per_group))
     ]
     # Those who have nothing to make are not waited for.
-    at_work = [rank for rank, each in enumerate(division.ranks) if left[each.group] and each.works]
+    at_work = [
+        rank for rank, each in enumerate(division.ranks) if left[each.group] and each.is_active
+    ]
     idle = [rank for rank in range(world.size) if rank not in at_work]
     if peers.gathers and 0 in idle and at_work:
         raise InputError("rank 0 writes the videos and makes none; give it a share above 0")
     if idle and at_work:
         world = split(world, [at_work, idle])
-    takes = left[mine.group] if mine.works else []
-    teams = ParallelContext(world, team, division.cfg, division.way, supply, inside)
+    takes = left[mine.group] if mine.is_active else []
+    teams = ParallelContext(world, team, division.cfg_degree, division.backend, supply, inside)
     leads = [at_work.index(group[0]) for group in division.groups if group[0] in at_work]
     sources = tuple(rank for rank in leads if rank) if peers.gathers else ()
     return RankContext(_on(plan, mine.device), teams, takes, mine.group, sources)
@@ -218,7 +220,7 @@ def _facts(plan: Plan, record: dict[str, Any]) -> dict[str, Any]:
     facts["version of everyframe"] = record["everyframe"]
     facts["weights"] = record["model"].get("sha256")
     facts |= {f"setting {name}": value for name, value in asdict(plan.settings).items()}
-    facts["division"] = asdict(plan.division) if plan.division is not None else None
+    facts["parallel"] = asdict(plan.parallel) if plan.parallel is not None else None
     return {name: _plain(value) for name, value in facts.items()}
 
 

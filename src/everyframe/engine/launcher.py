@@ -93,7 +93,7 @@ def ranks_of(run: RunFolder) -> int:
     plan = from_jsonable(run.run().get("plan"), lambda _: None)
     if not isinstance(plan, Plan):
         raise CorruptRunError(f"{run.path} holds no plan")
-    return 1 if plan.division is None else len(plan.division.ranks)
+    return 1 if plan.parallel is None else len(plan.parallel.ranks)
 
 
 def run_in_workers(job: WorkerJob, place: Path | None = None) -> Events:

@@ -113,8 +113,8 @@ def writer_for_rank(here: RankContext, how: SaveOptions, begun: RunStateWriter) 
     The first rank of each video group saves the state of its own videos in the same folder, if this
     machine can see it.
     """
-    division, world = here.plan.division, here.teams.world
-    if division is None or len(division.videos) == 1 or not here.takes:
+    division, world = here.plan.parallel, here.teams.world
+    if division is None or len(division.videos_per_group) == 1 or not here.takes:
         return begun
     mine = "" if begun.folder is None else str(begun.folder.path)
     path = world.tell(mine, 0, "where the run is kept")
@@ -140,7 +140,7 @@ def saved_run(keeper: RunStateWriter, takes: Sequence[VideoState]) -> Iterator[N
     folder = keeper.folder
     for take in takes if folder is not None else ():
         assert folder is not None
-        take.answers = FileReplayLog(folder.answers / str(take.seed), keeper.note)
+        take.replay_log = FileReplayLog(folder.answers / str(take.seed), keeper.note)
     remove = False
     try:
         yield

@@ -37,7 +37,7 @@ from everyframe.families.registry import all_options
 from everyframe.hardware.cpu import num_usable_cores
 from everyframe.hardware.facts import machine_facts
 from everyframe.media.output_path import RECORD_SCHEMA
-from everyframe.media.record import read_record
+from everyframe.media.record import read_record, with_current_fields
 from everyframe.media.video import Video
 from everyframe.runtime.patchable import LoraIdentity
 from everyframe.runtime.repair_cache import remedy_from
@@ -63,7 +63,7 @@ def make_record(plan: Plan, request: Request, weight_files: Sequence[str]) -> di
     """Build the record of a run, complete before the run so that it fits into the file header."""
     shown = plan.to_json()
     settings = shown.pop("settings")
-    for transient in ("notes", "to_fetch", "obstacle"):
+    for transient in ("notes", "downloads", "infeasible"):
         shown.pop(transient)
     shown["model"] = _model_name(plan.model)
     shown["device"] = {key: value for key, value in shown["device"].items() if key != "free_memory"}
@@ -175,7 +175,7 @@ def record_in(source: Any) -> Mapping[str, Any]:
         raise InputError(
             f"from_record must be a video, its file, or a record, got {type(source).__name__}"
         )
-    return found
+    return with_current_fields(found)
 
 
 def request_from(
@@ -237,7 +237,7 @@ def _remedies(record: Mapping[str, Any]) -> tuple[Repair, ...]:
     """
     parts = record.get("plan", {}).get("components", ())
     try:
-        return tuple(remedy_from(each) for part in parts for each in part.get("remedies", ()))
+        return tuple(remedy_from(each) for part in parts for each in part.get("repairs", ()))
     except (TypeError, AttributeError) as error:
         raise InputError(f"the repairs in this record can't be read: {error}") from error
 
@@ -247,8 +247,8 @@ def _quantized(record: Mapping[str, Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for part in record.get("plan", {}).get("components", ()):
         precision = part.get("precision") if isinstance(part, Mapping) else None
-        if isinstance(precision, Mapping) and precision.get("weights"):
-            found[str(part.get("name"))] = str(precision["weights"])
+        if isinstance(precision, Mapping) and precision.get("weight_dtype"):
+            found[str(part.get("name"))] = str(precision["weight_dtype"])
     return found
 
 
@@ -265,9 +265,9 @@ def _check_given_in_python(record: Mapping[str, Any]) -> None:
 def _recorded_paths(record: Mapping[str, Any]) -> dict[str, Any]:
     parts = record.get("plan", {}).get("components", ())
     known = {
-        str(part["name"]): tuple(map(str, part["paths"]))
+        str(part["name"]): tuple(map(str, part["fast_paths"]))
         for part in parts
-        if isinstance(part, Mapping) and isinstance(part.get("paths"), (list, tuple))
+        if isinstance(part, Mapping) and isinstance(part.get("fast_paths"), (list, tuple))
     }
     return {"paths": known} if known else {}
 
@@ -335,9 +335,9 @@ def _not_taken(record: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[
     threads = record.get("plan", {}).get("num_threads")
     if threads not in (None, other["plan"]["num_threads"]):
         yield f"it was computed with {threads} threads, and is with {other['plan']['num_threads']}"
-    now = {part["name"]: set(part["paths"] or ()) for part in other["plan"]["components"]}
+    now = {part["name"]: set(part["fast_paths"] or ()) for part in other["plan"]["components"]}
     for part in record.get("plan", {}).get("components", ()):
-        less = sorted(set(part.get("paths") or ()) - now.get(part["name"], set()))
+        less = sorted(set(part.get("fast_paths") or ()) - now.get(part["name"], set()))
         if less:
             yield f"{part['name']} ran by {', '.join(less)}, and does not here"
 

@@ -44,13 +44,13 @@ class _Model(_Data):
 
 class _Precision(_Data):
     compute: str | None = None
-    weights: str | None = None
+    weight_dtype: str | None = None
 
 
 class _Component(_Data):
     name: str
-    paths: tuple[str, ...] | None = None
-    remedies: tuple[dict[str, str], ...] = ()
+    fast_paths: tuple[str, ...] | None = None
+    repairs: tuple[dict[str, str], ...] = ()
     precision: _Precision = _Precision()
 
 

@@ -193,7 +193,7 @@ def _repairs(repairs: Sequence[Repaired]) -> str:
 def _components(components: Sequence[ComponentPlan]) -> str:
     rows = []
     for part in components:
-        begun_with = ", ".join(f"{each.module or 'all'}: {each.to}" for each in part.remedies)
+        begun_with = ", ".join(f"{each.module or 'all'}: {each.to}" for each in part.repairs)
         rows.append(
             (part.name, part.device, str(part.precision), format_bytes(part.weight_bytes),
              begun_with)

@@ -47,12 +47,12 @@ def replan_for_devices(
     """
     several = request.num_ranks > 1
     paths = {
-        part.name: tuple(path for path in part.paths if not (several and path in AVOIDED))
+        part.name: tuple(path for path in part.fast_paths if not (several and path in AVOIDED))
         for part in old.components
-        if part.paths is not None
+        if part.fast_paths is not None
     }
-    remedies = tuple(remedy for part in old.components for remedy in part.remedies)
-    quantized = {part.name: part.precision.weights for part in old.components}
+    remedies = tuple(remedy for part in old.components for remedy in part.repairs)
+    quantized = {part.name: part.precision.weight_dtype for part in old.components}
     settings = old.settings
     numbers = tuple(sorted(seed - settings.seed for seed in done))
     asked = {
@@ -71,11 +71,11 @@ def replan_for_devices(
     ).plan
     check_feasible(plan)
     _check_alike(old, plan)
-    division = plan.division
+    division = plan.parallel
     return replace(
         plan,
         settings=replace(plan.settings, num_videos=settings.num_videos),
-        division=None if division is None else replace(division, done=numbers),
+        parallel=None if division is None else replace(division, finished_videos=numbers),
     )
 
 
@@ -91,7 +91,7 @@ def said_of_move(old: Plan, new: Plan) -> tuple[str, ...]:
 
 
 def _devices(plan: Plan) -> str:
-    number = 1 if plan.division is None else len(plan.division.ranks)
+    number = 1 if plan.parallel is None else len(plan.parallel.ranks)
     return "one device" if number == 1 else f"{number} devices"
 
 
@@ -118,7 +118,7 @@ def apply_next_fallback(
 
     None if no fallback is left.
     """
-    division = plan.division
+    division = plan.parallel
     left = RemainingFallbacks(
         plan,
         model.savings if isinstance(model, DryRunSpec) else None,

@@ -96,15 +96,15 @@ def stream(
         will_run=peers is None or peers.rank == 0,
     )
     plan, model = with_owner_switches(prepared.plan, given_model), prepared.model
-    if plan.obstacle is not None:
+    if plan.infeasible is not None:
         yield Planned(plan)  # so that it can be seen what is in the way
     check_feasible(plan)
     takes = initial_videos(request, plan)
     _log.debug("plan: %s", plan)
     yield Planned(plan)
-    given = takes[0].given
+    given = takes[0].inputs
     notes = (*plan.notes, *thread_count_notes(plan, num_threads), *given.notes)
-    for note in (*notes, *(f"fetching {part}" for part in plan.to_fetch)):
+    for note in (*notes, *(f"fetching {part}" for part in plan.downloads)):
         yield Note(note)
     model = model.fetch()
     check_contents(model)
@@ -233,7 +233,7 @@ def _run(
     for clip, stage in _stages(here, model, progress):
         keeper.write(progress)
         for take in takes:
-            take.shortages = keeper.shortages(clip, progress.stage)
+            take.oom_log = keeper.shortages(clip, progress.stage)
         began = time.perf_counter()
         yield StageStarted(stage.name, stage.num_steps(len(takes)), clip, num_clips)
         with release_components():
@@ -284,7 +284,7 @@ def _remember(key: RepairCacheKey | None, plan: Plan, event: Repaired) -> None:
     """Cache this repair for later plans; memory fallbacks depend on free memory, so not those."""
     if key is not None and event.cause != "memory":
         dtype = plan.component(event.component).precision.parameters
-        save_repair(key, Repair(event.component, event.raised, event.to, dtype))
+        save_repair(key, Repair(event.component, event.target, event.to, dtype))
 
 
 def _stages(here: RankContext, model: ModelSpec, progress: RunState) -> Iterator[tuple[int, Stage]]:

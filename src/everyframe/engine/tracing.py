@@ -288,7 +288,7 @@ def _of_a_run(record: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]
     same |= {name.replace("_", " "): _plain(value) for name, value in settings.items()}
     plan = record["plan"]
     dtypes = {part["name"]: part["precision"]["compute"] for part in plan["components"]}
-    kept = {part["name"]: part["precision"].get("weights") for part in plan["components"]}
+    kept = {part["name"]: part["precision"].get("weight_dtype") for part in plan["components"]}
     same |= {f"weights of {name}": kind for name, kind in kept.items() if kind}
     about = {
         "precision": ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items()),

@@ -54,13 +54,13 @@ def serve(descriptor: int) -> None:
             if speaks:
                 send(connection, "event", _light(event, job.as_uint8))
             if isinstance(event, Planned):
-                division = event.plan.division
+                division = event.plan.parallel
             if isinstance(event, WeightsReady):
                 # Until then bars of what is fetched may be shown.
                 _print_into(job.folder / f"printed-{job.rank}")
                 # What was asked is the same for all ranks; what is made, only for those of a group.
                 if job.local is None:
-                    speaks = division is None or division.speaks(job.rank)
+                    speaks = division is None or division.reports_events(job.rank)
         send(connection, "end")
     except BrokenPipeError:
         return  # nobody is there to be told

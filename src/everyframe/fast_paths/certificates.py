@@ -120,7 +120,7 @@ def plan_key(component: str, precision: Precision, calls: Iterable[Hashable]) ->
     """Key of a component: its config and sizes, as in `calls`, and its precision."""
     told = sorted(repr(call) for call in calls)
     islands = [precision.parameters, precision.compute, *precision.islands]
-    islands += [precision.weights] if precision.weights else []
+    islands += [precision.weight_dtype] if precision.weight_dtype else []
     return digest([component, islands, told])
 
 

@@ -25,7 +25,9 @@ from everyframe.core.paths import check_path
 
 PathLike = str | os.PathLike[str]
 
-RECORD_SCHEMA = "everyframe.record/1"
+RECORD_SCHEMA = "everyframe.record/2"
+#: Earlier schema, still read: fields of its plan have other names.
+RECORD_SCHEMA_1 = "everyframe.record/1"
 FOLDER_RECORD = "record.json"
 FRAME_NAME = re.compile(r"frame_(\d{5,})\.png")
 

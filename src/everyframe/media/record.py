@@ -25,7 +25,15 @@ from everyframe.media.limits import (
     open_picture,
     open_video,
 )
-from everyframe.media.output_path import FOLDER_RECORD, RECORD_SCHEMA, PathLike
+from everyframe.media.output_path import FOLDER_RECORD, RECORD_SCHEMA, RECORD_SCHEMA_1, PathLike
+
+#: Fields of a plan, of its components and of their precision: name in schema 1 -> name.
+_PLAN_FIELDS = {"clashes": "dtype_errors", "division": "parallel"}
+_COMPONENT_FIELDS = {
+    "offload": "block_offload", "streams": "from_disk", "by_turns": "model_offload",
+    "holders": "num_weight_shards", "remedies": "repairs", "paths": "fast_paths",
+}  # fmt: skip
+_PRECISION_FIELDS = {"weights": "weight_dtype"}
 
 PNG_KEY = "everyframe"
 
@@ -78,7 +86,31 @@ def parse(text: str | bytes | None) -> dict[str, Any] | None:
         return None
     if not isinstance(value, dict) or not str(value.get("schema", "")).startswith("everyframe."):
         return None
-    return value
+    return with_current_fields(value)
+
+
+def with_current_fields(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record in the current schema: one of schema 1 gets today's names in its plan."""
+    plan = record.get("plan")
+    if record.get("schema") != RECORD_SCHEMA_1 or not isinstance(plan, Mapping):
+        return dict(record)
+    plan = _renamed(plan, _PLAN_FIELDS)
+    if isinstance(components := plan.get("components"), (list, tuple)):
+        plan["components"] = [_current_component(each) for each in components]
+    return {**record, "schema": RECORD_SCHEMA, "plan": plan}
+
+
+def _current_component(component: Any) -> Any:
+    if not isinstance(component, Mapping):
+        return component
+    renamed = _renamed(component, _COMPONENT_FIELDS)
+    if isinstance(precision := renamed.get("precision"), Mapping):
+        renamed["precision"] = _renamed(precision, _PRECISION_FIELDS)
+    return renamed
+
+
+def _renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {names.get(name, name): value for name, value in values.items()}
 
 
 def read_sidecar(path: Path) -> dict[str, Any] | None:

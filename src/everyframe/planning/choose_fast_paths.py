@@ -143,7 +143,7 @@ class FastPathChooser:
         certificates = self._certificates(component, precision, runs)
         found = [
             self._judge(component, path, certificates, runs)
-            for path in candidates(runs, self.device, is_quantised=bool(precision.weights))
+            for path in candidates(runs, self.device, is_quantised=bool(precision.weight_dtype))
             if not path.on_demand or self._demands(component, path, runs, certificates)
         ]
         return tuple(sorted(found, key=lambda choice: -(choice.gain or 0.0)))

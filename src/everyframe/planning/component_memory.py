@@ -61,7 +61,9 @@ class WeightPlacement:
 
     @staticmethod
     def of(plan: ComponentPlan) -> WeightPlacement:
-        return WeightPlacement(plan.offload, plan.holders, plan.precision.weights)
+        return WeightPlacement(
+            plan.block_offload, plan.num_weight_shards, plan.precision.weight_dtype
+        )
 
 
 #: All weights on the device.
@@ -86,8 +88,10 @@ class PlannedComponent:
         too_large = any(run.too_large for run in runs)
         if stage is None or not runs:
             return self.plan.peak_bytes, too_large
-        working = max(run.found.working_bytes for run in runs) + score_bytes(runs, self.plan.paths)
-        return self.plan.held_bytes + working, too_large
+        working = max(run.found.working_bytes for run in runs) + score_bytes(
+            runs, self.plan.fast_paths
+        )
+        return self.plan.on_device_bytes + working, too_large
 
 
 @dataclass(frozen=True)
@@ -126,9 +130,9 @@ class ComponentPlanner:
         """The same planner for one rank of several."""
         from everyframe.parallel.communicator import FakeCommunicator, ParallelContext
 
-        group = division.teams[division.ranks[rank].group]
-        team = FakeCommunicator(group.index(rank), [division.weights[other] for other in group])
-        room = tuple(division.ranks[other].room for other in group)
+        group = division.active_groups[division.ranks[rank].group]
+        team = FakeCommunicator(group.index(rank), [division.speeds[other] for other in group])
+        room = tuple(division.ranks[other].memory_share for other in group)
         inside = None
         groups = branch_groups(self.model, settings, division, group)
         if groups is not None:
@@ -136,7 +140,7 @@ class ComponentPlanner:
             inside = FakeCommunicator(mine.index(team.rank), team.weights[mine.start : mine.stop])
         return replace(
             self,
-            teams=ParallelContext(team, team, division.cfg, division.way, inside=inside),
+            teams=ParallelContext(team, team, division.cfg_degree, division.backend, inside=inside),
             holders=holders_among(self.model, division),
             room=room if len(set(room)) > 1 else (),
         )
@@ -201,8 +205,8 @@ class ComponentPlanner:
             working_bytes=self._working_bytes(component, runs, precision)
             + score_bytes(runs, paths),
             **self._elsewhere(runs, precision, waits, where),
-            remedies=remedies,
-            paths=paths,
+            repairs=remedies,
+            fast_paths=paths,
             choices=choices,
         )
         notes += fast_path_notes(component.title, choices, precision)
@@ -221,9 +225,9 @@ class ComponentPlanner:
         if not runs or not (where.offload or where.holders > 1):
             return {}
         return {
-            "offload": where.offload,
-            "streams": where.offload and waits > self.host_memory,
-            "holders": where.holders,
+            "block_offload": where.offload,
+            "from_disk": where.offload and waits > self.host_memory,
+            "num_weight_shards": where.holders,
             "resident_bytes": self._resident_bytes(runs[0].rehearsal, precision, where.holders),
         }
 
@@ -274,7 +278,7 @@ class ComponentPlanner:
     ) -> int:
         """Bytes of its parameters, including scales of eight-bit weights."""
         found: Mapping[str, int] = {}
-        if precision.weights:
+        if precision.weight_dtype:
             found = _rows(self._precisions.rehearsals_of(component.name, settings), precision)
         return weight_bytes(component.num_elements, precision, remedies, found)
 
@@ -287,7 +291,7 @@ class ComponentPlanner:
             return component.working_bytes(num_bytes(precision.compute))
         loading = 0
         # What has the file's dtype is read straight into its place; the rest is cast on the way.
-        is_cast = bool(precision.weights) or num_bytes(precision.parameters) < _FILE_ELEMENT
+        is_cast = bool(precision.weight_dtype) or num_bytes(precision.parameters) < _FILE_ELEMENT
         if self.device.kind == "cpu" and is_cast:
             loading = max(component.num_elements.values(), default=0) * _FILE_ELEMENT
         return max(loading, *(run.found.working_bytes for run in runs))

@@ -113,7 +113,7 @@ class PrecisionPlanner:
             return precision, notes
         # What is too delicate for half precision is so for eight bits, whatever the rest is in.
         islands = precision.islands or component.needs.islands
-        return replace(precision, islands=islands, weights=kind), notes
+        return replace(precision, islands=islands, weight_dtype=kind), notes
 
     def _tried(
         self,
@@ -205,7 +205,7 @@ def quantising_of(request: Request, device: DeviceFacts) -> QuantizationChoice:
 def check_effect(wanted: QuantizationChoice, title: str, parts: Sequence[ComponentPlan]) -> None:
     """Raise `InputError` if quantization was requested and no weight is quantized."""
     asked = wanted.exact is None and wanted.asked in ERRORS
-    if asked and not any(part.precision.weights for part in parts):
+    if asked and not any(part.precision.weight_dtype for part in parts):
         raise InputError(
             f"quantize has no effect on {title}: it is for linear layers of parts that are not "
             "made for float32, in models that are loaded here (not by a diffusers pipeline)"
@@ -216,11 +216,11 @@ def quantization_notes(
     title: str, precision: Precision, wanted: QuantizationChoice
 ) -> tuple[str, ...]:
     """Plan notes about a component with quantized weights."""
-    if not precision.weights:
+    if not precision.weight_dtype:
         return ()
     by_itself = wanted.exact is None and wanted.asked == "auto"
     why = ", as nothing else makes it fit; --quantize none prevents it" if by_itself else ""
     return (
-        f"{title}: weights of its linear layers are stored in {precision.weights} (lossy: a "
-        f"layer's result differs by about {ERRORS[precision.weights]:.0%}{why})",
+        f"{title}: weights of its linear layers are stored in {precision.weight_dtype} (lossy: a "
+        f"layer's result differs by about {ERRORS[precision.weight_dtype]:.0%}{why})",
     )

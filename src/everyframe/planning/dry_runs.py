@@ -212,13 +212,13 @@ def stage_plan(run: DryRun, part: ComponentPlan, rates: Throughput | None) -> St
 
 
 def _seconds(run: DryRun, part: ComponentPlan, rates: Throughput) -> float:
-    call = call_seconds(run.found.work, rates, part.paths)
+    call = call_seconds(run.found.work, rates, part.fast_paths)
     # What is kept in eight bits is made of what the files hold, each time that it is read.
     read = part.num_parameters * num_bytes(part.precision.compute) / rates.load
-    load = max(part.weight_bytes / rates.load, read if part.precision.weights else 0.0)
-    if part.offload:
+    load = max(part.weight_bytes / rates.load, read if part.precision.weight_dtype else 0.0)
+    if part.block_offload:
         # The next block comes while one computes: whichever takes longer.
-        call = max(call, load if part.streams else part.weight_bytes / _BUS)
+        call = max(call, load if part.from_disk else part.weight_bytes / _BUS)
     return load + call * run.rehearsal.num_calls
 
 
@@ -297,8 +297,8 @@ def clashes_of(runs: Sequence[DryRun]) -> tuple[str, ...]:
 
 def describe_findings(plan: Plan) -> str:
     """The verdict of the dry runs in a sentence; empty if there are none."""
-    if plan.clashes:
-        number = len(plan.clashes)
+    if plan.dtype_errors:
+        number = len(plan.dtype_errors)
         clashes = "1 clash" if number == 1 else f"{number} clashes"
         return f"{clashes} of precision in {plan.num_operations} operations"
     if not plan.stages:

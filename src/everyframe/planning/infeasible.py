@@ -17,12 +17,12 @@ def infeasible_reason(
     plan: Plan, fitting: MemoryFit, fitted: FitResult, facts: MachineFacts
 ) -> str | None:
     """Why a plan can't run on its machine, and what could; None if it can."""
-    if fitted.fits and not plan.clashes:
+    if fitted.fits and not plan.dtype_errors:
         return None
     if fitted.fits:
         return (
             f"{describe_findings(plan)}: it would fail on {plan.device.name}; the first is "
-            f"{plan.clashes[0]} "
+            f"{plan.dtype_errors[0]} "
             "(--dtype fp32 has none where the model itself asks for no dtype)"
         )
     too_many = _too_many_processes(plan, facts)
@@ -50,7 +50,7 @@ def infeasible_reason(
 
 def _too_many_processes(plan: Plan, facts: MachineFacts) -> str:
     """Text for CPU ranks that leave no memory to compute in; empty otherwise."""
-    ranks = 1 if plan.division is None else len(plan.division.ranks)
+    ranks = 1 if plan.parallel is None else len(plan.parallel.ranks)
     if plan.device.kind != "cpu" or ranks == 1 or fits(ranks * PROCESS_BYTES, facts.cpu):
         return ""
     most = max(1, int(facts.cpu.free_memory * USABLE_SHARE / PROCESS_BYTES) - 1)

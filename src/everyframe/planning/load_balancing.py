@@ -134,7 +134,7 @@ def balance(
 
 
 def _pairs(division: ParallelPlan, fit: Sequence[float]) -> Iterator[tuple[float, float]]:
-    return zip(division.weights, fit, strict=True)
+    return zip(division.speeds, fit, strict=True)
 
 
 @dataclass(frozen=True)
@@ -159,11 +159,11 @@ def _needs(parts: ComponentPlanner, division: ParallelPlan, settings: Settings) 
     step = next(each for each in parts.rehearsals(settings) if each.denoises)
     needs = []
     for rank, its in enumerate(division.ranks):
-        if not its.works:
+        if not its.is_active:
             needs.append(_Need(0, 0))
             continue
         plan = parts.of_rank(division, rank, settings).named(step.component, settings).plan
-        needs.append(_Need(plan.held_bytes, plan.working_bytes))
+        needs.append(_Need(plan.on_device_bytes, plan.working_bytes))
     return needs
 
 
@@ -171,7 +171,7 @@ def with_weights(
     division: ParallelPlan | None, model: ModelSpec, fitted: FitResult
 ) -> ParallelPlan | None:
     """The division with the maximum weight bytes that each rank sends per step."""
-    held = next((part for part in fitted.components if part.holders > 1), None)
+    held = next((part for part in fitted.components if part.num_weight_shards > 1), None)
     if division is None or held is None or not isinstance(model, ShardableSpec):
         return division
     # Not on top: it brings torch.
@@ -182,7 +182,7 @@ def with_weights(
     calls = ceil(branches / fitted.settings.saving("branches_at_once", branches))
     ranks = list(division.ranks)
     for group in division.groups:
-        room = [ranks[rank].room for rank in group]
+        room = [ranks[rank].memory_share for rank in group]
         kept = sharded_bytes(run.rehearsal.module(), held.precision, room)
         for rank, size in zip(group, kept, strict=True):
             sent = size * (len(group) - 1) * calls
@@ -194,12 +194,12 @@ def _said(
     division: ParallelPlan | None, devices: Sequence[DeviceFacts], short: Sequence[int]
 ) -> tuple[str, ...]:
     """Notes about unequal shares."""
-    if division is None or len(set(division.weights)) == 1:
+    if division is None or len(set(division.speeds)) == 1:
         return ()
-    whole = sum(division.weights)
+    whole = sum(division.speeds)
     each = ", ".join(
         f"{device.torch_name} ({device.name}) {weight / whole:.0%}"
-        for device, weight in zip(devices, division.weights, strict=True)
+        for device, weight in zip(devices, division.speeds, strict=True)
     )
     names = " and ".join(devices[rank].torch_name for rank in short)
     less = f"; {names} would do more by speed, and has no memory for it" if short else ""
@@ -210,8 +210,8 @@ def idle_notes(division: ParallelPlan | None) -> tuple[str, ...]:
     """Notes on ranks that are idle at times, and why."""
     whys: dict[str, list[int]] = {}
     for rank, plan in enumerate(division.ranks if division is not None else ()):
-        if plan.idle:
-            whys.setdefault(plan.idle, []).append(rank)
+        if plan.idle_reason:
+            whys.setdefault(plan.idle_reason, []).append(rank)
     return tuple(f"{_listed(ranks)}: {why}" for why, ranks in whys.items())
 
 

@@ -124,7 +124,7 @@ class MemoryFit:
         """The fit for the rank with the most work."""
         if division is None:
             return self
-        heaviest = max(division.ranks, key=lambda rank: max(rank.tokens, rank.attention))
+        heaviest = max(division.ranks, key=lambda rank: max(rank.token_share, rank.attention_share))
         return self.of_rank(division, division.ranks.index(heaviest), settings, self.device)
 
     def of_rank(
@@ -136,10 +136,10 @@ class MemoryFit:
         lead: DeviceFacts | None = None,
     ) -> MemoryFit:
         """The fit for that rank on `device`, in the precision that all ranks share."""
-        copies = sum(each.works for each in division.ranks) if device.kind == "cpu" else 1
+        copies = sum(each.is_active for each in division.ranks) if device.kind == "cpu" else 1
         mine = replace(self.device, memory=device.memory, free_memory=device.free_memory)
         parts = replace(self.parts.of_rank(division, rank, settings), device=mine)
-        first, here = (division.ranks[each].tokens for each in (0, rank))
+        first, here = (division.ranks[each].token_share for each in (0, rank))
         return MemoryFit(parts, copies, lead, first / here if here else 1.0)
 
     def effort(self, settings: Settings) -> StepCost:
@@ -209,7 +209,7 @@ class MemoryFit:
     ) -> tuple[Settings, PlannedComponent, list[str]]:
         part = self.parts.part(component, settings, WeightPlacement(kind=kind))
         taken: list[MemoryFallback] = []
-        if not self.weights_exceed(component, settings, part.plan.precision.weights):
+        if not self.weights_exceed(component, settings, part.plan.precision.weight_dtype):
             # What helps in one stage alone is not done for the sake of another.
             for stage in part.stages or (None,):
                 if not self._holds(part, stage):
@@ -239,7 +239,9 @@ class MemoryFit:
             return [], part
         part = after(taken)
         # Weights that were moved in vain before something lossy was done may not have to be.
-        if done[taken - 1].is_lossy and (part.plan.offload or part.plan.holders > 1):
+        if done[taken - 1].is_lossy and (
+            part.plan.block_offload or part.plan.num_weight_shards > 1
+        ):
             stays = after(taken, moves=False)
             part = stays if self._holds(stays, stage) else part
         return done[:taken], part
@@ -307,7 +309,7 @@ class MemoryFit:
             return 0
         waiting: dict[str, int] = {}
         for plan in plans:
-            if (plan.offload and not plan.streams) or plan.by_turns:
+            if (plan.block_offload and not plan.from_disk) or plan.model_offload:
                 waiting[plan.stage] = waiting.get(plan.stage, 0) + plan.weight_bytes
         return max(waiting.values(), default=0) + frame_bytes(settings)
 
@@ -320,18 +322,18 @@ def _said(component: Component, done: Sequence[MemoryFallback]) -> list[str]:
 
 def _placement(done: Sequence[MemoryFallback], before: WeightPlacement) -> WeightPlacement:
     """Weight placement after these fallbacks; offloaded weights are not sharded too."""
-    if before.offload or any(way.offload for way in done):
+    if before.offload or any(way.block_offload for way in done):
         return replace(before, offload=True, holders=1)
-    return replace(before, holders=max([before.holders, *(way.holders for way in done)]))
+    return replace(before, holders=max([before.holders, *(way.num_weight_shards for way in done)]))
 
 
 def _elsewhere(part: PlannedComponent) -> list[str]:
-    if part.plan.holders > 1:
-        return [f"{part.plan.title}: {sharding_note(part.plan.holders)}"]
-    if not part.plan.offload:
+    if part.plan.num_weight_shards > 1:
+        return [f"{part.plan.title}: {sharding_note(part.plan.num_weight_shards)}"]
+    if not part.plan.block_offload:
         return []
     where = OFFLOADED
-    if part.plan.streams:
+    if part.plan.from_disk:
         where = (
             "disk offload: weights are read from their files block by block at every call, as "
             "host memory does not hold them"
@@ -346,12 +348,14 @@ def _by_turns(parts: Sequence[PlannedComponent]) -> tuple[list[PlannedComponent]
     if not shared:
         return list(parts), []
     turned = [
-        replace(part, plan=replace(part.plan, by_turns=True))
-        if part.plan.stage in shared and not part.plan.offload and part.plan.holders == 1
+        replace(part, plan=replace(part.plan, model_offload=True))
+        if part.plan.stage in shared
+        and not part.plan.block_offload
+        and part.plan.num_weight_shards == 1
         else part
         for part in parts
     ]
-    names = ", ".join(part.plan.title for part in turned if part.plan.by_turns)
+    names = ", ".join(part.plan.title for part in turned if part.plan.model_offload)
     said = f"stage by stage: {names} are on the device one at a time, each only while it computes"
     return turned, [f"{said}; the others stay in host memory"]
 

@@ -315,10 +315,12 @@ def _division(
     for number, group in enumerate(parted):
         mine = replace(crew, weights=tuple(weights[rank] for rank in group))
         for place, rank in enumerate(group):
-            plan = RankPlan(devices[rank].torch_name, number, weights[rank], room=rooms[rank])
+            plan = RankPlan(
+                devices[rank].torch_name, number, weights[rank], memory_share=rooms[rank]
+            )
             ranks.append(_part(plan, model, settings, mine, place, effort))
     return ParallelPlan(
-        tuple(ranks), uneven_sizes(settings.num_videos, speeds), crew.groups, way=crew.way
+        tuple(ranks), uneven_sizes(settings.num_videos, speeds), crew.groups, backend=crew.way
     )
 
 
@@ -345,16 +347,16 @@ def _part(
         part = model.rank_part(settings, crew, place, effort.element_bytes)
         return replace(
             plan,
-            tokens=part.tokens,
-            attention=part.attention,
+            token_share=part.tokens,
+            attention_share=part.attention,
             sent_bytes=part.sent_bytes,
-            idle=part.idle,
-            works=part.works,
+            idle_reason=part.idle,
+            is_active=part.works,
         )
     if place == 0:
         return plan
     idle = f"{model.title} makes each video on one device"
-    return replace(plan, tokens=0.0, attention=0.0, idle=idle, works=False)
+    return replace(plan, token_share=0.0, attention_share=0.0, idle_reason=idle, is_active=False)
 
 
 @dataclass(frozen=True)
@@ -369,20 +371,20 @@ class _Pace:
 def _seconds(division: ParallelPlan, effort: StepCost, pace: _Pace) -> float:
     """Seconds of a step of all videos, at nominal speeds of devices and links."""
     slowest = 0.0
-    heaviest = max(division.weights)
+    heaviest = max(division.speeds)
     for group, ranks in enumerate(division.groups):
         steps = [
-            _rank_seconds(rank, division.way, effort, rank.weight / heaviest, pace)
+            _rank_seconds(rank, division.backend, effort, rank.speed / heaviest, pace)
             for rank in (division.ranks[number] for number in ranks)
-            if rank.weight
+            if rank.speed
         ]
-        slowest = max(slowest, max(steps) * division.videos[group])
+        slowest = max(slowest, max(steps) * division.videos_per_group[group])
     return slowest
 
 
 def _rank_seconds(rank: RankPlan, way: str, effort: StepCost, speed: float, pace: _Pace) -> float:
     """Seconds of a rank's step; `speed` is relative to the fastest rank."""
-    share, second = max(rank.tokens, rank.attention), pace.operations * speed
+    share, second = max(rank.token_share, rank.attention_share), pace.operations * speed
     computing, sending = share * effort.operations / second, rank.sent_bytes / pace.sent
     if way != "ring":
         return computing + sending

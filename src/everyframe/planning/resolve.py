@@ -166,19 +166,19 @@ def _prepared(
         device=device,
         num_threads=num_threads,
         components=fitted.components,
-        to_fetch=model.missing(),
+        downloads=model.missing(),
         notes=(*notes, *fitted.notes, *fitted.says, *says, *chooser.known.notes(fitted.runs)),
         stages=_stages(fitted, rates, shares.division),
-        clashes=clashes_of(fitted.runs),
+        dtype_errors=clashes_of(fitted.runs),
         host_bytes=fitted.host_bytes,
         rates="" if rates is None else rates.source,
         profile=None if profile is None else str(profile),
-        division=shares.division,
+        parallel=shares.division,
         loras=patches_of(model).loras,
     )
     # What somebody has in memory is there already: what is free says nothing against it.
     obstacle = None if given is not None else infeasible_reason(plan, fitting, fitted, facts)
-    return PreparedPlan(replace(plan, obstacle=obstacle), model, fitted, chooser)
+    return PreparedPlan(replace(plan, infeasible=obstacle), model, fitted, chooser)
 
 
 def _model(
@@ -306,7 +306,7 @@ def _fitted(
     others: list[dict[str, bool]] = []
     if can_share(request, fitting.model, shares.division):
         others.append({"shards": True})
-    if shares.division is not None and shares.division.cfg > 1:
+    if shares.division is not None and shares.division.cfg_degree > 1:
         # A branch apart has all of its tokens on fewer devices than both branches together have.
         others.append({"shards": request.shard_weights, "together": True})
     for how in others if not fitted.fits else ():
@@ -377,7 +377,7 @@ def _rates(fitted: FitResult, device: DeviceFacts, num_threads: int) -> Throughp
     """Rates of a device: from the profile, or measured with the plan's heaviest products."""
     if device.rates is not None or not fitted.runs:
         return device.rates
-    paths = {part.name: part.paths for part in fitted.components}
+    paths = {part.name: part.fast_paths for part in fitted.components}
     products = heaviest(fitted.runs, _NUM_TRIALS, paths)
     return rates_here(products, device, num_threads)
 
@@ -391,5 +391,5 @@ def default_threads(facts: MachineFacts, num_ranks: int, *, is_here: bool = True
 
 def check_feasible(plan: Plan) -> None:
     """Raise `CannotRunError` (exit 3) if the plan says that it can't run here."""
-    if plan.obstacle is not None:
-        raise CannotRunError(plan.obstacle)
+    if plan.infeasible is not None:
+        raise CannotRunError(plan.infeasible)

@@ -75,7 +75,7 @@ def layers(module: nn.Module, precision: Precision | None) -> dict[str, nn.Linea
 
     Every plain linear layer outside of islands, except those with a shared weight.
     """
-    if precision is None or not precision.weights:
+    if precision is None or not precision.weight_dtype:
         return {}
     named = module.named_parameters(remove_duplicate=False)
     owners = Counter(id(parameter) for _, parameter in named)
@@ -113,7 +113,7 @@ def without_numbers(linear: nn.Linear, kind: str) -> QuantisedLinear:
 @contextmanager
 def as_quantised(module: nn.Module, precision: Precision | None) -> Iterator[None]:
     """Context: a meta module has the layers and parameters that it has when loaded quantized."""
-    kind = "" if precision is None else precision.weights
+    kind = "" if precision is None else precision.weight_dtype
     before = {
         name: swap(module, name, without_numbers(linear, kind))
         for name, linear in layers(module, precision).items()
@@ -129,8 +129,8 @@ def quantise_layers(module: nn.Module, precision: Precision) -> None:
     """Quantize the layers of a loaded module in place, on their device."""
     for name, linear in layers(module, precision).items():
         device = linear.weight.device
-        values, scale = quantise(linear.weight.detach(), precision.weights, device)
-        swap(module, name, QuantisedLinear(precision.weights, values, scale, linear.bias))
+        values, scale = quantise(linear.weight.detach(), precision.weight_dtype, device)
+        swap(module, name, QuantisedLinear(precision.weight_dtype, values, scale, linear.bias))
 
 
 def quantise(weight: Tensor, kind: str, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ from everyframe.runs.atomic_write import UNREADABLE, read_json, write_json
 from everyframe.runs.signature import SIGNATURE, check_files, is_signed, signed
 
 #: Schema of a run folder; another number belongs to another version.
-SCHEMA = "everyframe.run/2"
+SCHEMA = "everyframe.run/3"
 _RUN, _STATE, _LOCK, _DONE = "run.json", "state", "lock", "done-"
 #: Seconds between attempts to lock a run.
 _PAUSES = (0.02, 0.08, 0.2)

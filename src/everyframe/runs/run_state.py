@@ -60,8 +60,8 @@ class FileOomLog:
 #: Seconds to wait after a failed write.
 _AFTER_FAILURE = 30.0
 #: Saved fields of a `VideoState`.
-_OF_TAKE = ("seed", "text", "known", "latents", "tail", "step", "memory", "finished",
-            "remedies")  # fmt: skip
+_OF_TAKE = ("seed", "text", "conditioning", "latents", "last_frames", "step", "sampler_state",
+            "finished_batches", "repairs")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
                         yield Step(self.name, done, total, video.seed, now - begun)
                         begun = now
         for video in takes:
-            video.known = None
+            video.conditioning = None
 
 
 class VideoDenoiseStage(DenoiseStage[_Context, _Inputs]):
@@ -162,13 +162,17 @@ class VideoDenoiseStage(DenoiseStage[_Context, _Inputs]):
 def _take_step(take: VideoState, step: SamplerStep, done: int, num_steps: int) -> None:
     """Store the state after a step in its video, consistent whenever others can see it."""
     take.step = done
-    take.latents, take.memory = step.x, step.memory
+    take.latents, take.sampler_state = step.x, step.memory
     if step.index + 1 == step.num_steps:
-        take.finished = (*take.finished, step.x.to("cpu"))
-        take.latents = take.memory = None
+        take.finished_batches = (*take.finished_batches, step.x.to("cpu"))
+        take.latents = take.sampler_state = None
     if done == num_steps:
-        take.latents = torch.cat(take.finished) if len(take.finished) > 1 else take.finished[0]
-        take.finished = ()
+        take.latents = (
+            torch.cat(take.finished_batches)
+            if len(take.finished_batches) > 1
+            else take.finished_batches[0]
+        )
+        take.finished_batches = ()
 
 
 class GuardedDenoiser:

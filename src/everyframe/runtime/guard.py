@@ -90,7 +90,7 @@ class Guard:
         if take is self._take:
             return
         self._repairs.undo()
-        for remedy in take.remedies:
+        for remedy in take.repairs:
             if remedy.component in self._parts:
                 self._repairs.put_on(remedy)
         self._take, self._largest, self._is_probed = take, 0.0, False
@@ -275,8 +275,8 @@ class Guard:
         """Emit repair events and save the active repairs with the video."""
         self._calls.tell(*repaired)
         if self._take is not None:
-            others = [each for each in self._take.remedies if each.component not in self._parts]
-            self._take.remedies = (*others, *self._repairs.all())
+            others = [each for each in self._take.repairs if each.component not in self._parts]
+            self._take.repairs = (*others, *self._repairs.all())
 
     def _beyond_repair(self, step: int, fault: Fault | None) -> NumericsError:
         where = self._where(step)

@@ -75,36 +75,36 @@ class VideoState:
 
     Attributes:
         seed: noise seed; identifies the video within a request.
-        given: conditioning frames of the request.
+        inputs: conditioning frames of the request.
         text, known: encoded prompts and conditioning frames (family-specific).
         latents: denoised latents; in a stage that `goes_on`, the state after `step` steps.
-        tail: last frames of the previous clip, float32 in 0..1, (T, H, W, 3); a chained clip
+        last_frames: last frames of the previous clip, float32 in 0..1, (T, H, W, 3); a chained clip
             continues from them.
-        memory: what else the sampler needs to resume.
-        finished: latents of the batches before the current one.
-        remedies: repairs that the video needed in the current stage.
-        shortages: out-of-memory events of the current stage.
-        answers: model outputs of a diffusers pipeline, for a stage that resumes by replay.
+        sampler_state: what else the sampler needs to resume.
+        finished_batches: latents of the batches before the current one.
+        repairs: repairs that the video needed in the current stage.
+        oom_log: out-of-memory events of the current stage.
+        replay_log: model outputs of a diffusers pipeline, for a stage that resumes by replay.
     """
 
     seed: int
-    given: ConditioningFrames = field(default_factory=ConditioningFrames)
+    inputs: ConditioningFrames = field(default_factory=ConditioningFrames)
     start_noise: Any = None
     text: Any = None
-    known: Any = None
+    conditioning: Any = None
     latents: Any = None
-    tail: Any = None
+    last_frames: Any = None
     step: int = 0
-    memory: Any = None
-    finished: tuple[Any, ...] = ()
-    remedies: tuple[Repair, ...] = ()
-    shortages: OomLog | None = None
-    answers: ReplayLog | None = None
+    sampler_state: Any = None
+    finished_batches: tuple[Any, ...] = ()
+    repairs: tuple[Repair, ...] = ()
+    oom_log: OomLog | None = None
+    replay_log: ReplayLog | None = None
 
     def begin_stage(self) -> None:
         """Reset the progress of the previous stage."""
-        self.step, self.memory, self.finished = 0, None, ()
-        self.remedies = ()
+        self.step, self.sampler_state, self.finished_batches = 0, None, ()
+        self.repairs = ()
 
 
 class Stage(Protocol):

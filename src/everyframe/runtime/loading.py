@@ -63,11 +63,11 @@ def fill(
         name = target.removesuffix(".weight")
         if name not in found:
             continue
-        layer = without_numbers(found[name], precision.weights)
+        layer = without_numbers(found[name], precision.weight_dtype)
         if target not in left:
-            values, scale = quantise(weights.load(source), precision.weights, works)
+            values, scale = quantise(weights.load(source), precision.weight_dtype, works)
             layer = QuantisedLinear(
-                precision.weights, values.to(lies), scale.to(lies), found[name].bias
+                precision.weight_dtype, values.to(lies), scale.to(lies), found[name].bias
             )
         swap(module, name, layer)
 
@@ -143,7 +143,7 @@ def load_component(
     the plan shards any. Raises `CheckpointError` for a missing, extra or misshapen tensor.
     """
     module = build_on_meta(build)
-    swap_modules(module, part.paths)
+    swap_modules(module, part.fast_paths)
     persistent = set(module.state_dict())
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
 
@@ -155,12 +155,12 @@ def load_component(
 
     opened = open_checkpoint(weights)
     where = torch.device(part.device)
-    device = torch.device("cpu") if part.offload else where
+    device = torch.device("cpu") if part.block_offload else where
     rounded = quantization.rows(module, part.precision).keys()
     with quantization.as_quantised(module, part.precision):
         # What comes at each call, from a file or from other ranks, is held against the file here
         # and not read.
-        leave = offload.unit_parameters(module) if part.streams else frozenset[str]()
+        leave = offload.unit_parameters(module) if part.from_disk else frozenset[str]()
         held = _held(module, part, supply)
         leave = leave if held is None else held.elsewhere
     found = load_strictly(
@@ -170,13 +170,13 @@ def load_component(
     module.eval().requires_grad_(False)
     track_component(module)
     put_on = cast_hooks.add_cast_hooks(module, part.precision, outputs)
-    for remedy in part.remedies:
+    for remedy in part.repairs:
         repairs.put_on(module, remedy)
-    if part.offload or held is not None:
-        kind = part.precision.weights
-        files = from_files(opened, found.left, where, kind) if part.streams else None
+    if part.block_offload or held is not None:
+        kind = part.precision.weight_dtype
+        files = from_files(opened, found.left, where, kind) if part.from_disk else None
         offload.apply(module, where, held or files)
-    apply_fast_paths(module, part.paths, outputs, repairs.plain_parts(part.remedies))
+    apply_fast_paths(module, part.fast_paths, outputs, repairs.plain_parts(part.repairs))
     notify_loaded(part.name, module)
     _log.debug(
         "%s: %d parameters from %s on %s in %s, %d casts at module edges",
@@ -190,7 +190,7 @@ def _held(
     module: nn.Module, part: ComponentPlan, supply: Communicator | None
 ) -> ShardedWeightsProvider | None:
     """Provider of weights that ranks shard between them, if the plan shards any."""
-    if part.holders == 1:
+    if part.num_weight_shards == 1:
         return None
     assert supply is not None, "planned for ranks"
     return ShardedWeightsProvider(module, supply, torch.device(part.device))

@@ -49,9 +49,9 @@ class MemoryFallback:
         component: the component that it is for; empty for all.
         settings: settings with this and every earlier fallback.
         message: note for the user.
-        offload: the weights are offloaded to the host.
+        block_offload: the weights are offloaded to the host.
         stage: the stage of a memory saving; empty for all.
-        holders: number of ranks that shard the weights; 1 is no sharding.
+        num_weight_shards: number of ranks that shard the weights; 1 is no sharding.
         turning: components that wait on the host, and of which one at a time is on the device.
     """
 
@@ -59,25 +59,29 @@ class MemoryFallback:
     settings: Settings
     message: str
     is_lossy: bool = False
-    offload: bool = False
+    block_offload: bool = False
     stage: str = ""
-    holders: int = 1
+    num_weight_shards: int = 1
     turning: tuple[str, ...] = ()
 
     @property
     def moves_weights(self) -> bool:
         """Whether it moves the component's weights, and is no memory saving of the family."""
-        return self.offload or self.holders > 1
+        return self.block_offload or self.num_weight_shards > 1
 
     def apply_to(self, plan: Plan) -> Plan:
         """The plan with this fallback."""
 
         def placed(part: ComponentPlan) -> ComponentPlan:
             if part.name in self.turning:
-                return replace(part, by_turns=True)
+                return replace(part, model_offload=True)
             if part.name != self.component or not self.moves_weights:
                 return part
-            where = {"offload": self.offload, "holders": self.holders, "by_turns": False}
+            where = {
+                "block_offload": self.block_offload,
+                "num_weight_shards": self.num_weight_shards,
+                "model_offload": False,
+            }
             return replace(part, **where, resident_bytes=None)  # type: ignore[arg-type]
 
         return replace(plan, settings=self.settings, components=tuple(map(placed, plan.components)))
@@ -114,9 +118,9 @@ def memory_fallbacks(
                         settings = saving.settings
                         yield MemoryFallback(name, settings, saving.says, is_lossy, stage=at)
         for name in components if holders > 1 and not is_lossy else ():
-            yield MemoryFallback(name, settings, sharding_note(holders), holders=holders)
+            yield MemoryFallback(name, settings, sharding_note(holders), num_weight_shards=holders)
         for name in components if may_wait and not is_lossy else ():
-            yield MemoryFallback(name, settings, OFFLOADED, offload=True)
+            yield MemoryFallback(name, settings, OFFLOADED, block_offload=True)
 
 
 class RemainingFallbacks:
@@ -163,8 +167,10 @@ class RemainingFallbacks:
         if can_move and self._cache_note:
             yield MemoryFallback("", settings, self._cache_note)
         parts = {part.name: part for part in self.plan.components}
-        away = {name for name, part in parts.items() if part.offload or part.holders > 1}
-        idle = (name for name, part in parts.items() if not (name in away or part.by_turns))
+        away = {
+            name for name, part in parts.items() if part.block_offload or part.num_weight_shards > 1
+        }
+        idle = (name for name, part in parts.items() if not (name in away or part.model_offload))
         turning = tuple(name for name in idle if name in self._movable)
         if can_move and self._takes_turns and len(self._movable) > 1 and turning:
             yield MemoryFallback("", settings, _BY_TURNS, turning=turning)
@@ -177,8 +183,10 @@ class RemainingFallbacks:
             holders=self._holders,
         ):
             name = each.component
-            is_offloaded = name in parts and parts[name].offload
-            is_done = name in away if each.holders > 1 else each.offload and is_offloaded
+            is_offloaded = name in parts and parts[name].block_offload
+            is_done = (
+                name in away if each.num_weight_shards > 1 else each.block_offload and is_offloaded
+            )
             if not is_done and (name in self._movable or not each.moves_weights):
                 yield each
 

@@ -41,7 +41,7 @@ class CallCounter:
         """Switch to another video."""
         self._take = take
         if self._left is None:
-            self._left = [] if take.shortages is None else [*take.shortages.known()]
+            self._left = [] if take.oom_log is None else [*take.oom_log.known()]
 
     def now(self, number: int) -> OomEvent:
         """Out-of-memory event for the call that the stage counts as `number`."""
@@ -51,8 +51,8 @@ class CallCounter:
 
     def keep(self, shortage: OomEvent) -> None:
         """Save the event with its video, if the run saves any."""
-        if self._take is not None and self._take.shortages is not None:
-            self._take.shortages.keep(shortage)
+        if self._take is not None and self._take.oom_log is not None:
+            self._take.oom_log.keep(shortage)
 
     def due(self, number: int) -> Iterator[tuple[OomEvent, bool]]:
         """Each saved event up to this call, and whether it happened in exactly this call."""
@@ -197,7 +197,7 @@ class OomFallbacks:
 
     def _apply(self, fallback: MemoryFallback, plan: Plan) -> None:
         """Change the modules as the fallback says; `plan` includes it."""
-        if fallback.offload:
+        if fallback.block_offload:
             module = self._modules[fallback.component]
             module.to("cpu")
             offload.apply(module, plan.component(fallback.component).device)

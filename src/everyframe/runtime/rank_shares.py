@@ -51,10 +51,10 @@ def branch_groups(
 
     None if all ranks call it together.
     """
-    if division.cfg == 1 or not isinstance(model, ShardableSpec) or not model.apart:
+    if division.cfg_degree == 1 or not isinstance(model, ShardableSpec) or not model.apart:
         return None
-    weights = [division.weights[rank] for rank in ranks]
-    return CfgGroups.of(weights, model.num_branches(settings), division.cfg)
+    weights = [division.speeds[rank] for rank in ranks]
+    return CfgGroups.of(weights, model.num_branches(settings), division.cfg_degree)
 
 
 def active_ranks(weights: Sequence[float]) -> tuple[int, ...]:

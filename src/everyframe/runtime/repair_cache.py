@@ -124,7 +124,7 @@ def repair_notes(part: ComponentPlan) -> Sequence[str]:
     return [
         f"{remedy.place} runs in {remedy.to}: in {remedy.dtype} an earlier run of this model made "
         "values here that are not finite (--forget-repairs begins without)"
-        for remedy in part.remedies
+        for remedy in part.repairs
     ]
 
 

@@ -208,9 +208,9 @@ def told(team: Communicator, model: str, options: dict[str, Any]) -> list[tuple[
 
 def test_a_plan_tells_each_ranks_part(model: str) -> None:
     plan = everyframe.plan(request(model, num_devices=4))
-    assert plan.division is not None
-    assert [rank.tokens for rank in plan.division.ranks] == pytest.approx([1 / 3] * 3 + [0])
-    assert all(rank.sent_bytes for rank in plan.division.ranks[:3])
+    assert plan.parallel is not None
+    assert [rank.token_share for rank in plan.parallel.ranks] == pytest.approx([1 / 3] * 3 + [0])
+    assert all(rank.sent_bytes for rank in plan.parallel.ranks[:3])
     assert any("rank 3: there are fewer batches of frames than" in note for note in plan.notes)
     alone = everyframe.plan(request(model))
     assert [(each.name, each.operations) for each in plan.stages if each.name == "denoise"] < [

@@ -36,7 +36,7 @@ def folder(tiny_models: Callable[[str], Path]) -> Path:
 def test_a_known_model_is_planned_before_it_is_fetched(name: str) -> None:
     plan = everyframe.plan(model=name, **GIVEN)
     assert plan.family == "inpaint"
-    assert len(plan.to_fetch) == 4
+    assert len(plan.downloads) == 4
     # The table's numbers are those of the modules that would be built.
     place = locate(name)
     assert place.known is not None
@@ -51,7 +51,7 @@ def test_a_known_model_is_planned_before_it_is_fetched(name: str) -> None:
 def test_another_controlnet_by_name(folder: Path) -> None:
     plan = everyframe.plan(model=str(folder), controlnet="canny", **GIVEN)
     assert plan.component("controlnet").source == "lllyasviel/control_v11p_sd15_canny"
-    assert "control_v11p_sd15_canny: config.json" in plan.to_fetch[0]
+    assert "control_v11p_sd15_canny: config.json" in plan.downloads[0]
 
 
 def test_a_base_model_takes_a_controlnet_from_elsewhere(folder: Path, tmp_path: Path) -> None:

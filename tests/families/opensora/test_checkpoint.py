@@ -159,7 +159,7 @@ def test_parts_may_lie_elsewhere(
 def test_a_missing_part_is_the_hubs(copy: Path) -> None:
     shutil.rmtree(copy / "vae")
     plan = everyframe.plan("a", model=str(copy), **SIZES)
-    assert any(line.startswith("hpcai-tech/OpenSora-VAE-v1.2: ") for line in plan.to_fetch)
+    assert any(line.startswith("hpcai-tech/OpenSora-VAE-v1.2: ") for line in plan.downloads)
 
 
 def test_a_repository_without_what_a_part_needs(

@@ -51,7 +51,7 @@ def test_a_plan_of_full_size_needs_no_weights(name: str, monkeypatch: pytest.Mon
     assert plan.component("text_encoder").num_parameters == T5_XXL
     for part, (parameters, buffers) in RELEASED[name].items():
         assert plan.component(part).num_parameters == parameters + buffers, part
-    assert len(plan.to_fetch) == 3
+    assert len(plan.downloads) == 3
     assert [part.stage for part in plan.components] == ["text", "denoise", "decode"]
 
 

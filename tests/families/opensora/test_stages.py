@@ -204,7 +204,7 @@ def test_a_finished_video_keeps_no_frames(model_1_2: Path, monkeypatch: pytest.M
 
     def spy(self: stages_module.DecodeStage, takes: Any) -> Any:
         yield from decode(self, takes)
-        held.append([take.tail is not None for take in takes])
+        held.append([take.last_frames is not None for take in takes])
 
     monkeypatch.setattr(stages_module.DecodeStage, "run", spy)
     request = everyframe.Request(

@@ -123,7 +123,7 @@ def test_one_video_with_weights_in_eight_bits(ranks: Group, model: str, kind: st
     rounded = prepare(asked(model, quantize=kind)).plan
     alone = staged(SingleRank(), rounded, model)
     check_close(ranks.run(3, staged, rounded, model, "ulysses"), alone)
-    assert rounded.component("denoiser").precision.weights == kind
+    assert rounded.component("denoiser").precision.weight_dtype == kind
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_branches_apart(ranks: Group, plan: Plan, model: str, size: int) -> None
 @pytest.mark.parametrize("way", ATTENDING)
 def test_weights_that_come_block_by_block(ranks: Group, plan: Plan, model: str, way: str) -> None:
     """Out of their files on every rank: the same bits as with weights that stay."""
-    parts = tuple(replace(part, offload=True, streams=True) for part in plan.components)
+    parts = tuple(replace(part, block_offload=True, from_disk=True) for part in plan.components)
     streamed = ranks.run(3, staged, replace(plan, components=parts), model, way)
     kept = ranks.run(3, staged, plan, model, way)
     assert torch.equal(streamed[0]["latents"], kept[0]["latents"])
@@ -177,14 +177,14 @@ def test_a_whole_run(ranks: Group, plan: Plan, model: str, parallel: str) -> Non
 @pytest.mark.slow
 def test_a_plan_tells_ways_and_bytes(model: str) -> None:
     """By heads where nothing else is asked; what each rank sends is told for each way."""
-    by_heads = prepare(asked(model, num_devices=3)).plan.division
-    ring = prepare(asked(model, num_devices=3, parallel="ring=3")).plan.division
+    by_heads = prepare(asked(model, num_devices=3)).plan.parallel
+    ring = prepare(asked(model, num_devices=3, parallel="ring=3")).plan.parallel
     assert by_heads is not None
     assert ring is not None
     assert str(by_heads) == "data=1, cfg=1, ulysses=3"
     assert str(ring) == "data=1, cfg=1, ring=3"
     for division in (by_heads, ring):
-        assert sum(rank.tokens for rank in division.ranks) == pytest.approx(1)
-        assert sum(rank.attention for rank in division.ranks) == pytest.approx(1)
+        assert sum(rank.token_share for rank in division.ranks) == pytest.approx(1)
+        assert sum(rank.attention_share for rank in division.ranks) == pytest.approx(1)
         assert all(rank.sent_bytes for rank in division.ranks)
     assert by_heads.ranks[0].sent_bytes != ring.ranks[0].sent_bytes

@@ -78,7 +78,9 @@ def test_a_run_is_that_of_a_checkpoint_with_the_rounded_weights(
 
 
 def kept(record: dict[str, Any]) -> dict[str, str]:
-    return {part["name"]: part["precision"]["weights"] for part in record["plan"]["components"]}
+    return {
+        part["name"]: part["precision"]["weight_dtype"] for part in record["plan"]["components"]
+    }
 
 
 @pytest.mark.slow

@@ -75,10 +75,10 @@ def test_on_other_ranks_only_rounding_differs(
     found = ranks.run(size, gone_on, place, {"num_devices": size, "parallel": parallel})
     check_close(videos(found), whole)
     assert [each["steps"] for each in found] == [[(5, 3)]] * size
-    division = load_run(RunFolder(place)).plan.division
+    division = load_run(RunFolder(place)).plan.parallel
     assert division is not None
     assert len(division.ranks) == size
-    assert (division.way == "ring") == parallel.startswith("ring")
+    assert (division.backend == "ring") == parallel.startswith("ring")
 
 
 def test_on_one_device(kept: tuple[Path, dict[int, Any]], tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_a_plan_takes_tiles_where_a_piece_does_not_fit(model: str) -> None:
     assert whole.plan.settings.savings == ()
     assert less.settings.saving("decode_tile", 0) == 2
     assert less.peak_bytes < need
-    assert less.obstacle is None
+    assert less.infeasible is None
     (said,) = [note for note in less.notes if "tiles" in note]
     assert "frames are decoded in 4 tiles" in said
     assert "(lossy)" in said

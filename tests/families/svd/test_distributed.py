@@ -171,10 +171,10 @@ def test_a_repair_is_the_same_on_every_rank(ranks: Group, model: str) -> None:
 def test_a_plan_tells_each_ranks_part_and_bytes(model: str) -> None:
     """10 frames of two branches and 30 pixels of them, for 12 ranks."""
     plan = everyframe.plan(request(model, num_devices=12))
-    assert plan.division is not None
-    parts = plan.division.ranks
-    assert [part.attention for part in parts] == [0.1] * 10 + [0.0] * 2
-    assert [part.tokens for part in parts] == [0.1] * 6 + [2 / 30] * 6
+    assert plan.parallel is not None
+    parts = plan.parallel.ranks
+    assert [part.attention_share for part in parts] == [0.1] * 10 + [0.0] * 2
+    assert [part.token_share for part in parts] == [0.1] * 6 + [2 / 30] * 6
     assert all(part.sent_bytes > 1000 for part in parts)
     said = "ranks 10, 11: there are fewer frames than devices: it waits during work in space"
     assert said in plan.notes

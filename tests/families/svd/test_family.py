@@ -34,7 +34,7 @@ def folder(tiny_models: Callable[[str], Path]) -> Path:
 def test_a_known_model_is_planned_before_it_is_fetched(name: str, num_frames: int) -> None:
     plan = everyframe.plan(model=name, image=PICTURE)
     assert (plan.family, plan.settings.num_frames) == ("svd", num_frames)
-    assert len(plan.to_fetch) == 3
+    assert len(plan.downloads) == 3
     # The table's numbers are those of the modules that would be built.
     place = locate(name)
     assert place.known is not None

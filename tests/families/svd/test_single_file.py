@@ -175,6 +175,6 @@ def test_the_released_single_files_are_planned_before_they_are_fetched(
 ) -> None:
     plan = everyframe.plan(model=name, image=PICTURE)
     assert plan.settings.num_frames == num_frames
-    assert plan.to_fetch[0].endswith("_image_decoder.safetensors, about 9.5 GB")
+    assert plan.downloads[0].endswith("_image_decoder.safetensors, about 9.5 GB")
     vae = plan.component("vae")
     assert vae.num_parameters == 83_653_863  # AutoencoderKL's, as published for sd-vae-ft-ema

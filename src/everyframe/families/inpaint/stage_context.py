@@ -74,7 +74,7 @@ class InpaintContext(stages.StageContext[InpaintSpec]):
 
     def inputs(self, takes: Sequence[VideoState]) -> Inputs:
         """Open the inputs again."""
-        first = takes[0].given.first
+        first = takes[0].inputs.first
         return open_inputs(self.model.options, None if first is None else first[0])
 
     @property

@@ -191,7 +191,7 @@ class DenoiseStage(denoise_stage.DenoiseStage[InpaintContext, SamplerInputs]):
         self, video: VideoState, number: int, batch: Sequence[Any], start: int
     ) -> SamplerInputs:
         """Inputs of batch `number` at step `start`; `batch` has each frame's control images."""
-        context, known = self.context, video.known
+        context, known = self.context, video.conditioning
         first, device = number * context.together, context.device(self.component)
         frames = slice(first, first + len(batch))
         mask = known.mask[frames].to(device)
@@ -211,7 +211,9 @@ class DenoiseStage(denoise_stage.DenoiseStage[InpaintContext, SamplerInputs]):
             put_back = diffusers_scheduler.KnownLatents(source, mask, noised)
         if start:
             x = video.latents.to(device)
-        return SamplerInputs(x, networks, put_back, video.seed, video.memory if start else None)
+        return SamplerInputs(
+            x, networks, put_back, video.seed, video.sampler_state if start else None
+        )
 
     def _begin(self, video: VideoState, source: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
         """Initial latents and their noise, (F, 4, h, w) each; the same for every frame."""

@@ -92,7 +92,7 @@ class SourceLatentStage(ComponentStage[InpaintContext, SourceInputs]):
             for number in range(total)
         ]
         for video, batches in zip(takes, zip(*shared, strict=True), strict=True):
-            video.known = ConditioningLatents.joined(batches)
+            video.conditioning = ConditioningLatents.joined(batches)
 
     def _noises(self, seed: int, *, is_mixed: bool) -> tuple[Tensor | None, Tensor | None]:
         """Noise of both posteriors; in diffusers' order, the source's is drawn first, if at all."""

@@ -63,10 +63,10 @@ class OpenSoraContext(StageContext[OpenSoraSpec]):
         """
         if not self.goes_on():
             return None
-        frames = video.tail
+        frames = video.last_frames
         if self.clip == 0:
-            assert video.given.source is not None
-            frames = as_floats(video.given.source[-PIECE:])
+            assert video.inputs.source is not None
+            frames = as_floats(video.inputs.source[-PIECE:])
         wanted = known_frames(self.model.config, self.settings)[0]
         tail: Tensor = frames[-wanted:] if len(frames) >= wanted else frames[-1:]
         return tail
@@ -153,7 +153,7 @@ class ConditioningStage(VideoEncodeStage[OpenSoraContext, ConditioningPixels]):
 
     def inputs(self, video: VideoState, device: str) -> ConditioningPixels:
         """The frames that the clip continues from or the given image, and its last image."""
-        context, given = self.context, video.given
+        context, given = self.context, video.inputs
         first = context.before(video)
         if first is None and given.first is not None:
             first = as_floats(given.first)
@@ -197,7 +197,7 @@ class ConditioningStage(VideoEncodeStage[OpenSoraContext, ConditioningPixels]):
 
     def store(self, video: VideoState, result: ConditioningLatents) -> None:
         """Set `known` of the video."""
-        video.known = result
+        video.conditioning = result
 
 
 def _as_pixels(frames_THWC: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ class DenoiseStage(VideoDenoiseStage[OpenSoraContext, SamplerInputs]):
 
     def inputs(self, video: VideoState, device: str) -> SamplerInputs:
         """The video's noise, conditioning latents and text."""
-        clip, shape, known = self.context.clip, self.context.latent_shape(), video.known
+        clip, shape, known = self.context.clip, self.context.latent_shape(), video.conditioning
         label = video.seed if clip == 0 else noise.derived_seed(video.seed, "clip", clip)
         x = video.latents
         if not video.step:
@@ -311,7 +311,7 @@ class DecodeStage(stages.DecodeStage[OpenSoraContext]):
 
     def is_one_colour(self, video: VideoState) -> bool:
         """Whether one of the given images or the given video is."""
-        given = (video.given.first, video.given.last, video.given.source)
+        given = (video.inputs.first, video.inputs.last, video.inputs.source)
         return any(each is not None and each.min() == each.max() for each in given)
 
     def decode_video(
@@ -321,7 +321,7 @@ class DecodeStage(stages.DecodeStage[OpenSoraContext]):
 
         A given video comes first, as it is.
         """
-        context, source = self.context, video.given.source
+        context, source = self.context, video.inputs.source
         if context.clip == 0 and source is not None:
             # Piece by piece: a long source as floats would be larger than any stage.
             for start in range(0, len(source), PIECE):
@@ -332,7 +332,7 @@ class DecodeStage(stages.DecodeStage[OpenSoraContext]):
         yield from self.decode_pieces(module, guard, video, steps, new.ready)
         # Only where a clip follows: these are floats, one lot for each of many videos.
         follows = context.clip + 1 < context.settings.chain
-        video.tail = torch.cat(new.tail)[-PIECE:] if follows and new.tail else None
+        video.last_frames = torch.cat(new.tail)[-PIECE:] if follows and new.tail else None
 
 
 class _NewFrames:

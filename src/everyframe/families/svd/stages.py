@@ -65,8 +65,8 @@ Context = SVDContext
 
 def given_picture(video: VideoState) -> Any:
     """Conditioning image of a video: uint8 (1, H, W, 3)."""
-    assert video.given.first is not None, "settled without a picture"
-    return video.given.first
+    assert video.inputs.first is not None, "settled without a picture"
+    return video.inputs.first
 
 
 class ImageEmbedStage(SharedEncodeStage[SVDContext, Tensor]):
@@ -95,7 +95,7 @@ class ImageEmbedStage(SharedEncodeStage[SVDContext, Tensor]):
     def store(self, videos: Sequence[VideoState], results: Sequence[Tensor]) -> None:
         """Set the embedding in `known` of each video."""
         for video in videos:
-            video.known = ImageConditioning(results[0])
+            video.conditioning = ImageConditioning(results[0])
 
 
 class ImageLatentStage(VideoEncodeStage[SVDContext, Tensor]):
@@ -127,7 +127,7 @@ class ImageLatentStage(VideoEncodeStage[SVDContext, Tensor]):
 
     def store(self, video: VideoState, result: Tensor) -> None:
         """Set the latents in `known` of the video."""
-        video.known = ImageConditioning(video.known.embedding, result)
+        video.conditioning = ImageConditioning(video.conditioning.embedding, result)
 
 
 @dataclass(frozen=True)
@@ -156,13 +156,13 @@ class DenoiseStage(VideoDenoiseStage[SVDContext, SamplerInputs]):
         """The video's noise and image."""
         context, config = self.context, self.context.config
         if video.step:
-            return SamplerInputs(video.latents.to(device), video.known)
+            return SamplerInputs(video.latents.to(device), video.conditioning)
         sigmas = self._sigmas()
         scale = euler_karras.start_scale(sigmas) if config.starts_scaled else sigmas[0].float()
         start = video.start_noise
         if start is None:
             start = noise.start_noise(video.seed, latent_shape(config, context.settings))[None]
-        return SamplerInputs(start.to(device) * scale, video.known)
+        return SamplerInputs(start.to(device) * scale, video.conditioning)
 
     def example_inputs(self, device: str) -> SamplerInputs:
         """Latents and image of the plan's size."""
