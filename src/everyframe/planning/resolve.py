@@ -177,8 +177,8 @@ def _prepared(
         loras=patches_of(model).loras,
     )
     # What somebody has in memory is there already: what is free says nothing against it.
-    obstacle = None if given is not None else infeasible_reason(plan, fitting, fitted, facts)
-    return PreparedPlan(replace(plan, infeasible=obstacle), model, fitted, chooser)
+    reason = None if given is not None else infeasible_reason(plan, fitting, fitted, facts)
+    return PreparedPlan(replace(plan, infeasible=reason), model, fitted, chooser)
 
 
 def _model(
