@@ -83,6 +83,11 @@ def test_a_file_that_was_written_since_is_read_again(tmp_path: Path) -> None:
     assert read_pixels(tmp_path)[0, 0, 0, 0] == 20
     Image.new("RGB", (4, 4), (30, 0, 0)).save(path)
     assert read_pixels(tmp_path)[0, 0, 0, 0] == 30, "of a folder each file counts"
+    assert read_image(path)[0, 0, 0] == 30
+    at = path.stat().st_mtime_ns
+    Image.new("RGB", (4, 4), (40, 0, 0)).save(path)
+    os.utime(path, ns=(at, at))
+    assert read_image(path)[0, 0, 0] == 40, "a copy keeps the time of what was copied"
     clear = Image.new("RGBA", (4, 4), (0, 0, 0, 0))
     clear.save(path)
     assert (read_image(path).max(), read_image(path, under="black").max()) == (255, 0)

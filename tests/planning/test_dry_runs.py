@@ -35,6 +35,16 @@ def device(profile: str) -> DeviceFacts:
     return find_profile(profile).machine().devices[0]
 
 
+#: Settings with which no dry run may differ unless its key does, too.
+OTHERS: dict[str, Any] = {
+    "negative_prompt": "a",
+    "num_inference_steps": 9,
+    "fps": 12.0,
+    "seed": 5,
+    "edit_strength": 0.5,
+}
+
+
 def runs_of(
     model: Any, settings: Settings, facts: DeviceFacts, dtype: str = "auto"
 ) -> dict[str, DryRun]:
@@ -49,6 +59,27 @@ def runs_of(
         assert isinstance(run, DryRun)
         found[each.stage] = run
     return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_calls_of_equal_keys_have_equal_results(name: str) -> None:
+    """Whichever of them is run dry first is the answer for all."""
+    model, facts = MODELS[name], device("cuda-sm90")
+
+    def results(settings: Settings) -> dict[Any, Any]:
+        found = {}
+        for each in model.rehearsals(settings):
+            precisions = dict.fromkeys(each.components, Precision("bfloat16", "bfloat16", ()))
+            run = executor.dry_run(each, precisions, facts).found[each.component]
+            found[each.key, each.component] = run
+        return found
+
+    usual = results(SETTINGS[name])
+    for option, value in OTHERS.items():
+        others = results(replace(SETTINGS[name], **{option: value}))
+        same = usual.keys() & others.keys()
+        assert same
+        assert {key: others[key] for key in same} == {key: usual[key] for key in same}, option
 
 
 #: One of each kind of device. The other cards have the dtypes and rules of one of these: one family

@@ -22,10 +22,12 @@ from everyframe.hardware.profiles import find_profile
 from everyframe.planning import component_precision
 from everyframe.planning.component_memory import ComponentPlanner
 from everyframe.planning.dry_runs import DryRun, dry_run
+from everyframe.planning.infeasible import infeasible_reason
 from everyframe.planning.memory_fit import FitResult, MemoryFit, within
 from everyframe.runtime import tiling
 from everyframe.runtime.interface import DryRunCall
 from helpers import config_only_models
+from helpers.guard_modules import plan
 
 GB = 10**9
 CARD = find_profile("cuda-sm86").machine().devices[0]
@@ -302,3 +304,15 @@ def test_exact_ways_come_before_tiles_which_are_taken_where_these_are_not_enough
     assert "lossy" in line
     assert not cut.block_offload  # its weights are little beside what it works with
     assert cut.working_bytes < 0.7 * whole.working_bytes
+
+
+def test_the_largest_that_fits_is_named_with_the_options_that_it_takes() -> None:
+    """Sixteen frames at once need too much, and one at once of the same video does not."""
+    model, device = config_only_models.inpaint(9), card(60_000_000)
+    settings = config_only_models.settings(256, 256, 16, options={"frames_at_once": 16})
+    fitted = fitting(model, device).fit(settings)
+    asked = replace(plan(), settings=settings, device=device, components=fitted.components)
+    machine = find_profile("cuda-sm86").machine()
+    reason = infeasible_reason(asked, fitting(model, device), fitted, machine)
+    assert reason is not None
+    assert reason.endswith("(--size 256x256 --num-frames 16 --frames-at-once 1)")

@@ -7,7 +7,8 @@ with is the same module in float64.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from torch import Tensor, nn
 from everyframe.core.errors import NumericsError
 from everyframe.core.events import Note
 from everyframe.core.facts import DeviceFacts
+from everyframe.core.plan import Settings
 from everyframe.runtime import guard as guard_module
 from everyframe.runtime.denoise_stage import GuardedDenoiser
 from everyframe.runtime.guard import Guard
+from everyframe.runtime.interface import MemorySaving
 from helpers.guard_modules import (
     CLOSE,
     Net,
@@ -241,6 +244,28 @@ def test_what_a_denoiser_keeps_of_a_text_is_made_again() -> None:
     with torch.inference_mode():
         assert bool(GuardedDenoiser(guard, make)(1e1 * inputs()).isfinite().all())
     assert [(event.module, event.target) for event in repairs(guard)] == [("to_q", "")]
+
+
+def test_a_repeated_call_has_the_memory_of_the_denoiser_that_failed() -> None:
+    made: list[weakref.ref[Callable[[Tensor], Tensor]]] = []
+
+    def make() -> Callable[[Tensor], Tensor]:
+        def denoise(x: Tensor) -> Tensor:
+            if len(made) == 1:
+                raise MemoryError("out of memory")
+            assert made[0]() is None, "what it keeps of the text is in memory still"
+            return x
+
+        made.append(weakref.ref(denoise))
+        return denoise
+
+    def savings(component: str, settings: Settings) -> Iterator[MemorySaving]:
+        yield MemorySaving(settings.with_saving("tile", 8), "tiles")
+
+    GuardedDenoiser(Guard(plan(), "denoise", {"net": nn.Identity()}, savings=savings), make)(
+        torch.ones(2)
+    )
+    assert len(made) == 2
 
 
 def test_a_jump_is_told() -> None:

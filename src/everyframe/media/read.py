@@ -221,7 +221,7 @@ def read_pixels(path: PathLike) -> Frames:
 
 
 def video_shape(path: PathLike) -> tuple[int, int, int]:
-    """(T, H, W) of what `read_pixels` reads, without holding a video file's frames."""
+    """(T, H, W) of what `read_pixels` reads; more than 128 MiB of frames are not held for it."""
     check_video(path)
     place = Path(path)
     if place.is_dir() or place.suffix.lower() in _ANIMATED:

@@ -33,17 +33,22 @@ def infeasible_reason(
     if smaller is not None:
         width, height = smaller.settings.width, smaller.settings.height
         frames = smaller.settings.num_frames
+        more = "".join(
+            f" --{name.replace('_', '-')} {value}"
+            for name, value in smaller.settings.options
+            if isinstance(value, int) and value != plan.settings.option(name, value)
+        )
         return (
             f"{text}; the largest that fits is {width}x{height} with {frames} frames "
-            f"(--size {width}x{height} --num-frames {frames})"
+            f"(--size {width}x{height} --num-frames {frames}{more})"
         )
-    others = [
+    devices = [
         d.torch_name
         for d in facts.devices
         if d.torch_name != plan.device.torch_name and fits(plan.peak_bytes, d)
     ]
-    if others:
-        return f"{text}; it would fit on {others[0]} (--device {others[0]})"
+    if devices:
+        return f"{text}; it would fit on {devices[0]} (--device {devices[0]})"
     least = "" if plan.model == EMBEDDED_MODEL else " (the smallest model is --model shapes)"
     return f"{text}; no smaller video of this model fits{least}"
 

@@ -91,8 +91,8 @@ def resolve(request: Request, profile: str | Path | None = None) -> Plan:
     """Resolve a request into a plan with a time forecast; nothing is loaded or fetched.
 
     `profile` names another machine or a file with its facts; None is this machine. A machine that
-    is too small, or on which the run would fail, gives a plan with an `obstacle`, so that it can be
-    shown. Raises `InputError` if the model can't do what is requested.
+    is too small, or on which the run would fail, gives a plan with `infeasible`, so that it can
+    be shown. Raises `InputError` if the model can't do what is requested.
     """
     return prepare(request, profile=profile, with_seconds=True).plan
 
@@ -177,8 +177,8 @@ def _prepared(
         loras=patches_of(model).loras,
     )
     # What somebody has in memory is there already: what is free says nothing against it.
-    obstacle = None if given is not None else infeasible_reason(plan, fitting, fitted, facts)
-    return PreparedPlan(replace(plan, infeasible=obstacle), model, fitted, chooser)
+    reason = None if given is not None else infeasible_reason(plan, fitting, fitted, facts)
+    return PreparedPlan(replace(plan, infeasible=reason), model, fitted, chooser)
 
 
 def _model(

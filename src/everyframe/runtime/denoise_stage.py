@@ -12,7 +12,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -200,7 +199,8 @@ class GuardedDenoiser:
         # A run that goes on from a later step has the repairs that its first step asked for.
         probe = self._guard.probe() if self._step == 1 else None
         with probe or nullcontext():
-            answer: Tensor = self._guard.spared(self._step, partial(self._denoise, *given), again)
+            # By name: a call that is repeated needs the memory of the denoiser that failed.
+            answer: Tensor = self._guard.spared(self._step, lambda: self._denoise(*given), again)
         seen = value_range(answer)
         if seen.is_finite:
             answer = self._guard.probed(self._step, probe, answer, again)

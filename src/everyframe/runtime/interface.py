@@ -76,7 +76,7 @@ class VideoState:
     Attributes:
         seed: noise seed; identifies the video within a request.
         inputs: conditioning frames of the request.
-        text, known: encoded prompts and conditioning frames (family-specific).
+        text, conditioning: encoded prompts and conditioning frames (family-specific).
         latents: denoised latents; in a stage that `goes_on`, the state after `step` steps.
         last_frames: last frames of the previous clip, float32 in 0..1, (T, H, W, 3); a chained clip
             continues from them.

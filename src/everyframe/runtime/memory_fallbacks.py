@@ -28,17 +28,6 @@ OFFLOADED = "block offload: weights stay in host memory and are copied to the de
 """Note for weights that are offloaded to the host."""
 
 
-#: Note for weights that are offloaded block by block.
-BLOCK_OFFLOAD = (
-    "block offload: weights stay in host memory and are copied to the device block by block"
-)
-#: Note for weights that host memory does not hold.
-DISK_OFFLOAD = (
-    "disk offload: weights are read from their files block by block at every call, as host memory "
-    "does not hold them"
-)
-
-
 @dataclass(frozen=True)
 class MemoryFallback:
     """One more memory fallback, on top of all earlier ones.

@@ -185,12 +185,16 @@ class VideoEncodeStage(ComponentStage[_Context, _Inputs]):
 
     def _encoded(self, videos: Sequence[VideoState]) -> Generator[Event, None, list[Any]]:
         module, guard = yield from self._load()
-        results = []
+        device, results = self.context.device(self.component), []
         for step, video in enumerate(videos, start=1):
             guard.take(video)
-            inputs = self.inputs(video, self.context.device(self.component))
-            call = self._guarded(guard, module, inputs)
-            results.append((yield from self._step(guard, video, step, len(videos), call)))
+
+            def encode(video: VideoState = video) -> Any:
+                # The device may lack the memory for the inputs themselves.
+                inputs = self.inputs(video, device)
+                return self.compute(module, inputs, device, guard.settings)
+
+            results.append((yield from self._step(guard, video, step, len(videos), encode)))
         return results
 
 

@@ -60,7 +60,7 @@ class SourceLatentStage(ComponentStage[InpaintContext, SourceInputs]):
         return self.context.num_batches
 
     def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Set `known` of each video.
+        """Set `conditioning` of each video.
 
         With several ranks, the batches are distributed and every rank receives all results.
         """

@@ -47,9 +47,9 @@ def dry_run_calls(
         given_size = (min(settings.num_frames, PIECE), *size, at_once, given_tile)
         name = "stages.ConditioningStage"
         calls.append(one("given frames", "vae", name, repeats * chain, *given_size))
-    key: tuple[Hashable, ...] = (*size, branches, cfg_batch_size(settings, branches), given)
+    step = (branches, cfg_batch_size(settings, branches), prompts)
+    key: tuple[Hashable, ...] = (*size, *step, given, *key_of_rank(teams))
     steps = settings.num_inference_steps * chain
-    key += key_of_rank(teams)
     calls.append(one("denoise", "denoiser", "stages.DenoiseStage", steps, *key))
     pieces = settings.num_frames / piece * tiling.num_repeats(*latents, tile) * chain
     calls.append(one("decode", "vae", "stages.DecodeStage", pieces, *size, at_once, tile))

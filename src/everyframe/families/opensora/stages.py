@@ -196,7 +196,7 @@ class ConditioningStage(VideoEncodeStage[OpenSoraContext, ConditioningPixels]):
         return ConditioningLatents(latents, mask)
 
     def store(self, video: VideoState, result: ConditioningLatents) -> None:
-        """Set `known` of the video."""
+        """Set `conditioning` of the video."""
         video.conditioning = result
 
 

@@ -93,7 +93,7 @@ class ImageEmbedStage(SharedEncodeStage[SVDContext, Tensor]):
         return embeds[:, None].to("cpu", torch.float32)
 
     def store(self, videos: Sequence[VideoState], results: Sequence[Tensor]) -> None:
-        """Set the embedding in `known` of each video."""
+        """Set the embedding in `conditioning` of each video."""
         for video in videos:
             video.conditioning = ImageConditioning(results[0])
 
@@ -126,7 +126,7 @@ class ImageLatentStage(VideoEncodeStage[SVDContext, Tensor]):
         return latents.to("cpu", torch.float32)
 
     def store(self, video: VideoState, result: Tensor) -> None:
-        """Set the latents in `known` of the video."""
+        """Set the latents in `conditioning` of the video."""
         video.conditioning = ImageConditioning(video.conditioning.embedding, result)
 
 
