@@ -86,9 +86,10 @@ class WeightChange:
         """DoRA: the changed weight's directions with magnitudes of their own."""
         changed = weight + self._delta(tensors, weight.shape) * self.change.scale
         total = weight.shape[0] if self.rows is None else self.rows.total
-        axis = dora_axis(tuple(tensors["dora"].shape), (total, *weight.shape[1:]))
+        axis = dora_axis(self.change.shapes["dora"], (total, *weight.shape[1:]))
         others = [each for each in range(weight.ndim) if each != axis]
         norm = torch.linalg.vector_norm(changed, dim=others, keepdim=True)
+        norm = norm.masked_fill(norm == 0, 1)  # a channel of zeros has no direction and stays zero
         # An input channel's norm is over all rows, so a part of them is refused (`patches`).
         magnitude = tensors["dora"].flatten()
         magnitude = (self._picked(magnitude) if axis == 0 else magnitude).reshape(norm.shape)
