@@ -106,7 +106,9 @@ def test_the_loras_of_a_strangers_run_are_named_again(
     lora = lora_files.write(tmp_path / "style.safetensors", as_lora(factors))
     run = cut(model, tmp_path / "runs", loras=[f"{lora}:0.5"])
     of_another_user(monkeypatch, tmp_path)
-    with pytest.raises(InputError, match=r"again.*: --option loras=.* \(it was \['style.safetensors:0.5'\]\)$"):
+    with pytest.raises(
+        InputError, match=r"again.*: --option loras=.* \(it was \['style.safetensors:0.5'\]\)$"
+    ):
         everyframe.resume(run.path, model=model)
     with pytest.raises(InputError, match="loras"):
         everyframe.resume(run.path, model=model, loras=f"{lora}:0.75")
