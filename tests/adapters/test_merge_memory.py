@@ -52,6 +52,7 @@ LORAS: dict[str, tuple[State, int]] = {
         {**_factors("lora_A.weight", "lora_B.weight"), "dora_scale": torch.ones(SIZE, 1)}, 2
     ),
     "loha": (_factors("hada_w1_b", "hada_w1_a", "hada_w2_b", "hada_w2_a"), 3),
+    "lokr": ({"lokr_w1": random(1, 1, seed=1), "lokr_w2": random(SIZE, SIZE, seed=2)}, 3),
     "diff": ({"diff": random(SIZE, SIZE, seed=1)}, 2),
     "set": ({"set_weight": random(SIZE, SIZE, seed=1)}, 2),
 }  # fmt: skip

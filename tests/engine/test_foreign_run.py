@@ -12,12 +12,12 @@ import pytest
 from PIL import Image
 
 import everyframe
+from everyframe.checkpoints.tensor_file import open_checkpoint
 from everyframe.cli.main import main
 from everyframe.core.errors import InputError
 from everyframe.core.events import Event
 from everyframe.core.request import Request
 from everyframe.core.serialization import to_jsonable
-from everyframe.checkpoints.tensor_file import open_checkpoint
 from everyframe.engine.foreign_run import asked_outside, with_named
 from everyframe.engine.interrupted_run import load_run
 from everyframe.engine.launcher import run_in_workers
