@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from everyframe.cli.main import main
+from everyframe.runs.atomic_write import write_json
 from everyframe.runs.folder import all_runs
 from helpers.interrupted_runs import cut
 
@@ -58,6 +59,18 @@ def test_what_is_skipped_is_told(
     assert out == "clip-4.mp4\n"
     assert "finished videos are left unchanged: seed 3" in err
     assert f"resuming {folder.name}" in err
+
+
+def test_a_run_of_an_earlier_version_says_what_to_do(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("EVERYFRAME_RUNS", str(tmp_path / "runs"))
+    folder = cut(model, tmp_path / "runs")
+    write_json(folder.path / "run.json", {"schema": "everyframe.run/2"})
+    assert main(["resume", folder.name]) == 2
+    err = capsys.readouterr().err
+    assert "finish the run with that version, or make its video anew" in err
+    assert err.count("\n") == 1
 
 
 def test_a_damaged_run_is_one_line_and_exit_code_2(

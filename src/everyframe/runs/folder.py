@@ -114,9 +114,14 @@ class RunFolder:
     def run(self) -> dict[str, Any]:
         """Read the constant data. Raises `CorruptRunError` if missing or of another version."""
         values = read_json(self.path / _RUN)
-        if values is None or values.get("schema") != SCHEMA:
-            found = "nothing" if values is None else repr(values.get("schema"))
-            raise CorruptRunError(f"{self.path} holds no run of {SCHEMA!r}, but {found}")
+        found = None if values is None else values.get("schema")
+        if values is None or found != SCHEMA:
+            if str(found).startswith(f"{SCHEMA.partition('/')[0]}/"):
+                raise CorruptRunError(
+                    f"{self.path / _RUN} is by another version of Everyframe ({found!r}, this one "
+                    f"has {SCHEMA!r}); finish the run with that version, or make its video anew"
+                )
+            raise CorruptRunError(f"{self.path / _RUN} holds no run of {SCHEMA!r}, but {found!r}")
         return values
 
     def is_own(self) -> bool:
