@@ -15,6 +15,7 @@ from diffusers import DiffusionPipeline
 
 import everyframe
 from everyframe.core.errors import CheckpointError, InputError
+from everyframe.diffusers_pipelines.patched_weights import merged_in_place
 from helpers.loras import files as lora_files
 from helpers.loras.files import Factors, as_lora, factors_for
 from helpers.tiny_checkpoints import families as tiny_families
@@ -191,3 +192,22 @@ def test_a_run_goes_on_with_its_lora_alone(pipe_of: Callable[[str], Any], tmp_pa
         warnings.simplefilter("ignore", everyframe.EveryframeWarning)
         resumed = everyframe.resume(pipe=pipe)
     assert np.array_equal(np.asarray(resumed.frames), expected)
+
+
+def test_components_that_are_one_module() -> None:
+    """Its weights are patched once and put back; patches that differ are refused."""
+    module = torch.nn.Linear(2, 2, bias=False)
+    before = module.weight.detach().clone()
+    pipe = {"transformer": module, "transformer_2": module, "scheduler": None}
+
+    def one_more(weight: torch.Tensor) -> torch.Tensor:
+        return weight + 1
+
+    one = {"weight": one_more}
+    with merged_in_place(pipe, {"transformer": one, "transformer_2": one}):
+        assert torch.equal(module.weight, before + 1)
+    assert torch.equal(module.weight, before)
+    told = r"transformer and the transformer_2 .* are one module"
+    with pytest.raises(InputError, match=told), merged_in_place(pipe, {"transformer": one}):
+        pytest.fail("the patch of one is not that of the other")
+    assert torch.equal(module.weight, before)

@@ -163,6 +163,15 @@ FAULTS: dict[str, tuple[Callable[[State], object], str]] = {
         _with("blocks.1.ffn.0.dora_scale", random(32, 1, seed=1)),
         "'blocks.1.ffn.0' has dora without factors",
     ),
+    "a magnitude of a new weight": (
+        lambda tensors: tensors.update(
+            {
+                "blocks.1.ffn.0.set_weight": random(32, 24, seed=1),
+                "blocks.1.ffn.0.dora_scale": random(32, 1, seed=2),
+            }
+        ),
+        "'blocks.1.ffn.0' has a DoRA magnitude beside a new weight",
+    ),
     "a magnitude of another shape": (
         _with(f"{KEY}.dora_scale", random(23, 1, seed=1)),
         f"'{KEY}' has a DoRA magnitude (23, 1), the weight is (24, 24)",

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 import everyframe
+from everyframe.checkpoints.tensor_file import open_checkpoint
 from everyframe.cli.main import main
 from everyframe.core.errors import InputError
 from everyframe.core.events import Event
@@ -26,6 +27,8 @@ from everyframe.media.video import Video
 from everyframe.runs.atomic_write import write_json
 from everyframe.runs.folder import RunFolder
 from helpers.interrupted_runs import cut, videos
+from helpers.loras import files as lora_files
+from helpers.loras.files import as_lora, factors_for
 
 
 def edited(run: RunFolder, **values: Any) -> None:
@@ -92,6 +95,26 @@ def test_what_a_strangers_run_asks_for_is_named_again(
     events: list[Event] = [*resume_run(run, named=named)]
     for seed, frames in videos(whole).items():
         np.testing.assert_array_equal(videos(events)[seed], frames)
+
+
+def test_the_loras_of_a_strangers_run_are_named_again(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = open_checkpoint(model)
+    key = next(name for name in file if name.endswith("attn.proj.weight"))
+    factors = factors_for({key: file.load(key)}, [key.removesuffix(".weight")])
+    lora = lora_files.write(tmp_path / "style.safetensors", as_lora(factors))
+    run = cut(model, tmp_path / "runs", loras=[f"{lora}:0.5"])
+    of_another_user(monkeypatch, tmp_path)
+    with pytest.raises(
+        InputError, match=r"again.*: --option loras=.* \(it was \['style.safetensors:0.5'\]\)$"
+    ):
+        everyframe.resume(run.path, model=model)
+    with pytest.raises(InputError, match="loras"):
+        everyframe.resume(run.path, model=model, loras=f"{lora}:0.75")
+    shutil.copy(lora, tmp_path / "mine.safetensors")
+    lora.unlink()
+    assert everyframe.resume(run.path, model=model, loras=str(tmp_path / "mine.safetensors:0.5"))
 
 
 def test_what_is_named_again_must_be_what_it_was(

@@ -35,6 +35,7 @@ def test_one_changed_value_is_seen() -> None:
     assert is_signed({**mine, "request": {"image": "cat.png", "sizes": [1, 2]}}), "as in JSON"
     assert not is_signed({**mine, "place": "/there"})
     assert not is_signed({**mine, "more": None})
+    assert not is_signed({**mine, "signature": "\ud800"}), "JSON may hold lone surrogates"
     assert not is_signed({**mine, "request": {"image": "dog.png", "sizes": [1, 2]}})
     assert not is_signed(VALUES)
     for wrong in (None, 5, "", "ä", mine["signature"].upper()):

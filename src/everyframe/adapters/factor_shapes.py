@@ -60,6 +60,8 @@ def kind_of(roles: Collection[str]) -> tuple[str, str]:
             return "", "has one of hada_t1 and hada_t2"
         if "lokr_t2" in main and "lokr_w2_a" not in main:
             return "", "has lokr_t2 without lokr_w2_a"
+        if kinds[0] == "set" and "dora" in roles:
+            return "", "has a DoRA magnitude beside a new weight"
         return kinds[0], ""
     lacking = min((each - main for each in needed), key=len)
     return "", f"has {', '.join(sorted(main))} and lacks {', '.join(sorted(lacking)) or 'nothing'}"

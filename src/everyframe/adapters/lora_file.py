@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,11 +27,16 @@ from everyframe.checkpoints.safetensors_header import read_header
 from everyframe.checkpoints.tensor_file import TensorFile, open_checkpoint
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.lora import Lora
+from everyframe.core.options import shown
 
 #: Key of diffusers' metadata in a safetensors header.
 _METADATA = "lora_adapter_metadata"
 #: PEFT's own file, which leaves alpha to the config beside it.
 _PEFT_FILE, _PEFT_CONFIG = "adapter_model", "adapter_config.json"
+#: Kind -> name of its alpha in PEFT's config.
+_PEFT_ALPHA: Mapping[str, str] = {"lora": "lora_alpha", "loha": "alpha", "lokr": "alpha"}
+#: PEFT's initial factors (``init_lora_weights``) that it subtracts from the base weights.
+_OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 #: Problems that one message shows.
 _MOST_SHOWN = 3
@@ -140,7 +146,7 @@ def read_lora(path: Path) -> LoraFile:
         if problem:
             problems.append(f"{stem!r} {problem}")
             continue
-        shapes = {role: tensors.shape(key) for role, key in keys.items()}
+        shapes = {role: _shape(tensors, role, key) for role, key in keys.items()}
         if not problems:
             changes.append(ModuleChange(stem, kind, keys, shapes, alphas.scale(stem, kind, keys)))
     if problems:
@@ -148,6 +154,16 @@ def read_lora(path: Path) -> LoraFile:
     if not changes:
         raise CheckpointError(f"{path.name} holds no tensors")
     return LoraFile(path, tensors, tuple(changes))
+
+
+def _shape(tensors: TensorFile, role: str, key: str) -> Shape:
+    """Shape of a tensor; PEFT's DoRA magnitudes are one number an output channel: a vector.
+
+    PEFT stores those of a convolution as (1, out, 1, 1), where LyCORIS has one an input channel.
+    """
+    shape = tensors.shape(key)
+    is_pefts = role == "dora" and not key.endswith(".dora_scale")
+    return tuple(size for size in shape if size != 1) or (1,) if is_pefts else shape
 
 
 def _in_one_line(path: Path, problems: list[str]) -> str:
@@ -184,17 +200,54 @@ class _Alphas:
     def scale(self, stem: str, kind: str, keys: Mapping[str, str]) -> float:
         """Alpha over rank, or over its root if the file says so; 1 where there is no alpha."""
         rank = rank_of(kind, {role: self._tensors.shape(key) for role, key in keys.items()})
-        if not rank:
-            return 1.0
         if "alpha" in keys:
-            return self._alpha(keys["alpha"]) / rank
+            return self._alpha(keys["alpha"]) / rank if rank else 1.0
         for prefix, config in self._configs:
-            if stem.startswith(prefix):
+            if kind in _PEFT_ALPHA and stem.startswith(prefix):
+                self._check_base(config)
                 name = stem[len(prefix) :]
-                alpha = _by_pattern(config.get("alpha_pattern"), name, config.get("lora_alpha"))
-                if alpha is not None:
-                    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+                alpha = self._number(config, "alpha_pattern", _PEFT_ALPHA[kind], name)
+                # A LoKr of two whole factors has its rank in the config alone.
+                divisor = rank or self._number(config, "rank_pattern", "r", name)
+                if alpha is not None and divisor:
+                    return alpha / (math.sqrt(divisor) if config.get("use_rslora") else divisor)
         return 1.0
+
+    def _check_base(self, config: Mapping[str, Any]) -> None:
+        """Raise `CheckpointError` for factors that PEFT subtracts from the base weights first."""
+        start = config.get("init_lora_weights")
+        if isinstance(start, str) and start.lower().startswith(_OTHER_BASE):
+            raise CheckpointError(
+                f"{self._path.name}: its factors began as {shown(start)}, which changes the base "
+                "weights too; save the adapter again with PEFT's "
+                "path_initial_model_for_weight_conversion"
+            )
+
+    def _number(
+        self, config: Mapping[str, Any], patterns: str, plain: str, name: str
+    ) -> float | None:
+        """A module's value by PEFT's patterns, which match the end of its name; None for none."""
+        key, value = plain, config.get(plain)
+        by_pattern = config.get(patterns)
+        for pattern, own in by_pattern.items() if isinstance(by_pattern, Mapping) else ():
+            try:
+                is_match = re.match(rf"(.*\.)?({pattern})$", name)
+            except (re.error, OverflowError, RecursionError) as error:
+                raise CheckpointError(
+                    f"{self._path.name}: {patterns} {shown(pattern)} can't be read: {error}"
+                ) from error
+            if is_match:
+                key, value = patterns, own
+                break
+        if value is None:
+            return None
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 < abs(value) <= sys.float_info.max:
+            raise CheckpointError(
+                f"{self._path.name}: its {key} is {shown(value)}, expected a finite number other "
+                "than 0"
+            )
+        return float(value)
 
     def _alpha(self, key: str) -> float:
         if math.prod(self._tensors.shape(key)) != 1:
@@ -236,20 +289,3 @@ def _configs(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
 def _config_beside(path: Path) -> Path | None:
     config = path.parent / _PEFT_CONFIG
     return config if path.stem == _PEFT_FILE and config.is_file() else None
-
-
-def _by_pattern(patterns: object, name: str, otherwise: object) -> float | None:
-    """The alpha of a module by PEFT's patterns, which match the end of its name."""
-    if isinstance(patterns, Mapping):
-        for pattern, value in patterns.items():
-            try:
-                is_match = re.match(rf"(.*\.)?({pattern})$", name)
-            except re.error as error:
-                raise CheckpointError(
-                    f"alpha_pattern {pattern!r} can't be read: {error}"
-                ) from error
-            if is_match:
-                otherwise = value
-                break
-    is_number = isinstance(otherwise, (int, float)) and not isinstance(otherwise, bool)
-    return float(otherwise) if is_number and otherwise else None  # type: ignore[arg-type]

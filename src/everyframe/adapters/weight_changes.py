@@ -49,11 +49,15 @@ class WeightChange:
             return self._biased(weight, tensors)
         if self.change.kind == "set":
             new = self._picked(tensors["set_weight"])
-            return new if self.strength == 1 else weight + (new - weight) * self.strength
+            return self._towards(new, weight)
         if "dora" in tensors:
             return self._decomposed(weight, tensors)
         delta = self._delta(tensors, weight.shape)
-        return weight + delta * (self.change.scale * self.strength)
+        return _added(delta, self.change.scale * self.strength, weight)
+
+    def _towards(self, new: Tensor, weight: Tensor) -> Tensor:
+        """`weight`, moved towards `new` by the strength; overwrites `new`."""
+        return new if self.strength == 1 else _added(new.sub_(weight), self.strength, weight)
 
     def _biased(self, bias: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         if "up_bias" in tensors:
@@ -84,16 +88,16 @@ class WeightChange:
 
     def _decomposed(self, weight: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         """DoRA: the changed weight's directions with magnitudes of their own."""
-        changed = weight + self._delta(tensors, weight.shape) * self.change.scale
+        changed = _added(self._delta(tensors, weight.shape), self.change.scale, weight)
         total = weight.shape[0] if self.rows is None else self.rows.total
-        axis = dora_axis(tuple(tensors["dora"].shape), (total, *weight.shape[1:]))
+        axis = dora_axis(self.change.shapes["dora"], (total, *weight.shape[1:]))
         others = [each for each in range(weight.ndim) if each != axis]
         norm = torch.linalg.vector_norm(changed, dim=others, keepdim=True)
+        norm = norm.masked_fill(norm == 0, 1)  # a channel of zeros has no direction and stays zero
         # An input channel's norm is over all rows, so a part of them is refused (`patches`).
         magnitude = tensors["dora"].flatten()
         magnitude = (self._picked(magnitude) if axis == 0 else magnitude).reshape(norm.shape)
-        merged: Tensor = changed * (magnitude / norm)
-        return merged if self.strength == 1 else weight + (merged - weight) * self.strength
+        return self._towards(changed.mul_(magnitude / norm), weight)
 
     def _picked(self, tensor: Tensor) -> Tensor:
         """The weight's own rows of a tensor of the original's."""
@@ -103,13 +107,18 @@ class WeightChange:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
+def _added(delta: Tensor, factor: float, weight: Tensor) -> Tensor:
+    """``weight + delta * factor``; overwrites `delta`, so that no further copy is held."""
+    return delta.mul_(factor).add_(weight)
+
+
 def _of_loha(tensors: Mapping[str, Tensor]) -> Tensor:
     parts = []
     for number in (1, 2):
         a, b = tensors[f"hada_w{number}_a"], tensors[f"hada_w{number}_b"]
         core = tensors.get(f"hada_t{number}")
         parts.append(a @ b if core is None else _tucker(core, a, b))
-    return parts[0] * parts[1]
+    return parts[0].mul_(parts[1])
 
 
 def _of_lokr(tensors: Mapping[str, Tensor]) -> Tensor:

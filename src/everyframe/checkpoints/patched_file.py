@@ -26,7 +26,8 @@ class PatchedTensorFile(TensorFile):
     """The tensors of `base`, of which those in `patches` (by name in the file) are patched.
 
     A patch is computed in float32 on the CPU at each `load`, whatever the device, so that its bits
-    depend on nothing else. It takes memory for two float32 copies of that tensor.
+    depend on nothing else. It takes memory for two float32 copies of that tensor, and for one more
+    of a LoHa or LoKr and of each LoRA after the first.
     """
 
     def __init__(self, base: TensorFile, patches: Patches) -> None:

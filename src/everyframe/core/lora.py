@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from everyframe.core.errors import InputError
@@ -96,15 +98,30 @@ def parse_lora(given: Any) -> Lora:
     if isinstance(given, os.PathLike):
         return Lora(os.fspath(given))
     if _is_pair(given):
-        return Lora(os.fspath(given[0]), float(given[1]))
-    if isinstance(given, Mapping) and "file" in given and set(given) <= _FIELDS:
-        values = dict(given)
-        values["file"] = os.fspath(values["file"])
-        return Lora(**values)
+        return Lora(os.fspath(given[0]), _number(given[1]))
+    if isinstance(given, Mapping) and _is_mapping_of_lora(given):
+        return Lora(**{**given, "file": os.fspath(given["file"]),
+                       "strength": _number(given.get("strength", 1.0))})  # fmt: skip
     raise InputError(f"loras must be {FORM}, got {shown(given)}")
 
 
-_FIELDS = {"file", "strength", "component", "sha256"}
+_FIELDS: Mapping[str, Any] = {
+    "file": (str, os.PathLike), "strength": (int, float), "component": str,
+    "sha256": (str, NoneType),
+}  # fmt: skip
+
+
+def _is_mapping_of_lora(given: Mapping[Any, Any]) -> bool:
+    """Whether the keys are those of a `Lora`, and their values of its types."""
+    return "file" in given and all(
+        isinstance(value, _FIELDS.get(key, ())) and not isinstance(value, bool)
+        for key, value in given.items()
+    )
+
+
+def _number(strength: float) -> float:
+    """The strength; infinity for a whole number beyond float."""
+    return math.inf if abs(strength) > sys.float_info.max else float(strength)
 
 
 def _is_pair(given: Any) -> bool:

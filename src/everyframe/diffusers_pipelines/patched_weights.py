@@ -109,11 +109,12 @@ def merged_in_place(
     meanwhile; that takes as many bytes as they have.
 
     Raises:
-        InputError: a patched weight is on meta or quantised.
+        InputError: a patched weight is on meta or quantised, or two components that are one module
+            have different patches.
     """
     saved: list[tuple[Tensor, Tensor]] = []
     try:
-        for component, own in patches.items():
+        for component, own in _once_a_module(components, patches).items():
             parameters = dict(_plain(components[component]).named_parameters())
             for name, patch in own.items():
                 parameter = parameters[name]
@@ -128,6 +129,23 @@ def merged_in_place(
         with torch.inference_mode(False), torch.no_grad():
             for patched, before in saved:
                 patched.data.copy_(before)
+
+
+def _once_a_module(
+    components: Mapping[str, Any], patches: Mapping[str, Patches]
+) -> dict[str, Patches]:
+    """Patches of each module by the first of its names, so that none is patched twice."""
+    first: dict[int, str] = {}
+    for name, each in components.items():
+        if not _is_module(each):
+            continue
+        other = first.setdefault(id(_plain(each)), name)
+        if patches.get(name, {}) != patches.get(other, {}):
+            raise InputError(
+                f"the {other} and the {name} of this pipeline are one module, so a LoRA changes "
+                "both or none; give it for both, or load the pipeline with two"
+            )
+    return {name: patches[name] for name in first.values() if name in patches}
 
 
 def _check_plain(component: str, name: str, parameter: nn.Parameter) -> None:

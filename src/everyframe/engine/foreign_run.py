@@ -1,9 +1,9 @@
 """Resume a run that this user's Everyframe did not write: what it asks for must be named again.
 
 A run folder is data, and whoever made it chose its files. Those in the folder itself are used.
-Given files, local models, the output and the report lie outside of it, where the person who resumes
-may read and write and the maker of the folder may not; `everyframe.runs.signature` tells whose it
-is.
+Given files, LoRAs, local models, the output and the report lie outside of it, where the person who
+resumes may read and write and the maker of the folder may not; `everyframe.runs.signature` tells
+whose it is.
 """
 
 from __future__ import annotations
@@ -115,6 +115,8 @@ def asked_outside(request: Request) -> dict[str, Any]:
     found = {name: getattr(request, name) for name in GIVEN if _is_file(getattr(request, name))}
     if request.report is not None:
         found["report"] = request.report
+    if request.loras:
+        found["loras"] = [str(lora) for lora in request.loras]
     for name, value in {"model": request.model, **request.family_options}.items():
         facts = option_facts(name)
         if name == _OWN and isinstance(value, Mapping):
@@ -149,7 +151,10 @@ def with_named(request: Request, named: Mapping[str, Any]) -> Request:
 
 def _flag(name: str, value: Any) -> str:
     """How that option is named again, and what it was."""
-    flags = {"output": "--output PLACE", "model": "--model FOLDER"}
+    flags = {
+        "output": "--output PLACE", "model": "--model FOLDER",
+        "loras": '--option loras=\'["FILE:STRENGTH"]\'',
+    }  # fmt: skip
     return f"{flags.get(name, f'--option {name}=FILE')} (it was {shown(value)})"
 
 

@@ -42,7 +42,9 @@ def is_signed(values: Mapping[str, Any]) -> bool:
     if key is None or not isinstance(found, str):
         return False
     plain = {name: value for name, value in values.items() if name != SIGNATURE}
-    return hmac.compare_digest(_signature(plain, key).encode(), found.encode())
+    # Text of a file may hold lone surrogates.
+    theirs = found.encode(errors="surrogatepass")
+    return hmac.compare_digest(_signature(plain, key).encode(), theirs)
 
 
 def _signature(values: Mapping[str, Any], key: bytes) -> str:
