@@ -77,6 +77,8 @@ def test_alpha_of_lycoris_kinds(name: str, tmp_path: Path) -> None:
         ('{"transformer.lora_alpha": "6"}', "its lora_alpha is '6', expected"),
         (f'{{"transformer.lora_alpha": 1{"0" * 400}}}', "its lora_alpha is 1000"),
         ('{"transformer.alpha_pattern": {"to_q": true}}', "its alpha_pattern is True, expected"),
+        ('{"transformer.alpha_pattern": {"(a|a)*x": 2}}', "repeats a group, or more than 2 times"),
+        ('{"transformer.alpha_pattern": {".*.*.*x": 2}}', "repeats a group, or more than 2 times"),
         ('{"transformer.alpha_pattern": {"a{99999999999}": 1}}', "can't be read: the repetition"),
         (
             '{"transformer.alpha_pattern": {"' + "(" * 5000 + ")" * 5000 + '": 1}}',

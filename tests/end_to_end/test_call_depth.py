@@ -48,5 +48,5 @@ def test_few_calls_stand_between_main_and_the_first_attention(
     assert main(["generate", prompt, "--seed", "7", "--steps", "1", "-o", f"{tmp_path}/a.mp4"]) == 0
     names = [name for name, _ in seen[0]]
     assert (names[0], names[-1]) == ("cli/main.py: main", "families/opensora/layers.py: forward")
-    assert len(names) <= MAX_FRAMES, names
+    assert len(names) <= MAX_FRAMES, "\n".join(names)
     assert sum(is_generator for _, is_generator in seen[0]) <= MAX_GENERATORS, seen[0]

@@ -37,6 +37,9 @@ _PEFT_FILE, _PEFT_CONFIG = "adapter_model", "adapter_config.json"
 _PEFT_ALPHA: Mapping[str, str] = {"lora": "lora_alpha", "loha": "alpha", "lokr": "alpha"}
 #: PEFT's initial factors (``init_lora_weights``) that it subtracts from the base weights.
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+#: What may take for ever in a pattern of PEFT's, which a file gives: a group that is repeated, and
+#: more repetitions than a few.
+_REPEATED_GROUP, _REPEATS, _MOST_REPEATS = re.compile(r"\)[*+?{]"), re.compile(r"[*+{]"), 2
 
 #: Problems that one message shows.
 _MOST_SHOWN = 3
@@ -230,6 +233,11 @@ class _Alphas:
         key, value = plain, config.get(plain)
         by_pattern = config.get(patterns)
         for pattern, own in by_pattern.items() if isinstance(by_pattern, Mapping) else ():
+            if len(_REPEATS.findall(pattern)) > _MOST_REPEATS or _REPEATED_GROUP.search(pattern):
+                raise CheckpointError(
+                    f"{self._path.name}: {patterns} {shown(pattern)} repeats a group, or more than "
+                    f"{_MOST_REPEATS} times, which may never end; name the modules"
+                )
             try:
                 is_match = re.match(rf"(.*\.)?({pattern})$", name)
             except (re.error, OverflowError, RecursionError) as error:

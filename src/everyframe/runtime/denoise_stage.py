@@ -8,10 +8,12 @@ chooses the sampler and its inputs.
 from __future__ import annotations
 
 import time
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -199,8 +201,9 @@ class GuardedDenoiser:
         # A run that goes on from a later step has the repairs that its first step asked for.
         probe = self._guard.probe() if self._step == 1 else None
         with probe or nullcontext():
-            # By name: a call that is repeated needs the memory of the denoiser that failed.
-            answer: Tensor = self._guard.spared(self._step, lambda: self._denoise(*given), again)
+            # A weak reference: a repeated call needs the memory of the denoiser that failed.
+            compute = partial(weakref.proxy(self._denoise), *given)
+            answer: Tensor = self._guard.spared(self._step, compute, again)
         seen = value_range(answer)
         if seen.is_finite:
             answer = self._guard.probed(self._step, probe, answer, again)
