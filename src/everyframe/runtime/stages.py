@@ -21,7 +21,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from everyframe.core.events import ComponentLoaded, Event, FramesDecoded, Step, event_of
+from everyframe.core.events import ComponentLoaded, Event, FramesDecoded, Note, Step, event_of
 from everyframe.core.plan import Plan, Settings
 from everyframe.parallel.communicator import ONE, Communicator, ParallelContext
 from everyframe.parallel.ordered_map import assign_pieces, run_in_order
@@ -30,6 +30,7 @@ from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.loading import load_component
 from everyframe.runtime.model_spec import NativeModelSpec
+from everyframe.runtime.repairs import prompt_truncated_note
 
 _Model = TypeVar("_Model", bound=NativeModelSpec[Any, Any, Any])
 
@@ -155,6 +156,31 @@ class SharedEncodeStage(ComponentStage[_Context, _Inputs]):
             call = self._guarded(guard, module, each)
             results.append((yield from self._step(guard, videos[0], step, len(inputs), call)))
         return results
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """Token ids and mask (1, L) of a text, on the host."""
+
+    ids: Tensor
+    mask: Tensor
+
+
+class PromptEncodeStage(SharedEncodeStage[_Context, PromptTokens]):
+    """Encode prompt and negative prompt with the model's one text encoder."""
+
+    name = "text"
+    component = "text_encoder"
+
+    @abstractmethod
+    def tokens(self) -> Sequence[tuple[Tensor, Tensor, str]]:
+        """Ids and mask of each prompt, and the words of it that are cut ("" if none)."""
+
+    def inputs(self, videos: Sequence[VideoState]) -> tuple[list[PromptTokens], list[Note]]:
+        """Tokens of each prompt; notes on what is cut."""
+        tokens = self.tokens()
+        notes = [prompt_truncated_note(cut) for *_, cut in tokens if cut]
+        return [PromptTokens(ids, mask) for ids, mask, _ in tokens], notes
 
 
 class VideoEncodeStage(ComponentStage[_Context, _Inputs]):

@@ -19,7 +19,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from everyframe.core.events import Event, Note, event_of
+from everyframe.core.events import Event, event_of
 from everyframe.core.plan import Settings
 from everyframe.families.inpaint.components import controlnet_name
 from everyframe.families.inpaint.denoiser import ControlNetInputs, ControlNetScale, Denoiser
@@ -32,11 +32,9 @@ from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.memory_fallbacks import cfg_batch_size
 from everyframe.runtime.rank_shares import active_ranks
-from everyframe.runtime.repairs import prompt_truncated_note
-from everyframe.runtime.stages import SharedEncodeStage
+from everyframe.runtime.stages import PromptEncodeStage, PromptTokens
 from everyframe.samplers import diffusers_scheduler, noise
 from everyframe.samplers.base import Step
-from everyframe.samplers.base import Step as SamplerStep
 
 #: The context of a dry run; see `NativeModelSpec.stage_call`.
 Context = InpaintContext
@@ -83,32 +81,19 @@ def in_round(
     yield Step(num_steps - 1, num_steps, last.t if last else torch.zeros(1), whole)
 
 
-@dataclass(frozen=True)
-class PromptTokens:
-    """Token ids and mask (1, L) of a text, on the host."""
-
-    ids: Tensor
-    mask: Tensor
-
-
-class TextEncodeStage(SharedEncodeStage[InpaintContext, PromptTokens]):
+class TextEncodeStage(PromptEncodeStage[InpaintContext]):
     """Encode prompt and negative prompt with CLIP."""
-
-    name = "text"
-    component = "text_encoder"
 
     @property
     def num_inputs(self) -> int:
         """Number of prompts."""
         return len(prompts_of(self.context.settings))
 
-    def inputs(self, videos: Sequence[VideoState]) -> tuple[list[PromptTokens], list[Note]]:
-        """Tokens of each prompt; notes on what is cut."""
+    def tokens(self) -> list[tuple[Tensor, Tensor, str]]:
+        """CLIP's tokens of each prompt."""
         context = self.context
         tokenizer = load_tokenizer(context.model.files.path("tokenizer"))
-        tokens = tokens_of(tokenizer, context.settings, context.config.num_tokens)
-        notes = [prompt_truncated_note(cut) for *_, cut in tokens if cut]
-        return [PromptTokens(ids, mask) for ids, mask, _ in tokens], notes
+        return tokens_of(tokenizer, context.settings, context.config.num_tokens)
 
     def example_inputs(self, device: str) -> PromptTokens:
         """A prompt of full length."""
@@ -266,7 +251,7 @@ class DenoiseStage(denoise_stage.DenoiseStage[InpaintContext, SamplerInputs]):
 
     def sample(
         self, denoise: Callable[..., Tensor], inputs: SamplerInputs, start: int
-    ) -> Iterator[SamplerStep]:
+    ) -> Iterator[Step]:
         """Steps of the checkpoint's scheduler."""
         scheduler, timesteps = self.context.scheduled(self.context.device(self.component))
 

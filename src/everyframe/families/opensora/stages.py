@@ -15,7 +15,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from everyframe.core.events import Event, FramesDecoded, Note
+from everyframe.core.events import Event, FramesDecoded
 from everyframe.core.plan import Settings
 from everyframe.families.opensora import sharding
 from everyframe.families.opensora.denoiser import Denoiser, PromptEmbeds, timesteps_of
@@ -31,10 +31,10 @@ from everyframe.runtime import stages
 from everyframe.runtime.denoise_stage import VideoDenoiseStage
 from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import VideoState
-from everyframe.runtime.repairs import prompt_truncated_note
 from everyframe.runtime.stages import (
     LatentPiece,
-    SharedEncodeStage,
+    PromptEncodeStage,
+    PromptTokens,
     StageContext,
     VideoEncodeStage,
     as_floats,
@@ -82,33 +82,19 @@ class OpenSoraContext(StageContext[OpenSoraSpec]):
 Context = OpenSoraContext
 
 
-@dataclass(frozen=True)
-class PromptTokens:
-    """Token ids (1, L) and bool mask (1, L) of a text, on the host."""
-
-    ids: Tensor
-    mask: Tensor
-
-
-class TextEncodeStage(SharedEncodeStage[OpenSoraContext, PromptTokens]):
+class TextEncodeStage(PromptEncodeStage[OpenSoraContext]):
     """Encode prompt and negative prompt with T5."""
-
-    name = "text"
-    component = "text_encoder"
 
     @property
     def num_inputs(self) -> int:
         """The prompt and, if there is one, the negative prompt."""
         return 1 + (self.context.settings.negative_prompt is not None)
 
-    def inputs(self, videos: Sequence[VideoState]) -> tuple[list[PromptTokens], list[Note]]:
-        """Tokens of each text; notes on what is cut."""
+    def tokens(self) -> list[tuple[Tensor, Tensor, str]]:
+        """T5's tokens of each text."""
         model = self.context.model
         tokenizer = load_tokenizer(model.files.path("tokenizer"))
-        length = model.config.denoiser.model_max_length
-        tokens = tokens_of(tokenizer, self.context.settings, length)
-        notes = [prompt_truncated_note(cut) for *_, cut in tokens if cut]
-        return [PromptTokens(ids, mask) for ids, mask, _ in tokens], notes
+        return tokens_of(tokenizer, self.context.settings, model.config.denoiser.model_max_length)
 
     def example_inputs(self, device: str) -> PromptTokens:
         """A text of full length."""
