@@ -10,7 +10,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -153,7 +153,7 @@ def read_lora(path: Path) -> LoraFile:
         if not problems:
             changes.append(ModuleChange(stem, kind, keys, shapes, alphas.scale(stem, kind, keys)))
     if problems:
-        raise CheckpointError(_in_one_line(path, problems))
+        raise CheckpointError(f"{path.name} is no LoRA that can be read: {join_problems(problems)}")
     if not changes:
         raise CheckpointError(f"{path.name} holds no tensors")
     return LoraFile(path, tensors, tuple(changes))
@@ -169,10 +169,10 @@ def _shape(tensors: TensorFile, role: str, key: str) -> Shape:
     return tuple(size for size in shape if size != 1) or (1,) if is_pefts else shape
 
 
-def _in_one_line(path: Path, problems: list[str]) -> str:
+def join_problems(problems: Sequence[str]) -> str:
+    """The first problems of a file for one message, and how many more there are."""
     more = len(problems) - _MOST_SHOWN
-    rest = f"; and {more} more" if more > 0 else ""
-    return f"{path.name} is no LoRA that can be read: {'; '.join(problems[:_MOST_SHOWN])}{rest}"
+    return "; ".join(problems[:_MOST_SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _sorted_in(key: str, tensors: TensorFile, modules: dict[str, dict[str, str]]) -> str:

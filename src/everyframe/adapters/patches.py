@@ -26,7 +26,13 @@ from everyframe.adapters.key_schemes import (
     Prefix,
 )
 from everyframe.adapters.known_models import identify
-from everyframe.adapters.lora_file import LoraFile, ModuleChange, check_recorded, read_lora
+from everyframe.adapters.lora_file import (
+    LoraFile,
+    ModuleChange,
+    check_recorded,
+    join_problems,
+    read_lora,
+)
 from everyframe.adapters.weight_changes import WeightChange
 from everyframe.adapters.weight_sites import Shape, Target, WeightSites
 from everyframe.checkpoints.folder import listing
@@ -34,9 +40,6 @@ from everyframe.checkpoints.patched_file import TensorPatch
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.lora import Lora
 from everyframe.runtime.patchable import WeightTable
-
-#: Problems that one message shows.
-_MOST_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -318,10 +321,8 @@ class _Match:
     def _said(self, problems: list[str]) -> str:
         looks = identify(self._file)
         made_for = f"; it looks made for {looks}" if looks else ""
-        more = len(problems) - _MOST_SHOWN
-        rest = f"; and {more} more" if more > 0 else ""
-        shown = "; ".join(problems[:_MOST_SHOWN])
-        return f"{self._file.path.name} is no LoRA for {self._model.title}: {shown}{rest}{made_for}"
+        shown = join_problems(problems)
+        return f"{self._file.path.name} is no LoRA for {self._model.title}: {shown}{made_for}"
 
 
 def _readings(stem: str) -> Iterator[tuple[tuple[Prefix, ...], str]]:
