@@ -79,7 +79,7 @@ def stream(
     the CPU override a record, which asks for its own to reproduce its bits. `given_model` is an
     in-memory model in place of the request's; torch switches then stay as its owner set them.
     `keep` is how progress is saved (None: in `runs_folder`). `join` meets the other ranks of a plan
-    for several; see `ParallelPlan.speaks` for the ranks whose events count.
+    for several; see `ParallelPlan.reports_events` for the ranks whose events count.
 
     Raises an `EveryframeError` for anything that a person should know; no output is written then.
     """

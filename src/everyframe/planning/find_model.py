@@ -12,6 +12,7 @@ from typing import Any
 from everyframe.adapters.request_loras import with_loras
 from everyframe.checkpoints import shapes_prompts
 from everyframe.checkpoints.download import fetch_missing
+from everyframe.checkpoints.folder import listing
 from everyframe.checkpoints.locate import Location, locate, overview
 from everyframe.core.bytes import fits, format_bytes
 from everyframe.core.errors import CheckpointError, InputError
@@ -25,6 +26,9 @@ EMBEDDED_MODEL = "shapes"
 #: Bytes per parameter by which the memory of a model's largest component is estimated from its size
 #: on disk: components are stored in float32 and loaded one at a time.
 _BYTES_PER_PARAMETER = {True: 2, False: 4}
+
+#: Models that a refusal names.
+_MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -99,9 +103,9 @@ def refuse_if_not_drawable(request: Request) -> None:
     if not isinstance(read, shapes_prompts.Refusal):
         return
     fitting = [row for row in list_models() if row.fits and row.name != EMBEDDED_MODEL]
-    others = ", ".join(_in_words(row) for row in fitting[:3]) or "none of the known ones"
-    if more := len(fitting[3:]):
-        others += f" and {more} more, which `everyframe models` lists"
+    others = listing([*map(_in_words, fitting)], _MOST_NAMED) or "none of the known ones"
+    if len(fitting) > _MOST_NAMED:
+        others += ", which `everyframe models` lists"
     raise InputError(
         f"the embedded model can't draw this: {read.reason}. It draws {shapes_prompts.CAN_DRAW}. "
         f"Models that fit this machine: {others} (--model NAME); --model shapes tries anyway"

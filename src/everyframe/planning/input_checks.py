@@ -1,6 +1,7 @@
-"""Check what a request names, once, before a plan is made or a worker starts.
+"""Check what a request names before a plan is made or a worker starts.
 
-The caller, command line or API, checks here; planner, engine and workers take it as right.
+The caller, command line or API, checks here, so that a refusal takes no worker's start. What needs
+the plan is checked with it: the contents of given frames, and the sizes that an output can hold.
 """
 
 from __future__ import annotations
