@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from einops import rearrange
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -299,6 +300,41 @@ def stepvideo_scheduler(golden: Golden) -> Outputs:
         yield f"{tag}.sample_final", states[-1]
 
 
+def opensora2_mmdit(golden: Golden) -> Outputs:
+    """Forward calls of Open-Sora 2.0's denoiser and of FLUX: with and without a condition."""
+    from everyframe.families.opensora2.config import MMDiTConfig
+    from everyframe.families.opensora2.mmdit import MMDiT
+
+    config = MMDiTConfig.from_json(golden.config)
+    model = MMDiT(config)
+    golden.load(model)
+    guidance = golden["guidance"] if config.guidance_embed else None
+    context = model.context(golden["txt"], golden["y_vec"], guidance)
+    patch = config.patch_size
+
+    def unpacked(prefix: str) -> Tensor:
+        """Latents of tokens, whose ids count frames, rows and columns."""
+        t, h, w = (int(n) + 1 for n in golden[f"{prefix}img_ids"][0].amax(0))
+        sizes = {"t": t, "h": h, "w": w, "ph": patch, "pw": patch}
+        pattern = "b (t h w) (c ph pw) -> b c t (h ph) (w pw)"
+        return rearrange(golden[f"{prefix}img"], pattern, **sizes)
+
+    def packed(x: Tensor) -> Tensor:
+        return rearrange(x, "b c t (h ph) (w pw) -> b (t h w) (c ph pw)", ph=patch, pw=patch)
+
+    x, t = unpacked(""), golden["timesteps"]
+    cond = None
+    if "masks" in golden:
+        cond = torch.cat([golden["masks"], golden["masked_ref"]], dim=1)
+    velocity = model(x, t, context, cond)
+    yield "output", packed(velocity)
+    yield "output_unpacked", velocity
+    if "output_cond_zero" in golden:
+        yield "output_cond_zero", packed(model(x, t, context))
+    if "image.output" in golden:
+        yield "image.output", packed(model(unpacked("image."), t, context))
+
+
 @dataclass(frozen=True)
 class Kind:
     """How a part is run, and how far off it may be: one limit is finite."""
@@ -327,6 +363,8 @@ KINDS = {
     "stepvideo_llm": Kind(stepvideo_llm, absolute=2e-4),
     "stepvideo_rope": Kind(stepvideo_rope, absolute=2e-4),
     "stepvideo_scheduler": Kind(stepvideo_scheduler, absolute=2e-4),
+    # Also opensora2_mmdit_cond and opensora2_mmdit_flux: the config tells them apart.
+    "opensora2_mmdit": Kind(opensora2_mmdit, absolute=2e-4),
 }
 
 
