@@ -13,71 +13,31 @@ To add a kind: a function from `Golden` to named outputs, and a line in `KINDS`.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from einops import rearrange
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from everyframe.checkpoints.key_map import KeyMap
-from everyframe.checkpoints.strict_load import load_strictly
 from everyframe.checkpoints.tensor_file import open_checkpoint
 from everyframe.core.errors import EveryframeError, InputError
 from everyframe.numerics.tensor_stats import Difference, largest_error
 from everyframe.samplers import iddpm, rectified_flow
 from everyframe.samplers.guidance import guide
 
-
-class Golden:
-    """One folder's content; what is missing or broken raises `InputError` naming it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        if not folder.is_dir():
-            raise InputError(f"{folder} is not a folder")
-        try:
-            self.config: dict[str, Any] = json.loads(self._file("config.json").read_text("utf-8"))
-        except ValueError as error:
-            raise InputError(f"{folder / 'config.json'} is not JSON: {error}") from error
-        try:
-            self.tensors: dict[str, Tensor] = load_file(self._file("io.safetensors"))
-        except SafetensorError as error:
-            raise InputError(f"{folder / 'io.safetensors'} can't be read: {error}") from error
-
-    def _file(self, name: str) -> Path:
-        path = self.folder / name
-        if not path.is_file():
-            raise InputError(f"{self.folder} has no file {name}")
-        return path
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self.tensors:
-            raise InputError(f"{self.folder / 'io.safetensors'} has no tensor {name!r}")
-        return self.tensors[name]
-
-    def setting(self, name: str) -> Any:
-        if name not in self.config:
-            raise InputError(f"{self.folder / 'config.json'} has no setting {name!r}")
-        return self.config[name]
-
-    def load(self, module: nn.Module, keys: KeyMap | None = None) -> None:
-        """Fill `module` with the folder's weights: none missing, left over or misshapen."""
-        load_strictly(module, open_checkpoint(self._file("weights.safetensors")), keys=keys)
-        module.eval()
-
-
-Outputs = Iterator[tuple[str, Tensor]]
+# As a script or loaded by its test: the modules beside it.
+sys.path.insert(0, str(Path(__file__).parent))
+from golden_folder import Golden, Outputs, constructor
+from opensora2_kinds import (
+    opensora2_dcae,
+    opensora2_mmdit,
+    opensora2_sampler,
+    opensora2_vae_hunyuan,
+)
 
 
 def opensora_stdit_v1_0(golden: Golden) -> Outputs:
@@ -187,13 +147,6 @@ def opensora_rflow(golden: Golden) -> Outputs:
     yield "sample", last.x
 
 
-def _constructor(golden: Golden, *leave_out: str) -> dict[str, Any]:
-    """What upstream's class was made with, as its config.json would say it."""
-    name = next((key for key in golden.config if key.startswith("constructor")), "constructor")
-    given: dict[str, Any] = golden.setting(name)
-    return {key: value for key, value in given.items() if key not in leave_out}
-
-
 def _other_way(x: Tensor) -> Tensor:
     """Step-Video's (B, T, C, H, W) to ours, (B, C, T, H, W), and back."""
     return x.transpose(1, 2)
@@ -204,7 +157,7 @@ def stepvideo_dit(golden: Golden) -> Outputs:
     from everyframe.families.stepvideo.config import StepVideoModelConfig
     from everyframe.families.stepvideo.model import StepVideoModel
 
-    given = _constructor(golden)
+    given = constructor(golden)
     if "rope_ch_split" in golden.config:
         given["rope_ch_split"] = golden.setting("rope_ch_split")
     model = StepVideoModel(StepVideoModelConfig.from_json(given))
@@ -252,7 +205,7 @@ def stepvideo_llm(golden: Golden) -> Outputs:
     from everyframe.families.stepvideo.llm import StepLLM, slopes
     from everyframe.families.stepvideo.text import framed
 
-    model = StepLLM(StepLLMConfig.from_json(_constructor(golden)))
+    model = StepLLM(StepLLMConfig.from_json(constructor(golden)))
     golden.load(model)
     yield "hidden_states", model(golden["input_ids"])
     yield "alibi_slopes", slopes(model.config.num_attention_heads)
@@ -267,7 +220,7 @@ def stepvideo_rope(golden: Golden) -> Outputs:
     """Rotations along frames, rows and columns, and their tables."""
     from everyframe.ops.rope import axes_table, axis_angles, grid_positions, rotate_axes
 
-    theta = _constructor(golden).get("freq", 10000.0)
+    theta = constructor(golden).get("freq", 10000.0)
     for case in golden.setting("cases"):
         tag, sizes, widths = case["tag"], case["rope_positions"], case["ch_split"]
         table = axes_table(sizes, widths, theta=theta)
@@ -300,41 +253,6 @@ def stepvideo_scheduler(golden: Golden) -> Outputs:
         yield f"{tag}.sample_final", states[-1]
 
 
-def opensora2_mmdit(golden: Golden) -> Outputs:
-    """Forward calls of Open-Sora 2.0's denoiser and of FLUX: with and without a condition."""
-    from everyframe.families.opensora2.config import MMDiTConfig
-    from everyframe.families.opensora2.mmdit import MMDiT
-
-    config = MMDiTConfig.from_json(golden.config)
-    model = MMDiT(config)
-    golden.load(model)
-    guidance = golden["guidance"] if config.guidance_embed else None
-    context = model.context(golden["txt"], golden["y_vec"], guidance)
-    patch = config.patch_size
-
-    def unpacked(prefix: str) -> Tensor:
-        """Latents of tokens, whose ids count frames, rows and columns."""
-        t, h, w = (int(n) + 1 for n in golden[f"{prefix}img_ids"][0].amax(0))
-        sizes = {"t": t, "h": h, "w": w, "ph": patch, "pw": patch}
-        pattern = "b (t h w) (c ph pw) -> b c t (h ph) (w pw)"
-        return rearrange(golden[f"{prefix}img"], pattern, **sizes)
-
-    def packed(x: Tensor) -> Tensor:
-        return rearrange(x, "b c t (h ph) (w pw) -> b (t h w) (c ph pw)", ph=patch, pw=patch)
-
-    x, t = unpacked(""), golden["timesteps"]
-    cond = None
-    if "masks" in golden:
-        cond = torch.cat([golden["masks"], golden["masked_ref"]], dim=1)
-    velocity = model(x, t, context, cond)
-    yield "output", packed(velocity)
-    yield "output_unpacked", velocity
-    if "output_cond_zero" in golden:
-        yield "output_cond_zero", packed(model(x, t, context))
-    if "image.output" in golden:
-        yield "image.output", packed(model(unpacked("image."), t, context))
-
-
 @dataclass(frozen=True)
 class Kind:
     """How a part is run, and how far off it may be: one limit is finite."""
@@ -365,6 +283,9 @@ KINDS = {
     "stepvideo_scheduler": Kind(stepvideo_scheduler, absolute=2e-4),
     # Also opensora2_mmdit_cond and opensora2_mmdit_flux: the config tells them apart.
     "opensora2_mmdit": Kind(opensora2_mmdit, absolute=2e-4),
+    "opensora2_vae_hunyuan": Kind(opensora2_vae_hunyuan, absolute=1e-3),
+    "opensora2_dcae": Kind(opensora2_dcae, absolute=1e-3),
+    "opensora2_sampler": Kind(opensora2_sampler, relative=1e-3),
 }
 
 
