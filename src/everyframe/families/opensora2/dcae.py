@@ -113,7 +113,7 @@ class LinearAttention(nn.Module):
         qkv = self.qkv(x_BCTHW)
         scales = torch.cat([qkv, *(each(qkv) for each in self.aggreg)], dim=1)
         heads = torch.unflatten(upcast_to_float32(scales).flatten(2), 1, (-1, 3 * _HEAD))
-        q_BHDN, k_BHDN, v_BHDN = heads.split(_HEAD, dim=2)
+        q_BHDN, k_BHDN, v_BHDN = torch.split(heads, _HEAD, dim=2)
         q_BHDN, k_BHDN = q_BHDN.relu(), k_BHDN.relu()
         seen = (v_BHDN @ k_BHDN.mT) @ q_BHDN
         total = k_BHDN.sum(-1, keepdim=True).mT @ q_BHDN
