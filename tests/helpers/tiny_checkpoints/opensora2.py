@@ -34,7 +34,7 @@ from helpers.tiny_checkpoints import opensora as tiny_opensora
 CLIP_WIDTH = 12
 VIDEO = MMDiTConfig(
     in_channels=8, vec_in_dim=CLIP_WIDTH, context_in_dim=tiny_opensora.CAPTION_CHANNELS,
-    hidden_size=48, num_heads=3, depth=2, depth_single_blocks=2, axes_dim=(4, 6, 6), mlp_ratio=2.0,
+    hidden_size=48, num_heads=3, depth=2, depth_single_blocks=2, axes_dim=(4, 6, 6),
 )  # fmt: skip
 DEEP = MMDiTConfig(
     in_channels=4, vec_in_dim=CLIP_WIDTH, context_in_dim=tiny_opensora.CAPTION_CHANNELS,
@@ -112,7 +112,10 @@ def clip(folder: Path, *, seed: int = 3) -> None:
     vocabulary = {word: index for index, word in enumerate(words)}
     (folder / "vocab.json").write_text(json.dumps(vocabulary))
     (folder / "merges.txt").write_text("#version: 0.2\n")
-    text = {**CLIP_TEXT, "vocab_size": len(vocabulary), "eos_token_id": 2}
+    text = {
+        **CLIP_TEXT, "vocab_size": len(vocabulary), "bos_token_id": len(vocabulary) - 2,
+        "eos_token_id": 2,
+    }  # fmt: skip
     config = {"model_type": "clip", "text_config": text, "vision_config": {"hidden_size": 8}}
     (folder / "config.json").write_text(json.dumps(config))
     torch.manual_seed(seed)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _CLIP_L: Mapping[str, Any] = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
     "num_attention_heads": 12, "max_position_embeddings": 77, "vocab_size": 49408,
-    "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5, "eos_token_id": 2,
+    "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5, "bos_token_id": 49406, "eos_token_id": 2,
 }  # fmt: skip
 #: FLUX.1-dev and its autoencoder, likewise.
 _FLUX = MMDiTConfig(cond_embed=False, guidance_embed=True, fused_qkv=True, use_liger_rope=False)
