@@ -17,6 +17,7 @@ from everyframe.ops.attention import attention
 from everyframe.parallel import ring_attention
 from everyframe.parallel.communicator import Communicator
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
+from everyframe.precision.islands import present
 from helpers.sharded_denoisers.base import Inputs, SmallDenoiser, drawn, other_noise
 
 CONFIG = MMDiTConfig(
@@ -102,7 +103,6 @@ class OpenSora2(SmallDenoiser):
     }
     fast = tuple(cases)[:-2]
     guided, single, large = "two branches", "one branch", "large"
-    islands = DENOISER_ISLANDS
     faults: ClassVar[dict[str, Any]] = {
         fault.__name__: (fault, case)
         for fault, case in (
@@ -117,10 +117,10 @@ class OpenSora2(SmallDenoiser):
 
     def __init__(self, way: str, config: MMDiTConfig = CONFIG) -> None:
         self.way, self.config = way, config
+        self.islands = present(DENOISER_ISLANDS, MMDiT(config).state_dict())
         if not config.cond_embed:
             faults = {name: each for name, each in self.faults.items() if "condition" not in name}
             self.faults = faults  # type: ignore[misc]
-            self.islands = tuple(name for name in DENOISER_ISLANDS if name != "cond_in")
 
     def build(self) -> nn.Module:
         return MMDiT(self.config)

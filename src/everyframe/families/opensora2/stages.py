@@ -167,13 +167,9 @@ class ConditioningStage(VideoEncodeStage[OpenSora2Context, GivenPixels]):
     def example_inputs(self, device: str) -> GivenPixels:
         """All that is given."""
         settings = self.context.settings
-        names, clip = settings.given_frames, settings.option("given_clip")
-        size = (1, 3, clip or 1, settings.height, settings.width)
-        is_tail = clip and settings.option("clip_at") == "tail"
-        has_first = not is_tail and names != ("last_image",)
-        has_last = is_tail or "last_image" in names
-        first = torch.zeros(size, device=device) if has_first else None
-        return GivenPixels(first, torch.zeros(size, device=device) if has_last else None)
+        size = (1, 3, settings.option("given_clip") or 1, settings.height, settings.width)
+        ends = (torch.zeros(size, device=device) if each else None for each in _ends(settings))
+        return GivenPixels(*ends)
 
     def compute(
         self, module: Any, inputs: GivenPixels, device: str, settings: Settings
@@ -191,6 +187,14 @@ class ConditioningStage(VideoEncodeStage[OpenSora2Context, GivenPixels]):
     def store(self, video: VideoState, result: GivenLatents) -> None:
         """Set `conditioning` of the video."""
         video.conditioning = result
+
+
+def _ends(settings: Settings) -> tuple[bool, bool]:
+    """Whether the video's beginning is given, and its end."""
+    if settings.option("given_clip"):
+        is_head = settings.option("clip_at") == "head"
+        return is_head, not is_head
+    return settings.given_frames != ("last_image",), "last_image" in settings.given_frames
 
 
 def clip_length(config: VAEConfig, settings: Settings, available: int) -> int:
@@ -246,7 +250,9 @@ class DenoiseStage(VideoDenoiseStage[OpenSora2Context, SamplerInputs]):
         embeds = PromptEmbeds((text,) * (1 + has_negative), has_negative)
         given = None
         if is_conditioned(settings):
-            given = GivenLatents(torch.zeros(1, shape[0], 1, *shape[2:]))
+            frames = self.context.vae.latent_frames(settings.option("given_clip") or 1)
+            zeros = torch.zeros(1, shape[0], frames, *shape[2:])
+            given = GivenLatents(*(zeros if each else None for each in _ends(settings)))
         return SamplerInputs(torch.zeros(1, *shape, device=device), embeds, given)
 
     def denoiser(
