@@ -17,11 +17,18 @@ from everyframe.checkpoints.folder import WEIGHT_SUFFIXES, describe_missing
 from everyframe.checkpoints.key_map import KeyMap
 from everyframe.checkpoints.locate import Location, PartLocation, find_part
 from everyframe.checkpoints.model_zoo import HubPart, known_models, shared_part
-from everyframe.checkpoints.safetensors_header import read_header
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.paths import expand_path
 from everyframe.families.opensora2.first_picture_keys import FLUX_VAE_KEYS
 from everyframe.families.opensora2.options import OpenSora2Options
+from everyframe.families.opensora_parts import (
+    DEEP_PART,
+    FLUX_PART,
+    FLUX_VAE_PART,
+    HUNYUAN_PART,
+    VIDEO_PART,
+    part_of,
+)
 from everyframe.families.t5_tokenizer import T5_KEYS
 from everyframe.runtime.component_files import CheckpointFiles, ComponentFiles, ComponentSource
 
@@ -29,22 +36,6 @@ DENOISER, DEEP_DENOISER = "Open_Sora_v2.safetensors", "Open_Sora_v2_Video_DC_AE.
 HUNYUAN_VAE, DEEP_VAE = "hunyuan_vae.safetensors", "F32T4C128_AE.safetensors"
 T5, CLIP = "google/t5-v1_1-xxl", "openai/clip-vit-large-patch14"
 FLUX, FLUX_VAE = "flux1-dev.safetensors", "flux1-dev-ae.safetensors"
-_VIDEO, _FLUX = "Open-Sora 2.0's denoiser", "FLUX.1's denoiser"
-_HUNYUAN, _DEEP = "HunyuanVideo's autoencoder", "Open-Sora 2.0's DC-AE"
-
-#: What a file with tensors of these names holds; the first that fits.
-_PARTS = (
-    (_FLUX, ("guidance_in.in_layer.weight", "double_blocks.0.img_attn.norm.query_norm.scale")),
-    (_VIDEO, ("img_in.weight", "double_blocks.0.img_attn.norm.query_norm.scale")),
-    (_DEEP, ("encoder.project_in.conv.weight", "decoder.project_in.main.conv.weight")),
-    (_HUNYUAN, ("encoder.conv_in.conv.weight", "quant_conv.weight", "post_quant_conv.weight")),
-    ("FLUX.1's autoencoder", ("encoder.down.0.block.0.conv1.weight", "decoder.conv_in.weight")),
-    ("Open-Sora 1.2's denoiser", ("spatial_blocks.0.scale_shift_table",)),
-    ("Open-Sora 1.0's denoiser", ("blocks.0.attn_temp.qkv.weight",)),
-    ("Open-Sora 1.2's autoencoder", ("spatial_vae.module.encoder.conv_in.weight",)),
-    ("an autoencoder of single pictures, as Open-Sora 1.0 has it",
-     ("encoder.conv_in.weight", "encoder.down_blocks.0.resnets.0.conv1.weight")),
-)  # fmt: skip
 
 #: The text half of CLIP's file; transformers' newer module has its names without the prefix.
 _CLIP_IGNORED = (
@@ -118,25 +109,17 @@ def find_files(location: Location, options: OpenSora2Options) -> OpenSora2Files 
     there = _parts_in(folder if folder.is_dir() else folder.parent)
     if folder.is_file():
         part = part_of(folder)
-        if part == _FLUX:
+        if part == FLUX_PART:
             raise InputError(
                 f"{location.asked}: this is FLUX.1, which draws pictures; give Open-Sora 2.0's "
                 "denoiser, and FLUX with --first-frame flux --flux FOLDER"
             )
-        if part != _VIDEO:
+        if part != VIDEO_PART:
             return None
-        there[_VIDEO] = [folder]
-    elif _VIDEO not in there:
+        there[VIDEO_PART] = [folder]
+    elif VIDEO_PART not in there:
         return None
     return _completed(_sources(folder if folder.is_dir() else folder.parent, there), options)
-
-
-def part_of(path: Path) -> str | None:
-    """What a weights file holds, in words, or None if no tensor tells."""
-    if path.suffix != ".safetensors":
-        return None  # upstream has no other kind, and names of a pickle take torch to read
-    names = set(read_header(path).tensors)
-    return next((part for part, marks in _PARTS if names.issuperset(marks)), None)
 
 
 def _parts_in(folder: Path) -> dict[str, list[Path]]:
@@ -151,8 +134,8 @@ def _parts_in(folder: Path) -> dict[str, list[Path]]:
 
 def _sources(folder: Path, there: Mapping[str, list[Path]]) -> dict[str, ComponentSource]:
     roles = (
-        ("denoiser", (_VIDEO,)), ("vae", (_HUNYUAN, _DEEP)), ("first_denoiser", (_FLUX,)),
-        ("first_vae", ("FLUX.1's autoencoder",)),
+        ("denoiser", (VIDEO_PART,)), ("vae", (HUNYUAN_PART, DEEP_PART)), ("first_denoiser", (FLUX_PART,)),
+        ("first_vae", (FLUX_VAE_PART,)),
     )  # fmt: skip
     found: dict[str, ComponentSource] = {}
     for role, parts in roles:
@@ -197,7 +180,7 @@ def _asked(name: str | None, role: str) -> ComponentSource | None:
     path = expand_path(name, role)
     if path.is_dir() and role == "vae":
         there = _parts_in(path)
-        path = next(iter(there.get(_HUNYUAN, []) + there.get(_DEEP, [])), path)
+        path = next(iter(there.get(HUNYUAN_PART, []) + there.get(DEEP_PART, [])), path)
     if path.exists():
         return ComponentSource(path.name, path)
     if name.count("/") != 1 or role == "vae":

@@ -160,8 +160,8 @@ def _check_request(title: str, request: Request, options: OpenSora2Options) -> N
         raise InputError(f"first_frame draws the first picture, and {other} gives one; drop one")
     if options.flux is not None and not options.first_frame:
         raise InputError("flux has no effect without --first-frame flux")
-    if request.extend is not None and (request.image, request.last_image) != (None, None):
-        raise InputError("extend can't be combined with image or last_image on this model")
+    if request.extend is not None and request.last_image is not None:
+        raise InputError("extend can't be combined with last_image on this model; drop one")
     if options.clip_at not in ("head", "tail"):
         raise InputError(f"clip_at must be head or tail, got {options.clip_at!r}")
     set_here = options.model_fields_set & {"clip_at", "clip_frames"}
@@ -230,7 +230,7 @@ def _check_room(config: OpenSora2Config, settings: Settings) -> None:
     clip = settings.option("given_clip")
     taken = config.vae.latent_frames(clip) if clip else len(settings.given_frames)
     if latent_frames <= taken:
-        enough = config.vae.nearest_frames(settings.num_frames + (clip or 4))[-1]
+        enough = config.vae.nearest_frames(settings.num_frames + 4 * (taken - latent_frames) + 4)[0]
         raise InputError(
             f"{settings.num_frames} frames are {latent_frames} latent frames, and the given ones "
             f"take {taken} of them; ask for more frames, for example {enough}"

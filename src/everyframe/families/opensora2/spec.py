@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Settings
 from everyframe.core.request import Request
-from everyframe.families.opensora2.checkpoint import OpenSora2Files, keys_of, part_of
+from everyframe.families.opensora2.checkpoint import OpenSora2Files, keys_of
 from everyframe.families.opensora2.components import OpenSora2Builder, rank_share
 from everyframe.families.opensora2.config import MMDiTConfig, OpenSora2Config
 from everyframe.families.opensora2.dry_run import dry_run_calls, memory_savings, most_branches
@@ -26,6 +26,7 @@ from everyframe.families.opensora2.settings import (
     smaller_settings,
 )
 from everyframe.families.opensora2.vae_config import DCAEConfig, HunyuanVAEConfig, VAEConfig
+from everyframe.families.opensora_parts import DEEP_PART, HUNYUAN_PART, part_of
 from everyframe.families.t5_tokenizer import T5_XXL
 from everyframe.parallel.head_partition import ATTENDING
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
@@ -73,7 +74,7 @@ class OpenSora2Spec(NativeModelSpec[OpenSora2Options, OpenSora2Files, OpenSora2C
             first_denoiser=_denoiser(files, "first_denoiser", _FLUX) if first else None,
             first_vae=_first_vae(files) if first else {},
         )
-        _check_fit(config, options)
+        _check_fit(config, files, options)
         return cls(name, title, options, files, OpenSora2Builder(config))
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
@@ -157,9 +158,9 @@ def _vae_config(files: OpenSora2Files, options: OpenSora2Options) -> VAEConfig:
         return DCAEConfig(scale_factor=scale) if is_deep else HunyuanVAEConfig()
     source, shapes = _shapes(files, "vae")
     part = part_of(files.weights_path("vae"))
-    if part == "HunyuanVideo's autoencoder":
+    if part == HUNYUAN_PART:
         return HunyuanVAEConfig.from_shapes(shapes)
-    if part != "Open-Sora 2.0's DC-AE":
+    if part != DEEP_PART:
         held = f"it is {part}" if part else "its tensors are none of theirs"
         raise CheckpointError(
             f"{source}: Open-Sora 2.0 needs HunyuanVideo's autoencoder or the DC-AE, and {held}"
@@ -179,26 +180,26 @@ def _first_vae(files: OpenSora2Files) -> Mapping[str, Any]:
     return vae_config(_shapes(files, "first_vae")[1]) if files.has("first_vae") else _FLUX_VAE
 
 
-def _check_fit(config: OpenSora2Config, options: OpenSora2Options) -> None:
+def _check_fit(config: OpenSora2Config, files: OpenSora2Files, options: OpenSora2Options) -> None:
     """Raise if components of different models are combined, before anything is loaded."""
-    denoiser, first = config.denoiser, config.first_denoiser
-    pairs = [
-        ("autoencoder", "latent channels", config.vae.latent_channels, denoiser.latent_channels),
-        ("text encoder (T5)", "channels", config.text.get("d_model"), denoiser.context_in_dim),
-        ("text encoder CLIP", "channels", config.clip["hidden_size"], denoiser.vec_in_dim),
-    ]
-    if first is not None:
-        channels = config.first_vae["latent_channels"]
-        pairs += [
-            ("autoencoder of FLUX.1", "latent channels", channels, first.latent_channels),
-            ("text encoder (T5)", "channels", config.text.get("d_model"), first.context_in_dim),
-            ("text encoder CLIP", "channels", config.clip["hidden_size"], first.vec_in_dim),
-        ]
-    for part, what, gives, takes in pairs:
-        if gives != takes:
-            raise CheckpointError(
-                f"the {part} has {gives} {what}, but the denoiser takes {takes}; "
-                "these parts belong to different models"
-            )
     if options.vae_scaling is not None and not config.is_high_compression:
         raise CheckpointError("vae_scaling is for the DC-AE, and this model has HunyuanVideo's")
+    pairs = [
+        ("vae", "latent channels", config.vae.latent_channels, config.denoiser.latent_channels)
+    ]
+    denoisers = {"denoiser": config.denoiser}
+    if config.first_denoiser is not None:
+        first = denoisers["first_denoiser"] = config.first_denoiser
+        channels = config.first_vae["latent_channels"]
+        pairs.append(("first_vae", "latent channels", channels, first.latent_channels))
+    for each in denoisers.values():
+        pairs.append(("text_encoder", "channels", config.text.get("d_model"), each.context_in_dim))
+        pairs.append(("clip", "channels", config.clip["hidden_size"], each.vec_in_dim))
+    titles = {"vae": "autoencoder", "first_vae": "autoencoder of FLUX.1", "clip": "text encoder CLIP",
+              "text_encoder": "text encoder T5"}  # fmt: skip
+    for part, what, gives, takes in pairs:
+        if gives != takes and files.has(part):
+            raise CheckpointError(
+                f"the {titles[part]} has {gives} {what}, but the denoiser takes {takes}; "
+                "these parts belong to different models"
+            )
