@@ -134,7 +134,9 @@ def _parts_in(folder: Path) -> dict[str, list[Path]]:
 
 def _sources(folder: Path, there: Mapping[str, list[Path]]) -> dict[str, ComponentSource]:
     roles = (
-        ("denoiser", (VIDEO_PART,)), ("vae", (HUNYUAN_PART, DEEP_PART)), ("first_denoiser", (FLUX_PART,)),
+        ("denoiser", (VIDEO_PART,)),
+        ("vae", (HUNYUAN_PART, DEEP_PART)),
+        ("first_denoiser", (FLUX_PART,)),
         ("first_vae", (FLUX_VAE_PART,)),
     )  # fmt: skip
     found: dict[str, ComponentSource] = {}

@@ -95,7 +95,7 @@ def guidance_of(settings: Settings, *, is_conditioned: bool) -> Guidance:
     found = Guidance(
         settings.num_inference_steps,
         settings.guidance_scale,
-        settings.option("image_guidance"),
+        settings.option("image_guidance_scale"),
         settings.option("text_oscillation"),
         settings.option("image_oscillation"),
         settings.option("image_fading"),

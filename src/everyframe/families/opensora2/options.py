@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from everyframe.core.options import FamilyOptions, option
-from everyframe.runtime.shared_options import truncate_prompt_option
+from everyframe.runtime.shared_options import (
+    motion_score_option,
+    text_encoder_option,
+    truncate_prompt_option,
+    vae_option,
+)
 
 
 class OpenSora2Options(FamilyOptions):
     """Options of Open-Sora 2.0: motion, guidance of given frames, a first picture, components."""
 
-    motion_score: int | None = option(
-        "Amount of motion, which is added to the prompt: 1 (still), 4 (usual), 7 (lively) to 15; "
-        "0 for none.",
-        default=4,
-        ge=0,
-        le=100,
-    )
-    image_guidance: float = option(
+    motion_score: float | None = motion_score_option()
+    image_guidance_scale: float = option(
         "How strongly given frames steer; 1 is off.", default=3.0, ge=0, le=1000
     )
     text_oscillation: bool = option("Guidance is off in odd steps from 10 on.", default=True)
@@ -48,13 +47,8 @@ class OpenSora2Options(FamilyOptions):
         "Scale of the DC-AE's latents: 1, or 0.493 as in upstream's training.", gt=0, le=1000
     )
     truncate_prompt: bool = truncate_prompt_option()
-    vae: str | None = option(
-        "File or folder of the autoencoder, if it is not beside the denoiser.", names_model=True
-    )
-    text_encoder: str | None = option(
-        "Folder or hub id of T5 and its tokenizer, if it is not beside the denoiser.",
-        names_model=True,
-    )
+    vae: str | None = vae_option()
+    text_encoder: str | None = text_encoder_option()
     clip: str | None = option(
         "Folder or hub id of CLIP and its tokenizer, if it is not beside the denoiser.",
         names_model=True,

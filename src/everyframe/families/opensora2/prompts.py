@@ -34,14 +34,14 @@ class TokenIds:
     ids: Tensor
 
 
-def with_suffixes(prompt: str, fps: float, motion_score: int | None) -> str:
+def with_suffixes(prompt: str, fps: float, motion_score: float | None) -> str:
     """The prompt as upstream sends it: a full stop, the frame rate and the motion score."""
     text = prompt.strip()
     if not text.endswith("."):
         text += "."
     if not re.search(r"\d+ FPS\.$", text):
         text += f" {fps:g} FPS."
-    return f"{text} {motion_score} motion score." if motion_score else text
+    return f"{text} {motion_score:g} motion score." if motion_score else text
 
 
 def texts_of(settings: Settings) -> list[PromptText]:

@@ -32,7 +32,7 @@ RESOLUTIONS = {"256px": 256, "768px": 768}
 #: Aspect ratios, (width, height), whose sizes upstream works out; the others are transposed.
 _ASPECTS = ((9, 16), (1, 1), (239, 100), (2, 1), (185, 100), (4, 3), (3, 2), (5, 8))
 _DEFAULT_ASPECT = (16, 9)
-_FPS, _STEPS, _GUIDANCE = 24.0, 50, 7.5
+_FPS, _STEPS, _GUIDANCE, _MOTION = 24.0, 50, 7.5, 4.0
 #: Longest video of the training.
 _LONGEST = 129
 _CLIPS = {False: (33, 65), True: (32, 64)}
@@ -93,7 +93,7 @@ def resolve_settings(
     given = _given_frames(request, options)
     guidance = _GUIDANCE if request.guidance_scale is None else request.guidance_scale
     negative = request.negative_prompt
-    is_guided = guidance != 1 or (bool(given) and options.image_guidance != 1)
+    is_guided = guidance != 1 or (bool(given) and options.image_guidance_scale != 1)
     if negative is not None and not is_guided:
         raise InputError("negative_prompt has no effect with guidance_scale 1; raise the scale")
     settings = Settings(
@@ -109,8 +109,8 @@ def resolve_settings(
         num_videos=request.num_videos,
         given_frames=given,
         options=(
-            ("motion_score", options.motion_score or None),
-            ("image_guidance", options.image_guidance),
+            ("motion_score", _MOTION if options.motion_score is None else options.motion_score),
+            ("image_guidance_scale", options.image_guidance_scale),
             ("text_oscillation", options.text_oscillation),
             ("image_oscillation", options.image_oscillation),
             ("image_fading", options.image_fading),

@@ -52,6 +52,11 @@ _FLUX_VAE: Mapping[str, Any] = {
     "block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "latent_channels": 16,
 }  # fmt: skip
 
+_TITLES = {
+    "vae": "autoencoder", "first_vae": "autoencoder of FLUX.1", "text_encoder": "text encoder T5",
+    "clip": "text encoder CLIP",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class OpenSora2Spec(NativeModelSpec[OpenSora2Options, OpenSora2Files, OpenSora2Config]):
@@ -184,22 +189,25 @@ def _check_fit(config: OpenSora2Config, files: OpenSora2Files, options: OpenSora
     """Raise if components of different models are combined, before anything is loaded."""
     if options.vae_scaling is not None and not config.is_high_compression:
         raise CheckpointError("vae_scaling is for the DC-AE, and this model has HunyuanVideo's")
-    pairs = [
-        ("vae", "latent channels", config.vae.latent_channels, config.denoiser.latent_channels)
-    ]
-    denoisers = {"denoiser": config.denoiser}
+    pairs: list[tuple[str, str, Any, str, int]] = []
+    channels = {"vae": config.vae.latent_channels, **_first_channels(config)}
+    denoisers = {"vae": ("denoiser", config.denoiser)}
     if config.first_denoiser is not None:
-        first = denoisers["first_denoiser"] = config.first_denoiser
-        channels = config.first_vae["latent_channels"]
-        pairs.append(("first_vae", "latent channels", channels, first.latent_channels))
-    for each in denoisers.values():
-        pairs.append(("text_encoder", "channels", config.text.get("d_model"), each.context_in_dim))
-        pairs.append(("clip", "channels", config.clip["hidden_size"], each.vec_in_dim))
-    titles = {"vae": "autoencoder", "first_vae": "autoencoder of FLUX.1", "clip": "text encoder CLIP",
-              "text_encoder": "text encoder T5"}  # fmt: skip
-    for part, what, gives, takes in pairs:
-        if gives != takes and files.has(part):
+        denoisers["first_vae"] = ("first_denoiser", config.first_denoiser)
+    for vae, (name, sizes) in denoisers.items():
+        pairs += [
+            (vae, "latent channels", channels[vae], name, sizes.latent_channels),
+            ("text_encoder", "channels", config.text.get("d_model"), name, sizes.context_in_dim),
+            ("clip", "channels", config.clip["hidden_size"], name, sizes.vec_in_dim),
+        ]
+    for part, what, gives, name, takes in pairs:
+        # Of what isn't on this disk the released sizes are taken.
+        if gives != takes and files.has(part, name):
             raise CheckpointError(
-                f"the {titles[part]} has {gives} {what}, but the denoiser takes {takes}; "
+                f"the {_TITLES[part]} has {gives} {what}, but the denoiser takes {takes}; "
                 "these parts belong to different models"
             )
+
+
+def _first_channels(config: OpenSora2Config) -> dict[str, Any]:
+    return {"first_vae": config.first_vae["latent_channels"]} if config.first_vae else {}
