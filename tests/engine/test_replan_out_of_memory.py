@@ -192,11 +192,11 @@ class Toy:
 
     led, ways, in_step, apart = (), ("",), True, False
 
-    def rehearsals(self, *_: Any) -> Any:
+    def dry_run_calls(self, *_: Any) -> Any:
         """Nothing else is asked of it."""
         raise AssertionError
 
-    num_branches = rank_part = shared_rehearsals = rehearsals
+    num_branches = rank_part = dry_run_calls
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
         yield MemorySaving(settings.with_saving("at_once", 1), "one by one")

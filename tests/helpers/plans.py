@@ -55,7 +55,7 @@ def certificates_of(
     assert certificates is not None
     made = []
     for part in prepared.plan.components:
-        runs = [run for run in prepared.fitted.runs if run.rehearsal.component == part.name]
+        runs = [run for run in prepared.fitted.runs if run.stage_call.component == part.name]
         subject = certificates.subject(part.name, part.precision, runs)
         made.append(
             Certificate(

@@ -152,10 +152,11 @@ class PipelineDryRun:
         part = self.own.get("strength", declared.default if declared else None)
         return part if isinstance(part, float) and 0 < part < 1 else 1.0
 
-    def rehearsals(
-        self, settings: Settings, teams: ParallelContext = ONE
+    def dry_run_calls(
+        self, settings: Settings, teams: ParallelContext | None
     ) -> tuple[DryRunCall, ...]:
         """The pipeline's call, once for each component; `teams` selects the rank's share."""
+        teams = teams or ONE
         fewer = defaults.of(defaults.STEPS_FEWER, self.interface.class_name) or 0
         experts = len(denoisers([part.name for part in self.files.models]))
         few = self._few(settings, experts)
