@@ -20,12 +20,12 @@ from everyframe.runtime.interface import VideoState
 def frames_of(prepared: PreparedPlan, change: Callable[[Plan], Plan], **given: Any) -> np.ndarray:
     """Frames (T, H, W, 3) of the plan as `change` makes it; `given` are the take's."""
     plan = change(prepared.plan)
-    take = VideoState(plan.settings.seed, **given)
+    video = VideoState(plan.settings.seed, **given)
     frames = []
     with torch.inference_mode():
         for stage in stages_of(prepared.model, plan, 0):
             frames += [
-                event.frames for event in stage.run([take]) if isinstance(event, FramesDecoded)
+                event.frames for event in stage.run([video]) if isinstance(event, FramesDecoded)
             ]
     return np.concatenate(frames)
 

@@ -258,8 +258,8 @@ class PipelineDryRun:
 
     def _called(self, settings: Settings, forms: Mapping[str, Form]) -> object:
         pictures = {name: blank(form, *settings.told_size) for name, form in forms.items()}
-        take = VideoState(0, ConditioningFrames(as_given=pictures))
-        call = arguments(self.interface, settings, take, self.own)
+        video = VideoState(0, ConditioningFrames(as_given=pictures))
+        call = arguments(self.interface, settings, video, self.own)
         if "output_type" in call:
             # What comes to the host would really be made there; tiles are not followed.
             call["output_type"] = "latent" if _is_tiled(settings) else "pt"

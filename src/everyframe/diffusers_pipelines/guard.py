@@ -53,16 +53,16 @@ class PipelineGuard:
         plan: Plan,
         modules: Mapping[str, nn.Module],
         watch: StepTracker,
-        take: VideoState,
+        video: VideoState,
         emit: Callable[[Event], None],
         apart: Mapping[str, UnshardedCall] = MappingProxyType({}),
         *,
         keeps_storage: bool = False,
     ) -> None:
-        given = (take.inputs.first, take.inputs.last)
+        given = (video.inputs.first, video.inputs.last)
         is_asked = any(each is not None and each.min() == each.max() for each in given)
         self._is_asked, self._emit, self._watch = is_asked, emit, watch
-        self._seed = take.seed
+        self._seed = video.seed
         self._prompt = plan.settings.prompt
         self._parts: list[_Part] = []
         self._at: list[str] = []
@@ -79,7 +79,7 @@ class PipelineGuard:
                 apart=apart.get(name),
                 keeps_storage=keeps_storage,
             )
-            guard.take(take)
+            guard.start_video(video)
             made = _Denoiser if denoises else _Coder if _has_frames(name) else _Part
             part = made(guard, name, module, watch, emit, is_asked=is_asked)
             part.at, part.unused, part.join_all = self._at, unused, self._join_all

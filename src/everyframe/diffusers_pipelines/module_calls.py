@@ -81,22 +81,22 @@ class DenoiserReplay:
         self,
         denoisers: Mapping[str, nn.Module],
         watch: StepTracker,
-        take: VideoState,
+        video: VideoState,
         *,
         at_once: bool = True,
     ) -> None:
         # What a cache holds of earlier calls is in the module and not in its answers.
         has_cache = any(getattr(part, "is_cache_enabled", False) for part in denoisers.values())
-        self._denoisers = {} if take.replay_log is None or has_cache else dict(denoisers)
+        self._denoisers = {} if video.replay_log is None or has_cache else dict(denoisers)
         self._watch = watch
-        self._take, self._at_once = take, at_once
+        self._video, self._at_once = video, at_once
         self._can_keep = True
         self._on = ExitStack()
 
     def __enter__(self) -> DenoiserReplay:
-        answers = self._take.replay_log
+        answers = self._video.replay_log
         if self._denoisers and answers is not None:
-            self._take.repairs = answers.remedies()
+            self._video.repairs = answers.remedies()
             for name, module in self._denoisers.items():
                 served = partial(self._called, answers, name)
                 self._on.enter_context(override_call(module, served))
@@ -131,7 +131,7 @@ class DenoiserReplay:
         # neither it nor what comes after it is kept.
         self._can_keep &= is_same(before, states_of_torch(devices))
         if self._at_once and self._can_keep:
-            answers.keep(answer, self._take.repairs)
+            answers.keep(answer, self._video.repairs)
         return answer
 
 

@@ -116,14 +116,14 @@ class RankContext:
     Attributes:
         plan: the plan with this rank's own device.
         teams: communicators of this rank.
-        takes: the videos of this rank; None means all.
+        videos: the videos of this rank; None means all.
         group: index of the video group, the ranks that compute the same videos.
         sources: first ranks of the other groups; rank 0 gathers their results.
     """
 
     plan: Plan
     teams: ParallelContext = ONE
-    takes: Sequence[int] | None = None
+    videos: Sequence[int] | None = None
     group: int = 0
     sources: tuple[int, ...] = ()
 
@@ -132,9 +132,9 @@ class RankContext:
         """Whether this is the first rank of its video group."""
         return self.teams.team.is_lead
 
-    def mine(self, takes: Sequence[VideoState]) -> list[VideoState]:
-        wanted = None if self.takes is None else {self.plan.settings.seed + n for n in self.takes}
-        return [take for take in takes if wanted is None or take.seed in wanted]
+    def mine(self, videos: Sequence[VideoState]) -> list[VideoState]:
+        wanted = None if self.videos is None else {self.plan.settings.seed + n for n in self.videos}
+        return [video for video in videos if wanted is None or video.seed in wanted]
 
     def stages(self, model: ModelSpec, clip: int) -> Sequence[Stage]:
         parallel = self.teams if isinstance(model, ShardableSpec) else ONE
@@ -196,11 +196,11 @@ def join_plan(
         raise InputError("rank 0 writes the videos and makes none; give it a share above 0")
     if idle and at_work:
         world = split(world, [at_work, idle])
-    takes = left[mine.group] if mine.is_active else []
+    videos = left[mine.group] if mine.is_active else []
     teams = ParallelContext(world, team, division.cfg_degree, division.backend, supply, inside)
     leads = [at_work.index(group[0]) for group in division.groups if group[0] in at_work]
     sources = tuple(rank for rank in leads if rank) if peers.gathers else ()
-    return RankContext(_on(plan, mine.device), teams, takes, mine.group, sources)
+    return RankContext(_on(plan, mine.device), teams, videos, mine.group, sources)
 
 
 def _on(plan: Plan, device: str) -> Plan:

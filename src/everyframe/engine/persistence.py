@@ -114,7 +114,7 @@ def writer_for_rank(here: RankContext, how: SaveOptions, begun: RunStateWriter) 
     machine can see it.
     """
     division, world = here.plan.parallel, here.teams.world
-    if division is None or len(division.videos_per_group) == 1 or not here.takes:
+    if division is None or len(division.videos_per_group) == 1 or not here.videos:
         return begun
     mine = "" if begun.folder is None else str(begun.folder.path)
     path = world.tell(mine, 0, "where the run is kept")
@@ -131,16 +131,16 @@ def writer_for_rank(here: RankContext, how: SaveOptions, begun: RunStateWriter) 
 
 
 @contextmanager
-def saved_run(keeper: RunStateWriter, takes: Sequence[VideoState]) -> Iterator[None]:
+def saved_run(keeper: RunStateWriter, videos: Sequence[VideoState]) -> Iterator[None]:
     """Context: this process owns the run, and answers of a pipeline's components are saved.
 
     On exit the folder is removed if the run is done or can't be done at all. Otherwise it stays,
     with a note on how to resume.
     """
     folder = keeper.folder
-    for take in takes if folder is not None else ():
+    for video in videos if folder is not None else ():
         assert folder is not None
-        take.replay_log = FileReplayLog(folder.answers / str(take.seed), keeper.note)
+        video.replay_log = FileReplayLog(folder.answers / str(video.seed), keeper.note)
     remove = False
     try:
         yield

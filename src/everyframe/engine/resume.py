@@ -78,7 +78,7 @@ def resume_run(
         run = replace(run, plan=with_owner_switches(run.plan, given_model))
         request = run.request if ranks is None else with_devices(run.request, ranks)
         peers = meet_peers(request, join, run.plan.num_threads if ranks is None else None)
-        left = [take for take in initial_videos(run.request, run.plan) if take.seed not in skip]
+        left = [video for video in initial_videos(run.request, run.plan) if video.seed not in skip]
         told: tuple[Event, ...] = ()
         if scarcity is not None:
             plan, less = replan_with_less_memory(run.plan, model, scarcity)
@@ -143,7 +143,7 @@ def _skipped(seeds: Collection[int]) -> tuple[str, ...]:
 
 
 def _read(
-    keeper: RunStateWriter, run: InterruptedRun, takes: list[VideoState]
+    keeper: RunStateWriter, run: InterruptedRun, videos: list[VideoState]
 ) -> tuple[RunState, str]:
     """Progress of these videos, as state and as one line of text."""
     settings, folder = run.plan.settings, run.folder
@@ -152,19 +152,19 @@ def _read(
     number = folder.num_answers()
     noun = "call is" if number == 1 else "calls are"
     served = f"; {number} saved model {noun} not computed again" if number else ""
-    kept = furthest(folder, [take.seed for take in takes])
-    progress, says = RunState(takes=takes), f"resuming {name} from the start{served}"
+    kept = furthest(folder, [video.seed for video in videos])
+    progress, says = RunState(videos=videos), f"resuming {name} from the start{served}"
     try:
         if kept is not None:
-            progress = keeper.read(takes, kept)
+            progress = keeper.read(videos, kept)
             clip = f"clip {progress.clip + 1} of {settings.chain}, " if progress.clip else ""
-            done = f"{clip}stage {progress.stage + 1}, {sum(t.step for t in takes)} of its steps"
+            done = f"{clip}stage {progress.stage + 1}, {sum(t.step for t in videos)} of its steps"
             says = f"resuming {name}: {done} done{served}"
     except CorruptRunError as error:
         # All of it follows from what was asked, so nothing but time is lost.
         fresh = initial_videos(run.request, run.plan)
-        wanted = {take.seed for take in takes}
-        progress = RunState(takes=[take for take in fresh if take.seed in wanted])
+        wanted = {video.seed for video in videos}
+        progress = RunState(videos=[video for video in fresh if video.seed in wanted])
         says = f"starting {name} again: {error}"
     remind(progress, run.relieved)
     return progress, says

@@ -67,7 +67,7 @@ class Guard:
         self._calls = GuardLog(plan.device, stage, counts, of or stage)
         self._repairs = RepairSet(plan.device, parts, keeps_storage=keeps_storage)
         self._reliefs = OomFallbacks(plan, parts, savings, stage)
-        self._take: VideoState | None = None
+        self._video: VideoState | None = None
         self._largest = 0.0
         self._is_probed = False
 
@@ -85,16 +85,16 @@ class Guard:
         """Whether a repair is active for the current video."""
         return bool(self._repairs)
 
-    def take(self, take: VideoState) -> None:
+    def start_video(self, video: VideoState) -> None:
         """Switch to another video: undo the last video's repairs and apply this one's."""
-        if take is self._take:
+        if video is self._video:
             return
         self._repairs.undo()
-        for remedy in take.repairs:
+        for remedy in video.repairs:
             if remedy.component in self._parts:
                 self._repairs.put_on(remedy)
-        self._take, self._largest, self._is_probed = take, 0.0, False
-        self._reliefs.moments.of(take)
+        self._video, self._largest, self._is_probed = video, 0.0, False
+        self._reliefs.moments.of(video)
 
     def join(self) -> None:
         """Let the components accept inputs wider than their parameters, until `end`."""
@@ -274,9 +274,9 @@ class Guard:
     def _tell(self, repaired: Iterable[Repaired]) -> None:
         """Emit repair events and save the active repairs with the video."""
         self._calls.tell(*repaired)
-        if self._take is not None:
-            others = [each for each in self._take.repairs if each.component not in self._parts]
-            self._take.repairs = (*others, *self._repairs.all())
+        if self._video is not None:
+            others = [each for each in self._video.repairs if each.component not in self._parts]
+            self._video.repairs = (*others, *self._repairs.all())
 
     def _beyond_repair(self, step: int, fault: Fault | None) -> NumericsError:
         where = self._where(step)
@@ -317,7 +317,7 @@ class Guard:
 
     @property
     def _seed(self) -> int | None:
-        return None if self._take is None else self._take.seed
+        return None if self._video is None else self._video.seed
 
     def _in_float32(
         self,

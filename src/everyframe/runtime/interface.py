@@ -128,11 +128,11 @@ class Stage(Protocol):
         """
         ...
 
-    def num_steps(self, num_takes: int) -> int:
+    def num_steps(self, num_videos: int) -> int:
         """Number of `Step` events that the stage yields."""
         ...
 
-    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
+    def run(self, videos: Sequence[VideoState]) -> Iterator[Event]:
         """Run the stage. Its component is freed when this generator ends."""
         ...
 
