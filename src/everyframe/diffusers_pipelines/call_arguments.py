@@ -34,11 +34,11 @@ def arguments(
     """
     from PIL import Image
 
-    height, width = settings.told_size
+    height, width = settings.conditioned_size
     ours: dict[str, Any] = {
         "height": height,
         "width": width,
-        "num_frames": settings.told_length,
+        "num_frames": settings.conditioned_length,
         "fps": settings.fps,
         "num_inference_steps": settings.num_inference_steps,
         "guidance_scale": settings.guidance_scale,

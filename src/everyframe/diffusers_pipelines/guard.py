@@ -115,8 +115,8 @@ class PipelineGuard:
         frames = torch.from_numpy(frames_THWC).movedim(-1, 1).float() / most
         blank = blank_frames(frames, 0, 1, 1 / 255)
         if blank and not asks_for(self._prompt, frames[blank]):
-            told = f"{len(blank)} of {len(frames_THWC)} frames are of one colour"
-            text = f"{told}; they are written unchanged"
+            which = f"{len(blank)} of {len(frames_THWC)} frames"
+            text = f"{which} are of one colour; they are written unchanged"
             self._emit(Note(text, in_record=True, seed=self._seed))
 
     def __enter__(self) -> PipelineGuard:
@@ -255,8 +255,8 @@ class _Part:
                 return self._guard.repaired(self._number(), kept.calling(module), given)
         except GivenError as error:
             # What was not used when it was made is used now.
-            told = self.unused[0] if self.unused else str(error)
-            raise NumericsError(told) from None
+            message = self.unused[0] if self.unused else str(error)
+            raise NumericsError(message) from None
         except NumericsError as error:
             if not self._may_be_unused(result):
                 raise

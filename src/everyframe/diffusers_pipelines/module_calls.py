@@ -35,7 +35,7 @@ from everyframe.runtime.interface import VideoState
 from everyframe.runtime.meta_init import build_on_meta
 from everyframe.runtime.run_logs import ReplayLog
 
-_WHAT = "kept answers are handed on"
+_WHAT = "kept answers are broadcast"
 
 
 class BroadcastReplayLog:
@@ -66,7 +66,7 @@ class BroadcastReplayLog:
     def remedies(self) -> tuple[Repair, ...]:
         """See `ReplayLog`."""
         mine = [] if self._own is None else [asdict(each) for each in self._own.remedies()]
-        return tuple(Repair(**each) for each in self._team.tell(mine, 0, _WHAT))
+        return tuple(Repair(**each) for each in self._team.broadcast_object(mine, 0, _WHAT))
 
 
 class DenoiserReplay:
@@ -157,7 +157,7 @@ def override_call(
         module.__class__ = base
 
 
-_ENCODED = "what is encoded is handed on"
+_ENCODED = "what is encoded is broadcast"
 
 _NAMES = ("text_encoder", "image_encoder")
 

@@ -157,11 +157,11 @@ class PipelineStage:
         made = yield from calling(call)
         for number, (frames, sound) in enumerate(made.videos):
             index = number if call_options.gives_list(self.own) else None
-            yield from self._told(video.seed, frames, sound, index)
+            yield from self._events(video.seed, frames, sound, index)
         if made.output is not None:
             yield Output(video.seed, made.output)
 
-    def _told(
+    def _events(
         self, seed: int, frames: Array, sound: tuple[Array, int] | None, index: int | None
     ) -> Iterator[Event]:
         """Events of one video of a call."""
@@ -193,7 +193,7 @@ class PipelineStage:
             CannotRunError: no memory fallback is left.
             DistributedOutOfMemoryError: one of several ranks ran out of memory.
         """
-        begun, told = time.perf_counter(), 0
+        begun, last_step = time.perf_counter(), 0
         generators, given = GlobalGenerators(ready.devices), call_options.states_of(self.own)
 
         def emit(event: Event) -> None:
@@ -201,10 +201,10 @@ class PipelineStage:
                 hand(event)
 
         def on_step(step: int, num_steps: int) -> None:
-            nonlocal begun, told
+            nonlocal begun, last_step
             now = time.perf_counter()
-            if step > told:  # else it was told before the pipeline was called again
-                told = step
+            if step > last_step:  # else it was reported before the pipeline was called again
+                last_step = step
                 done, total = number * num_steps + step, num_videos * num_steps
                 emit(Step(self.name, done, total, video.seed, now - begun))
             begun = time.perf_counter()

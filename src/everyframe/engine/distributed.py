@@ -95,18 +95,20 @@ def meet_peers(
     world = join.meet(mine.kind)
     versions = {"everyframe": __version__, "torch": torch.__version__, "device": mine.kind}
     check_equal_on_ranks(world, versions, "software and kind of device")
-    threads = min(world.tell_all(threads, "ranks tell their threads"))
-    devices = _told_devices(world, mine)
+    threads = min(world.all_gather_object(threads, "ranks gather their threads"))
+    devices = _gather_devices(world, mine)
     if not are_alike(devices):
         dtype = speed_dtype(DTYPES[request.dtype])
-        devices = _told_devices(world, measured(mine, dtype, threads))
-    seed = world.tell(random_seed() if request.seed is None else request.seed, 0, "the seed")
+        devices = _gather_devices(world, measured(mine, dtype, threads))
+    seed = world.broadcast_object(
+        random_seed() if request.seed is None else request.seed, 0, "the seed"
+    )
     return Peers(join.rank, world, devices, threads, seed, join.local is not None)
 
 
-def _told_devices(world: Communicator, mine: DeviceFacts) -> tuple[DeviceFacts, ...]:
-    told = world.tell_all(to_jsonable(mine), "ranks tell their devices")
-    return tuple(from_jsonable(each) for each in told)
+def _gather_devices(world: Communicator, mine: DeviceFacts) -> tuple[DeviceFacts, ...]:
+    data = world.all_gather_object(to_jsonable(mine), "ranks gather their devices")
+    return tuple(from_jsonable(each) for each in data)
 
 
 @dataclass(frozen=True)
@@ -167,8 +169,8 @@ def join_plan(
         )
     world = peers.world
     check_equal_on_ranks(world, _facts(plan, record), "plan")
-    told = world.tell(to_jsonable(plan), 0, "the plan is handed on")
-    plan, mine = from_jsonable(told), division.ranks[peers.rank]
+    data = world.broadcast_object(to_jsonable(plan), 0, "the plan is broadcast")
+    plan, mine = from_jsonable(data), division.ranks[peers.rank]
     world.weights = division.speeds
     working = [team for team in division.active_groups if team]
     resting = [rank for rank, each in enumerate(division.ranks) if not each.is_active]
@@ -269,14 +271,14 @@ def _sent(world: Communicator, event: Event) -> PendingSend:
 
 def _received(world: Communicator, source: int) -> Event | None:
     """Receive the next event of that rank; None after its last."""
-    tensors, told = world.receive(source, _WHAT)
-    if told is None:
+    tensors, data = world.receive(source, _WHAT)
+    if data is None:
         return None
-    kind = told["type"]
+    kind = data["type"]
     if kind == FramesDecoded.type:
-        return FramesDecoded(told["seed"], len(tensors[0]), tensors[0].numpy())
+        return FramesDecoded(data["seed"], len(tensors[0]), tensors[0].numpy())
     if kind == AudioDecoded.type:
-        return AudioDecoded(told["seed"], told["rate"], told["seconds"], tensors[0].numpy())
+        return AudioDecoded(data["seed"], data["rate"], data["seconds"], tensors[0].numpy())
     if kind == VideoDone.type:
-        return VideoDone(told["seed"], told["num_frames"], told["record"])
-    return event_of(told)
+        return VideoDone(data["seed"], data["num_frames"], data["record"])
+    return event_of(data)

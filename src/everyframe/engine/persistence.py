@@ -45,20 +45,20 @@ def create_run(
     """
     if how.root is None:
         return RunStateWriter(None, how)
-    days_of_runs()  # a wrong one is told before there is a run
+    days_of_runs()  # a wrong one is refused before there is a run
     folder: RunFolder | None = None
     lock = None
     try:
         folder = new_run(how.root)
         lock = folder.locked()
-        told = {
+        entries = {
             "began": time.time(),
             "place": os.getcwd(),
             "output": how.output,
             "as_uint8": how.as_uint8,
             "given": None if given is None else dict(given.digests()),
         }
-        write(folder, told, request, plan, record)
+        write(folder, entries, request, plan, record)
     except (OSError, NotSerializableError) as error:
         if folder is not None:
             folder.remove()
@@ -87,18 +87,18 @@ def _remove_old_runs(root: Path, keeper: RunStateWriter) -> None:
 
 def write(
     folder: RunFolder,
-    told: Mapping[str, Any],
+    entries: Mapping[str, Any],
     request: Request,
     plan: Plan,
     record: Mapping[str, Any],
     *,
     is_own: bool = True,
 ) -> None:
-    """Write request and plan, replacing those in `told`; signed if `is_own`. Raises `OSError`."""
+    """Write request and plan over those in `entries`; signed if `is_own`. Raises `OSError`."""
     keep = TensorStore(folder.given).keep
     folder.write_run(
         {
-            **told,
+            **entries,
             "request": to_jsonable(request, keep),
             "plan": to_jsonable(plan, keep),
             "record": record,
@@ -117,7 +117,7 @@ def writer_for_rank(here: RankContext, how: SaveOptions, begun: RunStateWriter) 
     if division is None or len(division.videos_per_group) == 1 or not here.videos:
         return begun
     mine = "" if begun.folder is None else str(begun.folder.path)
-    path = world.tell(mine, 0, "where the run is kept")
+    path = world.broadcast_object(mine, 0, "where the run is kept")
     if not here.teams.team.is_lead or begun.folder is not None or not path:
         return begun
     folder = RunFolder(Path(path), here.group)

@@ -79,16 +79,16 @@ def resume_run(
         request = run.request if ranks is None else with_devices(run.request, ranks)
         peers = meet_peers(request, join, run.plan.num_threads if ranks is None else None)
         left = [video for video in initial_videos(run.request, run.plan) if video.seed not in skip]
-        told: tuple[Event, ...] = ()
+        changes: tuple[Event, ...] = ()
         if scarcity is not None:
             plan, less = replan_with_less_memory(run.plan, model, scarcity)
-            run, told = replace(run, plan=plan, relieved=(*run.relieved, less)), (less,)
+            run, changes = replace(run, plan=plan, relieved=(*run.relieved, less)), (less,)
         elif ranks is not None and left:
             plan = replan_for_devices(run.plan, request, peers, skip)
-            run, told = replace(run, plan=plan), (*map(Note, said_of_move(run.plan, plan)),)
+            run, changes = replace(run, plan=plan), (*map(Note, said_of_move(run.plan, plan)),)
         yield Planned(run.plan)
         record = make_record(run.plan, request, (model := model.fetch()).weight_files())
-        yield from (*told, *map(Note, _compared(run, record)), WeightsReady(record))
+        yield from (*changes, *map(Note, _compared(run, record)), WeightsReady(record))
         if not left:
             yield Note(f"all videos of {folder.name} were made")
             folder.remove()
@@ -99,8 +99,8 @@ def resume_run(
         progress, says = _read(keeper, run, here.mine(left))
         yield from map(Note, (says, *_skipped(skip if scarcity is None else ())))
         if peers is not None:  # before anybody writes
-            peers.world.tell_all(None, "ranks read what was kept")
-        if leads and told:
+            peers.world.all_gather_object(None, "ranks read what was kept")
+        if leads and changes:
             _write_anew(run, request, record)
         events: Events = run_stages(here, model, record, keeper, progress)
         if place is not None:
@@ -133,8 +133,8 @@ def _place_of_report(run: InterruptedRun) -> Path | None:
 def _write_anew(run: InterruptedRun, request: Request, record: Mapping[str, Any]) -> None:
     """Save the new plan, so that the next resume uses it."""
     relieved = [each.to_json() for each in run.relieved]
-    told = {**run.folder.run(), "relieved": relieved}
-    write(run.folder, told, request, run.plan, record, is_own=run.is_own)
+    entries = {**run.folder.run(), "relieved": relieved}
+    write(run.folder, entries, request, run.plan, record, is_own=run.is_own)
 
 
 def _skipped(seeds: Collection[int]) -> tuple[str, ...]:
@@ -279,7 +279,7 @@ def _contents(value: Any) -> Any:
 def _compared(run: InterruptedRun, record: dict[str, Any]) -> tuple[str, ...]:
     """Notes about differences that may change the result; `InputError` for those that do."""
     record = json.loads(json.dumps(record))  # as the other one came out of its file
-    # What is done to need less memory is told where it is done.
+    # What is done to need less memory is reported where it is done.
     savings = {"savings": record["settings"]["savings"]}
     was = {**run.record, "settings": {**run.record["settings"], **savings}}
     if was["model"]["sha256"] != record["model"]["sha256"]:

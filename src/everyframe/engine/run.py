@@ -317,8 +317,8 @@ def _done(
 ) -> Iterator[Event]:
     for seed, index in videos:
         notes = [text for of, text in progress.notes if of in (None, seed)]
-        told = {"repairs": [*progress.repairs], "notes": notes}
-        whole = {**record, **{name: said for name, said in told.items() if said}}
+        found = {"repairs": [*progress.repairs], "notes": notes}
+        whole = {**record, **{name: said for name, said in found.items() if said}}
         mine = for_seed(whole, seed)
         mine = mine if index is None else {**mine, "index": index}
         yield VideoDone(seed, num_frames[seed, index], mine, index)

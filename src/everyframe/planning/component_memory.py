@@ -24,8 +24,8 @@ from everyframe.planning.component_precision import (
     WORTH,
     PrecisionPlanner,
     QuantizationChoice,
+    quantization_notes,
 )
-from everyframe.planning.component_precision import quantization_notes as told_of_weights
 from everyframe.planning.dry_runs import DryRun
 from everyframe.precision.dtypes import num_bytes
 from everyframe.precision.islands import weight_bytes
@@ -210,7 +210,7 @@ class ComponentPlanner:
             choices=choices,
         )
         notes += fast_path_notes(component.title, choices, precision)
-        notes += tuple(told_of_weights(component.title, precision, self.quantising))
+        notes += tuple(quantization_notes(component.title, precision, self.quantising))
         return PlannedComponent(
             plan, runs, (*notes, *(note for run in runs for note in run.notes()))
         )

@@ -177,10 +177,10 @@ def _saved(
     from_json: Callable[[Any], _Found | None],
 ) -> _Found:
     """The result that an earlier process cached, or a new one."""
-    told = repr(key)
-    if " at 0x" in told:  # something that is known by its place in this process's memory
+    text = repr(key)
+    if " at 0x" in text:  # something that is known by its place in this process's memory
         return run()
-    file = CacheFile("dry_runs", told)
+    file = CacheFile("dry_runs", text)
     saved = from_json(file.read())
     if saved is not None:
         return saved

@@ -137,7 +137,7 @@ def _prepared(
     will_run: bool,
 ) -> PreparedPlan:
     model, family_name = _model(request, given, may_fetch=may_fetch)
-    # Before the machine is looked at, which takes torch: what can't be asked is told at once.
+    # Before the machine is looked at, which takes torch: what cannot be asked is refused at once.
     settings, notes = model.settle(request, random_seed() if request.seed is None else request.seed)
     _check_contents(request, settings, given)
     facts = machine_facts(request.device) if profile is None else find_profile(profile).machine()

@@ -143,7 +143,9 @@ class OomFallbacks:
         """
         for fallback in self.again(step):
             why = f"{calls.where(step)}: out of memory here in the interrupted run"
-            calls.tell(fallback.event(calls.stage, step, f"{why}; using the same fallback again"))
+            calls.add_events(
+                fallback.event(calls.stage, step, f"{why}; using the same fallback again")
+            )
         while True:
             try:
                 return compute()
@@ -160,7 +162,9 @@ class OomFallbacks:
                     f"({said})"
                 )
             why = f"{calls.where(step)}: out of memory ({said})"
-            calls.tell(done.event(calls.stage, step, f"{why}; computing it again with less memory"))
+            calls.add_events(
+                done.event(calls.stage, step, f"{why}; computing it again with less memory")
+            )
             compute = again or compute
 
     def next(self, at: str = "") -> MemoryFallback | None:

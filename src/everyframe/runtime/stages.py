@@ -145,7 +145,7 @@ class SharedEncodeStage(ComponentStage[_Context, _Inputs]):
         """Encode, and store the results in each video."""
         world = self.context.teams.world
         mine = (yield from self._encoded(videos)) if world.is_lead else None
-        self.store(videos, world.broadcast_tree(mine, 0, f"the {self.name} is handed on"))
+        self.store(videos, world.broadcast_tree(mine, 0, f"the {self.name} is broadcast"))
 
     def _encoded(self, videos: Sequence[VideoState]) -> Generator[Event, None, list[Any]]:
         inputs, notes = self.inputs(videos)
@@ -205,7 +205,7 @@ class VideoEncodeStage(ComponentStage[_Context, _Inputs]):
         """Encode, and store each video's result."""
         team = self.context.teams.team
         mine = (yield from self._encoded(videos)) if team.is_lead else None
-        results = team.broadcast_tree(mine, 0, "given frames are handed on")
+        results = team.broadcast_tree(mine, 0, "given frames are broadcast")
         for video, result in zip(videos, results, strict=True):
             self.store(video, result)
 
@@ -310,9 +310,9 @@ class DecodeStage(ComponentStage[_Context, LatentPiece]):
             )
 
         begun, owners = time.perf_counter(), assign_pieces(self.num_pieces, team.weights)
-        for number, (piece, told) in enumerate(distribute_pieces(team, guard, owners, decode)):
+        for number, (piece, events) in enumerate(distribute_pieces(team, guard, owners, decode)):
             seconds = time.perf_counter() - begun
-            yield from told
+            yield from events
             yield Step(self.name, steps[number], steps[-1], video.seed, seconds)
             frames = ready(number, piece)
             if len(frames):
@@ -332,8 +332,8 @@ def distribute_pieces(
         made = decode(number)
         return made, [event.to_json() for event in guard.events()]
 
-    for made, told in run_in_order(team, owner, make, "frames are handed over"):
-        yield made, [event_of(each) for each in told]
+    for made, events in run_in_order(team, owner, make, "frames are handed over"):
+        yield made, [event_of(each) for each in events]
 
 
 def as_floats(frames: Any) -> Tensor:

@@ -80,9 +80,9 @@ class SourceLatentStage(ComponentStage[InpaintContext, SourceInputs]):
                 noises = self._noises(video.seed, is_mixed=context.mixes_source_in(video))
                 encode = self._guarded(guard, vae, SourceInputs(*tensors, *noises))
                 mine[number].append(guard.call(number + 1, encode))
-            told = [*guard.events()]
-            happened += told
-            yield from told
+            events = [*guard.events()]
+            happened += events
+            yield from events
             done, seconds = min(number + together, total), time.perf_counter() - begun
             yield Step(self.name, done, total, videos[0].seed, seconds)
         hear(team, guard, happened)
@@ -179,8 +179,8 @@ class DecodeStage(ComponentStage[InpaintContext, Tensor]):
             guard.start_video(video)
             yield from self._sound(videos, video)
             begun = time.perf_counter()
-            for frames, is_painted, told in self._frames(vae, guard, videos, video, done):
-                yield from told
+            for frames, is_painted, events in self._frames(vae, guard, videos, video, done):
+                yield from events
                 if is_painted:
                     done += 1
                     yield Step(self.name, done, total, video.seed, time.perf_counter() - begun)
@@ -217,8 +217,8 @@ class DecodeStage(ComponentStage[InpaintContext, Tensor]):
                 frames[painted] = self._decode(vae, guard, step, latents[count], these)
             return frames
 
-        for frames, told in distribute_pieces(team, guard, owners(), decode):
-            yield frames, bool(painted), told
+        for frames, events in distribute_pieces(team, guard, owners(), decode):
+            yield frames, bool(painted), events
 
     def _lots(self, videos: Sequence[VideoState]) -> Iterator[list[tuple[Any, Any]]]:
         """Yield all frames in order, in lists that hold one batch of denoised frames, or none."""
