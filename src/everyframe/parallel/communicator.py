@@ -81,11 +81,9 @@ class Communicator(ABC):
             return PendingReceive(x)  # nobody has anything for another
         x, out = x.contiguous(), x.new_empty((sum(theirs), *x.shape[1:]))
         work = self._all_to_all(out, x, theirs, mine, what, at_once)
-        return (
-            PendingReceive(out)
-            if work is None
-            else PendingReceive(out, x, work, self._waiting(what))
-        )
+        if work is None:
+            return PendingReceive(out)
+        return PendingReceive(out, x, work, self._waiting(what))
 
     def gather(self, x: Tensor, sizes: Sequence[int], what: str) -> Tensor:
         """Concatenate the rows of all ranks on every rank; rank p has ``sizes[p]`` rows."""
@@ -151,9 +149,7 @@ class Communicator(ABC):
             return value
         leaves, form = pytree.tree_flatten(value)
         data = [pytree.treespec_dumps(form), [_description(leaf) for leaf in leaves]]
-        written, described = self.broadcast_object(
-            data if self.rank == source else None, source, what
-        )
+        written, described = self.broadcast_object(data, source, what)
         came = []
         for number, (plain, tensor) in enumerate(described):
             if tensor is None:

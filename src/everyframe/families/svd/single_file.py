@@ -106,8 +106,8 @@ def _unet(shapes: _Shapes) -> dict[str, Any]:
     if conditions % _NUM_CONDITIONS:
         raise CheckpointError(
             f"{shapes.header.path}: its denoiser is conditioned on {conditions} channels, "
-            "which are not those of frame rate, motion and noise; it is another model of the same make (SV3D?), and only "
-            "Stable Video Diffusion can be run here"
+            "which are not those of frame rate, motion and noise; it is another model of the same "
+            "make (SV3D?), and only Stable Video Diffusion can be run here"
         )
     return {
         **released()["unet"],
