@@ -121,8 +121,8 @@ def dry_run_modules(
     if not stopped:
         return DryRunResults(found, returned=returned)
     # Why it stopped is no finding, but that two dtypes met is.
-    told = {name: each for name, each in found.items() if name != run.at or each.clashes}
-    return DryRunResults({name: e for name, e in told.items() if e.num_operations}, stopped, run.at)
+    kept = {name: each for name, each in found.items() if name != run.at or each.clashes}
+    return DryRunResults({name: e for name, e in kept.items() if e.num_operations}, stopped, run.at)
 
 
 @contextmanager
