@@ -74,7 +74,7 @@ def opensora(version: str) -> Callable[[int | None], Any]:
     """Open-Sora of that version at its released sizes, with so many blocks."""
     from everyframe.families.opensora.components import OpenSoraBuilder
     from everyframe.families.opensora.config import OpenSoraConfig, STDiT3Config, STDiTConfig
-    from everyframe.families.opensora.spec import _T5_XXL
+    from everyframe.families.t5_tokenizer import T5_XXL
     from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 
     def made(blocks: int | None) -> Any:
@@ -82,7 +82,7 @@ def opensora(version: str) -> Callable[[int | None], Any]:
         denoiser: Any = STDiTConfig() if version == "1.0" else STDiT3Config()
         vae: Any = ImageVAEConfig() if version == "1.0" else VideoVAEConfig()
         denoiser = replace(denoiser, depth=blocks or denoiser.depth)
-        config = OpenSoraConfig(version, denoiser, vae, _T5_XXL, square=32)
+        config = OpenSoraConfig(version, denoiser, vae, T5_XXL, square=32)
         return replace(model, builder=OpenSoraBuilder(config))
 
     return made

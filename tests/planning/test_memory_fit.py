@@ -13,7 +13,7 @@ from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, Precision, peak_of
 from everyframe.families.opensora.components import OpenSoraBuilder
 from everyframe.families.opensora.config import OpenSoraConfig, STDiT3Config
-from everyframe.families.opensora.spec import _T5_XXL
+from everyframe.families.t5_tokenizer import T5_XXL
 from everyframe.families.opensora.vae_config import VideoVAEConfig
 from everyframe.families.svd.components import SVDBuilder
 from everyframe.families.svd.config import SVDConfig, released
@@ -261,7 +261,7 @@ def released_svd() -> Any:
 
 def released_opensora() -> Any:
     model = config_only_models.opensora("1.2")
-    config = OpenSoraConfig("1.2", STDiT3Config(), VideoVAEConfig(), _T5_XXL)
+    config = OpenSoraConfig("1.2", STDiT3Config(), VideoVAEConfig(), T5_XXL)
     return replace(model, builder=OpenSoraBuilder(config))
 
 

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from everyframe.core.events import Event, event_of
 from everyframe.core.plan import Settings
+from everyframe.families.clip_tokenizer import load_tokenizer
 from everyframe.families.inpaint.components import controlnet_name
 from everyframe.families.inpaint.denoiser import ControlNetInputs, ControlNetScale, Denoiser
 from everyframe.families.inpaint.stage_context import InpaintContext, batched
-from everyframe.families.inpaint.text import embed, load_tokenizer, prompts_of, tokens_of
+from everyframe.families.inpaint.text import embed, prompts_of, tokens_of
 from everyframe.parallel.communicator import Communicator
 from everyframe.runtime import denoise_stage
 from everyframe.runtime.denoise_stage import SamplerBatch
