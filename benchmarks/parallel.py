@@ -74,8 +74,8 @@ def opensora(version: str) -> Callable[[int | None], Any]:
     """Open-Sora of that version at its released sizes, with so many blocks."""
     from everyframe.families.opensora.components import OpenSoraBuilder
     from everyframe.families.opensora.config import OpenSoraConfig, STDiT3Config, STDiTConfig
-    from everyframe.families.t5_tokenizer import T5_XXL
     from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
+    from everyframe.families.t5_tokenizer import T5_XXL
 
     def made(blocks: int | None) -> Any:
         model = config_only_models.opensora(version)

@@ -13,11 +13,11 @@ from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, Precision, peak_of
 from everyframe.families.opensora.components import OpenSoraBuilder
 from everyframe.families.opensora.config import OpenSoraConfig, STDiT3Config
-from everyframe.families.t5_tokenizer import T5_XXL
 from everyframe.families.opensora.vae_config import VideoVAEConfig
 from everyframe.families.svd.components import SVDBuilder
 from everyframe.families.svd.config import SVDConfig, released
 from everyframe.families.svd.options import SVDOptions
+from everyframe.families.t5_tokenizer import T5_XXL
 from everyframe.hardware.profiles import find_profile
 from everyframe.planning import component_precision
 from everyframe.planning.component_memory import ComponentPlanner
