@@ -10,7 +10,6 @@ Not here: whether the result is right and fast (`compiled_block`), and where it 
 
 from __future__ import annotations
 
-import copy
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,8 +23,8 @@ from torch import Tensor, nn
 from everyframe.fast_paths import compiler_cache
 from everyframe.fast_paths.block_state import (
     NotCompilableError,
+    copy_with,
     flatten,
-    moves_weights,
     own_tensors,
 )
 from everyframe.precision.cast_hooks import map_tensors
@@ -198,17 +197,7 @@ def _stand_in(
         )
         return made.zero_()
 
-    memo: dict[int, Any] = {}
-    for each in own_tensors(block).values():
-        is_parameter = isinstance(each, nn.Parameter)
-        memo[id(each)] = (
-            nn.Parameter(like(each), requires_grad=False) if is_parameter else like(each)
-        )
-    copied: nn.Module = copy.deepcopy(block, memo)
-    for part in copied.modules():
-        for hooks in (part._forward_pre_hooks, part._forward_hooks):
-            for key in [key for key, hook in hooks.items() if moves_weights(hook)]:
-                del hooks[key]
+    copied = copy_with(block, like)
     own = own_tensors(copied)
     given = map_tensors((args, dict(kwargs)), lambda tensor: like(in_format(tensor)))
     inputs = list(own.values())

@@ -8,12 +8,13 @@ buffers are inputs of a compiled block: only their dtypes, devices, sizes and st
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
 import hashlib
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from operator import is_
 from pathlib import Path
@@ -210,6 +211,21 @@ def own_tensors(block: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = dict(block.named_parameters())
     found.update(block.named_buffers())
     return found
+
+
+def copy_with(block: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Copy a block with other tensors for its own, and without hooks that move weights."""
+    memo: dict[int, Any] = {}
+    for each in own_tensors(block).values():
+        made = change(each.detach())
+        is_parameter = isinstance(each, nn.Parameter)
+        memo[id(each)] = nn.Parameter(made, requires_grad=False) if is_parameter else made
+    copied: nn.Module = copy.deepcopy(block, memo)
+    for part in copied.modules():
+        for hooks in (part._forward_pre_hooks, part._forward_hooks):
+            for key in [key for key, hook in hooks.items() if moves_weights(hook)]:
+                del hooks[key]
+    return copied
 
 
 def layout_of(tensor: Tensor) -> tuple[Any, ...]:

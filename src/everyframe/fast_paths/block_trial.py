@@ -7,7 +7,6 @@ call has its inputs here. `trials` does it with made-up inputs, in a process of 
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from everyframe.fast_paths.benchmark import Comparison, OutOfTimeError, run_comparisons
-from everyframe.fast_paths.block_state import flatten, own_tensors
+from everyframe.fast_paths.block_state import copy_with, flatten
 from everyframe.fast_paths.certificates import Verdict, judge
 from everyframe.precision.cast_hooks import map_tensors
 
@@ -83,19 +82,10 @@ def _in_float32(block: nn.Module, given: Given) -> Callable[[], Any] | None:
     """The block's call in float32; None if it can't be computed so."""
 
     def widened(tensor: Tensor) -> Tensor:
-        return tensor.float() if tensor.is_floating_point() else tensor.clone()
+        return tensor.float() if tensor.is_floating_point() else tensor
 
-    memo: dict[int, Any] = {}
-    for each in own_tensors(block).values():
-        made = widened(each.detach())
-        is_parameter = isinstance(each, nn.Parameter)
-        memo[id(each)] = nn.Parameter(made, requires_grad=False) if is_parameter else made
-    wide: nn.Module = copy.deepcopy(block, memo)
-    args, kwargs = map_tensors(given, widened)
-
-    def truth() -> Any:
-        return wide.forward(*args, **kwargs)
-
+    wide = copy_with(block, widened)
+    truth = partial(_run, wide.forward, map_tensors(given, widened), clones=True)
     try:
         truth()
     except (RuntimeError, TypeError, ValueError, NotImplementedError):

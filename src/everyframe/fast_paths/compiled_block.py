@@ -56,24 +56,32 @@ _MOST = 8
 
 _LOCK = threading.RLock()
 
+#: Warnings of this process.
+_SAID: set[str] = set()
+
 
 class LoadedPackage:
     """The library of a package in this process."""
 
     def __init__(self, package: Package, library: Path, device: torch.device) -> None:
         self.package = package
-        # torch's own loader for Python brings its compiler along, which takes seconds.
-        loader: Any = torch._C._aoti.AOTIModelPackageLoader
-        number = device.index if device.type == "cuda" else -1
-        self._runner = loader(str(library), "model", False, 1, number)
+        self._run = load_library(library, device)
 
     def run(self, weights: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
         """The block's result with these weights and arguments."""
         given = [*weights, *map(in_format, tensors)]
         if tensors[0].is_cuda:  # code for cards reads 16 bytes at once
             given = [each if each.data_ptr() % 16 == 0 else each.clone() for each in given]
-        found = self._runner.run(given)
-        return decode(self.package.result, iter(found))
+        return decode(self.package.result, iter(self._run(given)))
+
+
+def load_library(library: Path, device: torch.device) -> Callable[[list[Tensor]], list[Tensor]]:
+    """The function in a library, which is run as soon as it is loaded."""
+    # torch's own loader for Python brings its compiler along, which takes seconds.
+    loader: Any = torch._C._aoti.AOTIModelPackageLoader
+    runner = loader(str(library), "model", False, 1, device.index if device.type == "cuda" else -1)
+    found: Callable[[list[Tensor]], list[Tensor]] = runner.run
+    return found
 
 
 #: Loaded packages by (digest, device): equal blocks share one.
@@ -147,6 +155,8 @@ class CompiledBlock:
     def _compute(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors: list[Tensor] = []
         try:
+            if torch.is_grad_enabled():
+                raise NotCompilableError("gradients are on (torch.no_grad turns them off)")
             if not computes_plainly():
                 raise NotCompilableError("")
             weights = self._weights(block)
@@ -163,7 +173,10 @@ class CompiledBlock:
     def _note(self, block: nn.Module, why: str) -> None:
         if why and why not in self.report.notes:
             self.report.notes.append(why)
-            _log.info("%s runs as written: %s", type(block).__name__, why)
+            said = f"{type(block).__name__} runs as written: {why}"
+            if said not in _SAID:
+                _SAID.add(said)  # once for all equal blocks
+                _log.warning("%s", said)
 
     def _weights(self, block: nn.Module) -> list[Tensor]:
         """Parameters and buffers as they are now; describes the block again if it has changed."""
@@ -196,6 +209,8 @@ class CompiledBlock:
             raise NotCompilableError("its tensors are not plain ones")
         if not tensors:
             raise NotCompilableError("it has no arguments")
+        if any(each.device != tensors[0].device for each in (*weights, *tensors)):
+            raise NotCompilableError("its weights come to the device one by one")
         # With the kinds of arguments, without their sizes: those are the packages' conditions.
         kinds = tuple(
             (each.dtype, each.device.type, each.ndim, format_of(each)) for each in tensors
