@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationInfo, field_validator, model_validator
 
 from everyframe.core.bytes import parse_bytes
+from everyframe.core.components import parse_components
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.lora import Lora, parse_loras
 from everyframe.core.option_values import SPELLED, option_text, with_current_names
@@ -72,6 +73,14 @@ class Request(Options):
         aliases=("--lora",),
         default=(),
         accepts=("str", "PathLike[str]", "Sequence[str | Path | tuple[str, float]]"),
+    )
+    components: dict[str, str] = option(
+        "A component's weights from a file of their own, as NAME=FILE: a single file in its "
+        "authors' or ComfyUI's form, scaled eight bits, or GGUF; may be repeated.",
+        group="What",
+        aliases=("--component",),
+        default={},
+        accepts=("Mapping[str, str | PathLike[str]]", "Sequence[str]"),
     )
 
     size: str | None = option(
@@ -285,6 +294,12 @@ class Request(Options):
     def _loras(cls, given: Any) -> Any:
         """Accept texts, paths, pairs with a strength, or mappings."""
         return parse_loras(given)
+
+    @field_validator("components", mode="before")
+    @classmethod
+    def _components(cls, given: Any) -> Any:
+        """Accept a mapping, or texts of the form NAME=FILE."""
+        return parse_components(given)
 
     @field_validator("disable", mode="before")
     @classmethod

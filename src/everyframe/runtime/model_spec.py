@@ -24,7 +24,12 @@ from everyframe.dry_run.call import DryRunCall
 from everyframe.precision.policy import ComponentNeeds
 from everyframe.runtime.component_files import CheckpointFiles
 from everyframe.runtime.interface import Component, MemorySaving
-from everyframe.runtime.patchable import NO_PATCHES, WeightPatches, WeightTable
+from everyframe.runtime.patchable import (
+    NO_PATCHES,
+    WeightPatches,
+    WeightTable,
+    table_of_module,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -199,6 +204,10 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
     files: _Files
     builder: ModuleBuilder[_Config]
     patched: WeightPatches = field(default=NO_PATCHES, kw_only=True, compare=False, repr=False)
+    replaced: Mapping[str, TensorFile] = field(
+        default_factory=dict, kw_only=True, compare=False, repr=False
+    )
+    component_notes: tuple[str, ...] = field(default=(), kw_only=True)
 
     led: ClassVar[tuple[str, ...]]
     ways: ClassVar[tuple[str, ...]] = ("",)
@@ -287,10 +296,12 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
     def components(self, settings: Settings) -> tuple[Component, ...]:
         """The components that run, in the order of their stages."""
         count, sources = self.builder.num_elements, self.files.sources
+        files = {name: each.source.name for name, each in self.replaced.items()}
         return tuple(
-            Component(each.name, title, stage, sources[each.name].where, count[each.name], each)
+            Component(each.name, title, stage, files.get(each.name) or sources[each.name].where,
+                      count[each.name], each)
             for each, title, stage in self.builder.needs()
-        )
+        )  # fmt: skip
 
     def missing(self) -> tuple[str, ...]:
         """Files to download first, one line each."""
@@ -301,7 +312,12 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
         if not self.missing():
             return self
         whole = self.read(self.name, self.title, self.files.fetched(), self.options)
-        return whole.with_patches(self.patched)
+        return replace(
+            whole,
+            patched=self.patched,
+            replaced=self.replaced,
+            component_notes=self.component_notes,
+        )
 
     def weight_tables(self) -> Mapping[str, WeightTable]:
         """Parameters of each component."""
@@ -318,23 +334,47 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
         """The same model, which loads with these patches."""
         return replace(self, patched=patched)
 
-    def patched_weights(self, component: str) -> tuple[TensorFile, KeyMap]:
-        """`weights`, opened, with the patches of LoRAs."""
-        from everyframe.checkpoints.patched_file import patched
+    @property
+    def component_names(self) -> tuple[str, ...]:
+        """The components with weights."""
+        return self.builder.parts
+
+    def component_table(self, component: str) -> WeightTable:
+        """Parameters and persistent buffers of a component's module."""
+        return table_of_module(self.builder.empty(component))
+
+    def component_keys(self, component: str) -> Callable[[str], str | None]:
+        """Names of the module by those in the family's files."""
+        _, keys = self.weights(component)
+        return keys.target
+
+    def with_components(
+        self: _Spec, tensors: Mapping[str, TensorFile], notes: tuple[str, ...]
+    ) -> _Spec:
+        """The same model, which loads these components from these tensors."""
+        return replace(self, replaced=tensors, component_notes=notes)
+
+    def opened_weights(self, component: str) -> tuple[TensorFile, KeyMap]:
+        """`weights`, opened; of a replaced component its own file."""
         from everyframe.checkpoints.tensor_file import open_checkpoint
 
         weights, keys = self.weights(component)
-        patches = self.patched.patches.get(component, {})
-        return patched(open_checkpoint(weights), keys, patches), keys
+        if component in self.replaced:
+            return self.replaced[component], replace(keys, rename=(), ignore=())
+        return open_checkpoint(weights), keys
+
+    def patched_weights(self, component: str) -> tuple[TensorFile, KeyMap]:
+        """`opened_weights` with the patches of LoRAs."""
+        from everyframe.checkpoints.patched_file import patched
+
+        opened, keys = self.opened_weights(component)
+        return patched(opened, keys, self.patched.patches.get(component, {})), keys
 
     def weight_files(self) -> tuple[str, ...]:
         """All weight files, without duplicates."""
-        from everyframe.checkpoints.tensor_file import open_checkpoint
-
         found: dict[str, None] = {}
         for name in self.components_on_disk:
-            weights, _ = self.weights(name)
-            found |= dict.fromkeys(map(str, open_checkpoint(weights).files))
+            found |= dict.fromkeys(map(str, self.opened_weights(name)[0].files))
         return tuple(found)
 
 

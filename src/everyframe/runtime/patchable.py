@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 from everyframe.core.plan import LoraPlan
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from everyframe.checkpoints.patched_file import Patches
+    from everyframe.checkpoints.tensor_file import TensorFile
 
 Spec = TypeVar("Spec")
 
@@ -30,11 +33,13 @@ class WeightTable:
         class_name: class of its module.
         shapes: shape of each parameter by name.
         is_denoiser: whether files without a component's name mean it.
+        tied: groups of names that share one parameter.
     """
 
     class_name: str
     shapes: Mapping[str, tuple[int, ...]]
     is_denoiser: bool = False
+    tied: tuple[tuple[str, ...], ...] = ()
 
 
 def _nothing() -> None:
@@ -79,6 +84,53 @@ class PatchableSpec(Protocol):
     def with_patches(self: Any, patched: WeightPatches) -> Any:
         """The same model, which loads with these patches."""
         ...
+
+
+@runtime_checkable
+class ComponentSpec(Protocol):
+    """A model of which single components can come from files of their own."""
+
+    @property
+    def component_names(self) -> Sequence[str]:
+        """The components with weights."""
+        ...
+
+    @property
+    def component_notes(self) -> tuple[str, ...]:
+        """Messages for the user on the files that it has."""
+        ...
+
+    def component_table(self, component: str) -> WeightTable:
+        """Parameters and persistent buffers of a component's module, built from its config."""
+        ...
+
+    def component_keys(self, component: str) -> Callable[[str], str | None]:
+        """Names of the module by those in the model's own files."""
+        ...
+
+    def with_components(
+        self: Any, tensors: Mapping[str, TensorFile], notes: tuple[str, ...]
+    ) -> Any:
+        """The same model, which loads these components from these tensors."""
+        ...
+
+
+def table_of_module(module: nn.Module) -> WeightTable:
+    """Parameters and persistent buffers of a module, which may be on meta."""
+    groups: dict[int, list[str]] = {}
+    tensors = module.state_dict(keep_vars=True)
+    for name, each in tensors.items():
+        groups.setdefault(id(each), []).append(name)
+    return WeightTable(
+        type(module).__name__,
+        {name: tuple(each.shape) for name, each in tensors.items()},
+        tied=tuple(tuple(group) for group in groups.values() if len(group) > 1),
+    )
+
+
+def component_notes_of(model: object) -> tuple[str, ...]:
+    """Messages for the user on the component files of a spec, if it has any."""
+    return model.component_notes if isinstance(model, ComponentSpec) else ()
 
 
 def patches_of(model: object) -> WeightPatches:

@@ -1,0 +1,60 @@
+"""Attach the component files of a request to a model, before it is planned.
+
+Headers are read here; values as the weights are loaded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from everyframe.adapters.request_loras import with_loras
+from everyframe.core.errors import InputError, did_you_mean
+from everyframe.core.request import Request
+from everyframe.runtime.interface import ModelSpec
+from everyframe.runtime.patchable import ComponentSpec
+
+
+def with_adapters(model: ModelSpec, request: Request) -> ModelSpec:
+    """The model with the request's component files, and its LoRAs on top of them.
+
+    Raises:
+        CheckpointError: a file can't be read, or does not fit.
+        InputError: the model can't have any, or has no such component.
+    """
+    return with_loras(with_components(model, request), request)
+
+
+def with_components(model: ModelSpec, request: Request) -> ModelSpec:
+    """The model with the request's files in place of its own for these components.
+
+    Raises:
+        CheckpointError: a file can't be read or is not of that component.
+        InputError: this model can't have any, or has no component of that name.
+    """
+    if not request.components:
+        return model
+    from everyframe.adapters.component_file import match_component
+
+    if not isinstance(model, ComponentSpec):
+        raise InputError(f"components have no effect on {model.title}; leave them out")
+    names = model.component_names
+    for name in request.components:
+        if name not in names:
+            raise InputError(
+                f"components: {model.title} has no component {name!r} with weights"
+                f"{did_you_mean(name, names)}; it has {', '.join(names)}"
+            )
+    found = {
+        name: match_component(
+            Path(file).expanduser(),
+            model.component_table(name),
+            f"the {name} of {model.title}",
+            model.component_keys(name),
+        )
+        for name, file in request.components.items()
+    }
+    replaced: ModelSpec = model.with_components(
+        {name: each.tensors for name, each in found.items()},
+        tuple(note for each in found.values() for note in each.notes),
+    )
+    return replaced
