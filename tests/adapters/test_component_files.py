@@ -265,5 +265,5 @@ def test_another_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"a\.safetensors is no file for tiny wan.*LTX"):
         matched(path, "wan")
     path = stored.write(tmp_path / "a.safetensors", originals.state_of("clip"))
-    with pytest.raises(CheckpointError, match="has none of its .* tensors.*a text encoder"):
+    with pytest.raises(CheckpointError, match=r"has none of its .* tensors.*a text encoder"):
         matched(path, "wan")

@@ -116,9 +116,7 @@ def test_the_package_is_named_where_it_lacks(
 # ----------------------------------------------------------------------------------- broken files
 
 
-def header(
-    num_tensors: int = 0, num_values: int = 0, rest: bytes = b"", version: int = 3
-) -> bytes:
+def header(num_tensors: int = 0, num_values: int = 0, rest: bytes = b"", version: int = 3) -> bytes:
     return b"GGUF" + struct.pack("<IQQ", version, num_tensors, num_values) + rest
 
 

@@ -11,7 +11,7 @@ from everyframe.adapters.request_loras import with_loras
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.request import Request
 from everyframe.runtime.interface import ModelSpec
-from everyframe.runtime.patchable import ComponentSpec
+from everyframe.runtime.patchable import ComponentSpec, ReplacedComponents
 
 
 def with_adapters(model: ModelSpec, request: Request) -> ModelSpec:
@@ -53,8 +53,11 @@ def with_components(model: ModelSpec, request: Request) -> ModelSpec:
         )
         for name, file in request.components.items()
     }
-    replaced: ModelSpec = model.with_components(
-        {name: each.tensors for name, each in found.items()},
-        tuple(note for each in found.values() for note in each.notes),
-    )
+    notes = [
+        note
+        for name, each in found.items()
+        for note in (f"the {name} is read from {each.tensors.source.name}", *each.notes)
+    ]
+    tensors = {name: each.tensors for name, each in found.items()}
+    replaced: ModelSpec = model.with_components(ReplacedComponents(tensors, tuple(notes)))
     return replaced

@@ -52,6 +52,9 @@ def load_from_file(part: ComponentFolder, precision: Precision) -> nn.Module:
     # As the libraries do: parameters on meta, tables that the module computes on the CPU.
     with quiet_libraries(), init_empty_weights(include_buffers=False):
         module: nn.Module = empty_component(part)
+    tie = getattr(module, "tie_weights", None)
+    if callable(tie):  # what accelerate puts on meta is no longer one parameter
+        tie()
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
 
     def dtype_of(name: str, own: torch.dtype) -> torch.dtype:

@@ -44,10 +44,15 @@ from everyframe.runtime.interface import (
     Stage,
     VideoGroup,
 )
-from everyframe.runtime.patchable import NO_PATCHES, WeightPatches, WeightTable
+from everyframe.runtime.patchable import (
+    NO_PATCHES,
+    NOTHING_REPLACED,
+    ReplacedComponents,
+    WeightPatches,
+    WeightTable,
+)
 
 if TYPE_CHECKING:
-    from everyframe.checkpoints.tensor_file import TensorFile
     from everyframe.diffusers_pipelines.dry_run import PipelineDryRun
     from everyframe.parallel.communicator import ParallelContext
 
@@ -62,7 +67,7 @@ class PipelineSpec(CompleteSpec):
     files: PipelineFiles
     sizes: PipelineDefaults
     patched: WeightPatches = field(default=NO_PATCHES, compare=False, repr=False)
-    component_notes: tuple[str, ...] = ()
+    replaced: ReplacedComponents = field(default=NOTHING_REPLACED, compare=False, repr=False)
 
     @property
     def component_names(self) -> tuple[str, ...]:
@@ -79,17 +84,16 @@ class PipelineSpec(CompleteSpec):
         """The names themselves: diffusers' files have those of its modules."""
         return lambda name: name
 
-    def with_components(
-        self, tensors: Mapping[str, TensorFile], notes: tuple[str, ...]
-    ) -> PipelineSpec:
-        """The same pipeline, which loads these components from these tensors."""
+    def with_components(self, replaced: ReplacedComponents) -> PipelineSpec:
+        """The same pipeline, which loads these components from these files."""
+        tensors = replaced.tensors
         parts = tuple(
             replace(part, tensors=tensors[part.name], weights=tensors[part.name].files)
             if part.name in tensors
             else part
             for part in self.files.parts
         )
-        return replace(self, files=replace(self.files, parts=parts), component_notes=notes)
+        return replace(self, files=replace(self.files, parts=parts), replaced=replaced)
 
     def weight_tables(self) -> Mapping[str, WeightTable]:
         """Parameters of each component by its files' headers."""

@@ -159,19 +159,19 @@ def _find_components(recorded: Mapping[str, Any]) -> dict[str, str]:
     Raises:
         InputError: one is not there, or has another hash.
     """
-    for component, identity in recorded.items():
-        file, again = identity["file"], f"give it again: --component {component}=FILE"
+    for component, known in recorded.items():
+        file, again = known["file"], f"give it again: --component {component}=FILE"
         if not os.path.isfile(file):
             raise InputError(
                 f"the video was made with {file!r} for its {component}, which is not in this "
                 f"folder; {again}"
             )
-        if digest([file]) != identity["sha256"]:
+        if digest([file]) != known["sha256"]:
             raise InputError(
                 f"{file!r} in this folder is not the file of the {component} that the video was "
                 f"made with (its hash differs); {again}"
             )
-    return {component: identity["file"] for component, identity in recorded.items()}
+    return {component: known["file"] for component, known in recorded.items()}
 
 
 def recorded_loras(record: Mapping[str, Any]) -> tuple[LoraIdentity, ...]:

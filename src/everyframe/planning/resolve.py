@@ -58,7 +58,7 @@ from everyframe.planning.parallelism import (
 from everyframe.planning.throughput_cache import rates_here
 from everyframe.precision.policy import check_asked
 from everyframe.runtime.interface import ModelSpec, PromptReadingSpec
-from everyframe.runtime.patchable import component_notes_of, patches_of
+from everyframe.runtime.patchable import notes_of, patches_of
 from everyframe.runtime.repair_cache import cached_key, load_repairs, repair_notes
 
 #: Number of a plan's products measured on a real device to forecast its time.
@@ -157,8 +157,7 @@ def _prepared(
     if with_seconds and isinstance(model, PromptReadingSpec):
         notes = (*notes, *model.unread(settings))
     repaired = (line for part in fitted.components for line in repair_notes(part))
-    adapted = (*component_notes_of(model), *patches_of(model).notes)
-    says = (*adapted, *shares.says, *repaired, *idle_notes(shares.division))
+    says = (*notes_of(model), *shares.says, *repaired, *idle_notes(shares.division))
     plan = Plan(
         model=model.name,
         family=family_name,

@@ -26,6 +26,8 @@ from everyframe.runtime.component_files import CheckpointFiles
 from everyframe.runtime.interface import Component, MemorySaving
 from everyframe.runtime.patchable import (
     NO_PATCHES,
+    NOTHING_REPLACED,
+    ReplacedComponents,
     WeightPatches,
     WeightTable,
     table_of_module,
@@ -204,10 +206,9 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
     files: _Files
     builder: ModuleBuilder[_Config]
     patched: WeightPatches = field(default=NO_PATCHES, kw_only=True, compare=False, repr=False)
-    replaced: Mapping[str, TensorFile] = field(
-        default_factory=dict, kw_only=True, compare=False, repr=False
+    replaced: ReplacedComponents = field(
+        default=NOTHING_REPLACED, kw_only=True, compare=False, repr=False
     )
-    component_notes: tuple[str, ...] = field(default=(), kw_only=True)
 
     led: ClassVar[tuple[str, ...]]
     ways: ClassVar[tuple[str, ...]] = ("",)
@@ -296,7 +297,7 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
     def components(self, settings: Settings) -> tuple[Component, ...]:
         """The components that run, in the order of their stages."""
         count, sources = self.builder.num_elements, self.files.sources
-        files = {name: each.source.name for name, each in self.replaced.items()}
+        files = {name: each.source.name for name, each in self.replaced.tensors.items()}
         return tuple(
             Component(each.name, title, stage, files.get(each.name) or sources[each.name].where,
                       count[each.name], each)
@@ -312,12 +313,7 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
         if not self.missing():
             return self
         whole = self.read(self.name, self.title, self.files.fetched(), self.options)
-        return replace(
-            whole,
-            patched=self.patched,
-            replaced=self.replaced,
-            component_notes=self.component_notes,
-        )
+        return replace(whole, patched=self.patched, replaced=self.replaced)
 
     def weight_tables(self) -> Mapping[str, WeightTable]:
         """Parameters of each component."""
@@ -348,19 +344,17 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
         _, keys = self.weights(component)
         return keys.target
 
-    def with_components(
-        self: _Spec, tensors: Mapping[str, TensorFile], notes: tuple[str, ...]
-    ) -> _Spec:
-        """The same model, which loads these components from these tensors."""
-        return replace(self, replaced=tensors, component_notes=notes)
+    def with_components(self: _Spec, replaced: ReplacedComponents) -> _Spec:
+        """The same model, which loads these components from these files."""
+        return replace(self, replaced=replaced)
 
     def opened_weights(self, component: str) -> tuple[TensorFile, KeyMap]:
         """`weights`, opened; of a replaced component its own file."""
         from everyframe.checkpoints.tensor_file import open_checkpoint
 
         weights, keys = self.weights(component)
-        if component in self.replaced:
-            return self.replaced[component], replace(keys, rename=(), ignore=())
+        if component in self.replaced.tensors:
+            return self.replaced.tensors[component], replace(keys, rename=(), ignore=())
         return open_checkpoint(weights), keys
 
     def patched_weights(self, component: str) -> tuple[TensorFile, KeyMap]:

@@ -86,6 +86,22 @@ class PatchableSpec(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class ReplacedComponents:
+    """Files of single components.
+
+    Attributes:
+        tensors: of each component, by the names of its module.
+        notes: messages for the user.
+    """
+
+    tensors: Mapping[str, TensorFile] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+NOTHING_REPLACED = ReplacedComponents()
+
+
 @runtime_checkable
 class ComponentSpec(Protocol):
     """A model of which single components can come from files of their own."""
@@ -96,8 +112,8 @@ class ComponentSpec(Protocol):
         ...
 
     @property
-    def component_notes(self) -> tuple[str, ...]:
-        """Messages for the user on the files that it has."""
+    def replaced(self) -> ReplacedComponents:
+        """The files of single components that it loads from."""
         ...
 
     def component_table(self, component: str) -> WeightTable:
@@ -108,10 +124,8 @@ class ComponentSpec(Protocol):
         """Names of the module by those in the model's own files."""
         ...
 
-    def with_components(
-        self: Any, tensors: Mapping[str, TensorFile], notes: tuple[str, ...]
-    ) -> Any:
-        """The same model, which loads these components from these tensors."""
+    def with_components(self: Any, replaced: ReplacedComponents) -> Any:
+        """The same model, which loads these components from these files."""
         ...
 
 
@@ -128,14 +142,15 @@ def table_of_module(module: nn.Module) -> WeightTable:
     )
 
 
-def component_notes_of(model: object) -> tuple[str, ...]:
-    """Messages for the user on the component files of a spec, if it has any."""
-    return model.component_notes if isinstance(model, ComponentSpec) else ()
-
-
 def patches_of(model: object) -> WeightPatches:
     """The patches of a spec; none for one that can't have any."""
     return model.patched if isinstance(model, PatchableSpec) else NO_PATCHES
+
+
+def notes_of(model: object) -> tuple[str, ...]:
+    """Messages for the user on the component files and patches of a spec."""
+    replaced = model.replaced if isinstance(model, ComponentSpec) else NOTHING_REPLACED
+    return (*replaced.notes, *patches_of(model).notes)
 
 
 def digest_with_loras(sha256: str, loras: Sequence[LoraIdentity]) -> str:

@@ -1,1 +1,1 @@
-"""Single files of components: tiny modules, their authors' names, and the forms that people store."""
+"""Files of single components: tiny modules, names of their authors, and forms that people store."""

@@ -117,11 +117,14 @@ def wan_vae(state: Mapping[str, Tensor]) -> State:
 
 
 def wan22_vae(state: Mapping[str, Tensor]) -> State:
-    """Wan 2.2's names: each level is a module; here of one layer of the encoder, two of the other."""
+    """Wan 2.2's names: each level is a module, of one layer in this encoder."""
     rules = (
         *_WAN_RESNET,
         *_WAN_ENDS,
-        (r"^encoder\.down_blocks\.(\d)\.resnets\.(\d)\.", r"encoder.downsamples.\1.downsamples.\2."),
+        (
+            r"^encoder\.down_blocks\.(\d)\.resnets\.(\d)\.",
+            r"encoder.downsamples.\1.downsamples.\2.",
+        ),
         (r"^encoder\.down_blocks\.(\d)\.downsampler\.", r"encoder.downsamples.\1.downsamples.1."),
         (r"^decoder\.up_blocks\.(\d)\.resnets\.(\d)\.", r"decoder.upsamples.\1.upsamples.\2."),
         (r"^decoder\.up_blocks\.(\d)\.upsampler\.", r"decoder.upsamples.\1.upsamples.2."),

@@ -21,7 +21,9 @@ def is_layer(key: str, tensor: Tensor) -> bool:
     return key.endswith(".weight") and tensor.ndim == 2
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> Path:
+def write(
+    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
+) -> Path:
     """Save as safetensors."""
     save_file({key: each.clone().contiguous() for key, each in tensors.items()}, path, metadata)
     return path
@@ -106,7 +108,9 @@ def write_gguf(
     for key, each in state.items():
         numbers = each.detach().float().numpy()
         is_whole = is_layer(key, each) and each.shape[-1] % block == 0
-        own = quantized if is_whole else gguf.GGMLQuantizationType["F16" if each.ndim > 1 else "F32"]
+        own = (
+            quantized if is_whole else gguf.GGMLQuantizationType["F16" if each.ndim > 1 else "F32"]
+        )
         if each.ndim > 4:  # more than ggml has: flattened, and the shape beside it
             writer.add_array(f"comfy.gguf.orig_shape.{key}", [int(side) for side in each.shape])
             numbers = numbers.reshape(-1)
