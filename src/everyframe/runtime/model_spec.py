@@ -336,13 +336,10 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
         return self.builder.parts
 
     def component_table(self, component: str) -> WeightTable:
-        """Parameters and persistent buffers of a component's module."""
         return table_of_module(self.builder.empty(component))
 
     def component_keys(self, component: str) -> Callable[[str], str | None]:
-        """Names of the module by those in the family's files."""
-        _, keys = self.weights(component)
-        return keys.target
+        return self.weights(component)[1].target
 
     def with_components(self: _Spec, replaced: ReplacedComponents) -> _Spec:
         """The same model, which loads these components from these files."""
