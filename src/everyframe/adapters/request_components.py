@@ -5,23 +5,38 @@ Headers are read here; values as the weights are loaded.
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePath
 
+from everyframe.adapters.distilled_models import find_preset
 from everyframe.adapters.request_loras import with_loras
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.request import Request
 from everyframe.runtime.interface import ModelSpec
 from everyframe.runtime.patchable import ComponentSpec, ReplacedComponents
+from everyframe.runtime.sampling_preset import PresetSpec
 
 
 def with_adapters(model: ModelSpec, request: Request) -> ModelSpec:
-    """The model with the request's component files, and its LoRAs on top of them.
+    """The model with the request's component files, its LoRAs on top of them, and their presets.
 
     Raises:
         CheckpointError: a file can't be read, or does not fit.
         InputError: the model can't have any, or has no such component.
     """
-    return with_loras(with_components(model, request), request)
+    return with_preset(with_loras(with_components(model, request), request), request)
+
+
+def with_preset(model: ModelSpec, request: Request) -> ModelSpec:
+    """The model with the settings of the step-distilled file that it is or has, if one is known."""
+    if not isinstance(model, PresetSpec):
+        return model
+    loras = (lora.name for lora in request.loras if lora.strength)
+    files = (PurePath(file).name for file in request.components.values())
+    preset, file = find_preset((*loras, *files, PurePath(model.name).name), model.denoiser_classes)
+    if preset is None:
+        return model
+    found: ModelSpec = model.with_preset(preset, file)
+    return found
 
 
 def with_components(model: ModelSpec, request: Request) -> ModelSpec:

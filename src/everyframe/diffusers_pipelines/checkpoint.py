@@ -22,6 +22,7 @@ from everyframe.core.errors import CheckpointError
 if TYPE_CHECKING:
     from everyframe.checkpoints.patched_file import Patches
     from everyframe.checkpoints.tensor_file import TensorFile
+    from everyframe.runtime.sampling_preset import SamplingPreset
 
 INDEX = "model_index.json"
 MODULAR_INDEX = "modular_model_index.json"
@@ -83,6 +84,7 @@ class PipelineFiles:
         code_file: file with the pipeline's own code, or with the map to it; None if it has none.
         values: index entries that are not components, such as the boundary between two experts.
         left_out: components that it was saved without.
+        preset: settings of a step-distilled model, whose sampler replaces the scheduler.
     """
 
     where: str
@@ -93,6 +95,7 @@ class PipelineFiles:
     code_file: str | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    preset: SamplingPreset | None = None
 
     @property
     def models(self) -> tuple[ComponentFolder, ...]:

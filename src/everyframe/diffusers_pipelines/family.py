@@ -55,6 +55,7 @@ from everyframe.runtime.patchable import (
 if TYPE_CHECKING:
     from everyframe.diffusers_pipelines.dry_run import PipelineDryRun
     from everyframe.parallel.communicator import ParallelContext
+    from everyframe.runtime.sampling_preset import SamplingPreset
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,19 @@ class PipelineSpec(CompleteSpec):
             for part in self.files.parts
         )
         return replace(self, files=replace(self.files, parts=parts), replaced=replaced)
+
+    @property
+    def denoiser_classes(self) -> tuple[str, ...]:
+        """Class of each denoiser."""
+        classes = {part.name: part.class_name for part in self.files.models}
+        return tuple(classes[name] for name in denoisers(classes))
+
+    def with_preset(self, preset: SamplingPreset, file: str) -> PipelineSpec:
+        """The same pipeline with the preset's defaults, and its sampler unless one is given."""
+        is_own = preset.has_schedule and not {"sigmas", "timesteps"} & {*self.options.option}
+        sizes = replace(self.sizes, preset=preset, preset_of=file)
+        files = replace(self.files, preset=preset if is_own else None)
+        return replace(self, sizes=sizes, files=files)
 
     def weight_tables(self) -> Mapping[str, WeightTable]:
         """Parameters of each component by its files' headers."""

@@ -228,6 +228,10 @@ def assembled(files: PipelineFiles, modules: dict[str, nn.Module]) -> Any:
     for part in files.parts:
         if part.name not in modules and (known is None or part.name in known):
             loaded[part.name] = _small(files.where, part)
+    if files.preset is not None and "scheduler" in loaded:
+        from everyframe.diffusers_pipelines.preset_scheduler import preset_scheduler
+
+        loaded["scheduler"] = preset_scheduler(files.preset, loaded["scheduler"])
     if pipe is not None:
         pipe.update_components(**{k: v for k, v in loaded.items() if k in pipe.component_names})
         return pipe
