@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from everyframe.adapters.request_loras import with_loras
+from everyframe.adapters.request_components import with_adapters
 from everyframe.checkpoints.locate import is_listed
 from everyframe.core.errors import CannotRunError, CorruptRunError, InputError, OutOfMemoryInfo
 from everyframe.core.events import Event, Events, Note, Planned, WeightsReady
@@ -187,7 +187,7 @@ def _model_here(
                 f"everyframe.resume({run.folder.name!r})"
             )
         _check_given(run.folder, run.given, given.digests())
-        return with_loras(given.model, run.request)
+        return with_adapters(given.model, run.request)
     if run.record.get("model", {}).get("sha256") is None:
         raise InputError(
             f"the run {run.folder.name} was made with a {run.plan.model} that was given in Python; "
@@ -243,7 +243,9 @@ def _check_place(run: InterruptedRun) -> None:
     if Path.cwd() == run.place:
         return
     given = [*run.request.given().items(), *run.request.family_options.items()]
-    for name, value in (*given, *(("LoRA", lora.file) for lora in run.request.loras)):
+    loras = (("LoRA", lora.file) for lora in run.request.loras)
+    components = (("component", file) for file in run.request.components.values())
+    for name, value in (*given, *loras, *components):
         is_text = isinstance(value, (str, Path)) and name != "prompt"
         if is_text and not Path(value).is_absolute() and os.path.exists(run.place / value):
             raise InputError(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from everyframe.adapters.request_loras import with_loras
+from everyframe.adapters.request_components import with_adapters
 from everyframe.checkpoints.config_errors import config_errors
 from everyframe.core.bytes import parse_bytes, without_processes
 from everyframe.core.errors import CannotRunError
@@ -58,7 +58,7 @@ from everyframe.planning.parallelism import (
 from everyframe.planning.throughput_cache import rates_here
 from everyframe.precision.policy import check_asked
 from everyframe.runtime.interface import ModelSpec, PromptReadingSpec
-from everyframe.runtime.patchable import patches_of
+from everyframe.runtime.patchable import notes_of, patches_of
 from everyframe.runtime.repair_cache import cached_key, load_repairs, repair_notes
 
 #: Number of a plan's products measured on a real device to forecast its time.
@@ -157,7 +157,7 @@ def _prepared(
     if with_seconds and isinstance(model, PromptReadingSpec):
         notes = (*notes, *model.unread(settings))
     repaired = (line for part in fitted.components for line in repair_notes(part))
-    says = (*patches_of(model).notes, *shares.says, *repaired, *idle_notes(shares.division))
+    says = (*notes_of(model), *shares.says, *repaired, *idle_notes(shares.division))
     plan = Plan(
         model=model.name,
         family=family_name,
@@ -188,7 +188,7 @@ def _model(
     if given is None:
         return find_model(request, may_fetch)
     family_options(given.family, request)
-    return with_loras(given.model, request), given.family
+    return with_adapters(given.model, request), given.family
 
 
 def _check_contents(request: Request, settings: Settings, given: LoadedModel | None) -> None:

@@ -24,7 +24,14 @@ from everyframe.dry_run.call import DryRunCall
 from everyframe.precision.policy import ComponentNeeds
 from everyframe.runtime.component_files import CheckpointFiles
 from everyframe.runtime.interface import Component, MemorySaving
-from everyframe.runtime.patchable import NO_PATCHES, WeightPatches, WeightTable
+from everyframe.runtime.patchable import (
+    NO_PATCHES,
+    NOTHING_REPLACED,
+    ReplacedComponents,
+    WeightPatches,
+    WeightTable,
+    table_of_module,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -199,6 +206,9 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
     files: _Files
     builder: ModuleBuilder[_Config]
     patched: WeightPatches = field(default=NO_PATCHES, kw_only=True, compare=False, repr=False)
+    replaced: ReplacedComponents = field(
+        default=NOTHING_REPLACED, kw_only=True, compare=False, repr=False
+    )
 
     led: ClassVar[tuple[str, ...]]
     ways: ClassVar[tuple[str, ...]] = ("",)
@@ -279,10 +289,12 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
     def components(self, settings: Settings) -> tuple[Component, ...]:
         """The components that run, in the order of their stages."""
         count, sources = self.builder.num_elements, self.files.sources
+        files = {name: each.source.name for name, each in self.replaced.tensors.items()}
         return tuple(
-            Component(each.name, title, stage, sources[each.name].where, count[each.name], each)
+            Component(each.name, title, stage, files.get(each.name) or sources[each.name].where,
+                      count[each.name], each)
             for each, title, stage in self.builder.needs()
-        )
+        )  # fmt: skip
 
     def missing(self) -> tuple[str, ...]:
         """Files to download first, one line each."""
@@ -293,7 +305,7 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
         if not self.missing():
             return self
         whole = self.read(self.name, self.title, self.files.fetched(), self.options)
-        return whole.with_patches(self.patched)
+        return replace(whole, patched=self.patched, replaced=self.replaced)
 
     def weight_tables(self) -> Mapping[str, WeightTable]:
         """Parameters of each component."""
@@ -310,23 +322,42 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
         """The same model, which loads with these patches."""
         return replace(self, patched=patched)
 
-    def patched_weights(self, component: str) -> tuple[TensorFile, KeyMap]:
-        """`weights`, opened, with the patches of LoRAs."""
-        from everyframe.checkpoints.patched_file import patched
+    @property
+    def component_names(self) -> tuple[str, ...]:
+        """The components with weights."""
+        return self.builder.parts
+
+    def component_table(self, component: str) -> WeightTable:
+        return table_of_module(self.builder.empty(component))
+
+    def component_keys(self, component: str) -> Callable[[str], str | None]:
+        return self.weights(component)[1].target
+
+    def with_components(self: _Spec, replaced: ReplacedComponents) -> _Spec:
+        """The same model, which loads these components from these files."""
+        return replace(self, replaced=replaced)
+
+    def opened_weights(self, component: str) -> tuple[TensorFile, KeyMap]:
+        """`weights`, opened; of a replaced component its own file."""
         from everyframe.checkpoints.tensor_file import open_checkpoint
 
         weights, keys = self.weights(component)
-        patches = self.patched.patches.get(component, {})
-        return patched(open_checkpoint(weights), keys, patches), keys
+        if component in self.replaced.tensors:
+            return self.replaced.tensors[component], replace(keys, rename=(), ignore=())
+        return open_checkpoint(weights), keys
+
+    def patched_weights(self, component: str) -> tuple[TensorFile, KeyMap]:
+        """`opened_weights` with the patches of LoRAs."""
+        from everyframe.checkpoints.patched_file import patched
+
+        opened, keys = self.opened_weights(component)
+        return patched(opened, keys, self.patched.patches.get(component, {})), keys
 
     def weight_files(self) -> tuple[str, ...]:
         """All weight files, without duplicates."""
-        from everyframe.checkpoints.tensor_file import open_checkpoint
-
         found: dict[str, None] = {}
         for name in self.components_on_disk:
-            weights, _ = self.weights(name)
-            found |= dict.fromkeys(map(str, open_checkpoint(weights).files))
+            found |= dict.fromkeys(map(str, self.opened_weights(name)[0].files))
         return tuple(found)
 
 
