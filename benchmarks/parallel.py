@@ -183,7 +183,7 @@ def part_of(case: Case, rank: int, size: int, device: DeviceFacts) -> Part:
 def counted(case: Case, blocks: int | None, rank: int, size: int, device: DeviceFacts) -> Part:
     """One rank's part of a step, run dry."""
     model, team = case.model(blocks), FakeCommunicator(rank, (1.0,) * size)
-    steps = model.shared_rehearsals(case.settings, ParallelContext(team, team, 1, case.way))
+    steps = model.dry_run_calls(case.settings, ParallelContext(team, team, 1, case.way))
     step = next(each for each in steps if each.stage == "denoise")
     parts = model.components(case.settings)
     needs = next(each.needs for each in parts if each.name == step.component)

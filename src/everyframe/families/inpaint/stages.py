@@ -41,16 +41,18 @@ from everyframe.samplers.base import Step
 Context = InpaintContext
 
 #: What ranks wait for, in messages.
-HANDED = "batches of frames are handed on"
+HANDED = "batches of frames are broadcast"
 
 
 def hear(team: Communicator, guard: Guard, events: Iterable[Event]) -> None:
     """Forward the other ranks' guard events to the first rank's guard."""
     if team.size == 1:
         return
-    told = team.tell_all([] if team.is_lead else [each.to_json() for each in events], HANDED)
+    gathered = team.all_gather_object(
+        [] if team.is_lead else [each.to_json() for each in events], HANDED
+    )
     if team.is_lead:
-        guard.hear(event_of(each) for one in told for each in one)
+        guard.hear(event_of(each) for one in gathered for each in one)
 
 
 def in_round(
