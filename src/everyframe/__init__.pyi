@@ -23,6 +23,10 @@ from everyframe.core.lora import Lora
 from everyframe.core.plan import Plan as Plan
 from everyframe.core.plan import Repair
 from everyframe.core.request import Request as Request
+from everyframe.engine.compiled_modules import compile as compile
+from everyframe.engine.compiled_modules import load_compiled as load_compiled
+from everyframe.engine.compiled_modules import quantize as quantize
+from everyframe.engine.compiled_modules import save_compiled as save_compiled
 from everyframe.engine.results import Output
 from everyframe.media.video import Video as Video
 
@@ -34,11 +38,15 @@ __all__ = [
     "Request",
     "Video",
     "__version__",
+    "compile",
     "generate",
     "list_runs",
+    "load_compiled",
     "plan",
+    "quantize",
     "resume",
     "run",
+    "save_compiled",
     "stream",
     "trace",
     "trace_diff",

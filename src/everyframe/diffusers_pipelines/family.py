@@ -155,8 +155,11 @@ class PipelineSpec(CompleteSpec):
             self.files, interface, request_settings.check_options(interface, self.options.option)
         )
 
-    def rehearsals(self, settings: Settings) -> tuple[DryRunCall, ...]:
-        return self._dry.rehearsals(settings)
+    def dry_run_calls(
+        self, settings: Settings, teams: ParallelContext | None = None
+    ) -> tuple[DryRunCall, ...]:
+        """One joint dry-run call, as one rank of `teams` makes it, with an entry per component."""
+        return self._dry.dry_run_calls(settings, teams)
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
         """Memory fallbacks: decode fewer frames at once, then VAE tiling, each where supported."""
@@ -244,12 +247,6 @@ class ShardablePipelineSpec(PipelineSpec):
             return cuts.part(self.sizes, settings, crew, rank, element_bytes, batch)
 
         return rank_share(branches, cutting if cuts else None, crew, rank, self.title)
-
-    def shared_rehearsals(
-        self, settings: Settings, teams: ParallelContext
-    ) -> tuple[DryRunCall, ...]:
-        """One joint dry-run call, as one rank of `teams` makes it, with an entry per component."""
-        return self._dry.rehearsals(settings, teams)
 
 
 def _can_be_shared(files: PipelineFiles) -> bool:

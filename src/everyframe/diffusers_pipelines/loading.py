@@ -108,8 +108,8 @@ def _from_folder(where: str, part: ComponentFolder, planned: ComponentPlan) -> n
     if asks_for_code(cls):
         how["trust_remote_code"] = part.is_trusted
     module: nn.Module
-    told = f"{where}: its {part.name} can't be loaded"
-    with BUILD_LOCK, foreign_errors(told), report_reading():
+    message = f"{where}: its {part.name} can't be loaded"
+    with BUILD_LOCK, foreign_errors(message), report_reading():
         module, report = cls.from_pretrained(
             str(part.folder),
             local_files_only=True,

@@ -356,10 +356,10 @@ def smaller_settings(sizes: PipelineDefaults, settings: Settings) -> Iterator[Se
     """The same video shorter, then smaller; each is half or three quarters of the previous one."""
     factor, rest = sizes.length_rule() or (1, 0)
     step = 4 * sizes.spatial_factor
-    lengths, sides = [settings.told_length], [settings.told_size]
+    lengths, sides = [settings.conditioned_length], [settings.conditioned_size]
     while lengths[-1] // 2 > factor:
         lengths.append(_nearest(lengths[-1] // 2, factor, rest))
     if sizes.interface.name_of("height"):
         sides = smaller_sizes(*sides[0], step, 2 * step)
-    told = replace(settings, nominal_size=None, nominal_length=None, own_choices=())
-    return smaller_videos(told, lengths, sides)
+    unconditioned = replace(settings, nominal_size=None, nominal_length=None, own_choices=())
+    return smaller_videos(unconditioned, lengths, sides)

@@ -137,7 +137,7 @@ def _prepared(
     will_run: bool,
 ) -> PreparedPlan:
     model, family_name = _model(request, given, may_fetch=may_fetch)
-    # Before the machine is looked at, which takes torch: what can't be asked is told at once.
+    # Before the machine is looked at, which takes torch: what cannot be asked is refused at once.
     settings, notes = model.settle(request, random_seed() if request.seed is None else request.seed)
     _check_contents(request, settings, given)
     facts = machine_facts(request.device) if profile is None else find_profile(profile).machine()
@@ -225,8 +225,8 @@ def _stages(
     parts = {part.name: part for part in fitted.components}
     stages = []
     for run in fitted.runs:
-        stage = stage_plan(run, parts[run.rehearsal.component], rates)
-        if run.rehearsal.denoises and stage.seconds is not None:
+        stage = stage_plan(run, parts[run.stage_call.component], rates)
+        if run.stage_call.denoises and stage.seconds is not None:
             # Once: of two experts one works at each step.
             stage = replace(stage, seconds=max(stage.seconds + sending, weights))
             sending = weights = 0.0

@@ -105,7 +105,7 @@ class ModuleBuilder(ABC, Generic[_Config]):
         return {}
 
     @cached_property
-    def _rehearsed(self) -> set[str]:
+    def _dry_run_components(self) -> set[str]:
         return set()
 
     def empty(self, component: str) -> nn.Module:
@@ -121,7 +121,7 @@ class ModuleBuilder(ABC, Generic[_Config]):
         building takes longer than everything else in a plan.
         """
         made = self._made.pop(component, None)  # before the question: a dry run may begin now
-        if made is None or component in self._rehearsed:
+        if made is None or component in self._dry_run_components:
             return self._built(component)
         return made
 
@@ -141,13 +141,13 @@ class ModuleBuilder(ABC, Generic[_Config]):
 
     def _for_dry_runs(self, components: tuple[str, ...]) -> dict[str, nn.Module]:
         """Components that a dry run may cast and swap layers of; they never get weights."""
-        self._rehearsed.update(components)
+        self._dry_run_components.update(components)
         return {name: self.empty(name) for name in components}
 
     def _outputs(self, component: str, module: nn.Module) -> tuple[str, ...]:
         return self.outputs(component)
 
-    def rehearsal(
+    def dry_run_call(
         self,
         stage: str,
         component: str,
@@ -243,13 +243,13 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
         teams: ParallelContext | None = None,
         components: tuple[str, ...] = (),
     ) -> DryRunCall:
-        """The dry-run call of a stage; see `ModuleBuilder.rehearsal`.
+        """The dry-run call of a stage; see `ModuleBuilder.dry_run_call`.
 
         `class_name` is that of the stage, with the family's module that has it. `teams` are those
         of one of several ranks.
         """
         call = partial(self._dry_run, class_name, settings, teams)
-        return self.builder.rehearsal(
+        return self.builder.dry_run_call(
             stage, component, call, num_calls, *key, components=components
         )
 
@@ -272,17 +272,9 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
 
     @abstractmethod
     def dry_run_calls(
-        self, settings: Settings, teams: ParallelContext | None
+        self, settings: Settings, teams: ParallelContext | None = None
     ) -> tuple[DryRunCall, ...]:
         """One dry-run call for every stage; with `teams`, as one of its ranks makes it."""
-
-    def rehearsals(self, settings: Settings) -> tuple[DryRunCall, ...]:
-        return self.dry_run_calls(settings, None)
-
-    def shared_rehearsals(
-        self, settings: Settings, teams: ParallelContext
-    ) -> tuple[DryRunCall, ...]:
-        return self.dry_run_calls(settings, teams)
 
     @property
     def config(self) -> _Config:
