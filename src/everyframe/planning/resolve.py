@@ -220,7 +220,7 @@ def _stages(
     fitted: FitResult, rates: Throughput | None, division: ParallelPlan | None
 ) -> tuple[StagePlan, ...]:
     """Stage plans with time to communicate; weights go out during compute, so the longer counts."""
-    steps = fitted.settings.num_inference_steps
+    steps = fitted.settings.num_denoiser_calls
     sending, weights = sending_seconds(division) * steps, weights_seconds(division) * steps
     parts = {part.name: part for part in fitted.components}
     stages = []
