@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from everyframe._version import __version__
@@ -22,6 +23,7 @@ from everyframe.core.lora import Lora
 from everyframe.core.option_values import with_current_names
 from everyframe.core.options import facts_of
 from everyframe.core.plan import Plan, Repair
+from everyframe.core.quality import SamplingMethod, parse_quality
 from everyframe.core.request import Request
 from everyframe.engine.file_identity import (
     as_bytes,
@@ -43,7 +45,7 @@ from everyframe.runtime.patchable import LoraIdentity
 from everyframe.runtime.repair_cache import remedy_from
 
 #: Left out of the recorded request: the values in force are in the recorded plan.
-_OF_THIS_MACHINE = ("report", "forget_repairs", "remedies", "paths", "quantized")
+_OF_THIS_MACHINE = ("report", "forget_repairs", "remedies", "paths", "quantized", "method")
 #: Mutually exclusive options.
 _ALIKE = (
     {"size", "height", "width", "resolution"},
@@ -219,6 +221,8 @@ def request_from(
     asked.setdefault("remedies", _remedies(record))
     if "quantize" not in wanted:
         asked |= {"quantized": _quantized(record)}
+    if not wanted.keys() & {"quality", "num_inference_steps", "disable"}:
+        asked |= _method(record)
     return Request(**asked)
 
 
@@ -250,6 +254,17 @@ def _quantized(record: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(precision, Mapping) and precision.get("weight_dtype"):
             found[str(part.get("name"))] = str(precision["weight_dtype"])
     return found
+
+
+def _method(record: Mapping[str, Any]) -> dict[str, SamplingMethod]:
+    """The recorded lossy method: measured on one machine, visible in the frames."""
+    found = check_record(record).settings.method
+    if found is None:
+        return {}
+    named = parse_quality(found.text)
+    if not isinstance(named, SamplingMethod):
+        raise InputError(f"the sampling method in this record, {found.text!r}, is none")
+    return {"method": replace(named, limit=found.limit)}
 
 
 def _check_given_in_python(record: Mapping[str, Any]) -> None:

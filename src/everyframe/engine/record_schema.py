@@ -18,6 +18,7 @@ from everyframe.checkpoints.folder import is_plain_name
 from everyframe.checkpoints.locate import is_listed
 from everyframe.core.errors import InputError
 from everyframe.core.options import Options, explain, facts_of, shown
+from everyframe.core.quality import SamplingMethod
 from everyframe.core.request import Request
 from everyframe.families.registry import all_options
 
@@ -66,6 +67,19 @@ class _Plan(_Data):
     device: _Device = _Device()
 
 
+class _Method(_Data):
+    name: str
+    num_computed: _Count
+    num_warm: _Count = 1
+    guided_percent: _Count = 100
+    limit: float | None = None
+
+    @property
+    def text(self) -> str:
+        """As an option has it."""
+        return str(SamplingMethod(self.name, self.num_computed, self.num_warm, self.guided_percent))
+
+
 class _Settings(_Data):
     prompt: str | None = None
     negative_prompt: str | None = None
@@ -81,6 +95,7 @@ class _Settings(_Data):
     edit_strength: float | None = None
     given_frames: tuple[str, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
+    method: _Method | None = None
 
 
 class _Repair(_Data):

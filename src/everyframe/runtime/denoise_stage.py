@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from everyframe.core.events import Event, Step
+from everyframe.core.events import ErrorEstimated, Event, Step
 from everyframe.core.plan import Settings
 from everyframe.core.quality import SamplingMethod
 from everyframe.numerics.tensor_stats import value_range
@@ -108,23 +108,25 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
         `memory` is the state of a lossy method after the step before.
         """
         device = self.context.device(self.component)
-        method, num_steps = self.context.settings.method, self.steps_per_video
-
         def make() -> Callable[..., Tensor]:
-            settings = guard.settings
-            if method is not None and guarded.num_done >= method.guided_steps(num_steps):
-                settings = replace(settings, guidance_scale=1.0)
+            return self.denoiser(modules, inputs, device, guard.settings)
+
+        def make_unguided() -> Callable[..., Tensor]:
+            settings = replace(guard.settings, guidance_scale=1.0)
             return self.denoiser(modules, inputs, device, settings)
 
-        guarded = GuardedDenoiser(guard, make, start)
+        method = self.context.settings.method
         if method is None:
-            return self.sample(guarded, inputs, start)
-        return self._lossy_steps(method, guarded, inputs, start, memory)
+            return self.sample(GuardedDenoiser(guard, make, start), inputs, start)
+        is_guided = start < method.guided_steps(self.steps_per_video)
+        guarded = GuardedDenoiser(guard, make if is_guided else make_unguided, start)
+        return self._lossy_steps(method, guarded, make_unguided, inputs, start, memory)
 
     def _lossy_steps(
         self,
         method: SamplingMethod,
         guarded: GuardedDenoiser,
+        make_unguided: Callable[[], Callable[..., Tensor]],
         inputs: _Inputs,
         start: int,
         memory: Any,
@@ -147,7 +149,7 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
             yield step
             guarded.num_done = step.index + 1
             if guarded.num_done == method.guided_steps(num_steps) < num_steps:
-                guarded.make_again()
+                guarded.make_by(make_unguided)
 
     def _agree(self, is_over: bool) -> bool:
         """What the lead rank sees: all ranks of a video take the same steps."""
@@ -184,6 +186,8 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
                         guard.latents(step.index + 1, step.x)
                         if step.note is not None:
                             guard.note(step.note)
+                        if step.index + 1 == step.num_steps and self.context.settings.method:
+                            yield error_estimated(self.context.settings, video.seed, step.memory)
                         yield from guard.events()
                         left = step.num_steps - 1 - step.index
                         _take_step(
@@ -218,6 +222,15 @@ class VideoDenoiseStage(DenoiseStage[_Context, _Inputs]):
         return (SamplerBatch(steps, self.steps_per_video),)
 
 
+def error_estimated(
+    settings: Settings, seed: int, memory: Mapping[str, Any]
+) -> ErrorEstimated:
+    """The event of a video's last step by a lossy method, whose state is `memory`."""
+    assert settings.method is not None
+    error = memory["error"]
+    return ErrorEstimated(seed, abs(error), settings.method.limit, error < 0)
+
+
 def _take_step(take: VideoState, step: SamplerStep, done: int, num_steps: int) -> None:
     """Store the state after a step in its video, consistent whenever others can see it."""
     take.step = done
@@ -250,9 +263,10 @@ class GuardedDenoiser:
         self.num_done = start
         self._denoise: Callable[..., Tensor] = guard.spared(start + 1, make)
 
-    def make_again(self) -> None:
-        """Build the denoiser anew, since its settings depend on the step."""
-        self._denoise = self._guard.spared(self.num_done + 1, self._make)
+    def make_by(self, make: Callable[[], Callable[..., Tensor]]) -> None:
+        """Build another denoiser for the remaining steps."""
+        self._make = make
+        self._denoise = self._guard.spared(self.num_done + 1, make)
 
     def check_prediction(self, answer: Tensor) -> None:
         """Note an answer that was predicted for the next step; the state after it is checked."""

@@ -20,6 +20,7 @@ from everyframe.checkpoints.locate import Location
 from everyframe.core.errors import CorruptRunError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Settings
+from everyframe.core.quality import PREDICTORS
 from everyframe.dry_run.call import DryRunCall
 from everyframe.precision.policy import ComponentNeeds
 from everyframe.runtime.component_files import CheckpointFiles
@@ -190,6 +191,7 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
     """One checkpoint of a family with its own stages: configs read, weights not.
 
     Attributes:
+        methods: lossy sampling methods; multistep solvers need `DenoiseStage.path`.
         led, ways, in_step, apart: see `ShardableSpec`.
     """
 
@@ -200,6 +202,7 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
     builder: ModuleBuilder[_Config]
     patched: WeightPatches = field(default=NO_PATCHES, kw_only=True, compare=False, repr=False)
 
+    methods: ClassVar[tuple[str, ...]] = tuple(PREDICTORS)
     led: ClassVar[tuple[str, ...]]
     ways: ClassVar[tuple[str, ...]] = ("",)
     in_step: ClassVar[bool] = True
@@ -221,6 +224,16 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
     @abstractmethod
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
         """Memory savings for a component; see `DryRunSpec.savings`."""
+
+    @property
+    def is_distilled(self) -> bool:
+        """See `LossySpec`."""
+        return False
+
+    def sampling_methods(self, settings: Settings) -> tuple[str, ...]:
+        """See `LossySpec`. A frame that is edited is denoised in some of the steps only."""
+        is_edited = 0 < settings.edit_strength < 1
+        return () if is_edited else self.methods
 
     def stage_call(
         self,
