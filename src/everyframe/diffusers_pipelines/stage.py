@@ -24,6 +24,7 @@ from everyframe.core.events import AudioDecoded, Event, FramesDecoded, Note, Out
 from everyframe.core.options import shown
 from everyframe.core.plan import Plan, Settings
 from everyframe.diffusers_pipelines import call_options, sequence_parallel
+from everyframe.diffusers_pipelines.answer_prediction import predict_answers
 from everyframe.diffusers_pipelines.call import no_progress_bars
 from everyframe.diffusers_pipelines.call_arguments import arguments
 from everyframe.diffusers_pipelines.call_thread import Apart as InOwnThread
@@ -248,6 +249,7 @@ class PipelineStage:
             float32_noise(),
             CfgParallel(denoising, branches, self.teams, around) if branches else nullcontext(),
             DenoiserReplay(denoising, watch, take, at_once=branches is None),
+            predict_answers(self.plan, denoising, watch, self.teams, branches, take.seed, emit),
             guard(self.plan, modules, watch, take, watch.read_by(emit), ready.apart) as guarded,
         ):
             around.guarded = guarded

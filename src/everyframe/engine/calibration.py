@@ -299,4 +299,3 @@ def report(found: Calibration, budgets: Sequence[float]) -> list[str]:
             f"as fast{repays}"
         )
     return lines
-

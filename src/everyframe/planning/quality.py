@@ -139,9 +139,7 @@ def _why_exact(model: ModelSpec, settings: Settings, allowed: Sequence[str]) -> 
     return None
 
 
-def _check(
-    method: SamplingMethod, model: ModelSpec, settings: Settings, request: Request
-) -> None:
+def _check(method: SamplingMethod, model: ModelSpec, settings: Settings, request: Request) -> None:
     known = model.sampling_methods(settings) if isinstance(model, LossySpec) else ()
     if method.name not in known:
         can = f"it can do {', '.join(known)}" if known else "it has no lossy methods"

@@ -60,6 +60,7 @@ from everyframe.runtime.interface import ModelSpec, PromptReadingSpec
 from everyframe.runtime.patchable import patches_of
 from everyframe.runtime.repair_cache import cached_key, load_repairs, repair_notes
 
+
 @dataclass(frozen=True)
 class LoadedModel:
     """An in-memory model and the name of its family.
@@ -169,8 +170,14 @@ def _prepared(
         num_threads=num_threads,
         components=fitted.components,
         downloads=model.missing(),
-        notes=(*notes, *quality.notes, *fitted.notes, *fitted.says, *says,
-               *chooser.known.notes(fitted.runs)),  # fmt: skip
+        notes=(
+            *notes,
+            *quality.notes,
+            *fitted.notes,
+            *fitted.says,
+            *says,
+            *chooser.known.notes(fitted.runs),
+        ),  # fmt: skip
         stages=stage_plans(fitted, rates, shares.division),
         dtype_errors=clashes_of(fitted.runs),
         host_bytes=fitted.host_bytes,

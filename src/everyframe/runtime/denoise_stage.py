@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from everyframe.core.events import ErrorEstimated, Event, Step
+from everyframe.core.events import Event, Note, Step
 from everyframe.core.plan import Settings
 from everyframe.core.quality import SamplingMethod
 from everyframe.numerics.tensor_stats import value_range
@@ -30,6 +30,7 @@ from everyframe.runtime.model_sharding import ModelPatch
 from everyframe.runtime.stages import ComponentStage, StageContext
 from everyframe.samplers import multistep
 from everyframe.samplers.base import Step as SamplerStep
+from everyframe.samplers.error_budget import ErrorBudget
 from everyframe.samplers.multistep import DiffusionPath
 from everyframe.samplers.prediction import PredictedDenoise
 
@@ -108,6 +109,7 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
         `memory` is the state of a lossy method after the step before.
         """
         device = self.context.device(self.component)
+
         def make() -> Callable[..., Tensor]:
             return self.denoiser(modules, inputs, device, guard.settings)
 
@@ -185,9 +187,11 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
                     for step in batch.steps:
                         guard.latents(step.index + 1, step.x)
                         if step.note is not None:
-                            guard.note(step.note)
-                        if step.index + 1 == step.num_steps and self.context.settings.method:
-                            yield error_estimated(self.context.settings, video.seed, step.memory)
+                            yield Note(step.note, in_record=True, seed=video.seed)
+                        method = self.context.settings.method
+                        if method is not None and step.index + 1 == step.num_steps:
+                            budget = ErrorBudget(method.limit, error=step.memory["error"])
+                            yield budget.event(video.seed)
                         yield from guard.events()
                         left = step.num_steps - 1 - step.index
                         _take_step(
@@ -220,15 +224,6 @@ class VideoDenoiseStage(DenoiseStage[_Context, _Inputs]):
         inputs = self.inputs(video, self.context.device(self.component))
         steps = self.guarded_steps(modules, guard, inputs, video.step, video.sampler_state)
         return (SamplerBatch(steps, self.steps_per_video),)
-
-
-def error_estimated(
-    settings: Settings, seed: int, memory: Mapping[str, Any]
-) -> ErrorEstimated:
-    """The event of a video's last step by a lossy method, whose state is `memory`."""
-    assert settings.method is not None
-    error = memory["error"]
-    return ErrorEstimated(seed, abs(error), settings.method.limit, error < 0)
 
 
 def _take_step(take: VideoState, step: SamplerStep, done: int, num_steps: int) -> None:

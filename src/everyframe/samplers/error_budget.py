@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from everyframe.core.events import ErrorEstimated
+
 
 @dataclass(frozen=True)
 class ErrorBudget:
@@ -45,6 +47,10 @@ class ErrorBudget:
         if self.limit is not None and self.agree(is_over):
             return self.at(-max(total, 1e-30) if math.isfinite(total) else -1e30)
         return self.at(total)
+
+    def event(self, seed: int) -> ErrorEstimated:
+        """The event at the end of a video."""
+        return ErrorEstimated(seed, abs(self.error), self.limit, self.is_spent)
 
     def note(self, index: int) -> str:
         """Message about the step, counted from 0, at which the limit was passed."""

@@ -42,12 +42,17 @@ class AnswerHistory:
         terms = (w * a.to(dtype) for w, a in zip(weights, self.answers, strict=True))
         return sum(terms, start=torch.zeros((), dtype=dtype)).to(self.answers[-1].dtype)
 
-    def estimate(self, time: float, answer: Tensor) -> float | None:
-        """Relative error that a prediction of this answer has; None before two answers."""
+    def step_estimate(self, time: float, answer: Tensor) -> float | None:
+        """Error of a prediction of this answer, relative to it, times the share of the time.
+
+        None before two answers.
+        """
         if len(self.times) < 2 or time == self.times[-1]:
             return None
         difference = (answer.double() - self.predict(time).double()).norm()
-        return float(difference / answer.double().norm())
+        longest = max(abs(self.times[0]), abs(self.times[-1]), abs(time))
+        share = abs(time - self.times[-1]) / longest
+        return float(difference / answer.double().norm()) * share
 
 
 def lagrange_weights(times: Sequence[float], time: float) -> list[float]:
@@ -103,11 +108,7 @@ class PredictedDenoise:
         return answer
 
     def _check(self, time: float, answer: Tensor) -> None:
-        relative = self._history.estimate(time, answer)
-        if relative is not None:
-            first, last = self._history.times[0], self._history.times[-1]
-            relative *= abs(time - last) / max(abs(first), abs(last), abs(time))
-        self._budget = self._budget.plus(relative)
+        self._budget = self._budget.plus(self._history.step_estimate(time, answer))
         if self._budget.is_spent:
             self._notes.append(self._budget.note(self.step))
 
