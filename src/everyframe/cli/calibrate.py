@@ -44,8 +44,9 @@ def calibrate(
     request = parse_request(given, None).request
     # Not on top: this brings torch, and a wrong option should be told at once.
     from everyframe.engine import calibration
+    from everyframe.fast_paths.calibrations import LEAST_VIDEOS
 
-    number = calibration.LEAST_VIDEOS + 1 if videos is None else _number("videos", videos)
+    number = LEAST_VIDEOS + 1 if videos is None else _number("videos", videos)
     found = None
     for progress in calibration.calibrate(
         request,

@@ -265,7 +265,7 @@ class Request(Options):
         person_only=True,
     )
     method: SamplingMethod | None = option(
-        "The sampling method, exactly; a record has it.", python_only=True, person_only=True)  # fmt: skip
+        "Sampling method of a record.", python_only=True, person_only=True)  # fmt: skip
     remedies: tuple[Repair, ...] | None = option(
         "The repairs to begin with, exactly; a record has them.",
         group="Machine",
@@ -274,7 +274,7 @@ class Request(Options):
     )
 
     family_options: dict[str, Any] = option(
-        "Options of one family, collected.", default={}, python_only=True, person_only=True)  # fmt: skip
+        "Options of one family.", default={}, python_only=True, person_only=True)  # fmt: skip
 
     @field_validator(*SPELLED, mode="before")
     @classmethod

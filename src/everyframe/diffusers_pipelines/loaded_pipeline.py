@@ -60,6 +60,11 @@ class CompleteSpec:
     def _scheduler_class(self) -> str:
         return str(self.sizes.configs.get("scheduler", {}).get("_class_name"))
 
+    @property
+    def has_partial_guidance(self) -> bool:
+        """See `LossySpec`: its guidance is in its own call."""
+        return False
+
     def sampling_methods(self, settings: Settings) -> tuple[str, ...]:
         """See `LossySpec`: its own scheduler does the steps, so answers alone are predicted."""
         return tuple(PREDICTORS)

@@ -40,7 +40,7 @@ from everyframe.fast_paths.calibrations import (
 )
 from everyframe.fast_paths.registry import switched_off
 from everyframe.numerics.psnr import frame_psnr
-from everyframe.planning.quality import calibration_key, size_of
+from everyframe.planning.quality import calibration_key, can_guide_partly, size_of
 from everyframe.planning.resolve import check_feasible, prepare
 from everyframe.runs.run_state import SaveOptions
 from everyframe.runtime.interface import LossySpec, ModelSpec
@@ -49,7 +49,10 @@ from everyframe.runtime.interface import LossySpec, ModelSpec
 SHARES = (2 / 3, 1 / 2, 2 / 5, 1 / 3, 4 / 15, 1 / 5, 1 / 6)
 
 #: Methods that are measured unless others are named: the best of each kind on the models tried.
-USUAL = ("unipc", "ab2", "taylor1")
+USUAL = ("unipc", "taylor1", "taylor2")
+
+#: With guidance in all steps, and in this share of them where a model can do that.
+GUIDED = (100, 50)
 
 #: What videos are made of where the request gives no prompts.
 PROMPTS = (
@@ -153,7 +156,14 @@ def candidates(
         named = [name for name in USUAL if name in can]
     steps = settings.num_inference_steps
     counts = sorted({max(2, round(steps * share)) for share in SHARES}, reverse=True)
-    found = [SamplingMethod(name, count) for count in counts if count < steps for name in named]
+    is_guided = settings.guidance_scale > 1 and can_guide_partly(model, request)
+    found = [
+        SamplingMethod(name, count, guided_percent=percent)
+        for count in counts
+        for name in named
+        for percent in (GUIDED if is_guided else GUIDED[:1])
+        if count < steps
+    ]
     found += [each for each in whole if isinstance(each, SamplingMethod)]
     return tuple(sorted(found, key=lambda each: -each.num_computed))
 

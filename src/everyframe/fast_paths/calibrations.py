@@ -89,13 +89,16 @@ class Calibration:
         """Median of the time saved."""
         return statistics.median(each.gain for each in self.measured[method])
 
-    def fastest(self, decibels: float, allowed: Sequence[str]) -> str | None:
+    def fastest(
+        self, decibels: float, allowed: Sequence[str], *, can_guide_partly: bool = True
+    ) -> str | None:
         """The fastest whole method of the allowed names that holds a budget; None without one."""
         held = [
             method
             for method in self.measured
             if self.is_whole(method)
             and _parsed(method).name in allowed
+            and (can_guide_partly or _parsed(method).guided_percent == 100)
             and self.worst_db(method) >= decibels + MARGIN_DB
         ]
         return max(held, key=lambda each: (self.gain(each), self.worst_db(each)), default=None)

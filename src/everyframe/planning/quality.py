@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from everyframe.checkpoints.digest import known_digest
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.facts import DeviceFacts
-from everyframe.core.plan import ComponentPlan, QualityPlan, Settings
-from everyframe.core.quality import EXACT, SamplingMethod, parse_quality
+from everyframe.core.plan import ComponentPlan, Settings
+from everyframe.core.quality import EXACT, QualityPlan, SamplingMethod, parse_quality
 from everyframe.core.request import Request
 from everyframe.fast_paths.calibrations import Calibration, nearest_calibration
 from everyframe.fast_paths.certificates import device_key, digest
@@ -66,7 +66,9 @@ def choose_method(
         )
     if why_not is None:
         assert found is not None
-        return _measured(request, settings, found, asked, allowed)
+        can_guide = can_guide_partly(model, request)
+        fastest = found.fastest(asked, allowed, can_guide_partly=can_guide)
+        return _measured(request, settings, found, asked, fastest)
     return _exact(request, settings, why_not)
 
 
@@ -87,9 +89,8 @@ def _measured(
     settings: Settings,
     found: Calibration,
     decibels: float,
-    allowed: Sequence[str],
+    fastest: str | None,
 ) -> QualityChoice:
-    fastest = found.fastest(decibels, allowed)
     if fastest is None:
         best = max(filter(found.is_whole, found.measured), key=found.worst_db, default=None)
         says = "no whole measurement" if best is None else (
@@ -108,7 +109,7 @@ def _measured(
         len(found.videos),
         found.gain(fastest),
     )
-    notes = ()
+    notes: tuple[str, ...] = ()
     if found.size != size_of(settings):
         frames, height, width = found.size
         notes = (
@@ -152,11 +153,16 @@ def _check(method: SamplingMethod, model: ModelSpec, settings: Settings, request
             f"quality {method}: {method.num_computed} of {steps} steps can't be computed; "
             f"give {steps} or fewer"
         )
-    if method.guided_percent < 100 and request.num_ranks > 1:
+    if method.guided_percent < 100 and not can_guide_partly(model, request):
         raise InputError(
-            f"quality {method}: guidance in part of the steps works on one device; leave out "
-            f"g{method.guided_percent}"
+            f"quality {method}: guidance in part of the steps works with our own model families, "
+            f"on one device; leave out g{method.guided_percent}"
         )
+
+
+def can_guide_partly(model: ModelSpec, request: Request) -> bool:
+    """Whether a method can leave guidance out of the last steps."""
+    return isinstance(model, LossySpec) and model.has_partial_guidance and request.num_ranks == 1
 
 
 def command_of(request: Request) -> str:
@@ -171,7 +177,7 @@ def calibration_key(
     components: Sequence[ComponentPlan],
     device: DeviceFacts,
 ) -> str | None:
-    """Key of the calibrations that fit, of any size; None if the weights were never hashed on this machine.
+    """Key of the calibrations that fit, of any size; None if these weights were never hashed here.
 
     It has the weights with their LoRAs, steps, guidance and options, the precision of each
     component, and the device with its libraries; not the prompt, seed, size or threads.

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from everyframe.adapters.request_loras import with_loras
 from everyframe.checkpoints.config_errors import config_errors
@@ -53,12 +54,14 @@ from everyframe.planning.parallelism import (
     make_parallel_plan,
     shares_asked,
 )
-from everyframe.planning.quality import choose_method
+from everyframe.planning.quality import QualityChoice, choose_method
 from everyframe.planning.stage_forecasts import rates_of, stage_plans
 from everyframe.precision.policy import check_asked
 from everyframe.runtime.interface import ModelSpec, PromptReadingSpec
 from everyframe.runtime.patchable import patches_of
 from everyframe.runtime.repair_cache import cached_key, load_repairs, repair_notes
+
+_Fit: TypeAlias = tuple[BalancedPlan, MemoryFit, FitResult]
 
 
 @dataclass(frozen=True)
@@ -147,15 +150,12 @@ def _prepared(
     is_own = profile is None and given is None
     fitting = _fitting(model, facts, device, request, chooser, is_own=is_own)
 
-    def fit(settings: Settings) -> tuple[BalancedPlan, MemoryFit, FitResult]:
+    def fit(settings: Settings) -> _Fit:
         shared = partial(_shares, request, model, settings, devices, num_threads, fitting)
         return _fitted(shared, request, settings, chooser, will_run=will_run)
 
-    shares, fit_used, fitted = fit(settings)
-    quality = choose_method(request, model, settings, fitted.components, device)
-    if quality.settings != settings:
-        shares, fit_used, fitted = fit(quality.settings)
-    fitted = with_output_size(fitted)
+    (shares, fit_used, fitted), quality = _fit_to_quality(fit, request, model, settings, device)
+    fitted, notes = with_output_size(fitted), (*notes, *quality.notes)
     rates = rates_of(fitted, devices[shares.rank], num_threads) if with_seconds else None
     if with_seconds and isinstance(model, PromptReadingSpec):
         notes = (*notes, *model.unread(settings))
@@ -170,14 +170,7 @@ def _prepared(
         num_threads=num_threads,
         components=fitted.components,
         downloads=model.missing(),
-        notes=(
-            *notes,
-            *quality.notes,
-            *fitted.notes,
-            *fitted.says,
-            *says,
-            *chooser.known.notes(fitted.runs),
-        ),  # fmt: skip
+        notes=(*notes, *fitted.notes, *fitted.says, *says, *chooser.known.notes(fitted.runs)),
         stages=stage_plans(fitted, rates, shares.division),
         dtype_errors=clashes_of(fitted.runs),
         host_bytes=fitted.host_bytes,
@@ -190,6 +183,19 @@ def _prepared(
     # What somebody has in memory is there already: what is free says nothing against it.
     reason = None if given is not None else infeasible_reason(plan, fit_used, fitted, facts)
     return PreparedPlan(replace(plan, infeasible=reason), model, fitted, chooser)
+
+
+def _fit_to_quality(
+    fit: Callable[[Settings], _Fit],
+    request: Request,
+    model: ModelSpec,
+    settings: Settings,
+    device: DeviceFacts,
+) -> tuple[_Fit, QualityChoice]:
+    """The fit with the sampling method that the exact steps' precision leads to."""
+    exact = fit(settings)
+    quality = choose_method(request, model, settings, exact[-1].components, device)
+    return (exact if quality.settings == settings else fit(quality.settings)), quality
 
 
 def _model(

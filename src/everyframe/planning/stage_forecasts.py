@@ -1,4 +1,4 @@
-"""Forecast the time of each stage of a plan, on rates that a profile has or this machine measured."""
+"""Forecast the time of each stage, by rates that a profile has or this machine measured."""
 
 from __future__ import annotations
 

@@ -221,6 +221,11 @@ class LossySpec(Protocol):
         """Whether it was distilled to few steps, so that no exact run exists to compare with."""
         ...
 
+    @property
+    def has_partial_guidance(self) -> bool:
+        """Whether its stages can leave guidance out of the last steps."""
+        ...
+
     def sampling_methods(self, settings: Settings) -> tuple[str, ...]:
         """Names of `everyframe.core.quality.METHODS` that its stages can run by."""
         ...

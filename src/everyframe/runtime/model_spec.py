@@ -230,6 +230,11 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
         """See `LossySpec`."""
         return False
 
+    @property
+    def has_partial_guidance(self) -> bool:
+        """See `LossySpec`."""
+        return True
+
     def sampling_methods(self, settings: Settings) -> tuple[str, ...]:
         """See `LossySpec`. A frame that is edited is denoised in some of the steps only."""
         is_edited = 0 < settings.edit_strength < 1
