@@ -31,6 +31,7 @@ PUBLIC_NAMES = {
     "Request",
     "Video",
     "__version__",
+    "calibrate",
     "generate",
     "list_runs",
     "plan",

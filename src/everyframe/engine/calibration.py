@@ -75,6 +75,10 @@ PROMPTS = (
 )
 
 
+#: Options of a request that differ from video to video, or are measured.
+_NOT_MEASURED = ("quality", "method", "num_videos")
+
+
 @dataclass(frozen=True)
 class CalibrationProgress:
     """What a calibration reports after each video: a line, and its state so far."""
@@ -115,8 +119,22 @@ def calibrate(
         raise InputError(f"videos must be at least {LEAST_VIDEOS}, got {num_videos}")
     if request.num_ranks > 1:
         raise InputError("calibrate works on one device; leave out the others")
-    request = _without(request, "quality", "method", "num_videos")
-    prompts, request = _prompts(request, prompts)
+    found, names = _begun(request, prompts, num_videos, methods)
+    request = _without(request, *_NOT_MEASURED)
+    yield from _measured(request, found, names, lowest_db)
+
+
+def calibration_of(request: Request, num_videos: int = LEAST_VIDEOS + 1) -> Calibration:
+    """What is measured already for a request with its usual prompts; empty if nothing is."""
+    return _begun(request, (), num_videos, ())[0]
+
+
+def _begun(
+    request: Request, prompts: Sequence[str], num_videos: int, methods: Sequence[str]
+) -> tuple[Calibration, tuple[SamplingMethod, ...]]:
+    """The calibration so far, and the methods to measure."""
+    request = _without(request, *_NOT_MEASURED)
+    prompts = _prompts(request, prompts)
     first = 0 if request.seed is None else request.seed
     videos = tuple(
         (prompts[number % len(prompts)] if prompts else "", first + number)
@@ -132,7 +150,7 @@ def calibrate(
     found = load_calibration(key, size_of(settings))
     if found is None or found.videos != videos:
         found = Calibration(key, size_of(settings), videos)
-    yield from _measured(request, found, names, lowest_db)
+    return found, names
 
 
 def candidates(
@@ -258,14 +276,14 @@ def _one(request: Request, prompt: str, seed: int) -> Request:
     return Request(**{**given, "prompt": prompt} if prompt else given)
 
 
-def _prompts(request: Request, prompts: Sequence[str]) -> tuple[Sequence[str], Request]:
-    """The prompts, and the request without one; none for a model that takes none."""
-    if request.prompt is not None:
-        return prompts or (request.prompt,), request
+def _prompts(request: Request, prompts: Sequence[str]) -> Sequence[str]:
+    """The prompts; none for a model that takes none."""
     if prompts:
-        return prompts, request
+        return prompts
+    if request.prompt is not None:
+        return (request.prompt,)
     if request.model is None:
-        return shapes_prompts(LEAST_VIDEOS + 1), request
+        return shapes_prompts(LEAST_VIDEOS + 1)
     from everyframe.planning.find_model import find_model
 
     model, _ = find_model(request, True)
@@ -273,8 +291,8 @@ def _prompts(request: Request, prompts: Sequence[str]) -> tuple[Sequence[str], R
         model.settle(_one(request, PROMPTS[0], 0), 0)
     except InputError:
         model.settle(_one(request, "", 0), 0)
-        return (), request
-    return PROMPTS, request
+        return ()
+    return PROMPTS
 
 
 def shapes_prompts(count: int) -> tuple[str, ...]:
