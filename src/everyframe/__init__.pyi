@@ -22,7 +22,13 @@ from everyframe.core.events import Event
 from everyframe.core.lora import Lora
 from everyframe.core.plan import Plan as Plan
 from everyframe.core.plan import Repair
+from everyframe.core.quality import SamplingMethod
 from everyframe.core.request import Request as Request
+from everyframe.engine.calibration import calibrate as calibrate
+from everyframe.engine.compiled_modules import compile as compile
+from everyframe.engine.compiled_modules import load_compiled as load_compiled
+from everyframe.engine.compiled_modules import quantize as quantize
+from everyframe.engine.compiled_modules import save_compiled as save_compiled
 from everyframe.engine.results import Output
 from everyframe.media.video import Video as Video
 
@@ -34,11 +40,16 @@ __all__ = [
     "Request",
     "Video",
     "__version__",
+    "calibrate",
+    "compile",
     "generate",
     "list_runs",
+    "load_compiled",
     "plan",
+    "quantize",
     "resume",
     "run",
+    "save_compiled",
     "stream",
     "trace",
     "trace_diff",
@@ -55,6 +66,7 @@ def generate(
     model: str | PathLike[str] | None = None,
     negative_prompt: str | None = None,
     loras: Sequence[Lora] | str | PathLike[str] | Sequence[str | Path | tuple[str, float]] = (),
+    components: Mapping[str, str] | Mapping[str, str | PathLike[str]] | Sequence[str] = {},
     size: str | tuple[int, int] | list[int] | None = None,
     height: int | None = None,
     width: int | None = None,
@@ -146,6 +158,8 @@ def generate(
         negative_prompt: What it should not show.
         loras: A LoRA that is merged into the weights, FILE[:STRENGTH][@COMPONENT]; may be
             repeated.
+        components: A component's weights from a file of their own, as NAME=FILE: a single file
+            in its authors' or ComfyUI's form, scaled eight bits, or GGUF; may be repeated.
         size: WIDTHxHEIGHT (pixels).
         height: Height (pixels, > 0, ≤ 16384).
         width: Width (pixels, > 0, ≤ 16384).
@@ -276,6 +290,7 @@ def plan(
     model: str | PathLike[str] | None = None,
     negative_prompt: str | None = None,
     loras: Sequence[Lora] | str | PathLike[str] | Sequence[str | Path | tuple[str, float]] = (),
+    components: Mapping[str, str] | Mapping[str, str | PathLike[str]] | Sequence[str] = {},
     size: str | tuple[int, int] | list[int] | None = None,
     height: int | None = None,
     width: int | None = None,
@@ -361,6 +376,8 @@ def plan(
         negative_prompt: What it should not show.
         loras: A LoRA that is merged into the weights, FILE[:STRENGTH][@COMPONENT]; may be
             repeated.
+        components: A component's weights from a file of their own, as NAME=FILE: a single file
+            in its authors' or ComfyUI's form, scaled eight bits, or GGUF; may be repeated.
         size: WIDTHxHEIGHT (pixels).
         height: Height (pixels, > 0, ≤ 16384).
         width: Width (pixels, > 0, ≤ 16384).
@@ -529,6 +546,7 @@ def run(
     model: str | PathLike[str] | None = None,
     negative_prompt: str | Sequence[str] | Mapping[int, str] | None = None,
     loras: Sequence[Lora] | str | PathLike[str] | Sequence[str | Path | tuple[str, float]] = (),
+    components: Mapping[str, str] | Mapping[str, str | PathLike[str]] | Sequence[str] = {},
     size: str | tuple[int, int] | list[int] | None = None,
     height: int | None = None,
     width: int | None = None,
@@ -593,6 +611,8 @@ def run(
         negative_prompt: What it should not show.
         loras: A LoRA that is merged into the weights, FILE[:STRENGTH][@COMPONENT]; may be
             repeated.
+        components: A component's weights from a file of their own, as NAME=FILE: a single file
+            in its authors' or ComfyUI's form, scaled eight bits, or GGUF; may be repeated.
         size: WIDTHxHEIGHT (pixels).
         height: Height (pixels, > 0, ≤ 16384).
         width: Width (pixels, > 0, ≤ 16384).

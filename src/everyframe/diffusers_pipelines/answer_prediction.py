@@ -142,7 +142,11 @@ def predict_answers(
         return nullcontext()
 
     def agree(is_over: bool) -> bool:
-        return bool(team.tell(is_over, 0, "the error budget")) if team.size > 1 else is_over
+        return (
+            bool(team.broadcast_object(is_over, 0, "the error budget"))
+            if team.size > 1
+            else is_over
+        )
 
     steps = plan.settings.num_inference_steps
     return PredictedAnswers(denoisers, watch, method, steps, agree, seed, emit)

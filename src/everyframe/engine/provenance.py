@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from everyframe._version import __version__
@@ -23,7 +23,6 @@ from everyframe.core.lora import Lora
 from everyframe.core.option_values import with_current_names
 from everyframe.core.options import facts_of
 from everyframe.core.plan import Plan, Repair
-from everyframe.core.quality import SamplingMethod, parse_quality
 from everyframe.core.request import Request
 from everyframe.engine.file_identity import (
     as_bytes,
@@ -128,6 +127,10 @@ def _asked(request: Request, plan: Plan) -> dict[str, Any]:
             asked[name] = model_names(value) if name in models else plain(value)
     if request.loras:
         asked["loras"] = [_lora(each) for each in request.loras]
+    if request.components:
+        asked["components"] = {
+            name: _file(Path(file).expanduser()) for name, file in request.components.items()
+        }
     asked["seed"] = plan.settings.seed
     if request.model is not None:
         asked["model"] = _model_name(request.model)
@@ -144,6 +147,31 @@ def _lora(lora: Lora) -> dict[str, Any]:
     """A LoRA by the name and hash of its file."""
     file = {"file": lora.name, "sha256": lora_digest(lora.path)}
     return {"file": file, "strength": lora.strength, "component": lora.component}
+
+
+def _file(path: Path) -> dict[str, str]:
+    return {"file": path.name, "sha256": digest([path])}
+
+
+def _find_components(recorded: Mapping[str, Any]) -> dict[str, str]:
+    """The files of a record's components in the working folder.
+
+    Raises:
+        InputError: one is not there, or has another hash.
+    """
+    for component, known in recorded.items():
+        file, again = known["file"], f"give it again: --component {component}=FILE"
+        if not os.path.isfile(file):
+            raise InputError(
+                f"the video was made with {file!r} for its {component}, which is not in this "
+                f"folder; {again}"
+            )
+        if digest([file]) != known["sha256"]:
+            raise InputError(
+                f"{file!r} in this folder is not the file of the {component} that the video was "
+                f"made with (its hash differs); {again}"
+            )
+    return {component: known["file"] for component, known in recorded.items()}
 
 
 def recorded_loras(record: Mapping[str, Any]) -> tuple[LoraIdentity, ...]:
@@ -197,7 +225,7 @@ def request_from(
             f"this record is of schema {record.get('schema')!r}, expected {RECORD_SCHEMA!r}; "
             "it was not made by everyframe, or by another version of it"
         )
-    check_record(record)
+    checked = check_record(record)
     overrides = with_current_names(overrides)
     wanted = {name: value for name, value in overrides.items() if value is not None}
     # What says the same in other words gives way as well: seconds to num_frames, for one.
@@ -212,6 +240,8 @@ def request_from(
         asked |= {name: find_files(name, asked[name])} if name in asked else {}
     if "loras" in asked:
         asked["loras"] = [{**each, **each["file"]} for each in asked["loras"]]
+    if "components" in asked:
+        asked["components"] = _find_components(asked["components"])
     asked |= wanted
     if own is not None:  # each parameter of a pipeline is an option of its own
         recorded = asked.get("option")
@@ -222,7 +252,7 @@ def request_from(
     if "quantize" not in wanted:
         asked |= {"quantized": _quantized(record)}
     if not wanted.keys() & {"quality", "num_inference_steps", "disable"}:
-        asked |= _method(record)
+        asked |= {"method": checked.settings.sampling_method()}
     return Request(**asked)
 
 
@@ -254,17 +284,6 @@ def _quantized(record: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(precision, Mapping) and precision.get("weight_dtype"):
             found[str(part.get("name"))] = str(precision["weight_dtype"])
     return found
-
-
-def _method(record: Mapping[str, Any]) -> dict[str, SamplingMethod]:
-    """The recorded lossy method: measured on one machine, visible in the frames."""
-    found = check_record(record).settings.method
-    if found is None:
-        return {}
-    named = parse_quality(found.text)
-    if not isinstance(named, SamplingMethod):
-        raise InputError(f"the sampling method in this record, {found.text!r}, is none")
-    return {"method": replace(named, limit=found.limit)}
 
 
 def _check_given_in_python(record: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -18,7 +19,7 @@ from everyframe.checkpoints.folder import is_plain_name
 from everyframe.checkpoints.locate import is_listed
 from everyframe.core.errors import InputError
 from everyframe.core.options import Options, explain, facts_of, shown
-from everyframe.core.quality import SamplingMethod
+from everyframe.core.quality import SamplingMethod, parse_quality
 from everyframe.core.request import Request
 from everyframe.families.registry import all_options
 
@@ -74,11 +75,6 @@ class _Method(_Data):
     guided_percent: _Count = 100
     limit: float | None = None
 
-    @property
-    def text(self) -> str:
-        """As an option has it."""
-        return str(SamplingMethod(self.name, self.num_computed, self.num_warm, self.guided_percent))
-
 
 class _Settings(_Data):
     prompt: str | None = None
@@ -96,6 +92,19 @@ class _Settings(_Data):
     given_frames: tuple[str, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
     method: _Method | None = None
+
+    def sampling_method(self) -> SamplingMethod | None:
+        """The lossy method, measured on one machine and visible in the frames; None for exact.
+
+        Raises:
+            InputError: it is none of ours.
+        """
+        if self.method is None:
+            return None
+        found = SamplingMethod(**self.method.model_dump(include={*_Method.model_fields}))
+        if parse_quality(str(found)) != replace(found, limit=None):
+            raise InputError(f"the sampling method in this record, {str(found)!r}, is none")
+        return found
 
 
 class _Repair(_Data):
@@ -155,6 +164,8 @@ def accepted_options(asked: Mapping[str, Any], given: Collection[str]) -> dict[s
             _check_listed(name, value)
         if name == "loras":
             _check_loras(value)
+        if name == "components":
+            _check_components(value)
         if name in GIVEN or facts.get("names_files"):
             _check_files(name, value, may_be_words=name not in GIVEN)
         found[name] = value
@@ -241,6 +252,18 @@ def _check_loras(value: Any) -> None:
         if "file" not in each["file"]:
             raise InputError("the record has a LoRA without its file's name; give it again: --lora")
         _check_identity("lora", each["file"])
+
+
+def _check_components(value: Any) -> None:
+    if not isinstance(value, dict) or not all(
+        isinstance(each, dict) and "file" in each for each in value.values()
+    ):
+        raise InputError(
+            f"the record has its components as {shown(value)}, and not by name and hash; give them "
+            "again: --component NAME=FILE"
+        )
+    for each in value.values():
+        _check_identity("component", each)
 
 
 def _check_identity(name: str, value: Mapping[str, Any]) -> None:

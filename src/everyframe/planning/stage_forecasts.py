@@ -25,8 +25,8 @@ def stage_plans(
     parts = {part.name: part for part in fitted.components}
     stages = []
     for run in fitted.runs:
-        stage = stage_plan(run, parts[run.rehearsal.component], rates)
-        if run.rehearsal.denoises and stage.seconds is not None:
+        stage = stage_plan(run, parts[run.stage_call.component], rates)
+        if run.stage_call.denoises and stage.seconds is not None:
             # Once: of two experts one works at each step.
             stage = replace(stage, seconds=max(stage.seconds + sending, weights))
             sending = weights = 0.0
