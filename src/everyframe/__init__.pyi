@@ -22,7 +22,9 @@ from everyframe.core.events import Event
 from everyframe.core.lora import Lora
 from everyframe.core.plan import Plan as Plan
 from everyframe.core.plan import Repair
+from everyframe.core.quality import SamplingMethod
 from everyframe.core.request import Request as Request
+from everyframe.engine.calibration import calibrate as calibrate
 from everyframe.engine.compiled_modules import compile as compile
 from everyframe.engine.compiled_modules import load_compiled as load_compiled
 from everyframe.engine.compiled_modules import quantize as quantize
@@ -38,6 +40,7 @@ __all__ = [
     "Request",
     "Video",
     "__version__",
+    "calibrate",
     "compile",
     "generate",
     "list_runs",
@@ -94,12 +97,14 @@ def generate(
     max_host_memory: str | int | None = None,
     attention: str | None = None,
     disable: Sequence[str] = (),
+    quality: str = "exact",
     compile: bool = False,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
     paths: Mapping[str, Sequence[str]] | None = None,
     quantized: Mapping[str, str] | None = None,
+    method: SamplingMethod | None = None,
     remedies: Sequence[Repair] | None = None,
     aesthetic: float | None = None,
     motion_score: float | None = None,
@@ -191,6 +196,8 @@ def generate(
         attention: Compute attention by this kernel, certified or not: flash, efficient, cudnn
             or math.
         disable: Disable a fast path by its name in `everyframe fast-paths`; may be repeated.
+        quality: Closeness to the exact video: exact, a budget such as 32dB (PSNR of the worst
+            frame, as measured by `everyframe calibrate`), or a lossy method such as ab2@10.
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
@@ -200,6 +207,7 @@ def generate(
         force: Allow what is refused only for its cost, such as fp16 on a CPU.
         paths: The fast paths of each component, exactly; a record has them.
         quantized: The storage dtype of each component's weights, exactly; a record has it.
+        method: Sampling method of a record.
         remedies: The repairs to begin with, exactly; a record has them.
         aesthetic: Aesthetic score, 1.2 only: about 4 (plain) to 7 (polished) (≥ 0, ≤ 10). For
             models of opensora.
@@ -313,12 +321,14 @@ def plan(
     max_host_memory: str | int | None = None,
     attention: str | None = None,
     disable: Sequence[str] = (),
+    quality: str = "exact",
     compile: bool = False,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
     paths: Mapping[str, Sequence[str]] | None = None,
     quantized: Mapping[str, str] | None = None,
+    method: SamplingMethod | None = None,
     remedies: Sequence[Repair] | None = None,
     aesthetic: float | None = None,
     motion_score: float | None = None,
@@ -404,6 +414,8 @@ def plan(
         attention: Compute attention by this kernel, certified or not: flash, efficient, cudnn
             or math.
         disable: Disable a fast path by its name in `everyframe fast-paths`; may be repeated.
+        quality: Closeness to the exact video: exact, a budget such as 32dB (PSNR of the worst
+            frame, as measured by `everyframe calibrate`), or a lossy method such as ab2@10.
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
@@ -413,6 +425,7 @@ def plan(
         force: Allow what is refused only for its cost, such as fp16 on a CPU.
         paths: The fast paths of each component, exactly; a record has them.
         quantized: The storage dtype of each component's weights, exactly; a record has it.
+        method: Sampling method of a record.
         remedies: The repairs to begin with, exactly; a record has them.
         aesthetic: Aesthetic score, 1.2 only: about 4 (plain) to 7 (polished) (≥ 0, ≤ 10). For
             models of opensora.
@@ -564,12 +577,14 @@ def run(
     max_host_memory: str | int | None = None,
     attention: str | None = None,
     disable: Sequence[str] = (),
+    quality: str = "exact",
     compile: bool = False,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
     paths: Mapping[str, Sequence[str]] | None = None,
     quantized: Mapping[str, str] | None = None,
+    method: SamplingMethod | None = None,
     remedies: Sequence[Repair] | None = None,
     option: Mapping[str, Any] | Sequence[str] = {},
     fit: str | None = None,
@@ -634,6 +649,8 @@ def run(
         attention: Compute attention by this kernel, certified or not: flash, efficient, cudnn
             or math.
         disable: Disable a fast path by its name in `everyframe fast-paths`; may be repeated.
+        quality: Closeness to the exact video: exact, a budget such as 32dB (PSNR of the worst
+            frame, as measured by `everyframe calibrate`), or a lossy method such as ab2@10.
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
@@ -643,6 +660,7 @@ def run(
         force: Allow what is refused only for its cost, such as fp16 on a CPU.
         paths: The fast paths of each component, exactly; a record has them.
         quantized: The storage dtype of each component's weights, exactly; a record has it.
+        method: Sampling method of a record.
         remedies: The repairs to begin with, exactly; a record has them.
         option: A parameter that only this pipeline has, as NAME=VALUE; may be given several
             times. A video, picture or .npy of numbers is named by its file. For models of

@@ -99,6 +99,7 @@ ASKED: dict[str, Any] = {
     "shares": "1,2", "shard_weights": True, "max_memory": "1GB", "max_host_memory": "1GB",
     "attention": "flash", "compile": True, "paths": {"denoiser": ["compile"]},
     "quantized": {"denoiser": "fp8"}, "remedies": [{"component": "x"}],
+    "method": {"name": "ab2", "num_computed": 2},
     "family_options": {"trust_remote_code": True, "vae": "/etc"},
 }  # fmt: skip
 

@@ -67,6 +67,7 @@ COMMANDS = {
     "resume": ("everyframe.cli.resume:COMMAND", "Resume an interrupted run."),
     "plan": ("everyframe.cli.plan:COMMAND", "Show what would run; nothing is loaded or fetched."),
     "fast-paths": ("everyframe.cli.fast_paths:COMMAND", "List fast paths and their certificates."),
+    "calibrate": ("everyframe.cli.calibrate:COMMAND", "Measure what lossy methods cost in dB."),
     "doctor": ("everyframe.cli.doctor:COMMAND", "Check this machine, and name the fixes."),
     "inspect": ("everyframe.cli.inspect:COMMAND", "Show how a video was made."),
     "models": ("everyframe.cli.models:COMMAND", "List known models and what they need."),

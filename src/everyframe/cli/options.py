@@ -54,12 +54,15 @@ def make_command(
     flags: Sequence[str],
     help_text: str,
     own: Sequence[inspect.Parameter] = (),
+    *,
+    without: Sequence[str] = (),
 ) -> Callable[..., int]:
     """Turn `function` into a command with every option of a request and `flags` of `RUN_FLAGS`.
 
-    `own` are its additional parameters.
+    `own` are its additional parameters, and `without` names options that it does not take.
     """
-    parameters = [*_request_parameters(), *own]
+    asked = [each for each in _request_parameters() if each.name not in without]
+    parameters = sorted([*asked, *own], key=lambda each: each.kind)
     parameters += [_run_parameter(name) for name in flags]
     return command(function, parameters, help_text)
 

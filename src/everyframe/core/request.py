@@ -19,17 +19,13 @@ from everyframe.core.option_values import REPEATED, SPELLED, option_text, with_c
 from everyframe.core.options import Options, option
 from everyframe.core.parallel_plan import parse_ways
 from everyframe.core.plan import Repair
+from everyframe.core.quality import EXACT, SamplingMethod, parse_quality
 
 #: Spellings of each precision; with `auto` the planner chooses.
 DTYPES = {
-    "auto": "auto",
-    "fp32": "float32",
-    "float32": "float32",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "float16": "float16",
-}
+    "auto": "auto", "fp32": "float32", "float32": "float32", "bf16": "bfloat16",
+    "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16",
+}  # fmt: skip
 
 #: Storage of linear layers' weights; with `auto` the planner chooses.
 QUANTIZE = ("auto", "none", "int8", "fp8")
@@ -89,8 +85,7 @@ class Request(Options):
         accepts=("tuple[int, int]", "list[int]"),
     )
     height: int | None = option(
-        "Height.", group="Size and length", unit="pixels", gt=0, le=MAX_SIDE
-    )
+        "Height.", group="Size and length", unit="pixels", gt=0, le=MAX_SIDE)  # fmt: skip
     width: int | None = option("Width.", group="Size and length", unit="pixels", gt=0, le=MAX_SIDE)
     resolution: str | None = option(
         "A named size such as 360p, shaped by --aspect.", group="Size and length"
@@ -234,6 +229,12 @@ class Request(Options):
         aliases=("--without",),
         default=(),
     )
+    quality: str = option(
+        "Closeness to the exact video: exact, a budget such as 32dB (PSNR of the worst frame, as "
+        "measured by `everyframe calibrate`), or a lossy method such as ab2@10.",
+        group="Sampling",
+        default=EXACT,
+    )
     compile: bool = option(
         "Compile the blocks of the denoiser; takes minutes at first, and needs a C++ compiler.",
         group="Machine",
@@ -271,6 +272,8 @@ class Request(Options):
         python_only=True,
         person_only=True,
     )
+    method: SamplingMethod | None = option(
+        "Sampling method of a record.", python_only=True, person_only=True)  # fmt: skip
     remedies: tuple[Repair, ...] | None = option(
         "The repairs to begin with, exactly; a record has them.",
         group="Machine",
@@ -279,8 +282,7 @@ class Request(Options):
     )
 
     family_options: dict[str, Any] = option(
-        "Options of one family, collected.", default={}, python_only=True, person_only=True
-    )
+        "Options of one family.", default={}, python_only=True, person_only=True)  # fmt: skip
 
     @field_validator(*SPELLED, mode="before")
     @classmethod
@@ -315,6 +317,7 @@ class Request(Options):
                 f"quantize must be one of {', '.join(QUANTIZE)}, got {self.quantize!r}{hint}"
             )
         parse_ways(self.parallel)
+        parse_quality(self.quality)
         if self.devices is not None and self.device != "auto":
             raise InputError(f"device={self.device} and devices={self.devices}; give one of them")
         for name in ("max_memory", "max_host_memory"):

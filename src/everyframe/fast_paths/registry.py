@@ -12,6 +12,7 @@ from typing import Literal
 
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.facts import DeviceFacts
+from everyframe.core.quality import METHODS
 
 #: Environment variable: comma-separated names of fast paths that are off in every run.
 DISABLE_VARIABLES = ("EVERYFRAME_DISABLE", "EVERYFRAME_WITHOUT")
@@ -128,21 +129,21 @@ def check_kernel(given: str, device: DeviceFacts) -> str:
 
 
 def switched_off(asked: Iterable[str]) -> frozenset[str]:
-    """Fast paths that are off: those requested, and those in ``EVERYFRAME_DISABLE``.
+    """Fast paths and lossy methods that are off: requested, or in ``EVERYFRAME_DISABLE``.
 
     ``EVERYFRAME_WITHOUT`` is the variable's earlier name.
 
     Raises:
         InputError: unknown path; suggests the nearest name.
     """
-    off = set()
+    off, known = set(), {**CATALOGUE, **METHODS}
     for place, names in (("disable", asked), *map(_in_variable, DISABLE_VARIABLES)):
         for name in names:
             wanted = name.strip().casefold()
-            if wanted not in CATALOGUE:
+            if wanted not in known:
                 raise InputError(
-                    f"{place}: there is no fast path {name!r} among {', '.join(CATALOGUE)}"
-                    f"{did_you_mean(wanted, CATALOGUE)}"
+                    f"{place}: there is no fast path {name!r} among {', '.join(known)}"
+                    f"{did_you_mean(wanted, known)}"
                 )
             off.add(wanted)
     return frozenset(off)
