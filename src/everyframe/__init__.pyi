@@ -106,12 +106,23 @@ def generate(
     quantized: Mapping[str, str] | None = None,
     method: SamplingMethod | None = None,
     remedies: Sequence[Repair] | None = None,
-    aesthetic: float | None = None,
     motion_score: float | None = None,
-    camera_motion: str | None = None,
+    image_guidance_scale: float = 3.0,
+    text_oscillation: bool = True,
+    image_oscillation: bool = True,
+    image_fading: bool = True,
+    flow_shift: float | None = None,
+    clip_frames: int | None = None,
+    clip_at: str = "head",
+    first_frame: str | None = None,
+    flux: str | PathLike[str] | None = None,
+    vae_scaling: float | None = None,
     truncate_prompt: bool = False,
     vae: str | PathLike[str] | None = None,
     text_encoder: str | PathLike[str] | None = None,
+    clip: str | PathLike[str] | None = None,
+    aesthetic: float | None = None,
+    camera_motion: str | None = None,
     motion_bucket_id: int = 127,
     noise_aug_strength: float = 0.02,
     min_guidance_scale: float = 1.0,
@@ -209,17 +220,39 @@ def generate(
         quantized: The storage dtype of each component's weights, exactly; a record has it.
         method: Sampling method of a record.
         remedies: The repairs to begin with, exactly; a record has them.
+        motion_score: Amount of motion, added to the prompt: about 0 (still) to 30 (a lot) for
+            Open-Sora 1.2; 1 (still), 4 (usual, by default) to 15 for 2.0, and 0 for none (≥ 0,
+            ≤ 1000). For models of opensora2, opensora.
+        image_guidance_scale: How strongly given frames steer; 1 is off (≥ 0, ≤ 1000). For
+            models of opensora2.
+        text_oscillation: Guidance is off in odd steps from 10 on. For models of opensora2.
+        image_oscillation: Image guidance is off in odd steps from 10 on. For models of
+            opensora2.
+        image_fading: Image guidance falls over the steps and rises over the frames; for given
+            pictures. For models of opensora2.
+        flow_shift: How many of the steps are at high noise; by default by size and length. 1 is
+            even (> 0, ≤ 1000). For models of opensora2.
+        clip_frames: Frames of the video to continue that are read: 33 by default, or 65 (> 0, ≤
+            1000). For models of opensora2.
+        clip_at: Where they are: head continues the given video, tail leads up to it. For models
+            of opensora2.
+        first_frame: Draw a first picture and begin with it: flux draws it by FLUX.1-dev. For
+            models of opensora2.
+        flux: Folder or hub id of flux1-dev.safetensors and flux1-dev-ae.safetensors, if they
+            are not beside the denoiser. For models of opensora2.
+        vae_scaling: Scale of the DC-AE's latents: 1, or 0.493 as in upstream's training (> 0, ≤
+            1000). For models of opensora2.
+        truncate_prompt: Use the beginning of a prompt that is too long. For models of
+            opensora2, opensora, inpaint, stepvideo.
+        vae: Folder or hub id of the autoencoder, if it is not beside the denoiser. For models
+            of opensora2, opensora.
+        text_encoder: Folder or hub id of T5 and its tokenizer, if it is not beside the
+            denoiser. For models of opensora2, opensora.
+        clip: Folder or hub id of CLIP and its tokenizer, if it is not beside the denoiser. For
+            models of opensora2.
         aesthetic: Aesthetic score, 1.2 only: about 4 (plain) to 7 (polished) (≥ 0, ≤ 10). For
             models of opensora.
-        motion_score: Amount of motion, 1.2 only: about 0 (still) to 30 (a lot) (≥ 0, ≤ 1000).
-            For models of opensora.
         camera_motion: Camera motion, 1.2 only, such as "pan left". For models of opensora.
-        truncate_prompt: Use the beginning of a prompt that is too long. For models of opensora,
-            inpaint, stepvideo.
-        vae: Folder or hub id of the autoencoder, if it is not beside the denoiser. For models
-            of opensora.
-        text_encoder: Folder or hub id of T5 and its tokenizer, if it is not beside the
-            denoiser. For models of opensora.
         motion_bucket_id: Amount of motion: about 1 (still) to 255 (a lot) (≥ 0, ≤ 1000). For
             models of svd.
         noise_aug_strength: Noise on the image; more lets the video differ more from it (≥ 0, ≤
@@ -330,12 +363,23 @@ def plan(
     quantized: Mapping[str, str] | None = None,
     method: SamplingMethod | None = None,
     remedies: Sequence[Repair] | None = None,
-    aesthetic: float | None = None,
     motion_score: float | None = None,
-    camera_motion: str | None = None,
+    image_guidance_scale: float = 3.0,
+    text_oscillation: bool = True,
+    image_oscillation: bool = True,
+    image_fading: bool = True,
+    flow_shift: float | None = None,
+    clip_frames: int | None = None,
+    clip_at: str = "head",
+    first_frame: str | None = None,
+    flux: str | PathLike[str] | None = None,
+    vae_scaling: float | None = None,
     truncate_prompt: bool = False,
     vae: str | PathLike[str] | None = None,
     text_encoder: str | PathLike[str] | None = None,
+    clip: str | PathLike[str] | None = None,
+    aesthetic: float | None = None,
+    camera_motion: str | None = None,
     motion_bucket_id: int = 127,
     noise_aug_strength: float = 0.02,
     min_guidance_scale: float = 1.0,
@@ -427,17 +471,39 @@ def plan(
         quantized: The storage dtype of each component's weights, exactly; a record has it.
         method: Sampling method of a record.
         remedies: The repairs to begin with, exactly; a record has them.
+        motion_score: Amount of motion, added to the prompt: about 0 (still) to 30 (a lot) for
+            Open-Sora 1.2; 1 (still), 4 (usual, by default) to 15 for 2.0, and 0 for none (≥ 0,
+            ≤ 1000). For models of opensora2, opensora.
+        image_guidance_scale: How strongly given frames steer; 1 is off (≥ 0, ≤ 1000). For
+            models of opensora2.
+        text_oscillation: Guidance is off in odd steps from 10 on. For models of opensora2.
+        image_oscillation: Image guidance is off in odd steps from 10 on. For models of
+            opensora2.
+        image_fading: Image guidance falls over the steps and rises over the frames; for given
+            pictures. For models of opensora2.
+        flow_shift: How many of the steps are at high noise; by default by size and length. 1 is
+            even (> 0, ≤ 1000). For models of opensora2.
+        clip_frames: Frames of the video to continue that are read: 33 by default, or 65 (> 0, ≤
+            1000). For models of opensora2.
+        clip_at: Where they are: head continues the given video, tail leads up to it. For models
+            of opensora2.
+        first_frame: Draw a first picture and begin with it: flux draws it by FLUX.1-dev. For
+            models of opensora2.
+        flux: Folder or hub id of flux1-dev.safetensors and flux1-dev-ae.safetensors, if they
+            are not beside the denoiser. For models of opensora2.
+        vae_scaling: Scale of the DC-AE's latents: 1, or 0.493 as in upstream's training (> 0, ≤
+            1000). For models of opensora2.
+        truncate_prompt: Use the beginning of a prompt that is too long. For models of
+            opensora2, opensora, inpaint, stepvideo.
+        vae: Folder or hub id of the autoencoder, if it is not beside the denoiser. For models
+            of opensora2, opensora.
+        text_encoder: Folder or hub id of T5 and its tokenizer, if it is not beside the
+            denoiser. For models of opensora2, opensora.
+        clip: Folder or hub id of CLIP and its tokenizer, if it is not beside the denoiser. For
+            models of opensora2.
         aesthetic: Aesthetic score, 1.2 only: about 4 (plain) to 7 (polished) (≥ 0, ≤ 10). For
             models of opensora.
-        motion_score: Amount of motion, 1.2 only: about 0 (still) to 30 (a lot) (≥ 0, ≤ 1000).
-            For models of opensora.
         camera_motion: Camera motion, 1.2 only, such as "pan left". For models of opensora.
-        truncate_prompt: Use the beginning of a prompt that is too long. For models of opensora,
-            inpaint, stepvideo.
-        vae: Folder or hub id of the autoencoder, if it is not beside the denoiser. For models
-            of opensora.
-        text_encoder: Folder or hub id of T5 and its tokenizer, if it is not beside the
-            denoiser. For models of opensora.
         motion_bucket_id: Amount of motion: about 1 (still) to 255 (a lot) (≥ 0, ≤ 1000). For
             models of svd.
         noise_aug_strength: Noise on the image; more lets the video differ more from it (≥ 0, ≤
