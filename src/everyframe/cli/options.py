@@ -60,6 +60,11 @@ def make_command(
     `own` are its additional parameters.
     """
     parameters = [*_request_parameters(), *own]
+    if any(each.kind is inspect.Parameter.POSITIONAL_ONLY for each in own):
+        # Their place is that of the prompt, which has its flag.
+        only = inspect.Parameter.KEYWORD_ONLY
+        rest = [each.replace(kind=only) if each not in own else each for each in parameters]
+        parameters = sorted(rest, key=lambda each: each.kind)
     parameters += [_run_parameter(name) for name in flags]
     return command(function, parameters, help_text)
 

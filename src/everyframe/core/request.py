@@ -232,6 +232,12 @@ class Request(Options):
         default=False,
         person_only=True,
     )
+    compiled: str | None = option(
+        "Folder of `everyframe compile`: its blocks are checked and used; only this device's own.",
+        group="Machine",
+        person_only=True,
+        accepts=("PathLike[str]",),
+    )
     report: str | None = option(
         "Folder for a report page on repairs and numeric errors; recording magnitudes takes time.",
         group="Machine",

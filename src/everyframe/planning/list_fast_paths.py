@@ -64,7 +64,9 @@ def _certified(prepared: PreparedPlan) -> dict[str, str]:
         paths = tuple(CATALOGUE[name] for name in names)
         if paths:
             missing.append(
-                component_certificates.MissingCertificates(part.name, part.precision, paths)
+                component_certificates.MissingCertificates(
+                    part.name, part.precision, paths, part.choices
+                )
             )
     return component_certificates.make(
         certificates, missing, prepared.fitted.runs, component_certificates.IN_ALL
