@@ -94,6 +94,7 @@ def generate(
     attention: str | None = None,
     disable: Sequence[str] = (),
     compile: bool = False,
+    compiled: str | PathLike[str] | None = None,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
@@ -190,6 +191,8 @@ def generate(
         disable: Disable a fast path by its name in `everyframe fast-paths`; may be repeated.
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
+        compiled: Folder of `everyframe compile`: its blocks are checked and used; only this
+            device's own.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
             takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this
@@ -310,6 +313,7 @@ def plan(
     attention: str | None = None,
     disable: Sequence[str] = (),
     compile: bool = False,
+    compiled: str | PathLike[str] | None = None,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
@@ -400,6 +404,8 @@ def plan(
         disable: Disable a fast path by its name in `everyframe fast-paths`; may be repeated.
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
+        compiled: Folder of `everyframe compile`: its blocks are checked and used; only this
+            device's own.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
             takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this
@@ -558,6 +564,7 @@ def run(
     attention: str | None = None,
     disable: Sequence[str] = (),
     compile: bool = False,
+    compiled: str | PathLike[str] | None = None,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
@@ -627,6 +634,8 @@ def run(
         disable: Disable a fast path by its name in `everyframe fast-paths`; may be repeated.
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
+        compiled: Folder of `everyframe compile`: its blocks are checked and used; only this
+            device's own.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
             takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this

@@ -233,10 +233,7 @@ class Request(Options):
         person_only=True,
     )
     compiled: str | None = option(
-        "Folder of `everyframe compile`: its blocks are checked and used; only this device's own.",
-        group="Machine",
-        person_only=True,
-        accepts=("PathLike[str]",),
+        "Use the blocks in this folder of `everyframe compile`.", group="Machine", person_only=True
     )
     report: str | None = option(
         "Folder for a report page on repairs and numeric errors; recording magnitudes takes time.",

@@ -43,7 +43,9 @@ def survey(request: Request, *, certify: bool = False) -> FastPathList:
         prepared = prepare(request)
     rows = []
     for part in prepared.plan.components:
-        for choice in (*part.choices, *prepared.chooser.on_demand(part.name, prepared.fitted.runs)):
+        listed = {choice.path for choice in part.choices}
+        others = prepared.chooser.on_demand(part.name, prepared.fitted.runs)
+        for choice in (*part.choices, *(each for each in others if each.path not in listed)):
             why = untried.get(f"{part.name} {choice.path}")
             if why is not None:
                 choice = replace(choice, verdict="untried", reason=why)
