@@ -63,6 +63,7 @@ def generate(
     model: str | PathLike[str] | None = None,
     negative_prompt: str | None = None,
     loras: Sequence[Lora] | str | PathLike[str] | Sequence[str | Path | tuple[str, float]] = (),
+    components: Mapping[str, str] | Mapping[str, str | PathLike[str]] | Sequence[str] = {},
     size: str | tuple[int, int] | list[int] | None = None,
     height: int | None = None,
     width: int | None = None,
@@ -153,6 +154,8 @@ def generate(
         negative_prompt: What it should not show.
         loras: A LoRA that is merged into the weights, FILE[:STRENGTH][@COMPONENT]; may be
             repeated.
+        components: A component's weights from a file of their own, as NAME=FILE: a single file
+            in its authors' or ComfyUI's form, scaled eight bits, or GGUF; may be repeated.
         size: WIDTHxHEIGHT (pixels).
         height: Height (pixels, > 0, ≤ 16384).
         width: Width (pixels, > 0, ≤ 16384).
@@ -282,6 +285,7 @@ def plan(
     model: str | PathLike[str] | None = None,
     negative_prompt: str | None = None,
     loras: Sequence[Lora] | str | PathLike[str] | Sequence[str | Path | tuple[str, float]] = (),
+    components: Mapping[str, str] | Mapping[str, str | PathLike[str]] | Sequence[str] = {},
     size: str | tuple[int, int] | list[int] | None = None,
     height: int | None = None,
     width: int | None = None,
@@ -366,6 +370,8 @@ def plan(
         negative_prompt: What it should not show.
         loras: A LoRA that is merged into the weights, FILE[:STRENGTH][@COMPONENT]; may be
             repeated.
+        components: A component's weights from a file of their own, as NAME=FILE: a single file
+            in its authors' or ComfyUI's form, scaled eight bits, or GGUF; may be repeated.
         size: WIDTHxHEIGHT (pixels).
         height: Height (pixels, > 0, ≤ 16384).
         width: Width (pixels, > 0, ≤ 16384).
@@ -533,6 +539,7 @@ def run(
     model: str | PathLike[str] | None = None,
     negative_prompt: str | Sequence[str] | Mapping[int, str] | None = None,
     loras: Sequence[Lora] | str | PathLike[str] | Sequence[str | Path | tuple[str, float]] = (),
+    components: Mapping[str, str] | Mapping[str, str | PathLike[str]] | Sequence[str] = {},
     size: str | tuple[int, int] | list[int] | None = None,
     height: int | None = None,
     width: int | None = None,
@@ -596,6 +603,8 @@ def run(
         negative_prompt: What it should not show.
         loras: A LoRA that is merged into the weights, FILE[:STRENGTH][@COMPONENT]; may be
             repeated.
+        components: A component's weights from a file of their own, as NAME=FILE: a single file
+            in its authors' or ComfyUI's form, scaled eight bits, or GGUF; may be repeated.
         size: WIDTHxHEIGHT (pixels).
         height: Height (pixels, > 0, ≤ 16384).
         width: Width (pixels, > 0, ≤ 16384).
