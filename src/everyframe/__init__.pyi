@@ -99,6 +99,7 @@ def generate(
     disable: Sequence[str] = (),
     quality: str = "exact",
     compile: bool = False,
+    compiled: str | PathLike[str] | None = None,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
@@ -211,6 +212,8 @@ def generate(
             frame, as measured by `everyframe calibrate`), or a lossy method such as ab2@10.
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
+        compiled: Folder of `everyframe compile`: its blocks are checked and used; only this
+            device's own.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
             takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this
@@ -356,6 +359,7 @@ def plan(
     disable: Sequence[str] = (),
     quality: str = "exact",
     compile: bool = False,
+    compiled: str | PathLike[str] | None = None,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
@@ -462,6 +466,8 @@ def plan(
             frame, as measured by `everyframe calibrate`), or a lossy method such as ab2@10.
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
+        compiled: Folder of `everyframe compile`: its blocks are checked and used; only this
+            device's own.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
             takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this
@@ -645,6 +651,7 @@ def run(
     disable: Sequence[str] = (),
     quality: str = "exact",
     compile: bool = False,
+    compiled: str | PathLike[str] | None = None,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
@@ -719,6 +726,8 @@ def run(
             frame, as measured by `everyframe calibrate`), or a lossy method such as ab2@10.
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
+        compiled: Folder of `everyframe compile`: its blocks are checked and used; only this
+            device's own.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
             takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this

@@ -66,6 +66,7 @@ COMMANDS = {
     "generate": ("everyframe.cli.generate:COMMAND", "Make a video from a prompt."),
     "resume": ("everyframe.cli.resume:COMMAND", "Resume an interrupted run."),
     "plan": ("everyframe.cli.plan:COMMAND", "Show what would run; nothing is loaded or fetched."),
+    "compile": ("everyframe.cli.compile:COMMAND", "Compile a model's blocks ahead of its runs."),
     "fast-paths": ("everyframe.cli.fast_paths:COMMAND", "List fast paths and their certificates."),
     "calibrate": ("everyframe.cli.calibrate:COMMAND", "Measure what lossy methods cost in dB."),
     "doctor": ("everyframe.cli.doctor:COMMAND", "Check this machine, and name the fixes."),

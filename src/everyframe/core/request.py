@@ -241,6 +241,9 @@ class Request(Options):
         default=False,
         person_only=True,
     )
+    compiled: str | None = option(
+        "Use the blocks in this folder of `everyframe compile`.", group="Machine", person_only=True
+    )
     report: str | None = option(
         "Folder for a report page on repairs and numeric errors; recording magnitudes takes time.",
         group="Machine",

@@ -141,6 +141,11 @@ class CompiledBlock:
         self._ways: dict[Any, Run | None] = {}
         self.report = BlockReport()
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether any call was computed by compiled code."""
+        return any(way is not None for way in self._ways.values())
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self._block()
         assert block is not None, "it is being called"

@@ -74,8 +74,8 @@ _ALL = (
              "linear-gelu", ("cpu",), f"{_TRIALS}:block"),
     FastPath("kept-embeddings", "cached embeddings of repeated numbers",
              "embeddings", ("cpu",), f"{_TRIALS}:embeddings", closeness="exact"),
-    FastPath("compile", "blocks compiled by torch.compile",
-             "compile", ("cpu", "cuda"), f"{_TRIALS}:block",
+    FastPath("compile", "blocks compiled ahead of time, or by torch.compile",
+             "compile", ("cpu", "cuda"), f"{_TRIALS}:compiled",
              uses=("compiler:inductor",), on_demand=True),
 )  # fmt: skip
 

@@ -280,7 +280,7 @@ def _chooser(
     device, alike = common_facts(devices), are_alike(devices)
     return FastPathChooser(
         device,
-        pins_of(request, device),
+        pins_of(request, device, is_here=is_here),
         # What is certified on one of them says nothing of the others.
         component_certificates.Certificates(device, num_threads) if is_here and alike else None,
         known(facts, device, is_here=is_here).and_these(AVOIDED if len(devices) > 1 else {}),
