@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from everyframe.families.svd.layers import (
     FrameLayout,
     GatedFeedForward,
-    SelfAttention,
-    TemporalAttention,
     copy_children,
     over_frames,
 )
 from everyframe.ops.dtypes import float32_or_wider
 from everyframe.ops.norm import GroupNormSiLU
+from everyframe.ops.self_attention import SelfAttention, TemporalAttention
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from everyframe.ops.activation import GatedGELU
-from everyframe.ops.attention import attention, merge_heads, split_heads
+from everyframe.ops.convolution import TemporalConv
 from everyframe.ops.device import counted, kind_of
 from everyframe.ops.norm import Statistics
 
@@ -98,53 +98,6 @@ class GatedFeedForward(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         gate, narrow = self.net[0], self.net[2]
         return gated_gelu(tokens, gate.proj, narrow, narrow.in_features, self.activation)
-
-
-class TemporalConv(nn.Conv3d):
-    """Convolution over time only, that accepts input without pixels.
-
-    The plain kernels reject empty input. A rank without pixels calls it like every other rank and
-    gets its input back.
-    """
-
-    def forward(self, x_bCThw: Tensor) -> Tensor:
-        return x_bCThw if 0 in x_bCThw.shape else super().forward(x_bCThw)
-
-
-class SelfAttention(nn.Module):
-    """Self-attention within each row of tokens (N, L, C), with diffusers' parameters."""
-
-    to_q: Any
-    to_k: Any
-    to_v: Any
-    to_out: Any
-
-    def __init__(self, theirs: Any) -> None:
-        super().__init__()
-        self.heads, self.scale = theirs.heads, theirs.scale
-        copy_children(theirs, self)
-
-    def forward(self, rows_NLC: Tensor) -> Tensor:
-        q, k, v = (
-            split_heads(project(rows_NLC), self.heads)
-            for project in (self.to_q, self.to_k, self.to_v)
-        )
-        return self.out(merge_heads(attention(q, k, v, scale=self.scale)))
-
-    def out(self, x: Tensor) -> Tensor:
-        """The last projection; diffusers' dropout after it does nothing here."""
-        answer: Tensor = self.to_out[0](x)
-        return answer
-
-
-class TemporalAttention(SelfAttention):
-    """Self-attention of each pixel over its frames, of tokens (b, T, s, C)."""
-
-    def forward(self, x_bTsC: Tensor) -> Tensor:
-        # Pixel by pixel, once for queries, keys and values.
-        x_bsTC = x_bTsC.transpose(1, 2).contiguous()
-        attended = super().forward(x_bsTC.flatten(0, 1))
-        return attended.reshape(x_bsTC.shape).transpose(1, 2)
 
 
 def copy_children(source: nn.Module, target: nn.Module) -> None:
