@@ -8,11 +8,11 @@ block, a repair that wants plain kernels (it sets `is_plain`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.activations import GEGLU
 from torch import Tensor, nn
 
 from everyframe.ops.activation import GatedGELU
@@ -65,20 +65,6 @@ class NativeGatedGELU(GatedGELU):
         return super().forward(x) if self.is_plain or not kernels.takes(x) else kernels.geglu(x)
 
 
-class NativeGEGLU(GEGLU):  # type: ignore[misc]
-    """diffusers' projection with a gated GELU after it."""
-
-    is_plain = False
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        x: Tensor = self.proj(hidden_states)
-        if not self.is_plain and kernels.takes(x):
-            return kernels.geglu(x)
-        value, gate = x.chunk(2, dim=-1)
-        plain: Tensor = value * self.gelu(gate)
-        return plain
-
-
 class NativeTemporalAttention(TemporalAttention):
     """Attention over the few frames of a pixel, where they lie: nothing is transposed."""
 
@@ -122,9 +108,8 @@ class TemporalConv2d(TemporalConv):
         if self.is_plain or not suits or self.padding_mode != "zeros":
             return super().forward(x_bCThw)
         height, width = x_bCThw.shape[-2:]
-        y = F.conv2d(
-            x_bCThw.flatten(3), self.weight[..., 0], self.bias, padding=(self.padding[0], 0)
-        )
+        padding: Any = (self.padding[0], 0)
+        y = F.conv2d(x_bCThw.flatten(3), self.weight[..., 0], self.bias, padding=padding)
         return torch.unflatten(y, -1, (height, width))
 
 
@@ -160,10 +145,18 @@ KINDS: Mapping[str, Mapping[type[nn.Module], type[nn.Module]]] = {
         WideGroupNorm: NativeGroupNorm,
         nn.GroupNorm: NativeTorchGroupNorm,
     },
-    "native-geglu": {GatedGELU: NativeGatedGELU, GEGLU: NativeGEGLU},
+    "native-geglu": {GatedGELU: NativeGatedGELU},
     "native-attention": {TemporalAttention: NativeTemporalAttention},
     "onednn-linear": {nn.Linear: OneDNNLinear},
-    "onednn-conv": {TemporalConv: TemporalConv2d, nn.Conv2d: ChannelsLastConv2d},
+    "temporal-conv": {TemporalConv: TemporalConv2d},
+    "channels-last": {nn.Conv2d: ChannelsLastConv2d},
+}
+
+
+_DIFFUSERS = "everyframe.fast_paths.diffusers_modules"
+#: The same for classes of diffusers, which is imported where a model has them only.
+_FOREIGN: Mapping[tuple[str, str], str] = {
+    ("native-geglu", "diffusers.models.activations.GEGLU"): "NativeGEGLU",
 }
 
 
@@ -173,7 +166,12 @@ def places(path: str, module: nn.Module) -> tuple[str, ...]:
 
 
 def _new_kind(path: str, part: nn.Module) -> type[nn.Module] | None:
-    return KINDS[path].get(type(part)) if _has_parameters(part) else None
+    own = type(part)
+    foreign = _FOREIGN.get((path, f"{own.__module__}.{own.__qualname__}"))
+    if foreign is not None:
+        found: type[nn.Module] = getattr(import_module(_DIFFUSERS), foreign)
+        return found
+    return KINDS[path].get(own) if _has_parameters(part) else None
 
 
 def _has_parameters(part: nn.Module) -> bool:

@@ -65,7 +65,9 @@ def pairs(
         for part in inside
         for parent in module.get_submodule(part).modules()
         for (name, linear), (after, gelu) in pairwise(parent.named_children())
-        if type(linear) in (nn.Linear, OneDNNLinear) and type(gelu) is nn.GELU
+        if isinstance(linear, nn.Linear)
+        and type(linear) in (nn.Linear, OneDNNLinear)
+        and type(gelu) is nn.GELU
     ]
 
 

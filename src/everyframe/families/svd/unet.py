@@ -63,7 +63,12 @@ def build(config: Mapping[str, Any]) -> VideoUNet:
 
 
 class VideoUNet(UNetSpatioTemporalConditionModel):  # type: ignore[misc]
-    """`UNetSpatioTemporalConditionModel` for one image token, split into `context` and steps."""
+    """`UNetSpatioTemporalConditionModel` for one image token, split into `context` and steps.
+
+    Images lie in memory channels last (`is_channels_last`), which trials of fast paths follow.
+    """
+
+    is_channels_last = True
 
     down_blocks: Any
     mid_block: Any

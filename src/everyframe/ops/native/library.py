@@ -125,7 +125,7 @@ def _private_folder(folder: Path) -> Path:
         # Others may have written into it: what is there is not ours to run.
         folder.chmod(0o700)
         for path in folder.iterdir():
-            path.unlink()
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     return folder
 
 
