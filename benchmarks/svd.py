@@ -53,6 +53,7 @@ from everyframe.core.request import Request
 from everyframe.engine.run import stream
 from everyframe.families.svd import unet
 from everyframe.families.svd.components import UNET_ISLANDS
+from everyframe.fast_paths.apply import apply_fast_paths, swap_modules
 from everyframe.hardware import machine_facts, pick_device
 from everyframe.precision import cast_hooks
 from everyframe.precision.policy import ComponentNeeds, choose
@@ -178,13 +179,15 @@ def theirs(
 
 
 def ours(
-    sizes: Sizes, given: Inputs, precision: Precision
+    sizes: Sizes, given: Inputs, precision: Precision, paths: tuple[str, ...] = ()
 ) -> tuple[nn.Module, Callable[[nn.Module, Inputs], Tensor]]:
-    """Ours in that precision, with its context made."""
+    """Ours in that precision, by these fast paths, with its context made."""
     with torch.device(given.x.device):
         model = fill(unet.build(sizes.config))
     model.to(given.x.device)
+    swap_modules(model, paths)
     cast_hooks.add_cast_hooks(model, precision, ("conv_out",))
+    apply_fast_paths(model, paths or None)
     context = model.context(given.picture, given.told, sizes.frames)
 
     def call(model: nn.Module, given: Inputs) -> Tensor:
