@@ -99,7 +99,7 @@ def generate(
     disable: Sequence[str] = (),
     quality: str = "exact",
     compile: bool = False,
-    compiled: str | PathLike[str] | None = None,
+    compiled: str | None = None,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
@@ -212,8 +212,7 @@ def generate(
             frame, as measured by `everyframe calibrate`), or a lossy method such as ab2@10.
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
-        compiled: Folder of `everyframe compile`: its blocks are checked and used; only this
-            device's own.
+        compiled: Use the blocks in this folder of `everyframe compile`.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
             takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this
@@ -359,7 +358,7 @@ def plan(
     disable: Sequence[str] = (),
     quality: str = "exact",
     compile: bool = False,
-    compiled: str | PathLike[str] | None = None,
+    compiled: str | None = None,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
@@ -466,8 +465,7 @@ def plan(
             frame, as measured by `everyframe calibrate`), or a lossy method such as ab2@10.
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
-        compiled: Folder of `everyframe compile`: its blocks are checked and used; only this
-            device's own.
+        compiled: Use the blocks in this folder of `everyframe compile`.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
             takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this
@@ -651,7 +649,7 @@ def run(
     disable: Sequence[str] = (),
     quality: str = "exact",
     compile: bool = False,
-    compiled: str | PathLike[str] | None = None,
+    compiled: str | None = None,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
@@ -726,8 +724,7 @@ def run(
             frame, as measured by `everyframe calibrate`), or a lossy method such as ab2@10.
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
-        compiled: Folder of `everyframe compile`: its blocks are checked and used; only this
-            device's own.
+        compiled: Use the blocks in this folder of `everyframe compile`.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
             takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this
