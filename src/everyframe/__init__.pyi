@@ -95,7 +95,7 @@ def generate(
     attention: str | None = None,
     disable: Sequence[str] = (),
     compile: bool = False,
-    compiled: str | PathLike[str] | None = None,
+    compiled: str | None = None,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
@@ -194,8 +194,7 @@ def generate(
         disable: Disable a fast path by its name in `everyframe fast-paths`; may be repeated.
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
-        compiled: Folder of `everyframe compile`: its blocks are checked and used; only this
-            device's own.
+        compiled: Use the blocks in this folder of `everyframe compile`.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
             takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this
@@ -317,7 +316,7 @@ def plan(
     attention: str | None = None,
     disable: Sequence[str] = (),
     compile: bool = False,
-    compiled: str | PathLike[str] | None = None,
+    compiled: str | None = None,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
@@ -410,8 +409,7 @@ def plan(
         disable: Disable a fast path by its name in `everyframe fast-paths`; may be repeated.
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
-        compiled: Folder of `everyframe compile`: its blocks are checked and used; only this
-            device's own.
+        compiled: Use the blocks in this folder of `everyframe compile`.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
             takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this
@@ -571,7 +569,7 @@ def run(
     attention: str | None = None,
     disable: Sequence[str] = (),
     compile: bool = False,
-    compiled: str | PathLike[str] | None = None,
+    compiled: str | None = None,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
@@ -643,8 +641,7 @@ def run(
         disable: Disable a fast path by its name in `everyframe fast-paths`; may be repeated.
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
-        compiled: Folder of `everyframe compile`: its blocks are checked and used; only this
-            device's own.
+        compiled: Use the blocks in this folder of `everyframe compile`.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
             takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this

@@ -43,7 +43,7 @@ def compile_model(request: Request, target: str | Path) -> CompiledModel:
     choices: dict[str, FastPathChoice] = {}
     files: set[str] = set()
     for part in prepared.plan.components:
-        own = [run for run in prepared.fitted.runs if run.rehearsal.component == part.name]
+        own = [run for run in prepared.fitted.runs if run.stage_call.component == part.name]
         for choice in part.choices:
             if choice.path != _PATH:
                 continue
