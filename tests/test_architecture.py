@@ -39,6 +39,7 @@ PUBLIC_NAMES = {
     "quantize",
     "resume",
     "run",
+    "save",
     "save_compiled",
     "stream",
     "trace",
