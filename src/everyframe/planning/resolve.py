@@ -58,7 +58,7 @@ from everyframe.planning.parallelism import (
 from everyframe.planning.throughput_cache import rates_here
 from everyframe.precision.policy import check_asked
 from everyframe.runtime.interface import ModelSpec, PromptReadingSpec
-from everyframe.runtime.patchable import notes_of, patches_of
+from everyframe.runtime.patchable import notes_of, patches_of, saved_bytes_of
 from everyframe.runtime.repair_cache import cached_key, load_repairs, repair_notes
 
 #: Number of a plan's products measured on a real device to forecast its time.
@@ -170,7 +170,7 @@ def _prepared(
         notes=(*notes, *fitted.notes, *fitted.says, *says, *chooser.known.notes(fitted.runs)),
         stages=_stages(fitted, rates, shares.division),
         dtype_errors=clashes_of(fitted.runs),
-        host_bytes=fitted.host_bytes,
+        host_bytes=fitted.host_bytes + saved_bytes_of(model),
         rates="" if rates is None else rates.source,
         profile=None if profile is None else str(profile),
         parallel=shares.division,
