@@ -30,6 +30,7 @@ from everyframe.engine.compiled_modules import load_compiled as load_compiled
 from everyframe.engine.compiled_modules import quantize as quantize
 from everyframe.engine.compiled_modules import save_compiled as save_compiled
 from everyframe.engine.results import Output
+from everyframe.engine.save import save as save
 from everyframe.media.video import Video as Video
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "quantize",
     "resume",
     "run",
+    "save",
     "save_compiled",
     "stream",
     "trace",

@@ -139,6 +139,13 @@ class TensorFile:
             values[first:end] = read_entry(piece, name)
         return values.view(entry.shape)
 
+    def quantized(self, name: str, kind: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Codes (out, in) int8 and scales (out, 1) float32, if the file stores a weight so.
+
+        `kind` is ``int8`` or ``fp8``, as in `precision.quantization`.
+        """
+        return None
+
     def load_rows(self, name: str, rows: Sequence[tuple[int, int]]) -> torch.Tensor:
         """Read runs of rows (first, end) of one tensor, one after the other, in its own dtype.
 

@@ -70,6 +70,7 @@ COMMANDS = {
     "fast-paths": ("everyframe.cli.fast_paths:COMMAND", "List fast paths and their certificates."),
     "calibrate": ("everyframe.cli.calibrate:COMMAND", "Measure what lossy methods cost in dB."),
     "doctor": ("everyframe.cli.doctor:COMMAND", "Check this machine, and name the fixes."),
+    "save": ("everyframe.cli.save:COMMAND", "Write a model with merged or quantized weights."),
     "inspect": ("everyframe.cli.inspect:COMMAND", "Show how a video was made."),
     "models": ("everyframe.cli.models:COMMAND", "List known models and what they need."),
     "trace record": ("everyframe.cli.trace:RECORD", "Run, and record what every module computes."),

@@ -31,6 +31,8 @@ _FORMATS = {
     "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2,
     "int8_tensorwise": torch.int8,
 }  # fmt: skip
+#: Stored dtype of our kinds of eight bits.
+_KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _EIGHT_BITS = {torch.float8_e4m3fn, torch.float8_e5m2}
 #: Elements that are widened at once.
 _AT_ONCE = 1 << 20
@@ -66,6 +68,13 @@ class ScaledFile(TensorFile):
             end = min(first + step, shape[0])
             values[first:end] = self.load_rows(name, [(first, end)])
         return values.to(device)
+
+    def quantized(self, name: str, kind: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See `TensorFile.quantized`."""
+        if name not in self._scales or self._base.dtype(name) != _KINDS.get(kind):
+            return None
+        codes, scale = self._base.load(name), self._scale(name)
+        return codes.view(torch.int8), scale.expand(len(codes), 1).contiguous()
 
     def load_rows(self, name: str, rows: Sequence[tuple[int, int]]) -> torch.Tensor:
         """See `TensorFile.load_rows`."""
