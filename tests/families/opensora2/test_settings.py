@@ -42,7 +42,7 @@ def test_defaults_are_upstreams() -> None:
     settings, notes = settled()
     assert (settings.height, settings.width, settings.num_frames) == (192, 336, 129)
     assert (settings.num_inference_steps, settings.guidance_scale, settings.fps) == (50, 7.5, 24)
-    assert (settings.prompt, settings.negative_prompt) == ("a red circle", "")
+    assert (settings.prompt, settings.negative_prompt) == ("a red circle", None)
     assert latent_shape(VIDEO, settings) == (16, 33, 24, 42)
     assert notes == ()
     deep, _ = settled(DEEP)

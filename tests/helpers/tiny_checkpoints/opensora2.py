@@ -87,9 +87,9 @@ def model(path: Path, module: nn.Module, seed: int) -> None:
 
 def brought(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Modulation strong enough that every part shows in the result."""
-    strong = (".lin.", "adaLN", "cond_in", "vector_in", "time_in")
+    strong = {".lin.": 3, "adaLN": 3, "vector_in": 3, "time_in": 3, "cond_in": 20}
     return {
-        name: tensor * (3 if any(mark in name for mark in strong) else 1)
+        name: tensor * next((by for mark, by in strong.items() if mark in name), 1)
         for name, tensor in tensors.items()
     }
 

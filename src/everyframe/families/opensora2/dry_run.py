@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from everyframe.core.plan import Settings
 from everyframe.families.opensora2.config import OpenSora2Config
 from everyframe.families.opensora2.guidance import guidance_of
-from everyframe.families.opensora2.settings import is_conditioned, latent_shape
+from everyframe.families.opensora2.settings import is_conditioned, is_guided, latent_shape
 from everyframe.runtime import tiling
 from everyframe.runtime.interface import DryRunCall, MemorySaving
 from everyframe.runtime.memory_fallbacks import cfg_batch_size, split_cfg_saving
@@ -36,7 +36,7 @@ def dry_run_calls(
     one = partial(spec.stage_call, settings, teams=teams)
     shape, tiles = latent_shape(spec.config, settings), _tiles(settings)
     first = settings.option("first_frame")
-    texts = 1 + (settings.negative_prompt is not None) + bool(first)
+    texts = 1 + is_guided(settings) + bool(first)
     calls = [
         one("text", "text_encoder", "stages.TextEncodeStage", texts),
         one("clip text", "clip", "stages.CLIPEncodeStage", texts),

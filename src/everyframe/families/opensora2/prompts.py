@@ -14,6 +14,7 @@ from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Settings
 from everyframe.families import clip_tokenizer, t5_tokenizer
 from everyframe.families.opensora2.prompt_lengths import CLIP_LENGTH, T5_LENGTH
+from everyframe.families.opensora2.settings import is_guided
 from everyframe.families.t5_encoder import padded
 
 _SHOWN = 200
@@ -48,8 +49,8 @@ def texts_of(settings: Settings) -> list[PromptText]:
     """Prompt, negative prompt if it is needed, and the prompt of a first picture."""
     prompt = with_suffixes(settings.prompt, settings.fps, settings.option("motion_score"))
     found = [PromptText("prompt", prompt)]
-    if settings.negative_prompt is not None:
-        found.append(PromptText("negative prompt", settings.negative_prompt))
+    if is_guided(settings):
+        found.append(PromptText("negative prompt", settings.negative_prompt or ""))
     if settings.option("first_frame"):
         found.append(PromptText("first picture's prompt", settings.prompt))
     return found

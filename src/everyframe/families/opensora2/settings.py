@@ -92,13 +92,9 @@ def resolve_settings(
     check_amount(num_frames, height, width)
     given = _given_frames(request, options)
     guidance = _GUIDANCE if request.guidance_scale is None else request.guidance_scale
-    negative = request.negative_prompt
-    is_guided = guidance != 1 or (bool(given) and options.image_guidance_scale != 1)
-    if negative is not None and not is_guided:
-        raise InputError("negative_prompt has no effect with guidance_scale 1; raise the scale")
     settings = Settings(
         prompt=request.prompt.strip(),
-        negative_prompt=(negative or "") if is_guided else None,
+        negative_prompt=request.negative_prompt,
         height=height,
         width=width,
         num_frames=num_frames,
@@ -121,6 +117,8 @@ def resolve_settings(
             ("truncate_prompt", options.truncate_prompt),
         ),
     )
+    if settings.negative_prompt is not None and not is_guided(settings):
+        raise InputError("negative_prompt has no effect with guidance_scale 1; raise the scale")
     _check_room(config, settings)
     check_latents(
         request.latents,
@@ -146,6 +144,12 @@ def frame_tokens(config: OpenSora2Config, settings: Settings) -> int:
 def is_conditioned(settings: Settings) -> bool:
     """Whether the denoiser is given latents of pictures or of a clip."""
     return bool(settings.given_frames)
+
+
+def is_guided(settings: Settings) -> bool:
+    """Whether a branch has the negative prompt, which is empty if none is given."""
+    by_picture = is_conditioned(settings) and settings.option("image_guidance_scale") != 1
+    return settings.guidance_scale != 1 or by_picture
 
 
 def _check_request(title: str, request: Request, options: OpenSora2Options) -> None:

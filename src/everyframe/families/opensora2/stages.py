@@ -29,7 +29,7 @@ from everyframe.families.opensora2.denoiser import (
 )
 from everyframe.families.opensora2.prompt_lengths import CLIP_LENGTH, T5_LENGTH
 from everyframe.families.opensora2.prompts import TokenIds, clip_tokens, t5_tokens, texts_of
-from everyframe.families.opensora2.settings import is_conditioned, latent_shape
+from everyframe.families.opensora2.settings import is_conditioned, is_guided, latent_shape
 from everyframe.families.opensora2.spec import OpenSora2Spec
 from everyframe.families.opensora2.vae_config import VAEConfig
 from everyframe.runtime import stages
@@ -105,7 +105,7 @@ class TextEncodeStage(_TextStage):
 
     def store(self, videos: Sequence[VideoState], results: Sequence[TextStates]) -> None:
         """Set T5's states in `text` of each video."""
-        has_negative = self.context.settings.negative_prompt is not None
+        has_negative = is_guided(self.context.settings)
         for video in videos:
             video.text = PromptEmbeds(tuple(results), has_negative)
 
@@ -246,7 +246,7 @@ class DenoiseStage(VideoDenoiseStage[OpenSora2Context, SamplerInputs]):
         text = TextStates(
             torch.zeros(1, T5_LENGTH, config.context_in_dim), torch.zeros(1, config.vec_in_dim)
         )
-        has_negative = settings.negative_prompt is not None
+        has_negative = is_guided(settings)
         embeds = PromptEmbeds((text,) * (1 + has_negative), has_negative)
         given = None
         if is_conditioned(settings):
