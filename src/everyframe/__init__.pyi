@@ -22,12 +22,15 @@ from everyframe.core.events import Event
 from everyframe.core.lora import Lora
 from everyframe.core.plan import Plan as Plan
 from everyframe.core.plan import Repair
+from everyframe.core.quality import SamplingMethod
 from everyframe.core.request import Request as Request
+from everyframe.engine.calibration import calibrate as calibrate
 from everyframe.engine.compiled_modules import compile as compile
 from everyframe.engine.compiled_modules import load_compiled as load_compiled
 from everyframe.engine.compiled_modules import quantize as quantize
 from everyframe.engine.compiled_modules import save_compiled as save_compiled
 from everyframe.engine.results import Output
+from everyframe.engine.save import save as save
 from everyframe.media.video import Video as Video
 
 __all__ = [
@@ -38,6 +41,7 @@ __all__ = [
     "Request",
     "Video",
     "__version__",
+    "calibrate",
     "compile",
     "generate",
     "list_runs",
@@ -46,6 +50,7 @@ __all__ = [
     "quantize",
     "resume",
     "run",
+    "save",
     "save_compiled",
     "stream",
     "trace",
@@ -94,12 +99,15 @@ def generate(
     max_host_memory: str | int | None = None,
     attention: str | None = None,
     disable: Sequence[str] = (),
+    quality: str = "exact",
     compile: bool = False,
+    compiled: str | None = None,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
     paths: Mapping[str, Sequence[str]] | None = None,
     quantized: Mapping[str, str] | None = None,
+    method: SamplingMethod | None = None,
     remedies: Sequence[Repair] | None = None,
     motion_score: float | None = None,
     image_guidance_scale: float = 3.0,
@@ -202,8 +210,11 @@ def generate(
         attention: Compute attention by this kernel, certified or not: flash, efficient, cudnn
             or math.
         disable: Disable a fast path by its name in `everyframe fast-paths`; may be repeated.
+        quality: Closeness to the exact video: exact, a budget such as 32dB (PSNR of the worst
+            frame, as measured by `everyframe calibrate`), or a lossy method such as ab2@10.
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
+        compiled: Use the blocks in this folder of `everyframe compile`.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
             takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this
@@ -211,6 +222,7 @@ def generate(
         force: Allow what is refused only for its cost, such as fp16 on a CPU.
         paths: The fast paths of each component, exactly; a record has them.
         quantized: The storage dtype of each component's weights, exactly; a record has it.
+        method: Sampling method of a record.
         remedies: The repairs to begin with, exactly; a record has them.
         motion_score: Amount of motion, added to the prompt: about 0 (still) to 30 (a lot) for
             Open-Sora 1.2; 1 (still), 4 (usual, by default) to 15 for 2.0, and 0 for none (≥ 0,
@@ -346,12 +358,15 @@ def plan(
     max_host_memory: str | int | None = None,
     attention: str | None = None,
     disable: Sequence[str] = (),
+    quality: str = "exact",
     compile: bool = False,
+    compiled: str | None = None,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
     paths: Mapping[str, Sequence[str]] | None = None,
     quantized: Mapping[str, str] | None = None,
+    method: SamplingMethod | None = None,
     remedies: Sequence[Repair] | None = None,
     motion_score: float | None = None,
     image_guidance_scale: float = 3.0,
@@ -448,8 +463,11 @@ def plan(
         attention: Compute attention by this kernel, certified or not: flash, efficient, cudnn
             or math.
         disable: Disable a fast path by its name in `everyframe fast-paths`; may be repeated.
+        quality: Closeness to the exact video: exact, a budget such as 32dB (PSNR of the worst
+            frame, as measured by `everyframe calibrate`), or a lossy method such as ab2@10.
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
+        compiled: Use the blocks in this folder of `everyframe compile`.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
             takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this
@@ -457,6 +475,7 @@ def plan(
         force: Allow what is refused only for its cost, such as fp16 on a CPU.
         paths: The fast paths of each component, exactly; a record has them.
         quantized: The storage dtype of each component's weights, exactly; a record has it.
+        method: Sampling method of a record.
         remedies: The repairs to begin with, exactly; a record has them.
         motion_score: Amount of motion, added to the prompt: about 0 (still) to 30 (a lot) for
             Open-Sora 1.2; 1 (still), 4 (usual, by default) to 15 for 2.0, and 0 for none (≥ 0,
@@ -630,12 +649,15 @@ def run(
     max_host_memory: str | int | None = None,
     attention: str | None = None,
     disable: Sequence[str] = (),
+    quality: str = "exact",
     compile: bool = False,
+    compiled: str | None = None,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
     paths: Mapping[str, Sequence[str]] | None = None,
     quantized: Mapping[str, str] | None = None,
+    method: SamplingMethod | None = None,
     remedies: Sequence[Repair] | None = None,
     option: Mapping[str, Any] | Sequence[str] = {},
     fit: str | None = None,
@@ -700,8 +722,11 @@ def run(
         attention: Compute attention by this kernel, certified or not: flash, efficient, cudnn
             or math.
         disable: Disable a fast path by its name in `everyframe fast-paths`; may be repeated.
+        quality: Closeness to the exact video: exact, a budget such as 32dB (PSNR of the worst
+            frame, as measured by `everyframe calibrate`), or a lossy method such as ab2@10.
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
+        compiled: Use the blocks in this folder of `everyframe compile`.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
             takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this
@@ -709,6 +734,7 @@ def run(
         force: Allow what is refused only for its cost, such as fp16 on a CPU.
         paths: The fast paths of each component, exactly; a record has them.
         quantized: The storage dtype of each component's weights, exactly; a record has it.
+        method: Sampling method of a record.
         remedies: The repairs to begin with, exactly; a record has them.
         option: A parameter that only this pipeline has, as NAME=VALUE; may be given several
             times. A video, picture or .npy of numbers is named by its file. For models of

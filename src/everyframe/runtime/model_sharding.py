@@ -39,6 +39,11 @@ class ModelPatch:
         self._swapped: list[tuple[nn.Module, str, nn.Module]] = []
         self._handles: list[RemovableHandle] = []
 
+    @property
+    def is_transparent(self) -> bool:
+        """Whether a module computes as without the patch: on one rank nothing is exchanged."""
+        return self.team.size == 1
+
     def __enter__(self: _PutOn) -> _PutOn:
         return self
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Settings
+from everyframe.core.quality import METHODS
 from everyframe.core.request import Request
 from everyframe.families.opensora.checkpoint import OpenSoraFiles, keys_of
 from everyframe.families.opensora.components import (
@@ -49,6 +50,7 @@ _RELEASED_1_0 = {256: ((16, 32, 32), 0.5), 512: ((16, 64, 64), 1.0)}
 class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraConfig]):
     """One Open-Sora checkpoint: configs read, weights not loaded."""
 
+    methods = tuple(METHODS)
     led = ("text_encoder",)
 
     @classmethod
