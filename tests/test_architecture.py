@@ -31,6 +31,7 @@ PUBLIC_NAMES = {
     "Request",
     "Video",
     "__version__",
+    "calibrate",
     "compile",
     "generate",
     "list_runs",

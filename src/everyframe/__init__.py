@@ -19,6 +19,7 @@ HOMES = {
     "Plan": "everyframe.core.plan",
     "Request": "everyframe.core.request",
     "Video": "everyframe.media.video",
+    "calibrate": "everyframe.engine.calibration",
     "compile": "everyframe.engine.compiled_modules",
     "generate": "everyframe.api",
     "list_runs": "everyframe.api",

@@ -17,6 +17,7 @@ from everyframe.core.bytes import format_bytes
 from everyframe.core.errors import InputError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Precision, Settings, Switches
+from everyframe.core.quality import PREDICTORS
 from everyframe.core.request import Request
 from everyframe.diffusers_pipelines import call_options, media
 from everyframe.diffusers_pipelines import settings as request_settings
@@ -42,11 +43,32 @@ if TYPE_CHECKING:
 
 _Spec = TypeVar("_Spec", bound="CompleteSpec")
 
+#: Schedulers of consistency and trajectory distillation.
+_OF_DISTILLED = ("LCMScheduler", "FlowMatchLCMScheduler", "SCMScheduler", "TCDScheduler")
+
 
 class CompleteSpec:
     """Base of pipeline specs, which lack no file: a hub id is downloaded before it is known."""
 
     sizes: PipelineDefaults
+
+    @property
+    def is_distilled(self) -> bool:
+        """Whether its scheduler is one of models that were distilled to few steps."""
+        return self._scheduler_class in _OF_DISTILLED
+
+    @property
+    def _scheduler_class(self) -> str:
+        return str(self.sizes.configs.get("scheduler", {}).get("_class_name"))
+
+    @property
+    def has_partial_guidance(self) -> bool:
+        """See `LossySpec`: its guidance is in its own call."""
+        return False
+
+    def sampling_methods(self, settings: Settings) -> tuple[str, ...]:
+        """See `LossySpec`: its own scheduler does the steps, so answers alone are predicted."""
+        return tuple(PREDICTORS)
 
     def missing(self) -> tuple[str, ...]:
         return ()
@@ -107,6 +129,10 @@ class LoadedPipelineSpec(CompleteSpec):
     @property
     def title(self) -> str:
         return f"{self.name} given in Python"
+
+    @property
+    def _scheduler_class(self) -> str:
+        return type(getattr(self.pipe, "scheduler", None)).__name__
 
     @property
     def device(self) -> str:

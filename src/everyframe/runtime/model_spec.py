@@ -24,6 +24,7 @@ from everyframe.dry_run.call import DryRunCall
 from everyframe.precision.policy import ComponentNeeds
 from everyframe.runtime.component_files import CheckpointFiles
 from everyframe.runtime.interface import Component, MemorySaving
+from everyframe.runtime.lossy_sampling import LossySampling
 from everyframe.runtime.patchable import (
     NO_PATCHES,
     NOTHING_REPLACED,
@@ -193,7 +194,7 @@ _Spec = TypeVar("_Spec", bound="NativeModelSpec")  # type: ignore[type-arg]
 
 
 @dataclass(frozen=True)
-class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
+class NativeModelSpec(LossySampling, ABC, Generic[_Options, _Files, _Config]):
     """One checkpoint of a family with its own stages: configs read, weights not.
 
     Attributes:
