@@ -44,6 +44,16 @@ def test_the_fastest_that_holds_with_the_margin_is_taken() -> None:
     assert found.fastest(45, [*METHODS]) is None
 
 
+def test_a_method_whose_milder_one_fails_holds_by_luck() -> None:
+    found = calibration(
+        ab2_12=measured(30, 2.6), ab2_10=measured(36, 3.1), unipc_12=measured(36, 2.5)
+    )
+    assert found.fastest(32, [*METHODS]) == "unipc@12"
+    assert found.fastest(30, [*METHODS]) == "ab2@10"
+    alone = calibration(ab2_12g50=measured(30, 2.6), ab2_10=measured(36, 3.1))
+    assert alone.fastest(32, [*METHODS]) == "ab2@10", "guidance makes another kind"
+
+
 def test_few_videos_certify_nothing() -> None:
     assert calibration(ab2_8=measured(45, 3.7, LEAST_VIDEOS - 1)).fastest(32, [*METHODS]) is None
     few = replace(calibration(ab2_8=measured(45, 3.7, 3)), videos=VIDEOS[:3])
