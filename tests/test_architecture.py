@@ -40,6 +40,7 @@ PUBLIC_NAMES = {
     "quantize",
     "resume",
     "run",
+    "save",
     "save_compiled",
     "stream",
     "trace",

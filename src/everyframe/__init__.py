@@ -28,6 +28,7 @@ HOMES = {
     "quantize": "everyframe.engine.compiled_modules",
     "resume": "everyframe.api",
     "run": "everyframe.api",
+    "save": "everyframe.engine.save",
     "save_compiled": "everyframe.engine.compiled_modules",
     "stream": "everyframe.api",
     "trace": "everyframe.api",

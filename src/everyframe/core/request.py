@@ -14,6 +14,7 @@ from pydantic import ValidationInfo, field_validator, model_validator
 
 from everyframe.core.bytes import parse_bytes
 from everyframe.core.errors import InputError, did_you_mean
+from everyframe.core.limits import MAX_FRAMES, MAX_SEED, MAX_SIDE, MIN_FPS
 from everyframe.core.lora import Lora
 from everyframe.core.option_values import REPEATED, SPELLED, option_text, with_current_names
 from everyframe.core.options import Options, option
@@ -23,24 +24,17 @@ from everyframe.core.quality import EXACT, SamplingMethod, parse_quality
 
 #: Spellings of each precision; with `auto` the planner chooses.
 DTYPES = {
-    "auto": "auto", "fp32": "float32", "float32": "float32", "bf16": "bfloat16",
-    "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16",
-}  # fmt: skip
+    "auto": "auto",
+    "fp32": "float32",
+    "float32": "float32",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+}
 
 #: Storage of linear layers' weights; with `auto` the planner chooses.
 QUANTIZE = ("auto", "none", "int8", "fp8")
-
-#: Longest clip in frames, also if the length is given in seconds.
-MAX_FRAMES = 100_000
-
-#: Longest side in pixels.
-MAX_SIDE = 16384
-
-#: Seeds must survive JSON and additions.
-MAX_SEED = 2**53 - 1
-
-#: Lowest frame rate: 100 seconds a frame, which all our output formats can hold.
-MIN_FPS = 0.01
 
 _SIZE = re.compile(r"(\d{1,9})\s*[xX×]\s*(\d{1,9})")
 _ASPECT = re.compile(r"(\d{1,9})\s*:\s*(\d{1,9})")
@@ -85,7 +79,8 @@ class Request(Options):
         accepts=("tuple[int, int]", "list[int]"),
     )
     height: int | None = option(
-        "Height.", group="Size and length", unit="pixels", gt=0, le=MAX_SIDE)  # fmt: skip
+        "Height.", group="Size and length", unit="pixels", gt=0, le=MAX_SIDE
+    )
     width: int | None = option("Width.", group="Size and length", unit="pixels", gt=0, le=MAX_SIDE)
     resolution: str | None = option(
         "A named size such as 360p, shaped by --aspect.", group="Size and length"
@@ -241,6 +236,9 @@ class Request(Options):
         default=False,
         person_only=True,
     )
+    compiled: str | None = option(
+        "Use the blocks in this folder of `everyframe compile`.", group="Machine", person_only=True
+    )
     report: str | None = option(
         "Folder for a report page on repairs and numeric errors; recording magnitudes takes time.",
         group="Machine",
@@ -273,7 +271,8 @@ class Request(Options):
         person_only=True,
     )
     method: SamplingMethod | None = option(
-        "Sampling method of a record.", python_only=True, person_only=True)  # fmt: skip
+        "Sampling method of a record.", python_only=True, person_only=True
+    )
     remedies: tuple[Repair, ...] | None = option(
         "The repairs to begin with, exactly; a record has them.",
         group="Machine",
@@ -282,7 +281,8 @@ class Request(Options):
     )
 
     family_options: dict[str, Any] = option(
-        "Options of one family.", default={}, python_only=True, person_only=True)  # fmt: skip
+        "Options of one family.", default={}, python_only=True, person_only=True
+    )
 
     @field_validator(*SPELLED, mode="before")
     @classmethod

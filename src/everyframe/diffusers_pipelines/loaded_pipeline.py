@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from everyframe.core.bytes import format_bytes
 from everyframe.core.errors import InputError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Precision, Settings, Switches
@@ -102,6 +103,13 @@ class LoadedPipelineSpec(CompleteSpec):
         """The same pipeline, whose weights are patched while it runs."""
         return replace(self, patched=patched)
 
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the weights that LoRAs change, which are put back after the call."""
+        from everyframe.diffusers_pipelines.patched_weights import patched_bytes
+
+        return patched_bytes(self.pipe.components, self.patched.patches)
+
     @cached_property
     def switches(self) -> Switches:
         """Torch's switches during the call: those of the caller's thread."""
@@ -150,6 +158,10 @@ class LoadedPipelineSpec(CompleteSpec):
         if isinstance(request.latents, torch.Tensor):  # in the dtype that they have
             forms = (*settings.given_forms, ("latents", form_of(request.latents)))
             settings = replace(settings, given_forms=forms)
+        if self.saved_bytes:
+            size = format_bytes(self.saved_bytes)
+            saved = f"LoRAs change {size} of weights, which are saved in host memory for the call"
+            notes = (*notes, saved)
         return settings, (*notes, *call_options.notes(self.options.option))
 
     def components(self, settings: Settings) -> tuple[Component, ...]:

@@ -44,7 +44,9 @@ from everyframe.runtime.patchable import LoraIdentity
 from everyframe.runtime.repair_cache import remedy_from
 
 #: Left out of the recorded request: the values in force are in the recorded plan.
-_OF_THIS_MACHINE = ("report", "forget_repairs", "remedies", "paths", "quantized", "method")
+_OF_THIS_MACHINE = (
+    "compiled", "report", "forget_repairs", "remedies", "paths", "quantized", "method",
+)  # fmt: skip
 #: Mutually exclusive options.
 _ALIKE = (
     {"size", "height", "width", "resolution"},
@@ -53,7 +55,7 @@ _ALIKE = (
     {"image", "extend"},
 )
 #: Overriding one of these discards the recorded fast paths.
-_CHOOSE_ANEW = {"device", "dtype", "attention", "disable", "compile", "paths"}
+_CHOOSE_ANEW = {"device", "dtype", "attention", "disable", "compile", "compiled", "paths"}
 #: Maximum number of threads per core taken from the record of a larger machine.
 _MOST_ON_A_CORE = 4
 #: IPTC digital source type that generators must declare.

@@ -58,7 +58,7 @@ from everyframe.planning.quality import QualityChoice, choose_method
 from everyframe.planning.stage_forecasts import rates_of, stage_plans
 from everyframe.precision.policy import check_asked
 from everyframe.runtime.interface import ModelSpec, PromptReadingSpec
-from everyframe.runtime.patchable import notes_of, patches_of
+from everyframe.runtime.patchable import notes_of, patches_of, saved_bytes_of
 from everyframe.runtime.repair_cache import cached_key, load_repairs, repair_notes
 
 _Fit: TypeAlias = tuple[BalancedPlan, MemoryFit, FitResult]
@@ -173,7 +173,7 @@ def _prepared(
         notes=(*notes, *fitted.notes, *fitted.says, *says, *chooser.known.notes(fitted.runs)),
         stages=stage_plans(fitted, rates, shares.division),
         dtype_errors=clashes_of(fitted.runs),
-        host_bytes=fitted.host_bytes,
+        host_bytes=fitted.host_bytes + saved_bytes_of(model),
         rates="" if rates is None else rates.source,
         profile=None if profile is None else str(profile),
         parallel=shares.division,
@@ -280,7 +280,7 @@ def _chooser(
     device, alike = common_facts(devices), are_alike(devices)
     return FastPathChooser(
         device,
-        pins_of(request, device),
+        pins_of(request, device, is_here=is_here),
         # What is certified on one of them says nothing of the others.
         component_certificates.Certificates(device, num_threads) if is_here and alike else None,
         known(facts, device, is_here=is_here).and_these(AVOIDED if len(devices) > 1 else {}),

@@ -340,12 +340,13 @@ class NativeModelSpec(LossySampling, ABC, Generic[_Options, _Files, _Config]):
 
     def opened_weights(self, component: str) -> tuple[TensorFile, KeyMap]:
         """`weights`, opened; of a replaced component its own file."""
+        from everyframe.checkpoints.scaled_file import with_scales
         from everyframe.checkpoints.tensor_file import open_checkpoint
 
         weights, keys = self.weights(component)
         if component in self.replaced.tensors:
             return self.replaced.tensors[component], replace(keys, rename=(), ignore=())
-        return open_checkpoint(weights), keys
+        return with_scales(open_checkpoint(weights))[0], keys
 
     def patched_weights(self, component: str) -> tuple[TensorFile, KeyMap]:
         """`opened_weights` with the patches of LoRAs."""
