@@ -29,7 +29,8 @@ _SCHEMA = "everyframe.calibrations/1"
 LEAST_VIDEOS = 15
 
 #: The worst video of a set is not the worst of all: a method must be better than its budget by it.
-MARGIN_DB = 1.0
+#: With 1 dB, 1 of 19 further videos of `shapes` was below 32 dB, by 0.5 dB.
+MARGIN_DB = 3.0
 
 
 @dataclass(frozen=True)
