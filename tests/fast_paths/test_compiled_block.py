@@ -266,11 +266,14 @@ def test_a_wrong_library_is_not_used(compiler: PlantedCompiler) -> None:
     assert compiler.count == 1
 
 
-def test_a_library_that_turns_wrong_is_not_used(compiler: PlantedCompiler) -> None:
+def test_a_library_that_turns_wrong_is_not_used(
+    compiler: PlantedCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As if what it was made of had changed, and nothing had noticed."""
     model = everyframe.compile(made())
     check(model, *inputs())
     compiler.by = 1.01
+    monkeypatch.setattr(compiled_block, "_CHECKED", set())  # another process
     again = everyframe.compile(made())
     check(again, *inputs())
     (block, _) = compiled_blocks(again).values()
@@ -299,6 +302,25 @@ def test_what_has_no_package_is_left_to_torch_compile(compiler: PlantedCompiler)
     check(model, *inputs())
     check(model, *inputs(3, 8))
     assert len(asked) == 4  # once for each block and size, which torch tells apart by its guards
+
+
+def test_weights_of_another_kind_are_left_to_torch_compile(compiler: PlantedCompiler) -> None:
+    """torchao's have another meaning than their sizes say."""
+
+    class Doubled(Tensor):
+        pass
+
+    asked = []
+    model = made()
+    for block in blocks_of(model):
+        weight = block.linear.weight.data.as_subclass(Doubled)
+        block.linear.weight = nn.Parameter(weight, requires_grad=False)
+        block._compiled_call_impl = compiled_block.CompiledBlock(
+            block, fallback=lambda call: asked.append(call) or call
+        )
+    check(model, *inputs())
+    assert len(asked) == 1  # its result is such a tensor too, which the next block runs as written
+    assert compiler.count == 0
 
 
 def test_too_many_ways_of_calling_run_as_written(compiler: PlantedCompiler) -> None:

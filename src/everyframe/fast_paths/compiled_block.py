@@ -54,6 +54,9 @@ _log = logging.getLogger(__name__)
 #: run as written.
 _MOST = 8
 
+#: Types of tensors that are what they hold.
+_PLAIN = (Tensor, nn.Parameter)
+
 _LOCK = threading.RLock()
 
 #: Warnings of this process.
@@ -213,10 +216,12 @@ class CompiledBlock:
         key: tuple[Any, ...],
     ) -> Run | None:
         """How calls like this one are computed; None as written."""
-        if any(type(each) not in (Tensor, nn.Parameter) or each.is_meta for each in tensors):
+        if any(type(each) not in _PLAIN or each.is_meta for each in tensors):
             raise NotCompilableError("its tensors are not plain ones")
         if not tensors:
             raise NotCompilableError("it has no arguments")
+        if any(type(each) not in _PLAIN for each in weights):
+            return self._otherwise(block, args, kwargs, "its weights are no plain tensors")
         if any(each.device != tensors[0].device for each in (*weights, *tensors)):
             raise NotCompilableError("its weights come to the device one by one")
         # With the kinds of arguments, without their sizes: those are the packages' conditions.
