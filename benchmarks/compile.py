@@ -140,8 +140,8 @@ def section(model: str, asked: argparse.Namespace, cache: str) -> str:
         f"- Cold: {cold:.1f} s to the first result. {first['bytes'] / 1e6:.1f} MB without weights.",
         f"- **Next process: loaded in {second['prepare']:.2f} s**, first result after "
         f"{second['first call']:.2f} s; as written {plain['first call']:.2f} s. Loading and one "
-        f"comparison of each kind: {warm:.2f} s of processor time, **1/{cold / max(warm, 0.01):.0f}"
-        " of the cold compile**.",
+        f"comparison of each kind: {warm:.2f} s of processor time, "
+        f"**1/{cold / max(warm, 0.01):.0f} of the cold compile**.",
         f"- Whole call: {second['times']['plain']:.3g} s as written, "
         f"{second['times']['compiled']:.3g} s compiled, **{second['gain']:.2f} times as fast**; "
         f"error to float32 {ours:.2e}, as written {theirs:.2e}.{notes}",

@@ -3,6 +3,7 @@
     python benchmarks/svd.py               # the sizes of the result pages; half an hour
     python benchmarks/svd.py --rounds 3    # fewer rounds; some ten minutes
     python benchmarks/svd.py --no-compile  # without torch.compile; a few minutes
+    python benchmarks/svd.py --no-compile --no-pipeline --profile --rounds 3   # the UNet alone
     python benchmarks/svd.py --busy        # on a machine that does other things as well
     python benchmarks/svd.py --device cuda --no-compile --released   # on a card; a minute
 
@@ -53,6 +54,8 @@ from everyframe.core.request import Request
 from everyframe.engine.run import stream
 from everyframe.families.svd import unet
 from everyframe.families.svd.components import UNET_ISLANDS
+from everyframe.fast_paths import cpu_modules
+from everyframe.fast_paths.apply import apply_fast_paths, swap_modules
 from everyframe.hardware import machine_facts, pick_device
 from everyframe.precision import cast_hooks
 from everyframe.precision.policy import ComponentNeeds, choose
@@ -62,6 +65,10 @@ from everyframe.precision.strict_float32 import strict_float32
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 #: What every ratio is to.
 BASE = "diffusers float32"
+#: What ours has on a CPU where it is certified; see `everyframe fast-paths`.
+PATHS = ("attention-flash", *cpu_modules.KINDS)
+#: How a candidate by them is named.
+FAST = ", fast paths"
 #: With torch's defaults, by which a card's convolutions are TF32.
 DEFAULTS = "diffusers float32 with TF32"
 
@@ -178,13 +185,15 @@ def theirs(
 
 
 def ours(
-    sizes: Sizes, given: Inputs, precision: Precision
+    sizes: Sizes, given: Inputs, precision: Precision, paths: tuple[str, ...] = ()
 ) -> tuple[nn.Module, Callable[[nn.Module, Inputs], Tensor]]:
-    """Ours in that precision, with its context made."""
+    """Ours in that precision, by these fast paths, with its context made."""
     with torch.device(given.x.device):
         model = fill(unet.build(sizes.config))
     model.to(given.x.device)
+    swap_modules(model, paths)
     cast_hooks.add_cast_hooks(model, precision, ("conv_out",))
+    apply_fast_paths(model, paths or None)
     context = model.context(given.picture, given.told, sizes.frames)
 
     def call(model: nn.Module, given: Inputs) -> Tensor:
@@ -203,7 +212,7 @@ def precision_of(device: DeviceFacts, dtype: str) -> Precision:
 
 
 def candidates(
-    sizes: Sizes, given: Inputs, device: DeviceFacts, compiled: bool
+    sizes: Sizes, given: Inputs, device: DeviceFacts, compiled: bool, peers: bool = False
 ) -> dict[str, Callable[[], Tensor]]:
     """What takes turns, by name."""
     runs: dict[str, Callable[[], Tensor]] = {}
@@ -221,7 +230,40 @@ def candidates(
         is_picked = dtype == policy and dtype != "float32"
         name = f"ours {dtype}" + " (the policy's)" * is_picked
         runs[name] = partial(_whole, partial(call, model, given))
+        if device.kind == "cpu":
+            model, call = ours(sizes, given, precision_of(device, dtype), PATHS)
+            runs[f"{name}{FAST}"] = partial(_whole, partial(call, model, given))
+    if peers:
+        runs |= {
+            f"OpenVINO {dtype}": openvino(sizes, given, dtype) for dtype in dtypes(device)
+        }  # fmt: skip
     return runs
+
+
+def openvino(sizes: Sizes, given: Inputs, dtype: str) -> Callable[[], Tensor]:
+    """diffusers' UNet converted by OpenVINO for these sizes, on as many threads as torch has."""
+    import openvino as ov
+
+    model, _ = theirs(sizes, "float32", "cpu")
+
+    class Called(nn.Module):
+        def forward(self, x: Tensor, t: Tensor, picture: Tensor, told: Tensor) -> Tensor:
+            answer: Tensor = model(x, t, picture, told, return_dict=False)[0]
+            return answer
+
+    call = Called()
+    call.model = model
+    example = (given.x, given.t, given.picture[:, None], given.told)
+    converted = ov.convert_model(call, example_input=example)
+    converted.reshape([list(each.shape) for each in example])
+    options = {
+        "INFERENCE_PRECISION_HINT": SHORT[dtype].replace("fp", "f"),
+        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+    }
+    compiled = ov.Core().compile_model(converted, "CPU", options)
+    request = compiled.create_infer_request()
+    arrays = [each.numpy() for each in example]
+    return lambda: torch.from_numpy(request.infer(arrays)[0])
 
 
 def _whole(run: Callable[[], Tensor]) -> Tensor:
@@ -242,19 +284,26 @@ def count_flops(run: Callable[[], Tensor]) -> int:
     return int(counter.get_total_flops())
 
 
-def measure_forward(sizes: Sizes, rounds: int, device: DeviceFacts, compiled: bool) -> Measured:
+def measure_forward(
+    sizes: Sizes, rounds: int, device: DeviceFacts, compiled: bool, peers: bool = False
+) -> Measured:
     """All candidates, round after round."""
     there = device.torch_name
     given, found = inputs(sizes, there), Measured()
-    runs = candidates(sizes, given, device, compiled)
+    runs = candidates(sizes, given, device, compiled, peers)
     answers: dict[str, Tensor] = {}
     for name, run in runs.items():
         began = clock(there)
         answers[name] = run()  # which warms up, and compiles
+        # Products of compilers and of oneDNN are not counted; they are those of the same without.
+        plain = name.removesuffix(" compiled").removesuffix(FAST)
+        if name.startswith("OpenVINO"):
+            found.flops[name] = found.flops[BASE]
+        elif plain != name:
+            found.flops[name] = found.flops[plain]
         if name.endswith("compiled"):
             found.compiling[name] = clock(there) - began
-            found.flops[name] = found.flops[name.removesuffix(" compiled")]
-        else:
+        elif name not in found.flops:
             found.flops[name] = count_flops(run)
         found.errors[name] = relative(answers[name], answers[BASE])
         found.times[name] = []
@@ -356,11 +405,6 @@ def page(
         f"{found.errors[name]:.1e} | {_compiled(found, name)} |"
         for name, times in found.times.items()
     ]
-    of_whole = [
-        f"| {name} | {statistics.median(times):.3g} s | "
-        f"{statistics.median(b / a for a, b in zip(times, whole[BASE], strict=True)):.2f} |"
-        for name, times in whole.items()
-    ]
     lines = "\n".join
     return f"""# Stable Video Diffusion on {where(device)}, {date.today().isoformat()}
 
@@ -377,16 +421,53 @@ weights). TFLOP are those of matrix products and convolutions that this candidat
 is the best square product in its dtype, measured in each round. Times, ratios and shares are
 medians of {rounds} rounds.
 
-## A whole tiny pipeline
-
-| what | one run | times as fast as {BASE} |
-| --- | --- | --- |
-{lines(of_whole)}
-{_said_of(device)}
+{_of_whole(whole)}{_said_of(device)}
 {hardware(facts, device)}
 
 Command: `{command}`
 """
+
+
+def _of_whole(whole: Mapping[str, list[float]]) -> str:
+    if not whole:
+        return ""
+    rows = "\n".join(
+        f"| {name} | {statistics.median(times):.3g} s | "
+        f"{statistics.median(b / a for a, b in zip(times, whole[BASE], strict=True)):.2f} |"
+        for name, times in whole.items()
+    )
+    return f"""## A whole tiny pipeline
+
+| what | one run | times as fast as {BASE} |
+| --- | --- | --- |
+{rows}
+"""
+
+
+def profile(sizes: Sizes, device: DeviceFacts) -> str:
+    """Operators of ours by their own time, and what is left for kernels in C, in Markdown."""
+    given, tables = inputs(sizes, device.torch_name), []
+    for dtype in dtypes(device):
+        paths = PATHS if device.kind == "cpu" else ()
+        model, call = ours(sizes, given, precision_of(device, dtype), paths)
+        call(model, given)
+        with torch.profiler.profile(record_shapes=False) as result:
+            call(model, given)
+        rows = sorted(result.key_averages(), key=lambda row: -row.self_cpu_time_total)[:10]
+        whole = sum(row.self_cpu_time_total for row in result.key_averages())
+        shares = "\n".join(
+            f"| {row.key} | {row.self_cpu_time_total / whole:.0%} | {row.count} |" for row in rows
+        )
+        tables.append(f"""
+## Where the time of ours goes, {dtype}
+
+| operator | share | calls |
+| --- | --- | --- |
+{shares}
+
+Kernels in C stand under the operators that hand them their memory (`aten::empty_like`, `empty`).
+""")
+    return "".join(tables)
 
 
 def _said_of(device: DeviceFacts) -> str:
@@ -420,6 +501,9 @@ def arguments() -> argparse.Namespace:
         "--released", action="store_true", help="the released model's widths and tokens"
     )
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--openvino", action="store_true", help="beside OpenVINO (pip install it)")
+    parser.add_argument("--no-pipeline", action="store_true", help="leave the whole runs out")
+    parser.add_argument("--profile", action="store_true", help="where the time of ours goes")
     parser.add_argument("--busy", action="store_true", help="one thread, processor time")
     parser.add_argument("--no-page", action="store_true", help="print only")
     return parser.parse_args()
@@ -433,9 +517,12 @@ def main() -> None:
     if asked.released:
         sizes = replace(RELEASED, frames=asked.frames)
     with torch.no_grad():
-        found = measure_forward(sizes, asked.rounds, device, not asked.no_compile)
-        whole = measure_pipeline(asked.pipeline_side, asked.frames, 5, asked.rounds, device)
-    text = page(sizes, found, whole, device)
+        found = measure_forward(sizes, asked.rounds, device, not asked.no_compile, asked.openvino)
+        whole = {}
+        if not asked.no_pipeline:
+            whole = measure_pipeline(asked.pipeline_side, asked.frames, 5, asked.rounds, device)
+        profiles = profile(sizes, device) if asked.profile else ""
+    text = page(sizes, found, whole, device) + profiles
     print(text)
     if not asked.no_page:
         result_page("svd", device).write_text(text)

@@ -12,6 +12,7 @@ from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.doctor import smoke_test as smoking
 from everyframe.doctor.checks import DoctorInput
 from everyframe.doctor.diagnose import diagnose
+from everyframe.fast_paths import cpu_modules
 from everyframe.fast_paths.registry import CATALOGUE
 from everyframe.hardware.isolation import ProcessResult
 from everyframe.media.video import Video
@@ -90,7 +91,7 @@ def test_a_path_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_a_processor_every_path_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = plant(monkeypatch)
     smoking.smoke(DoctorInput(MachineFacts((CPU,), 4)))
-    paths = ["attention-flash", "linear-gelu", "kept-embeddings"]
+    paths = ["attention-flash", "linear-gelu", *cpu_modules.KINDS, "kept-embeddings"]
     assert asked == [("cpu", way) for way in ("float32", "bfloat16", *paths)]
 
 
@@ -105,10 +106,12 @@ def test_the_path_that_has_its_turn_is_the_one_that_runs(monkeypatch: pytest.Mon
         return Video(FRAMES, Fraction(8), {}, None)
 
     monkeypatch.setattr(everyframe.api, "generate", generate)
-    for path in (None, "attention-flash", "linear-gelu", "kept-embeddings"):
+    for path in (None, "attention-flash", "linear-gelu", "onednn-linear", "kept-embeddings"):
         assert smoking.frames_of("cpu", "float32", path) == FRAMES.tolist()
     denoisers = [each["denoiser"] for each in seen]
-    assert denoisers == [(), ("attention-flash",), ("linear-gelu",), ("kept-embeddings",)]
+    assert denoisers == [
+        (), ("attention-flash",), ("linear-gelu",), ("onednn-linear",), ("kept-embeddings",),
+    ]  # fmt: skip
 
 
 def test_two_minutes_are_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

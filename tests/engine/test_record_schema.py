@@ -100,6 +100,7 @@ ASKED: dict[str, Any] = {
     "attention": "flash", "compile": True, "compiled": "/tmp/anywhere",
     "paths": {"denoiser": ["compile"]},
     "quantized": {"denoiser": "fp8"}, "remedies": [{"component": "x"}],
+    "method": {"name": "ab2", "num_computed": 2},
     "family_options": {"trust_remote_code": True, "vae": "/etc"},
 }  # fmt: skip
 

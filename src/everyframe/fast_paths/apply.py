@@ -8,11 +8,13 @@ not handled here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 from torch import nn
 
+from everyframe.fast_paths import cpu_modules
 from everyframe.fast_paths.fast_modules import embedders, fuse, keep, pairs
 from everyframe.fast_paths.registry import kernel_of
 from everyframe.ops.attention import PLAIN, attend_by
@@ -103,12 +105,14 @@ def _keep(module: nn.Module, blocks: tuple[str, ...]) -> None:
 _PLACES: Mapping[str, Callable[[nn.Module], Sized]] = {
     "linear-gelu": _pairs,
     "kept-embeddings": embedders,
+    **{name: partial(cpu_modules.places, name) for name in cpu_modules.KINDS},
 }
 #: Paths that swap linear layers.
-_OF_LAYERS = ("linear-gelu",)
+_OF_LAYERS = ("linear-gelu", "onednn-linear")
 _SWAPS: Mapping[str, Callable[[nn.Module, tuple[str, ...]], Any]] = {
     "linear-gelu": fuse,
     "kept-embeddings": _keep,
+    **{name: cpu_modules.swapper(name) for name in cpu_modules.KINDS},
 }
 _AROUND: Mapping[str, Callable[[nn.Module, Sequence[str], bool], None]] = {"compile": _compile}
 

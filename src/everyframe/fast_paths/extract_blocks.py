@@ -10,10 +10,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from everyframe.core.plan import Precision
 from everyframe.fast_paths.apply import apply_fast_paths, block_names, swap_modules
@@ -25,6 +27,9 @@ from everyframe.precision.quantization import quantise_layers
 #: Every 64th input channel is 20 times as large as the others, as in trained models; accumulation
 #: in a narrow dtype overflows there.
 _LARGE, _EVERY = 20.0, 64
+
+#: Dimensions below this are not cut: a kernel of a convolution has to fit in.
+_SHORTEST = 8
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ class ExtractedBlock:
         given: inputs in the plan's precision.
         wide: the same values in float32.
         precision: the plan's precision, with islands as names in `BlockLocation`.
+        cut: how many times as large its largest input is in a run.
     """
 
     name: str
@@ -65,6 +71,7 @@ class ExtractedBlock:
     given: BlockInputs
     wide: BlockInputs
     precision: Precision
+    cut: float = 1.0
 
     def alone(self, paths: Sequence[str], *, in_float32: bool = False) -> BlockLocation:
         """Copy the block in the plan's precision or float32, with these fast paths applied."""
@@ -79,11 +86,17 @@ class ExtractedBlock:
 
 
 def blocks_of(
-    subject: CertificationTarget, parts: Callable[[nn.Module], Iterable[str]] = block_names
+    subject: CertificationTarget,
+    parts: Callable[[nn.Module], Iterable[str]] = block_names,
+    *,
+    most: int | None = None,
+    most_elements: int | None = None,
 ) -> Iterator[ExtractedBlock]:
     """Yield one block of every kind in the component, filled with values.
 
-    `parts` returns the names of the submodules that count as blocks.
+    `parts` returns the names of the submodules that count as blocks. Of each call, the `most` kinds
+    with the largest inputs in all are yielded. Inputs of more than `most_elements` are cut in batch
+    and places, never in channels, which suits a layer and not a whole block.
     """
     for call in subject.calls:
         module = call.module()
@@ -94,8 +107,58 @@ def blocks_of(
         for name in names:
             if name in given:
                 alike.setdefault(_kind(module.get_submodule(name), given[name]), []).append(name)
-        for same in alike.values():
-            yield _block(subject, module, same, given[same[0]], wide[same[0]])
+        largest = sorted(
+            alike.values(), key=lambda same: -len(same) * _num_elements(given[same[0]])
+        )
+        for same in largest[:most] if most else alike.values():
+            first = given[same[0]]
+            block = _block(
+                subject, module, same,
+                reduced(first, most_elements), reduced(wide[same[0]], most_elements),
+            )  # fmt: skip
+            cut = _num_elements(first) / max(_num_elements(block.given), 1)
+            yield replace(block, cut=cut)
+
+
+def _tensors(given: BlockInputs) -> list[Tensor]:
+    """Floating tensors among the arguments themselves."""
+    values = (*given.args, *given.kwargs.values())
+    return [each for each in values if isinstance(each, Tensor) and each.is_floating_point()]
+
+
+def _num_elements(given: BlockInputs) -> int:
+    return max((each.numel() for each in _tensors(given)), default=0)
+
+
+def reduced(given: BlockInputs, most: int | None) -> BlockInputs:
+    """Inputs with the batch and the places cut until no tensor has more than `most` elements.
+
+    Channels are the second dimension of four and more (B, C, ...) in channels-first layers and the
+    last elsewhere; neither is cut, nor the second of tokens (b, T, s, C), which are frames.
+    """
+    found = _tensors(given)
+    if most is None or not found or any(each.ndim != found[0].ndim for each in found):
+        return given
+    first, sizes = found[0], list(found[0].shape)
+    axes = [axis for axis in range(first.ndim) if axis not in (1, first.ndim - 1)]
+    if first.ndim <= 3:
+        axes = list(range(first.ndim - 1))
+    axes = [axis for axis in axes if all(each.shape[axis] in (1, sizes[axis]) for each in found)]
+    while prod(sizes) > most:
+        longest = max(axes, key=lambda axis: sizes[axis], default=None)
+        if longest is None or sizes[longest] < _SHORTEST:
+            break
+        sizes[longest] = (sizes[longest] + 1) // 2
+
+    def cut(tensor: Tensor) -> Tensor:
+        if not any(tensor is each for each in found):
+            return tensor
+        for axis, size in enumerate(sizes):
+            tensor = tensor.narrow(axis, 0, min(size, tensor.shape[axis]))
+        return tensor
+
+    args, kwargs = cast_hooks.map_tensors((given.args, given.kwargs), cut)
+    return BlockInputs(args, kwargs)
 
 
 def _noted(
@@ -155,9 +218,10 @@ def _block(
         f"blocks.0.{own}" for own in inside if in_island(f"{name}.{own}", subject.precision.islands)
     ]
     precision = replace(subject.precision, islands=tuple(islands))
-    return ExtractedBlock(
-        name, len(names), module, _numbers(given, device), _numbers(wide, device), precision
-    )
+    inputs = _numbers(given, device), _numbers(wide, device)
+    if _is_channels_last(whole, module):
+        inputs = _with_channels_last(inputs[0]), _with_channels_last(inputs[1])
+    return ExtractedBlock(name, len(names), module, *inputs, precision)
 
 
 def _fill(module: nn.Module) -> None:
@@ -195,4 +259,18 @@ def _numbers(given: BlockInputs, device: str) -> BlockInputs:
         return torch.empty_like(tensor, device=device).copy_(values)  # with its strides
 
     args, kwargs = cast_hooks.map_tensors((given.args, given.kwargs), filled)
+    return BlockInputs(args, kwargs)
+
+
+def _is_channels_last(whole: nn.Module, part: nn.Module) -> bool:
+    """Whether a layer's input lies in memory channels last; tensors on meta don't show it."""
+    is_of_images = isinstance(part, (nn.GroupNorm, _ConvNd))
+    return is_of_images and bool(getattr(whole, "is_channels_last", False))
+
+
+def _with_channels_last(given: BlockInputs) -> BlockInputs:
+    def lay(tensor: Tensor) -> Tensor:
+        return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
+
+    args, kwargs = cast_hooks.map_tensors((given.args, given.kwargs), lay)
     return BlockInputs(args, kwargs)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from everyframe.fast_paths.cpu_modules import OneDNNLinear
 from everyframe.numerics.tensor_stats import value_range
 
 #: Dtypes that the kernel supports.
@@ -64,7 +65,9 @@ def pairs(
         for part in inside
         for parent in module.get_submodule(part).modules()
         for (name, linear), (after, gelu) in pairwise(parent.named_children())
-        if type(linear) is nn.Linear and type(gelu) is nn.GELU
+        if isinstance(linear, nn.Linear)
+        and type(linear) in (nn.Linear, OneDNNLinear)
+        and type(gelu) is nn.GELU
     ]
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.facts import DeviceFacts
+from everyframe.core.quality import METHODS
 
 #: Environment variable: comma-separated names of fast paths that are off in every run.
 DISABLE_VARIABLES = ("EVERYFRAME_DISABLE", "EVERYFRAME_WITHOUT")
@@ -37,6 +38,7 @@ class FastPath:
             it.
         at_once: tried in the first run of a plan, from the sizes of its dry run alone.
         on_demand: tried only on request.
+        needs_c: computed by our kernels in C, which a compiler has to make.
     """
 
     name: str
@@ -48,6 +50,7 @@ class FastPath:
     closeness: Literal["exact", "rounding"] = "rounding"
     at_once: bool = False
     on_demand: bool = False
+    needs_c: bool = False
 
 
 _TRIALS = "everyframe.fast_paths.trials"
@@ -71,6 +74,18 @@ _ALL = (
              uses=("dtype:float16",), at_once=True),
     FastPath("linear-gelu", "a linear layer and the GELU after it in one kernel of oneDNN",
              "linear-gelu", ("cpu",), f"{_TRIALS}:block"),
+    FastPath("native-norm", "group norm with SiLU by a kernel in C",
+             "norm", ("cpu",), f"{_TRIALS}:modules", needs_c=True),
+    FastPath("native-geglu", "the gated GELU of feed-forwards by a kernel in C",
+             "geglu", ("cpu",), f"{_TRIALS}:modules", needs_c=True),
+    FastPath("native-attention", "attention over few frames by a kernel in C",
+             "frame-attention", ("cpu",), f"{_TRIALS}:modules", needs_c=True),
+    FastPath("onednn-linear", "linear layers by oneDNN, with the bias in the product",
+             "linear", ("cpu",), f"{_TRIALS}:modules"),
+    FastPath("temporal-conv", "convolutions over time as ones of two dimensions",
+             "temporal-conv", ("cpu",), f"{_TRIALS}:modules"),
+    FastPath("channels-last", "convolution weights in memory as oneDNN reads them",
+             "convolution", ("cpu",), f"{_TRIALS}:modules"),
     FastPath("kept-embeddings", "cached embeddings of repeated numbers",
              "embeddings", ("cpu",), f"{_TRIALS}:embeddings", closeness="exact"),
     FastPath("compile", "blocks compiled ahead of time, or by torch.compile",
@@ -128,21 +143,21 @@ def check_kernel(given: str, device: DeviceFacts) -> str:
 
 
 def switched_off(asked: Iterable[str]) -> frozenset[str]:
-    """Fast paths that are off: those requested, and those in ``EVERYFRAME_DISABLE``.
+    """Fast paths and lossy methods that are off: requested, or in ``EVERYFRAME_DISABLE``.
 
     ``EVERYFRAME_WITHOUT`` is the variable's earlier name.
 
     Raises:
         InputError: unknown path; suggests the nearest name.
     """
-    off = set()
+    off, known = set(), {**CATALOGUE, **METHODS}
     for place, names in (("disable", asked), *map(_in_variable, DISABLE_VARIABLES)):
         for name in names:
             wanted = name.strip().casefold()
-            if wanted not in CATALOGUE:
+            if wanted not in known:
                 raise InputError(
-                    f"{place}: there is no fast path {name!r} among {', '.join(CATALOGUE)}"
-                    f"{did_you_mean(wanted, CATALOGUE)}"
+                    f"{place}: there is no fast path {name!r} among {', '.join(known)}"
+                    f"{did_you_mean(wanted, known)}"
                 )
             off.add(wanted)
     return frozenset(off)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from everyframe.core.facts import OpShape
+from everyframe.fast_paths import cpu_modules
 from everyframe.fast_paths.apply import applies_to, import_function
 from everyframe.fast_paths.benchmark import Comparison, OutOfTimeError, run_comparisons
 from everyframe.fast_paths.compilation import compiled_blocks
@@ -44,6 +45,9 @@ _CPU_OPERATIONS, _CARD_OPERATIONS = 4e8, 2e11
 
 #: Number of different attentions or products that are tried per component, the most expensive.
 _MOST = 4
+
+#: Number of different modules that are tried per component, and of an input's elements.
+_MOST_MODULES, _MOST_ELEMENTS = 8, 2**22
 
 #: Allowed error of a half precision product against float32: some roundings of operands and result.
 #: Blocks of models in bfloat16 were measured at 0.3 to 2 %; 5 % is a defect.
@@ -156,6 +160,19 @@ def compiled(subject: CertificationTarget, path: FastPath) -> Iterator[Compariso
         )
     # Those alone that load at once: torch.compile's code is no reason to compile a short run.
     _PACKAGES.extend(package for block in made for package in block.report.packages.values())
+
+
+def modules(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
+    """Compare the heaviest kinds of modules that the path replaces, one by one, on fewer rows."""
+    names = partial(cpu_modules.places, path.name)
+    for each in blocks_of(subject, names, most=_MOST_MODULES, most_elements=_MOST_ELEMENTS):
+        yield Comparison(
+            f"{each.name}, one of {each.count}",
+            truth=partial(_called, each.alone((), in_float32=True), each.wide),
+            plain=partial(_called, each.alone(()), each.given),
+            fast=partial(_called, each.alone((path.name,)), each.given),
+            weight=each.count * each.cut,
+        )
 
 
 def embeddings(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:

@@ -8,6 +8,7 @@ PyTorch's norms in foreign modules whose norms are float32 islands.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +58,8 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+_GroupNorm = TypeVar("_GroupNorm", bound="WideGroupNorm")
+
 Statistics = Callable[[Tensor, int], tuple[Tensor, Tensor] | None]
 """``statistics(x, num_groups)``: mean and variance of channel groups, for an x (B, C, ...) that is
 a shard of a sample. They broadcast to x with groups in place of channels. None: x is the whole.
@@ -93,6 +96,18 @@ class WideGroupNorm(nn.GroupNorm):
         return torch.addcmul(shift.to(wide.dtype), wide, scale.to(wide.dtype)).to(x.dtype)
 
 
+class GroupNormSiLU(WideGroupNorm):
+    """`WideGroupNorm`, then SiLU."""
+
+    @classmethod
+    def of(cls, norm: nn.GroupNorm) -> GroupNormSiLU:
+        """`norm` with SiLU after it; the parameters remain the same objects."""
+        return _with_parameters_of(norm, cls)
+
+    def forward(self, x: Tensor, statistics: Statistics | None = None) -> Tensor:
+        return F.silu(super().forward(x, statistics), inplace=True)
+
+
 class WideLayerNorm(nn.LayerNorm):
     """`nn.LayerNorm` with float32 parameters for input of any dtype; the output has that dtype."""
 
@@ -120,7 +135,7 @@ def widen_norms(module: nn.Module) -> None:
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.GroupNorm and child.affine:
-                setattr(parent, name, _wide_group_norm(child))
+                setattr(parent, name, _with_parameters_of(child, WideGroupNorm))
             elif type(child) is nn.LayerNorm and child.elementwise_affine:
                 setattr(parent, name, _wide_layer_norm(child))
 
@@ -128,10 +143,10 @@ def widen_norms(module: nn.Module) -> None:
 # Both are made without parameters first: there are hundreds of norms, and drawing takes a while.
 
 
-def _wide_group_norm(norm: nn.GroupNorm) -> WideGroupNorm:
-    wide = WideGroupNorm(norm.num_groups, norm.num_channels, norm.eps, affine=False)
-    wide.affine, wide.weight, wide.bias = True, norm.weight, norm.bias
-    return wide
+def _with_parameters_of(norm: nn.GroupNorm, kind: type[_GroupNorm]) -> _GroupNorm:
+    made = kind(norm.num_groups, norm.num_channels, norm.eps, affine=False)
+    made.affine, made.weight, made.bias = True, norm.weight, norm.bias
+    return made
 
 
 def _wide_layer_norm(norm: nn.LayerNorm) -> WideLayerNorm:

@@ -16,6 +16,7 @@ from everyframe.core.facts import DeviceFacts, MachineFacts, SoftwareFacts
 from everyframe.fast_paths.registry import for_device
 from everyframe.fast_paths.toolchain import why_not
 from everyframe.hardware.known_issues import Condition, Issue, find, known_issues
+from everyframe.ops.native import library as kernel_library
 from everyframe.planning.dry_runs import DryRun
 
 #: Vendors in known issues, by torch device type.
@@ -81,9 +82,14 @@ def known(machine: MachineFacts, device: DeviceFacts, *, is_here: bool = True) -
     Nothing is looked up if no issue concerns such a device. For a machine that is not this one
     (`is_here` is false) only its own facts count.
     """
-    missing = why_not() if device.kind == "cpu" and is_here else None
     found = _known(machine, device, is_here=is_here)
-    return found.and_these({"compile": missing}) if missing else found
+    if device.kind != "cpu" or not is_here:
+        return found
+    of_c = kernel_library.why_not()
+    missing = {
+        "compile": why_not(), **{path.name: of_c for path in for_device(device) if path.needs_c}
+    }  # fmt: skip
+    return found.and_these({path: reason for path, reason in missing.items() if reason})
 
 
 def _known(machine: MachineFacts, device: DeviceFacts, *, is_here: bool) -> BlockedPaths:

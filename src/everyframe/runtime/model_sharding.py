@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from everyframe.ops.text_context import TextContext
+from everyframe.ops.text_context import JointTextContext, TextContext
 from everyframe.parallel.communicator import Communicator, SingleRank
 from everyframe.parallel.redistribute import Redistribute
 from everyframe.parallel.sharded_modules import PerSample
@@ -126,7 +126,7 @@ class ShardedDenoiser(ModelPatch, ABC):
 
 def _of_batch(value: Any, samples: slice, batch: int) -> Any:
     """Select samples of a denoiser argument; anything without a batch dimension stays unchanged."""
-    if isinstance(value, TextContext):
+    if isinstance(value, (TextContext, JointTextContext)):
         return value.rows(samples.start, samples.stop)
     is_of_all = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == batch
     return value[samples] if is_of_all else value

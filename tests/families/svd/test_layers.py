@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from everyframe.families.svd import layers
+from everyframe.ops.activation import GatedGELU
 
 
 @pytest.mark.parametrize(("shape", "num_calls"), [((2, 3, 8), 1), ((3, 700, 8), 2)])
@@ -27,7 +28,7 @@ def test_it_is_its_formula(
 
     x = torch.randn(shape, generator=generator)
     with torch.no_grad():
-        found = layers.gated_gelu(x, widened, narrow, 32)
+        found = layers.gated_gelu(x, widened, narrow, 32, GatedGELU())
         value, gate = (widen.double()(x.double())).chunk(2, dim=-1)
         normal = 0.5 * (1 + torch.erf(gate / 2**0.5))
         exact = narrow.double()(value * gate * normal)

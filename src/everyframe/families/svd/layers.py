@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from diffusers.models.attention import FeedForward
 from torch import Tensor, nn
 
+from everyframe.ops.activation import GatedGELU
+from everyframe.ops.convolution import TemporalConv
 from everyframe.ops.device import counted, kind_of
 from everyframe.ops.norm import Statistics
 
@@ -62,72 +62,52 @@ def gated_gelu(
     widen: Callable[[Tensor], Tensor],
     narrow: Callable[[Tensor], Tensor],
     width: int,
+    activate: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """``narrow(u * gelu(g))`` of tokens (..., C), where ``u, g = widen(x)``, `width` wide each.
+    """``narrow(activate(widen(x)))`` of tokens (..., C); `activate` makes `width` of twice as many.
 
     Computed in chunks of tokens, which changes no formula; the chunk size depends on shapes alone.
     """
     tokens = x.flatten(0, -2)
     if kind_of(x) != "cpu" or tokens.shape[0] * 2 * width <= _MANY:
-        return _whole(x, widen, narrow)
+        return narrow(activate(widen(x)))
     pieces = torch.split(tokens, _ROWS)
-    first = _whole(pieces[0], widen, narrow)
+    first = narrow(activate(widen(pieces[0])))
     out = first.new_empty(tokens.shape[0], first.shape[-1])
     out[:_ROWS] = first
     if x.is_meta:  # one piece stands for all that are alike
         with counted(tokens.shape[0] / _ROWS - 1):
-            out[:_ROWS] = _whole(pieces[0], widen, narrow)
+            out[:_ROWS] = narrow(activate(widen(pieces[0])))
         pieces = pieces[:1]
     for number, piece in enumerate(pieces[1:], start=1):
-        out[number * _ROWS : (number + 1) * _ROWS] = _whole(piece, widen, narrow)
+        out[number * _ROWS : (number + 1) * _ROWS] = narrow(activate(widen(piece)))
     return out.reshape(*x.shape[:-1], out.shape[-1])
-
-
-def _whole(
-    x: Tensor, widen: Callable[[Tensor], Tensor], narrow: Callable[[Tensor], Tensor]
-) -> Tensor:
-    value, gate = torch.chunk(widen(x), 2, dim=-1)
-    return narrow(F.gelu(gate).mul_(value))
 
 
 class GatedFeedForward(nn.Module):
     """diffusers' gated `FeedForward`, in chunks of tokens where there are many."""
 
     comes_whole = True
+    net: Any
 
-    def __init__(self, net: nn.ModuleList) -> None:
+    def __init__(self, theirs: nn.Module) -> None:
         super().__init__()
-        self.net = net
+        copy_children(theirs, self)
+        self.activation = GatedGELU()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        gate: Any = self.net[0]
-        narrow: Any = self.net[2]
-        return gated_gelu(tokens, gate.proj, narrow, narrow.in_features)
+        gate, narrow = self.net[0], self.net[2]
+        return gated_gelu(tokens, gate.proj, narrow, narrow.in_features, self.activation)
 
 
-class TemporalConv(nn.Conv3d):
-    """Convolution over time only, that accepts input without pixels.
-
-    The plain kernels reject empty input. A rank without pixels calls it like every other rank and
-    gets its input back.
-    """
-
-    def forward(self, x_bCThw: Tensor) -> Tensor:
-        return x_bCThw if 0 in x_bCThw.shape else super().forward(x_bCThw)
+def copy_children(source: nn.Module, target: nn.Module) -> None:
+    """Give `target` the submodules of `source`, in their order and under their names."""
+    for name, child in source.named_children():
+        target.add_module(name, child)
 
 
-def swap_layers(module: nn.Module) -> None:
-    """Replace every feed-forward and temporal convolution inside `module`."""
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is FeedForward:
-                net: Any = child.net
-                setattr(parent, name, GatedFeedForward(net))
-            elif type(child) is nn.Conv3d:
-                setattr(parent, name, _over_frames(child))
-
-
-def _over_frames(conv: Any) -> TemporalConv:
+def over_frames(conv: Any) -> TemporalConv:
+    """The same convolution as a `TemporalConv`."""
     made = TemporalConv(conv.in_channels, conv.out_channels, conv.kernel_size, padding=conv.padding)
     made.load_state_dict(conv.state_dict(), assign=True)
     return made

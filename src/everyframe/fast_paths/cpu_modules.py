@@ -1,0 +1,195 @@
+"""Modules that compute by our kernels in C or by oneDNN's, in place of plain ones on a CPU.
+
+Each is a subclass of the module that it replaces, with the same parameters, names and hooks, and
+computes as that does where the kernel does not suit: other dtypes, gradients, a dry run, a compiled
+block, a repair that wants plain kernels (it sets `is_plain`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from everyframe.ops.activation import GatedGELU
+from everyframe.ops.convolution import TemporalConv
+from everyframe.ops.native import kernels
+from everyframe.ops.norm import GroupNormSiLU, Statistics, WideGroupNorm
+from everyframe.ops.self_attention import TemporalAttention
+
+
+class NativeGroupNorm(WideGroupNorm):
+    """Group norm in C; a shard of a sample, which has foreign statistics, is normed plainly."""
+
+    is_plain = False
+    has_silu = False
+
+    def forward(self, x: Tensor, statistics: Statistics | None = None) -> Tensor:
+        found = statistics(x, self.num_groups) if statistics is not None else None
+        if self.is_plain or found is not None or not kernels.takes(x):
+            # Statistics are exchanged among ranks: asked for once, whoever computes.
+            return super().forward(x, None if found is None else lambda *_: found)
+        return kernels.group_norm(
+            x, self.num_groups, self.weight, self.bias, self.eps, has_silu=self.has_silu
+        )
+
+
+class NativeGroupNormSiLU(NativeGroupNorm, GroupNormSiLU):
+    """Group norm and SiLU in one pass."""
+
+    has_silu = True
+
+
+class NativeTorchGroupNorm(nn.GroupNorm):
+    """torch's own group norm, in C."""
+
+    is_plain = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        suits = x.dtype == self.weight.dtype and kernels.takes(x)
+        if self.is_plain or not suits:
+            return super().forward(x)
+        return kernels.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+
+
+class NativeGatedGELU(GatedGELU):
+    """The gated GELU in one pass, with one rounding."""
+
+    is_plain = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.is_plain or not kernels.takes(x) else kernels.geglu(x)
+
+
+class NativeTemporalAttention(TemporalAttention):
+    """Attention over the few frames of a pixel, where they lie: nothing is transposed."""
+
+    is_plain = False
+
+    def forward(self, x_bTsC: Tensor) -> Tensor:
+        width = x_bTsC.shape[-1] // self.heads
+        suits = x_bTsC.shape[1] <= kernels.MOST_FRAMES and width <= kernels.MOST_WIDTH
+        if self.is_plain or not suits or width % 16 or not kernels.takes(x_bTsC):
+            return super().forward(x_bTsC)
+        q, k, v = (project(x_bTsC) for project in (self.to_q, self.to_k, self.to_v))
+        if not q.dtype == k.dtype == v.dtype or not kernels.takes(q, k, v):
+            return super().forward(x_bTsC)
+        return self.out(kernels.frame_attention(q, k, v, self.heads, self.scale))
+
+
+class OneDNNLinear(nn.Linear):
+    """A linear layer by oneDNN, its bias added inside the product.
+
+    torch copies the bias over the output first in bfloat16, and takes MKL for float32, which knows
+    no AVX-512 on processors of other makers.
+    """
+
+    is_plain = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_plain or not _multiplies(x, self.weight):
+            return super().forward(x)
+        operators: Any = torch.ops.mkldnn
+        made: Tensor = operators._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return made
+
+
+class TemporalConv2d(TemporalConv):
+    """A convolution over time as one of two dimensions: oneDNN has kernels for those."""
+
+    is_plain = False
+
+    def forward(self, x_bCThw: Tensor) -> Tensor:
+        suits = _multiplies(x_bCThw, self.weight) and self.kernel_size[1:] == (1, 1)
+        if self.is_plain or not suits or self.padding_mode != "zeros":
+            return super().forward(x_bCThw)
+        height, width = x_bCThw.shape[-2:]
+        padding: Any = (self.padding[0], 0)
+        y = F.conv2d(x_bCThw.flatten(3), self.weight[..., 0], self.bias, padding=padding)
+        return torch.unflatten(y, -1, (height, width))
+
+
+class ChannelsLastConv2d(nn.Conv2d):
+    """A convolution whose weight lies in memory as oneDNN reads it, and is not copied each time."""
+
+    is_plain = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        is_last = weight.is_contiguous(memory_format=torch.channels_last)
+        if not self.is_plain and not is_last and _multiplies(x, weight):
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+        return super().forward(x)
+
+
+def _multiplies(x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN's kernels suit: on a CPU, in a dtype of theirs, in a run."""
+    return (
+        x.device.type == "cpu"
+        and x.dtype == weight.dtype
+        and x.dtype in kernels.DTYPES
+        and 0 not in x.shape
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+    )
+
+
+#: By fast path: the class that each plain class becomes.
+KINDS: Mapping[str, Mapping[type[nn.Module], type[nn.Module]]] = {
+    "native-norm": {
+        GroupNormSiLU: NativeGroupNormSiLU,
+        WideGroupNorm: NativeGroupNorm,
+        nn.GroupNorm: NativeTorchGroupNorm,
+    },
+    "native-geglu": {GatedGELU: NativeGatedGELU},
+    "native-attention": {TemporalAttention: NativeTemporalAttention},
+    "onednn-linear": {nn.Linear: OneDNNLinear},
+    "temporal-conv": {TemporalConv: TemporalConv2d},
+    "channels-last": {nn.Conv2d: ChannelsLastConv2d},
+}
+
+
+_DIFFUSERS = "everyframe.fast_paths.diffusers_modules"
+#: The same for classes of diffusers, which is imported where a model has them only.
+_FOREIGN: Mapping[tuple[str, str], str] = {
+    ("native-geglu", "diffusers.models.activations.GEGLU"): "NativeGEGLU",
+}
+
+
+def places(path: str, module: nn.Module) -> tuple[str, ...]:
+    """Names of the submodules that the path replaces."""
+    return tuple(name for name, part in module.named_modules() if name and _new_kind(path, part))
+
+
+def _new_kind(path: str, part: nn.Module) -> type[nn.Module] | None:
+    own = type(part)
+    foreign = _FOREIGN.get((path, f"{own.__module__}.{own.__qualname__}"))
+    if foreign is not None:
+        found: type[nn.Module] = getattr(import_module(_DIFFUSERS), foreign)
+        return found
+    return KINDS[path].get(own) if _has_parameters(part) else None
+
+
+def _has_parameters(part: nn.Module) -> bool:
+    """False for a norm without the weights that it is called for."""
+    return not isinstance(part, nn.GroupNorm) or part.affine
+
+
+def swapper(path: str) -> Callable[[nn.Module, tuple[str, ...]], None]:
+    """The function that swaps all `places` of a path, inside of blocks and outside."""
+
+    def swap(module: nn.Module, blocks: tuple[str, ...]) -> None:
+        for name in places(path, module):
+            where, _, last = name.rpartition(".")
+            part = module.get_submodule(name)
+            kind = _new_kind(path, part)
+            assert kind is not None
+            made = object.__new__(kind)
+            vars(made).update(vars(part))
+            setattr(module.get_submodule(where), last, made)
+
+    return swap

@@ -1,0 +1,89 @@
+/* Attention over the few frames of each pixel, where the frames of a pixel lie far apart.
+
+   Numbers are (batches, frames, pixels, heads * 16 n), by strides: nothing is transposed in memory. */
+
+#include "numbers.h"
+
+enum { MOST_FRAMES = 64, MOST_WIDTH = 128, TOGETHER = 8 };
+
+/* Eight queries at a time: sums of `rows` x LANES, each over `depth` products. */
+INLINE void products(const float *left, long left_step, const float *right, long right_step,
+                     long depth, floats *sums) {
+  for (int r = 0; r < TOGETHER; r++) sums[r] = all(0);
+  for (long k = 0; k < depth; k++) {
+    floats values = load16(right + k * right_step, 0);
+    for (int r = 0; r < TOGETHER; r++) sums[r] += left[r * left_step + k] * values;
+  }
+}
+
+INLINE void one_head(const void *q, const void *k, const void *v, void *y, long frames, long step,
+                     long out_step, long width, float scale, int is_bf16) {
+  float queries[MOST_FRAMES][MOST_WIDTH], keys[MOST_WIDTH][MOST_FRAMES];
+  float values[MOST_FRAMES][MOST_WIDTH], scores[MOST_FRAMES][MOST_FRAMES];
+  long padded = (frames + LANES - 1) / LANES * LANES;
+  for (long j = 0; j < padded; j++)
+    for (long d = 0; d < width; d += LANES) {
+      long from = smaller(j, frames - 1) * step + d; /* the last again, and left out below */
+      floats key = load16(at(k, from, is_bf16), is_bf16);
+      store16(&queries[j][d], load16(at(q, from, is_bf16), is_bf16) * scale, 0);
+      store16(&values[j][d], load16(at(v, from, is_bf16), is_bf16), 0);
+      for (int l = 0; l < LANES; l++) keys[d + l][j] = key[l];
+    }
+  floats sums[TOGETHER];
+  for (long i = 0; i < frames; i += TOGETHER)
+    for (long j = 0; j < padded; j += LANES) {
+      products(queries[i], MOST_WIDTH, &keys[0][j], MOST_FRAMES, width, sums);
+      for (int r = 0; r < TOGETHER; r++) store16(&scores[i + r][j], sums[r], 0);
+    }
+  for (long i = 0; i < frames; i++) {
+    float most = scores[i][0];
+    for (long j = 1; j < frames; j++) most = scores[i][j] > most ? scores[i][j] : most;
+    floats total = all(0);
+    for (long j = 0; j < padded; j += LANES) {
+      floats each = first_lanes(exponential(load16(&scores[i][j], 0) - most), frames - j);
+      store16(&scores[i][j], each, 0);
+      total += each;
+    }
+    floats inverse = all(1 / sum_lanes(total));
+    for (long j = 0; j < padded; j += LANES)
+      store16(&scores[i][j], load16(&scores[i][j], 0) * inverse, 0);
+  }
+  for (long i = 0; i < frames; i += TOGETHER)
+    for (long d = 0; d < width; d += LANES) {
+      products(scores[i], MOST_FRAMES, &values[0][d], MOST_WIDTH, frames, sums);
+      for (long r = 0; r < smaller(TOGETHER, frames - i); r++)
+        store16(at_out(y, (i + r) * out_step + d, is_bf16), sums[r], is_bf16);
+    }
+}
+
+INLINE void all_heads(const void *q, const void *k, const void *v, void *y, long batches,
+                      long frames, long pixels, long heads, long width, long in_width, float scale,
+                      int is_bf16, int threads) {
+  long out_width = heads * width;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (long i = 0; i < batches * pixels; i++) {
+    long place = i / pixels * frames * pixels + i % pixels;
+    for (long h = 0; h < heads; h++) {
+      long from = place * in_width + h * width, to = place * out_width + h * width;
+      one_head(at(q, from, is_bf16), at(k, from, is_bf16), at(v, from, is_bf16),
+               at_out(y, to, is_bf16), frames, pixels * in_width, pixels * out_width, width, scale,
+               is_bf16);
+    }
+  }
+}
+
+/* y (batches, frames, pixels, heads * width); q, k and v start in rows of `in_width` numbers. */
+EXPORT int frame_attention(const void *q, const void *k, const void *v, void *y, long batches,
+                           long frames, long pixels, long heads, long width, long in_width,
+                           double scale, int is_bf16, int threads) {
+  if (frames > MOST_FRAMES || width > MOST_WIDTH || width % LANES) return 2;
+#define CALL(bf16, wide)                                                                        \
+  all_heads(q, k, v, y, batches, frames, pixels, heads, wide, in_width, (float)scale, bf16,      \
+            threads)
+  if (width == 64)
+    is_bf16 ? CALL(1, 64) : CALL(0, 64);
+  else
+    is_bf16 ? CALL(1, width) : CALL(0, width);
+  return 0;
+#undef CALL
+}

@@ -1,0 +1,167 @@
+/* Group norm, and SiLU after it, of samples whose memory is rows of channels (channels last), or
+   channels of rows (as torch makes them).
+
+   Statistics are sums of differences from each channel's first value, in float32 over 64 rows and in
+   float64 beyond: squares of a large mean don't cancel. How rows are cut depends on sizes alone, so
+   the number of threads changes no bit. */
+
+#include "numbers.h"
+
+enum { ROWS_SUMMED = 64, ROWS_A_PIECE = 1024, BLOCK = 4 };
+
+/* Adds up to 64 rows of `count` channels, at most BLOCK vectors of them. */
+INLINE void sum_block(const void *x, long rows, long channels, long count, const float *pivot,
+                      double *sums, double *squares, int is_bf16) {
+  floats first[BLOCK], one[BLOCK], two[BLOCK];
+  for (int b = 0; b < BLOCK; b++) {
+    first[b] = b * LANES < count ? load(pivot, b * LANES, count - b * LANES, 0) : all(0);
+    one[b] = two[b] = all(0);
+  }
+  for (long row = 0; row < rows; row++)
+    for (int b = 0; b < BLOCK; b++) {
+      if (b * LANES >= count) break;
+      floats d = load(x, row * channels + b * LANES, count - b * LANES, is_bf16) - first[b];
+      one[b] += d;
+      two[b] += d * d;
+    }
+  for (long c = 0; c < count; c++) {
+    sums[c] += one[c / LANES][c % LANES];
+    squares[c] += two[c / LANES][c % LANES];
+  }
+}
+
+INLINE void sum_rows(const void *x, long rows, long channels, const float *pivot, double *sums,
+                     int is_bf16) {
+  memset(sums, 0, 2 * channels * sizeof(double));
+  for (long row = 0; row < rows; row += ROWS_SUMMED)
+    for (long c = 0; c < channels; c += BLOCK * LANES) {
+      const void *from = at(x, row * channels + c, is_bf16);
+      long few = smaller(rows - row, ROWS_SUMMED);
+      if (channels - c >= BLOCK * LANES)
+        sum_block(from, few, channels, BLOCK * LANES, pivot + c, sums + c, sums + channels + c,
+                  is_bf16);
+      else
+        sum_block(from, few, channels, channels - c, pivot + c, sums + c, sums + channels + c,
+                  is_bf16);
+    }
+}
+
+/* Each channel's factor and summand, from sums over `count` values of each. */
+static void factors(const double *sums, const float *pivot, long count, long channels, long groups,
+                    const float *weight, const float *bias, double eps, float *scale, float *shift) {
+  long size = channels / groups;
+  for (long g = 0; g < groups; g++) {
+    double mean = 0, squares = 0;
+    for (long c = g * size; c < (g + 1) * size; c++) mean += pivot[c] + sums[c] / count;
+    mean /= size;
+    for (long c = g * size; c < (g + 1) * size; c++) {
+      double off = pivot[c] + sums[c] / count - mean;
+      squares += sums[channels + c] - sums[c] * sums[c] / count + count * off * off;
+    }
+    double inverse = 1 / sqrt(squares / ((double)count * size) + eps);
+    for (long c = g * size; c < (g + 1) * size; c++) {
+      scale[c] = (float)(inverse * weight[c]);
+      shift[c] = (float)(bias[c] - mean * inverse * weight[c]);
+    }
+  }
+}
+
+INLINE int rows_of_channels(const void *x, void *y, long samples, long rows, long channels,
+                            long groups, const float *weight, const float *bias, double eps,
+                            int is_silu, int is_bf16, int threads) {
+  long pieces = (rows + ROWS_A_PIECE - 1) / ROWS_A_PIECE, work = samples * pieces;
+  double *sums = malloc(work * 2 * channels * sizeof(double));
+  float *scratch = malloc(samples * 3 * channels * sizeof(float));
+  if (!sums || !scratch) {
+    free(sums), free(scratch);
+    return 1;
+  }
+  float *pivot = scratch, *scale = pivot + samples * channels, *shift = scale + samples * channels;
+  for (long n = 0; n < samples; n++)
+    for (long c = 0; c < channels; c++)
+      pivot[n * channels + c] = get(x, n * rows * channels + c, is_bf16);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+#pragma omp for schedule(static)
+    for (long i = 0; i < work; i++) {
+      long n = i / pieces, first = i % pieces * ROWS_A_PIECE;
+      sum_rows(at(x, (n * rows + first) * channels, is_bf16), smaller(rows - first, ROWS_A_PIECE),
+               channels, pivot + n * channels, sums + i * 2 * channels, is_bf16);
+    }
+#pragma omp for schedule(static)
+    for (long n = 0; n < samples; n++) {
+      double *total = sums + n * pieces * 2 * channels;
+      for (long i = 1; i < pieces; i++)
+        for (long c = 0; c < 2 * channels; c++) total[c] += total[i * 2 * channels + c];
+      factors(total, pivot + n * channels, rows, channels, groups, weight, bias, eps,
+              scale + n * channels, shift + n * channels);
+    }
+#pragma omp for schedule(static)
+    for (long i = 0; i < work; i++) {
+      long n = i / pieces, first = i % pieces * ROWS_A_PIECE;
+      long last = smaller(first + ROWS_A_PIECE, rows);
+      const float *a = scale + n * channels, *b = shift + n * channels;
+      for (long row = n * rows + first; row < n * rows + last; row++)
+        for (long c = 0; c < channels; c += LANES) {
+          long count = channels - c, place = row * channels + c;
+          floats value = load(x, place, count, is_bf16) * load(a, c, count, 0) + load(b, c, count, 0);
+          store(y, place, count, is_silu ? silu(value) : value, is_bf16);
+        }
+    }
+  }
+  free(sums), free(scratch);
+  return 0;
+}
+
+INLINE int channels_of_rows(const void *x, void *y, long samples, long rows, long channels,
+                            long groups, const float *weight, const float *bias, double eps,
+                            int is_silu, int is_bf16, int threads) {
+  long size = channels / groups;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (long i = 0; i < samples * groups; i++) {
+    long count = size * rows, first = i % groups * size;
+    const void *from = at(x, i * count, is_bf16);
+    void *to = at_out(y, i * count, is_bf16);
+    float pivot = get(from, 0, is_bf16);
+    double one = 0, two = 0;
+    for (long start = 0; start < count; start += 4096) {
+      long stop = smaller(start + 4096, count);
+      floats s = all(0), q = all(0);
+      for (long j = start; j < stop; j += LANES) {
+        floats d = first_lanes(load(from, j, stop - j, is_bf16) - pivot, stop - j);
+        s += d;
+        q += d * d;
+      }
+      one += sum_lanes(s);
+      two += sum_lanes(q);
+    }
+    double mean = pivot + one / count, inverse = 1 / sqrt((two - one * one / count) / count + eps);
+    for (long c = 0; c < size; c++) {
+      float a = (float)(inverse * weight[first + c]);
+      float b = (float)(bias[first + c] - mean * inverse * weight[first + c]);
+      for (long j = 0; j < rows; j += LANES) {
+        floats value = load(from, c * rows + j, rows - j, is_bf16) * a + b;
+        store(to, c * rows + j, rows - j, is_silu ? silu(value) : value, is_bf16);
+      }
+    }
+  }
+  return 0;
+}
+
+#define VARIANTS(layout, bf16)                                                                  \
+  return is_silu ? layout(x, y, samples, rows, channels, groups, weight, bias, eps, 1, bf16,    \
+                          threads)                                                              \
+                 : layout(x, y, samples, rows, channels, groups, weight, bias, eps, 0, bf16,    \
+                          threads)
+
+/* 0, or 1 if there is no memory. x and y hold samples * rows * channels numbers. */
+EXPORT int group_norm(const void *x, void *y, long samples, long rows, long channels, long groups,
+                      const float *weight, const float *bias, double eps, int is_silu,
+                      int is_channels_last, int is_bf16, int threads) {
+  if (is_channels_last) {
+    if (is_bf16) VARIANTS(rows_of_channels, 1);
+    VARIANTS(rows_of_channels, 0);
+  }
+  if (is_bf16) VARIANTS(channels_of_rows, 1);
+  VARIANTS(channels_of_rows, 0);
+}

@@ -1,0 +1,164 @@
+"""The kernels in C as functions of tensors.
+
+All take CPU tensors in float32 or bfloat16 and return a new tensor; statistics and intermediate
+values are float32, rounded once. Weights, biases and tables may have any dtype: they are small.
+`takes` says whether tensors suit them; nothing here falls back by itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_double, c_int, c_long, c_void_p
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everyframe.ops.native.library import find
+
+#: Numbers that the kernels read and write.
+DTYPES = (torch.float32, torch.bfloat16)
+
+_P, _L, _I, _D = c_void_p, c_long, c_int, c_double
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "group_norm": (_P, _P, _L, _L, _L, _L, _P, _P, _D, _I, _I, _I, _I),
+    "row_norm": (_P, _P, _L, _L, _P, _P, _P, _P, _L, _D, _I, _I, _I, _I),
+    "geglu": (_P, _P, _L, _L, _I, _I),
+    "gelu_all": (_P, _P, _L, _I, _I, _I),
+    "gated_sum": (_P, _P, _P, _P, _L, _L, _L, _I, _I, _I),
+    "frame_attention": (_P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _D, _I, _I),
+}
+
+#: Most frames and channels of a head of `frame_attention`; heads are multiples of 16 wide.
+MOST_FRAMES, MOST_WIDTH = 64, 128
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    library = find()
+    if library is not None:
+        for name, types in _SIGNATURES.items():
+            getattr(library, name).argtypes = types
+    return library
+
+
+def takes(*tensors: Tensor) -> bool:
+    """Whether the kernels can compute with these tensors now: dtype, device, and that they exist.
+
+    Not while gradients are recorded, a block is compiled, or a dry run has no numbers.
+    """
+    return (
+        all(each.device.type == "cpu" and each.dtype in DTYPES for each in tensors)
+        and all(0 not in each.shape for each in tensors)
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and _library() is not None
+    )
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Whether the memory of `x` (N, C, ...) is rows of channels, without gaps."""
+    return x.movedim(1, -1).is_contiguous()
+
+
+def group_norm(
+    x: Tensor, num_groups: int, weight: Tensor, bias: Tensor, eps: float, *, has_silu: bool = False
+) -> Tensor:
+    """Group norm of `x` (N, C, ...), and SiLU after it, in the memory layout of `x`."""
+    last = is_channels_last(x)
+    if not last:
+        x = x.contiguous()
+    y = torch.empty_like(x)
+    samples, channels = x.shape[:2]
+    _call(
+        "group_norm", x, y, samples, x.numel() // (samples * channels), channels, num_groups,
+        _floats(weight), _floats(bias), eps, has_silu, last, _is_bf16(x),
+    )  # fmt: skip
+    return y
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    is_rms: bool = False,
+) -> Tensor:
+    """Layer or RMS norm over the last dimension of `x`, then ``y (1 + scale) + shift``.
+
+    `scale` and `shift` (..., C) are one row for so many rows of `x` in order: their leading sizes
+    are those of `x`, followed by ones.
+    """
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    tables = [None if each is None else _floats(each) for each in (weight, bias, scale, shift)]
+    num_tables = 1 if tables[2] is None else tables[2].numel() // width
+    _call("row_norm", x, y, rows, width, *tables, rows // num_tables, eps, is_rms, _is_bf16(x),
+          _is_bf16(y))  # fmt: skip
+    return y
+
+
+def geglu(x: Tensor) -> Tensor:
+    """``value * gelu(gate)`` (..., C) of `x` (..., 2 C), which holds the values, then the gates."""
+    x = x.contiguous()
+    width = x.shape[-1] // 2
+    y = x.new_empty((*x.shape[:-1], width))
+    _call("geglu", x, y, y.numel() // width, width, _is_bf16(x))
+    return y
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """`torch.nn.functional.gelu`."""
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    _call("gelu_all", x, y, x.numel(), approximate == "tanh", _is_bf16(x))
+    return y
+
+
+def gated_add(x: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
+    """``x + gate * branch`` in the dtype of `x`; see `layer_norm` for the rows of `gate`."""
+    x, branch = x.contiguous(), branch.contiguous()
+    y = torch.empty_like(x)
+    width = x.shape[-1]
+    rows = x.numel() // width
+    _call("gated_sum", x, branch, _floats(gate), y, rows, width, rows * width // gate.numel(),
+          _is_bf16(x), _is_bf16(branch))  # fmt: skip
+    return y
+
+
+def frame_attention(
+    q_bTsC: Tensor, k_bTsC: Tensor, v_bTsC: Tensor, num_heads: int, scale: float
+) -> Tensor:
+    """Attention of each pixel over its frames, (b, T, s, C); heads are side by side in C.
+
+    The three are contiguous, or equal parts of contiguous rows.
+    """
+    batches, frames, pixels, channels = q_bTsC.shape
+    y = torch.empty((batches, frames, pixels, channels), dtype=q_bTsC.dtype)
+    _call(
+        "frame_attention", q_bTsC, k_bTsC, v_bTsC, y, batches, frames, pixels, num_heads,
+        channels // num_heads, q_bTsC.stride(2), scale, _is_bf16(y),
+    )  # fmt: skip
+    return y
+
+
+def _floats(values: Tensor) -> Tensor:
+    return values.float().contiguous()
+
+
+def _is_bf16(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16
+
+
+def _call(name: str, *given: Any) -> None:
+    library = _library()
+    assert library is not None, "callers ask `takes` first"
+    plain = [each.data_ptr() if isinstance(each, Tensor) else each for each in given]
+    failed = getattr(library, name)(*plain, torch.get_num_threads())
+    if failed:
+        raise RuntimeError(f"the kernel {name} failed with {failed} (1: no memory, 2: sizes)")

@@ -1,0 +1,189 @@
+"""Compile the C sources beside this file once, and load the library.
+
+The library lies in the cache folder under ``native/``, named by a digest of sources, compiler and
+instruction set, and by a digest of its own bytes. A library is code: the folder must belong to this
+user and be closed to all others, and so must the file; a file whose bytes do not match its name is
+compiled again. Written under another name first, so that a killed compiler leaves no half library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+from everyframe.checkpoints.folder import cache_folder
+from everyframe.hardware.cpu import processor_flags, processor_name
+
+_log = logging.getLogger(__name__)
+
+#: Folder of the sources, and the one that includes all others.
+_SOURCES, _MAIN = Path(__file__).parent, "kernels.c"
+
+#: No -ffast-math: it may drop NaN, which the guard looks for.
+_FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math",
+          "-fvisibility=hidden", "-fPIC")  # fmt: skip
+#: Flags that not every compiler or processor knows; each group is tried in this order.
+_WIDE = "-mprefer-vector-width=512"
+#: To compile and to link, best first. OpenMP's functions are found in torch's own library if it has
+#: loaded one: a second pool of threads would wait in the way of the first.
+_THREADS: Sequence[tuple[Sequence[str], Sequence[str]]] = (
+    (("-fopenmp",), ()), (("-fopenmp",), ("-fopenmp",)), ((), ()),
+)  # fmt: skip
+
+#: Seconds for one compilation; it takes one or two.
+_PATIENCE = 120.0
+
+
+class NoLibraryError(Exception):
+    """The kernels can't be used here; the message says why."""
+
+
+def find_compiler() -> str | None:
+    """The C compiler: ``CC`` if set, else gcc, clang or cc."""
+    wanted = os.environ.get("CC")
+    names = (wanted,) if wanted else ("gcc", "clang", "cc")
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def why_not() -> str | None:
+    """What is missing for the kernels, with its install command; None if nothing."""
+    if os.name != "posix":
+        return "kernels in C are compiled on Linux and macOS only"
+    if find_compiler() is not None:
+        return None
+    wanted = os.environ.get("CC")
+    if wanted:
+        return f"no C compiler {wanted!r}, which CC names"
+    return "no C compiler: " + ("xcode-select --install" if sys.platform == "darwin" else
+                                "apt install gcc, or name another one in CC")  # fmt: skip
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """The library, compiled if it isn't yet; one attempt a process.
+
+    Raises:
+        NoLibraryError: there is no compiler, it fails, or the cache folder can't be trusted.
+    """
+    try:
+        return _load()
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NoLibraryError(f"kernels in C can't be made here: {error}") from error
+
+
+def find() -> ctypes.CDLL | None:
+    """The library, or None where it can't be had; the log says why, once."""
+    return _found()
+
+
+@cache
+def _found() -> ctypes.CDLL | None:
+    try:
+        return load()
+    except NoLibraryError as error:
+        _log.warning("%s; plain torch computes instead", error)
+        return None
+
+
+def _load() -> ctypes.CDLL:
+    missing = why_not()
+    if missing is not None:
+        raise NoLibraryError(missing)
+    compiler = find_compiler()
+    assert compiler is not None
+    folder = _private_folder(cache_folder() / "native")
+    key = _key(compiler)
+    for path in sorted(folder.glob(f"{key}-*.so")):
+        if _is_ours(path) and path.stem == f"{key}-{_digest(path.read_bytes())}":
+            return ctypes.CDLL(str(path))
+        path.unlink(missing_ok=True)
+    return _compiled(compiler, folder, key)
+
+
+def _private_folder(folder: Path) -> Path:
+    """Create the folder for this user alone.
+
+    Raises:
+        NoLibraryError: somebody else owns it, or it is a link.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise NoLibraryError(f"{folder} is not a folder of this user's; remove it")
+    if stat.S_IMODE(found.st_mode) != 0o700:
+        # Others may have written into it: what is there is not ours to run.
+        folder.chmod(0o700)
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    return folder
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it is a plain file of this user's, which nobody else can write."""
+    found = path.lstat()
+    is_closed = not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and is_closed
+
+
+def _digest(*parts: bytes) -> str:
+    made = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        made.update(len(part).to_bytes(8, "little"))
+        made.update(part)
+    return made.hexdigest()
+
+
+def _key(compiler: str) -> str:
+    """Digest of everything that the library depends on."""
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, check=True, timeout=_PATIENCE
+    ).stdout
+    sources = [path.read_bytes() for path in sorted(_SOURCES.glob("*.[ch]"))]
+    isa = " ".join((processor_name(), *sorted(processor_flags())))
+    flags = shlex.join((*_FLAGS, _WIDE, *(flag for pair in _THREADS for part in pair
+                                          for flag in part)))  # fmt: skip
+    return _digest(compiler.encode(), version, isa.encode(), flags.encode(), *sources)
+
+
+def _compiled(compiler: str, folder: Path, key: str) -> ctypes.CDLL:
+    """Compile, load and store the library by the first set of flags that works here."""
+    said = ""
+    with tempfile.TemporaryDirectory(dir=folder, prefix="making-") as place:
+        for to_compile, to_link in _attempts():
+            made = Path(place, f"{len(list(Path(place).iterdir()))}.so")
+            try:
+                _run([compiler, *_FLAGS, *to_compile, "-c", str(_SOURCES / _MAIN)], f"{made}.o")
+                _run([compiler, "-shared", f"{made}.o", *to_link, "-lm"], str(made))
+                ctypes.CDLL(str(made))
+            except (OSError, subprocess.CalledProcessError) as error:
+                said = said or str(getattr(error, "stderr", None) or error).strip()
+                continue
+            stored = folder / f"{key}-{_digest(made.read_bytes())}.so"
+            made.chmod(0o600)
+            os.replace(made, stored)
+            return ctypes.CDLL(str(stored))
+    raise NoLibraryError(f"{compiler} can't compile the kernels: {said.splitlines()[0][:200]}")
+
+
+def _attempts() -> Iterator[tuple[Sequence[str], Sequence[str]]]:
+    """Flags to compile and to link, the fastest first."""
+    for wide in ((_WIDE,), ()):
+        for to_compile, to_link in _THREADS:
+            yield (*wide, *to_compile), to_link
+
+
+def _run(command: list[str], output: str) -> None:
+    subprocess.run(
+        [*command, "-o", output], check=True, capture_output=True, text=True, timeout=_PATIENCE
+    )

@@ -1,0 +1,149 @@
+/* Numbers of the kernels: float32, or bfloat16 as 16 bits, computed in float32 and rounded once.
+
+   Sixteen at a time in vectors of GCC's and Clang's C; the compiler maps them to what the processor
+   has. A function takes `is_bf16` as a constant and is compiled once for each. NaN stays NaN
+   everywhere, which the search for faults relies on; that rules out -ffast-math. */
+
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define EXPORT __attribute__((visibility("default")))
+
+enum { LANES = 16 };
+
+typedef float floats __attribute__((vector_size(64)));
+typedef int32_t ints __attribute__((vector_size(64)));
+typedef uint32_t words __attribute__((vector_size(64)));
+typedef uint16_t halves __attribute__((vector_size(32)));
+
+INLINE long smaller(long a, long b) { return a < b ? a : b; }
+
+INLINE floats all(float x) { return x - (floats){0}; }
+
+INLINE floats either(ints mask, floats yes, floats no) {
+  return (floats)((mask & (ints)yes) | (~mask & (ints)no));
+}
+
+INLINE floats larger(floats a, floats b) { return either(a > b, a, b); }
+
+INLINE const void *at(const void *x, long i, int is_bf16) {
+  return (const char *)x + i * (is_bf16 ? 2 : 4);
+}
+
+INLINE void *at_out(void *x, long i, int is_bf16) { return (char *)x + i * (is_bf16 ? 2 : 4); }
+
+INLINE floats widen(halves x) {
+  return (floats)(__builtin_convertvector(x, words) << 16);
+}
+
+/* To nearest, ties to even. */
+INLINE halves narrow(floats x) {
+  words bits = (words)x;
+  words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  words is_nan = (words)(x != x);
+  return __builtin_convertvector((is_nan & 0x7fc0u) | (~is_nan & rounded), halves);
+}
+
+INLINE floats load16(const void *x, int is_bf16) {
+  if (is_bf16) {
+    halves bits;
+    memcpy(&bits, x, sizeof bits);
+    return widen(bits);
+  }
+  floats values;
+  memcpy(&values, x, sizeof values);
+  return values;
+}
+
+INLINE void store16(void *y, floats values, int is_bf16) {
+  if (is_bf16) {
+    halves bits = narrow(values);
+    memcpy(y, &bits, sizeof bits);
+  } else {
+    memcpy(y, &values, sizeof values);
+  }
+}
+
+/* The first `count` numbers from `i` on, at most 16; zeros beyond. */
+INLINE floats load(const void *x, long i, long count, int is_bf16) {
+  const void *from = at(x, i, is_bf16);
+  if (__builtin_expect(count >= LANES, 1)) return load16(from, is_bf16);
+  float buffer[LANES] = {0};
+  memcpy(buffer, from, count * (is_bf16 ? 2 : 4));
+  return load16(buffer, is_bf16);
+}
+
+INLINE void store(void *y, long i, long count, floats values, int is_bf16) {
+  void *to = at_out(y, i, is_bf16);
+  if (__builtin_expect(count >= LANES, 1)) {
+    store16(to, values, is_bf16);
+    return;
+  }
+  float buffer[LANES];
+  store16(buffer, values, is_bf16);
+  memcpy(to, buffer, count * (is_bf16 ? 2 : 4));
+}
+
+INLINE float get(const void *x, long i, int is_bf16) {
+  if (!is_bf16) return ((const float *)x)[i];
+  uint32_t bits = (uint32_t)((const uint16_t *)x)[i] << 16;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+/* Lanes from `count` on are zero. */
+INLINE floats first_lanes(floats x, long count) {
+  const ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return (floats)((ints)x & (lane < (int32_t)smaller(count, LANES)));
+}
+
+INLINE float sum_lanes(floats x) {
+  float lanes[LANES];
+  memcpy(lanes, &x, sizeof lanes);
+  for (int width = LANES / 2; width; width /= 2)
+    for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
+  return lanes[0];
+}
+
+/* e^x within 2 units in the last place; what is beyond float32 saturates. */
+INLINE floats exponential(floats x) {
+  x = either(x > 88.37f, all(88.37f), x);
+  x = either(x < -87.33f, all(-87.33f), x);
+  const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+  floats n = x * 1.44269504f + magic;
+  ints power = (ints)n - 0x4b400000 + 127;
+  n -= magic;
+  floats r = x - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  floats p = 1.9875691500e-4f * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  return p * (floats)(power << 23);
+}
+
+INLINE floats silu(floats x) { return x / (1.0f + exponential(-x)); }
+
+/* x Phi(x), with the complementary error function of Abramowitz and Stegun 7.1.26: within 1.5e-7. */
+INLINE floats gelu(floats x) {
+  floats z = (floats)((ints)x & 0x7fffffff) * 0.70710678f;
+  floats t = 1.0f / (1.0f + 0.3275911f * z);
+  floats p = 1.061405429f * t - 1.453152027f;
+  p = p * t + 1.421413741f;
+  p = p * t - 0.284496736f;
+  p = p * t + 0.254829592f;
+  floats tail = 0.5f * p * t * exponential(-z * z);
+  return x * either(x < 0.0f, tail, 1.0f - tail);
+}
+
+INLINE floats gelu_tanh(floats x) {
+  return x / (1.0f + exponential(-1.59576912f * (x + 0.044715f * x * x * x)));
+}

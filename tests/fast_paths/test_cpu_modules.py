@@ -1,0 +1,188 @@
+"""Modules by kernels in C and by oneDNN: numbers stay, wrong and deadly ones are refused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.activations import GEGLU
+from torch import Tensor, nn
+
+from everyframe.core.plan import Precision
+from everyframe.families.svd import unet
+from everyframe.families.svd.components import UNET_ISLANDS
+from everyframe.fast_paths import cpu_modules, trials
+from everyframe.fast_paths.apply import applies_to, swap_modules
+from everyframe.fast_paths.benchmark import ComparisonResult, relative_error, run_comparisons
+from everyframe.fast_paths.certify import certify
+from everyframe.fast_paths.registry import CATALOGUE
+from everyframe.ops.native import kernels, library
+from everyframe.ops.norm import GroupNormSiLU
+from everyframe.precision.cast_hooks import add_cast_hooks
+from everyframe.precision.upcast import Upcast
+from everyframe.runtime.repairs import RepairSet, put_on
+from helpers import native_paths
+from helpers.tiny_checkpoints import opensora as tiny_opensora
+
+pytestmark = pytest.mark.skipif(bool(missing := library.why_not()), reason=str(missing))
+
+PATHS = tuple(cpu_modules.KINDS)
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_run() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def plain() -> unet.VideoUNet:
+    with torch.no_grad():
+        model = unet.build(native_paths.SIZES).eval().requires_grad_(False)
+        model.load_state_dict(tiny_opensora.randomised(model, 0))
+    return model
+
+
+def fast(plain: unet.VideoUNet, *paths: str) -> unet.VideoUNet:
+    model = unet.build(native_paths.SIZES).eval().requires_grad_(False)
+    swap_modules(model, paths)
+    model.load_state_dict(plain.state_dict())
+    return model
+
+
+def answer(model: unet.VideoUNet) -> Tensor:
+    return native_paths.answer({"unet": model}, "cpu")
+
+
+def swapped(model: nn.Module) -> set[str]:
+    return {type(part).__name__ for part in model.modules()
+            if type(part).__module__ in (cpu_modules.__name__, cpu_modules._DIFFUSERS)}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "kinds"),
+    [
+        ("native-norm", {"NativeGroupNormSiLU", "NativeGroupNorm"}),
+        # The layer around diffusers' own is taken apart, and not called.
+        ("native-geglu", {"NativeGatedGELU", "NativeGEGLU"}),
+        ("native-attention", {"NativeTemporalAttention"}),
+        ("onednn-linear", {"OneDNNLinear"}),
+        ("temporal-conv", {"TemporalConv2d"}),
+        ("channels-last", {"ChannelsLastConv2d"}),
+    ],
+)
+def test_names_and_numbers_stay(plain: unet.VideoUNet, path: str, kinds: set[str]) -> None:
+    assert applies_to(path, plain)
+    assert not applies_to(path, nn.ModuleList([nn.SiLU()]))
+    model = fast(plain, path)
+    assert swapped(model) == kinds
+    assert [*model.state_dict()] == [*plain.state_dict()]
+    # Another order of sums through some sixty layers, as in test_unet.
+    assert relative_error(answer(model), answer(plain)) < 1e-5
+
+
+def test_in_half_precision_the_error_is_no_larger(plain: unet.VideoUNet) -> None:
+    precision = Precision("bfloat16", "bfloat16", UNET_ISLANDS)
+    want, errors = answer(plain), []
+    for paths in ((), PATHS):
+        model = fast(plain, *paths)
+        add_cast_hooks(model, precision, ("conv_out",))
+        errors.append(relative_error(answer(model), want))
+    assert 1e-3 < errors[0] < 3e-2
+    # It rounds less often.
+    assert errors[1] < 1.1 * errors[0]
+
+
+def test_a_repair_makes_it_plain_and_gives_it_back(
+    plain: unet.VideoUNet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = fast(plain, *PATHS)
+    before = answer(model)
+
+    def forbidden(name: str, *given: Any) -> None:
+        raise AssertionError(f"{name} computes, in spite of the repair")
+
+    repairs = RepairSet(native_paths.CPU, {"unet": model})
+    undo = put_on(model, repairs.plainly("unet", ""))
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "_call", forbidden)
+        assert relative_error(answer(model), answer(plain)) < 1e-5
+    undo()
+    assert torch.equal(answer(model), before)
+
+
+def test_wider_weights_are_computed_with_plainly(plain: unet.VideoUNet) -> None:
+    model = fast(plain, *PATHS)
+    undo = Upcast(model, torch.float64, keeps_storage=False).undo
+    got = answer(model)
+    assert got.isfinite().all()
+    assert relative_error(got, answer(plain)) < 1e-5
+    undo()
+
+
+def test_statistics_of_other_ranks_are_asked_for_once(plain: unet.VideoUNet) -> None:
+    """They are exchanged, so a rank that asks twice would wait for the others."""
+    x = torch.randn(1, 32, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    norm = GroupNormSiLU(8, 32)
+    holder = nn.Sequential(norm)
+    swap_modules(holder, ["native-norm"])
+    asked = 0
+
+    def statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+        nonlocal asked
+        asked += 1
+        rows = x.unflatten(1, (groups, -1))
+        axes = (2, 3, 4, 5)
+        return rows.mean(axes)[..., None, None, None], rows.var(axes, correction=0)[
+            ..., None, None, None
+        ]
+
+    got = holder[0](x, statistics)
+    assert asked == 1
+    torch.testing.assert_close(got, norm(x), atol=1e-5, rtol=1e-5)
+
+
+def test_diffusers_own_gated_gelu_is_replaced() -> None:
+    layer = nn.Sequential(GEGLU(16, 32)).requires_grad_(False)
+    x = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(0))
+    want = layer(x)
+    swap_modules(layer, PATHS)
+    assert swapped(layer) == {"NativeGEGLU", "OneDNNLinear"}
+    torch.testing.assert_close(layer(x), want, atol=1e-5, rtol=1e-5)
+
+
+def tried(path: str) -> ComparisonResult:
+    contests = trials.modules(native_paths.subject(), CATALOGUE[path])
+    return run_comparisons(contests, "cpu", time.monotonic() + 100)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_right_one_is_right(path: str) -> None:
+    outcome = tried(path)
+    assert outcome.is_right
+    assert outcome.error < 1e-5
+
+
+def test_a_wrong_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = kernels.group_norm
+
+    def wrong(*given: Any, **more: Any) -> Tensor:
+        return right(*given, **more) * 1.001
+
+    monkeypatch.setattr(kernels, "group_norm", wrong)
+    outcome = tried("native-norm")
+    assert not outcome.is_right
+    assert outcome.error == pytest.approx(1e-3, rel=0.1)
+
+
+def test_one_that_crashes_is_refused_with_the_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
+    made = certify(native_paths.subject(), [native_paths.CRASHING], 120.0)
+    (certificate,) = made.certificates
+    assert (certificate.verdict, certificate.reason) == ("refused", "died of SIGSEGV")

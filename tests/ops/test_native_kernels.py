@@ -1,0 +1,153 @@
+"""The kernels in C against their formulas in float64, of sizes that fill no vector as well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from everyframe.ops.native import kernels, library
+
+pytestmark = pytest.mark.skipif(bool(missing := library.why_not()), reason=str(missing))
+
+#: One rounding of the result (half a unit in the last place); in float32 also what is computed.
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2**-8}
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_run() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture(params=TOLERANCE, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    kind: torch.dtype = request.param
+    return kind
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32, mean: float = 0.0) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (torch.randn(shape, generator=generator) + mean).to(dtype)
+
+
+def check(got: Tensor, want: Tensor, size: float = 1.0) -> None:
+    """`size` is that of the numbers that were summed."""
+    tolerance = TOLERANCE[got.dtype]
+    torch.testing.assert_close(got.double(), want, atol=tolerance * size, rtol=tolerance)
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [((2, 32, 5, 7), 8), ((1, 320, 3, 3), 32), ((3, 12, 2, 9), 4), ((2, 64, 3, 33, 41), 32)],
+)
+def test_group_norm(shape: tuple[int, ...], groups: int, is_last: bool, dtype: torch.dtype) -> None:
+    x = numbers(*shape, dtype=dtype, mean=30.0)  # whose squares would cancel
+    if is_last:
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
+    weight, bias = numbers(shape[1]), numbers(shape[1] + 1)[:-1]
+    for has_silu in (True, False):
+        got = kernels.group_norm(x, groups, weight, bias, 1e-5, has_silu=has_silu)
+        want = F.group_norm(x.double(), groups, weight.double(), bias.double(), 1e-5)
+        check(got, F.silu(want) if has_silu else want, size=4.0)
+        assert got.stride() == x.stride()
+
+
+@pytest.mark.parametrize("width", [1, 16, 37, 1152])
+def test_layer_and_rms_norm(width: int, dtype: torch.dtype) -> None:
+    x = numbers(2, 3, 5, width, dtype=dtype, mean=3.0)
+    weight, bias = numbers(width), numbers(width + 1)[:-1]
+    want = F.layer_norm(x.double(), (width,), weight.double(), bias.double(), 1e-6)
+    check(kernels.layer_norm(x, weight, bias, 1e-6), want, size=4.0)
+    scale, shift = numbers(2, 3, 1, width), numbers(2, 3, 1, width) / 2
+    plain = F.layer_norm(x.double(), (width,), eps=1e-6)
+    got = kernels.layer_norm(x, None, None, 1e-6, scale=scale, shift=shift)
+    check(got, plain * (1 + scale.double()) + shift.double(), size=8.0)
+    rms = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    check(kernels.layer_norm(x, weight, None, 1e-6, is_rms=True), rms)
+
+
+@pytest.mark.parametrize("width", [1, 16, 37, 512])
+def test_activations(width: int, dtype: torch.dtype) -> None:
+    x = numbers(7, 2 * width, dtype=dtype) * 3
+    value, gate = x.double().chunk(2, dim=-1)
+    check(kernels.geglu(x), value * F.gelu(gate), size=4.0)
+    for approximate in ("none", "tanh"):
+        check(kernels.gelu(x, approximate), F.gelu(x.double(), approximate=approximate))
+
+
+def test_gated_add(dtype: torch.dtype) -> None:
+    x, branch = numbers(2, 3, 5, 37, dtype=dtype), numbers(2, 3, 5, 37)
+    for shape in ((2, 3, 1, 37), (2, 1, 1, 37), (1, 1, 1, 37)):
+        gate = numbers(*shape)
+        check(kernels.gated_add(x, branch, gate), x.double() + branch.double() * gate.double())
+
+
+@pytest.mark.parametrize(("frames", "heads", "width"), [(14, 2, 64), (1, 3, 16), (37, 1, 128)])
+def test_frame_attention(frames: int, heads: int, width: int, dtype: torch.dtype) -> None:
+    qkv = numbers(2, frames, 5, 3 * heads * width, dtype=dtype)
+    q, k, v = qkv.chunk(3, dim=-1)
+    got = kernels.frame_attention(q, k, v, heads, width**-0.5)
+
+    def rows(x: Tensor) -> Tensor:
+        return x.double().transpose(1, 2).unflatten(-1, (heads, -1)).transpose(2, 3)
+
+    want = F.scaled_dot_product_attention(rows(q), rows(k), rows(v))
+    check(got, want.transpose(2, 3).flatten(3).transpose(1, 2))
+
+
+def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype) -> None:
+    x = numbers(2, 64, 50, 50, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    weight, before = torch.ones(64), torch.get_num_threads()
+    made = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            made.append(kernels.group_norm(x, 32, weight, weight, 1e-5, has_silu=True))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*made)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_stays_so(bad: float, dtype: torch.dtype) -> None:
+    """The guard looks for it."""
+    x = numbers(2, 32, 4, 4, dtype=dtype)
+    x[1, 3, 2, 1] = bad
+    one = torch.ones(32)
+    for layout in (x, x.contiguous(memory_format=torch.channels_last)):
+        made = kernels.group_norm(layout, 8, one, one, 1e-5, has_silu=True)
+        assert made[0].isfinite().all()
+        assert not made[1, 0:4].isfinite().all()
+    rows = x.permute(0, 2, 3, 1).contiguous()
+    assert not kernels.layer_norm(rows, one, one, 1e-5)[1, 2, 1].isfinite().all()
+    assert not kernels.gated_add(rows, rows, one.view(1, 1, 1, -1))[1, 2, 1, 3].isfinite()
+    if bad != float("-inf"):  # of which GELU is zero
+        assert not kernels.gelu(rows)[1, 2, 1, 3].isfinite()
+        assert not kernels.geglu(rows)[1, 2, 1, 3].isfinite()
+    # A pixel's frames see each other, and no other pixel.
+    seen = kernels.frame_attention(rows, rows, rows, 2, 0.25)
+    assert seen[0].isfinite().all()
+    assert not seen[1, :, 1, :16].isfinite().all()
+
+
+def test_the_largest_numbers_do_not_overflow_on_the_way(dtype: torch.dtype) -> None:
+    x = torch.tensor([-1e30, -200.0, -90.0, -20.0, 0.0, 20.0, 90.0, 200.0, 1e30] * 4).to(dtype)
+    for approximate in ("none", "tanh"):
+        got = kernels.gelu(x, approximate)
+        check(got, F.gelu(x.double(), approximate=approximate))
+
+
+def test_what_does_not_suit_is_left_to_torch() -> None:
+    x = numbers(2, 32)
+    assert kernels.takes(x, x.bfloat16())
+    assert not kernels.takes(x.half())
+    assert not kernels.takes(x.double())
+    assert not kernels.takes(x[:0])
+    assert not kernels.takes(x.to("meta"))
+    with torch.inference_mode(False), torch.enable_grad():
+        assert not kernels.takes(torch.ones(2, 32))
