@@ -1,6 +1,6 @@
 """What does a whole run take, from the command to the file, beside a script of diffusers?
 
-    python benchmarks/whole.py                  # three videos of a small Wan; some minutes
+    python benchmarks/whole.py                  # videos of a small Wan; some minutes
     python benchmarks/whole.py --device cuda    # a larger one, on a card; five minutes
 
 A Wan 2.1 pipeline with random weights is written to disk first: its transformer as wide as asked,
@@ -172,7 +172,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--compiled", action="store_true", help="diffusers with compiled blocks too"
     )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     for name in ("heads", "layers", "height", "width", "frames", "steps"):
         parser.add_argument(f"--{name}", type=int, help="default: by device")
     parser.add_argument("--no-page", action="store_true", help="print only")
@@ -180,7 +180,7 @@ def arguments() -> argparse.Namespace:
     sizes: dict[str, Any] = {"heads": 4, "layers": 6, "height": 128, "width": 192, "frames": 17,
                              "steps": 8}  # fmt: skip
     if asked.device != "cpu":
-        sizes = {"heads": 12, "layers": 30, "height": 480, "width": 832, "frames": 33, "steps": 12}
+        sizes = {"heads": 12, "layers": 10, "height": 480, "width": 832, "frames": 17, "steps": 10}
     for name, value in sizes.items():
         setattr(asked, name, getattr(asked, name) or value)
     return asked
