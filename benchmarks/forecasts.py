@@ -97,13 +97,13 @@ def measured(case: str) -> dict[str, float]:
     name, _, version = family.partition("-")
     model = getattr(config_only_models, name)(*filter(None, [version]), **sizes)
     settings = config_only_models.settings(height, width, num_frames)
-    rehearsal = next(each for each in model.rehearsals(settings) if each.stage == stage)
+    stage_call = next(each for each in model.dry_run_calls(settings) if each.stage == stage)
     cpu = DeviceFacts("here", "cpu", None, 1 << 40, 1 << 40)
-    run = dry_run(rehearsal, {rehearsal.component: Precision("float32", "float32")}, cpu)
+    run = dry_run(stage_call, {stage_call.component: Precision("float32", "float32")}, cpu)
     assert isinstance(run, DryRun)
-    weights = sum(p.numel() * 4 for p in rehearsal.module().parameters())
+    weights = sum(p.numel() * 4 for p in stage_call.module().parameters())
     with torch.inference_mode(), strict_float32():
-        peak, took = measured_calls(rehearsal)
+        peak, took = measured_calls(stage_call)
     # After it: what trials leave in the allocator would be used again and not be seen.
     rates = measured_rates(heaviest([run], 6), "cpu", NUM_THREADS, by_kernel)
     return {
@@ -114,7 +114,7 @@ def measured(case: str) -> dict[str, float]:
     }
 
 
-def measured_calls(rehearsal: Any) -> tuple[int, float]:
+def measured_calls(stage_call: Any) -> tuple[int, float]:
     """The stage's call with real numbers, twice: bytes of the first, seconds of the second."""
     import torch
 
@@ -123,14 +123,14 @@ def measured_calls(rehearsal: Any) -> tuple[int, float]:
     def call() -> None:
         nonlocal began
         began = time.thread_time()
-        rehearsal.call({rehearsal.component: module}, "cpu")
+        stage_call.call({stage_call.component: module}, "cpu")
 
     libc = ctypes.CDLL(None)
     assert libc.mallopt(_MMAP_THRESHOLD, 1 << 20)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     # Linux keeps the peak itself; a thread that samples misses it on a busy machine.
     before = _status("VmRSS")
-    module = rehearsal.module().to_empty(device="cpu").eval().requires_grad_(False)
+    module = stage_call.module().to_empty(device="cpu").eval().requires_grad_(False)
     for each in (*module.parameters(), *module.buffers()):
         each.fill_(1e-3) if each.is_floating_point() else each.zero_()
     call()

@@ -74,15 +74,15 @@ def opensora(version: str) -> Callable[[int | None], Any]:
     """Open-Sora of that version at its released sizes, with so many blocks."""
     from everyframe.families.opensora.components import OpenSoraBuilder
     from everyframe.families.opensora.config import OpenSoraConfig, STDiT3Config, STDiTConfig
-    from everyframe.families.opensora.spec import _T5_XXL
     from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
+    from everyframe.families.t5_tokenizer import T5_XXL
 
     def made(blocks: int | None) -> Any:
         model = config_only_models.opensora(version)
         denoiser: Any = STDiTConfig() if version == "1.0" else STDiT3Config()
         vae: Any = ImageVAEConfig() if version == "1.0" else VideoVAEConfig()
         denoiser = replace(denoiser, depth=blocks or denoiser.depth)
-        config = OpenSoraConfig(version, denoiser, vae, _T5_XXL, square=32)
+        config = OpenSoraConfig(version, denoiser, vae, T5_XXL, square=32)
         return replace(model, builder=OpenSoraBuilder(config))
 
     return made
@@ -183,7 +183,7 @@ def part_of(case: Case, rank: int, size: int, device: DeviceFacts) -> Part:
 def counted(case: Case, blocks: int | None, rank: int, size: int, device: DeviceFacts) -> Part:
     """One rank's part of a step, run dry."""
     model, team = case.model(blocks), FakeCommunicator(rank, (1.0,) * size)
-    steps = model.shared_rehearsals(case.settings, ParallelContext(team, team, 1, case.way))
+    steps = model.dry_run_calls(case.settings, ParallelContext(team, team, 1, case.way))
     step = next(each for each in steps if each.stage == "denoise")
     parts = model.components(case.settings)
     needs = next(each.needs for each in parts if each.name == step.component)

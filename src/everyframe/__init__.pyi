@@ -23,6 +23,10 @@ from everyframe.core.lora import Lora
 from everyframe.core.plan import Plan as Plan
 from everyframe.core.plan import Repair
 from everyframe.core.request import Request as Request
+from everyframe.engine.compiled_modules import compile as compile
+from everyframe.engine.compiled_modules import load_compiled as load_compiled
+from everyframe.engine.compiled_modules import quantize as quantize
+from everyframe.engine.compiled_modules import save_compiled as save_compiled
 from everyframe.engine.results import Output
 from everyframe.media.video import Video as Video
 
@@ -34,11 +38,15 @@ __all__ = [
     "Request",
     "Video",
     "__version__",
+    "compile",
     "generate",
     "list_runs",
+    "load_compiled",
     "plan",
+    "quantize",
     "resume",
     "run",
+    "save_compiled",
     "stream",
     "trace",
     "trace_diff",
@@ -55,6 +63,7 @@ def generate(
     model: str | PathLike[str] | None = None,
     negative_prompt: str | None = None,
     loras: Sequence[Lora] | str | PathLike[str] | Sequence[str | Path | tuple[str, float]] = (),
+    components: Mapping[str, str] | Mapping[str, str | PathLike[str]] | Sequence[str] = {},
     size: str | tuple[int, int] | list[int] | None = None,
     height: int | None = None,
     width: int | None = None,
@@ -144,6 +153,8 @@ def generate(
         negative_prompt: What it should not show.
         loras: A LoRA that is merged into the weights, FILE[:STRENGTH][@COMPONENT]; may be
             repeated.
+        components: A component's weights from a file of their own, as NAME=FILE: a single file
+            in its authors' or ComfyUI's form, scaled eight bits, or GGUF; may be repeated.
         size: WIDTHxHEIGHT (pixels).
         height: Height (pixels, > 0, ≤ 16384).
         width: Width (pixels, > 0, ≤ 16384).
@@ -271,6 +282,7 @@ def plan(
     model: str | PathLike[str] | None = None,
     negative_prompt: str | None = None,
     loras: Sequence[Lora] | str | PathLike[str] | Sequence[str | Path | tuple[str, float]] = (),
+    components: Mapping[str, str] | Mapping[str, str | PathLike[str]] | Sequence[str] = {},
     size: str | tuple[int, int] | list[int] | None = None,
     height: int | None = None,
     width: int | None = None,
@@ -354,6 +366,8 @@ def plan(
         negative_prompt: What it should not show.
         loras: A LoRA that is merged into the weights, FILE[:STRENGTH][@COMPONENT]; may be
             repeated.
+        components: A component's weights from a file of their own, as NAME=FILE: a single file
+            in its authors' or ComfyUI's form, scaled eight bits, or GGUF; may be repeated.
         size: WIDTHxHEIGHT (pixels).
         height: Height (pixels, > 0, ≤ 16384).
         width: Width (pixels, > 0, ≤ 16384).
@@ -519,6 +533,7 @@ def run(
     model: str | PathLike[str] | None = None,
     negative_prompt: str | Sequence[str] | Mapping[int, str] | None = None,
     loras: Sequence[Lora] | str | PathLike[str] | Sequence[str | Path | tuple[str, float]] = (),
+    components: Mapping[str, str] | Mapping[str, str | PathLike[str]] | Sequence[str] = {},
     size: str | tuple[int, int] | list[int] | None = None,
     height: int | None = None,
     width: int | None = None,
@@ -581,6 +596,8 @@ def run(
         negative_prompt: What it should not show.
         loras: A LoRA that is merged into the weights, FILE[:STRENGTH][@COMPONENT]; may be
             repeated.
+        components: A component's weights from a file of their own, as NAME=FILE: a single file
+            in its authors' or ComfyUI's form, scaled eight bits, or GGUF; may be repeated.
         size: WIDTHxHEIGHT (pixels).
         height: Height (pixels, > 0, ≤ 16384).
         width: Width (pixels, > 0, ≤ 16384).

@@ -317,7 +317,7 @@ def _request_of_pipe(given: Mapping[str, Any], record: Mapping[str, Any] | None)
     from everyframe.diffusers_pipelines import call_options
 
     known = {*Request.model_fields, *options_of("pipeline").model_fields}
-    # Prompts that are no text are handed on to the pipeline, as all of its own parameters are.
+    # Prompts that are no text go to the pipeline unchanged, as all of its own parameters are.
     ours = {k: v for k, v in given.items() if k in known and not call_options.is_prompts(k, v)}
     rest = {name: value for name, value in given.items() if name not in ours}
     if rest:

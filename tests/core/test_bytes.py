@@ -16,7 +16,7 @@ import torch
 from everyframe.core.bytes import PROCESS_BYTES, fits, format_bytes, without_processes
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
-from everyframe.dry_run import executor as rehearsing
+from everyframe.dry_run import executor as dry_run_executor
 from everyframe.dry_run import meta_device
 from everyframe.hardware.profiles import find_profile
 from helpers import config_only_models
@@ -28,20 +28,20 @@ WIDE = Precision("float32", "float32")
 
 def counted(model: Any, settings: Any, stage: str, monkeypatch: pytest.MonkeyPatch) -> int:
     """Bytes alive at the peak of that stage's call with real numbers on the CPU."""
-    rehearsal = next(each for each in model.rehearsals(settings) if each.stage == stage)
-    module = rehearsal.module().to_empty(device="cpu")
+    stage_call = next(each for each in model.dry_run_calls(settings) if each.stage == stage)
+    module = stage_call.module().to_empty(device="cpu")
     with torch.no_grad():
         for each in (*module.parameters(), *module.buffers()):
             each.zero_()
-    for module_of_ours in (rehearsing, meta_device):
+    for module_of_ours in (dry_run_executor, meta_device):
         monkeypatch.setattr(module_of_ours, "STAND_IN", "cpu")
     monkeypatch.setattr(meta_device, "stands_in", lambda tensor: tensor.device.type == "cpu")
     # Not what was remembered of sizes: every operation with its numbers.
     monkeypatch.setattr(meta_device, "_makes_new", lambda func: False)
-    found = rehearsing.dry_run(rehearsal, {rehearsal.component: WIDE}, CARD)
+    found = dry_run_executor.dry_run(stage_call, {stage_call.component: WIDE}, CARD)
     monkeypatch.undo()
     module.to("meta")
-    return found.found[rehearsal.component].working_bytes
+    return found.found[stage_call.component].working_bytes
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ def test_what_is_counted_without_numbers_is_what_lives_with_them(
 ) -> None:
     model = config_only_models.all_models()[family]
     settings = config_only_models.settings(*size)
-    rehearsal = next(each for each in model.rehearsals(settings) if each.stage == stage)
-    forecast = dry_run_call(rehearsal, WIDE, CARD).found.working_bytes
+    stage_call = next(each for each in model.dry_run_calls(settings) if each.stage == stage)
+    forecast = dry_run_call(stage_call, WIDE, CARD).found.working_bytes
     # Kernels on meta and on a CPU take composed operations apart at other places here and there.
     assert counted(model, settings, stage, monkeypatch) == pytest.approx(forecast, rel=0.1)
 
@@ -70,7 +70,7 @@ def test_more_of_everything_needs_more() -> None:
 
     def need(**changes: Any) -> int:
         settings = replace(config_only_models.settings(64, 64, 4), **changes)
-        denoise = model.rehearsals(settings)[2]
+        denoise = model.dry_run_calls(settings)[2]
         return dry_run_call(denoise, WIDE, CARD).found.working_bytes
 
     assert need(num_frames=8) == pytest.approx(2 * need(), rel=0.1)

@@ -1,4 +1,4 @@
-"""What a pipeline in memory is given is handed on as it is: frames are diffusers' own, bit for bit.
+"""What a pipeline in memory is given is passed on as it is: frames are diffusers' own, bit for bit.
 
 The same keywords go to ``pipe(...)`` and to ``everyframe.run(pipe, ...)``. Attention is torch's own
 in both, so no rounding is allowed for.
@@ -242,7 +242,7 @@ def test_a_plan_tells_the_length_that_is_made(tmp_path: Path) -> None:
     pipeline("WanPipeline").save_pretrained(tmp_path / "wan")
     asked = {"prompt": PROMPT, "size": "32x32", "num_frames": 7, "num_inference_steps": 2}
     plan = everyframe.plan(model=str(tmp_path / "wan"), option={"max_sequence_length": 16}, **asked)
-    assert (plan.settings.num_frames, plan.settings.told_length) == (5, 7)
+    assert (plan.settings.num_frames, plan.settings.conditioned_length) == (5, 7)
     assert "the pipeline makes 5 frames of 32x32, not 7 of 32x32" in plan.notes
 
 

@@ -20,7 +20,7 @@ from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Plan, Precision
 from everyframe.diffusers_pipelines import dry_run
 from everyframe.diffusers_pipelines.library_patches import stand_in_accepted
-from everyframe.dry_run import executor as rehearsing
+from everyframe.dry_run import executor as dry_run_executor
 from everyframe.dry_run.call import DryRunCall
 from everyframe.dry_run.counters import MemoryTracker
 from everyframe.hardware.profiles import find_profile
@@ -54,7 +54,7 @@ def prepared(folder: Path) -> PreparedPlan:
 
 def joint(prepared: PreparedPlan) -> DryRunCall:
     model: Any = prepared.model
-    made: DryRunCall = model.rehearsals(prepared.plan.settings)[0]
+    made: DryRunCall = model.dry_run_calls(prepared.plan.settings)[0]
     return made
 
 
@@ -122,7 +122,7 @@ def test_the_precisions_of_its_parts_are_tried_or_avoided(folder: Path) -> None:
         verdicts[choice.verdict] = (part.precision.compute, "bf16" in part.fast_paths)
     assert verdicts == {"expected": ("bfloat16", True), "avoided": ("float32", False)}
     assert any("transformer: float32, as bf16 is avoided" in note for note in found.plan.notes)
-    runs = [run for run in found.fitted.runs if run.rehearsal.component == "transformer"]
+    runs = [run for run in found.fitted.runs if run.stage_call.component == "transformer"]
     subject = Certificates(CARD, 1).subject("transformer", WIDE, runs)
     assert {product.kind for product, _ in subject.products} >= {"product", "attention"}
     # None of its parts can be called alone, so the pipeline's own call is what is tried as well.
@@ -143,9 +143,9 @@ def test_without_the_casts_between_parts_the_dry_run_finds_the_clash(
     prepared: PreparedPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cast_hooks, "add_input_casts", lambda module: cast_hooks.CastHooks([]))
-    rehearsal = joint(prepared)
-    precisions = {name: WIDE if name == "vae" else NARROW for name in rehearsal.components}
-    found = rehearsing.dry_run(rehearsal, precisions, CARD)
+    stage_call = joint(prepared)
+    precisions = {name: WIDE if name == "vae" else NARROW for name in stage_call.components}
+    found = dry_run_executor.dry_run(stage_call, precisions, CARD)
     assert found.at == "vae"
     (clash,) = [each for each in found.found["vae"].findings if each.fatal]
     assert (clash.kind, clash.module) == ("clash", "decoder.conv_in.conv")

@@ -29,7 +29,7 @@ class Taped(FakeCommunicator):
         super().__init__(rank, (1.0, 1.0))
         self._tape = tape
 
-    def tell(self, value: Any, source: int, what: str) -> Any:
+    def broadcast_object(self, value: Any, source: int, what: str) -> Any:
         if self.is_lead:
             self._tape.append(json.dumps(value))
         return json.loads(self._tape[-1] if self.is_lead else self._tape.pop(0))

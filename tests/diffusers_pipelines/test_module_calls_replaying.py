@@ -40,9 +40,9 @@ class Kept:
 def served(device: str) -> tuple[list[Tensor], Kept, StepTracker]:
     kept, denoiser = Kept(), Denoiser()
     watch = StepTracker({"denoiser": denoiser}, (), None, 2, lambda *_: None)
-    take: VideoState = SimpleNamespace(replay_log=kept, repairs=())  # type: ignore[assignment]
+    video: VideoState = SimpleNamespace(replay_log=kept, repairs=())  # type: ignore[assignment]
     x = torch.ones(2, device=device)
-    with watch, DenoiserReplay({"denoiser": denoiser}, watch, take):
+    with watch, DenoiserReplay({"denoiser": denoiser}, watch, video):
         answers = [denoiser(x, timestep=torch.tensor(float(step)))[0] for step in (1, 0)]
     return answers, kept, watch
 

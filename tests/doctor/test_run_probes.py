@@ -120,7 +120,7 @@ def test_the_doctor_goes_on_after_all_of_them(monkeypatch: pytest.MonkeyPatch) -
     )
     monkeypatch.setattr(diagnosing, "PROBES", plants)
     told: list[str] = []
-    report = diagnose([*names, "known-issues"], told=lambda check: told.append(check.name))
+    report = diagnose([*names, "known-issues"], on_check=lambda check: told.append(check.name))
     marks = {check.name: check.mark for check in report.checks}
     assert told == [*names, "known-issues"]
     assert marks["divide_by_zero"] == "error"

@@ -24,9 +24,9 @@ import everyframe
 from everyframe.core.events import StageStarted
 from everyframe.families.opensora.components import build_model
 from everyframe.families.opensora.config import STDiT3Config
-from everyframe.families.opensora.text import build_encoder
 from everyframe.families.opensora.vae import VideoVAE
 from everyframe.families.opensora.vae_config import VideoVAEConfig
+from everyframe.families.t5_encoder import build_encoder
 from everyframe.hardware.isolation import run_isolated
 from everyframe.runtime import loading
 from helpers.tiny_checkpoints import inpaint as tiny_inpaint

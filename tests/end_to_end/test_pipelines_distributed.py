@@ -145,7 +145,7 @@ def test_texts_are_encoded_once(ranks: Group, asked: dict[str, dict[str, Any]], 
     np.testing.assert_array_equal(videos(found)[3], videos(each)[3])
     assert each[0]["calls"] == each[1]["calls"] > 0
     assert [one["calls"] for one in found] == [each[0]["calls"], 0]
-    sent = [one["sent"].get("what is encoded is handed on", 0) for one in found]
+    sent = [one["sent"].get("what is encoded is broadcast", 0) for one in found]
     assert sent[0] > 0
     assert sent[1] == 0
 

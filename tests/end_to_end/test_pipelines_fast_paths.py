@@ -110,8 +110,8 @@ def test_half_precision_has_to_be_certified_too(
 def test_what_is_tried_is_the_pipelines_own_call(folder: Path) -> None:
     """In another process as well, which is sent the call and builds the rest."""
     found = prepared(folder)
-    (run,) = [run for run in found.fitted.runs if run.rehearsal.component == "transformer"]
-    assert run.rehearsal.is_foreign
+    (run,) = [run for run in found.fitted.runs if run.stage_call.component == "transformer"]
+    assert run.stage_call.is_foreign
     certificates = found.chooser.certificates
     assert certificates is not None
     precision = found.plan.component("transformer").precision
@@ -120,7 +120,7 @@ def test_what_is_tried_is_the_pipelines_own_call(folder: Path) -> None:
     assert len(pickle.dumps(subject)) < 200_000, "no module goes along"
     (block,) = blocks_of(sent)
     assert block.name == "transformer_blocks.0"
-    assert block.count == len(run.rehearsal.module().transformer_blocks)
+    assert block.count == len(run.stage_call.module().transformer_blocks)
     answer = block.alone(())(*block.given.args, **block.given.kwargs)
     assert all(each.isfinite().all() for each in answer)
     assert digest(sent.plan_key) == digest(subject.plan_key)

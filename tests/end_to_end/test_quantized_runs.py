@@ -61,8 +61,8 @@ def round_weights(family: str, model: Path, kind: str) -> list[str]:
     prepared = prepare(everyframe.Request(**asked(family, model), quantize=kind))
     parts = [part for part in prepared.plan.components if part.precision.weight_dtype]
     for part in parts:
-        run = next(run for run in prepared.fitted.runs if run.rehearsal.component == part.name)
-        _round(_file(model, part), set(rows(run.rehearsal.module(), part.precision)), kind)
+        run = next(run for run in prepared.fitted.runs if run.stage_call.component == part.name)
+        _round(_file(model, part), set(rows(run.stage_call.module(), part.precision)), kind)
     return [part.name for part in parts]
 
 

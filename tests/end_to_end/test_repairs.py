@@ -282,11 +282,11 @@ def test_frames_that_are_not_finite_pass_no_gate() -> None:
     class Careless:
         name, component, goes_on = "decode", "vae", False
 
-        def num_steps(self, num_takes: int) -> int:
+        def num_steps(self, num_videos: int) -> int:
             return 0
 
-        def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-            yield FramesDecoded(takes[0].seed, 1, bad)
+        def run(self, videos: Sequence[VideoState]) -> Iterator[Event]:
+            yield FramesDecoded(videos[0].seed, 1, bad)
 
     class Model:
         def stages(self, plan: Any, clip: int) -> list[Any]:
@@ -298,7 +298,7 @@ def test_frames_that_are_not_finite_pass_no_gate() -> None:
         teams=SimpleNamespace(team=SimpleNamespace(is_lead=False)),
         stages=lambda model, clip: model.stages(plan, clip),
     )
-    keeper, progress = RunStateWriter(None, SaveOptions(None)), RunState(takes=[VideoState(0)])
+    keeper, progress = RunStateWriter(None, SaveOptions(None)), RunState(videos=[VideoState(0)])
     events = run._run(here, Model(), {}, keeper, progress)  # type: ignore[arg-type]
     with pytest.raises(NumericsError, match="nothing was written"):
         list(events)

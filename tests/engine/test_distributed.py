@@ -163,7 +163,7 @@ def test_videos_are_dealt_out_whole_and_have_the_same_bits(ranks: Group, model: 
     assert all(np.array_equal(videos[seed], frames) for seed, frames in wanted.items())
     # Of what is computed, the text alone was handed on.
     sent = {what for each in found for what in each["sent"]}
-    assert "the text is handed on" in sent
+    assert "the text is broadcast" in sent
     assert not any("frames" in what or "projection" in what for what in sent)
 
 

@@ -185,7 +185,7 @@ def run(asked: Request, recorder: Recorder) -> dict[str, list[Operation]]:
 def run_dry(prepared: PreparedPlan, recorder: Recorder) -> dict[str, list[Operation]]:
     """Operations of the plan's dry runs, called on the modules that the run loads."""
     model: Any = prepared.model
-    calls = {call.key: call for call in model.rehearsals(prepared.plan.settings)}
+    calls = {call.key: call for call in model.dry_run_calls(prepared.plan.settings)}
     # As the run has torch set.
     with engine_run._switched(prepared.plan, Turn(is_alone=True)):
         for call in calls.values():
@@ -231,7 +231,7 @@ def test_run_and_dry_run_make_the_same_operations(
     asked = request(family, tmp_path_factory.getbasetemp())
     real = run(asked, recorder)
     prepared = prepare(asked, num_threads=1)
-    components = {call.component for call in prepared.model.rehearsals(prepared.plan.settings)}  # type: ignore[attr-defined]
+    components = {call.component for call in prepared.model.dry_run_calls(prepared.plan.settings)}  # type: ignore[attr-defined]
     assert components == {each.name for each in prepared.plan.components}
     recorder.found = {}
     dry = run_dry(prepared, recorder)

@@ -161,8 +161,8 @@ def test_a_wrong_graph_is_left_for_the_block_as_it_is_written(number: int, by: f
     part = ComponentPlan("m", "m", "denoise", "", 0, "cpu", Precision("float32", "float32"), 0, 0)
     plan = Plan("m", "m", "m", settings(), device, 1, (part,))
     guard = Guard(plan, "denoise", {"m": model})
-    take = VideoState(3)
-    guard.take(take)
+    video = VideoState(3)
+    guard.start_video(video)
     assert guard.call(1, lambda: model(x, 0.5)).equal(want)
     (told,) = guard.events()
     assert isinstance(told, Repaired)
@@ -172,7 +172,7 @@ def test_a_wrong_graph_is_left_for_the_block_as_it_is_written(number: int, by: f
     assert "uncompiled it is" in told.text
     # The other one stays, and what is remembered is that of this video.
     assert [is_compiled(block) for block in model.blocks] == [number == 1, number == 0]
-    assert take.repairs == (Repair("m", wrong, PLAIN, "float32"),)
+    assert video.repairs == (Repair("m", wrong, PLAIN, "float32"),)
     assert guard.call(2, lambda: model(x, 0.5)).equal(want)
     assert not list(guard.events())
     guard.end()

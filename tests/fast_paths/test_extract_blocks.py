@@ -37,7 +37,7 @@ def subject(model: str, dtype: str = "fp32", **more: Any) -> CertificationTarget
     sizes = {**SIZES, **more}
     prepared = prepare(everyframe.Request(prompt="a", model=model, dtype=dtype, **sizes))
     part = prepared.plan.component("denoiser")
-    runs = [run for run in prepared.fitted.runs if run.rehearsal.component == "denoiser"]
+    runs = [run for run in prepared.fitted.runs if run.stage_call.component == "denoiser"]
     certificates = Certificates(prepared.plan.device, 1)
     return certificates.subject("denoiser", part.precision, runs)
 

@@ -13,70 +13,31 @@ To add a kind: a function from `Golden` to named outputs, and a line in `KINDS`.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from everyframe.checkpoints.key_map import KeyMap
-from everyframe.checkpoints.strict_load import load_strictly
 from everyframe.checkpoints.tensor_file import open_checkpoint
 from everyframe.core.errors import EveryframeError, InputError
 from everyframe.numerics.tensor_stats import Difference, largest_error
 from everyframe.samplers import iddpm, rectified_flow
 from everyframe.samplers.guidance import guide
 
-
-class Golden:
-    """One folder's content; what is missing or broken raises `InputError` naming it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        if not folder.is_dir():
-            raise InputError(f"{folder} is not a folder")
-        try:
-            self.config: dict[str, Any] = json.loads(self._file("config.json").read_text("utf-8"))
-        except ValueError as error:
-            raise InputError(f"{folder / 'config.json'} is not JSON: {error}") from error
-        try:
-            self.tensors: dict[str, Tensor] = load_file(self._file("io.safetensors"))
-        except SafetensorError as error:
-            raise InputError(f"{folder / 'io.safetensors'} can't be read: {error}") from error
-
-    def _file(self, name: str) -> Path:
-        path = self.folder / name
-        if not path.is_file():
-            raise InputError(f"{self.folder} has no file {name}")
-        return path
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self.tensors:
-            raise InputError(f"{self.folder / 'io.safetensors'} has no tensor {name!r}")
-        return self.tensors[name]
-
-    def setting(self, name: str) -> Any:
-        if name not in self.config:
-            raise InputError(f"{self.folder / 'config.json'} has no setting {name!r}")
-        return self.config[name]
-
-    def load(self, module: nn.Module, keys: KeyMap | None = None) -> None:
-        """Fill `module` with the folder's weights: none missing, left over or misshapen."""
-        load_strictly(module, open_checkpoint(self._file("weights.safetensors")), keys=keys)
-        module.eval()
-
-
-Outputs = Iterator[tuple[str, Tensor]]
+# As a script or loaded by its test: the modules beside it.
+sys.path.insert(0, str(Path(__file__).parent))
+from golden_folder import Golden, Outputs, constructor
+from opensora2_kinds import (
+    opensora2_dcae,
+    opensora2_mmdit,
+    opensora2_sampler,
+    opensora2_vae_hunyuan,
+)
 
 
 def opensora_stdit_v1_0(golden: Golden) -> Outputs:
@@ -186,13 +147,6 @@ def opensora_rflow(golden: Golden) -> Outputs:
     yield "sample", last.x
 
 
-def _constructor(golden: Golden, *leave_out: str) -> dict[str, Any]:
-    """What upstream's class was made with, as its config.json would say it."""
-    name = next((key for key in golden.config if key.startswith("constructor")), "constructor")
-    given: dict[str, Any] = golden.setting(name)
-    return {key: value for key, value in given.items() if key not in leave_out}
-
-
 def _other_way(x: Tensor) -> Tensor:
     """Step-Video's (B, T, C, H, W) to ours, (B, C, T, H, W), and back."""
     return x.transpose(1, 2)
@@ -203,7 +157,7 @@ def stepvideo_dit(golden: Golden) -> Outputs:
     from everyframe.families.stepvideo.config import StepVideoModelConfig
     from everyframe.families.stepvideo.model import StepVideoModel
 
-    given = _constructor(golden)
+    given = constructor(golden)
     if "rope_ch_split" in golden.config:
         given["rope_ch_split"] = golden.setting("rope_ch_split")
     model = StepVideoModel(StepVideoModelConfig.from_json(given))
@@ -251,7 +205,7 @@ def stepvideo_llm(golden: Golden) -> Outputs:
     from everyframe.families.stepvideo.llm import StepLLM, slopes
     from everyframe.families.stepvideo.text import framed
 
-    model = StepLLM(StepLLMConfig.from_json(_constructor(golden)))
+    model = StepLLM(StepLLMConfig.from_json(constructor(golden)))
     golden.load(model)
     yield "hidden_states", model(golden["input_ids"])
     yield "alibi_slopes", slopes(model.config.num_attention_heads)
@@ -266,7 +220,7 @@ def stepvideo_rope(golden: Golden) -> Outputs:
     """Rotations along frames, rows and columns, and their tables."""
     from everyframe.ops.rope import axes_table, axis_angles, grid_positions, rotate_axes
 
-    theta = _constructor(golden).get("freq", 10000.0)
+    theta = constructor(golden).get("freq", 10000.0)
     for case in golden.setting("cases"):
         tag, sizes, widths = case["tag"], case["rope_positions"], case["ch_split"]
         table = axes_table(sizes, widths, theta=theta)
@@ -327,6 +281,11 @@ KINDS = {
     "stepvideo_llm": Kind(stepvideo_llm, absolute=2e-4),
     "stepvideo_rope": Kind(stepvideo_rope, absolute=2e-4),
     "stepvideo_scheduler": Kind(stepvideo_scheduler, absolute=2e-4),
+    # Also opensora2_mmdit_cond and opensora2_mmdit_flux: the config tells them apart.
+    "opensora2_mmdit": Kind(opensora2_mmdit, absolute=2e-4),
+    "opensora2_vae_hunyuan": Kind(opensora2_vae_hunyuan, absolute=1e-3),
+    "opensora2_dcae": Kind(opensora2_dcae, absolute=1e-3),
+    "opensora2_sampler": Kind(opensora2_sampler, relative=1e-3),
 }
 
 

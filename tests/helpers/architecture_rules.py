@@ -80,7 +80,7 @@ MAY_CHANGE_THE_PROCESS = {
     "everyframe.diffusers_pipelines.call_thread": "a hook for one thread, after an interrupt",
     "everyframe.doctor.probes": "runs in a process of its own",
     "everyframe.engine.worker": "runs in a process of its own",
-    "everyframe.fast_paths.compilation": "torch has its compile cache in the environment",
+    "everyframe.fast_paths.compiler_cache": "torch has its compile cache in the environment",
     "everyframe.fast_paths.trials": "runs in a process of its own",
     "everyframe.hardware.cpu": "the number of this thread; the process's is restored at once",
     "everyframe.hardware.isolation": "the start of a process, under a lock; and in that process",

@@ -27,8 +27,8 @@ def dry_run_module(
     return executor.dry_run_modules(parts, lambda where: call(module, where), device).found[""]
 
 
-def dry_run_call(rehearsal: DryRunCall, precision: Precision, device: DeviceFacts) -> DryRun:
+def dry_run_call(stage_call: DryRunCall, precision: Precision, device: DeviceFacts) -> DryRun:
     """That call of a stage, with its components in `precision`."""
-    found = dry_runs.dry_run(rehearsal, dict.fromkeys(rehearsal.components, precision), device)
+    found = dry_runs.dry_run(stage_call, dict.fromkeys(stage_call.components, precision), device)
     assert isinstance(found, DryRun)
     return found

@@ -20,12 +20,12 @@ from everyframe.runtime.interface import VideoState
 def frames_of(prepared: PreparedPlan, change: Callable[[Plan], Plan], **given: Any) -> np.ndarray:
     """Frames (T, H, W, 3) of the plan as `change` makes it; `given` are the take's."""
     plan = change(prepared.plan)
-    take = VideoState(plan.settings.seed, **given)
+    video = VideoState(plan.settings.seed, **given)
     frames = []
     with torch.inference_mode():
         for stage in stages_of(prepared.model, plan, 0):
             frames += [
-                event.frames for event in stage.run([take]) if isinstance(event, FramesDecoded)
+                event.frames for event in stage.run([video]) if isinstance(event, FramesDecoded)
             ]
     return np.concatenate(frames)
 
@@ -55,7 +55,7 @@ def certificates_of(
     assert certificates is not None
     made = []
     for part in prepared.plan.components:
-        runs = [run for run in prepared.fitted.runs if run.rehearsal.component == part.name]
+        runs = [run for run in prepared.fitted.runs if run.stage_call.component == part.name]
         subject = certificates.subject(part.name, part.precision, runs)
         made.append(
             Certificate(

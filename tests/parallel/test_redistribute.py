@@ -157,7 +157,7 @@ def statistics(team: Communicator) -> dict[str, Any]:
     told = team.broadcast_tree(mine if team.rank == 1 else None, 1, "sharing")
     return {
         "sum": team.sum(x, "adding"),
-        "told": team.tell_all({"rank": team.rank, "ä": [1.5, None]}, "telling"),
+        "told": team.all_gather_object({"rank": team.rank, "ä": [1.5, None]}, "telling"),
         "shared": told,
         "sent": dict(team.sent),
     }

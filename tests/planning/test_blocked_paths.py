@@ -31,7 +31,7 @@ class Run:
     def __init__(self, component: str, *shapes: tuple[int, ...], kind: str = "convolution") -> None:
         product = OpShape(kind, "bfloat16", shapes)
         self.found = type("", (), {"work": type("", (), {"products": ((product, 1.0),)})})
-        self.rehearsal = type("", (), {"component": component, "key": component, "num_calls": 1})
+        self.stage_call = type("", (), {"component": component, "key": component, "num_calls": 1})
 
     def has_place(self, path: str, *, is_quantised: bool) -> bool:
         return applies_to(path, nn.Identity(), is_quantised=is_quantised)
@@ -74,7 +74,7 @@ def test_what_is_about_an_operation_is_avoided_where_that_is_computed() -> None:
     bf16 = Precision("bfloat16", "bfloat16")
 
     def chosen(run: Any) -> tuple[str, str]:
-        part: Any = SimpleNamespace(name=run.rehearsal.component, has_precision=None)
+        part: Any = SimpleNamespace(name=run.stage_call.component, has_precision=None)
         dtype, (choice,) = chooser.dtype(part, bf16, [run])
         return dtype, choice.verdict
 
@@ -125,7 +125,7 @@ def test_a_loaded_components_dtype_is_kept_and_the_issue_told() -> None:
     chooser = FastPathChooser(CARD, known=known(sick, CARD))
     bf16 = Precision("bfloat16", "bfloat16")
     for run, is_told in ((VAE, True), (DENOISER, False)):
-        name = run.rehearsal.component
+        name = run.stage_call.component
         part: Any = SimpleNamespace(name=name, has_precision=bf16)
         dtype, choices = chooser.dtype(part, bf16, [run])
         assert dtype == "bfloat16"

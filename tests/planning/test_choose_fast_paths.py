@@ -147,7 +147,9 @@ def test_half_precision_is_used_where_it_is_certified(
     ) -> dict[str, str]:
         tried.extend(missing)
         for each in missing:
-            runs = [run for run in planned.fitted.runs if run.rehearsal.component == each.component]
+            runs = [
+                run for run in planned.fitted.runs if run.stage_call.component == each.component
+            ]
             subject = certificates.subject(each.component, each.precision, runs)
             good = each.component == "denoiser"
             certificate_store.keep(

@@ -114,7 +114,7 @@ def test_loading_them_takes_the_time_of_what_is_in_the_files(model: ModelSpec) -
     times = {}
     for kind in ("none", "int8"):
         found = fitted(model, device("cpu-fp32"), asked=kind)
-        run = next(run for run in found.runs if run.rehearsal.component == "denoiser")
+        run = next(run for run in found.runs if run.stage_call.component == "denoiser")
         times[kind] = stage_plan(run, denoiser(found), rates).seconds
     assert times["none"] is not None
     assert times["int8"] is not None

@@ -54,7 +54,7 @@ def runs_of(
         real = replace(part.needs, num_parameters=10**9)
         precisions[part.name], _ = choose(facts, dtype, real, force=True)
     found = {}
-    for each in model.rehearsals(settings):
+    for each in model.dry_run_calls(settings):
         run = dry_run(each, {name: precisions[name] for name in each.components}, facts)
         assert isinstance(run, DryRun)
         found[each.stage] = run
@@ -68,7 +68,7 @@ def test_calls_of_equal_keys_have_equal_results(name: str) -> None:
 
     def results(settings: Settings) -> dict[Any, Any]:
         found = {}
-        for each in model.rehearsals(settings):
+        for each in model.dry_run_calls(settings):
             precisions = dict.fromkeys(each.components, Precision("bfloat16", "bfloat16", ()))
             run = executor.dry_run(each, precisions, facts).found[each.component]
             found[each.key, each.component] = run
@@ -167,7 +167,7 @@ def test_islands_of_the_plan_compute_in_float32(name: str) -> None:
     needs = {part.name: part.needs for part in model.components(settings)}
     runs = runs_of(model, settings, device("cuda-sm90"))
     for run in runs.values():
-        for island in needs[run.rehearsal.component].islands:
+        for island in needs[run.stage_call.component].islands:
             dtypes = {
                 dtype
                 for module, operation, dtype in run.found.seen
@@ -196,9 +196,9 @@ def test_an_autoencoder_decodes_in_float32_on_every_device(name: str) -> None:
 
 def test_a_forced_upcast_that_is_undone_is_found() -> None:
     """diffusers casts SVD's autoencoder back to fp16 before decoding: float32 latents meet it."""
-    rehearsal = MODELS["svd"].rehearsals(SETTINGS["svd"])[3]
-    module = rehearsal.module().half()
-    found = executor.dry_run(rehearsal, {"vae": None}, device("cuda-sm70")).found["vae"]
+    stage_call = MODELS["svd"].dry_run_calls(SETTINGS["svd"])[3]
+    module = stage_call.module().half()
+    found = executor.dry_run(stage_call, {"vae": None}, device("cuda-sm70")).found["vae"]
     last = found.findings[-1]
     assert (last.module, last.operation, last.fatal) == ("decoder.conv_in", "conv2d", True)
     assert "should be the same" in last.problem
@@ -222,13 +222,13 @@ def test_every_family_can_be_run_dry() -> None:
 
 def test_a_run_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dry_runs, "_DONE", {})
-    rehearsal = MODELS["svd"].rehearsals(SETTINGS["svd"])[0]
+    stage_call = MODELS["svd"].dry_run_calls(SETTINGS["svd"])[0]
     precision = Precision("float32", "float32")
     card = device("cuda-sm80")
-    one = dry_run_call(rehearsal, precision, card)
+    one = dry_run_call(stage_call, precision, card)
     # Another card of the same rules, with another memory.
-    assert dry_run_call(rehearsal, precision, replace(card, free_memory=1)).found is one.found
-    assert dry_run_call(rehearsal, precision, device("mps")).found is not one.found
+    assert dry_run_call(stage_call, precision, replace(card, free_memory=1)).found is one.found
+    assert dry_run_call(stage_call, precision, device("mps")).found is not one.found
 
 
 MM = OpShape("product", "float32", ((64, 64), (64, 64)))
@@ -237,7 +237,7 @@ ATTENTION = OpShape("attention", "bfloat16", ((1, 1, 8, 8),) * 3)
 
 
 MODELS_RUN = dry_run_call(
-    MODELS["svd"].rehearsals(SETTINGS["svd"])[0],
+    MODELS["svd"].dry_run_calls(SETTINGS["svd"])[0],
     Precision("float32", "float32"),
     device("cuda-sm80"),
 )
@@ -268,18 +268,18 @@ def test_attention_takes_the_time_of_the_kernel_that_is_used() -> None:
     assert call_seconds(work, flash, paths=("linear-gelu", "attention-flash")) == pytest.approx(1)
     # Whoever measures asks for the kernels of the plan.
     found = replace(MODELS_RUN.found, work=work)
-    run = DryRun(MODELS_RUN.rehearsal, found)
-    component = run.rehearsal.component
+    run = DryRun(MODELS_RUN.stage_call, found)
+    component = run.stage_call.component
     assert heaviest([run], 1, {component: ()}) == [plain]
     assert heaviest([run], 1, {component: None}) == [ATTENTION]
 
 
 def test_what_is_tried_is_what_takes_longest_and_one_of_each_kind() -> None:
-    rehearsal = MODELS["svd"].rehearsals(SETTINGS["svd"])[0]
+    stage_call = MODELS["svd"].dry_run_calls(SETTINGS["svd"])[0]
 
     def run(products: Any, num_calls: float) -> DryRun:
-        found = dry_run_call(rehearsal, Precision("float32", "float32"), device("cuda-sm80")).found
-        return DryRun(replace(rehearsal, num_calls=num_calls), replace(found, work=Work(products)))
+        found = dry_run_call(stage_call, Precision("float32", "float32"), device("cuda-sm80")).found
+        return DryRun(replace(stage_call, num_calls=num_calls), replace(found, work=Work(products)))
 
     runs = [run(((MM, 1e9), (OTHER, 2e9)), 1), run(((MM, 1e9), (ATTENTION, 1e6)), 5)]
     assert heaviest(runs, 1) == [MM, ATTENTION]

@@ -46,7 +46,7 @@ def work(height: int, width: int, frames: int, layers: int) -> Work:
     )
     files: Any = None
     spec = StepVideoSpec("released", "released", StepVideoOptions(), files, builder)
-    calls = {each.component: each for each in spec.rehearsals(settings)}
+    calls = {each.component: each for each in spec.dry_run_calls(settings)}
     precision = Precision("bfloat16", "bfloat16", DENOISER_ISLANDS)
     return dry_run_call(calls["denoiser"], precision, CARDS[0]).found.work
 

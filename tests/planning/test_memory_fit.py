@@ -13,11 +13,11 @@ from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, Precision, peak_of
 from everyframe.families.opensora.components import OpenSoraBuilder
 from everyframe.families.opensora.config import OpenSoraConfig, STDiT3Config
-from everyframe.families.opensora.spec import _T5_XXL
 from everyframe.families.opensora.vae_config import VideoVAEConfig
 from everyframe.families.svd.components import SVDBuilder
 from everyframe.families.svd.config import SVDConfig, released
 from everyframe.families.svd.options import SVDOptions
+from everyframe.families.t5_tokenizer import T5_XXL
 from everyframe.hardware.profiles import find_profile
 from everyframe.planning import component_precision
 from everyframe.planning.component_memory import ComponentPlanner
@@ -197,9 +197,9 @@ def test_what_is_far_too_large_is_told_after_few_dry_runs(
     tight = fitting(model, card(10**8))
     tried: set[object] = set()
 
-    def counted(rehearsal: DryRunCall, *others: Any) -> DryRun | str:
-        tried.add((rehearsal.key, rehearsal.component))
-        return dry_run(rehearsal, *others)
+    def counted(stage_call: DryRunCall, *others: Any) -> DryRun | str:
+        tried.add((stage_call.key, stage_call.component))
+        return dry_run(stage_call, *others)
 
     monkeypatch.setattr(component_precision, "dry_run", counted)
     assert not tight.fit(settings).fits
@@ -219,9 +219,9 @@ def test_weights_that_are_too_much_are_refused_without_a_search(
     """On a CPU nothing helps there, so each stage is run dry once, and no smaller video."""
     tried: list[str] = []
 
-    def counted(rehearsal: DryRunCall, *others: Any) -> DryRun | str:
-        tried.append(rehearsal.stage)
-        return dry_run(rehearsal, *others)
+    def counted(stage_call: DryRunCall, *others: Any) -> DryRun | str:
+        tried.append(stage_call.stage)
+        return dry_run(stage_call, *others)
 
     monkeypatch.setattr(component_precision, "dry_run", counted)
     model, settings = config_only_models.svd(), config_only_models.settings(128, 128, 8)
@@ -261,7 +261,7 @@ def released_svd() -> Any:
 
 def released_opensora() -> Any:
     model = config_only_models.opensora("1.2")
-    config = OpenSoraConfig("1.2", STDiT3Config(), VideoVAEConfig(), _T5_XXL)
+    config = OpenSoraConfig("1.2", STDiT3Config(), VideoVAEConfig(), T5_XXL)
     return replace(model, builder=OpenSoraBuilder(config))
 
 

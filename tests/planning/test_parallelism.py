@@ -32,7 +32,6 @@ class TwoBranches:
     ways: tuple[str, ...] = ("",)
     in_step = True
     apart = False
-    shared_rehearsals = sum  # not asked here
 
     def num_branches(self, settings: Settings) -> int:
         return 1 if settings.guidance_scale == 1 else 2

@@ -33,8 +33,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
 
 
-def rehearsals(name: str = "opensora-1.2") -> list[DryRunCall]:
-    return list(MODELS[name].rehearsals(SETTINGS[name]))
+def dry_run_calls(name: str = "opensora-1.2") -> list[DryRunCall]:
+    return list(MODELS[name].dry_run_calls(SETTINGS[name]))
 
 
 def another_process(monkeypatch: pytest.MonkeyPatch) -> list[DryRunResults]:
@@ -59,17 +59,17 @@ def run(each: DryRunCall, profile: str = "cuda-sm75", precision: Precision = PRE
 def test_what_was_saved_is_what_was_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every stage, with its findings: that card emulates bfloat16."""
     made = another_process(monkeypatch)
-    first = [run(each).found for each in rehearsals(name)]
+    first = [run(each).found for each in dry_run_calls(name)]
     assert len(made) == len(first)
     assert any(found.findings for found in first)
     assert another_process(monkeypatch) == []
-    again = [run(each).found for each in rehearsals(name)]
+    again = [run(each).found for each in dry_run_calls(name)]
     assert again == first
     assert [result_from_json(json.loads(json.dumps(result_to_json(e)))) for e in first] == first
 
 
 def test_another_call_precision_or_device_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = rehearsals()[:2]
+    first, second = dry_run_calls()[:2]
     run(first)
     made = another_process(monkeypatch)
     run(first)
@@ -81,16 +81,16 @@ def test_another_call_precision_or_device_is_run(monkeypatch: pytest.MonkeyPatch
 
 
 def test_whether_a_path_has_a_place_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = run(rehearsals()[1])
+    step = run(dry_run_calls()[1])
     found = step.has_place("attention-flash", is_quantised=False)
     another_process(monkeypatch)
     monkeypatch.setattr(DryRunCall, "module", lambda self: pytest.fail("it is asked again"))
-    assert run(rehearsals()[1]).has_place("attention-flash", is_quantised=False) is found
+    assert run(dry_run_calls()[1]).has_place("attention-flash", is_quantised=False) is found
 
 
 def planted(name: str) -> list[Any]:
     """What is in a saved run, each time with one thing wrong."""
-    good = result_to_json(run(rehearsals(name)[1]).found)
+    good = result_to_json(run(dry_run_calls(name)[1]).found)
     product, *others = good["products"]
     found: list[Any] = [3, [], {}, "text"]
     found += [{key: value for key, value in good.items() if key != name} for name in good]
@@ -107,7 +107,7 @@ def planted(name: str) -> list[Any]:
 
 
 def test_what_is_no_dry_run_is_refused_and_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    each = rehearsals()[1]
+    each = dry_run_calls()[1]
     another_process(monkeypatch)
     right = run(each).found
     files: list[CacheFile] = []
@@ -137,9 +137,9 @@ def test_a_default_dtype_of_the_caller_is_not_saved(monkeypatch: pytest.MonkeyPa
     torch.set_default_dtype(torch.float64)
     try:
         monkeypatch.setattr(dry_runs, "_DONE", {})
-        run(rehearsals()[0])
+        run(dry_run_calls()[0])
     finally:
         torch.set_default_dtype(torch.float32)
     made = another_process(monkeypatch)
-    run(rehearsals()[0])
+    run(dry_run_calls()[0])
     assert len(made) == 1

@@ -10,7 +10,7 @@ from recipes.shapes import evaluate, reader, shipped, temporal, text, world
 
 import everyframe
 from everyframe.checkpoints.shapes_prompts import Scene, read_prompt
-from everyframe.families.opensora.prompt_tokens import load_tokenizer
+from everyframe.families.t5_tokenizer import load_tokenizer
 
 PROMPTS = (
     "a red circle moves to the right on a blue background",

@@ -9,7 +9,7 @@ from recipes.shapes import shipped, text, understand, world
 from everyframe.checkpoints.shapes_prompts import SHAPES, Scene
 from everyframe.checkpoints.strict_load import load_strictly
 from everyframe.checkpoints.tensor_file import open_checkpoint
-from everyframe.families.opensora.checkpoint import T5_KEYS
+from everyframe.families.t5_tokenizer import T5_KEYS
 
 
 def test_a_value_has_an_axis_of_its_own() -> None:

@@ -60,10 +60,10 @@ def test_what_a_dry_run_had_is_never_filled() -> None:
     """It was cast, and may have lost layers."""
     layer = Layer()
     assert layer.num_elements
-    rehearsed = layer.rehearsal("denoise", "layer", lambda module, device: None, 1).module()
-    rehearsed.half()
+    dry_run_module = layer.dry_run_call("denoise", "layer", lambda module, device: None, 1).module()
+    dry_run_module.half()
     taken = layer.taken("layer")
-    assert taken is not rehearsed
+    assert taken is not dry_run_module
     assert taken.weight.dtype == torch.float32
     assert taken.weight.is_meta
 

@@ -103,7 +103,7 @@ def test_a_failing_block_lets_its_weights_go() -> None:
 
 def ready(model: Any, component: str, dtype: str) -> Any:
     """A component of a family with random weights, in a precision, on the CPU."""
-    module = model.rehearsals(config_only_models.settings(32, 32, 4))
+    module = model.dry_run_calls(config_only_models.settings(32, 32, 4))
     module = next(each for each in module if each.component == component).module()
     module = module.to_empty(device="cpu").requires_grad_(False)
     state = tiny_opensora.randomised(module, 0)

@@ -21,7 +21,7 @@ class Kept:
         self.new.append(shortage)
 
 
-def take(seed: int, kept: Kept, step: int = 0) -> VideoState:
+def video(seed: int, kept: Kept, step: int = 0) -> VideoState:
     return VideoState(seed, step=step, oom_log=kept)
 
 
@@ -30,11 +30,11 @@ def test_calls_count_from_the_first_of_their_video() -> None:
     kept = Kept()
     whole, rest = CallCounter(), CallCounter()
     for seed, first in ((1, 1), (2, 4)):
-        whole.of(take(seed, kept))
+        whole.of(video(seed, kept))
         for number in range(first, first + 3):
             moment = whole.now(number)
             assert moment == OomEvent(seed, 0, number - first)
-    rest.of(take(2, kept))
+    rest.of(video(2, kept))
     assert rest.now(1) == OomEvent(2, 0, 0)
     assert rest.now(3) == moment
 
@@ -42,19 +42,19 @@ def test_calls_count_from_the_first_of_their_video() -> None:
 def test_a_step_is_the_same_wherever_it_is_gone_on_from() -> None:
     kept = Kept()
     whole, rest = CallCounter(), CallCounter()
-    one = take(1, kept)
+    one = video(1, kept)
     whole.of(one)
     for number in (1, 2, 3):
         one.step = number - 1
         whole.now(number)
-    other = take(1, kept, step=2)
+    other = video(1, kept, step=2)
     rest.of(other)
     assert rest.now(3) == whole.now(3) == OomEvent(1, 2, 0)
 
 
 def test_what_is_over_is_done_at_once_and_what_comes_in_its_call() -> None:
     kept = Kept(OomEvent(1, 0, 1), OomEvent(2, 1), OomEvent(2, 3), OomEvent(2, 3), OomEvent(2, 4))
-    moments, one = CallCounter(), take(2, kept, step=2)
+    moments, one = CallCounter(), video(2, kept, step=2)
     moments.of(one)
     # Another video's, which is done, and an earlier step's: silently; then nothing yet.
     assert [now for _, now in moments.due(3)] == [False, False]
@@ -69,10 +69,10 @@ def test_what_is_over_is_done_at_once_and_what_comes_in_its_call() -> None:
 def test_videos_by_turns_are_told_apart() -> None:
     """Encoding goes through the lots of frames, and through all videos in each."""
     kept = Kept(OomEvent(2, 0, 0), OomEvent(1, 0, 1))
-    moments, takes = CallCounter(), [take(1, kept), take(2, kept)]
+    moments, videos = CallCounter(), [video(1, kept), video(2, kept)]
     seen = []
     for number in (1, 2):
-        for each in takes:
+        for each in videos:
             moments.of(each)
             seen += [(each.seed, number) for _ in moments.due(number)]
     assert seen == [(2, 1), (1, 2)]

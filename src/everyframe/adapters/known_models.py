@@ -63,7 +63,11 @@ KNOWN_MODELS: tuple[KnownModel, ...] = (
 
 def identify(lora: LoraFile) -> str:
     """The model that a LoRA looks made for; empty if it looks like none that is known."""
-    widths = {module.stem: _width(module.shapes) for module in lora.modules}
+    return identify_widths({module.stem: _width(module.shapes) for module in lora.modules})
+
+
+def identify_widths(widths: Mapping[str, int | None]) -> str:
+    """The model with layers of these names and input channels; empty if none is known."""
     for known in KNOWN_MODELS:
         layer = re.compile(f"{known.layer}$")
         fits = any(

@@ -282,13 +282,13 @@ def _configs(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
     if text is None:
         return []
     try:
-        told = json.loads(text)
+        metadata = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path.name}: its {_METADATA} is no JSON: {error}") from error
-    if not isinstance(told, dict):
+    if not isinstance(metadata, dict):
         raise CheckpointError(f"{path.name}: its {_METADATA} is no JSON object")
     found: dict[str, dict[str, Any]] = {}
-    for key, value in told.items():
+    for key, value in metadata.items():
         component, dot, name = str(key).partition(".")
         found.setdefault(f"{component}." if dot else "", {})[name if dot else component] = value
     return sorted(found.items(), key=lambda each: -len(each[0]))

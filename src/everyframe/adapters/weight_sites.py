@@ -7,7 +7,7 @@ diffusers' names, original names, and both with underscores for dots.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from everyframe.adapters.name_maps import NAME_MAPS, Rename
@@ -46,8 +46,13 @@ class WeightSites:
         names: every dotted name, and the modules that it means.
     """
 
-    def __init__(self, table: WeightTable) -> None:
-        self.table = table
+    def __init__(
+        self,
+        table: WeightTable,
+        renames: Callable[[Collection[str]], Iterable[Rename]] | None = None,
+    ) -> None:
+        """With `renames` its layout alone: an own name that it gives to another module is that."""
+        self.table, self._renames = table, renames
         self._parameters: dict[str, dict[str, str]] = {}
         for name in table.shapes:
             module, _, own = name.rpartition(".")
@@ -85,7 +90,29 @@ class WeightSites:
         close = closest_names(name, self.names)
         return close[0] if close else ""
 
+    def parameters(self, name: str) -> tuple[tuple[str, Shape, Rows | None], ...] | None:
+        """(parameter, its shape, its rows) of each that a tensor of that name holds; None if none.
+
+        The rows are those of the tensor.
+        """
+        module, _, kind = name.rpartition(".")
+        targets = self.names.get(module) if kind in ("weight", "bias") else None
+        is_bare = targets is None
+        found = []
+        for target in self.names.get(name, ()) if targets is None else targets:
+            parameter = self.parameter(target.module, "weight" if is_bare else kind)
+            if parameter is None or is_bare != (parameter[0] == target.module):
+                return None
+            found.append((*parameter, target.rows))
+        return tuple(found) or None
+
     def _names(self) -> Iterator[tuple[str, tuple[Target, ...]]]:
+        if self._renames is not None:
+            for module in self._parameters:
+                yield module, (Target(module),)
+            for rename in self._renames(self._parameters):
+                yield from self._expanded(rename)
+            return
         own = NAME_MAPS.get(self.table.class_name)
         for rename in own or unet_renames(self._parameters):
             yield from self._expanded(rename)

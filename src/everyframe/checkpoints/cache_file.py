@@ -53,8 +53,8 @@ class CacheFile:
 
     @property
     def _digest(self) -> str:
-        told = "\n".join([_SCHEMA, self.kind, software_key(), self.key])
-        return hashlib.sha256(told.encode()).hexdigest()
+        text = "\n".join([_SCHEMA, self.kind, software_key(), self.key])
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def read(self) -> Any:
         """Result as plain data; None if it is absent or does not match."""
@@ -63,8 +63,8 @@ class CacheFile:
             if not path.is_file() or path.stat().st_size > MAX_BYTES:
                 return None
             head, _, text = path.read_text(encoding="utf-8").partition("\n")
-            told = json.loads(head)
-            if told == self._head(text):
+            saved = json.loads(head)
+            if saved == self._head(text):
                 return json.loads(text)
         except (OSError, ValueError, RecursionError) as error:
             _log.info("%s can't be read, so it is made again: %s", path, error)
@@ -111,8 +111,8 @@ def software_key() -> str:
     ]
     others = [(name, _version(name), *_stamp_of(name)) for name in _PACKAGES]
     steer = sorted(item for item in os.environ.items() if item[0].startswith(_STEER))
-    told = [platform.python_version(), files, others, steer]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    parts = [platform.python_version(), files, others, steer]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def _stamp(path: Path) -> tuple[int, int]:

@@ -87,6 +87,7 @@ class Location:
         path: the embedded model's folder, or the local folder or file.
         missing: what a local model lacks; for hub models see each component.
         hint: a clause such as ``"; did you mean 'opensora-1.2'?"`` for an unlisted hub id.
+        components: those whose weights come from files of their own, so it may lack them.
     """
 
     asked: str
@@ -96,6 +97,7 @@ class Location:
     parts: tuple[PartLocation, ...] = ()
     missing: tuple[str, ...] = ()
     hint: str = ""
+    components: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

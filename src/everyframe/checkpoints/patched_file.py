@@ -32,7 +32,11 @@ class PatchedTensorFile(TensorFile):
 
     def __init__(self, base: TensorFile, patches: Patches) -> None:
         super().__init__(base.source, {name: base.entry(name) for name in base})
-        self._patches = patches
+        self._base, self._patches = base, patches
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See `TensorFile.dtype`."""
+        return self._base.dtype(name)
 
     def load(
         self,
@@ -43,9 +47,9 @@ class PatchedTensorFile(TensorFile):
         """See `TensorFile.load`; without `dtype` a patched tensor is float32, not rounded again."""
         patch = self._patches.get(name)
         if patch is None:
-            return super().load(name, device, dtype)
+            return self._base.load(name, device, dtype)
         with torch.no_grad():
-            merged = patch(super().load(name, dtype=torch.float32))
+            merged = patch(self._base.load(name, dtype=torch.float32))
         return merged.to(device=device, dtype=dtype)
 
 

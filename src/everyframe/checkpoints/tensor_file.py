@@ -7,7 +7,8 @@ only tensors are read (`torch_file`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -35,6 +36,8 @@ DTYPES: Mapping[str, torch.dtype] = {
 }  # fmt: skip
 
 _INDEX = ".index.json"
+#: Runs of rows beyond which a tensor is read at once and cut then.
+MANY_RUNS = 64
 #: Matches a variant's index too: ``model.safetensors.index.fp16.json``.
 _IS_INDEX = re.compile(r".*\.index(\.\w+)?\.json")
 
@@ -117,6 +120,32 @@ class TensorFile:
         """
         entry = self.entry(name)
         return read_entry(entry, name).to(device=device, dtype=dtype)
+
+    def load_rows(self, name: str, rows: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Read runs of rows (first, end) of one tensor, one after the other, in its own dtype.
+
+        Raises:
+            CheckpointError: as `load`.
+        """
+        entry = self.entry(name)
+        if entry.resident is not None or entry.stride is not None or len(rows) > MANY_RUNS:
+            whole = self.load(name)
+            return torch.cat([whole[first:end] for first, end in rows])
+        size = entry.num_bytes // max(1, entry.shape[0])
+        return torch.cat(
+            [
+                read_entry(
+                    replace(
+                        entry,
+                        shape=(end - first, *entry.shape[1:]),
+                        offset=entry.offset + first * size,
+                        num_bytes=(end - first) * size,
+                    ),
+                    name,
+                )
+                for first, end in rows
+            ]
+        )
 
     def entry(self, name: str) -> TensorLocation:
         """Location of one tensor; raises `CheckpointError` if there is none of that name."""

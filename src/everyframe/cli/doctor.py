@@ -50,8 +50,8 @@ def doctor(
     from everyframe.doctor.report import shareable
 
     quiet = json or share
-    told = None if quiet else _teller(sys.stdout, everything=everything)
-    report = diagnose(checks, profile=profile, model=model, smoke=smoke, told=told)
+    on_check = None if quiet else _teller(sys.stdout, everything=everything)
+    report = diagnose(checks, profile=profile, model=model, smoke=smoke, on_check=on_check)
     if json:
         data = report.model_dump(mode="json")
         print(json_line(shareable(data) if share else data))

@@ -78,7 +78,7 @@ def _events(wanted: ParsedRequest, output: str | None, run_dir: str | None) -> C
     place = None if output is None else absolute(output)
 
     def started() -> Events:
-        # Not on top: these bring NumPy, or torch, and a wrong option should be told at once.
+        # Not on top: these bring NumPy, or torch, and a wrong option should be refused at once.
         from everyframe.engine.comparison import compare_with
         from everyframe.engine.launcher import is_possible, run_in_workers
         from everyframe.engine.worker_process import WorkerJob

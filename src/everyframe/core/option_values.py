@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from everyframe.core.components import parse_components
 from everyframe.core.errors import InputError
+from everyframe.core.lora import parse_loras
 from everyframe.core.options import shown
 
 
@@ -71,6 +73,20 @@ def option_text(name: str, given: Any) -> Any:
         raise InputError(f"{name} must be {allowed}, got {shown(given)}")
     return text
 
+
+def _names(given: Any) -> Any:
+    """Names of a list, or separated by commas."""
+    listed = [given] if isinstance(given, str) else given
+    if not isinstance(listed, (list, tuple)):
+        return given
+    names = (name for each in listed for name in str(each).split(","))
+    return tuple(name.strip() for name in names if name.strip())
+
+
+#: Option that may be repeated -> the reader of its forms.
+REPEATED: dict[str, Callable[[Any], Any]] = {
+    "loras": parse_loras, "components": parse_components, "disable": _names,
+}  # fmt: skip
 
 #: Earlier name of an option, still read -> its name.
 _RENAMED = {"without": "disable"}

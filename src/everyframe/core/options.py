@@ -174,13 +174,13 @@ def explain(error: ValidationError, *, is_flat: bool = False) -> str:
         place = ".".join(names[:1] if is_flat else names)
         ctx: Mapping[str, Any] = typing.cast("Mapping[str, Any]", problem.get("ctx", {}))
         if problem["type"] == "value_error":
-            told = str(ctx.get("error", problem["msg"]))
-            sentences.setdefault(place if is_flat else told, told)
+            sentence = str(ctx.get("error", problem["msg"]))
+            sentences.setdefault(place if is_flat else sentence, sentence)
             continue
         say = _WORDS.get(problem["type"])
         words = say(ctx) if say else problem["msg"][:1].lower() + problem["msg"][1:]
-        told = f"{place} {words}, got {shown(problem['input'])}"
-        sentences.setdefault(place if is_flat else told, told)
+        sentence = f"{place} {words}, got {shown(problem['input'])}"
+        sentences.setdefault(place if is_flat else sentence, sentence)
     return "; ".join(dict.fromkeys(sentences.values()))
 
 

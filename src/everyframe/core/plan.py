@@ -57,12 +57,12 @@ class Settings:
     savings: tuple[tuple[str, int], ...] = ()
 
     @property
-    def told_size(self) -> tuple[int, int]:
+    def conditioned_size(self) -> tuple[int, int]:
         """(height, width) that the model is conditioned on: the nominal size if there is one."""
         return self.nominal_size or (self.height, self.width)
 
     @property
-    def told_length(self) -> int:
+    def conditioned_length(self) -> int:
         """Frames that the model is conditioned on: the nominal length if there is one."""
         return self.nominal_length or self.num_frames
 

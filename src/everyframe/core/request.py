@@ -14,8 +14,8 @@ from pydantic import ValidationInfo, field_validator, model_validator
 
 from everyframe.core.bytes import parse_bytes
 from everyframe.core.errors import InputError, did_you_mean
-from everyframe.core.lora import Lora, parse_loras
-from everyframe.core.option_values import SPELLED, option_text, with_current_names
+from everyframe.core.lora import Lora
+from everyframe.core.option_values import REPEATED, SPELLED, option_text, with_current_names
 from everyframe.core.options import Options, option
 from everyframe.core.parallel_plan import parse_ways
 from everyframe.core.plan import Repair
@@ -72,6 +72,14 @@ class Request(Options):
         aliases=("--lora",),
         default=(),
         accepts=("str", "PathLike[str]", "Sequence[str | Path | tuple[str, float]]"),
+    )
+    components: dict[str, str] = option(
+        "A component's weights from a file of their own, as NAME=FILE: a single file in its "
+        "authors' or ComfyUI's form, scaled eight bits, or GGUF; may be repeated.",
+        group="What",
+        aliases=("--component",),
+        default={},
+        accepts=("Mapping[str, str | PathLike[str]]", "Sequence[str]"),
     )
 
     size: str | None = option(
@@ -280,21 +288,11 @@ class Request(Options):
         """Convert Python values to their command line text."""
         return option_text(str(info.field_name), given)
 
-    @field_validator("loras", mode="before")
+    @field_validator(*REPEATED, mode="before")
     @classmethod
-    def _loras(cls, given: Any) -> Any:
-        """Accept texts, paths, pairs with a strength, or mappings."""
-        return parse_loras(given)
-
-    @field_validator("disable", mode="before")
-    @classmethod
-    def _names(cls, given: Any) -> Any:
-        """Accept a list of names, or names separated by commas."""
-        listed = [given] if isinstance(given, str) else given
-        if not isinstance(listed, (list, tuple)):
-            return given
-        names = (name for each in listed for name in str(each).split(","))
-        return tuple(name.strip() for name in names if name.strip())
+    def _repeated(cls, given: Any, info: ValidationInfo) -> Any:
+        """Accept one value, a list of them, or the forms that the option has besides."""
+        return REPEATED[str(info.field_name)](given)
 
     @model_validator(mode="before")
     @classmethod

@@ -21,7 +21,7 @@ from everyframe.runtime.interface import VideoState
 def arguments(
     interface: CallSignature,
     settings: Settings,
-    take: VideoState,
+    video: VideoState,
     own: Mapping[str, Any],
     *,
     decodes: bool = True,
@@ -34,15 +34,15 @@ def arguments(
     """
     from PIL import Image
 
-    height, width = settings.told_size
+    height, width = settings.conditioned_size
     ours: dict[str, Any] = {
         "height": height,
         "width": width,
-        "num_frames": settings.told_length,
+        "num_frames": settings.conditioned_length,
         "fps": settings.fps,
         "num_inference_steps": settings.num_inference_steps,
         "guidance_scale": settings.guidance_scale,
-        "seed": torch.Generator(device="cpu").manual_seed(take.seed),
+        "seed": torch.Generator(device="cpu").manual_seed(video.seed),
     }
     if settings.prompt or "prompt_embeds" not in own:
         ours["prompt"] = settings.prompt
@@ -50,20 +50,20 @@ def arguments(
         ours["negative_prompt"] = settings.negative_prompt
     elif defaults.of(defaults.EMPTY_NEGATIVE, interface.class_name):
         ours["negative_prompt"] = ""
-    if take.start_noise is not None:
-        ours["latents"] = take.start_noise
-    if take.inputs.first is not None:
-        ours["image"] = Image.fromarray(take.inputs.first[0])
-    if take.inputs.last is not None:
-        ours["last_image"] = Image.fromarray(take.inputs.last[0])
-    ours |= take.inputs.as_given
+    if video.start_noise is not None:
+        ours["latents"] = video.start_noise
+    if video.inputs.first is not None:
+        ours["image"] = Image.fromarray(video.inputs.first[0])
+    if video.inputs.last is not None:
+        ours["last_image"] = Image.fromarray(video.inputs.last[0])
+    ours |= video.inputs.as_given
     call: dict[str, Any] = {}
     for option, value in ours.items():
         name = interface.name_of(option)
         if name is not None and option not in settings.own_choices:
             call[name] = _as_declared(interface, name, value)
     if OWN_SEED in interface.parameters and "generator" not in own:
-        call[OWN_SEED] = take.seed
+        call[OWN_SEED] = video.seed
     picture = interface.name_of("image")
     if picture is not None and interface.parameters[picture].required:
         call.setdefault(picture, None)  # it makes a video of what was encoded of one before

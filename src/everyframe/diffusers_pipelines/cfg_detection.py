@@ -149,8 +149,8 @@ def _together(whole: CfgBranches, guided: _Asked, plain: _Asked) -> CfgBranches:
             rows[path] = without[0]
     ratio = min(ratios)
     if len(ratios) > 1 or ratio != int(ratio) or ratio < 2:
-        told = ", ".join(f"{each:g}" for each in sorted(ratios))
-        return _but(whole, why=f"with guidance its denoiser gets {told} times as much")
+        times = ", ".join(f"{each:g}" for each in sorted(ratios))
+        return _but(whole, why=f"with guidance its denoiser gets {times} times as much")
     # Those of a text are the same ones, repeated, which the run makes sure of; others are not.
     several = [path for path, one in rows.items() if one > 1 and path != _TEXT]
     if several:

@@ -260,7 +260,7 @@ class CfgParallel:
                 self._last = [_facts(tensor) for tensor in made]
         for call in calls:
             first = self._groups.ranks[call.owner].start
-            facts[call.owner] = self._apart.team.tell(self._last, first, _WHAT)
+            facts[call.owner] = self._apart.team.broadcast_object(self._last, first, _WHAT)
         parts = self._exchanged(made, facts)
         for call in calls:
             answer = pytree.tree_unflatten(parts[call.owner], self._branches.form)

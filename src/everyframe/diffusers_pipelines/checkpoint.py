@@ -8,7 +8,7 @@ pickled weights, missing components, quantised components, and remote code that 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
@@ -21,6 +21,8 @@ from everyframe.core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from everyframe.checkpoints.patched_file import Patches
+    from everyframe.checkpoints.tensor_file import TensorFile
+    from everyframe.runtime.sampling_preset import SamplingPreset
 
 INDEX = "model_index.json"
 MODULAR_INDEX = "modular_model_index.json"
@@ -49,6 +51,7 @@ class ComponentFolder:
         variant: diffusers' variant name of these files; None for the plain ones.
         is_trusted: code that comes with the checkpoint may run.
         patches: patches of its parameters, merged as they are loaded.
+        tensors: its tensors by the names of its module, if they are in a file of another form.
     """
 
     name: str
@@ -59,6 +62,7 @@ class ComponentFolder:
     variant: str | None = None
     is_trusted: bool = False
     patches: Patches = field(default_factory=dict, compare=False, repr=False)
+    tensors: TensorFile | None = field(default=None, compare=False, repr=False)
 
     def config(self) -> Mapping[str, Any]:
         """The component's config; empty if it has none."""
@@ -80,6 +84,7 @@ class PipelineFiles:
         code_file: file with the pipeline's own code, or with the map to it; None if it has none.
         values: index entries that are not components, such as the boundary between two experts.
         left_out: components that it was saved without.
+        preset: settings of a step-distilled model, whose sampler replaces the scheduler.
     """
 
     where: str
@@ -90,6 +95,7 @@ class PipelineFiles:
     code_file: str | None = None
     values: Mapping[str, Any] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    preset: SamplingPreset | None = None
 
     @property
     def models(self) -> tuple[ComponentFolder, ...]:
@@ -114,12 +120,17 @@ def find_files(
         return None
     for name in (MODULAR_INDEX, INDEX):
         if (folder / name).is_file():
-            return _read(where, folder, name, trust_remote_code, variant)
+            return _read(where, folder, name, trust_remote_code, variant, location.components)
     return None
 
 
 def _read(
-    where: str, folder: Path, index_name: str, trust: bool, variant: str | None
+    where: str,
+    folder: Path,
+    index_name: str,
+    trust: bool,
+    variant: str | None,
+    replaced: Collection[str],
 ) -> PipelineFiles:
     index, is_modular = read_json(folder / index_name), index_name == MODULAR_INDEX
     given = index.get("_class_name")
@@ -138,7 +149,8 @@ def _read(
     entries = {name: value for name, value in public.items() if _is_component(value)}
     check_inside(folder, folder.iterdir())
     parts = {
-        name: _part(where, folder, name, entry, trust, variant) for name, entry in entries.items()
+        name: _part(where, folder, name, entry, trust, variant, is_replaced=name in replaced)
+        for name, entry in entries.items()
     }
     if variant is not None and all(
         part is None or part.variant != variant for part in parts.values()
@@ -178,9 +190,19 @@ def _untrusted(where: str, what: str) -> str:
 
 
 def _part(
-    where: str, root: Path, name: str, entry: list[Any], trust: bool, variant: str | None
+    where: str,
+    root: Path,
+    name: str,
+    entry: list[Any],
+    trust: bool,
+    variant: str | None,
+    *,
+    is_replaced: bool = False,
 ) -> ComponentFolder | None:
-    """A component of the index; None for one that the pipeline was saved without."""
+    """A component of the index; None for one that the pipeline was saved without.
+
+    Of one that is replaced the config alone counts.
+    """
     library, class_name = entry[:2]
     spec = entry[2] if len(entry) == 3 and isinstance(entry[2], dict) else {}
     if library is not None and not trust and not is_library(library):
@@ -198,7 +220,7 @@ def _part(
     if (folder / f"{library}.py").is_file() and not trust:
         raise CheckpointError(_untrusted(where, f"{name} is {library}.py"))
     _check_files(where, root, name, folder)
-    weights, found = _weights(where, name, folder, variant)
+    weights, found = ((), None) if is_replaced else _weights(where, name, folder, variant)
     part = ComponentFolder(name, str(library), str(class_name), folder, weights, found, trust)
     if part.config().get("quantization_config"):
         raise CheckpointError(

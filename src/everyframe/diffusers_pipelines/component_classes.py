@@ -160,6 +160,14 @@ def _is_component(found: Any) -> bool:
     return callable(getattr(found, "from_pretrained", None))
 
 
+def is_module(part: ComponentFolder) -> bool:
+    """Whether a component is a module, which has weights."""
+    from torch import nn
+
+    cls = component_class(part)
+    return isinstance(cls, type) and issubclass(cls, nn.Module)
+
+
 def asks_for_code(cls: Any) -> bool:
     """Whether a class may look for remote code and needs an explicit `trust_remote_code`.
 

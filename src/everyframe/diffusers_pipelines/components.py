@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from everyframe.checkpoints.safetensors_header import SafetensorsHeader, read_header
+from everyframe.checkpoints.tensor_file import TensorFile
 from everyframe.core.plan import Settings
 from everyframe.diffusers_pipelines.checkpoint import ComponentFolder, PipelineFiles
 from everyframe.diffusers_pipelines.component_classes import component_class
+from everyframe.diffusers_pipelines.component_tensors import tensor_files
 from everyframe.diffusers_pipelines.defaults import PipelineDefaults, denoisers
+from everyframe.precision.dtypes import dtype_name
 from everyframe.precision.islands import present
 from everyframe.precision.policy import ComponentNeeds
 from everyframe.runtime.interface import Component
@@ -34,7 +36,7 @@ _LAST, _LAST_NORM = "norm_out", ("norm_out.norm", "norm_out.weight")
 _T5_RANGE = ("*.wo",)
 #: Approximate pixels of one VAE tile in diffusers.
 _TILE = 256 * 256
-_DTYPES = {"BF16": "bfloat16", "F16": "float16"}
+_DTYPES = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -53,19 +55,18 @@ def held(files: PipelineFiles) -> tuple[ComponentWeights, ...]:
 
 
 def _held(part: ComponentFolder, files: PipelineFiles) -> ComponentWeights:
-    headers = [read_header(file) for file in part.weights]
-    count = {
-        name: math.prod(fact.shape) for header in headers for name, fact in header.tensors.items()
-    }
+    opened = tensor_files(part)
+    count = {name: math.prod(file.shape(name)) for file in opened for name in file}
     needs = ComponentNeeds(
         part.name,
         sum(count.values()),
         islands=islands_of(part.name, component_class(part), count),
         range_islands=present(_T5_RANGE, count) if "T5" in part.class_name else (),
-        prefers=prefers(part.name, _stored(headers)),
+        prefers=prefers(part.name, _stored(opened)),
         force_upcast=bool(part.config().get("force_upcast")),
     )
-    return ComponentWeights(part.name, f"{files.where}/{part.name}", count, needs)
+    source = f"{files.where}/{part.name}" if part.tensors is None else part.weights[0].name
+    return ComponentWeights(part.name, source, count, needs)
 
 
 def components(
@@ -94,16 +95,17 @@ def prefers(name: str, stored: str) -> str:
     """
     if "vae" in name or "vocoder" in name:
         return "float32"
-    return _DTYPES.get(stored, "bfloat16")
+    return stored if stored in _DTYPES else "bfloat16"
 
 
-def _stored(headers: list[SafetensorsHeader]) -> str:
-    """The dtype of most bytes, in safetensors' spelling."""
+def _stored(opened: Sequence[TensorFile]) -> str:
+    """The dtype of most bytes, by torch's name."""
     totals: dict[str, int] = {}
-    for header in headers:
-        for fact in header.tensors.values():
-            totals[fact.dtype] = totals.get(fact.dtype, 0) + fact.num_bytes
-    return max(totals, key=lambda dtype: totals[dtype]) if totals else "F32"
+    for file in opened:
+        for name in file:
+            dtype = dtype_name(file.dtype(name))
+            totals[dtype] = totals.get(dtype, 0) + file.entry(name).num_bytes
+    return max(totals, key=lambda dtype: totals[dtype]) if totals else "float32"
 
 
 def islands_of(name: str, cls: Any, parameters: Mapping[str, int]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard, TypeVar
 
 from everyframe.diffusers_pipelines.signature import CallSignature
+from everyframe.runtime.sampling_preset import SamplingPreset
 
 _Value = TypeVar("_Value")
 
@@ -97,10 +98,15 @@ def denoisers(names: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class PipelineDefaults:
-    """Defaults of a pipeline, from its call signature and its components' configs."""
+    """Defaults of a pipeline, from its call signature and its components' configs.
+
+    `preset` are the settings of a step-distilled model, recognised by the file `preset_of`.
+    """
 
     interface: CallSignature
     configs: Configs
+    preset: SamplingPreset | None = None
+    preset_of: str = ""
 
     @property
     def denoiser(self) -> Mapping[str, Any]:

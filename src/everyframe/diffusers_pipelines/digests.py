@@ -129,10 +129,10 @@ def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _of_weight(tensor: Tensor) -> list[Any]:
-    told: list[Any] = [str(tensor.dtype), [*tensor.shape]]
+    facts: list[Any] = [str(tensor.dtype), [*tensor.shape]]
     if tensor.is_meta:
-        return told
-    return [*told, hashlib.sha256(_samples(tensor)).hexdigest()]
+        return facts
+    return [*facts, hashlib.sha256(_samples(tensor)).hexdigest()]
 
 
 def _samples(tensor: Tensor) -> Any:

@@ -152,10 +152,11 @@ class PipelineDryRun:
         part = self.own.get("strength", declared.default if declared else None)
         return part if isinstance(part, float) and 0 < part < 1 else 1.0
 
-    def rehearsals(
-        self, settings: Settings, teams: ParallelContext = ONE
+    def dry_run_calls(
+        self, settings: Settings, teams: ParallelContext | None
     ) -> tuple[DryRunCall, ...]:
         """The pipeline's call, once for each component; `teams` selects the rank's share."""
+        teams = teams or ONE
         fewer = defaults.of(defaults.STEPS_FEWER, self.interface.class_name) or 0
         experts = len(denoisers([part.name for part in self.files.models]))
         few = self._few(settings, experts)
@@ -188,12 +189,12 @@ class PipelineDryRun:
         fewer = defaults.of(defaults.STEPS_FEWER, name) or 0
         fewest = max(least, defaults.of(defaults.FEWEST_STEPS, name) or 1)
         steps = min(ceil(fewest / self._part_of_steps) + fewer, settings.num_inference_steps)
-        height, width = settings.told_size
-        told = replace(
-            settings, num_frames=settings.told_length, nominal_length=None,
+        height, width = settings.conditioned_size
+        conditioned = replace(
+            settings, num_frames=settings.conditioned_length, nominal_length=None,
             height=height, width=width, nominal_size=None,
         )  # fmt: skip
-        return replace(told, num_inference_steps=steps, seed=0, num_videos=1)
+        return replace(conditioned, num_inference_steps=steps, seed=0, num_videos=1)
 
     def branches(self, settings: Settings) -> CfgBranches:
         """The guidance branches of these settings, detected once and cached."""
@@ -241,7 +242,7 @@ class PipelineDryRun:
         return PipelineDryRun, (self.files, self.interface, self.own)
 
     def _call(self, settings: Settings) -> object:
-        size = settings.told_size
+        size = settings.conditioned_size
         forms = dict.fromkeys(settings.given_frames, ("picture", *size))
         forms |= {name: form for name, form in settings.given_forms if name in forms}
         try:
@@ -256,9 +257,9 @@ class PipelineDryRun:
             raise
 
     def _called(self, settings: Settings, forms: Mapping[str, Form]) -> object:
-        pictures = {name: blank(form, *settings.told_size) for name, form in forms.items()}
-        take = VideoState(0, ConditioningFrames(as_given=pictures))
-        call = arguments(self.interface, settings, take, self.own)
+        pictures = {name: blank(form, *settings.conditioned_size) for name, form in forms.items()}
+        video = VideoState(0, ConditioningFrames(as_given=pictures))
+        call = arguments(self.interface, settings, video, self.own)
         if "output_type" in call:
             # What comes to the host would really be made there; tiles are not followed.
             call["output_type"] = "latent" if _is_tiled(settings) else "pt"

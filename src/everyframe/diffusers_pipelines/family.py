@@ -8,7 +8,7 @@ settings), `stage.py` (the run), `loaded_pipeline.py` (a pipeline in memory).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from everyframe.diffusers_pipelines.component_classes import (
     component_class,
     empty_modular,
     interface_of,
+    is_module,
     pipeline_class,
 )
 from everyframe.diffusers_pipelines.components import ComponentWeights, components, held
@@ -43,11 +44,18 @@ from everyframe.runtime.interface import (
     Stage,
     VideoGroup,
 )
-from everyframe.runtime.patchable import NO_PATCHES, WeightPatches, WeightTable
+from everyframe.runtime.patchable import (
+    NO_PATCHES,
+    NOTHING_REPLACED,
+    ReplacedComponents,
+    WeightPatches,
+    WeightTable,
+)
 
 if TYPE_CHECKING:
     from everyframe.diffusers_pipelines.dry_run import PipelineDryRun
     from everyframe.parallel.communicator import ParallelContext
+    from everyframe.runtime.sampling_preset import SamplingPreset
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,46 @@ class PipelineSpec(CompleteSpec):
     files: PipelineFiles
     sizes: PipelineDefaults
     patched: WeightPatches = field(default=NO_PATCHES, compare=False, repr=False)
+    replaced: ReplacedComponents = field(default=NOTHING_REPLACED, compare=False, repr=False)
+
+    @property
+    def component_names(self) -> tuple[str, ...]:
+        """The components with weights, here or in a file that was given."""
+        return tuple(part.name for part in self.files.parts if is_module(part))
+
+    def component_table(self, component: str) -> WeightTable:
+        """Parameters and persistent buffers of a component's module."""
+        from everyframe.diffusers_pipelines.component_tensors import module_table
+
+        return module_table(next(p for p in self.files.parts if p.name == component))
+
+    def component_keys(self, component: str) -> Callable[[str], str | None]:
+        """The names themselves: diffusers' files have those of its modules."""
+        return lambda name: name
+
+    def with_components(self, replaced: ReplacedComponents) -> PipelineSpec:
+        """The same pipeline, which loads these components from these files."""
+        tensors = replaced.tensors
+        parts = tuple(
+            replace(part, tensors=tensors[part.name], weights=tensors[part.name].files)
+            if part.name in tensors
+            else part
+            for part in self.files.parts
+        )
+        return replace(self, files=replace(self.files, parts=parts), replaced=replaced)
+
+    @property
+    def denoiser_classes(self) -> tuple[str, ...]:
+        """Class of each denoiser."""
+        classes = {part.name: part.class_name for part in self.files.models}
+        return tuple(classes[name] for name in denoisers(classes))
+
+    def with_preset(self, preset: SamplingPreset, file: str) -> PipelineSpec:
+        """The same pipeline with the preset's defaults, and its sampler unless one is given."""
+        is_own = preset.has_schedule and not {"sigmas", "timesteps"} & {*self.options.option}
+        sizes = replace(self.sizes, preset=preset, preset_of=file)
+        files = replace(self.files, preset=preset if is_own else None)
+        return replace(self, sizes=sizes, files=files)
 
     def weight_tables(self) -> Mapping[str, WeightTable]:
         """Parameters of each component by its files' headers."""
@@ -107,8 +155,11 @@ class PipelineSpec(CompleteSpec):
             self.files, interface, request_settings.check_options(interface, self.options.option)
         )
 
-    def rehearsals(self, settings: Settings) -> tuple[DryRunCall, ...]:
-        return self._dry.rehearsals(settings)
+    def dry_run_calls(
+        self, settings: Settings, teams: ParallelContext | None = None
+    ) -> tuple[DryRunCall, ...]:
+        """One joint dry-run call, as one rank of `teams` makes it, with an entry per component."""
+        return self._dry.dry_run_calls(settings, teams)
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
         """Memory fallbacks: decode fewer frames at once, then VAE tiling, each where supported."""
@@ -197,12 +248,6 @@ class ShardablePipelineSpec(PipelineSpec):
 
         return rank_share(branches, cutting if cuts else None, crew, rank, self.title)
 
-    def shared_rehearsals(
-        self, settings: Settings, teams: ParallelContext
-    ) -> tuple[DryRunCall, ...]:
-        """One joint dry-run call, as one rank of `teams` makes it, with an entry per component."""
-        return self._dry.rehearsals(settings, teams)
-
 
 def _can_be_shared(files: PipelineFiles) -> bool:
     """Whether the call is diffusers' own and the denoisers have known names."""
@@ -228,7 +273,7 @@ class DiffusersPipelineFamily:
         with quiet_libraries():
             empty = empty_modular(files) if files.is_modular else None
             interface = interface_of(files, empty)
-            _check_whole(files)
+            _check_whole(files, location.components)
         sizes = PipelineDefaults(interface, _configs(files, empty))
         made = ShardablePipelineSpec if _can_be_shared(files) else PipelineSpec
         return made(location.name, location.title(files.class_name), options, files, sizes)
@@ -253,13 +298,13 @@ def _configs(files: PipelineFiles, empty: Any) -> Mapping[str, Mapping[str, Any]
     return {name: config for name, config in read.items() if config}
 
 
-def _check_whole(files: PipelineFiles) -> None:
-    """Raise `CheckpointError` for a required component that is missing or has no weights."""
-    from torch import nn
+def _check_whole(files: PipelineFiles, replaced: Collection[str]) -> None:
+    """Raise `CheckpointError` for a required component that is missing or has no weights.
 
+    Those that are replaced by other files need none.
+    """
     for part in files.parts:
-        cls = component_class(part)
-        if isinstance(cls, type) and issubclass(cls, nn.Module) and not part.weights:
+        if is_module(part) and not part.weights and part.name not in replaced:
             raise CheckpointError(
                 f"{files.where} lacks the weights of its {part.name}: no .safetensors file in "
                 f"{part.folder.name}/; get the whole checkpoint"

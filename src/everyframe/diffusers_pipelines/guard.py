@@ -53,16 +53,16 @@ class PipelineGuard:
         plan: Plan,
         modules: Mapping[str, nn.Module],
         watch: StepTracker,
-        take: VideoState,
+        video: VideoState,
         emit: Callable[[Event], None],
         apart: Mapping[str, UnshardedCall] = MappingProxyType({}),
         *,
         keeps_storage: bool = False,
     ) -> None:
-        given = (take.inputs.first, take.inputs.last)
+        given = (video.inputs.first, video.inputs.last)
         is_asked = any(each is not None and each.min() == each.max() for each in given)
         self._is_asked, self._emit, self._watch = is_asked, emit, watch
-        self._seed = take.seed
+        self._seed = video.seed
         self._prompt = plan.settings.prompt
         self._parts: list[_Part] = []
         self._at: list[str] = []
@@ -79,7 +79,7 @@ class PipelineGuard:
                 apart=apart.get(name),
                 keeps_storage=keeps_storage,
             )
-            guard.take(take)
+            guard.start_video(video)
             made = _Denoiser if denoises else _Coder if _has_frames(name) else _Part
             part = made(guard, name, module, watch, emit, is_asked=is_asked)
             part.at, part.unused, part.join_all = self._at, unused, self._join_all
@@ -115,8 +115,8 @@ class PipelineGuard:
         frames = torch.from_numpy(frames_THWC).movedim(-1, 1).float() / most
         blank = blank_frames(frames, 0, 1, 1 / 255)
         if blank and not asks_for(self._prompt, frames[blank]):
-            told = f"{len(blank)} of {len(frames_THWC)} frames are of one colour"
-            text = f"{told}; they are written unchanged"
+            which = f"{len(blank)} of {len(frames_THWC)} frames"
+            text = f"{which} are of one colour; they are written unchanged"
             self._emit(Note(text, in_record=True, seed=self._seed))
 
     def __enter__(self) -> PipelineGuard:
@@ -255,8 +255,8 @@ class _Part:
                 return self._guard.repaired(self._number(), kept.calling(module), given)
         except GivenError as error:
             # What was not used when it was made is used now.
-            told = self.unused[0] if self.unused else str(error)
-            raise NumericsError(told) from None
+            message = self.unused[0] if self.unused else str(error)
+            raise NumericsError(message) from None
         except NumericsError as error:
             if not self._may_be_unused(result):
                 raise

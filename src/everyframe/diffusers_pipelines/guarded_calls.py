@@ -20,8 +20,8 @@ class GuardedCallHooks(CallHooks):
 
     guarded: PipelineGuard
 
-    def __init__(self, watch: StepTracker, take: VideoState) -> None:
-        self._watch, self._take = watch, take
+    def __init__(self, watch: StepTracker, video: VideoState) -> None:
+        self._watch, self._video = watch, video
 
     @property
     def is_paused(self) -> bool:
@@ -39,6 +39,6 @@ class GuardedCallHooks(CallHooks):
     def checked(self, call: DenoiserCall, answer: Any) -> Any:
         """See `CallHooks`."""
         answer = self.guarded.checked(call.name, call.module, call.args, call.kwargs, answer)
-        if self._take.replay_log is not None:
-            self._take.replay_log.keep(answer, self._take.repairs)
+        if self._video.replay_log is not None:
+            self._video.replay_log.keep(answer, self._video.repairs)
         return answer

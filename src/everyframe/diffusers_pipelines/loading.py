@@ -21,7 +21,7 @@ from everyframe.checkpoints.folder import listing
 from everyframe.checkpoints.read_progress import report_reading
 from everyframe.core.errors import CheckpointError, MissingPackageError
 from everyframe.core.events import ComponentLoaded, Event
-from everyframe.core.plan import Plan, Settings
+from everyframe.core.plan import ComponentPlan, Plan, Settings
 from everyframe.diffusers_pipelines.checkpoint import ComponentFolder, PipelineFiles
 from everyframe.diffusers_pipelines.component_classes import (
     asks_for_code,
@@ -29,6 +29,7 @@ from everyframe.diffusers_pipelines.component_classes import (
     empty_modular,
     pipeline_class,
 )
+from everyframe.diffusers_pipelines.component_tensors import load_from_file
 from everyframe.diffusers_pipelines.module_calls import encoders, without_weights
 from everyframe.diffusers_pipelines.patched_weights import merge_from_files
 from everyframe.diffusers_pipelines.signature import CallSignature
@@ -75,7 +76,31 @@ def load(
 
 
 def _component(where: str, part: ComponentFolder, plan: Plan) -> nn.Module:
-    cls, planned = component_class(part), plan.component(part.name)
+    planned = plan.component(part.name)
+    if part.tensors is None:
+        module = _from_folder(where, part, planned)
+    else:
+        with BUILD_LOCK, foreign_errors(f"{where}: its {part.name} can't be made"):
+            module = load_from_file(part, planned.precision)
+    # Parameters keep `requires_grad`, as in diffusers: torch picks other kernels without, and their
+    # last bits differ. The call runs without gradients anyway.
+    module.eval()
+    # With its weights already: what is swapped takes them over.
+    swap_modules(module, planned.fast_paths)
+    track_component(module)
+    cast_hooks.add_cast_hooks(module, planned.precision, outputs_of(module))
+    # A pipeline's own code hands half precision to a part in float32, too.
+    cast_hooks.add_input_casts(module)
+    for remedy in planned.repairs:
+        repairs.put_on(module, remedy)
+    plain = repairs.plain_parts(planned.repairs)
+    apply_fast_paths(module, planned.fast_paths, called_parts(module), plain)
+    return module
+
+
+def _from_folder(where: str, part: ComponentFolder, planned: ComponentPlan) -> nn.Module:
+    """Let diffusers or transformers read a component; what they report as amiss is an error."""
+    cls = component_class(part)
     dtype = torch_dtype(planned.precision.parameters)
     how: dict[str, Any] = {"variant": part.variant} if part.variant else {}
     # transformers and diffusers call it by different names; each warns of the other's.
@@ -83,8 +108,8 @@ def _component(where: str, part: ComponentFolder, plan: Plan) -> nn.Module:
     if asks_for_code(cls):
         how["trust_remote_code"] = part.is_trusted
     module: nn.Module
-    told = f"{where}: its {part.name} can't be loaded"
-    with BUILD_LOCK, foreign_errors(told), report_reading():
+    message = f"{where}: its {part.name} can't be loaded"
+    with BUILD_LOCK, foreign_errors(message), report_reading():
         module, report = cls.from_pretrained(
             str(part.folder),
             local_files_only=True,
@@ -112,19 +137,6 @@ def _component(where: str, part: ComponentFolder, plan: Plan) -> nn.Module:
             f"{listing(extra)}; they are of another model, or of another version of it"
         )
     merge_from_files(where, part, module)
-    # Parameters keep `requires_grad`, as in diffusers: torch picks other kernels without, and their
-    # last bits differ. The call runs without gradients anyway.
-    module.eval()
-    # With its weights already: what is swapped takes them over.
-    swap_modules(module, planned.fast_paths)
-    track_component(module)
-    cast_hooks.add_cast_hooks(module, planned.precision, outputs_of(module))
-    # A pipeline's own code hands half precision to a part in float32, too.
-    cast_hooks.add_input_casts(module)
-    for remedy in planned.repairs:
-        repairs.put_on(module, remedy)
-    plain = repairs.plain_parts(planned.repairs)
-    apply_fast_paths(module, planned.fast_paths, called_parts(module), plain)
     return module
 
 
@@ -216,6 +228,10 @@ def assembled(files: PipelineFiles, modules: dict[str, nn.Module]) -> Any:
     for part in files.parts:
         if part.name not in modules and (known is None or part.name in known):
             loaded[part.name] = _small(files.where, part)
+    if files.preset is not None and "scheduler" in loaded:
+        from everyframe.diffusers_pipelines.preset_scheduler import preset_scheduler
+
+        loaded["scheduler"] = preset_scheduler(files.preset, loaded["scheduler"])
     if pipe is not None:
         pipe.update_components(**{k: v for k, v in loaded.items() if k in pipe.component_names})
         return pipe

@@ -104,16 +104,16 @@ def _fields(parameter: CallParameter) -> dict[str, CallParameter]:
 def as_fields(interface: CallSignature, own: Mapping[str, Any]) -> dict[str, Any]:
     """Replace condition objects by mappings of their fields, from which they can be rebuilt."""
 
-    def told(kind: type | None, value: Any) -> Any:
+    def recorded(kind: type | None, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
-            return [told(kind, each) for each in value]
+            return [recorded(kind, each) for each in value]
         if kind is None or type(value) is not kind:
             return value
         return {each.name: getattr(value, each.name) for each in fields(kind) if each.init}
 
     known = interface.parameters
     return {
-        name: told(known[name].record, value) if name in known and known[name].record else value
+        name: recorded(known[name].record, value) if name in known and known[name].record else value
         for name, value in own.items()
     }
 

@@ -35,7 +35,7 @@ from everyframe.runtime.interface import VideoState
 from everyframe.runtime.meta_init import build_on_meta
 from everyframe.runtime.run_logs import ReplayLog
 
-_WHAT = "kept answers are handed on"
+_WHAT = "kept answers are broadcast"
 
 
 class BroadcastReplayLog:
@@ -66,7 +66,7 @@ class BroadcastReplayLog:
     def remedies(self) -> tuple[Repair, ...]:
         """See `ReplayLog`."""
         mine = [] if self._own is None else [asdict(each) for each in self._own.remedies()]
-        return tuple(Repair(**each) for each in self._team.tell(mine, 0, _WHAT))
+        return tuple(Repair(**each) for each in self._team.broadcast_object(mine, 0, _WHAT))
 
 
 class DenoiserReplay:
@@ -81,22 +81,22 @@ class DenoiserReplay:
         self,
         denoisers: Mapping[str, nn.Module],
         watch: StepTracker,
-        take: VideoState,
+        video: VideoState,
         *,
         at_once: bool = True,
     ) -> None:
         # What a cache holds of earlier calls is in the module and not in its answers.
         has_cache = any(getattr(part, "is_cache_enabled", False) for part in denoisers.values())
-        self._denoisers = {} if take.replay_log is None or has_cache else dict(denoisers)
+        self._denoisers = {} if video.replay_log is None or has_cache else dict(denoisers)
         self._watch = watch
-        self._take, self._at_once = take, at_once
+        self._video, self._at_once = video, at_once
         self._can_keep = True
         self._on = ExitStack()
 
     def __enter__(self) -> DenoiserReplay:
-        answers = self._take.replay_log
+        answers = self._video.replay_log
         if self._denoisers and answers is not None:
-            self._take.repairs = answers.remedies()
+            self._video.repairs = answers.remedies()
             for name, module in self._denoisers.items():
                 served = partial(self._called, answers, name)
                 self._on.enter_context(override_call(module, served))
@@ -131,7 +131,7 @@ class DenoiserReplay:
         # neither it nor what comes after it is kept.
         self._can_keep &= is_same(before, states_of_torch(devices))
         if self._at_once and self._can_keep:
-            answers.keep(answer, self._take.repairs)
+            answers.keep(answer, self._video.repairs)
         return answer
 
 
@@ -157,7 +157,7 @@ def override_call(
         module.__class__ = base
 
 
-_ENCODED = "what is encoded is handed on"
+_ENCODED = "what is encoded is broadcast"
 
 _NAMES = ("text_encoder", "image_encoder")
 

@@ -48,9 +48,9 @@ class PipelineOomFallbacks(OomFallbacks):
         self._pipe = pipe
         self._turns: offload.ModelOffload | None = None
 
-    def resumed(self, take: VideoState) -> Iterator[MemoryFallback]:
+    def resumed(self, video: VideoState) -> Iterator[MemoryFallback]:
         """Reapply the fallbacks that an interrupted run used up to this video; see `again`."""
-        self.moments.of(take)
+        self.moments.of(video)
         return self.again(0)
 
     def _components(self, at: str) -> Sequence[str]:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from everyframe.checkpoints.patched_file import PatchedTensorFile, Patches
-from everyframe.checkpoints.safetensors_header import read_header
 from everyframe.checkpoints.tensor_file import open_checkpoint
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.diffusers_pipelines.call import in_one_run, restore_after
 from everyframe.diffusers_pipelines.checkpoint import ComponentFolder, PipelineFiles
+from everyframe.diffusers_pipelines.component_tensors import tensor_files
 from everyframe.diffusers_pipelines.defaults import denoisers
 from everyframe.runtime.patchable import WeightTable
 
@@ -30,11 +30,7 @@ def tables_of_files(files: PipelineFiles) -> dict[str, WeightTable]:
     return {
         part.name: WeightTable(
             part.class_name,
-            {
-                name: fact.shape
-                for file in part.weights
-                for name, fact in read_header(file).tensors.items()
-            },
+            {name: file.shape(name) for file in tensor_files(part) for name in file},
             part.name in meant,
         )
         for part in files.models

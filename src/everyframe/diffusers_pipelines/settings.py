@@ -37,6 +37,7 @@ STEPS = 50
 #: Largest value of a numeric parameter of a pipeline; useful values are far below.
 _MOST = 1_000_000
 
+_OF_PRESETS = ("num_inference_steps", "guidance_scale")
 _NO_USE = {
     "resolution": "it has no named sizes; give size WIDTHxHEIGHT",
     "extend": "it can't continue a video",
@@ -71,7 +72,7 @@ def resolve_settings(
         notes.append(f"{title} names no frame rate; {fps:g} a second are taken (fps)")
     fps = request.fps or fps
     frames = _num_frames(sizes, request, fps, video, notes)
-    steps = interface.default_of("num_inference_steps")
+    steps = _preset_steps(sizes, request, notes) or interface.default_of("num_inference_steps")
     check_amount(frames, height, width)
     settings = Settings(
         prompt=call_options.text_of(own.get("prompt")) or request.prompt or "",
@@ -329,20 +330,36 @@ def _guidance(sizes: PipelineDefaults, request: Request) -> float:
     """Guidance scale from the request, or the pipeline's own; 1 if it has none."""
     if request.guidance_scale is not None:
         return request.guidance_scale
+    if sizes.preset is not None and sizes.preset.guidance_scale is not None:
+        return sizes.preset.guidance_scale
     own = sizes.interface.default_of("guidance_scale")
     if own is None:
         own = sizes.configs.get("guider", {}).get("guidance_scale")
     return float(own) if isinstance(own, (int, float)) else 1.0
 
 
+def _preset_steps(sizes: PipelineDefaults, request: Request, notes: list[str]) -> int | None:
+    """Steps of the step-distilled model that this is, which a note tells; None for any other."""
+    preset = sizes.preset
+    if preset is None:
+        return None
+    given = [name for name in _OF_PRESETS if getattr(request, name) is not None]
+    wins = f"; {' and '.join(given)} given here win" if given else ""
+    notes.append(
+        f"{sizes.preset_of} is known by its name as {preset.title}, so it is sampled with {preset}"
+        f"{wins} ({preset.source})"
+    )
+    return preset.num_inference_steps
+
+
 def smaller_settings(sizes: PipelineDefaults, settings: Settings) -> Iterator[Settings]:
     """The same video shorter, then smaller; each is half or three quarters of the previous one."""
     factor, rest = sizes.length_rule() or (1, 0)
     step = 4 * sizes.spatial_factor
-    lengths, sides = [settings.told_length], [settings.told_size]
+    lengths, sides = [settings.conditioned_length], [settings.conditioned_size]
     while lengths[-1] // 2 > factor:
         lengths.append(_nearest(lengths[-1] // 2, factor, rest))
     if sizes.interface.name_of("height"):
         sides = smaller_sizes(*sides[0], step, 2 * step)
-    told = replace(settings, nominal_size=None, nominal_length=None, own_choices=())
-    return smaller_videos(told, lengths, sides)
+    unconditioned = replace(settings, nominal_size=None, nominal_length=None, own_choices=())
+    return smaller_videos(unconditioned, lengths, sides)

@@ -114,11 +114,11 @@ class PipelineStage:
         """Whether several ranks make the same video."""
         return self.teams.team.size > 1
 
-    def num_steps(self, num_takes: int) -> int:
+    def num_steps(self, num_videos: int) -> int:
         """Requested steps over all videos."""
-        return num_takes * self.plan.settings.num_inference_steps
+        return num_videos * self.plan.settings.num_inference_steps
 
-    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
+    def run(self, videos: Sequence[VideoState]) -> Iterator[Event]:
         """Yield the frames of each video, and its sound if it has any."""
         with ExitStack() as stack:
             pipe = self.pipe
@@ -140,26 +140,28 @@ class PipelineStage:
                 stack.callback(each.remove)
             if self._is_shared:
                 stack.enter_context(self._encoded_once(_modules(pipe)))
-            for number, take in enumerate(takes):
+            for number, video in enumerate(videos):
                 if self._is_shared:
-                    take.replay_log = BroadcastReplayLog(self.teams.team, take.replay_log)
-                yield from self._video(partial(self._call, ready, take, number, len(takes)), take)
+                    video.replay_log = BroadcastReplayLog(self.teams.team, video.replay_log)
+                yield from self._video(
+                    partial(self._call, ready, video, number, len(videos)), video
+                )
 
     def _encoded_once(self, modules: Mapping[str, nn.Module]) -> EncodeOnLeadRank:
         """Context: the lead rank encodes for all ranks."""
         found = {name: modules[name] for name in encoders(modules)}
         return EncodeOnLeadRank(found, self.teams.team, self.plan.device.torch_name)
 
-    def _video(self, call: Callable[[Emit], Made], take: VideoState) -> Iterator[Event]:
+    def _video(self, call: Callable[[Emit], Made], video: VideoState) -> Iterator[Event]:
         calling = self.calling or InOwnThread(partial(cpu_threads, self.plan.num_threads))
         made = yield from calling(call)
         for number, (frames, sound) in enumerate(made.videos):
             index = number if call_options.gives_list(self.own) else None
-            yield from self._told(take.seed, frames, sound, index)
+            yield from self._events(video.seed, frames, sound, index)
         if made.output is not None:
-            yield Output(take.seed, made.output)
+            yield Output(video.seed, made.output)
 
-    def _told(
+    def _events(
         self, seed: int, frames: Array, sound: tuple[Array, int] | None, index: int | None
     ) -> Iterator[Event]:
         """Events of one video of a call."""
@@ -181,7 +183,7 @@ class PipelineStage:
         yield FramesDecoded(seed, len(frames), frames, index)
 
     def _call(
-        self, ready: _Ready, take: VideoState, number: int, num_takes: int, hand: Emit
+        self, ready: _Ready, video: VideoState, number: int, num_videos: int, hand: Emit
     ) -> Made:
         """Call the pipeline for one video; retry with less memory after an out-of-memory error.
 
@@ -191,7 +193,7 @@ class PipelineStage:
             CannotRunError: no memory fallback is left.
             DistributedOutOfMemoryError: one of several ranks ran out of memory.
         """
-        begun, told = time.perf_counter(), 0
+        begun, last_step = time.perf_counter(), 0
         generators, given = GlobalGenerators(ready.devices), call_options.states_of(self.own)
 
         def emit(event: Event) -> None:
@@ -199,22 +201,22 @@ class PipelineStage:
                 hand(event)
 
         def on_step(step: int, num_steps: int) -> None:
-            nonlocal begun, told
+            nonlocal begun, last_step
             now = time.perf_counter()
-            if step > told:  # else it was told before the pipeline was called again
-                told = step
-                done, total = number * num_steps + step, num_takes * num_steps
-                emit(Step(self.name, done, total, take.seed, now - begun))
+            if step > last_step:  # else it was reported before the pipeline was called again
+                last_step = step
+                done, total = number * num_steps + step, num_videos * num_steps
+                emit(Step(self.name, done, total, video.seed, now - begun))
             begun = time.perf_counter()
 
-        for relief in () if self._is_shared else ready.reliefs.resumed(take):
+        for relief in () if self._is_shared else ready.reliefs.resumed(video):
             why = "out of memory here in the interrupted run; using the same fallback again"
-            emit(relief.event(self.name, 0, f"{self.name}: {why}", take.seed))
+            emit(relief.event(self.name, 0, f"{self.name}: {why}", video.seed))
         while True:
             for generator, state in given:
                 generator.set_state(state)
-            with generators.seeded(take.seed):
-                made = self._attempt(ready, take, on_step, emit)
+            with generators.seeded(video.seed):
+                made = self._attempt(ready, video, on_step, emit)
             if not isinstance(made, _TooLittle):
                 if generators.is_mixed:
                     hand(_MIXED)
@@ -226,12 +228,12 @@ class PipelineStage:
             if less is None:
                 raise CannotRunError(self._beyond(made, ready.reliefs.tried))
             why = f"{made.place}: out of memory ({made.said}); calling it again with less memory"
-            emit(less.event(self.name, made.step, why, take.seed))
-            if take.replay_log is not None:
-                take.replay_log.again()
+            emit(less.event(self.name, made.step, why, video.seed))
+            if video.replay_log is not None:
+                video.replay_log.again()
 
     def _attempt(
-        self, ready: _Ready, take: VideoState, on_step: Callable[[int, int], None], emit: Emit
+        self, ready: _Ready, video: VideoState, on_step: Callable[[int, int], None], emit: Emit
     ) -> Made | _TooLittle:
         """One call of the pipeline."""
         pipe, settings, leads = ready.pipe, ready.reliefs.settings, self.teams.team.is_lead
@@ -242,17 +244,17 @@ class PipelineStage:
         scheduler = getattr(pipe, "scheduler", None)
         watch = StepTracker(denoising, others, scheduler, settings.num_inference_steps, on_step)
         guard = partial(PipelineGuard, keeps_storage=ready.reliefs.keeps_storage)
-        around, branches = GuardedCallHooks(watch, take), self.branches
+        around, branches = GuardedCallHooks(watch, video), self.branches
         with (
             watch,
             float32_noise(),
             CfgParallel(denoising, branches, self.teams, around) if branches else nullcontext(),
-            DenoiserReplay(denoising, watch, take, at_once=branches is None),
-            guard(self.plan, modules, watch, take, watch.read_by(emit), ready.apart) as guarded,
+            DenoiserReplay(denoising, watch, video, at_once=branches is None),
+            guard(self.plan, modules, watch, video, watch.read_by(emit), ready.apart) as guarded,
         ):
             around.guarded = guarded
             try:
-                result = self._result(ready, settings, take, watch, emit)
+                result = self._result(ready, settings, video, watch, emit)
             except (
                 ArithmeticError, AssertionError, AttributeError, ImportError, LookupError,
                 MemoryError, NameError, RuntimeError, TypeError, ValueError,
@@ -277,15 +279,15 @@ class PipelineStage:
         return Made(videos, output)
 
     def _result(
-        self, ready: _Ready, settings: Settings, take: VideoState, watch: StepTracker, emit: Emit
+        self, ready: _Ready, settings: Settings, video: VideoState, watch: StepTracker, emit: Emit
     ) -> Any:
         """The pipeline's output; images that it refuses are passed again in RGB."""
         before = states_of_torch(ready.devices)
         states: list[tuple[torch.Generator, torch.Tensor]] = []
 
-        def call(take: VideoState) -> Any:
+        def call(video: VideoState) -> Any:
             decodes = self.teams.team.is_lead
-            given = arguments(self.interface, settings, take, self.own, decodes=decodes)
+            given = arguments(self.interface, settings, video, self.own, decodes=decodes)
             states.extend((each, each.get_state()) for each in _generators(given.values()))
             return ready.pipe(**given)
 
@@ -293,15 +295,15 @@ class PipelineStage:
             restore_torch(before)  # as if nothing had been drawn yet
             for generator, state in states:
                 generator.set_state(state)
-            changed = {**take.inputs.as_given, **pictures}
-            return call(replace(take, inputs=replace(take.inputs, as_given=changed)))
+            changed = {**video.inputs.as_given, **pictures}
+            return call(replace(video, inputs=replace(video.inputs, as_given=changed)))
 
-        given = take.inputs.as_given
+        given = video.inputs.as_given
         pictures = {name: given[name] for name in ("image", "last_image") if name in given}
         if self._is_shared:  # other ranks would not know of a second call
             return as_plain(to_rgb(pictures))
         return call_with_pictures(
-            partial(call, take),
+            partial(call, video),
             as_plain,
             pictures,
             has_begun=lambda: watch.begun > 0,

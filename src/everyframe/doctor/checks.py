@@ -52,14 +52,14 @@ def devices(patient: DoctorInput) -> Check:
     said = "; ".join(_counted(patient.machine))
     found = []
     if patient.failed is not None:
-        found.append(_not_told(patient.failed))
+        found.append(_no_answer(patient.failed))
     elif patient.software.driver and patient.is_real:
         if all(device.kind == "cpu" for device in patient.machine.devices):
             found.append(_unseen_card(patient.software))
     return Check.of("devices", said, found)
 
 
-def _not_told(failed: ProcessResult) -> Finding:
+def _no_answer(failed: ProcessResult) -> Finding:
     """Why torch can't list devices: a broken GPU, or torch itself."""
     if (loss := failed.loss) is not None:
         return Finding(
@@ -267,36 +267,36 @@ def environment(patient: DoctorInput) -> Check:
 
 def tested_versions(patient: DoctorInput) -> Check:
     """Whether this combination was tested; if not, the row to contribute."""
-    told = reference_tables.look_up(
+    match = reference_tables.look_up(
         _known(patient), patient.machine.devices[0], reference_tables.table().rows
     )
     least = ", ".join(
         f"{name} {version}" for name, version in reference_tables.table().minimum.items()
     )
     found = []
-    if told.answer == "known bad":
-        assert told.row is not None
+    if match.answer == "known bad":
+        assert match.row is not None
         found.append(
             Finding(
                 mark="error",
-                says=f"this combination is known to be bad: {told.row.says}",
-                sources=(told.row.source,) if told.row.source else (),
+                says=f"this combination is known to be bad: {match.row.says}",
+                sources=(match.row.source,) if match.row.source else (),
             )
         )
-    elif told.answer == "untested":
-        others = f"; others report it good ({told.row.says})" if told.row else ""
+    elif match.answer == "untested":
+        others = f"; others report it good ({match.row.says})" if match.row else ""
         row = "if all is fine here, contribute this row of tested.yaml"
         found.append(
             Finding(
                 mark="note",
                 says=f"no report yet that this combination works{others}",
-                fix=(Fix(do=row, command=reference_tables.as_line(told.own)),)
+                fix=(Fix(do=row, command=reference_tables.as_line(match.own)),)
                 if patient.is_real
                 else (),
-                sources=(told.row.source,) if told.row and told.row.source else (),
+                sources=(match.row.source,) if match.row and match.row.source else (),
             )
         )
-    return Check.of("tested", f"{told.answer}; at least {least}", found)
+    return Check.of("tested", f"{match.answer}; at least {least}", found)
 
 
 Look = Callable[[DoctorInput], Check]

@@ -44,7 +44,7 @@ def diagnose(
     profile: str | Path | None = None,
     model: str | None = None,
     smoke: bool = False,
-    told: Callable[[Check], None] | None = None,
+    on_check: Callable[[Check], None] | None = None,
 ) -> Report:
     """Run the named checks (default: all) on this machine or on a profile.
 
@@ -53,7 +53,7 @@ def diagnose(
         profile: name of a machine profile, or a file with facts.
         model: also plan this model, and count known issues of what it uses.
         smoke: also make a small video in each precision.
-        told: called with each check as soon as it is done.
+        on_check: called with each check as soon as it is done.
 
     Probes and `smoke` need the real machine.
 
@@ -70,8 +70,8 @@ def diagnose(
         raise InputError("a machine that is not here can't make a video; leave out --smoke or --as")
     for check in _run(patient, wanted, probes, model, smoke):
         done.append(check)
-        if told is not None:
-            told(check)
+        if on_check is not None:
+            on_check(check)
     where = patient.machine.devices[0].name
     return Report(
         everyframe=__version__,
@@ -167,7 +167,7 @@ def _safely(name: str, look: Callable[[DoctorInput], Check], patient: DoctorInpu
     """Run a check; if it raises, report it as broken and continue."""
     try:
         return look(patient)
-    except Exception as error:  # noqa: BLE001 - told as what it is
+    except Exception as error:  # noqa: BLE001 - reported as what it is
         text = f"the check itself broke: {type(error).__name__}: {' '.join(str(error).split())}"
         return Check.of(name, text[:300], [Finding(mark="broke", says=text[:300])])
 
@@ -188,5 +188,5 @@ def _smoke(patient: DoctorInput) -> Check:
 
 def _tested(patient: DoctorInput) -> dict[str, Any]:
     machine = replace(patient.machine, software=patient.software)
-    told = look_up(machine, machine.devices[0], table().rows)
-    return {"answer": told.answer, "minimum": table().minimum, "row": told.own}
+    match = look_up(machine, machine.devices[0], table().rows)
+    return {"answer": match.answer, "minimum": table().minimum, "row": match.own}

@@ -24,16 +24,16 @@ def plan_of(patient: DoctorInput, model: str) -> Check:
     if not ended.is_well:
         finding = Finding(mark="error", says=f"planning {model} {ended}", fix=_look(model))
         return Check.of("model", model, [finding])
-    told = ended.value
-    if told["refused"] is not None:
+    result = ended.value
+    if result["refused"] is not None:
         return Check.of(
-            "model", model, [Finding(mark="note", says=str(told["refused"]), fix=_look(model))]
+            "model", model, [Finding(mark="note", says=str(result["refused"]), fix=_look(model))]
         )
-    found = [Finding(mark="note", says=str(note)) for note in told["notes"]]
-    found += [Finding(mark="error", says=str(clash)) for clash in told["dtype_errors"]]
-    if told["infeasible"] is not None:
-        found.append(Finding(mark="error", says=str(told["infeasible"]), fix=_look(model)))
-    return Check.of("model", str(told["says"]), found)
+    found = [Finding(mark="note", says=str(note)) for note in result["notes"]]
+    found += [Finding(mark="error", says=str(clash)) for clash in result["dtype_errors"]]
+    if result["infeasible"] is not None:
+        found.append(Finding(mark="error", says=str(result["infeasible"]), fix=_look(model)))
+    return Check.of("model", str(result["says"]), found)
 
 
 def _look(model: str) -> tuple[Fix, ...]:

@@ -46,8 +46,9 @@ from everyframe.dry_run.meta_device import (
 )
 from everyframe.dry_run.result import FATAL, DryRunFinding, DryRunResult, DryRunResults
 from everyframe.dry_run.sdpa_backend import SdpaCall, is_fused
-from everyframe.ops.attention import plain_attention
+from everyframe.ops.attention import attention_with_lse, plain_attention
 from everyframe.ops.device import standing_for
+from everyframe.ops.dtypes import float32_or_wider
 from everyframe.precision import cast_hooks
 from everyframe.precision.dtypes import dtype_name
 from everyframe.precision.islands import in_island
@@ -121,8 +122,8 @@ def dry_run_modules(
     if not stopped:
         return DryRunResults(found, returned=returned)
     # Why it stopped is no finding, but that two dtypes met is.
-    told = {name: each for name, each in found.items() if name != run.at or each.clashes}
-    return DryRunResults({name: e for name, e in told.items() if e.num_operations}, stopped, run.at)
+    kept = {name: each for name, each in found.items() if name != run.at or each.clashes}
+    return DryRunResults({name: e for name, e in kept.items() if e.num_operations}, stopped, run.at)
 
 
 @contextmanager
@@ -192,6 +193,10 @@ class _Attention(TorchFunctionMode):
                 asked = SdpaCall(*args, **given)  # torch's names, however it was given them
                 if asked.query.device.type == STAND_IN:
                     return self._run.attention(asked)
+            if func is attention_with_lse:
+                asked = SdpaCall(*args, **given)
+                if asked.query.device.type == STAND_IN:
+                    return self._run.attention_with_lse(asked)
             if func in (torch.tensor, torch.as_tensor) and made_on_device(given):
                 return self._run.listed(func, args, given)
             return func(*args, **given)
@@ -332,6 +337,18 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not is_fused(asked, self.device):
             return plain_attention(**vars(asked))  # every operation of it is seen
         return self._fused(asked)
+
+    def attention_with_lse(self, asked: SdpaCall) -> tuple[Tensor, Tensor] | None:
+        """As `attention`; None where the device's kernel returns no log-sum-exp."""
+        kind, is_masked = self.device.kind, asked.attn_mask is not None
+        if kind not in ("cpu", "cuda") or not is_fused(asked, self.device):
+            return None
+        if kind == "cuda" and (is_masked or asked.head % 8):
+            return None
+        lse = asked.query.new_empty(
+            asked.query.shape[:-1], dtype=float32_or_wider(asked.query.dtype)
+        )
+        return self._fused(asked), lse
 
     def _fused(self, asked: SdpaCall) -> Tensor:
         """Result of a fused kernel in that kernel's memory layout, and its cost."""

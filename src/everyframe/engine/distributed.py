@@ -95,18 +95,20 @@ def meet_peers(
     world = join.meet(mine.kind)
     versions = {"everyframe": __version__, "torch": torch.__version__, "device": mine.kind}
     check_equal_on_ranks(world, versions, "software and kind of device")
-    threads = min(world.tell_all(threads, "ranks tell their threads"))
-    devices = _told_devices(world, mine)
+    threads = min(world.all_gather_object(threads, "ranks gather their threads"))
+    devices = _gather_devices(world, mine)
     if not are_alike(devices):
         dtype = speed_dtype(DTYPES[request.dtype])
-        devices = _told_devices(world, measured(mine, dtype, threads))
-    seed = world.tell(random_seed() if request.seed is None else request.seed, 0, "the seed")
+        devices = _gather_devices(world, measured(mine, dtype, threads))
+    seed = world.broadcast_object(
+        random_seed() if request.seed is None else request.seed, 0, "the seed"
+    )
     return Peers(join.rank, world, devices, threads, seed, join.local is not None)
 
 
-def _told_devices(world: Communicator, mine: DeviceFacts) -> tuple[DeviceFacts, ...]:
-    told = world.tell_all(to_jsonable(mine), "ranks tell their devices")
-    return tuple(from_jsonable(each) for each in told)
+def _gather_devices(world: Communicator, mine: DeviceFacts) -> tuple[DeviceFacts, ...]:
+    data = world.all_gather_object(to_jsonable(mine), "ranks gather their devices")
+    return tuple(from_jsonable(each) for each in data)
 
 
 @dataclass(frozen=True)
@@ -116,14 +118,14 @@ class RankContext:
     Attributes:
         plan: the plan with this rank's own device.
         teams: communicators of this rank.
-        takes: the videos of this rank; None means all.
+        videos: the videos of this rank; None means all.
         group: index of the video group, the ranks that compute the same videos.
         sources: first ranks of the other groups; rank 0 gathers their results.
     """
 
     plan: Plan
     teams: ParallelContext = ONE
-    takes: Sequence[int] | None = None
+    videos: Sequence[int] | None = None
     group: int = 0
     sources: tuple[int, ...] = ()
 
@@ -132,9 +134,9 @@ class RankContext:
         """Whether this is the first rank of its video group."""
         return self.teams.team.is_lead
 
-    def mine(self, takes: Sequence[VideoState]) -> list[VideoState]:
-        wanted = None if self.takes is None else {self.plan.settings.seed + n for n in self.takes}
-        return [take for take in takes if wanted is None or take.seed in wanted]
+    def mine(self, videos: Sequence[VideoState]) -> list[VideoState]:
+        wanted = None if self.videos is None else {self.plan.settings.seed + n for n in self.videos}
+        return [video for video in videos if wanted is None or video.seed in wanted]
 
     def stages(self, model: ModelSpec, clip: int) -> Sequence[Stage]:
         parallel = self.teams if isinstance(model, ShardableSpec) else ONE
@@ -167,8 +169,8 @@ def join_plan(
         )
     world = peers.world
     check_equal_on_ranks(world, _facts(plan, record), "plan")
-    told = world.tell(to_jsonable(plan), 0, "the plan is handed on")
-    plan, mine = from_jsonable(told), division.ranks[peers.rank]
+    data = world.broadcast_object(to_jsonable(plan), 0, "the plan is broadcast")
+    plan, mine = from_jsonable(data), division.ranks[peers.rank]
     world.weights = division.speeds
     working = [team for team in division.active_groups if team]
     resting = [rank for rank, each in enumerate(division.ranks) if not each.is_active]
@@ -196,11 +198,11 @@ def join_plan(
         raise InputError("rank 0 writes the videos and makes none; give it a share above 0")
     if idle and at_work:
         world = split(world, [at_work, idle])
-    takes = left[mine.group] if mine.is_active else []
+    videos = left[mine.group] if mine.is_active else []
     teams = ParallelContext(world, team, division.cfg_degree, division.backend, supply, inside)
     leads = [at_work.index(group[0]) for group in division.groups if group[0] in at_work]
     sources = tuple(rank for rank in leads if rank) if peers.gathers else ()
-    return RankContext(_on(plan, mine.device), teams, takes, mine.group, sources)
+    return RankContext(_on(plan, mine.device), teams, videos, mine.group, sources)
 
 
 def _on(plan: Plan, device: str) -> Plan:
@@ -269,14 +271,14 @@ def _sent(world: Communicator, event: Event) -> PendingSend:
 
 def _received(world: Communicator, source: int) -> Event | None:
     """Receive the next event of that rank; None after its last."""
-    tensors, told = world.receive(source, _WHAT)
-    if told is None:
+    tensors, data = world.receive(source, _WHAT)
+    if data is None:
         return None
-    kind = told["type"]
+    kind = data["type"]
     if kind == FramesDecoded.type:
-        return FramesDecoded(told["seed"], len(tensors[0]), tensors[0].numpy())
+        return FramesDecoded(data["seed"], len(tensors[0]), tensors[0].numpy())
     if kind == AudioDecoded.type:
-        return AudioDecoded(told["seed"], told["rate"], told["seconds"], tensors[0].numpy())
+        return AudioDecoded(data["seed"], data["rate"], data["seconds"], tensors[0].numpy())
     if kind == VideoDone.type:
-        return VideoDone(told["seed"], told["num_frames"], told["record"])
-    return event_of(told)
+        return VideoDone(data["seed"], data["num_frames"], data["record"])
+    return event_of(data)

@@ -66,12 +66,12 @@ class FlightRecorder:
     """
 
     def __init__(self, path: Path) -> None:
-        with _told(path):
+        with _write_errors(path):
             path.write_bytes(bytes(_SIZE))
             with path.open("r+b") as file:
                 self._map = mmap.mmap(file.fileno(), _SIZE)
         self._names_at = path.with_name(path.name + _NAMES)
-        with _told(self._names_at):
+        with _write_errors(self._names_at):
             self._names = self._names_at.open("w", encoding="utf-8", buffering=1)
         self._count = 0
         self._waits: dict[str, int] = {"": 0}
@@ -86,7 +86,7 @@ class FlightRecorder:
 
     def learn(self, name: str) -> int:
         """Assign a number to a name."""
-        with _told(self._names_at):
+        with _write_errors(self._names_at):
             self._names.write(json.dumps(name) + "\n")
         self._count += 1
         return self._count
@@ -96,7 +96,7 @@ class FlightRecorder:
         if what not in self._waits:
             self._waits[what] = self.learn(what)
         number, _ = _WAITS.unpack_from(self._map, _WAIT)
-        # Counted, so that one wait can be told from the next.
+        # Counted, so that one wait differs from the next.
         _WAITS.pack_into(self._map, _WAIT, (number + 1) % 2**31, self._waits[what])
 
     def read(self, begins: bool) -> None:
@@ -113,7 +113,7 @@ class FlightRecorder:
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _write_errors(path: Path) -> Iterator[None]:
     """Context: `MediaError` for a failed write of that file."""
     try:
         yield

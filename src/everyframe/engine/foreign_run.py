@@ -117,6 +117,8 @@ def asked_outside(request: Request) -> dict[str, Any]:
         found["report"] = request.report
     if request.loras:
         found["loras"] = [str(lora) for lora in request.loras]
+    if request.components:
+        found["components"] = dict(request.components)
     for name, value in {"model": request.model, **request.family_options}.items():
         facts = option_facts(name)
         if name == _OWN and isinstance(value, Mapping):
@@ -154,6 +156,7 @@ def _flag(name: str, value: Any) -> str:
     flags = {
         "output": "--output PLACE", "model": "--model FOLDER",
         "loras": '--option loras=\'["FILE:STRENGTH"]\'',
+        "components": '--option components=\'{"NAME": "FILE"}\'',
     }  # fmt: skip
     return f"{flags.get(name, f'--option {name}=FILE')} (it was {shown(value)})"
 

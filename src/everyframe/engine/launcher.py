@@ -234,16 +234,16 @@ def _heard_out(
         for connection in found:
             assert isinstance(connection, Connection)
             try:
-                name, told = receive(connection)
+                name, data = receive(connection)
             except (EOFError, ConnectionResetError):
                 del others[connection]
                 continue
             if name == "event":
-                yield told
+                yield data
             elif name == "log":
-                _log(told)
+                _log(data)
             elif name == "error" and value["class"] == "PeerLostError":
-                worker, value = others[connection], told
+                worker, value = others[connection], data
 
 
 def _log(value: tuple[str, int, str]) -> None:
@@ -274,22 +274,22 @@ def _of_class(kind: type[Exception], text: str) -> Exception:
         return RuntimeError(f"{kind.__name__}: {text}")
 
 
-def _raised_again(worker: Worker, told: dict[str, Any]) -> BaseException:
+def _raised_again(worker: Worker, data: dict[str, Any]) -> BaseException:
     """Rebuild the error that a worker reported, in its own class if that is ours or Python's."""
-    name, text = told["class"], told["text"]
-    if "scarcity" in told:
-        return DistributedOutOfMemoryError(text, replace(told["scarcity"], rank=worker.job.rank))
+    name, text = data["class"], data["text"]
+    if "scarcity" in data:
+        return DistributedOutOfMemoryError(text, replace(data["scarcity"], rank=worker.job.rank))
     own = getattr(errors, name, None)
     if isinstance(own, type) and issubclass(own, EveryframeError):
         return own(text)
     pythons = getattr(builtins, name, None)
     error: BaseException
-    if told.get("strerror"):
-        error = OSError(told["errno"], told["strerror"], told["file"])
+    if data.get("strerror"):
+        error = OSError(data["errno"], data["strerror"], data["file"])
     elif isinstance(pythons, type) and issubclass(pythons, Exception):
         error = _of_class(pythons, text)
     else:
-        error = EveryframeError(text) if "trace" not in told else RuntimeError(f"{name}: {text}")
-    if "trace" in told:
-        error.__cause__ = _InWorkerError(told["trace"])
+        error = EveryframeError(text) if "trace" not in data else RuntimeError(f"{name}: {text}")
+    if "trace" in data:
+        error.__cause__ = _InWorkerError(data["trace"])
     return error

@@ -45,20 +45,20 @@ def create_run(
     """
     if how.root is None:
         return RunStateWriter(None, how)
-    days_of_runs()  # a wrong one is told before there is a run
+    days_of_runs()  # a wrong one is refused before there is a run
     folder: RunFolder | None = None
     lock = None
     try:
         folder = new_run(how.root)
         lock = folder.locked()
-        told = {
+        entries = {
             "began": time.time(),
             "place": os.getcwd(),
             "output": how.output,
             "as_uint8": how.as_uint8,
             "given": None if given is None else dict(given.digests()),
         }
-        write(folder, told, request, plan, record)
+        write(folder, entries, request, plan, record)
     except (OSError, NotSerializableError) as error:
         if folder is not None:
             folder.remove()
@@ -87,18 +87,18 @@ def _remove_old_runs(root: Path, keeper: RunStateWriter) -> None:
 
 def write(
     folder: RunFolder,
-    told: Mapping[str, Any],
+    entries: Mapping[str, Any],
     request: Request,
     plan: Plan,
     record: Mapping[str, Any],
     *,
     is_own: bool = True,
 ) -> None:
-    """Write request and plan, replacing those in `told`; signed if `is_own`. Raises `OSError`."""
+    """Write request and plan over those in `entries`; signed if `is_own`. Raises `OSError`."""
     keep = TensorStore(folder.given).keep
     folder.write_run(
         {
-            **told,
+            **entries,
             "request": to_jsonable(request, keep),
             "plan": to_jsonable(plan, keep),
             "record": record,
@@ -114,10 +114,10 @@ def writer_for_rank(here: RankContext, how: SaveOptions, begun: RunStateWriter) 
     machine can see it.
     """
     division, world = here.plan.parallel, here.teams.world
-    if division is None or len(division.videos_per_group) == 1 or not here.takes:
+    if division is None or len(division.videos_per_group) == 1 or not here.videos:
         return begun
     mine = "" if begun.folder is None else str(begun.folder.path)
-    path = world.tell(mine, 0, "where the run is kept")
+    path = world.broadcast_object(mine, 0, "where the run is kept")
     if not here.teams.team.is_lead or begun.folder is not None or not path:
         return begun
     folder = RunFolder(Path(path), here.group)
@@ -131,16 +131,16 @@ def writer_for_rank(here: RankContext, how: SaveOptions, begun: RunStateWriter) 
 
 
 @contextmanager
-def saved_run(keeper: RunStateWriter, takes: Sequence[VideoState]) -> Iterator[None]:
+def saved_run(keeper: RunStateWriter, videos: Sequence[VideoState]) -> Iterator[None]:
     """Context: this process owns the run, and answers of a pipeline's components are saved.
 
     On exit the folder is removed if the run is done or can't be done at all. Otherwise it stays,
     with a note on how to resume.
     """
     folder = keeper.folder
-    for take in takes if folder is not None else ():
+    for video in videos if folder is not None else ():
         assert folder is not None
-        take.replay_log = FileReplayLog(folder.answers / str(take.seed), keeper.note)
+        video.replay_log = FileReplayLog(folder.answers / str(video.seed), keeper.note)
     remove = False
     try:
         yield

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from everyframe._version import __version__
@@ -126,6 +127,10 @@ def _asked(request: Request, plan: Plan) -> dict[str, Any]:
             asked[name] = model_names(value) if name in models else plain(value)
     if request.loras:
         asked["loras"] = [_lora(each) for each in request.loras]
+    if request.components:
+        asked["components"] = {
+            name: _file(Path(file).expanduser()) for name, file in request.components.items()
+        }
     asked["seed"] = plan.settings.seed
     if request.model is not None:
         asked["model"] = _model_name(request.model)
@@ -142,6 +147,31 @@ def _lora(lora: Lora) -> dict[str, Any]:
     """A LoRA by the name and hash of its file."""
     file = {"file": lora.name, "sha256": lora_digest(lora.path)}
     return {"file": file, "strength": lora.strength, "component": lora.component}
+
+
+def _file(path: Path) -> dict[str, str]:
+    return {"file": path.name, "sha256": digest([path])}
+
+
+def _find_components(recorded: Mapping[str, Any]) -> dict[str, str]:
+    """The files of a record's components in the working folder.
+
+    Raises:
+        InputError: one is not there, or has another hash.
+    """
+    for component, known in recorded.items():
+        file, again = known["file"], f"give it again: --component {component}=FILE"
+        if not os.path.isfile(file):
+            raise InputError(
+                f"the video was made with {file!r} for its {component}, which is not in this "
+                f"folder; {again}"
+            )
+        if digest([file]) != known["sha256"]:
+            raise InputError(
+                f"{file!r} in this folder is not the file of the {component} that the video was "
+                f"made with (its hash differs); {again}"
+            )
+    return {component: known["file"] for component, known in recorded.items()}
 
 
 def recorded_loras(record: Mapping[str, Any]) -> tuple[LoraIdentity, ...]:
@@ -210,6 +240,8 @@ def request_from(
         asked |= {name: find_files(name, asked[name])} if name in asked else {}
     if "loras" in asked:
         asked["loras"] = [{**each, **each["file"]} for each in asked["loras"]]
+    if "components" in asked:
+        asked["components"] = _find_components(asked["components"])
     asked |= wanted
     if own is not None:  # each parameter of a pipeline is an option of its own
         recorded = asked.get("option")

@@ -140,6 +140,8 @@ def accepted_options(asked: Mapping[str, Any], given: Collection[str]) -> dict[s
             _check_listed(name, value)
         if name == "loras":
             _check_loras(value)
+        if name == "components":
+            _check_components(value)
         if name in GIVEN or facts.get("names_files"):
             _check_files(name, value, may_be_words=name not in GIVEN)
         found[name] = value
@@ -226,6 +228,18 @@ def _check_loras(value: Any) -> None:
         if "file" not in each["file"]:
             raise InputError("the record has a LoRA without its file's name; give it again: --lora")
         _check_identity("lora", each["file"])
+
+
+def _check_components(value: Any) -> None:
+    if not isinstance(value, dict) or not all(
+        isinstance(each, dict) and "file" in each for each in value.values()
+    ):
+        raise InputError(
+            f"the record has its components as {shown(value)}, and not by name and hash; give them "
+            "again: --component NAME=FILE"
+        )
+    for each in value.values():
+        _check_identity("component", each)
 
 
 def _check_identity(name: str, value: Mapping[str, Any]) -> None:

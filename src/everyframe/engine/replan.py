@@ -168,5 +168,5 @@ def relieved_of(written: Iterable[Mapping[str, Any]]) -> tuple[Repaired, ...]:
 def remind(progress: RunState, relieved: Iterable[Repaired]) -> None:
     """Add earlier memory fallbacks to the run state, which may have been saved before them."""
     known = [{**each, "clip": None} for each in progress.repairs]
-    told = [{"clip": None, **event.to_json()} for event in relieved]
-    progress.repairs[:0] = [each for each in told if each not in known]
+    entries = [{"clip": None, **event.to_json()} for event in relieved]
+    progress.repairs[:0] = [each for each in entries if each not in known]

@@ -69,13 +69,13 @@ def _is_ours(module: str) -> bool:
     return module.partition(".")[0] == __name__.partition(".")[0]
 
 
-def collect_videos(events: Events, output: Output, told: EventTeller) -> list[Video]:
+def collect_videos(events: Events, output: Output, teller: EventTeller) -> list[Video]:
     """The videos in order of their seeds, whichever device finishes first."""
     frames: dict[tuple[int, int | None], list[np.ndarray[Any, Any]]] = {}
     sounds: dict[tuple[int, int | None], Audio] = {}
     videos: dict[tuple[int, int], Video] = {}
     fps = Fraction(0)
-    for event in told.rest(events):
+    for event in teller.rest(events):
         if isinstance(event, Planned):
             # Before hours of work: not every number is a frame rate that can be had.
             fps = exact_fps(event.plan.settings.fps)

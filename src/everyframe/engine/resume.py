@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from everyframe.adapters.request_loras import with_loras
+from everyframe.adapters.request_components import with_adapters
 from everyframe.checkpoints.locate import is_listed
 from everyframe.core.errors import CannotRunError, CorruptRunError, InputError, OutOfMemoryInfo
 from everyframe.core.events import Event, Events, Note, Planned, WeightsReady
@@ -78,17 +78,17 @@ def resume_run(
         run = replace(run, plan=with_owner_switches(run.plan, given_model))
         request = run.request if ranks is None else with_devices(run.request, ranks)
         peers = meet_peers(request, join, run.plan.num_threads if ranks is None else None)
-        left = [take for take in initial_videos(run.request, run.plan) if take.seed not in skip]
-        told: tuple[Event, ...] = ()
+        left = [video for video in initial_videos(run.request, run.plan) if video.seed not in skip]
+        changes: tuple[Event, ...] = ()
         if scarcity is not None:
             plan, less = replan_with_less_memory(run.plan, model, scarcity)
-            run, told = replace(run, plan=plan, relieved=(*run.relieved, less)), (less,)
+            run, changes = replace(run, plan=plan, relieved=(*run.relieved, less)), (less,)
         elif ranks is not None and left:
             plan = replan_for_devices(run.plan, request, peers, skip)
-            run, told = replace(run, plan=plan), (*map(Note, said_of_move(run.plan, plan)),)
+            run, changes = replace(run, plan=plan), (*map(Note, said_of_move(run.plan, plan)),)
         yield Planned(run.plan)
         record = make_record(run.plan, request, (model := model.fetch()).weight_files())
-        yield from (*told, *map(Note, _compared(run, record)), WeightsReady(record))
+        yield from (*changes, *map(Note, _compared(run, record)), WeightsReady(record))
         if not left:
             yield Note(f"all videos of {folder.name} were made")
             folder.remove()
@@ -99,8 +99,8 @@ def resume_run(
         progress, says = _read(keeper, run, here.mine(left))
         yield from map(Note, (says, *_skipped(skip if scarcity is None else ())))
         if peers is not None:  # before anybody writes
-            peers.world.tell_all(None, "ranks read what was kept")
-        if leads and told:
+            peers.world.all_gather_object(None, "ranks read what was kept")
+        if leads and changes:
             _write_anew(run, request, record)
         events: Events = run_stages(here, model, record, keeper, progress)
         if place is not None:
@@ -133,8 +133,8 @@ def _place_of_report(run: InterruptedRun) -> Path | None:
 def _write_anew(run: InterruptedRun, request: Request, record: Mapping[str, Any]) -> None:
     """Save the new plan, so that the next resume uses it."""
     relieved = [each.to_json() for each in run.relieved]
-    told = {**run.folder.run(), "relieved": relieved}
-    write(run.folder, told, request, run.plan, record, is_own=run.is_own)
+    entries = {**run.folder.run(), "relieved": relieved}
+    write(run.folder, entries, request, run.plan, record, is_own=run.is_own)
 
 
 def _skipped(seeds: Collection[int]) -> tuple[str, ...]:
@@ -143,7 +143,7 @@ def _skipped(seeds: Collection[int]) -> tuple[str, ...]:
 
 
 def _read(
-    keeper: RunStateWriter, run: InterruptedRun, takes: list[VideoState]
+    keeper: RunStateWriter, run: InterruptedRun, videos: list[VideoState]
 ) -> tuple[RunState, str]:
     """Progress of these videos, as state and as one line of text."""
     settings, folder = run.plan.settings, run.folder
@@ -152,19 +152,19 @@ def _read(
     number = folder.num_answers()
     noun = "call is" if number == 1 else "calls are"
     served = f"; {number} saved model {noun} not computed again" if number else ""
-    kept = furthest(folder, [take.seed for take in takes])
-    progress, says = RunState(takes=takes), f"resuming {name} from the start{served}"
+    kept = furthest(folder, [video.seed for video in videos])
+    progress, says = RunState(videos=videos), f"resuming {name} from the start{served}"
     try:
         if kept is not None:
-            progress = keeper.read(takes, kept)
+            progress = keeper.read(videos, kept)
             clip = f"clip {progress.clip + 1} of {settings.chain}, " if progress.clip else ""
-            done = f"{clip}stage {progress.stage + 1}, {sum(t.step for t in takes)} of its steps"
+            done = f"{clip}stage {progress.stage + 1}, {sum(t.step for t in videos)} of its steps"
             says = f"resuming {name}: {done} done{served}"
     except CorruptRunError as error:
         # All of it follows from what was asked, so nothing but time is lost.
         fresh = initial_videos(run.request, run.plan)
-        wanted = {take.seed for take in takes}
-        progress = RunState(takes=[take for take in fresh if take.seed in wanted])
+        wanted = {video.seed for video in videos}
+        progress = RunState(videos=[video for video in fresh if video.seed in wanted])
         says = f"starting {name} again: {error}"
     remind(progress, run.relieved)
     return progress, says
@@ -187,7 +187,7 @@ def _model_here(
                 f"everyframe.resume({run.folder.name!r})"
             )
         _check_given(run.folder, run.given, given.digests())
-        return with_loras(given.model, run.request)
+        return with_adapters(given.model, run.request)
     if run.record.get("model", {}).get("sha256") is None:
         raise InputError(
             f"the run {run.folder.name} was made with a {run.plan.model} that was given in Python; "
@@ -243,7 +243,9 @@ def _check_place(run: InterruptedRun) -> None:
     if Path.cwd() == run.place:
         return
     given = [*run.request.given().items(), *run.request.family_options.items()]
-    for name, value in (*given, *(("LoRA", lora.file) for lora in run.request.loras)):
+    loras = (("LoRA", lora.file) for lora in run.request.loras)
+    components = (("component", file) for file in run.request.components.values())
+    for name, value in (*given, *loras, *components):
         is_text = isinstance(value, (str, Path)) and name != "prompt"
         if is_text and not Path(value).is_absolute() and os.path.exists(run.place / value):
             raise InputError(
@@ -279,7 +281,7 @@ def _contents(value: Any) -> Any:
 def _compared(run: InterruptedRun, record: dict[str, Any]) -> tuple[str, ...]:
     """Notes about differences that may change the result; `InputError` for those that do."""
     record = json.loads(json.dumps(record))  # as the other one came out of its file
-    # What is done to need less memory is told where it is done.
+    # What is done to need less memory is reported where it is done.
     savings = {"savings": record["settings"]["savings"]}
     was = {**run.record, "settings": {**run.record["settings"], **savings}}
     if was["model"]["sha256"] != record["model"]["sha256"]:

@@ -99,10 +99,10 @@ def stream(
     if plan.infeasible is not None:
         yield Planned(plan)  # so that it can be seen what is in the way
     check_feasible(plan)
-    takes = initial_videos(request, plan)
+    videos = initial_videos(request, plan)
     _log.debug("plan: %s", plan)
     yield Planned(plan)
-    given = takes[0].inputs
+    given = videos[0].inputs
     notes = (*plan.notes, *thread_count_notes(plan, num_threads), *given.notes)
     for note in (*notes, *(f"fetching {part}" for part in plan.downloads)):
         yield Note(note)
@@ -117,7 +117,7 @@ def stream(
     here = join_plan(plan, model, record, peers)
     how = SaveOptions(runs_folder()) if keep is None else keep
     keeper = writer_for_rank(here, how, create_run(how, request, plan, record, given_model))
-    events = run_stages(here, model, record, keeper, RunState(takes=here.mine(takes)))
+    events = run_stages(here, model, record, keeper, RunState(videos=here.mine(videos)))
     if place is None or (peers is not None and peers.rank):
         yield from events
     else:
@@ -141,9 +141,9 @@ def run_stages(
     progress: RunState,
 ) -> Events:
     """Run the remaining stages of the plan, then release the saved run."""
-    if not progress.takes:
+    if not progress.videos:
         return
-    with saved_run(keeper, progress.takes):
+    with saved_run(keeper, progress.videos):
         yield from keeper.notes()
         if keeper.folder is not None and keeper.folder.part == 0:
             yield RunSaved(keeper.folder.name, str(keeper.folder.path))
@@ -222,23 +222,23 @@ def _run(
     keeper: RunStateWriter,
     progress: RunState,
 ) -> Generator[Event, None, None]:
-    plan, takes, num_clips = here.plan, progress.takes, here.plan.settings.chain
+    plan, videos, num_clips = here.plan, progress.videos, here.plan.settings.chain
     key = _repairs_key(record, plan) if here.teams.team.is_lead else None
     num_frames: Counter[_Which] = Counter()
     unfinished: list[_Which] = []
     for frames in keeper.kept_frames(progress):
-        if frames.seed in {take.seed for take in takes}:
+        if frames.seed in {video.seed for video in videos}:
             num_frames[frames.seed, frames.index] += frames.num_frames
             yield frames
     for clip, stage in _stages(here, model, progress):
         keeper.write(progress)
-        for take in takes:
-            take.oom_log = keeper.shortages(clip, progress.stage)
+        for video in videos:
+            video.oom_log = keeper.shortages(clip, progress.stage)
         began = time.perf_counter()
-        yield StageStarted(stage.name, stage.num_steps(len(takes)), clip, num_clips)
+        yield StageStarted(stage.name, stage.num_steps(len(videos)), clip, num_clips)
         with release_components():
             # When the generator is over, so is the component that it held.
-            for event in stage.run(takes):
+            for event in stage.run(videos):
                 if isinstance(event, Repaired):
                     progress.repairs.append({"clip": clip, **event.to_json()})
                     _remember(key, plan, event)
@@ -266,8 +266,8 @@ def _run(
         _log.info("clip %d of %d: %s took %.2f s", clip + 1, num_clips, stage.name, seconds)
         yield StageDone(stage.name, seconds)
         yield from keeper.notes()
-        for take in takes:
-            take.begin_stage()
+        for video in videos:
+            video.begin_stage()
     yield from _done(unfinished, num_frames, record, progress)
 
 
@@ -317,8 +317,8 @@ def _done(
 ) -> Iterator[Event]:
     for seed, index in videos:
         notes = [text for of, text in progress.notes if of in (None, seed)]
-        told = {"repairs": [*progress.repairs], "notes": notes}
-        whole = {**record, **{name: said for name, said in told.items() if said}}
+        found = {"repairs": [*progress.repairs], "notes": notes}
+        whole = {**record, **{name: said for name, said in found.items() if said}}
         mine = for_seed(whole, seed)
         mine = mine if index is None else {**mine, "index": index}
         yield VideoDone(seed, num_frames[seed, index], mine, index)

@@ -57,11 +57,11 @@ class TorchrunRank:
 
 def under_torchrun(environment: Mapping[str, str] | None = None) -> TorchrunRank | None:
     """This process's torchrun rank; None if torchrun didn't start it."""
-    told = os.environ if environment is None else environment
-    if "TORCHELASTIC_RUN_ID" not in told or "RANK" not in told:
+    environ = os.environ if environment is None else environment
+    if "TORCHELASTIC_RUN_ID" not in environ or "RANK" not in environ:
         return None
-    rank, size = int(told["RANK"]), int(told["WORLD_SIZE"])
-    local = int(told.get("LOCAL_RANK", rank)), int(told.get("LOCAL_WORLD_SIZE", size))
+    rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    local = int(environ.get("LOCAL_RANK", rank)), int(environ.get("LOCAL_WORLD_SIZE", size))
     return TorchrunRank(rank, size, *local)
 
 

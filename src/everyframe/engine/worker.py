@@ -63,9 +63,9 @@ def serve(descriptor: int) -> None:
                     speaks = division is None or division.reports_events(job.rank)
         send(connection, "end")
     except BrokenPipeError:
-        return  # nobody is there to be told
+        return  # nobody is there to read it
     except Exception as error:  # noqa: BLE001 - raised again in the other process
-        send(connection, "error", _told(error))
+        send(connection, "error", _error_data(error))
 
 
 def _end_with(connection: Connection) -> None:
@@ -198,8 +198,8 @@ class _Watch:
         alone = self._components[0] if len(self._components) == 1 else type(module).__name__
         for name, part in module.named_modules():
             place = ".".join(each for each in (alone, name) if each)
-            told = f"{place} ({type(part).__name__})"
-            self._numbers[id(part)] = self._trail.learn(told)
+            name = f"{place} ({type(part).__name__})"
+            self._numbers[id(part)] = self._trail.learn(name)
         return self._numbers[id(module)]
 
 
@@ -212,16 +212,16 @@ def _light(event: Event, as_uint8: bool) -> Event:
     return FramesDecoded(event.seed, event.num_frames, to_uint8(event.frames))
 
 
-def _told(error: Exception) -> dict[str, Any]:
+def _error_data(error: Exception) -> dict[str, Any]:
     """What the parent needs to raise this error again."""
-    told: dict[str, Any] = {"class": type(error).__name__, "text": str(error)}
+    data: dict[str, Any] = {"class": type(error).__name__, "text": str(error)}
     if isinstance(error, DistributedOutOfMemoryError):
-        told["scarcity"] = error.scarcity
+        data["scarcity"] = error.scarcity
     if isinstance(error, OSError):
-        told |= {"errno": error.errno, "strerror": error.strerror, "file": _text(error.filename)}
+        data |= {"errno": error.errno, "strerror": error.strerror, "file": _text(error.filename)}
     if not isinstance(error, EveryframeError):
-        told["trace"] = "".join(traceback.format_exception(error))
-    return told
+        data["trace"] = "".join(traceback.format_exception(error))
+    return data
 
 
 def _text(value: Any) -> str | None:

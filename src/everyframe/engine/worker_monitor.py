@@ -148,8 +148,8 @@ def _bytes_read(process: int) -> int:
         lines = Path(f"/proc/{process}/io").read_text().splitlines()
     except OSError:
         lines = []  # somebody else's process, or a system without
-    told = dict(line.split(": ", 1) for line in lines if ": " in line)
-    called, from_disk = (int(told.get(name, 0)) for name in ("rchar", "read_bytes"))
+    counted = dict(line.split(": ", 1) for line in lines if ": " in line)
+    called, from_disk = (int(counted.get(name, 0)) for name in ("rchar", "read_bytes"))
     return pages * os.sysconf("SC_PAGE_SIZE") + called + from_disk
 
 

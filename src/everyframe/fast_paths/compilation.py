@@ -1,118 +1,23 @@
-"""torch.compile per block, with guards that keep a compiled graph from being stale.
+"""Compile the blocks of a module in place: a package each, or torch.compile where none fits.
 
-A block is compiled in place: its name, parameters and hooks stay. Torch guards a graph by shapes,
-dtypes and plain values, and takes weights as inputs. It guards hooks only on request; repairs and
-kernel choices are hooks, so that guard is enabled here. Compilation needs a C++ compiler and takes
-minutes, so it runs on request only. `toolchain` checks for the compiler.
+Names, parameters and hooks of a block stay, and its call computes what it would as written,
+whatever changes: weights, sizes, numbers, hooks. Not here: how a package is made (`block_export`),
+stored (`package_store`) and called (`compiled_block`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import os
-import shlex
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from everyframe.checkpoints.folder import cache_folder
+from everyframe.fast_paths import compiler_cache
+from everyframe.fast_paths.compiled_block import CompiledBlock
 from everyframe.numerics.fault_locator import Fault
 from everyframe.numerics.tensor_stats import iter_tensors, value_range
-
-_log = logging.getLogger(__name__)
-
-#: Environment variable of torch's compile cache folder.
-CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-
-_SCRIPT = """\
-#!/bin/sh
-# Made by Everyframe: the compiler writes under another name, and what it has done gets its own.
-out= part= is_out=
-for given do
-  shift
-  if [ -n "$is_out" ]; then
-    is_out=
-    case $given in
-      /dev/*) ;;
-      *) out=$given part=$given.$$.part given=$part ;;
-    esac
-  elif [ "$given" = -o ]; then
-    is_out=1
-  fi
-  set -- "$@" "$given"
-done
-{compiler} "$@"
-code=$?
-[ -n "$out" ] || exit $code
-if [ $code -eq 0 ]; then
-  mv -f -- "$part" "$out"
-else
-  rm -f -- "$part"
-  exit $code
-fi
-"""
-
-
-def prepare() -> None:
-    """Set up torch's compile cache in our folder, with a compiler wrapper that writes atomically.
-
-    A cache folder set in the environment is used as it is. Nothing changes without a known
-    compiler: torch reports that itself, and on Windows it uses another one.
-    """
-    import torch._inductor.config
-
-    config: Any = torch._inductor.config
-    found = _found(config.cpp.cxx) if os.name == "posix" else None
-    if found is None:
-        return
-    try:
-        folder = _cache() / "everyframe" / hashlib.blake2b(found.encode()).hexdigest()[:12]
-        if Path(found).parent.parent == folder.parent:
-            return  # it stands behind the script already
-        script = folder / Path(found).name  # by which torch knows its kind
-        _write(script, _SCRIPT.format(compiler=shlex.quote(found)))
-    except OSError as error:
-        _log.warning(
-            "%s: what is compiled is kept as torch does it, and a run that is killed while it "
-            "compiles may leave half a library there", error,
-        )  # fmt: skip
-        return
-    config.cpp.cxx = (None, str(script))
-
-
-def _found(asked: Any) -> str | None:
-    """Path of the compiler that torch would use, or of another one that it knows."""
-    names = [asked] if isinstance(asked, str) else [name for name in asked if name]
-    return next((path for name in (*names, "clang++") if (path := shutil.which(name))), None)
-
-
-def _cache() -> Path:
-    """Create and return torch's cache folder. Raises `OSError`."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    # torch names its own there as soon as its compiler is imported.
-    named = os.environ.get(CACHE_VARIABLE)
-    is_torchs = not named or named == default_cache_dir()
-    folder = cache_folder() / "inductor" if is_torchs else Path(named or "")
-    folder.mkdir(parents=True, exist_ok=True)
-    os.environ[CACHE_VARIABLE] = str(folder.absolute())
-    return folder.absolute()
-
-
-def _write(path: Path, text: str) -> None:
-    if path.exists() and path.read_text() == text and os.access(path, os.X_OK):
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_text(text)
-    unfinished.chmod(0o755)
-    os.replace(unfinished, path)
-
 
 #: Largest difference of a correct graph, as a share of the largest value; bfloat16 rounding is a
 #: tenth of it.
@@ -189,13 +94,48 @@ def _is_far(result: Any, written: Any) -> bool:
 
 
 def compile_blocks(
-    module: nn.Module, names: Iterable[str], backend: str | Callable[..., Any] = "inductor"
+    module: nn.Module,
+    names: Iterable[str],
+    backend: str | Callable[..., Any] | None = None,
+    *,
+    dynamic: bool = True,
+    compiles: bool = True,
 ) -> None:
-    """Compile the submodules with these names in place; the first call of each is slow."""
+    """Compile the submodules with these names in place; the first call of each kind is slow.
+
+    Args:
+        module: their model.
+        names: dotted names.
+        backend: of torch.compile, for all calls; by default that is for what has no package.
+        dynamic: a package takes varying sizes where it can.
+        compiles: make missing packages; otherwise those calls run as written.
+    """
+    for name in names:
+        block = module.get_submodule(name)
+        if backend is not None:
+            block._compiled_call_impl = _graphs(block._call_impl, backend)
+            continue
+        block._compiled_call_impl = CompiledBlock(
+            block, dynamic=dynamic, compiles=compiles, fallback=partial(_graphs, backend="inductor")
+        )
+
+
+def compiled_blocks(module: nn.Module) -> dict[str, CompiledBlock]:
+    """Blocks with packages, by name."""
+    found = {name: part._compiled_call_impl for name, part in module.named_modules()}
+    return {name: each for name, each in found.items() if isinstance(each, CompiledBlock)}
+
+
+def _graphs(call: Callable[..., Any], backend: str | Callable[..., Any]) -> Callable[..., Any]:
+    """The call by torch.compile.
+
+    Torch guards a graph by shapes, dtypes and plain values, and takes weights as inputs. It guards
+    hooks only on request; repairs and kernel choices are hooks.
+    """
     if backend == "inductor":
-        prepare()
+        compiler_cache.prepare()
     # torch's switches are made at import, so type checkers see none of them.
     config: Any = torch._dynamo.config
     config.skip_nnmodule_hook_guards = False
-    for name in names:
-        module.get_submodule(name).compile(backend=backend)
+    compiled: Callable[..., Any] = torch.compile(call, backend=backend)
+    return compiled

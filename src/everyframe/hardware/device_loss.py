@@ -93,7 +93,7 @@ def parse_device_loss(error: BaseException) -> DeviceLoss | None:
     """Device loss that the error reports; None if it is about something else."""
     if isinstance(error, DeviceLostError):
         return error.loss
-    text = "\n".join(_told(str(error)))
+    text = "\n".join(_message_lines(str(error)))
     if not isinstance(error, RuntimeError) or _GOES_ON.search(text):
         return None
     said = text.partition("\n")[0].strip() or type(error).__name__
@@ -105,7 +105,7 @@ def parse_device_loss(error: BaseException) -> DeviceLoss | None:
 
 def loss_in(printed: str) -> DeviceLoss | None:
     """Device loss in a dead process's output, such as NCCL's watchdog prints."""
-    for line in _told(printed):
+    for line in _message_lines(printed):
         is_error = _PRINTED.search(line) and not _GOES_ON.search(line)
         if is_error and (kind := _kind_of(line)) is not None:
             return replace(kind, said=line.strip().removeprefix("what():").strip()[:200])
@@ -166,7 +166,7 @@ def loss_behind(error: BaseException, theirs: BaseException | None = None) -> De
     return found
 
 
-def _told(text: str) -> Iterator[str]:
+def _message_lines(text: str) -> Iterator[str]:
     """Lines of an error without torch's advice and stack trace."""
     for line in text.strip().splitlines():
         if line.startswith("Exception raised from"):

@@ -132,10 +132,10 @@ def _ended(
     if timed_out:
         return ProcessResult(timed_out=True, seconds=seconds, printed=printed)
     if answer:
-        told = json.loads(answer)
-        loss = None if told["loss"] is None else DeviceLoss(**told["loss"])
+        answered = json.loads(answer)
+        loss = None if answered["loss"] is None else DeviceLoss(**answered["loss"])
         return ProcessResult(
-            told["value"], told["error"], seconds=seconds, printed=printed, loss=loss
+            answered["value"], answered["error"], seconds=seconds, printed=printed, loss=loss
         )
     loss = loss_in(printed)
     if exit_code is not None and exit_code < 0:
@@ -243,15 +243,15 @@ def _serve(
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    told: dict[str, Any] = {"value": None, "error": None, "loss": None}
+    answer: dict[str, Any] = {"value": None, "error": None, "loss": None}
     try:
-        told["value"] = function(*arguments)
+        answer["value"] = function(*arguments)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
         traceback.print_exc()
-        told["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        answer["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
         loss = loss_behind(error)
-        told["loss"] = None if loss is None else asdict(loss)
-    connection.send_bytes(json.dumps(told).encode())
+        answer["loss"] = None if loss is None else asdict(loss)
+    connection.send_bytes(json.dumps(answer).encode())
     connection.close()
 
 

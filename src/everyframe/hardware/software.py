@@ -165,13 +165,13 @@ def _version(name: str, path: str) -> str | None:
     cuBLAS reports three numbers of four, and known issues depend on the fourth too.
     """
     ask = _ASK.get(name)
-    told = ask(path) if ask else None
-    if told is None:
+    reported = ask(path) if ask else None
+    if reported is None:
         return None
     for listed in _listed_around(path):
-        if Version(listed).release[:3] == Version(told).release[:3]:
+        if Version(listed).release[:3] == Version(reported).release[:3]:
             return listed
-    return told
+    return reported
 
 
 def _cublas_version(path: str) -> str | None:

@@ -108,3 +108,19 @@ def has_casts() -> bool:
 def _kinds() -> list[str]:
     known: list[str] = torch._C._autocast_supported_devices()
     return [kind for kind in known if torch.amp.is_autocast_available(kind)]
+
+
+def computes_plainly() -> bool:
+    """Whether this thread computes tensors by torch's kernels alone: no autocast, gradients, modes.
+
+    Compiled code can't be watched, and knows none of them.
+    """
+    peek: Any = torch._C._functorch.peek_interpreter_stack
+    return not (
+        torch.is_grad_enabled()
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or peek() is not None
+        or torch.compiler.is_compiling()
+    )

@@ -20,6 +20,7 @@ from torch.nn.attention import (
     _cur_sdpa_kernel_backends,
     _sdpa_kernel,
 )
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.hooks import RemovableHandle
 
 from everyframe.hardware.switches import exclusive, stay_exclusive
@@ -69,6 +70,57 @@ def attention(
     return F.scaled_dot_product_attention(
         q_BHQD, k_BHLD, v_BHLD, attn_mask=mask, scale=scale, is_causal=is_causal
     )
+
+
+def attention_with_lse(
+    q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """Attention (B, heads, Q, D) by SDPA's kernel, and the log-sum-exp (B, heads, Q) of its scores.
+
+    The kernel is the one that SDPA would use now. None if that kernel returns no log-sum-exp: the
+    plain one, one for a mask on an accelerator, and those of devices other than CPU and CUDA.
+
+    Args:
+        q_BHQD: queries, in the dtype of the values, as are the keys.
+        k_BHLD: keys; at least one.
+        v_BHLD: values.
+        mask: as in `attention`, but a query may have no visible key. Its result is 0 and its
+            log-sum-exp minus infinity.
+    """
+    operands = q_BHQD, k_BHLD, v_BHLD
+    if has_torch_function(operands):  # a dry run, which knows the kernel of another device
+        return handle_torch_function(attention_with_lse, operands, *operands, mask)
+    kernel = SDPBackend(torch._fused_sdp_choice(*operands, mask))
+    if kind_of(v_BHLD) == "cpu" and kernel == SDPBackend.FLASH_ATTENTION:
+        return _flash_on_cpu(*operands, mask)
+    if kind_of(v_BHLD) != "cuda" or mask is not None or q_BHQD.shape[-1] % 8:
+        return None  # SDPA pads heads to eight channels
+    if kernel == SDPBackend.FLASH_ATTENTION:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*operands)
+    elif kernel == SDPBackend.EFFICIENT_ATTENTION:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(*operands, None, True)
+    elif kernel == SDPBackend.CUDNN_ATTENTION:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*operands, None, True)
+    else:
+        return None
+    # One kernel pads the queries, another has a last dimension of its own.
+    return out, lse.flatten(2)[..., : q_BHQD.shape[2]]
+
+
+def _flash_on_cpu(
+    q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if mask is not None and mask.dtype == torch.bool:
+        added = torch.zeros_like(mask, dtype=q_BHQD.dtype)
+        mask = added.masked_fill_(mask.logical_not(), -torch.inf)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = flash(q_BHQD, k_BHLD, v_BHLD, attn_mask=mask)
+    if mask is not None:
+        # The kernel's log-sum-exp of no visible key is 0, that of one key with a score of 0.
+        is_blind = (mask == -torch.inf).all(dim=-1)
+        lse = lse.masked_fill(is_blind.expand(lse.shape), -torch.inf)
+        out = out.masked_fill(is_blind[..., None], 0)
+    return out, lse
 
 
 class AttentionCore(nn.Module):

@@ -57,3 +57,23 @@ def context_of(
         nothing = empty_B[:, None, None, None]
         blocks = [KeysValues(k, torch.where(nothing, torch.zeros_like(v), v)) for k, v in blocks]
     return TextContext(tuple(blocks), mask_BL[:, None, None])
+
+
+@dataclass(frozen=True)
+class JointTextContext:
+    """Text of models whose attention is over text and picture together.
+
+    `text` (B, L, C) are the first states of the text's own residual stream, `vector` (B, C) is what
+    the text adds to the modulation of every block.
+    """
+
+    text: Tensor
+    vector: Tensor
+
+    @property
+    def batch_size(self) -> int:
+        return self.text.shape[0]
+
+    def rows(self, start: int, stop: int) -> JointTextContext:
+        """Context of samples ``start:stop`` of the batch; copies nothing."""
+        return JointTextContext(self.text[start:stop], self.vector[start:stop])

@@ -75,19 +75,19 @@ class Communicator(ABC):
         With `at_once` it is finished on return.
         """
         mine, theirs = sizes[self.rank], [row[self.rank] for row in sizes]
-        assert x.shape[0] == sum(mine), f"{x.shape[0]} rows to send, {sum(mine)} told"
+        assert x.shape[0] == sum(mine), f"{x.shape[0]} rows to send, {sum(mine)} declared"
         self.sent[what] += (sum(mine) - mine[self.rank]) * _row_bytes(x)
         if not any(n for p, row in enumerate(sizes) for q, n in enumerate(row) if p != q):
             return PendingReceive(x)  # nobody has anything for another
         x, out = x.contiguous(), x.new_empty((sum(theirs), *x.shape[1:]))
         work = self._all_to_all(out, x, theirs, mine, what, at_once)
-        return (
-            PendingReceive(out) if work is None else PendingReceive(out, x, work, self._told(what))
-        )
+        if work is None:
+            return PendingReceive(out)
+        return PendingReceive(out, x, work, self._waiting(what))
 
     def gather(self, x: Tensor, sizes: Sequence[int], what: str) -> Tensor:
         """Concatenate the rows of all ranks on every rank; rank p has ``sizes[p]`` rows."""
-        assert x.shape[0] == sizes[self.rank], f"{x.shape[0]} rows, {sizes[self.rank]} told"
+        assert x.shape[0] == sizes[self.rank], f"{x.shape[0]} rows, {sizes[self.rank]} declared"
         if self.size == 1:
             return x
         self.sent[what] += x.shape[0] * _row_bytes(x) * (self.size - 1)
@@ -112,12 +112,12 @@ class Communicator(ABC):
         None may be read or changed until the `PendingSend` is waited for.
         """
         if self.size == 1:
-            return PendingSend([], self._told(what))
+            return PendingSend([], self._waiting(what))
         for x, source in parts:
             self.sent[what] += x.nbytes * (self.size - 1) * (source == self.rank)
-        with self._told(what):
+        with self._waiting(what):
             works = self._start_broadcast([part for part in parts if part[0].numel()])
-        return PendingSend(works, self._told(what))
+        return PendingSend(works, self._waiting(what))
 
     def sum(self, x: Tensor, what: str) -> Tensor:
         """Sum over all ranks, added in rank order: the same bits on every rank."""
@@ -127,7 +127,7 @@ class Communicator(ABC):
             total = total + other
         return total
 
-    def tell(self, value: Any, source: int, what: str) -> Any:
+    def broadcast_object(self, value: Any, source: int, what: str) -> Any:
         """Broadcast plain data (JSON values) of rank `source`."""
         if self.size == 1:
             return value
@@ -148,8 +148,8 @@ class Communicator(ABC):
         if self.size == 1:
             return value
         leaves, form = pytree.tree_flatten(value)
-        told = [pytree.treespec_dumps(form), [_description(leaf) for leaf in leaves]]
-        written, described = self.tell(told if self.rank == source else None, source, what)
+        data = [pytree.treespec_dumps(form), [_description(leaf) for leaf in leaves]]
+        written, described = self.broadcast_object(data, source, what)
         came = []
         for number, (plain, tensor) in enumerate(described):
             if tensor is None:
@@ -164,20 +164,20 @@ class Communicator(ABC):
             came.append(x.permute([order.index(dim) for dim in range(x.ndim)]))
         return pytree.tree_unflatten(came, pytree.treespec_loads(written))
 
-    def tell_all(self, value: Any, what: str) -> list[Any]:
+    def all_gather_object(self, value: Any, what: str) -> list[Any]:
         """Plain data of every rank, in rank order, on every rank."""
-        return [self.tell(value, source, what) for source in range(self.size)]
+        return [self.broadcast_object(value, source, what) for source in range(self.size)]
 
-    def send(self, values: Sequence[Tensor], told: Any, target: int, what: str) -> PendingSend:
+    def send(self, values: Sequence[Tensor], data: Any, target: int, what: str) -> PendingSend:
         """Send CPU tensors and plain data to one rank, which must `receive` them.
 
         They must not change until the `PendingSend` is waited for.
         """
         shapes = [[list(value.shape), _name(value.dtype)] for value in values]
-        head = torch.frombuffer(bytearray(json.dumps([shapes, told]).encode()), dtype=torch.uint8)
+        head = torch.frombuffer(bytearray(json.dumps([shapes, data]).encode()), dtype=torch.uint8)
         parts = [torch.tensor([len(head)]), head, *(v.contiguous() for v in values if v.numel())]
         self.sent[what] += sum(part.nbytes for part in parts)
-        return PendingSend(self._send(parts, target, what), self._told(what))
+        return PendingSend(self._send(parts, target, what), self._waiting(what))
 
     def receive(self, source: int, what: str) -> tuple[list[Tensor], Any]:
         """Receive the tensors and plain data that rank `source` sent."""
@@ -185,13 +185,13 @@ class Communicator(ABC):
         self._receive([length], source, what)
         head = torch.empty(int(length), dtype=torch.uint8)
         self._receive([head], source, what)
-        shapes, told = json.loads(bytes(head.tolist()))
+        shapes, data = json.loads(bytes(head.tolist()))
         values = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in shapes]
         self._receive([value for value in values if value.numel()], source, what)
-        return values, told
+        return values, data
 
-    def _told(self, what: str) -> AbstractContextManager[None]:
-        return _Told(what, self.waits)
+    def _waiting(self, what: str) -> AbstractContextManager[None]:
+        return _Waiting(what, self.waits)
 
     @abstractmethod
     def _send(self, parts: Sequence[Tensor], target: int, what: str) -> list[Any]: ...
@@ -213,7 +213,7 @@ class Communicator(ABC):
 
     def _broadcast(self, parts: Sequence[tuple[Tensor, int]], what: str) -> None:
         """Fill each contiguous tensor with the data of its source rank."""
-        with self._told(what):
+        with self._waiting(what):
             for work in self._start_broadcast(parts):
                 work.wait()
 
@@ -237,7 +237,7 @@ class FakeCommunicator(Communicator):
     Plain data of another rank is assumed to equal this rank's.
     """
 
-    def tell(self, value: Any, source: int, what: str) -> Any:
+    def broadcast_object(self, value: Any, source: int, what: str) -> Any:
         """See `Communicator`."""
         return value
 
@@ -317,7 +317,7 @@ class TorchCommunicator(Communicator):
         at_once: bool,
     ) -> Any:
         each = _row_bytes(x)
-        with self._told(what):
+        with self._waiting(what):
             return dist.all_to_all_single(
                 _bytes(out), _bytes(x),
                 [n * each for n in receive], [n * each for n in send],
@@ -331,11 +331,11 @@ class TorchCommunicator(Communicator):
         ]
 
     def _send(self, parts: Sequence[Tensor], target: int, what: str) -> list[Any]:
-        with self._told(what):
+        with self._waiting(what):
             return [_Sent(part, self._members[target], self._group) for part in parts]
 
     def _receive(self, parts: Sequence[Tensor], source: int, what: str) -> None:
-        with self._told(what):
+        with self._waiting(what):
             for part in parts:
                 dist.recv(_bytes(part), self._members[source], self._group)
 
@@ -352,7 +352,7 @@ class _Sent:
             self._work.wait()
 
 
-class _Told(AbstractContextManager[None]):
+class _Waiting(AbstractContextManager[None]):
     """Report a failed exchange as a `PeerLostError`: another rank died or does not answer."""
 
     def __init__(self, what: str, waits: Callable[[str], None]) -> None:

@@ -37,17 +37,17 @@ class DistributedMoments:
         samples = list(mine)
         self._sent = [samples.index(sample) for row in shared[team.rank] for sample in row]
         # Those of this rank first, then as they arrive: who has them, and of which sample.
-        told = [(team.rank, sample) for sample in samples]
-        told += [(rank, s) for rank, row in enumerate(shared) for s in row[team.rank]]
+        owners = [(team.rank, sample) for sample in samples]
+        owners += [(rank, s) for rank, row in enumerate(shared) for s in row[team.rank]]
         # Added up in the order of the ranks, whoever does it.
-        self._order = sorted(range(len(told)), key=lambda number: told[number][0])
+        self._order = sorted(range(len(owners)), key=lambda number: owners[number][0])
         self._shares = torch.tensor(
             [
-                [held[rank][of] / length if of == sample else 0.0 for rank, of in sorted(told)]
+                [held[rank][of] / length if of == sample else 0.0 for rank, of in sorted(owners)]
                 for sample in samples
             ],
             dtype=torch.float64,
-        ).view(len(samples), len(told), 1)
+        ).view(len(samples), len(owners), 1)
 
     def merged(self, x: Tensor, dim: int, groups: int) -> tuple[Tensor, Tensor] | None:
         """Mean and variance (samples, groups) in float64 of this rank's samples.

@@ -46,15 +46,15 @@ def run_in_order(
     sending: PendingSend | None = None
     for number, rank in enumerate(owner):
         if rank == team.rank:
-            result, told = compute(number)
+            result, data = compute(number)
             if team.is_lead:
-                yield result, told
+                yield result, data
             else:
                 if sending is not None:
                     sending.wait()  # one waits to be fetched while the next is made
-                sending = team.send([result], told, 0, what)
+                sending = team.send([result], data, 0, what)
         elif team.is_lead:
-            tensors, told = team.receive(rank, what)
-            yield tensors[0], told
+            tensors, data = team.receive(rank, what)
+            yield tensors[0], data
     if sending is not None:
         sending.wait()

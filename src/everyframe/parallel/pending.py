@@ -12,12 +12,12 @@ from torch import Tensor
 class PendingSend:
     """Data in transfer to other ranks, referenced until `wait` returns."""
 
-    def __init__(self, works: Sequence[Any], told: AbstractContextManager[None]) -> None:
-        self._works, self._told = list(works), told
+    def __init__(self, works: Sequence[Any], waiting: AbstractContextManager[None]) -> None:
+        self._works, self._waiting = list(works), waiting
 
     def wait(self) -> None:
         """Block until the data is sent."""
-        with self._told:
+        with self._waiting:
             for work in self._works:
                 work.wait()
         self._works = []
@@ -31,14 +31,14 @@ class PendingReceive:
         out: Tensor,
         given: Tensor | None = None,
         work: Any = None,
-        told: AbstractContextManager[None] | None = None,
+        waiting: AbstractContextManager[None] | None = None,
     ) -> None:
-        self._out, self._given, self._work, self._told = out, given, work, told
+        self._out, self._given, self._work, self._waiting = out, given, work, waiting
 
     def wait(self) -> Tensor:
         """Block until all data has arrived, and return it."""
-        if self._told is not None:
-            with self._told:
+        if self._waiting is not None:
+            with self._waiting:
                 self._work.wait()
-        self._given = self._work = self._told = None
+        self._given = self._work = self._waiting = None
         return self._out

@@ -96,7 +96,7 @@ def check_equal_on_ranks(team: Communicator, facts: Mapping[str, Any], what: str
 
     Facts are plain data. A difference at the start would become a hang or a wrong video later.
     """
-    for rank, other in enumerate(team.tell_all(dict(facts), "ranks compare their plans")):
+    for rank, other in enumerate(team.all_gather_object(dict(facts), "ranks compare their plans")):
         for name in {**facts, **other}:
             if facts.get(name) != other.get(name):
                 raise InputError(

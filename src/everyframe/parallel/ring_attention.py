@@ -2,10 +2,10 @@
 
 Each rank attends from its own tokens to one rank's keys after the other, while the next ones are in
 transfer, and merges the results by log-sum-exp. It needs no heads and holds two ranks' keys at a
-time. It sends 2 N (P - 1) / P vectors a rank, P / 2 times as many as `ulysses`, and computes with
-plain matrix products. In step i each rank sends directly to the rank i places further, not to its
-neighbour to pass on: as many bytes, and a rank receives nothing of samples that it has no tokens
-of. Idea: Ring Attention (arXiv 2310.01889).
+time. It sends 2 N (P - 1) / P vectors a rank, P / 2 times as many as `ulysses`. Its kernel is that
+of SDPA if that returns a log-sum-exp, else plain matrix products. In step i each rank sends to the
+rank i places further, not to its neighbour to pass on: as many bytes, and a rank receives nothing
+of samples that it has no tokens of. Idea: Ring Attention (arXiv 2310.01889).
 
 Shapes as in `ulysses`.
 """
@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from everyframe.ops.attention import attention_with_lse
 from everyframe.ops.dtypes import float32_or_wider
 from everyframe.parallel.communicator import Communicator
 from everyframe.parallel.pending import PendingReceive
@@ -46,8 +47,21 @@ def partial_attention(
     """``softmax(q k^T / sqrt(D)) v`` over these keys.
 
     `mask` broadcasts to (B, heads, Q, L). A boolean mask is True where a query may attend; a
-    floating one is added to the scores.
+    floating one is added to the scores. SDPA's fused kernels round the result to the dtype of `v`
+    before it is merged; the plain one does not.
     """
+    wide = float32_or_wider(v_BHLD.dtype)
+    if q_BHQD.shape[2] and k_BHLD.shape[2]:
+        fused = attention_with_lse(q_BHQD, k_BHLD, v_BHLD, mask)
+        if fused is not None:
+            return Partial(*(part.to(wide) for part in fused))
+    return plain_partial_attention(q_BHQD, k_BHLD, v_BHLD, mask)
+
+
+def plain_partial_attention(
+    q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, mask: Tensor | None = None
+) -> Partial:
+    """`partial_attention` by plain products in float32 or wider, some queries at a time."""
     wide = float32_or_wider(v_BHLD.dtype)
     batch, heads, length, width = q_BHQD.shape
     at_once = max(1, _SCORES // max(1, batch * heads * k_BHLD.shape[2]))

@@ -100,8 +100,10 @@ class CrossAttentionPerSample(nn.Module):
 
         def one(segment: SampleSegment) -> Tensor:
             q = q_bHTsD[:, :, :, segment.here].flatten(2, 3)
-            told = (of_samples(each, segment) for each in (k, v))
-            out: Tensor = self.inner(q, *told, None if mask is None else of_samples(mask, segment))
+            keys_and_values = (of_samples(each, segment) for each in (k, v))
+            out: Tensor = self.inner(
+                q, *keys_and_values, None if mask is None else of_samples(mask, segment)
+            )
             return torch.unflatten(out, 2, (frames, q.shape[2] // frames))
 
         return beside([one(segment) for segment in self._now()], 3).flatten(2, 3)

@@ -63,7 +63,7 @@ class Ulysses:
         queries, seen = self._arranged(came)
         del came
         answers = [
-            core(*self._told(brick, query, seen), _of(mask, brick))[0]
+            core(*self._inputs(brick, query, seen), _of(mask, brick))[0]
             for brick, query in zip(self._bricks, queries, strict=True)
         ]
         del queries, seen
@@ -123,7 +123,7 @@ class Ulysses:
                         taken.into(into)
         return queries, seen
 
-    def _told(
+    def _inputs(
         self, brick: HeadBlock, query_HQD: Tensor, seen: dict[int, tuple[KeyBlock, Tensor]]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (1, heads, ., D) of one block."""
@@ -161,7 +161,7 @@ def _packed(parts_HnD: Iterable[Tensor], num_vectors: int, like: Tensor) -> Tens
         stop = at + part.shape[0] * part.shape[1]
         packed[at:stop].view(part.shape).copy_(part)
         at = stop
-    assert at == num_vectors, f"{at} vectors to send, {num_vectors} told"
+    assert at == num_vectors, f"{at} vectors to send, {num_vectors} declared"
     return packed
 
 

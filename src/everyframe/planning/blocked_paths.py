@@ -51,7 +51,7 @@ class BlockedPaths:
 
     def notes(self, runs: Sequence[DryRun]) -> Iterator[str]:
         """Issues that no path avoids, for a plan with these dry runs, one line each."""
-        names = {run.rehearsal.component for run in runs}
+        names = {run.stage_call.component for run in runs}
         tags = {tag for name in names for tag in tags_of(name, runs)}
         return (each.says for each in self.rest if each.needs <= tags)
 
@@ -68,7 +68,7 @@ def tags_of(component: str, runs: Sequence[DryRun]) -> frozenset[str]:
     shapes = [
         product.shapes[1]
         for run in runs
-        if run.rehearsal.component == component
+        if run.stage_call.component == component
         for product, _ in run.found.work.products
         if product.kind == "convolution"
     ]

@@ -150,7 +150,7 @@ class FastPathChooser:
 
     def on_demand(self, component: str, runs: Sequence[DryRun]) -> tuple[FastPathChoice, ...]:
         """On-demand paths that could be requested for a component, for a list of all paths."""
-        own = [run for run in runs if run.rehearsal.component == component]
+        own = [run for run in runs if run.stage_call.component == component]
         if self.pins.compile or not own or _num_calls(own) < _AGAIN_AND_AGAIN:
             return ()
         found = []
@@ -265,7 +265,7 @@ def candidates(
 
 
 def _num_calls(runs: Sequence[DryRun]) -> float:
-    return max(run.rehearsal.num_calls for run in runs)
+    return max(run.stage_call.num_calls for run in runs)
 
 
 def used(choices: Sequence[FastPathChoice]) -> tuple[str, ...]:

@@ -61,7 +61,7 @@ class Certificates:
         work: dict[object, float] = {}
         for run in runs:
             for product, operations in run.found.work.products:
-                total = operations * run.rehearsal.num_calls
+                total = operations * run.stage_call.num_calls
                 work[product] = work.get(product, 0.0) + total
         heaviest = sorted(work.items(), key=lambda pair: pair[1], reverse=True)
         return CertificationTarget(
@@ -159,9 +159,9 @@ def make(
 
 
 def _of(component: str, runs: Sequence[DryRun]) -> list[DryRun]:
-    return [run for run in runs if run.rehearsal.component == component]
+    return [run for run in runs if run.stage_call.component == component]
 
 
 def operations(runs: Sequence[DryRun]) -> float:
     """Operations of matrix products in all calls for one video."""
-    return sum(run.found.work.operations * run.rehearsal.num_calls for run in runs)
+    return sum(run.found.work.operations * run.stage_call.num_calls for run in runs)

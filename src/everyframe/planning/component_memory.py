@@ -24,8 +24,8 @@ from everyframe.planning.component_precision import (
     WORTH,
     PrecisionPlanner,
     QuantizationChoice,
+    quantization_notes,
 )
-from everyframe.planning.component_precision import quantization_notes as told_of_weights
 from everyframe.planning.dry_runs import DryRun
 from everyframe.precision.dtypes import num_bytes
 from everyframe.precision.islands import weight_bytes
@@ -80,11 +80,11 @@ class PlannedComponent:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(run.rehearsal.stage for run in self.runs))
+        return tuple(dict.fromkeys(run.stage_call.stage for run in self.runs))
 
     def in_stage(self, stage: str | None) -> tuple[int, bool]:
         """Peak bytes in that stage, or in any; and whether a tensor exceeds the device's limit."""
-        runs = [run for run in self.runs if stage in (None, run.rehearsal.stage)]
+        runs = [run for run in self.runs if stage in (None, run.stage_call.stage)]
         too_large = any(run.too_large for run in runs)
         if stage is None or not runs:
             return self.plan.peak_bytes, too_large
@@ -145,8 +145,8 @@ class ComponentPlanner:
             room=room if len(set(room)) > 1 else (),
         )
 
-    def rehearsals(self, settings: Settings) -> Sequence[DryRunCall]:
-        return self._precisions.rehearsals(settings)
+    def dry_run_calls(self, settings: Settings) -> Sequence[DryRunCall]:
+        return self._precisions.dry_run_calls(settings)
 
     @property
     def _precisions(self) -> PrecisionPlanner:
@@ -191,7 +191,7 @@ class ComponentPlanner:
             where = replace(where, holders=max(where.holders, self.holders_of(component)))
         weights = self._weight_bytes(component, settings, precision, remedies)
         # A pipeline's parts are read by diffusers and transformers, whole.
-        is_ours = not any(run.rehearsal.is_foreign for run in runs)
+        is_ours = not any(run.stage_call.is_foreign for run in runs)
         waits = weights + frame_bytes(settings) if is_ours else 0
         plan = ComponentPlan(
             name=component.name,
@@ -210,7 +210,7 @@ class ComponentPlanner:
             choices=choices,
         )
         notes += fast_path_notes(component.title, choices, precision)
-        notes += tuple(told_of_weights(component.title, precision, self.quantising))
+        notes += tuple(quantization_notes(component.title, precision, self.quantising))
         return PlannedComponent(
             plan, runs, (*notes, *(note for run in runs for note in run.notes()))
         )
@@ -228,7 +228,7 @@ class ComponentPlanner:
             "block_offload": where.offload,
             "from_disk": where.offload and waits > self.host_memory,
             "num_weight_shards": where.holders,
-            "resident_bytes": self._resident_bytes(runs[0].rehearsal, precision, where.holders),
+            "resident_bytes": self._resident_bytes(runs[0].stage_call, precision, where.holders),
         }
 
     def kinds(self, component: Component, settings: Settings) -> tuple[str, ...]:
@@ -251,19 +251,19 @@ class ComponentPlanner:
         holders = self.holders_of(component)
         if holders == 1:
             return self._weight_bytes(component, settings, precision)
-        (call, *_) = self._precisions.rehearsals_of(component.name, settings)
+        (call, *_) = self._precisions.dry_run_calls_of(component.name, settings)
         return self._resident_bytes(call, precision, holders)
 
-    def _resident_bytes(self, rehearsal: DryRunCall, precision: Precision, holders: int) -> int:
+    def _resident_bytes(self, stage_call: DryRunCall, precision: Precision, holders: int) -> int:
         """Maximum bytes on the device for weights that are copied block by block."""
         from everyframe.runtime.offload import resident_bytes
         from everyframe.runtime.weight_sharding import on_device_bytes
 
         if holders == 1:
-            return resident_bytes(rehearsal.module(), precision)
+            return resident_bytes(stage_call.module(), precision)
         if not self.room or self.teams is None:
-            return on_device_bytes(rehearsal.module(), precision, [1.0] * holders)
-        return on_device_bytes(rehearsal.module(), precision, self.room, self.teams.team.rank)
+            return on_device_bytes(stage_call.module(), precision, [1.0] * holders)
+        return on_device_bytes(stage_call.module(), precision, self.room, self.teams.team.rank)
 
     def holders_of(self, component: Component) -> int:
         """How many ranks can shard its weights: those that call it together."""
@@ -279,7 +279,7 @@ class ComponentPlanner:
         """Bytes of its parameters, including scales of eight-bit weights."""
         found: Mapping[str, int] = {}
         if precision.weight_dtype:
-            found = _rows(self._precisions.rehearsals_of(component.name, settings), precision)
+            found = _rows(self._precisions.dry_run_calls_of(component.name, settings), precision)
         return weight_bytes(component.num_elements, precision, remedies, found)
 
     def _working_bytes(
@@ -287,7 +287,7 @@ class ComponentPlanner:
     ) -> int:
         """Peak of its stages' working memory, or of a tensor being cast on load."""
         if not runs:
-            assert component.working_bytes is not None, "no rehearsal and no forecast"
+            assert component.working_bytes is not None, "no dry run and no forecast"
             return component.working_bytes(num_bytes(precision.compute))
         loading = 0
         # What has the file's dtype is read straight into its place; the rest is cast on the way.
@@ -308,9 +308,9 @@ def frame_bytes(settings: Settings) -> int:
     return settings.num_frames * settings.height * settings.width * 3 * (4 + 1)
 
 
-def _rows(rehearsals: Sequence[DryRunCall], precision: Precision) -> Mapping[str, int]:
+def _rows(stage_calls: Sequence[DryRunCall], precision: Precision) -> Mapping[str, int]:
     """Eight-bit weights of a component that is loaded here; none for components of a pipeline."""
     from everyframe.precision.quantization import rows
 
-    alone = [each for each in rehearsals if not each.is_foreign]
+    alone = [each for each in stage_calls if not each.is_foreign]
     return rows(alone[0].module(), precision) if alone else {}

@@ -60,13 +60,14 @@ class PrecisionPlanner:
     teams: ParallelContext | None = None
     force: bool = False
 
-    def rehearsals(self, settings: Settings) -> Sequence[DryRunCall]:
-        if self.teams is not None and isinstance(self.model, ShardableSpec):
-            return self.model.shared_rehearsals(settings, self.teams)
-        return self.model.rehearsals(settings) if isinstance(self.model, DryRunSpec) else ()
+    def dry_run_calls(self, settings: Settings) -> Sequence[DryRunCall]:
+        if not isinstance(self.model, DryRunSpec):
+            return ()
+        teams = self.teams if isinstance(self.model, ShardableSpec) else None
+        return self.model.dry_run_calls(settings, teams)
 
-    def rehearsals_of(self, component: str, settings: Settings) -> list[DryRunCall]:
-        return [each for each in self.rehearsals(settings) if each.component == component]
+    def dry_run_calls_of(self, component: str, settings: Settings) -> list[DryRunCall]:
+        return [each for each in self.dry_run_calls(settings) if each.component == component]
 
     def by_facts(self, component: Component, kind: str) -> tuple[Precision, tuple[str, ...]]:
         """Precision by device facts with weights in format `kind`, and notes."""
@@ -126,7 +127,7 @@ class PrecisionPlanner:
     ) -> tuple[DryRun | str, ...]:
         """Dry runs of a component; a text with the reason in place of each that fails."""
         found: list[DryRun | str] = []
-        for each in self.rehearsals_of(component.name, settings):
+        for each in self.dry_run_calls_of(component.name, settings):
             if each.is_foreign and roughly:
                 continue
             others = beside(settings) if len(each.components) > 1 else {}

@@ -45,13 +45,13 @@ class DryRun:
     """The dry run of one stage and its findings.
 
     Attributes:
-        rehearsal: the call.
+        stage_call: the call.
         found: its result.
         precisions: of all components in the call.
         made: resulting (frames, height, width) of a pipeline's call, if known.
     """
 
-    rehearsal: DryRunCall
+    stage_call: DryRunCall
     found: DryRunResult
     precisions: Mapping[str, Precision] = field(default_factory=dict)
     made: tuple[int, int, int] | None = None
@@ -62,13 +62,13 @@ class DryRun:
 
         A pipeline's call depends on the words of the prompt, so its key is what was counted.
         """
-        if self.rehearsal.is_foreign:
-            return (self.rehearsal.model, self.found.work.products)
-        return (self.rehearsal.key, self.rehearsal.component)
+        if self.stage_call.is_foreign:
+            return (self.stage_call.model, self.found.work.products)
+        return (self.stage_call.key, self.stage_call.component)
 
     def call(self) -> TargetCall:
         """The same call in a form that a separate process can make."""
-        return TargetCall(self.rehearsal, self.precisions)
+        return TargetCall(self.stage_call, self.precisions)
 
     def has_place(self, path: str, *, is_quantised: bool) -> bool:
         """Whether that fast path applies to the component; see `fast_paths.apply.applies_to`."""
@@ -76,10 +76,10 @@ class DryRun:
         def look() -> bool:
             from everyframe.fast_paths.apply import applies_to
 
-            return applies_to(path, self.rehearsal.module(), is_quantised=is_quantised)
+            return applies_to(path, self.stage_call.module(), is_quantised=is_quantised)
 
-        key = (self.rehearsal.key, self.rehearsal.component, path, is_quantised)
-        if self.rehearsal.is_foreign:
+        key = (self.stage_call.key, self.stage_call.component, path, is_quantised)
+        if self.stage_call.is_foreign:
             return _once(key, look)
         return _once(key, lambda: _saved(key, look, bool, _truth))
 
@@ -91,7 +91,7 @@ class DryRun:
     def clashes(self) -> list[str]:
         """Findings that would stop the run, as component and module."""
         fatal = [finding for finding in self.found.findings if finding.fatal]
-        return [f"{self.rehearsal.component}: {finding}" for finding in fatal]
+        return [f"{self.stage_call.component}: {finding}" for finding in fatal]
 
     def notes(self) -> list[str]:
         """What costs time or accuracy: one sentence per kind, with its first place."""
@@ -100,14 +100,14 @@ class DryRun:
             if not finding.fatal:
                 kinds.setdefault(finding.kind, []).append(finding)
         return [
-            f"{self.rehearsal.component}, {self.rehearsal.stage}: {kind} in {len(places)} places "
+            f"{self.stage_call.component}, {self.stage_call.stage}: {kind} in {len(places)} places "
             f"or more, the first is {places[0]}"
             for kind, places in kinds.items()
         ]
 
 
 def dry_run(
-    rehearsal: DryRunCall, precisions: Mapping[str, Precision], device: DeviceFacts
+    stage_call: DryRunCall, precisions: Mapping[str, Precision], device: DeviceFacts
 ) -> DryRun | str:
     """Dry-run a call with its components in these precisions under the rules of that device.
 
@@ -120,18 +120,18 @@ def dry_run(
         from everyframe.runtime.meta_init import BUILD_LOCK
 
         with BUILD_LOCK:
-            return executor.dry_run(rehearsal, precisions, device)
+            return executor.dry_run(stage_call, precisions, device)
 
-    key = (rehearsal.key, *sorted(precisions.items(), key=itemgetter(0)), _rules(device))
-    if rehearsal.is_foreign:
+    key = (stage_call.key, *sorted(precisions.items(), key=itemgetter(0)), _rules(device))
+    if stage_call.is_foreign:
         results = _once(key, run)
     else:
         results = _once(key, lambda: _saved(key, run, _to_json, _from_json))
-    found = results.found.get(rehearsal.component)
+    found = results.found.get(stage_call.component)
     if found is None:
-        return results.stopped if results.at == rehearsal.component else ""
-    made = results.returned if rehearsal.is_foreign else None
-    return DryRun(rehearsal, found, precisions, cast("tuple[int, int, int] | None", made))
+        return results.stopped if results.at == stage_call.component else ""
+    made = results.returned if stage_call.is_foreign else None
+    return DryRun(stage_call, found, precisions, cast("tuple[int, int, int] | None", made))
 
 
 def _to_json(results: DryRunResults) -> dict[str, Any]:
@@ -177,10 +177,10 @@ def _saved(
     from_json: Callable[[Any], _Found | None],
 ) -> _Found:
     """The result that an earlier process cached, or a new one."""
-    told = repr(key)
-    if " at 0x" in told:  # something that is known by its place in this process's memory
+    text = repr(key)
+    if " at 0x" in text:  # something that is known by its place in this process's memory
         return run()
-    file = CacheFile("dry_runs", told)
+    file = CacheFile("dry_runs", text)
     saved = from_json(file.read())
     if saved is not None:
         return saved
@@ -202,11 +202,11 @@ def stage_plan(run: DryRun, part: ComponentPlan, rates: Throughput | None) -> St
     """The plan of a stage; with `rates`, including its time."""
     work = run.found.work
     return StagePlan(
-        name=run.rehearsal.stage,
+        name=run.stage_call.stage,
         component=part.name,
         working_bytes=run.found.working_bytes,
         num_operations=run.found.num_operations,
-        operations=work.operations * run.rehearsal.num_calls,
+        operations=work.operations * run.stage_call.num_calls,
         seconds=None if rates is None else _seconds(run, part, rates),
     )
 
@@ -219,7 +219,7 @@ def _seconds(run: DryRun, part: ComponentPlan, rates: Throughput) -> float:
     if part.block_offload:
         # The next block comes while one computes: whichever takes longer.
         call = max(call, load if part.from_disk else part.weight_bytes / _BUS)
-    return load + call * run.rehearsal.num_calls
+    return load + call * run.stage_call.num_calls
 
 
 def call_seconds(work: Work, rates: Throughput, paths: Sequence[str] | None = None) -> float:
@@ -263,9 +263,9 @@ def heaviest(
     """
     total: dict[OpShape, float] = {}
     for run in runs:
-        used = (paths or {}).get(run.rehearsal.component)
+        used = (paths or {}).get(run.stage_call.component)
         for product, operations in _by_kernels(run.found.work, used):
-            total[product] = total.get(product, 0.0) + operations * run.rehearsal.num_calls
+            total[product] = total.get(product, 0.0) + operations * run.stage_call.num_calls
     ranked = sorted(total, key=lambda product: total[product], reverse=True)
     first: Mapping[Any, OpShape] = {
         (product.kind, product.dtype): product for product in reversed(ranked)

@@ -6,10 +6,10 @@ The data is in `checkpoints/known_models.yaml`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from everyframe.adapters.request_loras import with_loras
+from everyframe.adapters.request_components import with_adapters
 from everyframe.checkpoints import shapes_prompts
 from everyframe.checkpoints.download import fetch_missing
 from everyframe.checkpoints.folder import listing
@@ -133,11 +133,12 @@ def find_model(request: Request, may_fetch: bool) -> tuple[ModelSpec, str]:
                 f"or `hf download {location.asked}`"
             )
         location = fetch_missing(location)
+    location = replace(location, components=tuple(request.components))
     for name in family_names():
         found = family(name).recognise(location, _tolerant_options(name, request))
         if found is not None:
             family_options(name, request)
-            return with_loras(found, request), name
+            return with_adapters(found, request), name
     raise CheckpointError(_no_family(location))
 
 

@@ -156,7 +156,7 @@ class _Need:
 
 def _needs(parts: ComponentPlanner, division: ParallelPlan, settings: Settings) -> list[_Need]:
     """What each rank needs for its portion of a step."""
-    step = next(each for each in parts.rehearsals(settings) if each.denoises)
+    step = next(each for each in parts.dry_run_calls(settings) if each.denoises)
     needs = []
     for rank, its in enumerate(division.ranks):
         if not its.is_active:
@@ -177,13 +177,13 @@ def with_weights(
     # Not on top: it brings torch.
     from everyframe.runtime.weight_sharding import sharded_bytes
 
-    run = next(run for run in fitted.runs if run.rehearsal.component == held.name)
+    run = next(run for run in fitted.runs if run.stage_call.component == held.name)
     branches = model.num_branches(fitted.settings)
     calls = ceil(branches / fitted.settings.saving("branches_at_once", branches))
     ranks = list(division.ranks)
     for group in division.groups:
         room = [ranks[rank].memory_share for rank in group]
-        kept = sharded_bytes(run.rehearsal.module(), held.precision, room)
+        kept = sharded_bytes(run.stage_call.module(), held.precision, room)
         for rank, size in zip(group, kept, strict=True):
             sent = size * (len(group) - 1) * calls
             ranks[rank] = replace(ranks[rank], weight_bytes=sent)

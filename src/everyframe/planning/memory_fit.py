@@ -107,7 +107,7 @@ class MemoryFit:
         return FitResult(
             settings=settings,
             components=plans,
-            runs=_in_order(self.parts.rehearsals(settings), parts),
+            runs=_in_order(self.parts.dry_run_calls(settings), parts),
             says=tuple(says),
             notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
             host_bytes=host,
@@ -146,9 +146,9 @@ class MemoryFit:
         """Cost of one step of a video on one device, for comparing divisions."""
         if not isinstance(self.model, ShardableSpec):
             return StepCost(1.0, 1)
-        step = next(each for each in self.parts.rehearsals(settings) if each.denoises)
+        step = next(each for each in self.parts.dry_run_calls(settings) if each.denoises)
         part = self.parts.named(step.component, settings)
-        run = next((each for each in part.runs if each.rehearsal.denoises), None)
+        run = next((each for each in part.runs if each.stage_call.denoises), None)
         if run is None:  # no dry run can follow it there, so bytes alone are weighed
             return StepCost(1.0, num_bytes(part.plan.precision.compute))
         work = run.found.work
@@ -291,7 +291,7 @@ class MemoryFit:
 
     def _on_lead(self, part: PlannedComponent) -> ComponentPlan:
         """The component on the first rank, whose portion of the steps differs."""
-        if not any(run.rehearsal.denoises for run in part.runs):
+        if not any(run.stage_call.denoises for run in part.runs):
             return part.plan
         return replace(part.plan, working_bytes=int(part.plan.working_bytes * self.lead_share))
 
@@ -361,11 +361,11 @@ def _by_turns(parts: Sequence[PlannedComponent]) -> tuple[list[PlannedComponent]
 
 
 def _in_order(
-    rehearsals: Sequence[DryRunCall], parts: Sequence[PlannedComponent]
+    stage_calls: Sequence[DryRunCall], parts: Sequence[PlannedComponent]
 ) -> tuple[DryRun, ...]:
     """Dry runs in the order of the stages; a component may have several."""
-    runs = {(run.rehearsal.stage, run.rehearsal.component): run for p in parts for run in p.runs}
-    order = [(each.stage, each.component) for each in rehearsals]
+    runs = {(run.stage_call.stage, run.stage_call.component): run for p in parts for run in p.runs}
+    order = [(each.stage, each.component) for each in stage_calls]
     return tuple(runs[each] for each in order if each in runs)
 
 

@@ -30,7 +30,11 @@ def with_output_size(fitted: FitResult) -> FitResult:
         num_frames=frames,
         height=height,
         width=width,
-        nominal_length=None if frames == settings.told_length else settings.told_length,
-        nominal_size=None if (height, width) == settings.told_size else settings.told_size,
+        nominal_length=None
+        if frames == settings.conditioned_length
+        else settings.conditioned_length,
+        nominal_size=None
+        if (height, width) == settings.conditioned_size
+        else settings.conditioned_size,
     )
     return replace(fitted, settings=changed, notes=(*fitted.notes, note))

@@ -33,9 +33,9 @@ _ROOM = 16
 #: Only their ratio matters, for the choice between divisions.
 _OPERATIONS = {"cpu": 5e10, "cuda": 5e13}
 _BYTES = {"cpu": 1e9, "cuda": 1e10}
-#: Slowdown of attention by plain products (`everyframe.parallel.ring_attention`): measured on a
-#: CPU; on a GPU the ratio of half-precision to float32 throughput.
-_PLAIN = {"cpu": 2.7, "cuda": 10.0}
+#: Slowdown of attention in a ring, from `benchmarks/ring.py`: one rank's queries take a kernel call
+#: for each rank's keys, and the results are merged.
+_RING = {"cpu": 1.1, "cuda": 1.2}
 
 #: Fast paths that don't work with several devices, and why.
 AVOIDED = {"compile": "blocks of several devices exchange tensors in their middle"}
@@ -152,7 +152,7 @@ def make_parallel_plan(
         divisions = [each for each in divisions if min(map(len, each.groups)) > 1]
     kind = devices[0].kind
     speed = _OPERATIONS[kind] * (num_threads if kind == "cpu" else 1)
-    pace = _Pace(speed, _BYTES[kind], _PLAIN[kind])
+    pace = _Pace(speed, _BYTES[kind], _RING[kind])
     # Several videos at once come first where both take as long: nothing is sent between them.
     return min(divisions, key=lambda each: _seconds(each, effort, pace))
 
@@ -361,11 +361,11 @@ def _part(
 
 @dataclass(frozen=True)
 class _Pace:
-    """Operations and link bytes per second, and the slowdown of plain attention."""
+    """Operations and link bytes per second, and the slowdown of attention in a ring."""
 
     operations: float
     sent: float
-    plain: float
+    ring: float
 
 
 def _seconds(division: ParallelPlan, effort: StepCost, pace: _Pace) -> float:
@@ -390,4 +390,4 @@ def _rank_seconds(rank: RankPlan, way: str, effort: StepCost, speed: float, pace
         return computing + sending
     # Keys are on their way while others are looked at.
     looking = share * effort.attention / second
-    return computing - looking + max(looking * pace.plain, sending)
+    return computing - looking + max(looking * pace.ring, sending)

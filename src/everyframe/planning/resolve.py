@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from everyframe.adapters.request_loras import with_loras
+from everyframe.adapters.request_components import with_adapters
 from everyframe.checkpoints.config_errors import config_errors
 from everyframe.core.bytes import parse_bytes, without_processes
 from everyframe.core.errors import CannotRunError
@@ -58,7 +58,7 @@ from everyframe.planning.parallelism import (
 from everyframe.planning.throughput_cache import rates_here
 from everyframe.precision.policy import check_asked
 from everyframe.runtime.interface import ModelSpec, PromptReadingSpec
-from everyframe.runtime.patchable import patches_of
+from everyframe.runtime.patchable import notes_of, patches_of
 from everyframe.runtime.repair_cache import cached_key, load_repairs, repair_notes
 
 #: Number of a plan's products measured on a real device to forecast its time.
@@ -137,7 +137,7 @@ def _prepared(
     will_run: bool,
 ) -> PreparedPlan:
     model, family_name = _model(request, given, may_fetch=may_fetch)
-    # Before the machine is looked at, which takes torch: what can't be asked is told at once.
+    # Before the machine is looked at, which takes torch: what cannot be asked is refused at once.
     settings, notes = model.settle(request, random_seed() if request.seed is None else request.seed)
     _check_contents(request, settings, given)
     facts = machine_facts(request.device) if profile is None else find_profile(profile).machine()
@@ -157,7 +157,7 @@ def _prepared(
     if with_seconds and isinstance(model, PromptReadingSpec):
         notes = (*notes, *model.unread(settings))
     repaired = (line for part in fitted.components for line in repair_notes(part))
-    says = (*patches_of(model).notes, *shares.says, *repaired, *idle_notes(shares.division))
+    says = (*notes_of(model), *shares.says, *repaired, *idle_notes(shares.division))
     plan = Plan(
         model=model.name,
         family=family_name,
@@ -188,7 +188,7 @@ def _model(
     if given is None:
         return find_model(request, may_fetch)
     family_options(given.family, request)
-    return with_loras(given.model, request), given.family
+    return with_adapters(given.model, request), given.family
 
 
 def _check_contents(request: Request, settings: Settings, given: LoadedModel | None) -> None:
@@ -225,8 +225,8 @@ def _stages(
     parts = {part.name: part for part in fitted.components}
     stages = []
     for run in fitted.runs:
-        stage = stage_plan(run, parts[run.rehearsal.component], rates)
-        if run.rehearsal.denoises and stage.seconds is not None:
+        stage = stage_plan(run, parts[run.stage_call.component], rates)
+        if run.stage_call.denoises and stage.seconds is not None:
             # Once: of two experts one works at each step.
             stage = replace(stage, seconds=max(stage.seconds + sending, weights))
             sending = weights = 0.0

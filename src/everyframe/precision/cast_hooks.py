@@ -66,7 +66,7 @@ def add_cast_hooks(
             f"parameters in {precision.parameters} with compute in {precision.compute}: this "
             "module's parameters are multiplied as they are stored, so both must be the same"
         )
-    if any(isinstance(hook, _Hook) for hook in _all_hooks(module)):
+    if any(map(is_cast_hook, _all_hooks(module))):
         raise InputError(
             "this module has a precision already; remove() the old one first, and load the "
             "weights again if they were narrowed"
@@ -105,6 +105,11 @@ def _casts(part: nn.Module) -> bool:
 
 class _Hook:
     """Marker base class of our hooks."""
+
+
+def is_cast_hook(hook: object) -> bool:
+    """Whether it is a hook of `add_cast_hooks`: one that only casts, whatever else happens."""
+    return isinstance(hook, _Hook)
 
 
 class _CastInputs(_Hook):

@@ -130,6 +130,7 @@ def quantise_layers(module: nn.Module, precision: Precision) -> None:
     for name, linear in layers(module, precision).items():
         device = linear.weight.device
         values, scale = quantise(linear.weight.detach(), precision.weight_dtype, device)
+        scale = scale.to(linear.weight.dtype)  # that of its products
         swap(module, name, QuantisedLinear(precision.weight_dtype, values, scale, linear.bias))
 
 

@@ -379,5 +379,5 @@ def _progress(folder: RunFolder, settings: Mapping[str, Any]) -> str:
     if state is None:
         return "at its beginning"
     clip = f"clip {state['clip'] + 1} of {settings['chain']}, " if settings["chain"] > 1 else ""
-    steps = sum(take["step"] for take in state["takes"])
+    steps = sum(video["step"] for video in state["takes"])
     return f"{clip}stage {state['stage'] + 1}" + (f", {steps} steps of it" if steps else "")

@@ -71,8 +71,8 @@ class FileReplayLog:
         while self._files:
             last = len(self._files) - 1
             try:
-                told = _metadata(_whole(self._files[last], last))
-                return tuple(Repair(**each) for each in json.loads(told[_REMEDIES]))
+                metadata = _metadata(_whole(self._files[last], last))
+                return tuple(Repair(**each) for each in json.loads(metadata[_REMEDIES]))
             except CorruptRunError as error:
                 self._give_up(last, str(error))
             except UNREADABLE as error:
@@ -134,18 +134,18 @@ def _whole(path: Path, number: int) -> bytes:
 def _metadata(data: bytes) -> dict[str, str]:
     """Metadata of a safetensors file, which begins with the length of its JSON header."""
     length = int.from_bytes(data[:8], "little")
-    told: dict[str, str] = json.loads(data[8 : 8 + length])["__metadata__"]
-    return told
+    metadata: dict[str, str] = json.loads(data[8 : 8 + length])["__metadata__"]
+    return metadata
 
 
 def _read(path: Path, number: int, call: str) -> Any:
     """The result in a file. Raises `CorruptRunError` if it is of another call, or corrupt."""
     data = _whole(path, number)
     try:
-        told = _metadata(data)
-        if told[_CALL] != call:
+        metadata = _metadata(data)
+        if metadata[_CALL] != call:
             raise CorruptRunError("its call was given something else than before")
-        return _put_together(json.loads(told[_FORM]), load_tensors(data))
+        return _put_together(json.loads(metadata[_FORM]), load_tensors(data))
     except (SafetensorError, *UNREADABLE) as error:
         raise CorruptRunError(f"{path} can't be read: {error!r}") from error
 

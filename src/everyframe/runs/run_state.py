@@ -60,7 +60,7 @@ class FileOomLog:
 #: Seconds to wait after a failed write.
 _AFTER_FAILURE = 30.0
 #: Saved fields of a `VideoState`.
-_OF_TAKE = ("seed", "text", "conditioning", "latents", "last_frames", "step", "sampler_state",
+_VIDEO_FIELDS = ("seed", "text", "conditioning", "latents", "last_frames", "step", "sampler_state",
             "finished_batches", "repairs")  # fmt: skip
 
 
@@ -102,7 +102,7 @@ class RunState:
     Attributes:
         clip: index of the clip.
         stage: index of the next stage of that clip.
-        takes: the videos at that point.
+        videos: the videos at that point.
         repairs: precision repairs so far, as the record stores them.
         notes: notes for the record, each with its seed.
         frames: frames of earlier clips in order, each with its stored form.
@@ -110,7 +110,7 @@ class RunState:
 
     clip: int = 0
     stage: int = 0
-    takes: Sequence[VideoState] = ()
+    videos: Sequence[VideoState] = ()
     repairs: list[dict[str, Any]] = field(default_factory=list)
     notes: list[tuple[int | None, str]] = field(default_factory=list)
     frames: list[tuple[int, int, Any]] = field(default_factory=list)
@@ -201,8 +201,8 @@ class RunStateWriter:
             assert self._store is not None
             yield FramesDecoded(seed, num_frames, from_jsonable(kept, self._store.fetch))
 
-    def read(self, takes: Sequence[VideoState], place: RunFolder) -> RunState:
-        """Restore the state of `place` (see `furthest`) into `takes`.
+    def read(self, videos: Sequence[VideoState], place: RunFolder) -> RunState:
+        """Restore the state of `place` (see `furthest`) into `videos`.
 
         Frames of earlier clips are copied into this writer's folder, if it has one.
 
@@ -214,16 +214,16 @@ class RunStateWriter:
             raise CorruptRunError(f"{place.path} has no state")
         try:
             kept = {each["seed"]: each for each in state["takes"]}
-            for take in takes:
-                for name in _OF_TAKE:
-                    setattr(take, name, from_jsonable(kept[take.seed][name], store.fetch))
+            for video in videos:
+                for name in _VIDEO_FIELDS:
+                    setattr(video, name, from_jsonable(kept[video.seed][name], store.fetch))
             frames = [
                 (seed, count, self._brought(mark, store))
                 for seed, count, mark in state["frames"]
-                if self._store is not None and seed in {take.seed for take in takes}
+                if self._store is not None and seed in {video.seed for video in videos}
             ]
             return RunState(
-                state["clip"], state["stage"], takes, frames=frames,
+                state["clip"], state["stage"], videos, frames=frames,
                 repairs=state["repairs"], notes=[(seed, text) for seed, text in state["notes"]],
             )  # fmt: skip
         except UNREADABLE as error:
@@ -249,22 +249,24 @@ class RunStateWriter:
         memo: dict[int, Any] = {}
 
         def plain(value: Any) -> Any:
-            # All takes of a run share one text.
+            # All videos of a run share one text.
             if id(value) not in memo:
                 memo[id(value)] = to_jsonable(value, store.keep)
             return memo[id(value)]
 
-        takes = [{name: plain(getattr(t, name)) for name in _OF_TAKE} for t in progress.takes]
+        videos = [
+            {name: plain(getattr(t, name)) for name in _VIDEO_FIELDS} for t in progress.videos
+        ]
         state = {
             "clip": progress.clip,
             "stage": progress.stage,
-            "takes": takes,
+            "takes": videos,
             "repairs": progress.repairs,
             "notes": progress.notes,
             "frames": progress.frames,
         }
         folder.write_state(state)
-        store.sweep(hashes_in(takes) | hashes_in([list(each) for each in progress.frames]))
+        store.sweep(hashes_in(videos) | hashes_in([list(each) for each in progress.frames]))
 
     def _failed(self, why: str) -> None:
         assert self.folder is not None
@@ -286,7 +288,7 @@ def furthest(folder: RunFolder, seeds: Sequence[int]) -> RunFolder | None:
     for each in folder.parts():
         try:
             state = each.state()
-            steps = {take["seed"]: take["step"] for take in (state or {}).get("takes", ())}
+            steps = {video["seed"]: video["step"] for video in (state or {}).get("takes", ())}
             if state is not None and set(seeds) <= steps.keys():
                 far = (state["clip"], state["stage"], sum(steps[seed] for seed in seeds))
                 found.append((far, each))

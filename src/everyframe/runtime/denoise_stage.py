@@ -105,30 +105,30 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
             denoise = self.denoiser(modules, inputs, device, self.context.settings)
             return next(self.sample(denoise, inputs, 0)).x
 
-    def num_steps(self, num_takes: int) -> int:
+    def num_steps(self, num_videos: int) -> int:
         """The steps of all videos."""
-        return num_takes * self.steps_per_video
+        return num_videos * self.steps_per_video
 
-    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
+    def run(self, videos: Sequence[VideoState]) -> Iterator[Event]:
         """Fill each video's `latents`; those of several batches are joined along the first axis."""
         modules: dict[str, Any] = {}
         for name in self.components:
             modules[name] = yield from self.context.loaded(name)
-        num_steps, total = self.steps_per_video, self.num_steps(len(takes))
+        num_steps, total = self.steps_per_video, self.num_steps(len(videos))
         with self.shard(modules) as patch:
             apart = patch.apart if patch.team.size > 1 else None
             guard = self.context.guard(self.name, modules, apart)
-            for number, video in enumerate(takes):
+            for number, video in enumerate(videos):
                 if video.step == num_steps:
                     continue  # done before the run was broken off
                 begun = time.perf_counter()
-                guard.take(video)
+                guard.start_video(video)
                 for batch in self.batches(modules, guard, video):
                     for step in batch.steps:
                         guard.latents(step.index + 1, step.x)
                         yield from guard.events()
                         left = step.num_steps - 1 - step.index
-                        _take_step(
+                        _store_step(
                             video, step, batch.end if not left else video.step + 1, num_steps
                         )
                         now = time.perf_counter()
@@ -136,7 +136,7 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
                         done = number * num_steps + batch.end - left * batch.count
                         yield Step(self.name, done, total, video.seed, now - begun)
                         begun = now
-        for video in takes:
+        for video in videos:
             video.conditioning = None
 
 
@@ -160,20 +160,20 @@ class VideoDenoiseStage(DenoiseStage[_Context, _Inputs]):
         return (SamplerBatch(steps, self.steps_per_video),)
 
 
-def _take_step(take: VideoState, step: SamplerStep, done: int, num_steps: int) -> None:
+def _store_step(video: VideoState, step: SamplerStep, done: int, num_steps: int) -> None:
     """Store the state after a step in its video, consistent whenever others can see it."""
-    take.step = done
-    take.latents, take.sampler_state = step.x, step.memory
+    video.step = done
+    video.latents, video.sampler_state = step.x, step.memory
     if step.index + 1 == step.num_steps:
-        take.finished_batches = (*take.finished_batches, step.x.to("cpu"))
-        take.latents = take.sampler_state = None
+        video.finished_batches = (*video.finished_batches, step.x.to("cpu"))
+        video.latents = video.sampler_state = None
     if done == num_steps:
-        take.latents = (
-            torch.cat(take.finished_batches)
-            if len(take.finished_batches) > 1
-            else take.finished_batches[0]
+        video.latents = (
+            torch.cat(video.finished_batches)
+            if len(video.finished_batches) > 1
+            else video.finished_batches[0]
         )
-        take.finished_batches = ()
+        video.finished_batches = ()
 
 
 class GuardedDenoiser:

@@ -28,7 +28,13 @@ from everyframe.precision.dtypes import dtype_name
 from everyframe.runtime.interface import MemorySavings, VideoState
 from everyframe.runtime.oom_fallback import OomFallbacks, together
 from everyframe.runtime.repair_search import RepairSearch, RepairStep
-from everyframe.runtime.repairs import GuardLog, RepairSet, asks_for, describe_fault, weights_told
+from everyframe.runtime.repairs import (
+    GuardLog,
+    RepairSet,
+    asks_for,
+    bad_weights_message,
+    describe_fault,
+)
 
 _Result = TypeVar("_Result")
 
@@ -67,7 +73,7 @@ class Guard:
         self._calls = GuardLog(plan.device, stage, counts, of or stage)
         self._repairs = RepairSet(plan.device, parts, keeps_storage=keeps_storage)
         self._reliefs = OomFallbacks(plan, parts, savings, stage)
-        self._take: VideoState | None = None
+        self._video: VideoState | None = None
         self._largest = 0.0
         self._is_probed = False
 
@@ -85,16 +91,16 @@ class Guard:
         """Whether a repair is active for the current video."""
         return bool(self._repairs)
 
-    def take(self, take: VideoState) -> None:
+    def start_video(self, video: VideoState) -> None:
         """Switch to another video: undo the last video's repairs and apply this one's."""
-        if take is self._take:
+        if video is self._video:
             return
         self._repairs.undo()
-        for remedy in take.repairs:
+        for remedy in video.repairs:
             if remedy.component in self._parts:
                 self._repairs.put_on(remedy)
-        self._take, self._largest, self._is_probed = take, 0.0, False
-        self._reliefs.moments.of(take)
+        self._video, self._largest, self._is_probed = video, 0.0, False
+        self._reliefs.moments.of(video)
 
     def join(self) -> None:
         """Let the components accept inputs wider than their parameters, until `end`."""
@@ -110,7 +116,7 @@ class Guard:
 
     def hear(self, events: Iterable[Event]) -> None:
         """Add the events of guards on other ranks to its own."""
-        self._calls.tell(*events)
+        self._calls.add_events(*events)
 
     def call(self, step: int, compute: Callable[[], _Result]) -> _Result:
         """Return the result of `compute` with all floating tensors finite, repeating it if needed.
@@ -153,7 +159,7 @@ class Guard:
             self.note(f"{self._where(step)}: float16 overflowed; there is too little memory to "
                       "check whether that changed the result")  # fmt: skip
             return compute()
-        self._tell(self._event(step, each, is_swallowed=True) for each in outcome.repairs)
+        self._add_events(self._event(step, each, is_swallowed=True) for each in outcome.repairs)
         assert outcome.result is not None
         return outcome.result
 
@@ -248,7 +254,7 @@ class Guard:
 
     def note(self, text: str, *, in_record: bool = False) -> None:
         """Add a note without a change; `in_record` if it concerns the frames."""
-        self._calls.tell(Note(text, in_record, self._seed))
+        self._calls.add_events(Note(text, in_record, self._seed))
 
     def repaired(
         self,
@@ -268,20 +274,20 @@ class Guard:
             raise self._beyond_repair(step, outcome.fault)
         if not outcome.repairs:
             self.note(f"{self._where(step)}: values were not finite, and are when repeated")
-        self._tell(self._event(step, each) for each in outcome.repairs)
+        self._add_events(self._event(step, each) for each in outcome.repairs)
         return outcome.result
 
-    def _tell(self, repaired: Iterable[Repaired]) -> None:
+    def _add_events(self, repaired: Iterable[Repaired]) -> None:
         """Emit repair events and save the active repairs with the video."""
-        self._calls.tell(*repaired)
-        if self._take is not None:
-            others = [each for each in self._take.repairs if each.component not in self._parts]
-            self._take.repairs = (*others, *self._repairs.all())
+        self._calls.add_events(*repaired)
+        if self._video is not None:
+            others = [each for each in self._video.repairs if each.component not in self._parts]
+            self._video.repairs = (*others, *self._repairs.all())
 
     def _beyond_repair(self, step: int, fault: Fault | None) -> NumericsError:
         where = self._where(step)
         if fault is None and bad_weights(self._parts):
-            return NumericsError(f"{where}: {weights_told(self._parts, '')}")
+            return NumericsError(f"{where}: {bad_weights_message(self._parts, '')}")
         if fault is None:
             return NumericsError(
                 f"{where}: {' and '.join(self._parts)} gave values that are not finite, which no "
@@ -289,7 +295,7 @@ class Guard:
                 "everyframe doctor --share"
             )
         if fault.cause == "weights":
-            return NumericsError(f"{where}: {weights_told(self._parts, fault.place)}")
+            return NumericsError(f"{where}: {bad_weights_message(self._parts, fault.place)}")
         if fault.cause == "given":
             return GivenError(
                 f"{self.place(step)}: {fault.part} was given {fault.operation} that is not finite, "
@@ -306,9 +312,9 @@ class Guard:
         fault, remedy = done.fault, done.remedy
         # It went well in float32, so the formula is right.
         cause, why = ("range", "lost") if fault.cause == "formula" else (fault.cause, fault.cause)
-        told = describe_fault(fault, why)
-        told += ", which became finite later and changed the result" * is_swallowed
-        text = f"{self._where(step)}: {told}. {remedy.place} runs in {remedy.to} from here on"
+        problem = describe_fault(fault, why)
+        problem += ", which became finite later and changed the result" * is_swallowed
+        text = f"{self._where(step)}: {problem}. {remedy.place} runs in {remedy.to} from here on"
         dtype = dtype_name(fault.dtype)
         return Repaired(
             self._calls.stage, step, fault.part, fault.module, fault.operation, cause, dtype,
@@ -317,7 +323,7 @@ class Guard:
 
     @property
     def _seed(self) -> int | None:
-        return None if self._take is None else self._take.seed
+        return None if self._video is None else self._video.seed
 
     def _in_float32(
         self,
@@ -341,7 +347,7 @@ class Guard:
             f"{self._where(step)}: {num_blank} frames were of one colour in {dtype} and are not in "
             f"float32; {' and '.join(names)} runs in float32 from here on"
         )
-        self._tell(
+        self._add_events(
             Repaired(self._calls.stage, step, name, "", "", "blank", dtype, "", "float32", text,
                      self._seed)
             for name in names

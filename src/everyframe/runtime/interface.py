@@ -128,11 +128,11 @@ class Stage(Protocol):
         """
         ...
 
-    def num_steps(self, num_takes: int) -> int:
+    def num_steps(self, num_videos: int) -> int:
         """Number of `Step` events that the stage yields."""
         ...
 
-    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
+    def run(self, videos: Sequence[VideoState]) -> Iterator[Event]:
         """Run the stage. Its component is freed when this generator ends."""
         ...
 
@@ -199,8 +199,13 @@ MemorySavings = Callable[[str, Settings], Iterator[MemorySaving]]
 class DryRunSpec(Protocol):
     """A model with dry runs: the planner learns its dtype conflicts, memory and time from them."""
 
-    def rehearsals(self, settings: Settings) -> Sequence[DryRunCall]:
-        """One dry-run call for every stage, in order."""
+    def dry_run_calls(
+        self, settings: Settings, teams: ParallelContext | None = None
+    ) -> Sequence[DryRunCall]:
+        """One dry-run call for every stage, in order; with `teams`, as one of its ranks makes it.
+
+        Only a `ShardableSpec` gets `teams`; its rank may be simulated.
+        """
         ...
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
@@ -302,10 +307,6 @@ class ShardableSpec(Protocol):
         self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
     ) -> RankShare:
         """Share of that rank in a video; `element_bytes` is that of intermediate results."""
-        ...
-
-    def shared_rehearsals(self, settings: Settings, teams: ParallelContext) -> Sequence[DryRunCall]:
-        """`DryRunSpec.rehearsals` of one (simulated) rank of ``teams.team``."""
         ...
 
 

@@ -205,8 +205,7 @@ def check_contents(model: object) -> None:
     if not isinstance(model, NativeModelSpec):
         return
     for name in model.components_on_disk:
-        weights, keys = model.weights(name)
-        check_strictly(model.builder.empty(name), open_checkpoint(weights), keys)
+        check_strictly(model.builder.empty(name), *model.opened_weights(name))
 
 
 def track_component(module: nn.Module) -> None:

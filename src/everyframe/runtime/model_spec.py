@@ -24,7 +24,14 @@ from everyframe.dry_run.call import DryRunCall
 from everyframe.precision.policy import ComponentNeeds
 from everyframe.runtime.component_files import CheckpointFiles
 from everyframe.runtime.interface import Component, MemorySaving
-from everyframe.runtime.patchable import NO_PATCHES, WeightPatches, WeightTable
+from everyframe.runtime.patchable import (
+    NO_PATCHES,
+    NOTHING_REPLACED,
+    ReplacedComponents,
+    WeightPatches,
+    WeightTable,
+    table_of_module,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -98,7 +105,7 @@ class ModuleBuilder(ABC, Generic[_Config]):
         return {}
 
     @cached_property
-    def _rehearsed(self) -> set[str]:
+    def _dry_run_components(self) -> set[str]:
         return set()
 
     def empty(self, component: str) -> nn.Module:
@@ -114,7 +121,7 @@ class ModuleBuilder(ABC, Generic[_Config]):
         building takes longer than everything else in a plan.
         """
         made = self._made.pop(component, None)  # before the question: a dry run may begin now
-        if made is None or component in self._rehearsed:
+        if made is None or component in self._dry_run_components:
             return self._built(component)
         return made
 
@@ -134,13 +141,13 @@ class ModuleBuilder(ABC, Generic[_Config]):
 
     def _for_dry_runs(self, components: tuple[str, ...]) -> dict[str, nn.Module]:
         """Components that a dry run may cast and swap layers of; they never get weights."""
-        self._rehearsed.update(components)
+        self._dry_run_components.update(components)
         return {name: self.empty(name) for name in components}
 
     def _outputs(self, component: str, module: nn.Module) -> tuple[str, ...]:
         return self.outputs(component)
 
-    def rehearsal(
+    def dry_run_call(
         self,
         stage: str,
         component: str,
@@ -199,6 +206,9 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
     files: _Files
     builder: ModuleBuilder[_Config]
     patched: WeightPatches = field(default=NO_PATCHES, kw_only=True, compare=False, repr=False)
+    replaced: ReplacedComponents = field(
+        default=NOTHING_REPLACED, kw_only=True, compare=False, repr=False
+    )
 
     led: ClassVar[tuple[str, ...]]
     ways: ClassVar[tuple[str, ...]] = ("",)
@@ -233,13 +243,13 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
         teams: ParallelContext | None = None,
         components: tuple[str, ...] = (),
     ) -> DryRunCall:
-        """The dry-run call of a stage; see `ModuleBuilder.rehearsal`.
+        """The dry-run call of a stage; see `ModuleBuilder.dry_run_call`.
 
         `class_name` is that of the stage, with the family's module that has it. `teams` are those
         of one of several ranks.
         """
         call = partial(self._dry_run, class_name, settings, teams)
-        return self.builder.rehearsal(
+        return self.builder.dry_run_call(
             stage, component, call, num_calls, *key, components=components
         )
 
@@ -262,17 +272,9 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
 
     @abstractmethod
     def dry_run_calls(
-        self, settings: Settings, teams: ParallelContext | None
+        self, settings: Settings, teams: ParallelContext | None = None
     ) -> tuple[DryRunCall, ...]:
         """One dry-run call for every stage; with `teams`, as one of its ranks makes it."""
-
-    def rehearsals(self, settings: Settings) -> tuple[DryRunCall, ...]:
-        return self.dry_run_calls(settings, None)
-
-    def shared_rehearsals(
-        self, settings: Settings, teams: ParallelContext
-    ) -> tuple[DryRunCall, ...]:
-        return self.dry_run_calls(settings, teams)
 
     @property
     def config(self) -> _Config:
@@ -287,10 +289,12 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
     def components(self, settings: Settings) -> tuple[Component, ...]:
         """The components that run, in the order of their stages."""
         count, sources = self.builder.num_elements, self.files.sources
+        files = {name: each.source.name for name, each in self.replaced.tensors.items()}
         return tuple(
-            Component(each.name, title, stage, sources[each.name].where, count[each.name], each)
+            Component(each.name, title, stage, files.get(each.name) or sources[each.name].where,
+                      count[each.name], each)
             for each, title, stage in self.builder.needs()
-        )
+        )  # fmt: skip
 
     def missing(self) -> tuple[str, ...]:
         """Files to download first, one line each."""
@@ -301,7 +305,7 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
         if not self.missing():
             return self
         whole = self.read(self.name, self.title, self.files.fetched(), self.options)
-        return whole.with_patches(self.patched)
+        return replace(whole, patched=self.patched, replaced=self.replaced)
 
     def weight_tables(self) -> Mapping[str, WeightTable]:
         """Parameters of each component."""
@@ -318,23 +322,42 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
         """The same model, which loads with these patches."""
         return replace(self, patched=patched)
 
-    def patched_weights(self, component: str) -> tuple[TensorFile, KeyMap]:
-        """`weights`, opened, with the patches of LoRAs."""
-        from everyframe.checkpoints.patched_file import patched
+    @property
+    def component_names(self) -> tuple[str, ...]:
+        """The components with weights."""
+        return self.builder.parts
+
+    def component_table(self, component: str) -> WeightTable:
+        return table_of_module(self.builder.empty(component))
+
+    def component_keys(self, component: str) -> Callable[[str], str | None]:
+        return self.weights(component)[1].target
+
+    def with_components(self: _Spec, replaced: ReplacedComponents) -> _Spec:
+        """The same model, which loads these components from these files."""
+        return replace(self, replaced=replaced)
+
+    def opened_weights(self, component: str) -> tuple[TensorFile, KeyMap]:
+        """`weights`, opened; of a replaced component its own file."""
         from everyframe.checkpoints.tensor_file import open_checkpoint
 
         weights, keys = self.weights(component)
-        patches = self.patched.patches.get(component, {})
-        return patched(open_checkpoint(weights), keys, patches), keys
+        if component in self.replaced.tensors:
+            return self.replaced.tensors[component], replace(keys, rename=(), ignore=())
+        return open_checkpoint(weights), keys
+
+    def patched_weights(self, component: str) -> tuple[TensorFile, KeyMap]:
+        """`opened_weights` with the patches of LoRAs."""
+        from everyframe.checkpoints.patched_file import patched
+
+        opened, keys = self.opened_weights(component)
+        return patched(opened, keys, self.patched.patches.get(component, {})), keys
 
     def weight_files(self) -> tuple[str, ...]:
         """All weight files, without duplicates."""
-        from everyframe.checkpoints.tensor_file import open_checkpoint
-
         found: dict[str, None] = {}
         for name in self.components_on_disk:
-            weights, _ = self.weights(name)
-            found |= dict.fromkeys(map(str, open_checkpoint(weights).files))
+            found |= dict.fromkeys(map(str, self.opened_weights(name)[0].files))
         return tuple(found)
 
 

@@ -33,26 +33,26 @@ class CallCounter:
     """Identify the calls of a stage, the same way in a resumed run."""
 
     def __init__(self) -> None:
-        self._take: VideoState | None = None
+        self._video: VideoState | None = None
         self._left: list[OomEvent] | None = None
         self._first: dict[tuple[int | None, int], int] = {}
 
-    def of(self, take: VideoState) -> None:
+    def of(self, video: VideoState) -> None:
         """Switch to another video."""
-        self._take = take
+        self._video = video
         if self._left is None:
-            self._left = [] if take.oom_log is None else [*take.oom_log.known()]
+            self._left = [] if video.oom_log is None else [*video.oom_log.known()]
 
     def now(self, number: int) -> OomEvent:
         """Out-of-memory event for the call that the stage counts as `number`."""
-        seed, step = (None, 0) if self._take is None else (self._take.seed, self._take.step)
+        seed, step = (None, 0) if self._video is None else (self._video.seed, self._video.step)
         # A resumed run that has finished other videos counts from another number.
         return OomEvent(seed, step, number - self._first.setdefault((seed, step), number))
 
     def keep(self, shortage: OomEvent) -> None:
         """Save the event with its video, if the run saves any."""
-        if self._take is not None and self._take.oom_log is not None:
-            self._take.oom_log.keep(shortage)
+        if self._video is not None and self._video.oom_log is not None:
+            self._video.oom_log.keep(shortage)
 
     def due(self, number: int) -> Iterator[tuple[OomEvent, bool]]:
         """Each saved event up to this call, and whether it happened in exactly this call."""
@@ -143,7 +143,9 @@ class OomFallbacks:
         """
         for fallback in self.again(step):
             why = f"{calls.where(step)}: out of memory here in the interrupted run"
-            calls.tell(fallback.event(calls.stage, step, f"{why}; using the same fallback again"))
+            calls.add_events(
+                fallback.event(calls.stage, step, f"{why}; using the same fallback again")
+            )
         while True:
             try:
                 return compute()
@@ -160,7 +162,9 @@ class OomFallbacks:
                     f"({said})"
                 )
             why = f"{calls.where(step)}: out of memory ({said})"
-            calls.tell(done.event(calls.stage, step, f"{why}; computing it again with less memory"))
+            calls.add_events(
+                done.event(calls.stage, step, f"{why}; computing it again with less memory")
+            )
             compute = again or compute
 
     def next(self, at: str = "") -> MemoryFallback | None:

@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 from everyframe.core.plan import LoraPlan
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from everyframe.checkpoints.patched_file import Patches
+    from everyframe.checkpoints.tensor_file import TensorFile
 
 Spec = TypeVar("Spec")
 
@@ -30,11 +33,13 @@ class WeightTable:
         class_name: class of its module.
         shapes: shape of each parameter by name.
         is_denoiser: whether files without a component's name mean it.
+        tied: groups of names that share one parameter.
     """
 
     class_name: str
     shapes: Mapping[str, tuple[int, ...]]
     is_denoiser: bool = False
+    tied: tuple[tuple[str, ...], ...] = ()
 
 
 def _nothing() -> None:
@@ -81,9 +86,71 @@ class PatchableSpec(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class ReplacedComponents:
+    """Files of single components.
+
+    Attributes:
+        tensors: of each component, by the names of its module.
+        notes: messages for the user.
+    """
+
+    tensors: Mapping[str, TensorFile] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+NOTHING_REPLACED = ReplacedComponents()
+
+
+@runtime_checkable
+class ComponentSpec(Protocol):
+    """A model of which single components can come from files of their own."""
+
+    @property
+    def component_names(self) -> Sequence[str]:
+        """The components with weights."""
+        ...
+
+    @property
+    def replaced(self) -> ReplacedComponents:
+        """The files of single components that it loads from."""
+        ...
+
+    def component_table(self, component: str) -> WeightTable:
+        """Parameters and persistent buffers of a component's module, built from its config."""
+        ...
+
+    def component_keys(self, component: str) -> Callable[[str], str | None]:
+        """Names of the module by those in the model's own files."""
+        ...
+
+    def with_components(self: Any, replaced: ReplacedComponents) -> Any:
+        """The same model, which loads these components from these files."""
+        ...
+
+
+def table_of_module(module: nn.Module) -> WeightTable:
+    """Parameters and persistent buffers of a module, which may be on meta."""
+    groups: dict[int, list[str]] = {}
+    tensors = module.state_dict(keep_vars=True)
+    for name, each in tensors.items():
+        groups.setdefault(id(each), []).append(name)
+    return WeightTable(
+        type(module).__name__,
+        {name: tuple(each.shape) for name, each in tensors.items()},
+        tied=tuple(tuple(group) for group in groups.values() if len(group) > 1),
+    )
+
+
 def patches_of(model: object) -> WeightPatches:
     """The patches of a spec; none for one that can't have any."""
     return model.patched if isinstance(model, PatchableSpec) else NO_PATCHES
+
+
+def notes_of(model: object) -> tuple[str, ...]:
+    """Messages for the user on the component files and patches of a spec."""
+    replaced = model.replaced if isinstance(model, ComponentSpec) else NOTHING_REPLACED
+    return (*replaced.notes, *patches_of(model).notes)
 
 
 def digest_with_loras(sha256: str, loras: Sequence[LoraIdentity]) -> str:

@@ -46,8 +46,14 @@ class RepairCacheKey:
 def key_of(sha256: str, device: DeviceFacts, versions: Mapping[str, str]) -> RepairCacheKey:
     """Key of weights with that digest on that device with these library versions."""
     libraries = {name: text for name, text in versions.items() if name not in _NO_MATTER}
-    told = [device.name, device.kind, device.capability, device.dtypes, sorted(libraries.items())]
-    return RepairCacheKey(sha256, hashlib.sha256(json.dumps(told).encode()).hexdigest()[:20])
+    identity = [
+        device.name,
+        device.kind,
+        device.capability,
+        device.dtypes,
+        sorted(libraries.items()),
+    ]
+    return RepairCacheKey(sha256, hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:20])
 
 
 def cached_key(
@@ -103,15 +109,15 @@ def delete_repairs(key: RepairCacheKey) -> int:
     return count
 
 
-def remedy_from(told: Mapping[str, Any]) -> Repair:
+def remedy_from(data: Mapping[str, Any]) -> Repair:
     """Build a repair from plain data, as records and the cache store it.
 
     Raises:
         TypeError: the data is not a repair.
     """
-    if not all(isinstance(value, str) for value in told.values()):
-        raise TypeError(f"not a remedy: {told}")
-    return Repair(**told)
+    if not all(isinstance(value, str) for value in data.values()):
+        raise TypeError(f"not a remedy: {data}")
+    return Repair(**data)
 
 
 def remedies_for(component: str, dtype: str, remedies: Iterable[Repair]) -> tuple[Repair, ...]:

@@ -237,7 +237,7 @@ class GuardLog:
         self.stage = stage
         self._device = device
         self._counts, self._of = counts, of
-        self._told: list[Event] = []
+        self._pending_events: list[Event] = []
 
     def place(self, number: int) -> str:
         """Name of a call, such as "step 3 of denoise"."""
@@ -248,14 +248,14 @@ class GuardLog:
         memory = describe_memory_pressure(self._device)
         return self.place(number) + (f" ({memory})" if memory else "")
 
-    def tell(self, *events: Event) -> None:
+    def add_events(self, *events: Event) -> None:
         """Add events."""
-        self._told += events
+        self._pending_events += events
 
     def events(self) -> Iterator[Event]:
         """Events added since the last call."""
-        told, self._told = self._told, []
-        yield from told
+        events, self._pending_events = self._pending_events, []
+        yield from events
 
 
 def describe_fault(fault: Fault, why: str) -> str:
@@ -263,10 +263,10 @@ def describe_fault(fault: Fault, why: str) -> str:
     if fault.wide is None and why != "unclear":
         return f"{fault.operation} in {fault.place} passed on values that are not finite"
     dtype = dtype_name(fault.dtype)
-    told = _CAUSES[why].format(wide=fault.wide, dtype=dtype, limit=torch.finfo(fault.dtype).max)
+    cause = _CAUSES[why].format(wide=fault.wide, dtype=dtype, limit=torch.finfo(fault.dtype).max)
     return (
         f"{fault.operation} in {fault.place} made values that are not finite in {dtype} "
-        f"(operands {fault.given}, result {fault.made}; {told})"
+        f"(operands {fault.given}, result {fault.made}; {cause})"
     )
 
 
@@ -276,7 +276,7 @@ def prompt_truncated_note(cut: str) -> Note:
     return Note(said, in_record=True)
 
 
-def weights_told(parts: Mapping[str, nn.Module], place: str) -> str:
+def bad_weights_message(parts: Mapping[str, nn.Module], place: str) -> str:
     """Message for non-finite weights in these components, beginning with the one at `place`."""
     bad = bad_weights(parts)
     name, tensor = next((each for each in bad if each[0] == place), bad[0])

@@ -102,7 +102,7 @@ def check_fit(fit: str | None) -> None:
         raise InputError(f"fit must be one of {', '.join(_FITTED)}, got {fit!r}{hint}")
 
 
-def told_of_fit(what: str, given: tuple[int, int], size: tuple[int, int], fit: str) -> str | None:
+def fit_note(what: str, given: tuple[int, int], size: tuple[int, int], fit: str) -> str | None:
     """Note on an image whose (height, width) has another aspect ratio; None if it is the same."""
     (height, width), (to_height, to_width) = given, size
     if height * to_width == width * to_height:

@@ -137,15 +137,15 @@ class SharedEncodeStage(ComponentStage[_Context, _Inputs]):
     def store(self, videos: Sequence[VideoState], results: Sequence[Any]) -> None:
         """Give the results, one for each input, to the videos."""
 
-    def num_steps(self, num_takes: int) -> int:
+    def num_steps(self, num_videos: int) -> int:
         """One step for each input."""
         return self.num_inputs
 
-    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
+    def run(self, videos: Sequence[VideoState]) -> Iterator[Event]:
         """Encode, and store the results in each video."""
         world = self.context.teams.world
-        mine = (yield from self._encoded(takes)) if world.is_lead else None
-        self.store(takes, world.broadcast_tree(mine, 0, f"the {self.name} is handed on"))
+        mine = (yield from self._encoded(videos)) if world.is_lead else None
+        self.store(videos, world.broadcast_tree(mine, 0, f"the {self.name} is broadcast"))
 
     def _encoded(self, videos: Sequence[VideoState]) -> Generator[Event, None, list[Any]]:
         inputs, notes = self.inputs(videos)
@@ -197,23 +197,23 @@ class VideoEncodeStage(ComponentStage[_Context, _Inputs]):
     def store(self, video: VideoState, result: Any) -> None:
         """Give the result to its video."""
 
-    def num_steps(self, num_takes: int) -> int:
+    def num_steps(self, num_videos: int) -> int:
         """One step for each video."""
-        return num_takes
+        return num_videos
 
-    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
+    def run(self, videos: Sequence[VideoState]) -> Iterator[Event]:
         """Encode, and store each video's result."""
         team = self.context.teams.team
-        mine = (yield from self._encoded(takes)) if team.is_lead else None
-        results = team.broadcast_tree(mine, 0, "given frames are handed on")
-        for video, result in zip(takes, results, strict=True):
+        mine = (yield from self._encoded(videos)) if team.is_lead else None
+        results = team.broadcast_tree(mine, 0, "given frames are broadcast")
+        for video, result in zip(videos, results, strict=True):
             self.store(video, result)
 
     def _encoded(self, videos: Sequence[VideoState]) -> Generator[Event, None, list[Any]]:
         module, guard = yield from self._load()
         device, results = self.context.device(self.component), []
         for step, video in enumerate(videos, start=1):
-            guard.take(video)
+            guard.start_video(video)
 
             def encode(video: VideoState = video) -> Any:
                 # The device may lack the memory for the inputs themselves.
@@ -267,16 +267,16 @@ class DecodeStage(ComponentStage[_Context, LatentPiece]):
         pixels: Any = super().dry_run(modules, device)
         return pixels.to("cpu", torch.float32)
 
-    def num_steps(self, num_takes: int) -> int:
+    def num_steps(self, num_videos: int) -> int:
         """The pieces of all videos."""
-        return num_takes * self.num_pieces
+        return num_videos * self.num_pieces
 
-    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
+    def run(self, videos: Sequence[VideoState]) -> Iterator[Event]:
         """Yield the frames of each video; the first rank of a video receives all of them."""
         module, guard = yield from self._load()
-        for number, video in enumerate(takes):
-            guard.take(video)
-            steps = range(number * self.num_pieces + 1, self.num_steps(len(takes)) + 1)
+        for number, video in enumerate(videos):
+            guard.start_video(video)
+            steps = range(number * self.num_pieces + 1, self.num_steps(len(videos)) + 1)
             yield from self.decode_video(module, guard, video, steps)
             video.latents = None
 
@@ -310,9 +310,9 @@ class DecodeStage(ComponentStage[_Context, LatentPiece]):
             )
 
         begun, owners = time.perf_counter(), assign_pieces(self.num_pieces, team.weights)
-        for number, (piece, told) in enumerate(distribute_pieces(team, guard, owners, decode)):
+        for number, (piece, events) in enumerate(distribute_pieces(team, guard, owners, decode)):
             seconds = time.perf_counter() - begun
-            yield from told
+            yield from events
             yield Step(self.name, steps[number], steps[-1], video.seed, seconds)
             frames = ready(number, piece)
             if len(frames):
@@ -332,8 +332,8 @@ def distribute_pieces(
         made = decode(number)
         return made, [event.to_json() for event in guard.events()]
 
-    for made, told in run_in_order(team, owner, make, "frames are handed over"):
-        yield made, [event_of(each) for each in told]
+    for made, events in run_in_order(team, owner, make, "frames are handed over"):
+        yield made, [event_of(each) for each in events]
 
 
 def as_floats(frames: Any) -> Tensor:

@@ -27,7 +27,7 @@ from everyframe.runtime import offload
 from everyframe.runtime.prefetch import PendingWeights, Placeholders
 
 #: Label of the exchange in byte counts and wait messages.
-WEIGHTS = "weights are handed on"
+WEIGHTS = "weights are broadcast"
 
 
 def assign_units(unit_sizes: Mapping[str, int], room: Sequence[float]) -> dict[str, int]:

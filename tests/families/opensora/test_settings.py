@@ -50,7 +50,7 @@ def test_upstreams_defaults() -> None:
     assert (found.num_inference_steps, found.guidance_scale, found.seed) == (30, 7.0, 4)
     assert found.option("aesthetic") == 6.5
     # The model is told the size that its weights were trained on, not the one that is decoded.
-    assert found.nominal_size == found.told_size == (240, 426)
+    assert found.nominal_size == found.conditioned_size == (240, 426)
     assert notes == ("426x240 becomes 424x240: the autoencoder works in steps of 8 pixels",)
     older = settings(V1_0)
     assert (older.height, older.width, older.num_frames, older.fps) == (256, 256, 16, 8.0)

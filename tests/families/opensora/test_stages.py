@@ -202,9 +202,9 @@ def test_a_finished_video_keeps_no_frames(model_1_2: Path, monkeypatch: pytest.M
     held: list[list[bool]] = []
     decode = stages_module.DecodeStage.run
 
-    def spy(self: stages_module.DecodeStage, takes: Any) -> Any:
-        yield from decode(self, takes)
-        held.append([take.last_frames is not None for take in takes])
+    def spy(self: stages_module.DecodeStage, videos: Any) -> Any:
+        yield from decode(self, videos)
+        held.append([video.last_frames is not None for video in videos])
 
     monkeypatch.setattr(stages_module.DecodeStage, "run", spy)
     request = everyframe.Request(

@@ -16,13 +16,14 @@ from transformers import AutoTokenizer, T5EncoderModel
 
 from everyframe.checkpoints.folder import package_folder
 from everyframe.core.errors import CheckpointError, InputError
-from everyframe.families.opensora.prompt_tokens import (
+from everyframe.families.opensora.text import embed
+from everyframe.families.t5_encoder import build_encoder, padded
+from everyframe.families.t5_tokenizer import (
     FileTokenizer,
     _is_whole,
     load_tokenizer,
     read_prompt,
 )
-from everyframe.families.opensora.text import build_encoder, embed, padded
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 

@@ -68,12 +68,12 @@ def staged(
     """One rank's latents and frames by the stages of a plan, what it loaded, and what it sent."""
     found, _ = find_model(asked(model), False)
     assert isinstance(found, ShardableSpec)
-    take, events, latents = VideoState(5), [], []
+    video, events, latents = VideoState(5), [], []
     for stage in stages_of(found, plan, 0, ParallelContext(team, team, groups, way)):
-        take.begin_stage()
-        events += list(stage.run([take]))
+        video.begin_stage()
+        events += list(stage.run([video]))
         if stage.name == "denoise":
-            latents.append(take.latents.clone())
+            latents.append(video.latents.clone())
     return told(events, latents[0], team)
 
 
@@ -151,9 +151,9 @@ def run(team: Communicator, model: str, options: dict[str, Any]) -> dict[str, An
     """One rank of a whole run, planned by itself and compared with the others."""
     denoise, latents = stages.DenoiseStage.run, []
 
-    def watched(self: Any, takes: Sequence[VideoState]) -> Iterator[Event]:
-        yield from denoise(self, takes)
-        latents.append(takes[0].latents.clone())
+    def watched(self: Any, videos: Sequence[VideoState]) -> Iterator[Event]:
+        yield from denoise(self, videos)
+        latents.append(videos[0].latents.clone())
 
     stages.DenoiseStage.run = watched  # type: ignore[method-assign]
     try:

@@ -54,9 +54,9 @@ def run(
     latents: dict[int, torch.Tensor] = {}
     inner = stages.DenoiseStage.run
 
-    def kept(self: Any, takes: Any) -> Any:
-        yield from inner(self, takes)
-        latents.update({take.seed: take.latents.clone() for take in takes})
+    def kept(self: Any, videos: Any) -> Any:
+        yield from inner(self, videos)
+        latents.update({video.seed: video.latents.clone() for video in videos})
 
     stages.DenoiseStage.run = kept  # type: ignore[method-assign]
     undo = fault() if fault is not None else None

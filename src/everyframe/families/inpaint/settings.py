@@ -32,8 +32,8 @@ from everyframe.runtime.request_checks import (
     check_latents,
     check_prompt,
     check_used,
+    fit_note,
     frames_in,
-    told_of_fit,
 )
 
 STEPS = 50
@@ -269,9 +269,9 @@ def _note_size(
 ) -> None:
     geometry = geometry_of(config, settings)
     given, size = (found.height, found.width), (settings.height, settings.width)
-    told = told_of_fit("source", given, size, geometry.fit)
-    if told:
-        notes.append(told)
+    note = fit_note("source", given, size, geometry.fit)
+    if note:
+        notes.append(note)
     elif found.height != settings.height:
         notes.append(
             f"the source is {found.width}x{found.height} and is resized; outside of the mask the "

@@ -64,7 +64,8 @@ class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintConfig]):
     def unread(self, settings: Settings) -> tuple[str, ...]:
         if not self.files.has("tokenizer"):
             return ()
-        from everyframe.families.inpaint.text import load_tokenizer, tokens_of
+        from everyframe.families.clip_tokenizer import load_tokenizer
+        from everyframe.families.inpaint.text import tokens_of
         from everyframe.runtime.repairs import prompt_truncated_note
 
         tokenizer = load_tokenizer(self.files.path("tokenizer"))
@@ -75,7 +76,7 @@ class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintConfig]):
         return smaller_settings(settings)
 
     def dry_run_calls(
-        self, settings: Settings, teams: ParallelContext | None
+        self, settings: Settings, teams: ParallelContext | None = None
     ) -> tuple[DryRunCall, ...]:
         return dry_run_calls(self, settings, teams)
 

@@ -57,24 +57,24 @@ class InpaintContext(stages.StageContext[InpaintSpec]):
         """Whether a frame with that mask, at the result's size, is denoised."""
         return bool(self.settings.option("unblended")) or bool(mask.any())
 
-    def frames(self, takes: Sequence[VideoState]) -> Iterator[tuple[Frames, Grey]]:
+    def frames(self, videos: Sequence[VideoState]) -> Iterator[tuple[Frames, Grey]]:
         """Yield every frame and its mask at the result's size."""
-        return self.inputs(takes).frames(self.geometry, self.settings.num_frames)
+        return self.inputs(videos).frames(self.geometry, self.settings.num_frames)
 
-    def painted(self, takes: Sequence[VideoState]) -> Iterator[tuple[Frames, Grey]]:
+    def painted(self, videos: Sequence[VideoState]) -> Iterator[tuple[Frames, Grey]]:
         """Yield the frames and masks to denoise."""
-        return (pair for pair in self.frames(takes) if self.paints(pair[1]))
+        return (pair for pair in self.frames(videos) if self.paints(pair[1]))
 
-    def controls(self, take: VideoState) -> Iterator[tuple[Any, ...]]:
+    def controls(self, video: VideoState) -> Iterator[tuple[Any, ...]]:
         """Yield for each frame to denoise the control image of each ControlNet."""
-        seen = self.inputs([take]).control_pictures(self.geometry, self.settings.num_frames)
-        for (_, mask), pictures in zip(self.frames([take]), seen, strict=True):
+        seen = self.inputs([video]).control_pictures(self.geometry, self.settings.num_frames)
+        for (_, mask), pictures in zip(self.frames([video]), seen, strict=True):
             if self.paints(mask):
                 yield pictures
 
-    def inputs(self, takes: Sequence[VideoState]) -> Inputs:
+    def inputs(self, videos: Sequence[VideoState]) -> Inputs:
         """Open the inputs again."""
-        first = takes[0].inputs.first
+        first = videos[0].inputs.first
         return open_inputs(self.model.options, None if first is None else first[0])
 
     @property
@@ -89,9 +89,9 @@ class InpaintContext(stages.StageContext[InpaintSpec]):
         strength = float(self.settings.option("strength"))
         return scheduler, begin(scheduler, self.settings.num_inference_steps, strength, device)
 
-    def mixes_source_in(self, take: VideoState) -> bool:
+    def mixes_source_in(self, video: VideoState) -> bool:
         """Whether sampling starts from the noised source; given latents are used unchanged."""
-        return float(self.settings.option("strength")) < 1 and take.start_noise is None
+        return float(self.settings.option("strength")) < 1 and video.start_noise is None
 
 
 @broadcastable

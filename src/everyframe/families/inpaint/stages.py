@@ -21,10 +21,11 @@ from torch import Tensor
 
 from everyframe.core.events import Event, event_of
 from everyframe.core.plan import Settings
+from everyframe.families.clip_tokenizer import load_tokenizer
 from everyframe.families.inpaint.components import controlnet_name
 from everyframe.families.inpaint.denoiser import ControlNetInputs, ControlNetScale, Denoiser
 from everyframe.families.inpaint.stage_context import InpaintContext, batched
-from everyframe.families.inpaint.text import embed, load_tokenizer, prompts_of, tokens_of
+from everyframe.families.inpaint.text import embed, prompts_of, tokens_of
 from everyframe.parallel.communicator import Communicator
 from everyframe.runtime import denoise_stage
 from everyframe.runtime.denoise_stage import SamplerBatch
@@ -40,16 +41,18 @@ from everyframe.samplers.base import Step
 Context = InpaintContext
 
 #: What ranks wait for, in messages.
-HANDED = "batches of frames are handed on"
+HANDED = "batches of frames are broadcast"
 
 
 def hear(team: Communicator, guard: Guard, events: Iterable[Event]) -> None:
     """Forward the other ranks' guard events to the first rank's guard."""
     if team.size == 1:
         return
-    told = team.tell_all([] if team.is_lead else [each.to_json() for each in events], HANDED)
+    gathered = team.all_gather_object(
+        [] if team.is_lead else [each.to_json() for each in events], HANDED
+    )
     if team.is_lead:
-        guard.hear(event_of(each) for one in told for each in one)
+        guard.hear(event_of(each) for one in gathered for each in one)
 
 
 def in_round(

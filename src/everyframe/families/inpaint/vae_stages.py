@@ -55,11 +55,11 @@ class SourceLatentStage(ComponentStage[InpaintContext, SourceInputs]):
     name = "given frames"
     component = "vae"
 
-    def num_steps(self, num_takes: int) -> int:
+    def num_steps(self, num_videos: int) -> int:
         """One step per batch of frames, for all videos."""
         return self.context.num_batches
 
-    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
+    def run(self, videos: Sequence[VideoState]) -> Iterator[Event]:
         """Set `conditioning` of each video.
 
         With several ranks, the batches are distributed and every rank receives all results.
@@ -69,29 +69,29 @@ class SourceLatentStage(ComponentStage[InpaintContext, SourceInputs]):
         together, total = len(active_ranks(team.weights)), context.num_batches
         mine: dict[int, list[ConditioningLatents]] = {}
         happened: list[Event] = []
-        for number, batch in enumerate(batched(context.painted(takes), context.together)):
+        for number, batch in enumerate(batched(context.painted(videos), context.together)):
             if batch_owner(number, team.weights) != team.rank:
                 continue
             begun = time.perf_counter()
             tensors = self._tensors(batch)
             mine[number] = []
-            for video in takes:
-                guard.take(video)
+            for video in videos:
+                guard.start_video(video)
                 noises = self._noises(video.seed, is_mixed=context.mixes_source_in(video))
                 encode = self._guarded(guard, vae, SourceInputs(*tensors, *noises))
                 mine[number].append(guard.call(number + 1, encode))
-            told = [*guard.events()]
-            happened += told
-            yield from told
+            events = [*guard.events()]
+            happened += events
+            yield from events
             done, seconds = min(number + together, total), time.perf_counter() - begun
-            yield Step(self.name, done, total, takes[0].seed, seconds)
+            yield Step(self.name, done, total, videos[0].seed, seconds)
         hear(team, guard, happened)
         yield from guard.events()
         shared = [
             team.broadcast_tree(mine.get(number), batch_owner(number, team.weights), HANDED)
             for number in range(total)
         ]
-        for video, batches in zip(takes, zip(*shared, strict=True), strict=True):
+        for video, batches in zip(videos, zip(*shared, strict=True), strict=True):
             video.conditioning = ConditioningLatents.joined(batches)
 
     def _noises(self, seed: int, *, is_mixed: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -164,36 +164,36 @@ class DecodeStage(ComponentStage[InpaintContext, Tensor]):
         """Pixels (F, 3, H, W) around -1..1, on the host."""
         return vae_calls.decode(module, inputs, settings)
 
-    def num_steps(self, num_takes: int) -> int:
+    def num_steps(self, num_videos: int) -> int:
         """One step per batch of frames."""
-        return num_takes * self.context.num_batches
+        return num_videos * self.context.num_batches
 
-    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
+    def run(self, videos: Sequence[VideoState]) -> Iterator[Event]:
         """Yield the frames of each video.
 
         With several ranks, the batches are distributed; the first rank receives all frames.
         """
         vae, guard = yield from self._load()
-        total, done = self.num_steps(len(takes)), 0
-        for take in takes:
-            guard.take(take)
-            yield from self._sound(takes, take)
+        total, done = self.num_steps(len(videos)), 0
+        for video in videos:
+            guard.start_video(video)
+            yield from self._sound(videos, video)
             begun = time.perf_counter()
-            for frames, is_painted, told in self._frames(vae, guard, takes, take, done):
-                yield from told
+            for frames, is_painted, events in self._frames(vae, guard, videos, video, done):
+                yield from events
                 if is_painted:
                     done += 1
-                    yield Step(self.name, done, total, take.seed, time.perf_counter() - begun)
-                yield FramesDecoded(take.seed, len(frames), frames.numpy())
+                    yield Step(self.name, done, total, video.seed, time.perf_counter() - begun)
+                yield FramesDecoded(video.seed, len(frames), frames.numpy())
                 begun = time.perf_counter()
-            take.latents = None
+            video.latents = None
 
     def _frames(
-        self, vae: Any, guard: Guard, takes: Sequence[VideoState], take: VideoState, done: int
+        self, vae: Any, guard: Guard, videos: Sequence[VideoState], video: VideoState, done: int
     ) -> Iterator[tuple[Tensor, bool, list[Event]]]:
         """Yield frames (F, H, W, 3) in 0..1, whether any was denoised, and events, per batch."""
         context, team = self.context, self.context.teams.team
-        latents = take.latents.split(context.together)
+        latents = video.latents.split(context.together)
         # The lot that is at hand, which of it was denoised, and the number of their batch.
         now: list[tuple[Any, Any]] = []
         painted: list[int] = []
@@ -201,7 +201,7 @@ class DecodeStage(ComponentStage[InpaintContext, Tensor]):
 
         def owners() -> Iterator[int]:
             nonlocal count
-            for lot in self._lots(takes):
+            for lot in self._lots(videos):
                 now[:] = lot
                 painted[:] = [
                     number for number, (_, mask) in enumerate(lot) if context.paints(mask)
@@ -217,15 +217,15 @@ class DecodeStage(ComponentStage[InpaintContext, Tensor]):
                 frames[painted] = self._decode(vae, guard, step, latents[count], these)
             return frames
 
-        for frames, told in distribute_pieces(team, guard, owners(), decode):
-            yield frames, bool(painted), told
+        for frames, events in distribute_pieces(team, guard, owners(), decode):
+            yield frames, bool(painted), events
 
-    def _lots(self, takes: Sequence[VideoState]) -> Iterator[list[tuple[Any, Any]]]:
+    def _lots(self, videos: Sequence[VideoState]) -> Iterator[list[tuple[Any, Any]]]:
         """Yield all frames in order, in lists that hold one batch of denoised frames, or none."""
         context = self.context
         lot: list[tuple[Any, Any]] = []
         num_painted = 0
-        for pair in context.frames(takes):
+        for pair in context.frames(videos):
             lot.append(pair)
             num_painted += context.paints(pair[1])
             if num_painted in (0, context.together):
@@ -234,10 +234,10 @@ class DecodeStage(ComponentStage[InpaintContext, Tensor]):
         if lot:
             yield lot
 
-    def _sound(self, takes: Sequence[VideoState], take: VideoState) -> Iterator[Event]:
+    def _sound(self, videos: Sequence[VideoState], video: VideoState) -> Iterator[Event]:
         """Yield the source's audio, if the result plays at the source's speed."""
         settings = self.context.settings
-        inputs = self.context.inputs(takes)
+        inputs = self.context.inputs(videos)
         sound = inputs.sound(settings.num_frames)
         if sound is None:
             return
@@ -245,7 +245,7 @@ class DecodeStage(ComponentStage[InpaintContext, Tensor]):
         if float(inputs.source.fps) != settings.fps:
             yield Note("the source's sound is left out, as the result plays at another speed")
             return
-        yield AudioDecoded(take.seed, sound.rate, sound.seconds, sound.samples)
+        yield AudioDecoded(video.seed, sound.rate, sound.seconds, sound.samples)
 
     def _decode(
         self,

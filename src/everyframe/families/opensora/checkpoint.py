@@ -19,6 +19,7 @@ from everyframe.checkpoints.model_zoo import SUPPORTED_VERSIONS, HubPart, known_
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.paths import expand_path
 from everyframe.families.opensora.options import OpenSoraOptions
+from everyframe.families.t5_tokenizer import T5_KEYS
 from everyframe.runtime.component_files import (
     CheckpointFiles,
     ComponentFiles,
@@ -33,12 +34,6 @@ STDIT3_KEYS = KeyMap(ignore=(r"rope\.freqs",))
 VIDEO_VAE_KEYS = KeyMap(rename=OLD_VAE_ATTENTION)
 #: A plain diffusers folder; `ImageVAE` wraps its `AutoencoderKL` one level lower.
 IMAGE_VAE_KEYS = KeyMap(rename=(*OLD_VAE_ATTENTION, (r"^", "module.")))
-
-#: Only T5's encoder is loaded; its embedding may have either name.
-T5_KEYS = KeyMap(
-    ignore=(r"decoder\..*", r"lm_head\..*"),
-    tied=(("shared.weight", "encoder.embed_tokens.weight"),),
-)
 
 
 def keys_of(component: str, version: str) -> KeyMap:

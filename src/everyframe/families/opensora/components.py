@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from everyframe.core.plan import Settings
 from everyframe.families.opensora.config import OpenSoraConfig, STDiT3Config, STDiTConfig
 from everyframe.families.opensora.vae_config import ImageVAEConfig
+from everyframe.families.t5_tokenizer import T5_ISLANDS, T5_RANGE_ISLANDS
 from everyframe.precision.policy import ComponentNeeds
 from everyframe.runtime.model_spec import ModuleBuilder
 
@@ -34,9 +35,6 @@ def build_model(config: STDiTConfig | STDiT3Config) -> STDiT | STDiT3:
 DENOISER_ISLANDS = ("x_embedder", "t_embedder", "t_block", "*scale_shift_table", "final_layer")
 #: 1.2 also adds a frame-rate embedding to the timestep embedding.
 DENOISER_ISLANDS_1_2 = (*DENOISER_ISLANDS, "fps_embedder")
-T5_ISLANDS = ("*layer_norm",)
-#: T5's `wo` overflows fp16; transformers runs it in float32 for the same reason.
-T5_RANGE_ISLANDS = ("*.wo",)
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class OpenSoraBuilder(ModuleBuilder[OpenSoraConfig]):
     parts = ("text_encoder", "denoiser", "vae")
 
     def text_encoder(self) -> nn.Module:
-        from everyframe.families.opensora.text import build_encoder
+        from everyframe.families.t5_encoder import build_encoder
 
         return build_encoder(self.config.text)
 

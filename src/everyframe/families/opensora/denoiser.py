@@ -34,7 +34,7 @@ def timesteps_of(settings: Settings, config: OpenSoraConfig) -> Tensor:
         return rectified_flow.schedule(settings.num_inference_steps, shift=shift)
     return rectified_flow.schedule(
         settings.num_inference_steps,
-        resolution=settings.told_size,
+        resolution=settings.conditioned_size,
         num_frames=settings.num_frames,
         shift=shift,
     )
@@ -64,8 +64,8 @@ class Denoiser:
         if config.version != "1.0":
             self._conditions = {
                 "fps": settings.fps if settings.num_frames > 1 else PICTURE_FPS,
-                "height": float(settings.told_size[0]),
-                "width": float(settings.told_size[1]),
+                "height": float(settings.conditioned_size[0]),
+                "width": float(settings.conditioned_size[1]),
             }
         # Masks stay on the host: how long the longest text is, is asked of them there.
         hidden, mask = text.prompt.hidden.to(device), text.prompt.mask

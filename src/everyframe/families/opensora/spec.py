@@ -8,10 +8,10 @@ rejected by name. Read next: `checkpoint.py` (files), `settings.py` (request to 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Settings
@@ -27,6 +27,7 @@ from everyframe.families.opensora.dry_run import dry_run_calls, memory_savings
 from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.families.opensora.settings import resolve_settings, smaller_settings
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
+from everyframe.families.t5_tokenizer import T5_XXL
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from everyframe.runtime.component_files import ComponentSource
 from everyframe.runtime.interface import DryRunCall, MemorySaving, RankShare, VideoGroup
@@ -39,12 +40,6 @@ if TYPE_CHECKING:
     from everyframe.checkpoints.key_map import KeyMap
     from everyframe.parallel.communicator import ParallelContext
 
-#: Config of T5 v1.1 XXL's encoder, for plans made before download.
-_T5_XXL: Mapping[str, Any] = {
-    "model_type": "t5", "d_model": 4096, "d_ff": 10240, "d_kv": 64, "num_heads": 64,
-    "num_layers": 24, "vocab_size": 32128, "feed_forward_proj": "gated-gelu",
-    "tie_word_embeddings": False,
-}  # fmt: skip
 #: Released sizes of 1.0 by training side in pixels: (input_size, space_scale).
 _RELEASED_1_0 = {256: ((16, 32, 32), 0.5), 512: ((16, 64, 64), 1.0)}
 
@@ -64,7 +59,7 @@ class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraConfi
             version=files.version,
             denoiser=denoiser,
             vae=_vae_config(files),
-            text=files.sources["text_encoder"].config() or _T5_XXL,
+            text=files.sources["text_encoder"].config() or T5_XXL,
             defaults=files.defaults,
             has_scores=files.version == "1.2"
             and bool(files.defaults.get("has_scores", not files.defaults)),
@@ -80,7 +75,8 @@ class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraConfi
         place = self.files.sources["tokenizer"].path
         if place is None:
             return ()
-        from everyframe.families.opensora.prompt_tokens import load_tokenizer, read_prompts
+        from everyframe.families.opensora.prompt_tokens import read_prompts
+        from everyframe.families.t5_tokenizer import load_tokenizer
 
         most = self.config.denoiser.model_max_length
         cuts = [cut for _, cut in read_prompts(load_tokenizer(place), settings, most) if cut]
@@ -94,7 +90,7 @@ class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraConfi
         return smaller_settings(self.config, settings)
 
     def dry_run_calls(
-        self, settings: Settings, teams: ParallelContext | None
+        self, settings: Settings, teams: ParallelContext | None = None
     ) -> tuple[DryRunCall, ...]:
         return dry_run_calls(self, settings, teams)
 

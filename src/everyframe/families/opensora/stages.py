@@ -20,12 +20,12 @@ from everyframe.core.plan import Settings
 from everyframe.families.opensora import sharding
 from everyframe.families.opensora.denoiser import Denoiser, PromptEmbeds, timesteps_of
 from everyframe.families.opensora.dry_run import is_conditioned
-from everyframe.families.opensora.prompt_tokens import load_tokenizer
 from everyframe.families.opensora.settings import PIECE, known_frames
 from everyframe.families.opensora.spec import OpenSoraSpec
 from everyframe.families.opensora.text import TextEmbedding, embed, tokens_of
 from everyframe.families.opensora.vae import ImageVAE, VideoVAE, decode_frames, encoded
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
+from everyframe.families.t5_tokenizer import load_tokenizer
 from everyframe.parallel.communicator import broadcastable
 from everyframe.runtime import stages
 from everyframe.runtime.denoise_stage import VideoDenoiseStage

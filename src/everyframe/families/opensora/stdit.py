@@ -123,12 +123,12 @@ class STDiT(TextConditioned):
 
         t_BC = self.t_embedder(per_sample(t, "t", x))
         t_B16C = self.t_block(t_BC).unflatten(-1, (6, -1))[:, None]
-        # Trained so: places in time are told to the first block only.
+        # Trained so: places in time reach the first block only.
         times = [frame / self.config.time_scale for frame in range(grid[0])]
         time_positions = sincos_1d(times, self.config.hidden_size, dtype=dtype, device=device)
         for i, (block, text) in enumerate(zip(self.blocks_in_order(), context.blocks, strict=True)):
-            told = time_positions if i == 0 else None
-            x_BTSC = block(x_BTSC, t_B16C, text, context.mask, told)
+            positions = time_positions if i == 0 else None
+            x_BTSC = block(x_BTSC, t_B16C, text, context.mask, positions)
         out = self.final_layer(x_BTSC, t_BC)
         return upcast_to_float32(unpatchify(out, grid, self.config.patch_size, latent_size))
 

@@ -47,7 +47,7 @@ def tokens_of(
     Raises:
         InputError: a text is too long for Step-LLM and may not be truncated; names the words.
     """
-    tokens, told = [], []
+    tokens, notes = [], []
     for which, text in zip(("prompt", "negative prompt"), texts_of(settings), strict=False):
         read, seen = llm.tokens(text), clip.tokens(text)
         if read.cut:
@@ -58,15 +58,15 @@ def tokens_of(
                     f"included, and Step-LLM reads {LLM_LENGTH}; shorten it, or drop "
                     f"its end with --truncate-prompt, which cuts: {cut}"
                 )
-            told.append(f"the {which} is too long for Step-LLM; its end is cut: {cut}")
+            notes.append(f"the {which} is too long for Step-LLM; its end is cut: {cut}")
         if seen.cut:
             # As upstream has it: CLIP sees the beginning, and Step-LLM the whole.
-            told.append(
+            notes.append(
                 f"of the {which}'s {seen.num_tokens} tokens CLIP reads {CLIP_LENGTH}, and not "
                 f"{_shown(clip.words(seen.cut))}; Step-LLM does"
             )
         tokens.append(read)
-    return tokens, told
+    return tokens, notes
 
 
 def _shown(text: str) -> str:

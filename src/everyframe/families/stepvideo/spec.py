@@ -88,7 +88,7 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoC
         return smaller_settings(self.config, settings)
 
     def dry_run_calls(
-        self, settings: Settings, teams: ParallelContext | None
+        self, settings: Settings, teams: ParallelContext | None = None
     ) -> tuple[DryRunCall, ...]:
         return dry_run_calls(self, settings, teams)
 

@@ -99,8 +99,7 @@ class ClipTokenizer:
         if not any((folder / name).is_file() for name in files):
             raise CheckpointError(f"no tokenizer: {describe_missing(folder, files)}")
         with foreign_errors(f"{folder} holds no usable tokenizer"):
-            # What is too long is told by us; the tokenizer's own warning is of errors that can't
-            # come.
+            # We report a text that is too long; the tokenizer's own warning cannot apply.
             self._words = BertTokenizer.from_pretrained(
                 str(folder), local_files_only=True, model_max_length=sys.maxsize
             )

@@ -46,12 +46,12 @@ class Denoiser:
         assert picture.latents is not None, "the encoding stage comes before"
         self._unet = unet
         # Frame rates were counted from 0 in training.
-        told = (
+        conditions = (
             settings.fps - 1,
             settings.option("motion_bucket_id"),
             settings.option("noise_aug_strength"),
         )
-        told_BN = torch.tensor([told], dtype=torch.float32)
+        conditions_BN = torch.tensor([conditions], dtype=torch.float32)
         embedding, latents_BCHW = picture.embedding, picture.latents
         self._guidance_TCHW: float | Tensor = 1.0
         self._batch_size = cfg_batch_size(settings, 2)
@@ -61,9 +61,9 @@ class Denoiser:
             self._guidance_TCHW = rising[:, None, None, None].to(device)
             embedding = torch.cat([torch.zeros_like(embedding), embedding])
             latents_BCHW = torch.cat([torch.zeros_like(latents_BCHW), latents_BCHW])
-            told_BN = told_BN.expand(2, -1)
+            conditions_BN = conditions_BN.expand(2, -1)
         embedding_BD = embedding[:, 0].to(device)
-        self._context = unet.context(embedding_BD, told_BN.to(device), settings.num_frames)
+        self._context = unet.context(embedding_BD, conditions_BN.to(device), settings.num_frames)
         still = latents_BCHW[:, None].expand(-1, settings.num_frames, -1, -1, -1)
         self._picture_BTCHW = still.to(device)
 

@@ -21,10 +21,10 @@ from everyframe.runtime.request_checks import (
     check_latents,
     check_size,
     check_used,
+    fit_note,
     frames_in,
     smaller_sizes,
     smaller_videos,
-    told_of_fit,
 )
 
 #: Defaults of the released models: (height, width), frames per second, sampling steps.
@@ -152,8 +152,8 @@ def _note_fit(request: Request, size: tuple[int, int], fit: str, notes: list[str
     height, width = read_image(request.image).shape[:2]
     if min(height, width) < 2:
         raise InputError(f"the picture is {width}x{height}; each side must have 2 pixels or more")
-    told = told_of_fit("picture", (height, width), size, fit)
-    notes += [told] if told else []
+    note = fit_note("picture", (height, width), size, fit)
+    notes += [note] if note else []
 
 
 def latent_shape(config: SVDConfig, settings: Settings) -> tuple[int, int, int, int]:

@@ -26,7 +26,7 @@ CLIP = "conditioner.embedders.0.open_clip.model.visual."
 #: Channels per attention head of the released models; shapes do not determine them.
 _HEAD, _CLIP_HEAD = 64, 80
 #: Number of added conditions besides the timestep: frame rate, motion, image noise.
-_NUM_TOLD = 3
+_NUM_CONDITIONS = 3
 _DOWN = {True: "CrossAttnDownBlockSpatioTemporal", False: "DownBlockSpatioTemporal"}
 _UP = {True: "CrossAttnUpBlockSpatioTemporal", False: "UpBlockSpatioTemporal"}
 
@@ -102,12 +102,12 @@ class _Shapes:
 
 def _unet(shapes: _Shapes) -> dict[str, Any]:
     widths, layers, attends, context = _levels(shapes)
-    told = shapes[f"{DENOISER}label_emb.0.0.weight"][1]
-    if told % _NUM_TOLD:
+    conditions = shapes[f"{DENOISER}label_emb.0.0.weight"][1]
+    if conditions % _NUM_CONDITIONS:
         raise CheckpointError(
-            f"{shapes.header.path}: its denoiser is told {told} channels, which are not those of "
-            "frame rate, motion and noise; it is another model of the same make (SV3D?), and only "
-            "Stable Video Diffusion can be run here"
+            f"{shapes.header.path}: its denoiser is conditioned on {conditions} channels, "
+            "which are not those of frame rate, motion and noise; it is another model of the same "
+            "make (SV3D?), and only Stable Video Diffusion can be run here"
         )
     return {
         **released()["unet"],
@@ -119,8 +119,8 @@ def _unet(shapes: _Shapes) -> dict[str, Any]:
         "up_block_types": [_UP[each] for each in reversed(attends)],
         "num_attention_heads": [max(1, each // _HEAD) for each in widths],
         "cross_attention_dim": context,
-        "addition_time_embed_dim": told // _NUM_TOLD,
-        "projection_class_embeddings_input_dim": told,
+        "addition_time_embed_dim": conditions // _NUM_CONDITIONS,
+        "projection_class_embeddings_input_dim": conditions,
         "sample_size": None,
     }
 

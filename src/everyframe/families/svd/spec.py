@@ -58,7 +58,7 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDConfig]):
         return smaller_settings(self.config, settings)
 
     def dry_run_calls(
-        self, settings: Settings, teams: ParallelContext | None
+        self, settings: Settings, teams: ParallelContext | None = None
     ) -> tuple[DryRunCall, ...]:
         return dry_run_calls(self, settings, teams)
 

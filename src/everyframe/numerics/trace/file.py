@@ -108,10 +108,10 @@ def read(path: str | os.PathLike[str]) -> Trace:
     except zipfile.BadZipFile:
         raise InputError(f"{text!r} is no trace of everyframe, or was cut off") from None
     except ValidationError as error:
-        told = error.errors()[0]
-        where = ".".join(map(str, told["loc"]))
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
         raise InputError(
-            f"{text!r} is no trace that this version reads ({SCHEMA}): {where}: {told['msg']}"
+            f"{text!r} is no trace that this version reads ({SCHEMA}): {where}: {problem['msg']}"
         ) from None
     except (SafetensorError, _BrokenError, zlib.error, struct.error, EOFError, ValueError) as error:
         if isinstance(error, InputError):

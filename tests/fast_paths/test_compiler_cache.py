@@ -14,7 +14,7 @@ import pytest
 import torch._inductor.config
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from everyframe.fast_paths import compilation
+from everyframe.fast_paths import compiler_cache
 from everyframe.fast_paths.toolchain import why_not
 
 # torch's switches are made at import, so type checkers see none of them.
@@ -44,8 +44,8 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where the compiler of that name is, which a test writes; the cache is the test's own."""
     monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path / "cache"))
     # Set first, so that it is put back whatever becomes of it.
-    monkeypatch.setenv(compilation.CACHE_VARIABLE, "gone")
-    monkeypatch.delenv(compilation.CACHE_VARIABLE)
+    monkeypatch.setenv(compiler_cache.CACHE_VARIABLE, "gone")
+    monkeypatch.delenv(compiler_cache.CACHE_VARIABLE)
     path = tmp_path / "a place" / "g++"
     path.parent.mkdir()
     with config.patch({"cpp.cxx": (None, str(path))}):
@@ -56,7 +56,7 @@ def behind(path: Path, text: str) -> str:
     """What torch calls in place of a compiler that does that."""
     path.write_text(text)
     path.chmod(0o755)
-    compilation.prepare()
+    compiler_cache.prepare()
     return str(config.cpp.cxx[1])
 
 
@@ -106,18 +106,18 @@ def test_the_cache_is_ours_unless_one_is_named(
 ) -> None:
     script = Path(behind(made, HONEST))
     ours = tmp_path / "cache" / "inductor"
-    assert os.environ[compilation.CACHE_VARIABLE] == str(ours)
+    assert os.environ[compiler_cache.CACHE_VARIABLE] == str(ours)
     assert ours in script.parents
     # What torch names by itself is nobody's wish.
-    monkeypatch.setenv(compilation.CACHE_VARIABLE, default_cache_dir())
+    monkeypatch.setenv(compiler_cache.CACHE_VARIABLE, default_cache_dir())
     # Again: no script of the script.
     assert behind(made, HONEST) == str(script)
     assert str(made) in script.read_text()
-    assert os.environ[compilation.CACHE_VARIABLE] == str(ours)
+    assert os.environ[compiler_cache.CACHE_VARIABLE] == str(ours)
     config.cpp.cxx = str(made)
-    monkeypatch.setenv(compilation.CACHE_VARIABLE, str(tmp_path / "named"))
+    monkeypatch.setenv(compiler_cache.CACHE_VARIABLE, str(tmp_path / "named"))
     assert (tmp_path / "named") in Path(behind(made, HONEST)).parents
-    assert os.environ[compilation.CACHE_VARIABLE] == str(tmp_path / "named")
+    assert os.environ[compiler_cache.CACHE_VARIABLE] == str(tmp_path / "named")
 
 
 def test_where_nothing_can_be_written_it_is_as_without_and_said(
@@ -126,7 +126,7 @@ def test_where_nothing_can_be_written_it_is_as_without_and_said(
     (tmp_path / "file").touch()
     monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path / "file"))
     assert behind(made, HONEST) == str(made)
-    assert compilation.CACHE_VARIABLE not in os.environ
+    assert compiler_cache.CACHE_VARIABLE not in os.environ
     assert "half a library" in caplog.text
 
 
@@ -179,7 +179,7 @@ def test_a_run_that_dies_while_it_links_harms_none_after_it(ours: bool, tmp_path
     path.write_text(DIES_ONCE.format(mark=tmp_path / "died"))
     path.chmod(0o755)
     environment = {
-        **os.environ, "CXX": str(path), compilation.CACHE_VARIABLE: str(tmp_path / "cache"),
+        **os.environ, "CXX": str(path), compiler_cache.CACHE_VARIABLE: str(tmp_path / "cache"),
         # In this process, so that the one who is killed is the one who waits.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }  # fmt: skip

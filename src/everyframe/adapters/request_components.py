@@ -1,0 +1,78 @@
+"""Attach the component files of a request to a model, before it is planned.
+
+Headers are read here; values as the weights are loaded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePath
+
+from everyframe.adapters.distilled_models import find_preset
+from everyframe.adapters.request_loras import with_loras
+from everyframe.core.errors import InputError, did_you_mean
+from everyframe.core.request import Request
+from everyframe.runtime.interface import ModelSpec
+from everyframe.runtime.patchable import ComponentSpec, ReplacedComponents
+from everyframe.runtime.sampling_preset import PresetSpec
+
+
+def with_adapters(model: ModelSpec, request: Request) -> ModelSpec:
+    """The model with the request's component files, its LoRAs on top of them, and their presets.
+
+    Raises:
+        CheckpointError: a file can't be read, or does not fit.
+        InputError: the model can't have any, or has no such component.
+    """
+    return with_preset(with_loras(with_components(model, request), request), request)
+
+
+def with_preset(model: ModelSpec, request: Request) -> ModelSpec:
+    """The model with the settings of the step-distilled file that it is or has, if one is known."""
+    if not isinstance(model, PresetSpec):
+        return model
+    loras = (lora.name for lora in request.loras if lora.strength)
+    files = (PurePath(file).name for file in request.components.values())
+    preset, file = find_preset((*loras, *files, PurePath(model.name).name), model.denoiser_classes)
+    if preset is None:
+        return model
+    found: ModelSpec = model.with_preset(preset, file)
+    return found
+
+
+def with_components(model: ModelSpec, request: Request) -> ModelSpec:
+    """The model with the request's files in place of its own for these components.
+
+    Raises:
+        CheckpointError: a file can't be read or is not of that component.
+        InputError: this model can't have any, or has no component of that name.
+    """
+    if not request.components:
+        return model
+    from everyframe.adapters.component_file import match_component
+
+    if not isinstance(model, ComponentSpec):
+        raise InputError(f"components have no effect on {model.title}; leave them out")
+    names = model.component_names
+    for name in request.components:
+        if name not in names:
+            raise InputError(
+                f"components: {model.title} has no component {name!r} with weights"
+                f"{did_you_mean(name, names)}; it has {', '.join(names)}"
+            )
+    found = {
+        name: match_component(
+            Path(file).expanduser(),
+            model.component_table(name),
+            f"the {name} of {model.title}",
+            model.component_keys(name),
+        )
+        for name, file in request.components.items()
+    }
+    notes = [
+        note
+        for name, each in found.items()
+        for note in (f"the {name} is read from {each.tensors.source.name}", *each.notes)
+    ]
+    tensors = {name: each.tensors for name, each in found.items()}
+    replaced: ModelSpec = model.with_components(ReplacedComponents(tensors, tuple(notes)))
+    return replaced

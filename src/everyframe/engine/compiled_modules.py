@@ -1,0 +1,188 @@
+"""Compile, save, load and quantize modules and pipelines in memory, which stay what they are.
+
+A pipeline keeps its class, call, components and parameter names, and can be moved, cast, offloaded
+and given LoRAs afterwards. `everyframe.fast_paths.compilation` compiles; runs of a plan do the same
+by the fast path ``compile``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from everyframe.core.errors import EveryframeWarning, InputError, did_you_mean
+from everyframe.core.options import shown
+from everyframe.core.plan import Precision
+from everyframe.fast_paths import package_store
+from everyframe.fast_paths.apply import block_names
+from everyframe.fast_paths.compilation import compile_blocks, compiled_blocks
+from everyframe.fast_paths.toolchain import why_not
+from everyframe.precision import dynamic_quantization
+from everyframe.precision.dtypes import dtype_name
+from everyframe.precision.quantization import QuantisedLinear, quantise_layers
+
+ModelT = TypeVar("ModelT")
+
+#: Components of a pipeline that run at every step.
+_DENOISERS = ("unet", "transformer", "controlnet", "prior")
+
+#: Kinds of quantization: weights alone, and products.
+_WEIGHTS = ("int8", "fp8")
+
+
+def compile(  # noqa: A001 - as `torch.compile` is named
+    model: ModelT, *, components: Sequence[str] | None = None, dynamic: bool = True
+) -> ModelT:
+    """Compile the blocks of a module, or of a pipeline's denoisers, in place.
+
+    The first call of each kind of block takes seconds to minutes: it is compiled, and compared with
+    the block as written; what isn't faster isn't used. Later processes load it in milliseconds. A
+    block that can't be exported is compiled by torch.compile, or runs as written, with a warning in
+    the log that says why. Blocks are used under ``torch.no_grad`` only, as pipelines do it.
+
+    Args:
+        model: a diffusers pipeline, or a module.
+        components: names of the pipeline's components; by default those that run at every step.
+        dynamic: one compiled block takes varying sizes where it can; otherwise each size has its
+            own, which takes as long again and can be faster on a card.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        InputError: there is nothing to compile, or no compiler and nothing compiled before.
+    """
+    return _compiled(model, components, dynamic=dynamic, compiles=True)
+
+
+def save_compiled(model: Any, target: str | Path) -> Path:
+    """Save the compiled blocks that were used so far in a folder, for `load_compiled`.
+
+    It is for this device and this user: the folder holds native code, and another device has to
+    compile it itself. Weights are not saved.
+
+    Raises:
+        InputError: nothing was compiled, with the reasons; or the folder holds something else.
+    """
+    blocks = [
+        each for part in _parts(model, None).values() for each in compiled_blocks(part).values()
+    ]
+    if not blocks:
+        raise InputError("this has no compiled blocks: everyframe.compile(...) comes first")
+    packages = {name: each for block in blocks for name, each in block.report.packages.items()}
+    if not packages:
+        notes = sorted({note for block in blocks for note in block.report.notes})
+        said = "; ".join(notes) if notes else "call it once, so that its blocks are compiled"
+        raise InputError(f"none of its blocks has compiled code: {said}")
+    return package_store.save(packages.values(), target, title=type(model).__name__)
+
+
+def load_compiled(
+    target: str | Path, model: ModelT, *, components: Sequence[str] | None = None
+) -> ModelT:
+    """Use the compiled blocks of a folder; takes milliseconds, and nothing is compiled.
+
+    Calls that the folder has nothing for run as written.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        InputError: not such a folder; or compiled by another device, user, torch or source.
+    """
+    parts = _parts(model, components)
+    device = getattr(model, "_execution_device", None) or _device(parts)
+    package_store.check(target, device)
+    return _compiled(model, components, dynamic=True, compiles=False)
+
+
+def quantize(
+    model: ModelT, kind: str = "int8", *, components: Sequence[str] | None = None
+) -> ModelT:
+    """Quantize the linear layers of a module, or of a pipeline's denoisers, in place.
+
+    Args:
+        model: a diffusers pipeline, or a module.
+        kind: ``"int8"`` or ``"fp8"`` store the weights in eight bits and compute as before, on any
+            device: half of the memory and no speed. ``"int8-dynamic"`` and ``"fp8-scaled"``
+            multiply in eight bits by torchao: layers of sizes that are faster so on this device.
+        components: names of the pipeline's components; by default those that run at every step.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        InputError: an unknown kind, or it is quantized already.
+        MissingPackageError: torchao isn't installed.
+    """
+    kinds = (*_WEIGHTS, *dynamic_quantization.KINDS)
+    if kind not in kinds:
+        raise InputError(
+            f"kind must be one of {', '.join(kinds)}, got {shown(kind)}{did_you_mean(kind, kinds)}"
+        )
+    parts = _parts(model, components)
+    for name, part in parts.items():
+        if any(map(_is_quantized, part.modules())):
+            raise InputError(f"{name or 'the module'} is quantized already; load it again")
+    for name, part in parts.items():
+        if kind in _WEIGHTS:
+            dtype = dtype_name(next(part.parameters()).dtype)
+            quantise_layers(part, Precision(dtype, dtype, weight_dtype=kind))
+            continue
+        for note in dynamic_quantization.quantize_products(part, kind):
+            said = f"{name}: {note}" if name else note
+            warnings.warn(said, EveryframeWarning, stacklevel=2)
+    return model
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    return isinstance(module, QuantisedLinear) or dynamic_quantization.is_quantized(module)
+
+
+def _compiled(
+    model: ModelT, components: Sequence[str] | None, *, dynamic: bool, compiles: bool
+) -> ModelT:
+    parts = _parts(model, components)
+    missing = why_not() if compiles and _device(parts).type == "cpu" else None
+    if missing is not None:
+        raise InputError(f"compiling needs a compiler: {missing}")
+    names = {name: block_names(part) for name, part in parts.items()}
+    if not any(names.values()):
+        found = ", ".join(type(part).__name__ for part in parts.values())
+        raise InputError(f"{found} has no list of blocks that could be compiled")
+    for name, part in parts.items():
+        compile_blocks(part, names[name], dynamic=dynamic, compiles=compiles)
+    return model
+
+
+def _parts(model: Any, components: Sequence[str] | None) -> dict[str, nn.Module]:
+    """The modules to work on, by name."""
+    if isinstance(model, nn.Module):
+        return {"": model}
+    held = getattr(model, "components", None)
+    modules = dict(_modules(held)) if isinstance(held, dict) else {}
+    if not modules:
+        raise InputError(f"a module or a diffusers pipeline is needed, got {shown(model)}")
+    if components is None:
+        found = {name: each for name, each in modules.items() if name.startswith(_DENOISERS)}
+        return found or modules
+    for name in components:
+        if name not in modules:
+            raise InputError(
+                f"this pipeline has no component {name!r} among {', '.join(modules)}"
+                f"{did_you_mean(name, modules)}"
+            )
+    return {name: modules[name] for name in components}
+
+
+def _modules(held: dict[str, Any]) -> Iterator[tuple[str, nn.Module]]:
+    return ((name, each) for name, each in held.items() if isinstance(each, nn.Module))
+
+
+def _device(parts: dict[str, nn.Module]) -> torch.device:
+    return next(parameter.device for part in parts.values() for parameter in part.parameters())

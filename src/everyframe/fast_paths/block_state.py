@@ -1,0 +1,282 @@
+"""What a block computes with besides its tensors: classes, plain values, hooks.
+
+A compiled block is one computation with everything of this baked in. `describe` turns it into plain
+data whose digest is part of a package's key, and `StateWatch` notices any change of it between two
+calls for some microseconds per submodule, so no compiled block is ever stale. Parameters and
+buffers are inputs of a compiled block: only their dtypes, devices, sizes and strides matter here.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import functools
+import hashlib
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from operator import is_
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everyframe.precision.cast_hooks import is_cast_hook
+
+
+class NotCompilableError(Exception):
+    """A block can't be exported to a package; the text says why."""
+
+
+_PLAIN = (
+    bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device,
+    torch.memory_format, torch.layout,
+)  # fmt: skip
+
+#: Attributes of every module that no call depends on, or that are described apart.
+_BOOKKEEPING = frozenset({
+    "_parameters", "_buffers", "_modules", "_compiled_call_impl", "_non_persistent_buffers_set",
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks", "_backward_hooks", "_backward_pre_hooks",
+    "_is_full_backward_hook", "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called",
+})  # fmt: skip
+
+_CALL_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+def moves_weights(hook: object) -> bool:
+    """Whether a hook only brings weights to the device, as those of offload do."""
+    return bool(getattr(hook, "moves_weights", False))
+
+
+class Description:
+    """Plain data that describes a block, with what was read for it.
+
+    Attributes:
+        data: nested tuples of texts and numbers.
+        containers: dictionaries and lists that were read; a change of one changes the data.
+        files: source files of the classes and functions.
+    """
+
+    def __init__(self) -> None:
+        self.containers: dict[int, Any] = {}
+        self.files: set[str] = set()
+        self._seen: dict[int, int] = {}
+        self._held: list[object] = []  # so that no other object gets the id of one that was seen
+        self.data: Any = None
+
+    def read(self, block: nn.Module) -> None:
+        """Read a block.
+
+        Raises:
+            NotCompilableError: something in it can't be described; what was read is watched still.
+        """
+        self.data = self._module(block, "", is_root=True)
+
+    def _module(self, module: nn.Module, name: str, *, is_root: bool = False) -> Any:
+        if id(module) in self._seen:
+            return ("again", self._seen[id(module)])
+        self._see(module)
+        own = vars(module)
+        if "forward" in own:
+            raise NotCompilableError(f"the call of {name or 'the block'} is replaced (offloading?)")
+        self.containers[id(own)] = own
+        hooks = []
+        for kind in _CALL_HOOKS:
+            held = own[kind]
+            self.containers[id(held)] = held
+            # Hooks of the block itself run outside of what is compiled.
+            hooks += [] if is_root else [(kind, *self._hook(each, name)) for each in held.values()]
+        values = [
+            (key, self._value(value, f"{name}.{key}"))
+            for key, value in own.items()
+            if key not in _BOOKKEEPING
+        ]
+        self.containers[id(module._modules)] = module._modules
+        children = [
+            (key, child if child is None else self._module(child, f"{name}.{key}".lstrip(".")))
+            for key, child in module._modules.items()
+        ]
+        return (self._class(type(module)), tuple(values), tuple(hooks), tuple(children))
+
+    def _see(self, value: object) -> None:
+        self._seen[id(value)] = len(self._seen)
+        self._held.append(value)
+
+    def _hook(self, hook: object, name: str) -> tuple[Any, ...]:
+        if moves_weights(hook):
+            return ("moves weights",)
+        if not is_cast_hook(hook):
+            raise NotCompilableError(f"a hook is on {name}: {getattr(hook, '__qualname__', hook)}")
+        return (self._value(hook, name),)
+
+    def _class(self, cls: type) -> str:
+        for each in cls.__mro__:
+            module = sys.modules.get(each.__module__)
+            if getattr(module, "__file__", None) and not each.__module__.startswith("torch."):
+                self.files.add(str(module.__file__))  # type: ignore[union-attr]
+        return f"{cls.__module__}.{cls.__qualname__}"
+
+    def _value(self, value: Any, place: str) -> Any:
+        if isinstance(value, _PLAIN):
+            # Its type too: 1, 1.0 and True are equal, and compute different things.
+            return (type(value).__name__, repr(value))
+        if isinstance(value, enum.Enum):
+            return (self._class(type(value)), value.name)
+        if isinstance(value, type):
+            return ("type", self._class(value))
+        if isinstance(value, Tensor):
+            raise NotCompilableError(f"{place} is a tensor, but no parameter or buffer")
+        if isinstance(value, nn.Module):
+            return self._module(value, place)
+        if id(value) in self._seen:
+            return ("again", self._seen[id(value)])
+        self._see(value)
+        if isinstance(value, (list, tuple, set, frozenset)):
+            if isinstance(value, (list, set)):
+                self.containers[id(value)] = value
+            items = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
+            return (type(value).__name__, *(self._value(each, place) for each in items))
+        if isinstance(value, Mapping):
+            self.containers[id(value)] = value
+            pairs = ((repr(key), self._value(each, place)) for key, each in value.items())
+            return (type(value).__name__, *pairs)
+        return self._object(value, place)
+
+    def _object(self, value: Any, place: str) -> Any:
+        if isinstance(value, functools.partial):
+            parts = (value.func, list(value.args), dict(value.keywords))
+            return ("partial", *(self._value(each, place) for each in parts))
+        if isinstance(value, types.MethodType):
+            # A module's own method is of the module, which is described where it stands.
+            owner = value.__self__
+            return (value.__func__.__qualname__, self._value(owner, place))
+        if isinstance(value, types.FunctionType):
+            code = value.__code__
+            self.files.add(code.co_filename)
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            extra = (cells, list(value.__defaults__ or ()), dict(value.__kwdefaults__ or {}))
+            name = f"{value.__module__}.{value.__qualname__}"
+            return (name, code.co_firstlineno, *(self._value(each, place) for each in extra))
+        if isinstance(value, types.BuiltinFunctionType) or not hasattr(value, "__dict__"):
+            if isinstance(value, types.BuiltinFunctionType) and value.__module__:
+                return (f"{value.__module__}.{value.__qualname__}",)
+            raise NotCompilableError(
+                f"{place} is a {type(value).__name__}, which can't be compared"
+            )
+        own = vars(value)
+        self.containers[id(own)] = own
+        pairs = ((key, self._value(each, place)) for key, each in own.items())
+        return (self._class(type(value)), *pairs)
+
+
+class StateWatch:
+    """Notices that what a `Description` has read is not the same any more.
+
+    Compares by identity: a value that was replaced by an equal one counts as a change.
+    """
+
+    def __init__(self, description: Description) -> None:
+        held = description.containers.values()
+        # Most are empty, such as hooks, and one pass over their lengths does for all of those.
+        self._empty = [each for each in held if not each]
+        self._maps = [
+            (each, tuple(each.keys()), tuple(each.values()))
+            for each in held
+            if each and isinstance(each, Mapping)
+        ]
+        self._lists = [
+            (each, tuple(each)) for each in held if each and not isinstance(each, Mapping)
+        ]
+
+    def is_unchanged(self) -> bool:
+        """Whether every container still holds the very same objects."""
+        if any(map(len, self._empty)):
+            return False
+        for each, keys, values in self._maps:
+            if len(each) != len(keys) or not all(map(is_, each.values(), values)):
+                return False
+            if not all(map(is_, each, keys)):
+                return False
+        return all(
+            len(each) == len(items) and all(map(is_, each, items)) for each, items in self._lists
+        )
+
+
+def own_tensors(block: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of a block by dotted name, each tensor once."""
+    found: dict[str, Tensor] = dict(block.named_parameters())
+    found.update(block.named_buffers())
+    return found
+
+
+def copy_with(block: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Copy a block with other tensors for its own, and without hooks that move weights."""
+    memo: dict[int, Any] = {}
+    for each in own_tensors(block).values():
+        made = change(each.detach())
+        is_parameter = isinstance(each, nn.Parameter)
+        memo[id(each)] = nn.Parameter(made, requires_grad=False) if is_parameter else made
+    copied: nn.Module = copy.deepcopy(block, memo)
+    for part in copied.modules():
+        for hooks in (part._forward_pre_hooks, part._forward_hooks):
+            for key in [key for key, hook in hooks.items() if moves_weights(hook)]:
+                del hooks[key]
+    return copied
+
+
+def layout_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Dtype, device kind, sizes and strides: what compiled code of a weight depends on."""
+    return (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+
+
+def flatten(value: Any, tensors: list[Tensor]) -> Any:
+    """Append the tensors of a structure to `tensors`, in the order of `cast_hooks.map_tensors`.
+
+    Returns:
+        the structure without its tensors, as hashable data.
+
+    Raises:
+        NotCompilableError: something in it is neither a tensor nor plain data.
+    """
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return Tensor
+    if isinstance(value, _PLAIN):
+        return (type(value), value)
+    if is_dataclass(value) and not isinstance(value, type):
+        held: Iterator[Any] = (getattr(value, each.name) for each in fields(value) if each.init)
+        return (type(value), *(flatten(each, tensors) for each in held))
+    if isinstance(value, (tuple, list)):
+        return (type(value), *(flatten(each, tensors) for each in value))
+    if isinstance(value, Mapping):
+        return (dict, *((key, flatten(each, tensors)) for key, each in value.items()))
+    if isinstance(value, enum.Enum):
+        return (type(value), value.name)
+    raise NotCompilableError(f"an argument is a {type(value).__name__}")
+
+
+def digest(value: Any) -> str:
+    """Hash of a description, 24 hexadecimal digits."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:24]
+
+
+@functools.lru_cache(maxsize=1024)
+def _file_digest(path: str, changed: int, size: int) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:24]
+
+
+def source_digest(files: set[str]) -> str:
+    """Digest of source files by their content; files that are not there count by name."""
+    found = []
+    for path in files:
+        try:
+            facts = Path(path).stat()
+        except OSError:
+            found.append(Path(path).name)  # code that was typed in
+            continue
+        found.append(_file_digest(path, facts.st_mtime_ns, facts.st_size))
+    return digest(sorted(found))

@@ -1,0 +1,363 @@
+"""A compiled block: a package for each kind of call, held against the block as it is written.
+
+Stands in place of the block's call (`nn.Module._compiled_call_impl`), so names, parameters and
+hooks stay. A package is used if it was certified: right, and faster than the block as written,
+which is tried on the first call's own inputs. Its first result at each size in a process is
+compared as well. Whatever a package can't compute (gradients, a hook inside, tensors that are
+watched) runs as written.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as global_hooks
+
+from everyframe.fast_paths import package_store
+from everyframe.fast_paths.benchmark import relative_error
+from everyframe.fast_paths.block_export import (
+    ExportedBlock,
+    compile_block,
+    decode,
+    format_of,
+    in_format,
+)
+from everyframe.fast_paths.block_state import (
+    Description,
+    NotCompilableError,
+    StateWatch,
+    digest,
+    flatten,
+    layout_of,
+    source_digest,
+)
+from everyframe.fast_paths.block_trial import call_with_hooks, try_block
+from everyframe.fast_paths.package_store import Package, machine
+from everyframe.hardware.thread_state import computes_plainly
+from everyframe.ops.attention import Kernels
+from everyframe.precision.cast_hooks import map_tensors
+
+_log = logging.getLogger(__name__)
+
+#: Kinds of calls of one block that are compiled; further ones (a number that changes at every call)
+#: run as written.
+_MOST = 8
+
+_LOCK = threading.RLock()
+
+#: Warnings of this process.
+_SAID: set[str] = set()
+
+
+class LoadedPackage:
+    """The library of a package in this process."""
+
+    def __init__(self, package: Package, library: Path, device: torch.device) -> None:
+        self.package = package
+        self._run = load_library(library, device)
+
+    def run(self, weights: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
+        """The block's result with these weights and arguments."""
+        given = [*weights, *map(in_format, tensors)]
+        if tensors[0].is_cuda:  # code for cards reads 16 bytes at once
+            given = [each if each.data_ptr() % 16 == 0 else each.clone() for each in given]
+        return decode(self.package.result, iter(self._run(given)))
+
+
+def load_library(library: Path, device: torch.device) -> Callable[[list[Tensor]], list[Tensor]]:
+    """The function in a library, which is run as soon as it is loaded."""
+    # torch's own loader for Python brings its compiler along, which takes seconds.
+    loader: Any = torch._C._aoti.AOTIModelPackageLoader
+    runner = loader(str(library), "model", False, 1, device.index if device.type == "cuda" else -1)
+    found: Callable[[list[Tensor]], list[Tensor]] = runner.run
+    return found
+
+
+#: Loaded packages by (digest, device): equal blocks share one.
+_LOADED: dict[tuple[str, torch.device], LoadedPackage] = {}
+
+
+@dataclass
+class BlockReport:
+    """What became of the calls of a block.
+
+    Attributes:
+        packages: in use, by digest.
+        notes: why some calls run as written.
+    """
+
+    packages: dict[str, Package] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _State:
+    """What was baked in when a block was described last, and its tensors then."""
+
+    key: str = ""
+    why_not: str = ""
+    watch: StateWatch | None = None
+    places: list[tuple[dict[str, Tensor | None], tuple[str, ...]]] = field(default_factory=list)
+    layouts: list[Any] = field(default_factory=list)
+    twins: list[tuple[int, int]] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)
+
+
+Run = Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
+
+
+class CompiledBlock:
+    """Calls a block by its packages where they are certified.
+
+    Args:
+        block: the block.
+        dynamic: compile for varying sizes where that can be done.
+        compiles: compile what has no package yet; otherwise it runs as written.
+        fallback: makes a compiled function of the block's `forward` where it can't be exported.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        *,
+        dynamic: bool = True,
+        compiles: bool = True,
+        fallback: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    ) -> None:
+        self._block = weakref.ref(block)  # which holds this
+        self._dynamic, self._compiles, self._fallback = dynamic, compiles, fallback
+        self._state = _State()
+        self._ways: dict[Any, Run | None] = {}
+        self.report = BlockReport()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        block = self._block()
+        assert block is not None, "it is being called"
+        has_global_hooks: Any = global_hooks._has_any_global_hook
+        as_written: Any = block._call_impl
+        if has_global_hooks() or block._backward_hooks:
+            return as_written(*args, **kwargs)
+        if not block._forward_pre_hooks and not block._forward_hooks:
+            return self._compute(block, args, kwargs)
+        return call_with_hooks(block, partial(self._compute, block), args, kwargs)
+
+    def _compute(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors: list[Tensor] = []
+        try:
+            if torch.is_grad_enabled():
+                raise NotCompilableError("gradients are on (torch.no_grad turns them off)")
+            if not computes_plainly():
+                raise NotCompilableError("")
+            weights = self._weights(block)
+            structure = flatten((args, kwargs), tensors)
+            key = (self._state.key, _settings(), structure, *map(_form, tensors))
+            if key not in self._ways:
+                self._ways[key] = self._way(block, args, kwargs, weights, tensors, key)
+            run = self._ways[key]
+        except NotCompilableError as error:
+            self._note(block, str(error))
+            run = None
+        return block.forward(*args, **kwargs) if run is None else run(weights, tensors)
+
+    def _note(self, block: nn.Module, why: str) -> None:
+        if why and why not in self.report.notes:
+            self.report.notes.append(why)
+            said = f"{type(block).__name__} runs as written: {why}"
+            if said not in _SAID:
+                _SAID.add(said)  # once for all equal blocks
+                _log.warning("%s", said)
+
+    def _weights(self, block: nn.Module) -> list[Tensor]:
+        """Parameters and buffers as they are now; describes the block again if it has changed."""
+        state = self._state
+        found = [held.get(key) for held, keys in state.places for key in keys]
+        if (
+            state.watch is None
+            or not state.watch.is_unchanged()
+            or any(len(held) != len(keys) for held, keys in state.places)
+            or [each if each is None else layout_of(each) for each in found] != state.layouts
+            or any(found[one] is not found[other] for one, other in state.twins)
+        ):
+            state = self._state = _describe(block)
+            found = [held.get(key) for held, keys in state.places for key in keys]
+        if state.why_not:
+            raise NotCompilableError(state.why_not)
+        return [found[number] for number in state.first]  # type: ignore[misc]
+
+    def _way(
+        self,
+        block: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        weights: list[Tensor],
+        tensors: list[Tensor],
+        key: tuple[Any, ...],
+    ) -> Run | None:
+        """How calls like this one are computed; None as written."""
+        if any(type(each) not in (Tensor, nn.Parameter) or each.is_meta for each in tensors):
+            raise NotCompilableError("its tensors are not plain ones")
+        if not tensors:
+            raise NotCompilableError("it has no arguments")
+        if any(each.device != tensors[0].device for each in (*weights, *tensors)):
+            raise NotCompilableError("its weights come to the device one by one")
+        # With the kinds of arguments, without their sizes: those are the packages' conditions.
+        kinds = tuple(
+            (each.dtype, each.device.type, each.ndim, format_of(each)) for each in tensors
+        )
+        device = tensors[0].device
+        name = digest((*key[:3], kinds, machine(device)))
+        with _LOCK:
+            package = self._find(name, [*weights, *tensors], device)
+            if package is None:
+                return self._make(block, args, kwargs, weights, tensors, name)
+            if package.verdict == "refused":
+                raise NotCompilableError(package.reason)
+            loaded = _LOADED[package.digest, device]
+        # Copies of the arguments, as blocks may write to theirs.
+        own, named = map_tensors((args, kwargs), Tensor.clone)
+        got = loaded.run(weights, [each.clone() for each in tensors])
+        error = relative_error(got, block.forward(*own, **named))
+        if not error <= 3 * package.limit + 1e-4:
+            raise NotCompilableError(f"its package is off by {error:.1e} from the block as written")
+        self.report.packages[package.digest] = package
+        return loaded.run
+
+    def _find(self, name: str, tensors: list[Tensor], device: torch.device) -> Package | None:
+        for package in package_store.find(name):
+            if not package.sizes.fit(tensors):
+                continue
+            if package.verdict == "refused":
+                return package
+            known = (package.digest, device)
+            library = None if known in _LOADED else package_store.library_of(package)
+            if library is not None:
+                _LOADED[known] = LoadedPackage(package, library, device)
+            if known in _LOADED:
+                return package
+        return None
+
+    def _make(
+        self,
+        block: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        weights: list[Tensor],
+        tensors: list[Tensor],
+        name: str,
+    ) -> Run | None:
+        """Compile a package for this call and try it on its inputs."""
+        if not self._compiles:
+            raise NotCompilableError("it isn't compiled yet")
+        if len(self._ways) >= _MOST:
+            raise NotCompilableError(f"it is called in more than {_MOST} ways")
+        began, device = time.perf_counter(), tensors[0].device
+        with tempfile.TemporaryDirectory(prefix="everyframe-") as folder:
+            try:
+                made = compile_block(block, args, kwargs, Path(folder), dynamic=self._dynamic)
+            except NotCompilableError as error:
+                return self._otherwise(block, args, kwargs, str(error))
+            seconds = time.perf_counter() - began
+            draft = _draft(block, made, name, device, seconds)
+            fast = LoadedPackage(draft, made.library, device)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                given: list[Tensor] = []
+                flatten((args, kwargs), given)
+                return fast.run(weights, given)
+
+            outcome = try_block(block, (args, kwargs), call, device)
+            package = replace(draft, **vars(outcome))
+            package_store.keep(package, made.library)
+        if package.verdict == "refused":
+            raise NotCompilableError(package.reason)
+        library = package_store.library_of(package)
+        assert library is not None, "it was written just now"
+        loaded = _LOADED[package.digest, device] = LoadedPackage(package, library, device)
+        self.report.packages[package.digest] = package
+        return loaded.run
+
+    def _otherwise(
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], why: str
+    ) -> Run | None:
+        """`torch.compile` of a block that can't be exported, if it is right and faster."""
+        if self._fallback is None:
+            raise NotCompilableError(why)
+        self._note(block, f"no package ({why}); torch.compile instead")
+        compiled = self._fallback(block.forward)
+
+        def run(_: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
+            rest = iter(tensors)
+            own, named = map_tensors((args, kwargs), lambda _: next(rest))
+            return compiled(*own, **named)
+
+        device = next(block.parameters()).device
+        outcome = try_block(block, (args, kwargs), compiled, device)
+        if outcome.verdict == "refused":
+            raise NotCompilableError(f"torch.compile: {outcome.reason}")
+        return run
+
+
+def _describe(block: nn.Module) -> _State:
+    description = Description()
+    state = _State()
+    try:
+        description.read(block)
+    except NotCompilableError as error:
+        state.why_not = str(error)
+    state.watch = StateWatch(description)
+    names: list[tuple[str, Tensor | None]] = []
+    for prefix, part in block.named_modules():
+        for held in (part._parameters, part._buffers):
+            state.places.append((held, tuple(held)))
+            names += [(f"{prefix}.{key}", each) for key, each in held.items()]
+    state.layouts = [each if each is None else layout_of(each) for _, each in names]
+    seen: dict[int, int] = {}
+    for number, (_, each) in enumerate(names):
+        if each is None:
+            continue
+        if id(each) in seen:
+            state.twins.append((seen[id(each)], number))
+        else:
+            seen[id(each)] = number
+    # As `own_tensors` orders them: all parameters, then all buffers.
+    is_buffer = [held is part._buffers for part in block.modules()
+                 for held in (part._parameters, part._buffers) for _ in held]  # fmt: skip
+    state.first = sorted(seen.values(), key=lambda number: is_buffer[number])
+    layouts = [(name, layout) for (name, _), layout in zip(names, state.layouts, strict=True)]
+    state.key = digest((description.data, layouts, state.twins, source_digest(description.files)))
+    return state
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.device, tensor.shape, format_of(tensor)
+
+
+def _settings() -> tuple[Any, ...]:
+    """Settings of this process that compiled code depends on."""
+    kernels = Kernels.now()
+    return (
+        torch.get_num_threads(), torch.get_float32_matmul_precision(), kernels.allowed,
+        kernels.order,
+    )  # fmt: skip
+
+
+def _draft(
+    block: nn.Module, made: ExportedBlock, name: str, device: torch.device, seconds: float
+) -> Package:
+    return Package(
+        key=name, block=f"{type(block).__module__}.{type(block).__qualname__}",
+        device=machine(device), sizes=made.sizes, result=made.result,
+        library=package_store.digest_of(made.library), verdict="refused", reason="not tried",
+        error=0.0, limit=0.0, gain=0.0, seconds=round(seconds, 1),
+    )  # fmt: skip

@@ -1,0 +1,89 @@
+"""Small blocks that are compiled in tests, and changes that a compiled block must not miss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Text:
+    """Tensors in a value, as our models hand on keys and values."""
+
+    keys: Tensor
+
+
+class Scaled(nn.Module):
+    """A layer with a scale for each adapter, as a LoRA has."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(size, 2, bias=False), nn.Linear(2, size, bias=False)
+        self.scaling = {"default": 0.5}
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.up(self.down(x)) * self.scaling["default"]
+        return out
+
+
+@dataclass
+class Processor:
+    """What diffusers' attention modules hold: a plain object that computes."""
+
+    gain: float = 1.5
+    history: list[str] = field(default_factory=list)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.sin() * self.gain
+
+
+class Block(nn.Module):
+    """Two layers, a text, a number of its own and one that it is given."""
+
+    def __init__(self, size: int = 16) -> None:
+        super().__init__()
+        self.linear, self.text = nn.Linear(size, size), nn.Linear(size, size)
+        self.norm = nn.LayerNorm(size)
+        self.register_buffer("table", torch.linspace(0, 1, size))
+        self.scale = 2.0
+        self.processor = Processor()
+
+    def forward(
+        self, x: Tensor, text: Text, gain: float = 1.0, *, mask: Tensor | None = None
+    ) -> Tensor:
+        y = self.norm(self.linear(x)) * self.scale + self.table
+        y = y + self.text(text.keys).mean(1, keepdim=True)
+        if mask is not None:
+            y = y.masked_fill(mask, 0.0)
+        out: Tensor = x + self.processor(y) * gain
+        return out
+
+
+class Model(nn.Module):
+    """Two equal blocks in a list."""
+
+    def __init__(self, size: int = 16) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(size), Block(size)])
+
+    def forward(
+        self, x: Tensor, text: Text, gain: float = 1.0, mask: Tensor | None = None
+    ) -> Tensor:
+        for block in self.blocks:
+            x = block(x, text, gain, mask=mask)
+        return x
+
+
+def made(seed: int = 0) -> Model:
+    """A model with numbers."""
+    torch.manual_seed(seed)
+    return Model().eval().requires_grad_(False)
+
+
+def inputs(batch: int = 2, length: int = 6, size: int = 16) -> tuple[Tensor, Text]:
+    """Tokens (batch, length, size) and a text of five."""
+    generator = torch.Generator().manual_seed(batch * 100 + length)
+    x = torch.randn(batch, length, size, generator=generator)
+    return x, Text(torch.randn(batch, 5, size, generator=generator))

@@ -1,0 +1,1 @@
+"""Files of single components: tiny modules, names of their authors, and forms that people store."""

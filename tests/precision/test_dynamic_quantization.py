@@ -1,0 +1,127 @@
+"""Modules in memory are quantized in place, and what is no gain is left with a note."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import everyframe
+from everyframe.core.errors import EveryframeWarning, InputError, MissingPackageError
+from everyframe.fast_paths.compilation import compiled_blocks
+from everyframe.precision import dynamic_quantization
+from everyframe.precision.quantization import QuantisedLinear
+from helpers.compiled_blocks import Model, inputs, made
+from helpers.planted_compiler import PlantedCompiler
+
+
+@torch.no_grad()
+def relative(model: Model, other: Model) -> float:
+    x = inputs()
+    true = other(*x)
+    return float((model(*x) - true).norm() / true.norm())
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("int8", 0.03), ("fp8", 0.15)])
+def test_weights_are_stored_in_eight_bits(kind: str, limit: float) -> None:
+    model = made()
+    assert everyframe.quantize(model, kind) is model
+    layers = [part for part in model.modules() if isinstance(part, QuantisedLinear)]
+    assert len(layers) == 4
+    assert all(layer.weight.dtype == torch.int8 for layer in layers)
+    # Half a step of seven and of three bits a layer, through two blocks of layers of sixteen.
+    assert 1e-5 < relative(model, made()) < limit
+    with pytest.raises(InputError, match="is quantized already"):
+        everyframe.quantize(model, kind)
+
+
+def test_half_precision_stays_half_precision() -> None:
+    model = everyframe.quantize(made().to(torch.bfloat16))
+    x, text = inputs()
+    with torch.no_grad():
+        out = model(x.bfloat16(), type(text)(text.keys.bfloat16()))
+    assert out.dtype == torch.bfloat16
+
+
+def test_kinds_are_named() -> None:
+    with pytest.raises(InputError, match="kind must be one of int8, fp8, int8-dynamic, fp8-scaled"):
+        everyframe.quantize(made(), "int7")
+    with pytest.raises(InputError, match="a module or a diffusers pipeline is needed, got 'model'"):
+        everyframe.quantize("model")
+
+
+def test_a_missing_package_names_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(MissingPackageError, match="pip install torchao"):
+        everyframe.quantize(made(), "int8-dynamic")
+
+
+class Halved:
+    """In place of torchao: `quantize_` halves a weight, which is a large error."""
+
+    @staticmethod
+    def quantize_(layer: torch.nn.Linear, config: float) -> None:
+        layer.weight = torch.nn.Parameter(layer.weight * config, requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("factor", "gain", "says"),
+    [(0.5, 2.0, "off by"), (1.0, 0.5, "no faster than the plain product"), (1.0, 2.0, "")],
+)
+def test_only_what_is_right_and_faster_is_quantized(
+    factor: float, gain: float, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dynamic_quantization, "_torchao", lambda _: (Halved.quantize_, factor))
+    times = iter([gain, 1.0] * 100)
+    monkeypatch.setattr(dynamic_quantization, "_seconds", lambda *_: next(times))
+    model, plain = made(), made()
+    before = model.blocks[0].linear.weight  # type: ignore[union-attr]
+    if says:
+        with pytest.warns(
+            EveryframeWarning, match=f"4 layers of 16 to 16 stay as they are: {says}"
+        ):
+            everyframe.quantize(model, "int8-dynamic")
+    else:
+        everyframe.quantize(model, "int8-dynamic")
+    is_left = model.blocks[0].linear.weight is before  # type: ignore[union-attr]
+    assert is_left == bool(says)
+    assert relative(model, plain) == 0.0
+
+
+def test_scaled_products_need_a_card() -> None:
+    pytest.importorskip("torchao")
+    with pytest.raises(InputError, match=r"compute capability 8\.9"):
+        everyframe.quantize(made(), "fp8-scaled")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao isn't installed")
+def test_torchaos_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dynamic_quantization, "_LEAST_GAIN", 0.0)
+    model = everyframe.quantize(made(), "int8-dynamic")
+    assert sum(map(dynamic_quantization.is_quantized, model.modules())) == 4
+    assert 1e-5 < relative(model, made()) < 0.05
+    with pytest.raises(InputError, match="is quantized already"):
+        everyframe.quantize(model, "int8")
+
+
+def test_quantized_blocks_compile_and_take_other_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a LoRA that is merged into a layer before it is quantized again."""
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path / "cache"))
+    compiler = PlantedCompiler(monkeypatch)
+    model = everyframe.compile(everyframe.quantize(made()))
+    want = everyframe.quantize(made())
+    assert relative(model, want) < 1e-5
+    assert all(block.report.packages for block in compiled_blocks(model).values())
+    merged = made()
+    for block in merged.blocks:
+        block.linear.weight.data += 0.1  # type: ignore[union-attr]
+    merged = everyframe.quantize(merged)
+    assert relative(merged, want) > 0.01
+    model.load_state_dict(merged.state_dict())
+    assert relative(model, merged) < 1e-5
+    assert compiler.count == 1
