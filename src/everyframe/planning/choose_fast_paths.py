@@ -26,7 +26,12 @@ from everyframe.fast_paths.registry import (
     switched_off,
 )
 from everyframe.planning.blocked_paths import BlockedPaths, tags_of
-from everyframe.planning.component_certificates import RECORDED, Certificates, operations
+from everyframe.planning.component_certificates import (
+    RECORDED,
+    VERY_LONG,
+    Certificates,
+    operations,
+)
 from everyframe.planning.dry_runs import DryRun, largest_scores
 from everyframe.runtime.interface import Component
 
@@ -38,7 +43,7 @@ _AGAINST = ("avoided", "off")
 
 #: Compilation needs at least so many calls of a component, and unless requested at least so many
 #: operations in a run: minutes on a CPU, about what compiling takes.
-_AGAIN_AND_AGAIN, _VERY_LONG = 4, 1e14
+_AGAIN_AND_AGAIN = 4
 
 
 @dataclass(frozen=True)
@@ -204,7 +209,8 @@ class FastPathChooser:
             return FastPathChoice(path.name, "avoided", against)
         if path.name in certificates:
             return of_certificate(certificates[path.name])
-        if self.expects and (path.at_once or path.on_demand):
+        is_long = path.in_long_runs and operations(runs) >= VERY_LONG
+        if self.expects and (path.at_once or path.on_demand or is_long):
             return FastPathChoice(
                 path.name, "expected", RECORDED if is_recorded else "the first run tries it"
             )
@@ -225,7 +231,7 @@ class FastPathChooser:
             return self._exactly(component, path) and path.name in certificates
         if _num_calls(runs) < _AGAIN_AND_AGAIN:
             return False
-        return self.pins.compile or (path.name in certificates and operations(runs) >= _VERY_LONG)
+        return self.pins.compile or (path.name in certificates and operations(runs) >= VERY_LONG)
 
     def _exactly(self, component: str, path: FastPath) -> bool:
         return self.pins.exact is not None and path.name in self.pins.exact.get(component, ())
