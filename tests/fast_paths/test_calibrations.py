@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -86,12 +87,26 @@ def test_a_smaller_size_stands_in_and_a_larger_one_does_not() -> None:
     assert nearest_calibration("sizes", (17, 32, 32)) is None
 
 
+def damaged(**changes: object) -> str:
+    """A calibration of one method, whose rows or fields are others."""
+    row = {name: changes.pop(name, 40.0) for name in ("psnr_db", "estimate", "gain")}
+    whole = {
+        "schema": "everyframe.calibrations/1", "key": "bad", "size": SIZE, "videos": VIDEOS,
+        "measured": {"ab2@8": [row] * LEAST_VIDEOS}, "seconds": 1, "exact_seconds": 1,
+    }  # fmt: skip
+    return json.dumps({**whole, **changes})
+
+
 @pytest.mark.parametrize(
     "damage",
     [
         "", "[]", "{}", '{"schema": "other"}',
         json.dumps({"schema": "everyframe.calibrations/1", "key": "bad", "size": [1, 2, 3],
                     "videos": [], "measured": {"rm -rf": []}, "seconds": 0, "exact_seconds": 0}),
+        damaged(measured=[1]), damaged(size=[1, math.inf, 3]), damaged(size=[17, -64, -64]),
+        damaged(psnr_db=math.nan), damaged(psnr_db=1e300), damaged(estimate=-1.0),
+        damaged(estimate=math.nan), damaged(gain=0), damaged(gain=math.nan),
+        damaged(seconds=math.nan), damaged(exact_seconds=math.inf),
     ],
 )  # fmt: skip
 def test_a_damaged_file_counts_as_none(damage: str) -> None:
@@ -101,6 +116,14 @@ def test_a_damaged_file_counts_as_none(damage: str) -> None:
     assert load_calibration("bad", SIZE) is None
     save_calibration(calibration("bad"))
     assert load_calibration("bad", SIZE) == calibration("bad")
+
+
+def test_frames_without_a_difference_are_measured() -> None:
+    found = calibration("equal", ab2_8=measured(math.inf, 3.7))
+    save_calibration(found)
+    assert load_calibration("equal", SIZE) == found
+    assert found.fastest(50, [*METHODS]) == "ab2@8"
+    assert found.limit("ab2@8", 50) == math.inf
 
 
 def test_a_copied_file_is_for_nobody_else() -> None:

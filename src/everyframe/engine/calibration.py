@@ -7,6 +7,7 @@ calibration goes on. `everyframe.planning.quality` chooses from what is measured
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -261,6 +262,8 @@ def _made(request: Request) -> _Made:
                 seconds += event.seconds
             elif isinstance(event, ErrorEstimated):
                 estimate = max(event.error, estimate or 0.0)
+    if estimate is not None and not math.isfinite(estimate):
+        estimate = None  # of answers that are zero: it says nothing of the video
     if not frames:
         raise CannotRunError("the run made no frames that could be compared")
     return _Made(np.concatenate(frames), steps, seconds, estimate)

@@ -25,6 +25,15 @@ from everyframe.core.quality import SamplingMethod, parse_quality
 _log = logging.getLogger(__name__)
 _SCHEMA = "everyframe.calibrations/1"
 
+#: Decibels beyond these are no measurement.
+_MAX_DB = 1000.0
+
+#: What a damaged file may raise.
+_UNREADABLE = (
+    OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError,
+    InputError,
+)  # fmt: skip
+
 #: A method is certified by so many videos or more: of few, the worst says little.
 LEAST_VIDEOS = 15
 
@@ -171,7 +180,7 @@ def _read(path: Path) -> Calibration | None:
         return _of_json(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError, InputError) as error:
+    except _UNREADABLE as error:
         _log.warning("the calibration in %s can't be read (%s); it is made again", path, error)
         return None
 
@@ -191,14 +200,24 @@ def _of_json(whole: Any) -> Calibration:
             raise TypeError(f"{method!r} is no method")
         measured[method] = tuple(
             Measurement(
-                float(each["psnr_db"]),
-                None if each["estimate"] is None else float(each["estimate"]),
-                float(each["gain"]),
+                # Infinite where no frame differs.
+                _number(each["psnr_db"], -_MAX_DB, _MAX_DB, may_be_infinite=True),
+                None if each["estimate"] is None else _number(each["estimate"]),
+                _number(each["gain"], 1e-9),
             )
             for each in listed
         )
     videos = tuple((str(prompt), int(seed)) for prompt, seed in whole["videos"])
-    numbers = (float(whole["seconds"]), float(whole["exact_seconds"]))
-    frames, height, width = map(int, whole["size"])
+    numbers = (_number(whole["seconds"]), _number(whole["exact_seconds"]))
+    frames, height, width = (int(_number(each, 1)) for each in whole["size"])
     size = (frames, height, width)
     return Calibration(str(whole["key"]), size, videos, measured, *numbers)
+
+
+def _number(
+    value: Any, low: float = 0.0, high: float = 1e12, *, may_be_infinite: bool = False
+) -> float:
+    found = float(value)
+    if not low <= found <= high and not (may_be_infinite and found == math.inf):
+        raise ValueError(f"a number is {found}")
+    return found
