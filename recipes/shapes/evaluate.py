@@ -240,6 +240,7 @@ def main() -> int:
     parser.add_argument("--side", type=int, default=SMALL.side, help="of a frame: 64 or 128")
     parser.add_argument("--steps", type=int, help="steps instead of the checkpoint's own")
     parser.add_argument("--guidance", type=float, help="scale instead of the checkpoint's own")
+    parser.add_argument("--quality", help="budget or method, instead of exact")
     parser.add_argument("--device", help="to make clips on, instead of the plan's choice")
     parser.add_argument("--processes", type=int, default=1, help="that make clips side by side")
     parser.add_argument("--json", type=Path, help="write the rows to this file as well")
@@ -248,7 +249,7 @@ def main() -> int:
     asked = {
         "height": form.side, "width": form.side, "num_frames": form.num_frames,
         "num_inference_steps": given.steps, "guidance_scale": given.guidance,
-        "device": given.device,
+        "device": given.device, "quality": given.quality,
     }  # fmt: skip
     options = {name: value for name, value in asked.items() if value is not None}
 

@@ -22,12 +22,15 @@ from everyframe.core.events import Event
 from everyframe.core.lora import Lora
 from everyframe.core.plan import Plan as Plan
 from everyframe.core.plan import Repair
+from everyframe.core.quality import SamplingMethod
 from everyframe.core.request import Request as Request
+from everyframe.engine.calibration import calibrate as calibrate
 from everyframe.engine.compiled_modules import compile as compile
 from everyframe.engine.compiled_modules import load_compiled as load_compiled
 from everyframe.engine.compiled_modules import quantize as quantize
 from everyframe.engine.compiled_modules import save_compiled as save_compiled
 from everyframe.engine.results import Output
+from everyframe.engine.save import save as save
 from everyframe.media.video import Video as Video
 
 __all__ = [
@@ -38,6 +41,7 @@ __all__ = [
     "Request",
     "Video",
     "__version__",
+    "calibrate",
     "compile",
     "generate",
     "list_runs",
@@ -46,6 +50,7 @@ __all__ = [
     "quantize",
     "resume",
     "run",
+    "save",
     "save_compiled",
     "stream",
     "trace",
@@ -94,19 +99,33 @@ def generate(
     max_host_memory: str | int | None = None,
     attention: str | None = None,
     disable: Sequence[str] = (),
+    quality: str = "exact",
     compile: bool = False,
+    compiled: str | None = None,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
     paths: Mapping[str, Sequence[str]] | None = None,
     quantized: Mapping[str, str] | None = None,
+    method: SamplingMethod | None = None,
     remedies: Sequence[Repair] | None = None,
-    aesthetic: float | None = None,
     motion_score: float | None = None,
-    camera_motion: str | None = None,
+    image_guidance_scale: float = 3.0,
+    text_oscillation: bool = True,
+    image_oscillation: bool = True,
+    image_fading: bool = True,
+    flow_shift: float | None = None,
+    clip_frames: int | None = None,
+    clip_at: str = "head",
+    first_frame: str | None = None,
+    flux: str | PathLike[str] | None = None,
+    vae_scaling: float | None = None,
     truncate_prompt: bool = False,
     vae: str | PathLike[str] | None = None,
     text_encoder: str | PathLike[str] | None = None,
+    clip: str | PathLike[str] | None = None,
+    aesthetic: float | None = None,
+    camera_motion: str | None = None,
     motion_bucket_id: int = 127,
     noise_aug_strength: float = 0.02,
     min_guidance_scale: float = 1.0,
@@ -191,8 +210,11 @@ def generate(
         attention: Compute attention by this kernel, certified or not: flash, efficient, cudnn
             or math.
         disable: Disable a fast path by its name in `everyframe fast-paths`; may be repeated.
+        quality: Closeness to the exact video: exact, a budget such as 32dB (PSNR of the worst
+            frame, as measured by `everyframe calibrate`), or a lossy method such as ab2@10.
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
+        compiled: Use the blocks in this folder of `everyframe compile`.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
             takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this
@@ -200,18 +222,41 @@ def generate(
         force: Allow what is refused only for its cost, such as fp16 on a CPU.
         paths: The fast paths of each component, exactly; a record has them.
         quantized: The storage dtype of each component's weights, exactly; a record has it.
+        method: Sampling method of a record.
         remedies: The repairs to begin with, exactly; a record has them.
+        motion_score: Amount of motion, added to the prompt: about 0 (still) to 30 (a lot) for
+            Open-Sora 1.2; 1 (still), 4 (usual, by default) to 15 for 2.0, and 0 for none (≥ 0,
+            ≤ 1000). For models of opensora2, opensora.
+        image_guidance_scale: How strongly given frames steer; 1 is off (≥ 0, ≤ 1000). For
+            models of opensora2.
+        text_oscillation: Guidance is off in odd steps from 10 on. For models of opensora2.
+        image_oscillation: Image guidance is off in odd steps from 10 on. For models of
+            opensora2.
+        image_fading: Image guidance falls over the steps and rises over the frames; for given
+            pictures. For models of opensora2.
+        flow_shift: How many of the steps are at high noise; by default by size and length. 1 is
+            even (> 0, ≤ 1000). For models of opensora2.
+        clip_frames: Frames of the video to continue that are read: 33 by default, or 65 (> 0, ≤
+            1000). For models of opensora2.
+        clip_at: Where they are: head continues the given video, tail leads up to it. For models
+            of opensora2.
+        first_frame: Draw a first picture and begin with it: flux draws it by FLUX.1-dev. For
+            models of opensora2.
+        flux: Folder or hub id of flux1-dev.safetensors and flux1-dev-ae.safetensors, if they
+            are not beside the denoiser. For models of opensora2.
+        vae_scaling: Scale of the DC-AE's latents: 1, or 0.493 as in upstream's training (> 0, ≤
+            1000). For models of opensora2.
+        truncate_prompt: Use the beginning of a prompt that is too long. For models of
+            opensora2, opensora, inpaint, stepvideo.
+        vae: Folder or hub id of the autoencoder, if it is not beside the denoiser. For models
+            of opensora2, opensora.
+        text_encoder: Folder or hub id of T5 and its tokenizer, if it is not beside the
+            denoiser. For models of opensora2, opensora.
+        clip: Folder or hub id of CLIP and its tokenizer, if it is not beside the denoiser. For
+            models of opensora2.
         aesthetic: Aesthetic score, 1.2 only: about 4 (plain) to 7 (polished) (≥ 0, ≤ 10). For
             models of opensora.
-        motion_score: Amount of motion, 1.2 only: about 0 (still) to 30 (a lot) (≥ 0, ≤ 1000).
-            For models of opensora.
         camera_motion: Camera motion, 1.2 only, such as "pan left". For models of opensora.
-        truncate_prompt: Use the beginning of a prompt that is too long. For models of opensora,
-            inpaint, stepvideo.
-        vae: Folder or hub id of the autoencoder, if it is not beside the denoiser. For models
-            of opensora.
-        text_encoder: Folder or hub id of T5 and its tokenizer, if it is not beside the
-            denoiser. For models of opensora.
         motion_bucket_id: Amount of motion: about 1 (still) to 255 (a lot) (≥ 0, ≤ 1000). For
             models of svd.
         noise_aug_strength: Noise on the image; more lets the video differ more from it (≥ 0, ≤
@@ -313,19 +358,33 @@ def plan(
     max_host_memory: str | int | None = None,
     attention: str | None = None,
     disable: Sequence[str] = (),
+    quality: str = "exact",
     compile: bool = False,
+    compiled: str | None = None,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
     paths: Mapping[str, Sequence[str]] | None = None,
     quantized: Mapping[str, str] | None = None,
+    method: SamplingMethod | None = None,
     remedies: Sequence[Repair] | None = None,
-    aesthetic: float | None = None,
     motion_score: float | None = None,
-    camera_motion: str | None = None,
+    image_guidance_scale: float = 3.0,
+    text_oscillation: bool = True,
+    image_oscillation: bool = True,
+    image_fading: bool = True,
+    flow_shift: float | None = None,
+    clip_frames: int | None = None,
+    clip_at: str = "head",
+    first_frame: str | None = None,
+    flux: str | PathLike[str] | None = None,
+    vae_scaling: float | None = None,
     truncate_prompt: bool = False,
     vae: str | PathLike[str] | None = None,
     text_encoder: str | PathLike[str] | None = None,
+    clip: str | PathLike[str] | None = None,
+    aesthetic: float | None = None,
+    camera_motion: str | None = None,
     motion_bucket_id: int = 127,
     noise_aug_strength: float = 0.02,
     min_guidance_scale: float = 1.0,
@@ -404,8 +463,11 @@ def plan(
         attention: Compute attention by this kernel, certified or not: flash, efficient, cudnn
             or math.
         disable: Disable a fast path by its name in `everyframe fast-paths`; may be repeated.
+        quality: Closeness to the exact video: exact, a budget such as 32dB (PSNR of the worst
+            frame, as measured by `everyframe calibrate`), or a lossy method such as ab2@10.
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
+        compiled: Use the blocks in this folder of `everyframe compile`.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
             takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this
@@ -413,18 +475,41 @@ def plan(
         force: Allow what is refused only for its cost, such as fp16 on a CPU.
         paths: The fast paths of each component, exactly; a record has them.
         quantized: The storage dtype of each component's weights, exactly; a record has it.
+        method: Sampling method of a record.
         remedies: The repairs to begin with, exactly; a record has them.
+        motion_score: Amount of motion, added to the prompt: about 0 (still) to 30 (a lot) for
+            Open-Sora 1.2; 1 (still), 4 (usual, by default) to 15 for 2.0, and 0 for none (≥ 0,
+            ≤ 1000). For models of opensora2, opensora.
+        image_guidance_scale: How strongly given frames steer; 1 is off (≥ 0, ≤ 1000). For
+            models of opensora2.
+        text_oscillation: Guidance is off in odd steps from 10 on. For models of opensora2.
+        image_oscillation: Image guidance is off in odd steps from 10 on. For models of
+            opensora2.
+        image_fading: Image guidance falls over the steps and rises over the frames; for given
+            pictures. For models of opensora2.
+        flow_shift: How many of the steps are at high noise; by default by size and length. 1 is
+            even (> 0, ≤ 1000). For models of opensora2.
+        clip_frames: Frames of the video to continue that are read: 33 by default, or 65 (> 0, ≤
+            1000). For models of opensora2.
+        clip_at: Where they are: head continues the given video, tail leads up to it. For models
+            of opensora2.
+        first_frame: Draw a first picture and begin with it: flux draws it by FLUX.1-dev. For
+            models of opensora2.
+        flux: Folder or hub id of flux1-dev.safetensors and flux1-dev-ae.safetensors, if they
+            are not beside the denoiser. For models of opensora2.
+        vae_scaling: Scale of the DC-AE's latents: 1, or 0.493 as in upstream's training (> 0, ≤
+            1000). For models of opensora2.
+        truncate_prompt: Use the beginning of a prompt that is too long. For models of
+            opensora2, opensora, inpaint, stepvideo.
+        vae: Folder or hub id of the autoencoder, if it is not beside the denoiser. For models
+            of opensora2, opensora.
+        text_encoder: Folder or hub id of T5 and its tokenizer, if it is not beside the
+            denoiser. For models of opensora2, opensora.
+        clip: Folder or hub id of CLIP and its tokenizer, if it is not beside the denoiser. For
+            models of opensora2.
         aesthetic: Aesthetic score, 1.2 only: about 4 (plain) to 7 (polished) (≥ 0, ≤ 10). For
             models of opensora.
-        motion_score: Amount of motion, 1.2 only: about 0 (still) to 30 (a lot) (≥ 0, ≤ 1000).
-            For models of opensora.
         camera_motion: Camera motion, 1.2 only, such as "pan left". For models of opensora.
-        truncate_prompt: Use the beginning of a prompt that is too long. For models of opensora,
-            inpaint, stepvideo.
-        vae: Folder or hub id of the autoencoder, if it is not beside the denoiser. For models
-            of opensora.
-        text_encoder: Folder or hub id of T5 and its tokenizer, if it is not beside the
-            denoiser. For models of opensora.
         motion_bucket_id: Amount of motion: about 1 (still) to 255 (a lot) (≥ 0, ≤ 1000). For
             models of svd.
         noise_aug_strength: Noise on the image; more lets the video differ more from it (≥ 0, ≤
@@ -564,12 +649,15 @@ def run(
     max_host_memory: str | int | None = None,
     attention: str | None = None,
     disable: Sequence[str] = (),
+    quality: str = "exact",
     compile: bool = False,
+    compiled: str | None = None,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
     paths: Mapping[str, Sequence[str]] | None = None,
     quantized: Mapping[str, str] | None = None,
+    method: SamplingMethod | None = None,
     remedies: Sequence[Repair] | None = None,
     option: Mapping[str, Any] | Sequence[str] = {},
     fit: str | None = None,
@@ -634,8 +722,11 @@ def run(
         attention: Compute attention by this kernel, certified or not: flash, efficient, cudnn
             or math.
         disable: Disable a fast path by its name in `everyframe fast-paths`; may be repeated.
+        quality: Closeness to the exact video: exact, a budget such as 32dB (PSNR of the worst
+            frame, as measured by `everyframe calibrate`), or a lossy method such as ab2@10.
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
+        compiled: Use the blocks in this folder of `everyframe compile`.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
             takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this
@@ -643,6 +734,7 @@ def run(
         force: Allow what is refused only for its cost, such as fp16 on a CPU.
         paths: The fast paths of each component, exactly; a record has them.
         quantized: The storage dtype of each component's weights, exactly; a record has it.
+        method: Sampling method of a record.
         remedies: The repairs to begin with, exactly; a record has them.
         option: A parameter that only this pipeline has, as NAME=VALUE; may be given several
             times. A video, picture or .npy of numbers is named by its file. For models of

@@ -7,18 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from helpers.components import formats_table
 from helpers.loras import formats_page, layouts
 
 
-def told_of_diffusers() -> list[str]:
+def told_of_diffusers(number: int = 0) -> list[str]:
     """What the page says of diffusers, line by line."""
-    return [line.split(" | ")[2] for line in lines_of_table()]
+    return [line.split(" | ")[2] for line in lines_of_table(number)]
 
 
-def lines_of_table() -> list[str]:
-    """The lines of the page's table, but for its head."""
-    lines = formats_page.PAGE.read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if line.startswith("| ")][1:]
+def lines_of_table(number: int = 0) -> list[str]:
+    """The lines of one of the page's tables, but for its head."""
+    tables = formats_page.PAGE.read_text(encoding="utf-8").split("\n## ")
+    return [line for line in tables[number].splitlines() if line.startswith("| ")][1:]
 
 
 def without_versions(page: str) -> str:
@@ -32,8 +33,23 @@ def test_the_page_is_current_in_what_it_says_of_everyframe() -> None:
     assert all(row.split(" | ")[3].startswith("right") for row in rows)
 
 
+def test_the_table_of_components_is_current() -> None:
+    pytest.importorskip("gguf", reason="the package that reads GGUF is not installed")
+    told = iter(told_of_diffusers(1))
+    rows = formats_table.rows(lambda name, folder: next(told))
+    assert lines_of_table(1) == rows
+    assert all(row.split(" | ")[3].startswith("right") for row in rows)
+
+
+@pytest.mark.parametrize("name", ["comfyui", "short", "scaled"])
+def test_diffusers_is_measured_on_components(name: str, tmp_path: Path) -> None:
+    expected = {"comfyui": "right", "short": "NotImplementedError", "scaled": "wrong"}[name]
+    assert expected in formats_table.in_diffusers(name, tmp_path)
+
+
 def test_the_page_is_what_its_program_writes() -> None:
     pytest.importorskip("peft", reason="what diffusers does is measured with PEFT")
+    pytest.importorskip("gguf", reason="what diffusers does is measured with GGUF")
     page = formats_page.PAGE.read_text(encoding="utf-8")
     assert without_versions(page) == without_versions(formats_page.page())
 

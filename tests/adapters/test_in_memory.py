@@ -15,7 +15,11 @@ from diffusers import DiffusionPipeline
 
 import everyframe
 from everyframe.core.errors import CheckpointError, InputError
+from everyframe.core.request import Request
+from everyframe.diffusers_pipelines.loaded_pipeline import given_pipeline
+from everyframe.diffusers_pipelines.options import PipelineOptions
 from everyframe.diffusers_pipelines.patched_weights import merged_in_place
+from everyframe.planning.resolve import LoadedModel, prepare
 from helpers.loras import files as lora_files
 from helpers.loras.files import Factors, as_lora, factors_for
 from helpers.tiny_checkpoints import families as tiny_families
@@ -211,3 +215,19 @@ def test_components_that_are_one_module() -> None:
     with pytest.raises(InputError, match=told), merged_in_place(pipe, {"transformer": one}):
         pytest.fail("the patch of one is not that of the other")
     assert torch.equal(module.weight, before)
+
+
+def test_a_plan_counts_what_is_saved(pipe_of: Callable[[str], Any], tmp_path: Path) -> None:
+    """The bytes of the weights that change, beside what the device needs."""
+    pipe, path = pipe_of("ltx"), tmp_path / "lora.safetensors"
+    factors = lora_of(pipe, path)
+    parameters = dict(pipe.transformer.named_parameters())
+    size = sum(parameters[f"{name}.weight"].nbytes for name in factors)
+    request = asked("ltx", loras=str(path))
+    option = {k: request.pop(k) for k in list(request) if k not in Request.model_fields}
+    given = LoadedModel("pipeline", given_pipeline(pipe, PipelineOptions(option=option)))
+    plan = prepare(Request(**request, option=option), given=given).plan
+    bare = prepare(Request(**{**request, "loras": []}, option=option), given=given).plan
+    assert plan.host_bytes - bare.host_bytes == size
+    assert any("saved in host memory for the call" in note for note in plan.notes)
+    assert not any("saved in host memory" in note for note in bare.notes)

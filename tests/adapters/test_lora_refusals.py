@@ -41,6 +41,15 @@ FAULTS: dict[str, tuple[Callable[[State], object], str]] = {
     "a lone up factor": (
         _without(f"{KEY}.lora_A.weight"), f"'{KEY}' has up and lacks down"
     ),
+    "alpha beside a difference": (
+        lambda tensors: tensors.update(
+            {
+                "diffusion_model.patch_embedding.diff": random(24, 16, 1, 2, 2, seed=1),
+                "diffusion_model.patch_embedding.alpha": torch.tensor(1.0),
+            }
+        ),
+        "'diffusion_model.patch_embedding' has alpha beside a difference",
+    ),
     "a lone alpha": (
         _with("diffusion_model.blocks.9.self_attn.q.alpha", torch.tensor(1.0)),
         "'diffusion_model.blocks.9.self_attn.q' has alpha without factors",

@@ -33,6 +33,7 @@ from helpers.tiny_checkpoints import families as tiny_families
 DENOISER = {
     "opensora-1.0": "OpenSora-v1-HQ-16x256x256.pth",
     "opensora-1.2": "model.safetensors",
+    "opensora2": "Open_Sora_v2.safetensors",
     "svd": "unet",
     "inpaint": "unet",
     "stepvideo": "transformer",

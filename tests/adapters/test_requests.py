@@ -128,6 +128,26 @@ def test_a_request_is_written_and_read_again() -> None:
     assert parse_loras(request.loras) == request.loras
 
 
+def test_a_folder_of_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bare name is one of the folder's, if there is no such file here."""
+    folder = tmp_path / "loras"
+    folder.mkdir()
+    for name in ("style.safetensors", "old.pt"):
+        (folder / name).touch()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert Lora("style").path == Path("style")
+    monkeypatch.setenv("EVERYFRAME_LORAS", str(folder))
+    for given in ("style", "style.safetensors"):
+        assert parse_loras(f"{given}:0.5")[0].path == folder / "style.safetensors"
+    assert Lora("old.pt").path == folder / "old.pt"
+    assert parse_loras("style:0.5")[0].name == "style.safetensors"
+    for given in ("old", "none", "../loras/none", "./style", str(tmp_path / "style")):
+        assert Lora(given).path == Path(given)
+    Path("style").touch()
+    assert Lora("style").path == Path("style")
+
+
 # ------------------------------------------------------------------------------------------- plans
 
 

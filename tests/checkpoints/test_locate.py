@@ -75,7 +75,6 @@ def test_names_and_aliases_are_unique() -> None:
         ("qqqq", "known models: shapes"),
         ("", "is empty"),
         ("opensora-1.1", "this is Open-Sora 1.1; supported: 1.0, 1.2"),
-        ("hpcai-tech/Open-Sora-v2", "this is Open-Sora 2.0"),
         ("hpcai-tech/Open-Sora", "opensora-1.0-16x256x256 or opensora-1.0-16x512x512"),
         ("hpcai-tech/OpenSora-VAE-v1.2", "ask for the model: opensora-1.2"),
         ("./nowhere", "no folder or file ./nowhere"),

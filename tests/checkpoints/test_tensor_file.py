@@ -259,3 +259,16 @@ def test_shards_lie_beside_their_index(tmp_path: Path, state: State, shard: str)
     index.write_text(json.dumps({"weight_map": dict.fromkeys(state, shard)}), encoding="utf-8")
     with pytest.raises(CheckpointError, match="outside its own folder"):
         open_checkpoint(index)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16])
+def test_a_large_tensor_is_cast_in_pieces(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bits that casting it at once gives."""
+    monkeypatch.setattr("everyframe.checkpoints.tensor_file._AT_ONCE", 100)
+    whole = torch.randn(7, 33, generator=torch.Generator().manual_seed(0))
+    save_file({"x": whole}, tmp_path / "a.safetensors")
+    found = open_checkpoint(tmp_path / "a.safetensors").load("x", dtype=dtype)
+    assert found.dtype == dtype
+    assert torch.equal(found, whole.to(dtype))

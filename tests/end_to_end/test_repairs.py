@@ -27,6 +27,7 @@ from everyframe.runs.run_state import RunState, RunStateWriter, SaveOptions
 from everyframe.runtime.interface import VideoState
 from helpers.tiny_checkpoints import inpaint as tiny_inpaint
 from helpers.tiny_checkpoints import opensora as tiny_opensora
+from helpers.tiny_checkpoints import opensora2 as tiny_opensora2
 from helpers.tiny_checkpoints import stepvideo as tiny_stepvideo
 from helpers.tiny_checkpoints import svd as tiny_svd
 
@@ -57,6 +58,10 @@ FAMILIES: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
     "opensora-1.0": (
         lambda folder: tiny_opensora.opensora_1_0(folder).parent,
         {"prompt": "a red circle", "size": "32x32", "num_frames": 3},
+    ),
+    "opensora2": (
+        tiny_opensora2.opensora2,
+        {"prompt": "a red circle", "size": "32x32", "num_frames": 5},
     ),
     "stepvideo": (
         tiny_stepvideo.stepvideo,
@@ -135,6 +140,13 @@ PLANTED: dict[str, dict[str, list[str]]] = {
             "blocks.0.cross_attn.proj",
         ],
     },
+    "opensora2": {
+        "Open_Sora_v2": ["double_blocks.1.img_mlp.0", "single_blocks.0.v_mlp"],
+        "hunyuan_vae": [
+            "decoder.mid_block.resnets.0.conv1.conv",
+            "decoder.up_blocks.1.resnets.0.conv2.conv",
+        ],
+    },
     "stepvideo": {
         "step_llm/model-00001-of-00002": ["transformer.layers.0.feed_forward.w1"],
         "transformer/diffusion_pytorch_model-00002-of-00002": [
@@ -144,7 +156,12 @@ PLANTED: dict[str, dict[str, list[str]]] = {
     },
 }
 #: What holds a denoiser is called otherwise.
-COMPONENTS = dict.fromkeys(("model", "transformer", "OpenSora-v1-HQ-16x256x256"), "denoiser")
+COMPONENTS = {
+    **dict.fromkeys(
+        ("model", "transformer", "OpenSora-v1-HQ-16x256x256", "Open_Sora_v2"), "denoiser"
+    ),
+    "hunyuan_vae": "vae",
+}
 RUNS = [
     pytest.param(family, number, marks=() if number == 0 else pytest.mark.slow)
     for family, files in PLANTED.items()

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from everyframe.core.events import RunSaved, Step
+from everyframe.core.quality import SamplingMethod
 from everyframe.engine import resume
 from everyframe.runs.folder import all_runs
 from helpers.interrupted_runs import OPEN_SORA, PICTURE, STEPS, begun, broken_off, same
@@ -31,7 +32,7 @@ INPAINT: dict[str, Any] = {
 
 
 #: The cases of every run of the tests; the others are slow ones.
-FAST = ("opensora-1.2-chain", "svd", "inpaint-unipc")
+FAST = ("opensora-1.2-chain", "svd", "inpaint-unipc", "svd-lossy", "opensora-1.2-lossy")
 
 
 #: What is broken off: the maker of its model, and what is asked of it.
@@ -56,6 +57,28 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
         tiny_stepvideo.stepvideo,
         {"prompt": "a red circle", "size": "16x16", "num_frames": 1, "seed": 3, "quantize": "int8",
          "num_inference_steps": STEPS},
+    ),
+    "svd-lossy": (
+        tiny_svd.svd,
+        {"image": PICTURE, "height": 32, "width": 32, "num_frames": 3, "seed": 3,
+         "num_inference_steps": 8, "quality": "unipc@5g50"},
+    ),
+    "opensora-1.2-lossy": (
+        tiny_opensora.opensora_1_2,
+        {**OPEN_SORA, "num_videos": 2, "num_inference_steps": 7, "quality": "taylor1@4"},
+    ),
+    "opensora-1.2-over-limit": (
+        tiny_opensora.opensora_1_2,
+        {**OPEN_SORA, "num_inference_steps": 9,
+         "method": SamplingMethod("taylor2", 4, 2, limit=1e-9)},
+    ),
+    "opensora-1.0-lossy": (
+        tiny_opensora.opensora_1_0, {**OPEN_SORA, "num_inference_steps": 7, "quality": "dpm2m@4"}
+    ),
+    "stepvideo-lossy": (
+        tiny_stepvideo.stepvideo,
+        {"prompt": "a red circle", "size": "16x16", "num_frames": 1, "seed": 3,
+         "num_inference_steps": 9, "method": SamplingMethod("ab2", 4, limit=1e-9)},
     ),
     "inpaint-pndm": (tiny_inpaint.inpaint, INPAINT),
     "inpaint-ancestral": (

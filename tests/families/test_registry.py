@@ -45,7 +45,7 @@ def test_no_option_is_written_twice() -> None:
 
 
 def test_a_family_has_the_options_that_the_registry_names() -> None:
-    assert family_names() == ("opensora", "svd", "inpaint", "stepvideo", "pipeline")
+    assert family_names() == ("opensora2", "opensora", "svd", "inpaint", "stepvideo", "pipeline")
     for name in family_names():
         assert family(name).name == name
         assert family(name).options is all_options()[name]

@@ -30,6 +30,8 @@ from everyframe.families.inpaint import stages as inpaint_stages
 from everyframe.families.inpaint import vae_stages as inpaint_vae_stages
 from everyframe.families.inpaint.denoiser import Denoiser as InpaintDenoiser
 from everyframe.families.opensora import stages as opensora_stages
+from everyframe.families.opensora2 import first_picture_stages as opensora2_first
+from everyframe.families.opensora2 import stages as opensora2_stages
 from everyframe.families.stepvideo import stages as stepvideo_stages
 from everyframe.families.svd import stages as svd_stages
 from everyframe.families.svd import vae as svd_vae
@@ -49,12 +51,15 @@ LONG = {"prompt": "a red circle moves to the right " * 100, "truncate_prompt": T
 ASKED: dict[str, dict[str, Any]] = {
     "opensora-1.0": LONG,
     "opensora-1.2": {**LONG, "extend": FRAMES, "num_frames": 34},
+    "opensora2": {"first_frame": "flux", "image": None, "last_image": FRAMES[0]},
+    "opensora2-dcae": {"extend": FRAMES.repeat(2, 0), "num_frames": 40},
     "svd": {},
     "inpaint": LONG,
     "stepvideo": LONG,
 }
 MODULES = (
-    opensora_stages, svd_stages, stepvideo_stages, inpaint_stages, inpaint_vae_stages,
+    opensora_stages, opensora2_first, opensora2_stages, svd_stages, stepvideo_stages,
+    inpaint_stages, inpaint_vae_stages,
 )  # fmt: skip
 STAGES = {
     value
@@ -221,7 +226,7 @@ def test_all_stages_of_all_families_are_recorded() -> None:
     assert {family.partition("-")[0] for family in ASKED} == {
         cls.__module__.split(".")[2] for cls in STAGES
     }
-    assert len(STAGES) == 16
+    assert len(STAGES) == 23
 
 
 @pytest.mark.parametrize("family", ASKED)

@@ -183,7 +183,7 @@ def test_a_wrong_graph_is_left_for_the_block_as_it_is_written(number: int, by: f
 def test_what_is_remembered_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[list[str]] = []
     monkeypatch.setattr(
-        compilation, "compile_blocks", lambda module, blocks: names.append(list(blocks))
+        compilation, "compile_blocks", lambda module, blocks, compiles: names.append(list(blocks))
     )
     for plain in ((), ("blocks.1",), ("blocks.1.linear",), ("blocks",), ("",)):
         apply_fast_paths(Model(), ("compile",), plain=plain)

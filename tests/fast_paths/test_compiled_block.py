@@ -12,8 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import everyframe
+from everyframe.families.opensora import sharding
+from everyframe.families.opensora.config import STDiT3Config
+from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.fast_paths import compiled_block, package_store
 from everyframe.fast_paths.compilation import compiled_blocks, disable_compiled
+from everyframe.parallel.communicator import SingleRank
 from everyframe.runtime import offload
 from helpers.compiled_blocks import Block, Model, Scaled, Text, inputs, made
 from helpers.planted_compiler import PlantedCompiler
@@ -205,6 +209,39 @@ def test_offloaded_blocks_use_their_packages(compiler: PlantedCompiler) -> None:
         assert not block.report.notes
     assert compiler.count == 1
     put_on.remove()
+
+
+def test_a_sharded_model_of_one_rank_uses_the_packages_of_an_unsharded_one(
+    compiler: PlantedCompiler,
+) -> None:
+    """So does every run: one rank takes the path of many, and a trial has the block alone."""
+    config = STDiT3Config(hidden_size=32, num_heads=2, depth=2, caption_channels=8,
+                          model_max_length=4)  # fmt: skip
+    torch.manual_seed(0)
+    model = STDiT3(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.normal_(std=0.1)
+    latents, t, text = (
+        torch.randn(2, 4, 3, 4, 8),
+        torch.tensor([500.0, 500.0]),
+        torch.randn(2, 4, 8),
+    )
+
+    def call() -> Tensor:
+        out: Tensor = model(latents, t, model.context(text), fps=24.0, height=32, width=64)
+        return out
+
+    with torch.no_grad():
+        want = call()
+        everyframe.compile(model)
+        torch.testing.assert_close(call(), want, rtol=2e-5, atol=2e-5)
+        assert compiler.count == 2  # a spatial block and a temporal one
+        with sharding.apply(model, SingleRank()):
+            torch.testing.assert_close(call(), want, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(call(), want, rtol=2e-5, atol=2e-5)
+    assert compiler.count == 2
+    for block in compiled_blocks(model).values():
+        assert not block.report.notes
 
 
 def test_gradients_run_as_written() -> None:

@@ -19,6 +19,11 @@ from everyframe.families.opensora.config import OpenSoraConfig, STDiT3Config, ST
 from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.families.opensora.spec import OpenSoraSpec
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
+from everyframe.families.opensora2.checkpoint import OpenSora2Files
+from everyframe.families.opensora2.components import OpenSora2Builder
+from everyframe.families.opensora2.config import OpenSora2Config
+from everyframe.families.opensora2.options import OpenSora2Options
+from everyframe.families.opensora2.spec import OpenSora2Spec
 from everyframe.families.stepvideo.checkpoint import StepVideoFiles
 from everyframe.families.stepvideo.components import StepVideoBuilder
 from everyframe.families.stepvideo.config import (
@@ -36,6 +41,7 @@ from everyframe.families.svd.family import SVDSpec
 from everyframe.families.svd.options import SVDOptions
 from everyframe.runtime.component_files import ComponentSource
 from helpers.tiny_checkpoints import opensora as tiny_opensora
+from helpers.tiny_checkpoints import opensora2 as tiny_opensora2
 from helpers.tiny_checkpoints import stepvideo as tiny_stepvideo
 
 T5 = {
@@ -81,6 +87,21 @@ def opensora(version: str, *, options: OpenSoraOptions | None = None, **sizes: A
     return OpenSoraSpec(
         "small", f"Open-Sora {version}", options or OpenSoraOptions(), files, builder
     )
+
+
+def opensora2(*, is_deep: bool = False, first: bool = False) -> Any:
+    """An Open-Sora 2.0, with the DC-AE or with FLUX before it."""
+    config = OpenSora2Config(
+        tiny_opensora2.DEEP if is_deep else tiny_opensora2.VIDEO,
+        tiny_opensora2.DCAE if is_deep else tiny_opensora2.HUNYUAN,
+        T5,
+        {**tiny_opensora2.CLIP_TEXT, "vocab_size": 40, "bos_token_id": 1, "eos_token_id": 2},
+        tiny_opensora2.FIRST if first else None,
+        tiny_opensora2.FIRST_VAE if first else {},
+    )
+    files = OpenSora2Files(nowhere(*OpenSora2Files.table))
+    options = OpenSora2Options(first_frame="flux" if first else None)
+    return OpenSora2Spec("small", "Open-Sora 2.0", options, files, OpenSora2Builder(config))
 
 
 def svd(*, options: SVDOptions | None = None, **changes: Any) -> Any:
@@ -140,6 +161,9 @@ def settings(
         "max_guidance_scale": guidance, "decode_chunk_size": num_frames, "fit": "crop",
         "strength": 1.0, "frames_at_once": 2, "guess_mode": False,
         "time_shift": 13.0, "pos_magic": "", "llm_bias": "sqrt",
+        "motion_score": 4.0, "image_guidance_scale": 3.0, "text_oscillation": True,
+        "image_oscillation": True, "image_fading": True, "flow_shift": None, "given_clip": 0,
+        "clip_at": "head", "first_frame": None,
         **more.pop("options", {}),
     }  # fmt: skip
     return Settings(
@@ -153,6 +177,8 @@ def all_models() -> dict[str, Any]:
     return {
         "opensora-1.0": opensora("1.0"),
         "opensora-1.2": opensora("1.2"),
+        "opensora2": opensora2(first=True),
+        "opensora2-dcae": opensora2(is_deep=True),
         "svd": svd(),
         "inpaint-9": inpaint(9),
         "inpaint-4": inpaint(4),

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from helpers.pictures import smooth_picture
-from helpers.references import inpaint, opensora, stepvideo, svd
+from helpers.references import inpaint, opensora, opensora2, stepvideo, svd
 
 Array = np.ndarray[Any, Any]
 
@@ -68,6 +68,17 @@ def _opensora_1_0(folder: Path, steps: int) -> Array:
 
 def _stepvideo(folder: Path, steps: int) -> Array:
     return stepvideo.frames_of(folder, steps=steps)
+
+
+_PICTURE_2 = smooth_picture(opensora2.SIZES["height"], opensora2.SIZES["width"])
+
+
+def _opensora2(folder: Path, steps: int) -> Array:
+    return opensora2.frames_of(folder, steps=steps, picture=_PICTURE_2)
+
+
+def _opensora2_dcae(folder: Path, steps: int) -> Array:
+    return opensora2.deep_frames_of(folder, steps=steps)
 
 
 _SVD = {**svd.SIZES, "latents": svd.start_noise(svd.SIZES), "seed": 7}
@@ -127,6 +138,33 @@ CASES: Mapping[str, FamilyCase] = {
             close=2e-5,
         ),
         read_whole={"prompt": LONG_PROMPT, "truncate_prompt": True},
+    ),
+    "opensora2": FamilyCase(
+        files=("Open_Sora_v2.safetensors", "hunyuan_vae.safetensors"),
+        stages=(
+            ("text", ("text_encoder",)), ("clip text", ("clip",)), ("given frames", ("vae",)),
+            ("denoise", ("denoiser",)), ("decode", ("vae",)),
+        ),
+        reference=Reference(
+            {**opensora2.SIZES, "prompt": opensora2.PROMPT, "image": _PICTURE_2, "seed": 5},
+            _opensora2,
+            # With steps whose guidance is off: from the eleventh on every second one.
+            steps=(1, 13),
+            close=1e-4,
+        ),
+    ),
+    "opensora2-dcae": FamilyCase(
+        files=("Open_Sora_v2_Video_DC_AE.safetensors", "F32T4C128_AE.safetensors"),
+        stages=(
+            ("text", ("text_encoder",)), ("clip text", ("clip",)), ("denoise", ("denoiser",)),
+            ("decode", ("vae",)),
+        ),
+        reference=Reference(
+            {"prompt": opensora2.PROMPT, "size": "64x32", "num_frames": 8, "seed": 5},
+            _opensora2_dcae,
+            steps=(1, 13),
+            close=1e-4,
+        ),
     ),
     "svd": FamilyCase(
         files=(

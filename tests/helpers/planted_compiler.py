@@ -37,6 +37,7 @@ class PlantedCompiler:
         patch.setattr(compiled_block, "compile_block", self.compile)
         patch.setattr(compiled_block, "load_library", self.load)
         patch.setattr(compiled_block, "_LOADED", {})
+        patch.setattr(compiled_block, "_CHECKED", set())
         patch.setattr(block_trial, "judge", self.judge)
         self.verdict = "certified"
 

@@ -14,7 +14,10 @@ from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.core.plan import Plan
 from everyframe.fast_paths import certificates as certificate_store
+from everyframe.fast_paths import certify as certifying
 from everyframe.fast_paths.certificates import Certificate
+from everyframe.fast_paths.certify import CertifyResult
+from everyframe.fast_paths.target import CertificationTarget
 from everyframe.planning import choose_fast_paths, component_certificates
 from everyframe.planning import resolve as resolver
 from everyframe.planning.component_certificates import Certificates, MissingCertificates
@@ -197,3 +200,51 @@ def test_half_precision_is_used_where_it_is_certified(
     # Asked for by name, nobody's certificate is needed.
     asked = prepared(model, will_run=True, dtype="bf16").plan
     assert asked.component("text_encoder").precision.compute == "bfloat16"
+
+
+def test_code_that_is_here_is_used_however_short_the_run_is(model: str) -> None:
+    """Compiling doesn't pay for four steps; loading what is compiled takes milliseconds."""
+    steps = {"num_inference_steps": 4}
+    plan = prepared(model, **steps)
+    file = "compiled/key/block.pt2"
+    made = [
+        replace(each, packages=(file,)) for each in certificates_of(plan, "certified", "compile")
+    ]
+    certificate_store.keep(made)
+    library = certificate_store.folder() / file
+    assert "compile" not in (prepared(model, **steps).plan.component("denoiser").fast_paths or ())
+    library.parent.mkdir(parents=True)
+    library.touch()
+    part = prepared(model, **steps).plan.component("denoiser")
+    assert "compile" in (part.fast_paths or ())
+    (choice,) = (each for each in part.choices if each.path == "compile")
+    assert choice.reason == "planted; compiled already"
+    # What torch.compile has to compile again is used where it pays.
+    certificate_store.keep(certificates_of(plan, "certified", "compile"))
+    assert "compile" not in (prepared(model, **steps).plan.component("denoiser").fast_paths or ())
+    # And what is turned off is off.
+    certificate_store.keep(made)
+    off = prepared(model, disable=("compile",), **steps).plan.component("denoiser")
+    assert "compile" not in (off.fast_paths or ())
+
+
+def test_a_foreign_folder_of_compiled_blocks_is_refused(model: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is no folder of compiled blocks; compile it here"):
+        prepared(model, compiled=str(tmp_path))
+
+
+def test_a_trial_of_the_compiler_has_the_paths_that_the_run_has(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what it compiles is for other kernels than the run's, and is of no use to it."""
+    asked: list[tuple[str, tuple[str, ...]]] = []
+
+    def certify(subject: CertificationTarget, paths: Any, *_: Any) -> CertifyResult:
+        asked.extend((path.name, subject.paths) for path in paths)
+        return CertifyResult((), {}, 0.0, 0.0)
+
+    monkeypatch.setattr(certifying, "certify", certify)
+    steps = {"num_inference_steps": 4}
+    certificate_store.keep(certificates_of(prepared(model, **steps), "certified"))
+    prepared(model, will_run=True, compile=True, **steps)
+    assert ("compile", ("attention-flash",)) in asked

@@ -23,6 +23,10 @@ MODELS = config_only_models.all_models()
 SETTINGS = {
     "opensora-1.0": config_only_models.settings(32, 32, 16),
     "opensora-1.2": config_only_models.settings(64, 64, 17),
+    "opensora2": config_only_models.settings(
+        48, 32, 9, given_frames=("first_frame",), options={"first_frame": "flux"}
+    ),
+    "opensora2-dcae": config_only_models.settings(32, 64, 8),
     "svd": config_only_models.settings(64, 64, 4),
     "inpaint-9": config_only_models.settings(64, 48, 4),
     "inpaint-4": config_only_models.settings(56, 64, 4),

@@ -30,6 +30,7 @@ def test_every_known_model_is_listed() -> None:
     rows = {row.name: row for row in model_finder.list_models()}
     assert list(rows) == [
         "shapes", "opensora-1.2", "opensora-1.0-16x256x256", "opensora-1.0-16x512x512",
+        "opensora-2.0", "opensora-2.0-dcae",
         "svd", "svd-xt", "svd-xt-1.1", "svd-image-decoder", "svd-xt-image-decoder",
         "stepvideo-t2v", "stepvideo-t2v-turbo", "sd-1.5-inpaint", "sd-1.5",
     ]  # fmt: skip

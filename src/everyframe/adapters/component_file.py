@@ -24,11 +24,11 @@ from everyframe.adapters.gguf_header import MAGIC
 from everyframe.adapters.known_models import identify_widths
 from everyframe.adapters.lora_file import join_problems
 from everyframe.adapters.name_maps import NAME_MAPS, Rename
-from everyframe.adapters.scaled_file import with_scales
 from everyframe.adapters.text_encoder_names import PERMUTED, TEXT_ENCODERS
 from everyframe.adapters.unet_names import unet_renames
 from everyframe.adapters.weight_sites import Rows, Shape, WeightSites
 from everyframe.checkpoints.folder import listing
+from everyframe.checkpoints.scaled_file import with_scales
 from everyframe.checkpoints.tensor_file import TensorFile, open_checkpoint
 from everyframe.core.errors import CheckpointError
 from everyframe.runtime.patchable import WeightTable
@@ -73,6 +73,11 @@ class ComponentTensors(TensorFile):
             return self._stored.load(piece.name, device, dtype).view(piece.shape)
         rows = self._stored.load_rows(piece.name, piece.rows)
         return rows.view(piece.shape).to(device=device, dtype=dtype)
+
+    def quantized(self, name: str, kind: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See `TensorFile.quantized`."""
+        piece = self._pieces[name]
+        return None if piece.rows is not None else self._stored.quantized(piece.name, kind)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,8 @@ KINDS: Mapping[str, tuple[tuple[frozenset[str], ...], frozenset[str]]] = {
 #: Roles that go with a kind or, for the bias, stand alone.
 BESIDE = frozenset({"alpha", "dora", "diff_b", "up_bias"})
 
+#: Kinds that are added or set as they are.
+_UNSCALED = ("diff", "diff_m", "set")
 #: What one factor lacks without the other.
 _PARTNERS = {"down": "up", "up": "down"}
 
@@ -60,6 +62,8 @@ def kind_of(roles: Collection[str]) -> tuple[str, str]:
             return "", "has one of hada_t1 and hada_t2"
         if "lokr_t2" in main and "lokr_w2_a" not in main:
             return "", "has lokr_t2 without lokr_w2_a"
+        if kinds[0] in _UNSCALED and "alpha" in roles:
+            return "", "has alpha beside a difference, which has no rank to divide it by"
         if kinds[0] == "set" and "dora" in roles:
             return "", "has a DoRA magnitude beside a new weight"
         return kinds[0], ""

@@ -13,7 +13,7 @@ from typing import Any
 
 from everyframe.checkpoints.folder import read_package_data
 
-SUPPORTED_VERSIONS = "1.0, 1.2"
+SUPPORTED_VERSIONS = "1.0, 1.2, 2.0"
 """Versions of Open-Sora that run here."""
 
 #: Bytes of a parameter by variant.

@@ -38,6 +38,10 @@ class PatchedTensorFile(TensorFile):
         """See `TensorFile.dtype`."""
         return self._base.dtype(name)
 
+    def quantized(self, name: str, kind: str) -> tuple[Tensor, Tensor] | None:
+        """See `TensorFile.quantized`; a patched weight is quantized anew."""
+        return None if name in self._patches else self._base.quantized(name, kind)
+
     def load(
         self,
         name: str,

@@ -78,7 +78,7 @@ def load_strictly(
         for target, source in sources.items():
             group = groups[target]
             if id(group) in filled:
-                _check_equal(checkpoint, source, slots[group[0]])
+                _check_equal(checkpoint, source, slots[group[0]].tensor, left.get(group[0]))
                 continue
             wanted = _wanted_dtype(target, slots[target].tensor, dtype)
             if target in leave:
@@ -245,9 +245,12 @@ def _place(tensor: torch.Tensor, slots: Iterable[_Slot]) -> None:
         slot.table[slot.key] = replacement
 
 
-def _check_equal(checkpoint: TensorFile, source: str, filled: _Slot) -> None:
-    again = checkpoint.load(source, filled.tensor.device, filled.tensor.dtype)
-    if not torch.equal(again, filled.tensor):
+def _check_equal(
+    checkpoint: TensorFile, source: str, filled: torch.Tensor, left: str | None
+) -> None:
+    """Check a tensor against the one that it is tied to, in the module or `left` in the file."""
+    first = filled if left is None else checkpoint.load(left, "cpu", filled.dtype)
+    if not torch.equal(checkpoint.load(source, first.device, first.dtype), first):
         raise CheckpointError(
             f"{checkpoint.source}: {source!r} should equal the weights that it is tied to, "
             "but differs"

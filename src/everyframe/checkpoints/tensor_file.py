@@ -6,6 +6,7 @@ only tensors are read (`torch_file`).
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -38,6 +39,8 @@ DTYPES: Mapping[str, torch.dtype] = {
 _INDEX = ".index.json"
 #: Runs of rows beyond which a tensor is read at once and cut then.
 MANY_RUNS = 64
+#: Elements that are read and cast at once.
+_AT_ONCE = 1 << 20
 #: Matches a variant's index too: ``model.safetensors.index.fp16.json``.
 _IS_INDEX = re.compile(r".*\.index(\.\w+)?\.json")
 
@@ -119,7 +122,29 @@ class TensorFile:
             CheckpointError: no such tensor, or the file has changed or cannot be read.
         """
         entry = self.entry(name)
-        return read_entry(entry, name).to(device=device, dtype=dtype)
+        count = math.prod(entry.shape)
+        is_plain = entry.stride is None and entry.resident is None
+        if (
+            dtype in (None, entry.dtype)
+            or torch.device(device).type != "cpu"
+            or not (is_plain and count > _AT_ONCE)
+        ):
+            return read_entry(entry, name).to(device=device, dtype=dtype)
+        # In pieces: the tensor is in memory once, in the dtype that it gets.
+        values, size = torch.empty(count, dtype=dtype), entry.dtype.itemsize
+        for first in range(0, count, _AT_ONCE):
+            end = min(first + _AT_ONCE, count)
+            offset, num_bytes = entry.offset + first * size, (end - first) * size
+            piece = replace(entry, shape=(end - first,), offset=offset, num_bytes=num_bytes)
+            values[first:end] = read_entry(piece, name)
+        return values.view(entry.shape)
+
+    def quantized(self, name: str, kind: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Codes (out, in) int8 and scales (out, 1) float32, if the file stores a weight so.
+
+        `kind` is ``int8`` or ``fp8``, as in `precision.quantization`.
+        """
+        return None
 
     def load_rows(self, name: str, rows: Sequence[tuple[int, int]]) -> torch.Tensor:
         """Read runs of rows (first, end) of one tensor, one after the other, in its own dtype.

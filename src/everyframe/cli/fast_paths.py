@@ -8,7 +8,9 @@ Prints one line per path with verdict, error, gain and reason. It accepts the op
 from __future__ import annotations
 
 import sys
-from typing import IO, TYPE_CHECKING, Any
+from collections.abc import Callable
+from functools import partial
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from everyframe.cli.options import flag, make_command
 from everyframe.cli.parse_request import parse_request
@@ -18,6 +20,8 @@ from everyframe.core.request import Request
 
 if TYPE_CHECKING:
     from everyframe.planning.list_fast_paths import FastPathList, FastPathRow
+
+WorkT = TypeVar("WorkT")
 
 _HELP = """List the fast paths that a request could run by here, and what came of each.
 
@@ -48,12 +52,19 @@ def _survey(given: dict[str, Any], from_record: str | None, *, certify: bool) ->
     from everyframe.planning.list_fast_paths import survey
 
     request = parse_request(given, from_record).request
-    if from_record is not None or request.prompt is not None or request.has_given_frames():
+    if from_record is not None:
         return survey(request, certify=certify)
+    return with_least_inputs(request, partial(survey, certify=certify))
+
+
+def with_least_inputs(request: Request, work: Callable[[Request], WorkT]) -> WorkT:
+    """Do `work` for a request, with the least input that its model takes if it has none."""
+    if request.prompt is not None or request.has_given_frames():
+        return work(request)
     refused: InputError | None = None
     for values in _least_asked():
         try:
-            return survey(Request(**{**request.given(), **values}), certify=certify)
+            return work(Request(**{**request.given(), **values}))
         except InputError as error:
             refused = refused or error
     assert refused is not None

@@ -54,12 +54,18 @@ def make_command(
     flags: Sequence[str],
     help_text: str,
     own: Sequence[inspect.Parameter] = (),
+    *,
+    without: Sequence[str] = (),
 ) -> Callable[..., int]:
     """Turn `function` into a command with every option of a request and `flags` of `RUN_FLAGS`.
 
-    `own` are its additional parameters.
+    `own` are its additional parameters, and `without` names options that it does not take.
     """
-    parameters = [*_request_parameters(), *own]
+    asked = [each for each in _request_parameters() if each.name not in without]
+    if any(each.kind is inspect.Parameter.POSITIONAL_ONLY for each in own):
+        # Their place is that of the prompt, which has its flag.
+        asked = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in asked]
+    parameters = sorted([*asked, *own], key=lambda each: each.kind)
     parameters += [_run_parameter(name) for name in flags]
     return command(function, parameters, help_text)
 

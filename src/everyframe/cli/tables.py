@@ -114,6 +114,7 @@ def print_plan(plan: Plan, file: IO[str]) -> None:
     if plan.profile is not None:
         rows += [("planned as", f"{plan.profile}, not this machine")]
     rows += [("lora", str(lora)) for lora in plan.loras]
+    rows += [("quality", str(plan.quality))] if plan.quality is not None else []
     out.print(_pairs([*rows, ("device", _device(plan.to_json()))]))
     out.print()
     out.print(_components(plan.components))

@@ -112,6 +112,23 @@ class Note(Event):
 
 
 @dataclass(frozen=True)
+class ErrorEstimated(Event):
+    """A lossy method's own error estimate for the video with this seed, relative to its latents.
+
+    Attributes:
+        error: sum over the computed steps.
+        limit: largest one for the quality budget; None if nothing was calibrated.
+        is_over: whether it passed the limit, so that later steps were exact.
+    """
+
+    type: ClassVar[str] = "error_estimated"
+    seed: int
+    error: float
+    limit: float | None = None
+    is_over: bool = False
+
+
+@dataclass(frozen=True)
 class Repaired(Event):
     """A repair: a value was not finite, and a module runs in a wider dtype from now on.
 

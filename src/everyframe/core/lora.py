@@ -21,6 +21,10 @@ from everyframe.core.options import shown
 #: What the text of a LoRA looks like, for messages.
 FORM = "FILE[:STRENGTH][@COMPONENT]"
 
+#: Environment variable of a folder whose LoRAs can be given by their names, for servers.
+FOLDER = "EVERYFRAME_LORAS"
+_SUFFIXES = (".safetensors",)
+
 #: Largest strength by magnitude; beyond it a strength is a slip.
 MAX_STRENGTH = 100.0
 
@@ -59,8 +63,15 @@ class Lora:
 
     @property
     def path(self) -> Path:
-        """Path of the file."""
-        return Path(self.file).expanduser()
+        """Path of the file; a bare name may be one of the folder in `FOLDER`."""
+        given = Path(self.file).expanduser()
+        folder = os.environ.get(FOLDER)
+        if folder and given.name == self.file and not given.exists():
+            for name in (self.file, *(f"{self.file}{suffix}" for suffix in _SUFFIXES)):
+                registered = Path(folder).expanduser() / name
+                if registered.is_file():
+                    return registered
+        return given
 
     @property
     def name(self) -> str:

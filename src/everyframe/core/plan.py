@@ -12,6 +12,7 @@ from typing import Any
 
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.parallel_plan import ParallelPlan
+from everyframe.core.quality import QualityPlan, SamplingMethod
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Settings:
             wants them unchanged.
         options: values of the family's own options, by flag name.
         savings: memory savings that the resolver chose, by the family's own names.
+        method: lossy sampling method; None computes every step.
     """
 
     prompt: str
@@ -55,6 +57,13 @@ class Settings:
     fit: str | None = "crop"
     options: tuple[tuple[str, Any], ...] = ()
     savings: tuple[tuple[str, int], ...] = ()
+    method: SamplingMethod | None = None
+
+    @property
+    def num_denoiser_calls(self) -> int:
+        """Steps in which the denoiser is computed."""
+        steps = self.num_inference_steps
+        return steps if self.method is None else len(self.method.computed_steps(steps))
 
     @property
     def conditioned_size(self) -> tuple[int, int]:
@@ -297,6 +306,7 @@ class Plan:
         switches: torch switches of an in-memory model, chosen by its owner; other plans set their
             own.
         loras: LoRAs merged into the weights as they are loaded, in order.
+        quality: choice for a quality budget; None for exact.
     """
 
     model: str
@@ -317,6 +327,7 @@ class Plan:
     parallel: ParallelPlan | None = None
     switches: Switches | None = None
     loras: tuple[LoraPlan, ...] = ()
+    quality: QualityPlan | None = None
 
     @property
     def num_operations(self) -> int:

@@ -14,11 +14,13 @@ from pydantic import ValidationInfo, field_validator, model_validator
 
 from everyframe.core.bytes import parse_bytes
 from everyframe.core.errors import InputError, did_you_mean
+from everyframe.core.limits import MAX_FRAMES, MAX_SEED, MAX_SIDE, MIN_FPS
 from everyframe.core.lora import Lora
 from everyframe.core.option_values import REPEATED, SPELLED, option_text, with_current_names
 from everyframe.core.options import Options, option
 from everyframe.core.parallel_plan import parse_ways
 from everyframe.core.plan import Repair
+from everyframe.core.quality import EXACT, SamplingMethod, parse_quality
 
 #: Spellings of each precision; with `auto` the planner chooses.
 DTYPES = {
@@ -33,18 +35,6 @@ DTYPES = {
 
 #: Storage of linear layers' weights; with `auto` the planner chooses.
 QUANTIZE = ("auto", "none", "int8", "fp8")
-
-#: Longest clip in frames, also if the length is given in seconds.
-MAX_FRAMES = 100_000
-
-#: Longest side in pixels.
-MAX_SIDE = 16384
-
-#: Seeds must survive JSON and additions.
-MAX_SEED = 2**53 - 1
-
-#: Lowest frame rate: 100 seconds a frame, which all our output formats can hold.
-MIN_FPS = 0.01
 
 _SIZE = re.compile(r"(\d{1,9})\s*[xX×]\s*(\d{1,9})")
 _ASPECT = re.compile(r"(\d{1,9})\s*:\s*(\d{1,9})")
@@ -234,11 +224,20 @@ class Request(Options):
         aliases=("--without",),
         default=(),
     )
+    quality: str = option(
+        "Closeness to the exact video: exact, a budget such as 32dB (PSNR of the worst frame, as "
+        "measured by `everyframe calibrate`), or a lossy method such as ab2@10.",
+        group="Sampling",
+        default=EXACT,
+    )
     compile: bool = option(
         "Compile the blocks of the denoiser; takes minutes at first, and needs a C++ compiler.",
         group="Machine",
         default=False,
         person_only=True,
+    )
+    compiled: str | None = option(
+        "Use the blocks in this folder of `everyframe compile`.", group="Machine", person_only=True
     )
     report: str | None = option(
         "Folder for a report page on repairs and numeric errors; recording magnitudes takes time.",
@@ -271,6 +270,9 @@ class Request(Options):
         python_only=True,
         person_only=True,
     )
+    method: SamplingMethod | None = option(
+        "Sampling method of a record.", python_only=True, person_only=True
+    )
     remedies: tuple[Repair, ...] | None = option(
         "The repairs to begin with, exactly; a record has them.",
         group="Machine",
@@ -279,7 +281,7 @@ class Request(Options):
     )
 
     family_options: dict[str, Any] = option(
-        "Options of one family, collected.", default={}, python_only=True, person_only=True
+        "Options of one family.", default={}, python_only=True, person_only=True
     )
 
     @field_validator(*SPELLED, mode="before")
@@ -315,6 +317,7 @@ class Request(Options):
                 f"quantize must be one of {', '.join(QUANTIZE)}, got {self.quantize!r}{hint}"
             )
         parse_ways(self.parallel)
+        parse_quality(self.quality)
         if self.devices is not None and self.device != "auto":
             raise InputError(f"device={self.device} and devices={self.devices}; give one of them")
         for name in ("max_memory", "max_host_memory"):

@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from everyframe.core.errors import InputError
-from everyframe.core.request import MAX_SEED, Request
+from everyframe.core.limits import MAX_SEED
+from everyframe.core.request import Request
 
 #: The `output_type` that returns latents instead of frames.
 LATENTS = "latent"

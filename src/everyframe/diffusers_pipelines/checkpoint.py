@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,10 @@ MODULAR_INDEX = "modular_model_index.json"
 #: Libraries that an index may name, beside the modules of diffusers' own pipelines. Any other name
 #: would be imported from the first match on the path, which may be the current folder.
 LIBRARIES = ("diffusers", "transformers", "cosmos_guardrail")
+
+#: Marks a component's folder whose weights `everyframe save` wrote from another form; our loader
+#: reads them.
+OWN_WEIGHTS = "everyframe_weights.json"
 
 #: Keys of a tokenizer's config that name files.
 _NAMED_FILES = ("tokenizer_file", "vocab_file", "merges_file", "spm_file", "sp_model_file")
@@ -222,6 +226,10 @@ def _part(
     _check_files(where, root, name, folder)
     weights, found = ((), None) if is_replaced else _weights(where, name, folder, variant)
     part = ComponentFolder(name, str(library), str(class_name), folder, weights, found, trust)
+    if weights and (folder / OWN_WEIGHTS).is_file():
+        from everyframe.checkpoints.tensor_file import open_checkpoint
+
+        part = replace(part, tensors=open_checkpoint(weights[0]))
     if part.config().get("quantization_config"):
         raise CheckpointError(
             f"{where}: its {name} is quantised, which is not supported; take the checkpoint "

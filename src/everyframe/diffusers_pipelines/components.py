@@ -55,9 +55,16 @@ def held(files: PipelineFiles) -> tuple[ComponentWeights, ...]:
 
 
 def _held(part: ComponentFolder, files: PipelineFiles) -> ComponentWeights:
+    count = _count(tensor_files(part))
+    source = f"{files.where}/{part.name}" if part.tensors is None else part.weights[0].name
+    return ComponentWeights(part.name, source, count, needs_of(part))
+
+
+def needs_of(part: ComponentFolder) -> ComponentNeeds:
+    """Precision that a component needs, by its class, its config and its files' headers."""
     opened = tensor_files(part)
-    count = {name: math.prod(file.shape(name)) for file in opened for name in file}
-    needs = ComponentNeeds(
+    count = _count(opened)
+    return ComponentNeeds(
         part.name,
         sum(count.values()),
         islands=islands_of(part.name, component_class(part), count),
@@ -65,8 +72,11 @@ def _held(part: ComponentFolder, files: PipelineFiles) -> ComponentWeights:
         prefers=prefers(part.name, _stored(opened)),
         force_upcast=bool(part.config().get("force_upcast")),
     )
-    source = f"{files.where}/{part.name}" if part.tensors is None else part.weights[0].name
-    return ComponentWeights(part.name, source, count, needs)
+
+
+def _count(opened: Sequence[TensorFile]) -> dict[str, int]:
+    """Elements of each tensor."""
+    return {name: math.prod(file.shape(name)) for file in opened for name in file}
 
 
 def components(

@@ -161,7 +161,7 @@ class PipelineDryRun:
         experts = len(denoisers([part.name for part in self.files.models]))
         few = self._few(settings, experts)
         steps = few.num_inference_steps
-        repeats = max(settings.num_inference_steps - fewer, 1) / max(steps - fewer, 1)
+        repeats = max(settings.num_denoiser_calls - fewer, 1) / max(steps - fewer, 1)
         rank = (teams.team.rank, teams.team.weights, teams.way, teams.groups)
         key = (self._identity, repr(few), repr(self.own), rank)
         return tuple(
@@ -194,7 +194,7 @@ class PipelineDryRun:
             settings, num_frames=settings.conditioned_length, nominal_length=None,
             height=height, width=width, nominal_size=None,
         )  # fmt: skip
-        return replace(conditioned, num_inference_steps=steps, seed=0, num_videos=1)
+        return replace(conditioned, num_inference_steps=steps, seed=0, num_videos=1, method=None)
 
     def branches(self, settings: Settings) -> CfgBranches:
         """The guidance branches of these settings, detected once and cached."""

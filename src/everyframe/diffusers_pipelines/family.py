@@ -53,9 +53,12 @@ from everyframe.runtime.patchable import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from everyframe.diffusers_pipelines.dry_run import PipelineDryRun
     from everyframe.parallel.communicator import ParallelContext
     from everyframe.runtime.sampling_preset import SamplingPreset
+    from everyframe.runtime.saved_checkpoint import ChangedFile
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,16 @@ class PipelineSpec(CompleteSpec):
             for part in self.files.parts
         )
         return replace(self, files=replace(self.files, parts=parts), replaced=replaced)
+
+    def saved_from(self) -> Path:
+        """The pipeline's folder."""
+        return self.files.folder
+
+    def changed_files(self, quantize: str) -> Sequence[ChangedFile]:
+        """The weights with LoRAs or from files of their own; see `SavableSpec`."""
+        from everyframe.diffusers_pipelines.saved_files import changed_files
+
+        return changed_files(self.files, quantize)
 
     @property
     def denoiser_classes(self) -> tuple[str, ...]:

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
+from everyframe.core.bytes import format_bytes
 from everyframe.core.errors import InputError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Precision, Settings, Switches
+from everyframe.core.quality import PREDICTORS
 from everyframe.core.request import Request
 from everyframe.diffusers_pipelines import call_options, media
 from everyframe.diffusers_pipelines import settings as request_settings
@@ -41,11 +43,32 @@ if TYPE_CHECKING:
 
 _Spec = TypeVar("_Spec", bound="CompleteSpec")
 
+#: Schedulers of consistency and trajectory distillation.
+_OF_DISTILLED = ("LCMScheduler", "FlowMatchLCMScheduler", "SCMScheduler", "TCDScheduler")
+
 
 class CompleteSpec:
     """Base of pipeline specs, which lack no file: a hub id is downloaded before it is known."""
 
     sizes: PipelineDefaults
+
+    @property
+    def is_distilled(self) -> bool:
+        """Whether its scheduler is one of models that were distilled to few steps."""
+        return self._scheduler_class in _OF_DISTILLED
+
+    @property
+    def _scheduler_class(self) -> str:
+        return str(self.sizes.configs.get("scheduler", {}).get("_class_name"))
+
+    @property
+    def has_partial_guidance(self) -> bool:
+        """See `LossySpec`: its guidance is in its own call."""
+        return False
+
+    def sampling_methods(self, settings: Settings) -> tuple[str, ...]:
+        """See `LossySpec`: its own scheduler does the steps, so answers alone are predicted."""
+        return tuple(PREDICTORS)
 
     def missing(self) -> tuple[str, ...]:
         return ()
@@ -80,6 +103,13 @@ class LoadedPipelineSpec(CompleteSpec):
         """The same pipeline, whose weights are patched while it runs."""
         return replace(self, patched=patched)
 
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the weights that LoRAs change, which are put back after the call."""
+        from everyframe.diffusers_pipelines.patched_weights import patched_bytes
+
+        return patched_bytes(self.pipe.components, self.patched.patches)
+
     @cached_property
     def switches(self) -> Switches:
         """Torch's switches during the call: those of the caller's thread."""
@@ -99,6 +129,10 @@ class LoadedPipelineSpec(CompleteSpec):
     @property
     def title(self) -> str:
         return f"{self.name} given in Python"
+
+    @property
+    def _scheduler_class(self) -> str:
+        return type(getattr(self.pipe, "scheduler", None)).__name__
 
     @property
     def device(self) -> str:
@@ -124,6 +158,10 @@ class LoadedPipelineSpec(CompleteSpec):
         if isinstance(request.latents, torch.Tensor):  # in the dtype that they have
             forms = (*settings.given_forms, ("latents", form_of(request.latents)))
             settings = replace(settings, given_forms=forms)
+        if self.saved_bytes:
+            size = format_bytes(self.saved_bytes)
+            saved = f"LoRAs change {size} of weights, which are saved in host memory for the call"
+            notes = (*notes, saved)
         return settings, (*notes, *call_options.notes(self.options.option))
 
     def components(self, settings: Settings) -> tuple[Component, ...]:

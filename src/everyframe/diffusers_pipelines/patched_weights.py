@@ -84,6 +84,16 @@ def _named(name: str, parameters: Mapping[str, nn.Parameter]) -> nn.Parameter | 
     return parameters[found[0]] if len(found) == 1 else None
 
 
+def patched_bytes(components: Mapping[str, Any], patches: Mapping[str, Patches]) -> int:
+    """Bytes of the parameters that these patches change, which `merged_in_place` saves."""
+    return sum(
+        parameter.nbytes
+        for component, own in patches.items()
+        for name, parameter in _plain(components[component]).named_parameters()
+        if name in own
+    )
+
+
 @contextmanager
 def held_for_run(pipe: Any, patches: Mapping[str, Patches]) -> Iterator[None]:
     """Context: a run has this pipeline for itself, with its weights patched.

@@ -24,6 +24,7 @@ from everyframe.core.events import AudioDecoded, Event, FramesDecoded, Note, Out
 from everyframe.core.options import shown
 from everyframe.core.plan import Plan, Settings
 from everyframe.diffusers_pipelines import call_options, sequence_parallel
+from everyframe.diffusers_pipelines.answer_prediction import predict_answers
 from everyframe.diffusers_pipelines.call import no_progress_bars
 from everyframe.diffusers_pipelines.call_arguments import arguments
 from everyframe.diffusers_pipelines.call_thread import Apart as InOwnThread
@@ -235,12 +236,10 @@ class PipelineStage:
     def _attempt(
         self, ready: _Ready, video: VideoState, on_step: Callable[[int, int], None], emit: Emit
     ) -> Made | _TooLittle:
-        """One call of the pipeline."""
         pipe, settings, leads = ready.pipe, ready.reliefs.settings, self.teams.team.is_lead
         modules = _modules(pipe)
-        names = denoisers(modules)
-        denoising = {name: modules[name] for name in names}
-        others = [module for name, module in modules.items() if name not in names]
+        denoising = {name: modules[name] for name in denoisers(modules)}
+        others = [module for name, module in modules.items() if name not in denoising]
         scheduler = getattr(pipe, "scheduler", None)
         watch = StepTracker(denoising, others, scheduler, settings.num_inference_steps, on_step)
         guard = partial(PipelineGuard, keeps_storage=ready.reliefs.keeps_storage)
@@ -250,6 +249,7 @@ class PipelineStage:
             float32_noise(),
             CfgParallel(denoising, branches, self.teams, around) if branches else nullcontext(),
             DenoiserReplay(denoising, watch, video, at_once=branches is None),
+            predict_answers(self.plan, denoising, watch, self.teams, branches, video.seed, emit),
             guard(self.plan, modules, watch, video, watch.read_by(emit), ready.apart) as guarded,
         ):
             around.guarded = guarded

@@ -153,6 +153,18 @@ class StepTracker:
         self._last = now
         self.begun += 1
 
+    def next_step(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[bool, float | None]:
+        """Whether a call that is about to be made begins a step, and its highest timestep."""
+        given = bind_arguments(module, args, kwargs)
+        found = next((given[each] for each in _TIMESTEP_NAMES if each in given), None)
+        if found is None:
+            return True, None
+        timestep = _value(found)
+        now = (timestep, getattr(self._scheduler, "step_index", None))
+        return not self.begun or now != self._last, timestep[1]
+
     def _elsewhere(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not self.is_paused:
             self.finish()

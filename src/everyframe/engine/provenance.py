@@ -44,7 +44,9 @@ from everyframe.runtime.patchable import LoraIdentity
 from everyframe.runtime.repair_cache import remedy_from
 
 #: Left out of the recorded request: the values in force are in the recorded plan.
-_OF_THIS_MACHINE = ("report", "forget_repairs", "remedies", "paths", "quantized")
+_OF_THIS_MACHINE = (
+    "compiled", "report", "forget_repairs", "remedies", "paths", "quantized", "method",
+)  # fmt: skip
 #: Mutually exclusive options.
 _ALIKE = (
     {"size", "height", "width", "resolution"},
@@ -53,7 +55,7 @@ _ALIKE = (
     {"image", "extend"},
 )
 #: Overriding one of these discards the recorded fast paths.
-_CHOOSE_ANEW = {"device", "dtype", "attention", "disable", "compile", "paths"}
+_CHOOSE_ANEW = {"device", "dtype", "attention", "disable", "compile", "compiled", "paths"}
 #: Maximum number of threads per core taken from the record of a larger machine.
 _MOST_ON_A_CORE = 4
 #: IPTC digital source type that generators must declare.
@@ -225,7 +227,7 @@ def request_from(
             f"this record is of schema {record.get('schema')!r}, expected {RECORD_SCHEMA!r}; "
             "it was not made by everyframe, or by another version of it"
         )
-    check_record(record)
+    checked = check_record(record)
     overrides = with_current_names(overrides)
     wanted = {name: value for name, value in overrides.items() if value is not None}
     # What says the same in other words gives way as well: seconds to num_frames, for one.
@@ -251,6 +253,8 @@ def request_from(
     asked.setdefault("remedies", _remedies(record))
     if "quantize" not in wanted:
         asked |= {"quantized": _quantized(record)}
+    if not wanted.keys() & {"quality", "num_inference_steps", "disable"}:
+        asked |= {"method": checked.settings.sampling_method()}
     return Request(**asked)
 
 

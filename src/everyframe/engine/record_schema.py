@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -18,6 +19,7 @@ from everyframe.checkpoints.folder import is_plain_name
 from everyframe.checkpoints.locate import is_listed
 from everyframe.core.errors import InputError
 from everyframe.core.options import Options, explain, facts_of, shown
+from everyframe.core.quality import SamplingMethod, parse_quality
 from everyframe.core.request import Request
 from everyframe.families.registry import all_options
 
@@ -66,6 +68,14 @@ class _Plan(_Data):
     device: _Device = _Device()
 
 
+class _Method(_Data):
+    name: str
+    num_computed: _Count
+    num_warm: _Count = 1
+    guided_percent: _Count = 100
+    limit: float | None = None
+
+
 class _Settings(_Data):
     prompt: str | None = None
     negative_prompt: str | None = None
@@ -81,6 +91,20 @@ class _Settings(_Data):
     edit_strength: float | None = None
     given_frames: tuple[str, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
+    method: _Method | None = None
+
+    def sampling_method(self) -> SamplingMethod | None:
+        """The lossy method, measured on one machine and visible in the frames; None for exact.
+
+        Raises:
+            InputError: it is none of ours.
+        """
+        if self.method is None:
+            return None
+        found = SamplingMethod(**self.method.model_dump(include={*_Method.model_fields}))
+        if parse_quality(str(found)) != replace(found, limit=None):
+            raise InputError(f"the sampling method in this record, {str(found)!r}, is none")
+        return found
 
 
 class _Repair(_Data):

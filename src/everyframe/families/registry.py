@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 #: Family name -> (module and class of its options, module and name of the family object).
 _FAMILIES = {
+    # Before the other Open-Sora, which takes a folder with several checkpoints for a mistake.
+    "opensora2": (
+        ("everyframe.families.opensora2.options", "OpenSora2Options"),
+        ("everyframe.families.opensora2.family", "OPEN_SORA_2"),
+    ),
     "opensora": (
         ("everyframe.families.opensora.options", "OpenSoraOptions"),
         ("everyframe.families.opensora.family", "OPEN_SORA"),

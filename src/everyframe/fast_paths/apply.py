@@ -58,6 +58,8 @@ def apply_fast_paths(
     paths: Sequence[str] | None,
     called: Sequence[str] = ("",),
     plain: Sequence[str] = (),
+    *,
+    compiles: bool = False,
 ) -> None:
     """Apply these fast paths to a module that has its weights and precision.
 
@@ -69,6 +71,7 @@ def apply_fast_paths(
         paths: names of fast paths, or None.
         called: dotted names of the submodules that are really called; ``""`` is the module.
         plain: dotted names of submodules that stay uncompiled.
+        compiles: compile what is not yet; runs use what their trial has compiled.
     """
     if paths is None:
         return
@@ -76,14 +79,14 @@ def apply_fast_paths(
     attend_by(module, *(kernels or [PLAIN]), parts=called)
     for name in paths:
         if name in _AROUND:
-            _AROUND[name](module, plain)
+            _AROUND[name](module, plain, compiles)
 
 
-def _compile(module: nn.Module, plain: Sequence[str]) -> None:
+def _compile(module: nn.Module, plain: Sequence[str], compiles: bool) -> None:
     from everyframe.fast_paths import compilation
 
     blocks = (block for block in block_names(module) if not _is_in(block, plain))
-    compilation.compile_blocks(module, blocks)
+    compilation.compile_blocks(module, blocks, compiles=compiles)
 
 
 def _is_in(name: str, parts: Sequence[str]) -> bool:
@@ -111,7 +114,7 @@ _SWAPS: Mapping[str, Callable[[nn.Module, tuple[str, ...]], Any]] = {
     "kept-embeddings": _keep,
     **{name: cpu_modules.swapper(name) for name in cpu_modules.KINDS},
 }
-_AROUND: Mapping[str, Callable[[nn.Module, Sequence[str]], None]] = {"compile": _compile}
+_AROUND: Mapping[str, Callable[[nn.Module, Sequence[str], bool], None]] = {"compile": _compile}
 
 
 def import_function(place: str) -> Callable[..., Any]:

@@ -47,9 +47,14 @@ _BOOKKEEPING = frozenset({
 _CALL_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
-def moves_weights(hook: object) -> bool:
-    """Whether a hook only brings weights to the device, as those of offload do."""
-    return bool(getattr(hook, "moves_weights", False))
+def is_transparent(patch: object) -> bool:
+    """Whether a module or hook changes nothing now, as sequence parallelism of one rank."""
+    return bool(getattr(getattr(patch, "__self__", patch), "is_transparent", False))
+
+
+def counts(hook: object) -> bool:
+    """Whether a hook may change what a block computes; those of offload only bring its weights."""
+    return not (is_transparent(hook) or getattr(hook, "moves_weights", False))
 
 
 class Description:
@@ -79,17 +84,21 @@ class Description:
     def _module(self, module: nn.Module, name: str, *, is_root: bool = False) -> Any:
         if id(module) in self._seen:
             return ("again", self._seen[id(module)])
-        self._see(module)
         own = vars(module)
+        if is_transparent(module):
+            self.containers[id(module._modules)] = module._modules
+            return self._module(module.get_submodule("inner"), name, is_root=is_root)
+        self._see(module)
         if "forward" in own:
             raise NotCompilableError(f"the call of {name or 'the block'} is replaced (offloading?)")
         self.containers[id(own)] = own
-        hooks = []
+        hooks: list[tuple[Any, ...]] = []
         for kind in _CALL_HOOKS:
             held = own[kind]
             self.containers[id(held)] = held
             # Hooks of the block itself run outside of what is compiled.
-            hooks += [] if is_root else [(kind, *self._hook(each, name)) for each in held.values()]
+            if not is_root:
+                hooks += [(kind, *self._hook(each, name)) for each in held.values() if counts(each)]
         values = [
             (key, self._value(value, f"{name}.{key}"))
             for key, value in own.items()
@@ -107,8 +116,6 @@ class Description:
         self._held.append(value)
 
     def _hook(self, hook: object, name: str) -> tuple[Any, ...]:
-        if moves_weights(hook):
-            return ("moves weights",)
         if not is_cast_hook(hook):
             raise NotCompilableError(f"a hook is on {name}: {getattr(hook, '__qualname__', hook)}")
         return (self._value(hook, name),)
@@ -214,16 +221,23 @@ def own_tensors(block: nn.Module) -> dict[str, Tensor]:
 
 
 def copy_with(block: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Copy a block with other tensors for its own, and without hooks that move weights."""
+    """Copy a block with other tensors for its own, without what changes nothing (offload)."""
     memo: dict[int, Any] = {}
     for each in own_tensors(block).values():
         made = change(each.detach())
         is_parameter = isinstance(each, nn.Parameter)
         memo[id(each)] = nn.Parameter(made, requires_grad=False) if is_parameter else made
+    for part in block.modules():
+        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
+            owner = getattr(hook, "__self__", hook)
+            memo[id(owner)] = owner  # it may hold a whole model
+    for part in block.modules():
+        if is_transparent(part):
+            memo[id(part)] = copy.deepcopy(part.get_submodule("inner"), memo)
     copied: nn.Module = copy.deepcopy(block, memo)
     for part in copied.modules():
         for hooks in (part._forward_pre_hooks, part._forward_hooks):
-            for key in [key for key, hook in hooks.items() if moves_weights(hook)]:
+            for key in [key for key, hook in hooks.items() if not counts(hook)]:
                 del hooks[key]
     return copied
 

@@ -50,6 +50,7 @@ class Certificate:
         limit: largest allowed error.
         gain: time of plain torch over time of the path.
         date: ISO date.
+        packages: files of compiled code that it is about, in the certificates' folder.
     """
 
     what: str
@@ -62,6 +63,7 @@ class Certificate:
     limit: float | None
     gain: float | None
     date: str
+    packages: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain data."""
@@ -81,7 +83,10 @@ def judge(error: float, limit: float, gain: float) -> tuple[Verdict, str]:
 
 def from_json(value: Any) -> Certificate | None:
     """Certificate from plain data, or None if it is not one."""
-    if not isinstance(value, Mapping) or set(value) != {part.name for part in fields(Certificate)}:
+    if not isinstance(value, Mapping):
+        return None
+    value = {"packages": (), **value}
+    if set(value) != {part.name for part in fields(Certificate)}:
         return None
     texts = (value[name] for name in ("what", "component", "device", "plan", "reason", "date"))
     numbers = (value[name] for name in ("error", "limit", "gain"))
@@ -91,7 +96,9 @@ def from_json(value: Any) -> Certificate | None:
         return None
     if value["verdict"] not in ("certified", "refused"):
         return None
-    return Certificate(**value)
+    if not all(isinstance(name, str) for name in value["packages"]):
+        return None
+    return Certificate(**{**value, "packages": tuple(value["packages"])})
 
 
 def device_key(device: DeviceFacts, num_threads: int) -> str:
@@ -169,12 +176,15 @@ def folder() -> Path:
 
 
 def find(device: str, plan: str) -> dict[str, Certificate]:
-    """Certificates of this device and plan, by path name."""
+    """Certificates of this device and plan, by path name; not those whose code is gone."""
     path = _file(device, plan)
     found = {**_read(path), **_UNWRITTEN.get(path, {})}
     # A file says for whom it is; one that was copied from elsewhere is for nobody here.
     return {
-        name: each for name, each in found.items() if (each.device, each.plan) == (device, plan)
+        name: each
+        for name, each in found.items()
+        if (each.device, each.plan) == (device, plan)
+        and all((folder() / file).is_file() for file in each.packages)
     }
 
 

@@ -140,6 +140,7 @@ def _certificate(
     gain: float | None = None,
     worst: str = "",
     error_text: str = "",
+    packages: Sequence[str] = (),
 ) -> Certificate:
     verdict: Verdict = "refused"
     reason = error_text
@@ -158,6 +159,7 @@ def _certificate(
         limit=_finite(limit),
         gain=_finite(gain),
         date=date.today().isoformat(),
+        packages=tuple(packages),
     )
 
 

@@ -87,6 +87,9 @@ def load_library(library: Path, device: torch.device) -> Callable[[list[Tensor]]
 #: Loaded packages by (digest, device): equal blocks share one.
 _LOADED: dict[tuple[str, torch.device], LoadedPackage] = {}
 
+#: What was compared with the block as written: (digest, device, *arguments).
+_CHECKED: set[tuple[Any, ...]] = set()
+
 
 @dataclass
 class BlockReport:
@@ -140,6 +143,11 @@ class CompiledBlock:
         self._state = _State()
         self._ways: dict[Any, Run | None] = {}
         self.report = BlockReport()
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether any call was computed by compiled code."""
+        return any(way is not None for way in self._ways.values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self._block()
@@ -224,14 +232,29 @@ class CompiledBlock:
             if package.verdict == "refused":
                 raise NotCompilableError(package.reason)
             loaded = _LOADED[package.digest, device]
+        checked = (package.digest, device, *map(_form, tensors))
+        if checked not in _CHECKED:
+            self._check(loaded, block, args, kwargs, weights, tensors)
+            _CHECKED.add(checked)
+        self.report.packages[package.digest] = package
+        return loaded.run
+
+    def _check(
+        self,
+        loaded: LoadedPackage,
+        block: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        weights: list[Tensor],
+        tensors: list[Tensor],
+    ) -> None:
+        """Compare a package with a block as written, once for all equal ones of this process."""
         # Copies of the arguments, as blocks may write to theirs.
         own, named = map_tensors((args, kwargs), Tensor.clone)
         got = loaded.run(weights, [each.clone() for each in tensors])
         error = relative_error(got, block.forward(*own, **named))
-        if not error <= 3 * package.limit + 1e-4:
+        if not error <= 3 * loaded.package.limit + 1e-4:
             raise NotCompilableError(f"its package is off by {error:.1e} from the block as written")
-        self.report.packages[package.digest] = package
-        return loaded.run
 
     def _find(self, name: str, tensors: list[Tensor], device: torch.device) -> Package | None:
         for package in package_store.find(name):

@@ -81,7 +81,7 @@ class ExtractedBlock:
         if not in_float32:
             quantise_layers(alone, self.precision)
         cast_hooks.add_cast_hooks(alone, wide if in_float32 else self.precision, outputs=())
-        apply_fast_paths(alone, paths)
+        apply_fast_paths(alone, paths, compiles=True)
         return alone
 
 
@@ -255,7 +255,8 @@ def _numbers(given: BlockInputs, device: str) -> BlockInputs:
         values = torch.randn(tensor.shape, generator=generator)
         if values.ndim > 1:
             values[..., ::_EVERY] *= _LARGE
-        return values.to(device, tensor.dtype)
+        values = values.to(device, tensor.dtype)
+        return torch.empty_like(tensor, device=device).copy_(values)  # with its strides
 
     args, kwargs = cast_hooks.map_tensors((given.args, given.kwargs), filled)
     return BlockInputs(args, kwargs)

@@ -178,6 +178,12 @@ def _library(package: Package) -> Path:
     return packages_folder() / package.key / f"{package.library}.pt2"
 
 
+def listed(files: Iterable[str]) -> list[Package]:
+    """The packages among these files, which are named as `files_of` does."""
+    found = (_package((folder() / name).read_text()) for name in files if name.endswith(".json"))
+    return [each for each in found if each is not None]
+
+
 def files_of(package: Package) -> list[str]:
     """Files of a package, relative to the certificates' folder."""
     own = packages_folder() / package.key
@@ -210,7 +216,7 @@ def save(packages: Iterable[Package], target: str | Path, *, title: str) -> Path
     return path
 
 
-def check(target: str | Path, device: torch.device) -> list[Package]:
+def check(target: str | Path, device: torch.device | str) -> list[Package]:
     """Packages of a folder, each compared with what this device compiled, and ready to be loaded.
 
     Raises:
@@ -225,7 +231,7 @@ def check(target: str | Path, device: torch.device) -> list[Package]:
         names = []
     if not names or not all(len(name) == 64 and name.isalnum() for name in names):
         raise InputError(f"{path} is no folder of compiled blocks; {again}")
-    return [_checked(path, name, device, again) for name in names]
+    return [_checked(path, name, torch.device(device), again) for name in names]
 
 
 def _checked(path: Path, name: str, device: torch.device, again: str) -> Package:

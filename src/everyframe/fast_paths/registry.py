@@ -12,6 +12,7 @@ from typing import Literal
 
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.facts import DeviceFacts
+from everyframe.core.quality import METHODS
 
 #: Environment variable: comma-separated names of fast paths that are off in every run.
 DISABLE_VARIABLES = ("EVERYFRAME_DISABLE", "EVERYFRAME_WITHOUT")
@@ -89,8 +90,8 @@ _ALL = (
              "convolution", ("cpu",), f"{_TRIALS}:modules", in_long_runs=True),
     FastPath("kept-embeddings", "cached embeddings of repeated numbers",
              "embeddings", ("cpu",), f"{_TRIALS}:embeddings", closeness="exact"),
-    FastPath("compile", "blocks compiled by torch.compile",
-             "compile", ("cpu", "cuda"), f"{_TRIALS}:block",
+    FastPath("compile", "blocks compiled ahead of time, or by torch.compile",
+             "compile", ("cpu", "cuda"), f"{_TRIALS}:compiled",
              uses=("compiler:inductor",), on_demand=True),
 )  # fmt: skip
 
@@ -144,21 +145,21 @@ def check_kernel(given: str, device: DeviceFacts) -> str:
 
 
 def switched_off(asked: Iterable[str]) -> frozenset[str]:
-    """Fast paths that are off: those requested, and those in ``EVERYFRAME_DISABLE``.
+    """Fast paths and lossy methods that are off: requested, or in ``EVERYFRAME_DISABLE``.
 
     ``EVERYFRAME_WITHOUT`` is the variable's earlier name.
 
     Raises:
         InputError: unknown path; suggests the nearest name.
     """
-    off = set()
+    off, known = set(), {**CATALOGUE, **METHODS}
     for place, names in (("disable", asked), *map(_in_variable, DISABLE_VARIABLES)):
         for name in names:
             wanted = name.strip().casefold()
-            if wanted not in CATALOGUE:
+            if wanted not in known:
                 raise InputError(
-                    f"{place}: there is no fast path {name!r} among {', '.join(CATALOGUE)}"
-                    f"{did_you_mean(wanted, CATALOGUE)}"
+                    f"{place}: there is no fast path {name!r} among {', '.join(known)}"
+                    f"{did_you_mean(wanted, known)}"
                 )
             off.add(wanted)
     return frozenset(off)

@@ -53,6 +53,7 @@ class CertificationTarget:
         calls: its calls.
         products: products of its calls with their FLOPs per run, the most expensive first, as
             counted by the dry run.
+        paths: fast paths that are used anyway, on both sides of a comparison.
     """
 
     component: str
@@ -63,3 +64,4 @@ class CertificationTarget:
     device_key: str
     calls: tuple[TargetCall, ...] = ()
     products: tuple[tuple[OpShape, float], ...] = ()
+    paths: tuple[str, ...] = ()

@@ -23,8 +23,11 @@ from everyframe.core.facts import OpShape
 from everyframe.fast_paths import cpu_modules
 from everyframe.fast_paths.apply import applies_to, import_function
 from everyframe.fast_paths.benchmark import Comparison, OutOfTimeError, run_comparisons
+from everyframe.fast_paths.compilation import compiled_blocks
+from everyframe.fast_paths.compiled_block import CompiledBlock
 from everyframe.fast_paths.extract_blocks import BlockInputs, BlockLocation, blocks_of
 from everyframe.fast_paths.fast_modules import embedders, forget, keep
+from everyframe.fast_paths.package_store import Package, files_of
 from everyframe.fast_paths.registry import FastPath, kernel_of
 from everyframe.fast_paths.target import CertificationTarget
 from everyframe.hardware.device_loss import parse_device_loss
@@ -33,6 +36,9 @@ from everyframe.hardware.throughput import reduced_sizes
 from everyframe.ops.attention import PLAIN, by_kernel, takes
 from everyframe.precision.dtypes import torch_dtype
 from everyframe.precision.strict_float32 import strict_float32
+
+#: Compiled code that the path on trial used.
+_PACKAGES: list[Package] = []
 
 #: FLOPs to which one attention or product of a trial is cut.
 _CPU_OPERATIONS, _CARD_OPERATIONS = 4e8, 2e11
@@ -127,6 +133,32 @@ def block(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
                 fast=partial(_called, each.alone((path.name,)), each.given),
                 weight=each.count,
             )
+
+
+def compiled(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
+    """Compare each kind of block compiled with the block as written.
+
+    The packages that were used or made stay in the store, for the run.
+
+    Raises:
+        RuntimeError: no block can be compiled, or none is faster; says why.
+    """
+    made: list[CompiledBlock] = []
+    for each in blocks_of(subject):
+        fast = each.alone((*subject.paths, path.name))
+        yield Comparison(
+            f"block {each.name}, one of {each.count}",
+            truth=partial(_called, each.alone((), in_float32=True), each.wide),
+            plain=partial(_called, each.alone(subject.paths), each.given),
+            fast=partial(_called, fast, each.given),
+            weight=each.count,
+        )
+        made += compiled_blocks(fast).values()
+    if made and not any(block.is_compiled for block in made):
+        raise RuntimeError(
+            "; ".join(sorted({note for block in made for note in block.report.notes}))
+        )
+    _PACKAGES.extend(package for block in made for package in block.report.packages.values())
 
 
 def modules(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
@@ -353,7 +385,10 @@ def _tried(
             return {"error_text": said}
         # Whatever this process tried next would fail too, without being to blame.
         return {"lost" if loss.is_of_the_card else "error_text": said, "is_over": True}
-    return {
+    values = {
         "error": outcome.error, "limit": outcome.limit, "gain": outcome.gain,
         "worst": outcome.worst,
     }  # fmt: skip
+    files = sorted({file for package in _PACKAGES for file in files_of(package)})
+    _PACKAGES.clear()
+    return {**values, "packages": files}

@@ -9,7 +9,7 @@ which modules are replaced.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,18 @@ def attending(way: str, deal: TokenPartition, team: Communicator) -> SequencePar
     return Ring(deal, team) if way == "ring" else Ulysses(deal, team)
 
 
-class ShardedAttentionCore(nn.Module):
+class ReplacingModule(nn.Module):
+    """A module around `inner`, for the patch whose method `_now` is."""
+
+    _now: Callable[[], Any]
+
+    @property
+    def is_transparent(self) -> bool:
+        """Whether it computes what `inner` does; see `ModelPatch.is_transparent`."""
+        return bool(getattr(getattr(self._now, "__self__", None), "is_transparent", False))
+
+
+class ShardedAttentionCore(ReplacingModule):
     """Attention core over tokens of all ranks; inputs (b, heads, n, D) are this rank's."""
 
     def __init__(self, inner: nn.Module, now: Callable[[], SequenceParallelAttention]) -> None:
@@ -44,10 +55,11 @@ class ShardedAttentionCore(nn.Module):
         self._now = now
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self._now().attend(self.inner, q, k, v, mask)
+        out: Tensor = self._now().attend(self.inner, q, k, v, mask)
+        return out
 
 
-class PerSample(nn.Module):
+class PerSample(ReplacingModule):
     """Apply a module segment by segment, with the tables (B, ...) of each segment's samples.
 
     The first `num_streams` inputs are hidden states, whose dimension `dim` may hold tokens of
@@ -77,7 +89,7 @@ class PerSample(nn.Module):
         return beside([one(segment) for segment in self._now()], self._dim)
 
 
-class CrossAttentionPerSample(nn.Module):
+class CrossAttentionPerSample(ReplacingModule):
     """Cross-attention core in which every token attends to the text of its own sample.
 
     Queries are (b, heads, frames * s, D): s places of so many frames; frames is 1 if all tokens of

@@ -41,8 +41,8 @@ USED = ("certified", "pinned", "expected")
 #: Verdicts that disable a path whatever a trial shows.
 _AGAINST = ("avoided", "off")
 
-#: Compilation needs at least so many calls of a component, and unless requested at least so many
-#: operations in a run: minutes on a CPU, about what compiling takes.
+#: Compilation needs at least so many calls of a component, and unless it is requested or the code
+#: is there already, so many operations in a run: minutes on a CPU, about what compiling takes.
 _AGAIN_AND_AGAIN = 4
 
 
@@ -68,18 +68,24 @@ class FastPathOptions:
     force: bool = False
 
 
-def pins_of(request: Request, device: DeviceFacts) -> FastPathOptions:
-    """Fast-path options of a request for that device.
+def pins_of(request: Request, device: DeviceFacts, *, is_here: bool = True) -> FastPathOptions:
+    """Fast-path options of a request for that device, of this machine or (not `is_here`) another.
 
     Raises:
-        InputError: no kernel or path of that name; names the nearest.
+        InputError: no kernel or path of that name; names the nearest. Or a folder of compiled
+            blocks that this device didn't compile.
     """
+    if request.compiled is not None and is_here:
+        # Not on top: this brings torch.
+        from everyframe.fast_paths.package_store import check
+
+        check(request.compiled, device.torch_name)
     kernel = request.attention
     return FastPathOptions(
         dtype=DTYPES[request.dtype],
         kernel=None if kernel is None else check_kernel(kernel, device),
         off=switched_off(request.disable),
-        compile=request.compile,
+        compile=request.compile or request.compiled is not None,
         exact=request.paths,
         force=request.force,
     )
@@ -231,7 +237,10 @@ class FastPathChooser:
             return self._exactly(component, path) and path.name in certificates
         if _num_calls(runs) < _AGAIN_AND_AGAIN:
             return False
-        return self.pins.compile or (path.name in certificates and operations(runs) >= VERY_LONG)
+        certificate = certificates.get(path.name)
+        is_here = certificate is not None and bool(certificate.packages)
+        pays = is_here or (certificate is not None and operations(runs) >= VERY_LONG)
+        return self.pins.compile or pays
 
     def _exactly(self, component: str, path: FastPath) -> bool:
         return self.pins.exact is not None and path.name in self.pins.exact.get(component, ())
@@ -239,10 +248,11 @@ class FastPathChooser:
 
 def of_certificate(certificate: Certificate) -> FastPathChoice:
     """The verdict of a certificate on its path."""
+    is_here = certificate.packages and certificate.verdict == "certified"
     return FastPathChoice(
         certificate.what,
         certificate.verdict,
-        certificate.reason,
+        f"{certificate.reason}; compiled already" if is_here else certificate.reason,
         certificate.error,
         certificate.limit,
         certificate.gain,

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from everyframe.core.facts import DeviceFacts
-from everyframe.core.plan import ComponentPlan, Precision
+from everyframe.core.plan import ComponentPlan, FastPathChoice, Precision
 from everyframe.fast_paths.certificates import Certificate, device_key, plan_key
 from everyframe.fast_paths.certificates import find as stored
 from everyframe.fast_paths.registry import CATALOGUE, PRECISIONS, FastPath
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 AT_ONCE, IN_ALL = 3.0, 30.0
 
 #: Seconds for `--compile` to compile and try a block of every kind.
-FOR_COMPILING = 300.0
+FOR_COMPILING = 900.0
 
 #: Operations of a run from which trying attention pays: about ten seconds of computing.
 _LONG = {"cpu": 1e12}
@@ -87,11 +87,12 @@ def is_long(runs: Sequence[DryRun], device: DeviceFacts) -> bool:
 
 @dataclass(frozen=True)
 class MissingCertificates:
-    """Paths of one component that lack a certificate in this precision."""
+    """Paths of one component that lack a certificate in this precision; `choices` are on all."""
 
     component: str
     precision: Precision
     paths: tuple[FastPath, ...]
+    choices: tuple[FastPathChoice, ...] = ()
 
 
 def missing_at_once(
@@ -117,7 +118,7 @@ def missing_at_once(
             if long or holds_much or is_recorded or path.name in PRECISIONS or path.on_demand
         )
         if wanted:
-            found.append(MissingCertificates(part.name, part.precision, wanted))
+            found.append(MissingCertificates(part.name, part.precision, wanted, part.choices))
     return sorted(found, key=lambda each: -operations(_of(each.component, runs)))
 
 
@@ -156,12 +157,27 @@ def make(
             (on_demand, subject, FOR_COMPILING),
         ):
             if paths and most > 0:
+                if paths is on_demand:
+                    needed = replace(subject, paths=_others(subject, each))
                 made = certify(needed, paths, most)
                 untried |= {f"{each.component} {name}": why for name, why in made.untried.items()}
                 left -= 0.0 if paths is on_demand else made.tried_seconds
     for name, why in untried.items():
         _log.info("%s: %s", name, why)
     return untried
+
+
+def _others(subject: CertificationTarget, missing: MissingCertificates) -> tuple[str, ...]:
+    """Paths that a run uses besides those that are missing, in its order."""
+    certified = stored(subject.device_key, subject.plan_key)
+    gains = {
+        choice.path: choice.gain if choice.path not in certified else certified[choice.path].gain
+        for choice in missing.choices
+        if choice.verdict in ("certified", "pinned")
+        or (choice.path in certified and certified[choice.path].verdict == "certified")
+    }
+    names = sorted(gains, key=lambda name: -(gains[name] or 0.0))
+    return tuple(name for name in names if name not in PRECISIONS and not CATALOGUE[name].on_demand)
 
 
 def _of(component: str, runs: Sequence[DryRun]) -> list[DryRun]:

@@ -43,7 +43,9 @@ def survey(request: Request, *, certify: bool = False) -> FastPathList:
         prepared = prepare(request)
     rows = []
     for part in prepared.plan.components:
-        for choice in (*part.choices, *prepared.chooser.on_demand(part.name, prepared.fitted.runs)):
+        listed = {choice.path for choice in part.choices}
+        others = prepared.chooser.on_demand(part.name, prepared.fitted.runs)
+        for choice in (*part.choices, *(each for each in others if each.path not in listed)):
             why = untried.get(f"{part.name} {choice.path}")
             if why is not None:
                 choice = replace(choice, verdict="untried", reason=why)
@@ -64,7 +66,9 @@ def _certified(prepared: PreparedPlan) -> dict[str, str]:
         paths = tuple(CATALOGUE[name] for name in names)
         if paths:
             missing.append(
-                component_certificates.MissingCertificates(part.name, part.precision, paths)
+                component_certificates.MissingCertificates(
+                    part.name, part.precision, paths, part.choices
+                )
             )
     return component_certificates.make(
         certificates, missing, prepared.fitted.runs, component_certificates.IN_ALL

@@ -13,14 +13,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from everyframe.adapters.request_components import with_adapters
 from everyframe.checkpoints.config_errors import config_errors
 from everyframe.core.bytes import parse_bytes, without_processes
 from everyframe.core.errors import CannotRunError
-from everyframe.core.facts import DeviceFacts, MachineFacts, Throughput
+from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.core.parallel_plan import ParallelPlan
-from everyframe.core.plan import Plan, Repair, Settings, StagePlan
+from everyframe.core.plan import Plan, Repair, Settings
 from everyframe.core.request import DTYPES, Request, random_seed
 from everyframe.families.registry import check_option_names, family_options
 from everyframe.hardware.facts import machine_facts
@@ -30,7 +31,7 @@ from everyframe.planning.blocked_paths import known
 from everyframe.planning.choose_fast_paths import FastPathChooser, pins_of
 from everyframe.planning.component_memory import ComponentPlanner
 from everyframe.planning.component_precision import check_effect, quantising_of
-from everyframe.planning.dry_runs import clashes_of, heaviest, stage_plan
+from everyframe.planning.dry_runs import clashes_of
 from everyframe.planning.find_model import find_model, refuse_if_not_drawable
 from everyframe.planning.infeasible import infeasible_reason
 from everyframe.planning.load_balancing import (
@@ -51,18 +52,16 @@ from everyframe.planning.parallelism import (
     can_share,
     check_division,
     make_parallel_plan,
-    sending_seconds,
     shares_asked,
-    weights_seconds,
 )
-from everyframe.planning.throughput_cache import rates_here
+from everyframe.planning.quality import QualityChoice, choose_method
+from everyframe.planning.stage_forecasts import rates_of, stage_plans
 from everyframe.precision.policy import check_asked
 from everyframe.runtime.interface import ModelSpec, PromptReadingSpec
-from everyframe.runtime.patchable import notes_of, patches_of
+from everyframe.runtime.patchable import notes_of, patches_of, saved_bytes_of
 from everyframe.runtime.repair_cache import cached_key, load_repairs, repair_notes
 
-#: Number of a plan's products measured on a real device to forecast its time.
-_NUM_TRIALS = 6
+_Fit: TypeAlias = tuple[BalancedPlan, MemoryFit, FitResult]
 
 
 @dataclass(frozen=True)
@@ -150,10 +149,14 @@ def _prepared(
     # Repairs are of this machine, and a model that somebody has in memory may hold any weights.
     is_own = profile is None and given is None
     fitting = _fitting(model, facts, device, request, chooser, is_own=is_own)
-    shared = partial(_shares, request, model, settings, devices, num_threads, fitting)
-    shares, fitting, fitted = _fitted(shared, request, settings, chooser, will_run=will_run)
-    fitted = with_output_size(fitted)
-    rates = _rates(fitted, devices[shares.rank], num_threads) if with_seconds else None
+
+    def fit(settings: Settings) -> _Fit:
+        shared = partial(_shares, request, model, settings, devices, num_threads, fitting)
+        return _fitted(shared, request, settings, chooser, will_run=will_run)
+
+    (shares, fit_used, fitted), quality = _fit_to_quality(fit, request, model, settings, device)
+    fitted, notes = with_output_size(fitted), (*notes, *quality.notes)
+    rates = rates_of(fitted, devices[shares.rank], num_threads) if with_seconds else None
     if with_seconds and isinstance(model, PromptReadingSpec):
         notes = (*notes, *model.unread(settings))
     repaired = (line for part in fitted.components for line in repair_notes(part))
@@ -168,17 +171,31 @@ def _prepared(
         components=fitted.components,
         downloads=model.missing(),
         notes=(*notes, *fitted.notes, *fitted.says, *says, *chooser.known.notes(fitted.runs)),
-        stages=_stages(fitted, rates, shares.division),
+        stages=stage_plans(fitted, rates, shares.division),
         dtype_errors=clashes_of(fitted.runs),
-        host_bytes=fitted.host_bytes,
+        host_bytes=fitted.host_bytes + saved_bytes_of(model),
         rates="" if rates is None else rates.source,
         profile=None if profile is None else str(profile),
         parallel=shares.division,
         loras=patches_of(model).loras,
+        quality=quality.plan,
     )
     # What somebody has in memory is there already: what is free says nothing against it.
-    reason = None if given is not None else infeasible_reason(plan, fitting, fitted, facts)
+    reason = None if given is not None else infeasible_reason(plan, fit_used, fitted, facts)
     return PreparedPlan(replace(plan, infeasible=reason), model, fitted, chooser)
+
+
+def _fit_to_quality(
+    fit: Callable[[Settings], _Fit],
+    request: Request,
+    model: ModelSpec,
+    settings: Settings,
+    device: DeviceFacts,
+) -> tuple[_Fit, QualityChoice]:
+    """The fit with the sampling method that the exact steps' precision leads to."""
+    exact = fit(settings)
+    quality = choose_method(request, model, settings, exact[-1].components, device)
+    return (exact if quality.settings == settings else fit(quality.settings)), quality
 
 
 def _model(
@@ -214,24 +231,6 @@ def _usable(devices: Sequence[DeviceFacts], request: Request) -> tuple[DeviceFac
         check_asked(device, DTYPES[request.dtype], force=request.force)
     most = _asked_bytes(request, "max_memory")
     return tuple(within(device, most) for device in devices)
-
-
-def _stages(
-    fitted: FitResult, rates: Throughput | None, division: ParallelPlan | None
-) -> tuple[StagePlan, ...]:
-    """Stage plans with time to communicate; weights go out during compute, so the longer counts."""
-    steps = fitted.settings.num_inference_steps
-    sending, weights = sending_seconds(division) * steps, weights_seconds(division) * steps
-    parts = {part.name: part for part in fitted.components}
-    stages = []
-    for run in fitted.runs:
-        stage = stage_plan(run, parts[run.stage_call.component], rates)
-        if run.stage_call.denoises and stage.seconds is not None:
-            # Once: of two experts one works at each step.
-            stage = replace(stage, seconds=max(stage.seconds + sending, weights))
-            sending = weights = 0.0
-        stages.append(stage)
-    return tuple(stages)
 
 
 def _shares(
@@ -281,7 +280,7 @@ def _chooser(
     device, alike = common_facts(devices), are_alike(devices)
     return FastPathChooser(
         device,
-        pins_of(request, device),
+        pins_of(request, device, is_here=is_here),
         # What is certified on one of them says nothing of the others.
         component_certificates.Certificates(device, num_threads) if is_here and alike else None,
         known(facts, device, is_here=is_here).and_these(AVOIDED if len(devices) > 1 else {}),
@@ -371,15 +370,6 @@ def _remedies(
 def _asked_bytes(request: Request, name: str) -> int | None:
     written = getattr(request, name)
     return None if written is None else parse_bytes(written, name)
-
-
-def _rates(fitted: FitResult, device: DeviceFacts, num_threads: int) -> Throughput | None:
-    """Rates of a device: from the profile, or measured with the plan's heaviest products."""
-    if device.rates is not None or not fitted.runs:
-        return device.rates
-    paths = {part.name: part.fast_paths for part in fitted.components}
-    products = heaviest(fitted.runs, _NUM_TRIALS, paths)
-    return rates_here(products, device, num_threads)
 
 
 def default_threads(facts: MachineFacts, num_ranks: int, *, is_here: bool = True) -> int:

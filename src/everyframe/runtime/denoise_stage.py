@@ -12,22 +12,27 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from everyframe.core.events import Event, Step
+from everyframe.core.events import Event, Note, Step
 from everyframe.core.plan import Settings
+from everyframe.core.quality import SamplingMethod
 from everyframe.numerics.tensor_stats import value_range
 from everyframe.parallel.communicator import SingleRank
 from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.model_sharding import ModelPatch
 from everyframe.runtime.stages import ComponentStage, StageContext
+from everyframe.samplers import multistep
 from everyframe.samplers.base import Step as SamplerStep
+from everyframe.samplers.error_budget import ErrorBudget
+from everyframe.samplers.multistep import DiffusionPath
+from everyframe.samplers.prediction import PredictedDenoise
 
 _Context = TypeVar("_Context", bound=StageContext[Any])
 _Inputs = TypeVar("_Inputs")
@@ -67,6 +72,10 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
     ) -> Iterator[SamplerStep]:
         """The sampler's steps from `start` on."""
 
+    def path(self, inputs: _Inputs) -> DiffusionPath:
+        """The sampler's noise levels, for a family whose spec lists multistep solvers."""
+        raise AssertionError(f"{type(self).__module__} lists no solvers")
+
     def shard(self, modules: Mapping[str, Any]) -> ModelPatch:
         """Patch the denoiser for the run, until removed; nothing by default."""
         return ModelPatch(SingleRank(), 1)
@@ -88,15 +97,70 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
         """The video's batches from the one that contains its current step, begun at that step."""
 
     def guarded_steps(
-        self, modules: Mapping[str, Any], guard: Guard, inputs: _Inputs, start: int
+        self,
+        modules: Mapping[str, Any],
+        guard: Guard,
+        inputs: _Inputs,
+        start: int,
+        memory: Any = None,
     ) -> Iterator[SamplerStep]:
-        """The sampler's steps from `start` on, with a denoiser that the guard watches."""
+        """The sampler's steps from `start` on, with a denoiser that the guard watches.
+
+        `memory` is the state of a lossy method after the step before.
+        """
         device = self.context.device(self.component)
 
         def make() -> Callable[..., Tensor]:
             return self.denoiser(modules, inputs, device, guard.settings)
 
-        return self.sample(GuardedDenoiser(guard, make, start), inputs, start)
+        def make_unguided() -> Callable[..., Tensor]:
+            settings = replace(guard.settings, guidance_scale=1.0)
+            return self.denoiser(modules, inputs, device, settings)
+
+        method = self.context.settings.method
+        if method is None:
+            return self.sample(GuardedDenoiser(guard, make, start), inputs, start)
+        is_guided = start < method.guided_steps(self.steps_per_video)
+        guarded = GuardedDenoiser(guard, make if is_guided else make_unguided, start)
+        return self._lossy_steps(method, guarded, make_unguided, inputs, start, memory)
+
+    def _lossy_steps(
+        self,
+        method: SamplingMethod,
+        guarded: GuardedDenoiser,
+        make_unguided: Callable[[], Callable[..., Tensor]],
+        inputs: _Inputs,
+        start: int,
+        memory: Any,
+    ) -> Iterator[SamplerStep]:
+        """Steps of a method that computes the denoiser in some of them."""
+        num_steps, agree = self.steps_per_video, self._agree
+        resumed = {"start": start, "memory": memory, "agree": agree}
+        predicted = None
+        if method.is_solver:
+            x: Any = inputs
+            steps = multistep.sample(guarded, x.x, self.path(inputs), method, **resumed)
+        else:
+            skipped = guarded.check_prediction
+            predicted = PredictedDenoise(guarded, method, num_steps, skipped=skipped, **resumed)
+            steps = self.sample(predicted, inputs, start)
+        for step in steps:
+            if predicted is not None:
+                step = replace(step, memory=predicted.memory, note=predicted.take_note())
+                predicted.step = step.index + 1
+            yield step
+            guarded.num_done = step.index + 1
+            if guarded.num_done == method.guided_steps(num_steps) < num_steps:
+                guarded.make_by(make_unguided)
+
+    def _agree(self, is_over: bool) -> bool:
+        """What the lead rank sees: all ranks of a video take the same steps."""
+        team = self.context.teams.team
+        return (
+            bool(team.broadcast_object(is_over, 0, "the error budget"))
+            if team.size > 1
+            else is_over
+        )
 
     def dry_run(self, modules: Mapping[str, Any], device: str) -> object:
         """Make the first step on example inputs."""
@@ -126,6 +190,12 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
                 for batch in self.batches(modules, guard, video):
                     for step in batch.steps:
                         guard.latents(step.index + 1, step.x)
+                        if step.note is not None:
+                            yield Note(step.note, in_record=True, seed=video.seed)
+                        method = self.context.settings.method
+                        if method is not None and step.index + 1 == step.num_steps:
+                            budget = ErrorBudget(method.limit, error=step.memory["error"])
+                            yield budget.event(video.seed)
                         yield from guard.events()
                         left = step.num_steps - 1 - step.index
                         _store_step(
@@ -156,7 +226,7 @@ class VideoDenoiseStage(DenoiseStage[_Context, _Inputs]):
     ) -> tuple[SamplerBatch]:
         """The video."""
         inputs = self.inputs(video, self.context.device(self.component))
-        steps = self.guarded_steps(modules, guard, inputs, video.step)
+        steps = self.guarded_steps(modules, guard, inputs, video.step, video.sampler_state)
         return (SamplerBatch(steps, self.steps_per_video),)
 
 
@@ -180,7 +250,8 @@ class GuardedDenoiser:
     """A guarded ``denoise``, which `make` builds again whenever the guard has changed a module.
 
     It caches results of modules for the text, so a change makes them stale. It is built with the
-    guard's current `settings`, also after a memory fallback. `start` steps are already done.
+    guard's current `settings`, also after a memory fallback. `start` steps are already done;
+    `num_done` counts them and each call, and whoever leaves out calls sets it.
     """
 
     def __init__(
@@ -188,28 +259,38 @@ class GuardedDenoiser:
     ) -> None:
         self._guard = guard
         self._make = make
+        self.num_done = start
         self._denoise: Callable[..., Tensor] = guard.spared(start + 1, make)
-        self._step = start
+
+    def make_by(self, make: Callable[[], Callable[..., Tensor]]) -> None:
+        """Build another denoiser for the remaining steps."""
+        self._make = make
+        self._denoise = self._guard.spared(self.num_done + 1, make)
+
+    def check_prediction(self, answer: Tensor) -> None:
+        """Note an answer that was predicted for the next step; the state after it is checked."""
+        self._guard.answered(self.num_done + 1, value_range(answer))
 
     def __call__(self, *given: Tensor) -> Tensor:
-        self._step += 1
+        step = self.num_done + 1
 
         def again() -> Tensor:
             self._denoise = self._make()
             return self._denoise(*given)
 
         # A run that goes on from a later step has the repairs that its first step asked for.
-        probe = self._guard.probe() if self._step == 1 else None
+        probe = self._guard.probe() if step == 1 else None
         with probe or nullcontext():
             # A weak reference: a repeated call needs the memory of the denoiser that failed.
             compute = partial(weakref.proxy(self._denoise), *given)
-            answer: Tensor = self._guard.spared(self._step, compute, again)
+            answer: Tensor = self._guard.spared(step, compute, again)
         seen = value_range(answer)
         if seen.is_finite:
-            answer = self._guard.probed(self._step, probe, answer, again)
+            answer = self._guard.probed(step, probe, answer, again)
         if not seen.is_finite:
             with self._guard.apart():
-                answer = self._guard.repaired(self._step, again)
+                answer = self._guard.repaired(step, again)
             seen = value_range(answer)
-        self._guard.answered(self._step, seen)
+        self._guard.answered(step, seen)
+        self.num_done = step
         return answer

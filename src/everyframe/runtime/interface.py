@@ -218,6 +218,25 @@ class DryRunSpec(Protocol):
 
 
 @runtime_checkable
+class LossySpec(Protocol):
+    """A model whose steps can be sampled by lossy methods."""
+
+    @property
+    def is_distilled(self) -> bool:
+        """Whether it was distilled to few steps, so that no exact run exists to compare with."""
+        ...
+
+    @property
+    def has_partial_guidance(self) -> bool:
+        """Whether its stages can leave guidance out of the last steps."""
+        ...
+
+    def sampling_methods(self, settings: Settings) -> tuple[str, ...]:
+        """Names of `everyframe.core.quality.METHODS` that its stages can run by."""
+        ...
+
+
+@runtime_checkable
 class InMemory(Protocol):
     """A model that the caller holds in memory: it runs under the caller's torch settings."""
 

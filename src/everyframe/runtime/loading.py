@@ -65,11 +65,21 @@ def fill(
             continue
         layer = without_numbers(found[name], precision.weight_dtype)
         if target not in left:
-            values, scale = quantise(weights.load(source), precision.weight_dtype, works)
+            values, scale = _quantized(weights, source, precision.weight_dtype, works)
             layer = QuantisedLinear(
                 precision.weight_dtype, values.to(lies), scale.to(lies), found[name].bias
             )
         swap(module, name, layer)
+
+
+def _quantized(
+    weights: TensorFile, source: str, kind: str, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a weight on `device`: as the file has them, else rounded here."""
+    stored = weights.quantized(source, kind)
+    if stored is None:
+        return quantise(weights.load(source), kind, device)
+    return stored[0].to(device), stored[1].to(device)
 
 
 def from_files(
@@ -86,8 +96,7 @@ def from_files(
             return as_raised(scales.pop(layer), waiting)
         if own != SCALE and waiting.is_floating_point():
             return as_raised(weights.load(sources[name], device), waiting)
-        source = weights.load(sources[f"{layer}.weight"])
-        values, scale = quantise(source, kind, device)
+        values, scale = _quantized(weights, sources[f"{layer}.weight"], kind, device)
         if own == SCALE:
             return as_raised(scale, waiting)
         scales[layer] = scale

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from everyframe.ops.text_context import TextContext
+from everyframe.ops.text_context import JointTextContext, TextContext
 from everyframe.parallel.communicator import Communicator, SingleRank
 from everyframe.parallel.redistribute import Redistribute
 from everyframe.parallel.sharded_modules import PerSample
@@ -38,6 +38,11 @@ class ModelPatch:
         self.team, self._groups = team, groups
         self._swapped: list[tuple[nn.Module, str, nn.Module]] = []
         self._handles: list[RemovableHandle] = []
+
+    @property
+    def is_transparent(self) -> bool:
+        """Whether a module computes as without the patch: on one rank nothing is exchanged."""
+        return self.team.size == 1
 
     def __enter__(self: _PutOn) -> _PutOn:
         return self
@@ -121,7 +126,7 @@ class ShardedDenoiser(ModelPatch, ABC):
 
 def _of_batch(value: Any, samples: slice, batch: int) -> Any:
     """Select samples of a denoiser argument; anything without a batch dimension stays unchanged."""
-    if isinstance(value, TextContext):
+    if isinstance(value, (TextContext, JointTextContext)):
         return value.rows(samples.start, samples.stop)
     is_of_all = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == batch
     return value[samples] if is_of_all else value

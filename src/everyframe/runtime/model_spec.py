@@ -24,6 +24,7 @@ from everyframe.dry_run.call import DryRunCall
 from everyframe.precision.policy import ComponentNeeds
 from everyframe.runtime.component_files import CheckpointFiles
 from everyframe.runtime.interface import Component, MemorySaving
+from everyframe.runtime.lossy_sampling import LossySampling
 from everyframe.runtime.patchable import (
     NO_PATCHES,
     NOTHING_REPLACED,
@@ -193,7 +194,7 @@ _Spec = TypeVar("_Spec", bound="NativeModelSpec")  # type: ignore[type-arg]
 
 
 @dataclass(frozen=True)
-class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
+class NativeModelSpec(LossySampling, ABC, Generic[_Options, _Files, _Config]):
     """One checkpoint of a family with its own stages: configs read, weights not.
 
     Attributes:
@@ -339,12 +340,13 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
 
     def opened_weights(self, component: str) -> tuple[TensorFile, KeyMap]:
         """`weights`, opened; of a replaced component its own file."""
+        from everyframe.checkpoints.scaled_file import with_scales
         from everyframe.checkpoints.tensor_file import open_checkpoint
 
         weights, keys = self.weights(component)
         if component in self.replaced.tensors:
             return self.replaced.tensors[component], replace(keys, rename=(), ignore=())
-        return open_checkpoint(weights), keys
+        return with_scales(open_checkpoint(weights))[0], keys
 
     def patched_weights(self, component: str) -> tuple[TensorFile, KeyMap]:
         """`opened_weights` with the patches of LoRAs."""

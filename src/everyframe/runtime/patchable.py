@@ -147,6 +147,21 @@ def patches_of(model: object) -> WeightPatches:
     return model.patched if isinstance(model, PatchableSpec) else NO_PATCHES
 
 
+@runtime_checkable
+class RestoredSpec(Protocol):
+    """A model in memory whose patched weights are saved meanwhile, and put back."""
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the weights that are saved in host memory."""
+        ...
+
+
+def saved_bytes_of(model: object) -> int:
+    """Host memory for weights that are put back after the run; 0 for models that are loaded."""
+    return model.saved_bytes if isinstance(model, RestoredSpec) else 0
+
+
 def notes_of(model: object) -> tuple[str, ...]:
     """Messages for the user on the component files and patches of a spec."""
     replaced = model.replaced if isinstance(model, ComponentSpec) else NOTHING_REPLACED

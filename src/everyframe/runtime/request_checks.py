@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from everyframe.core.errors import InputError, did_you_mean
+from everyframe.core.limits import MAX_FRAMES
 from everyframe.core.plan import Settings
-from everyframe.core.request import MAX_FRAMES, Request
+from everyframe.core.request import Request
 
 #: Maximum pixels of a video with all latents in memory: the longest clip at a megapixel a frame.
 MAX_PIXELS = 100 * 10**9

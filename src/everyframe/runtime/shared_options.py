@@ -26,6 +26,31 @@ def variant_option() -> Any:
     )
 
 
+def motion_score_option() -> Any:
+    """Motion score, which two versions of Open-Sora read in the prompt."""
+    return option(
+        "Amount of motion, added to the prompt: about 0 (still) to 30 (a lot) for Open-Sora 1.2; "
+        "1 (still), 4 (usual, by default) to 15 for 2.0, and 0 for none.",
+        ge=0,
+        le=1000,
+    )
+
+
+def vae_option() -> Any:
+    """Where the autoencoder is."""
+    return option(
+        "Folder or hub id of the autoencoder, if it is not beside the denoiser.", names_model=True
+    )
+
+
+def text_encoder_option() -> Any:
+    """Where T5 is."""
+    return option(
+        "Folder or hub id of T5 and its tokenizer, if it is not beside the denoiser.",
+        names_model=True,
+    )
+
+
 def truncate_prompt_option() -> Any:
     """Whether a prompt too long for the text encoder is truncated."""
     return option("Use the beginning of a prompt that is too long.", default=False)

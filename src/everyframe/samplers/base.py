@@ -32,6 +32,7 @@ class Step:
         t: timestep that the denoiser was called with, (B,).
         x: input of the next step; after the last step, the sample.
         memory: further state of samplers that use earlier steps, else None.
+        note: message for a person about this step, else None.
     """
 
     index: int
@@ -39,6 +40,7 @@ class Step:
     t: Tensor
     x: Tensor
     memory: Any = None
+    note: str | None = None
 
 
 def as_state(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from everyframe.core.errors import InputError
 from everyframe.samplers.base import Denoise, Step, as_state, check_start
+from everyframe.samplers.multistep import DiffusionPath
 
 #: Karras' exponent: larger values put more steps at low noise.
 RHO = 7.0
@@ -60,3 +62,17 @@ def sample(denoise: Denoise, x: Tensor, sigmas: Tensor, *, start: int = 0) -> It
         x0 = v * (-sigma / variance**0.5) + x / variance
         x = x + (x - x0) / sigma * (following - sigma)
         yield Step(index, num_steps, t, x)
+
+
+def path(sigmas: Tensor) -> DiffusionPath:
+    """The path of `sample` along `sigmas`, for the solvers of `multistep`."""
+    levels = tuple(sigmas.tolist())
+
+    def predict(denoise: Denoise, x: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        sigma = levels[index]
+        variance = sigma**2 + 1
+        t = x.new_full((x.shape[0],), 0.25 * math.log(sigma))
+        v = denoise(x / variance**0.5, t).to(x.dtype)
+        return t, v * (-sigma / variance**0.5) + x / variance
+
+    return DiffusionPath((1.0,) * len(levels), levels, predict)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from everyframe.core.errors import InputError
 from everyframe.samplers.base import Denoise, Step, as_state, check_start
+from everyframe.samplers.multistep import DiffusionPath
 from everyframe.samplers.rectified_flow import transform
 
 
@@ -47,3 +48,15 @@ def sample(denoise: Denoise, x: Tensor, sigmas: Tensor, *, start: int = 0) -> It
         velocity = denoise(x, t).to(x.dtype)
         x = x + velocity * (sigmas[index + 1] - sigmas[index]).to(x.dtype).to(x.device)
         yield Step(index, num_steps, t, x)
+
+
+def path(sigmas: Tensor) -> DiffusionPath:
+    """The path of `sample` along rising `sigmas`, for the solvers of `multistep`."""
+    alphas = tuple(sigmas.tolist())
+    levels = tuple((1 - sigmas).tolist())
+
+    def predict(denoise: Denoise, x: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        t = sigmas[index].expand(x.shape[0]).to(x.dtype).to(x.device)
+        return t, x + denoise(x, t).to(x.dtype) * levels[index]
+
+    return DiffusionPath(alphas, levels, predict, is_flow=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from everyframe.core.errors import InputError
 from everyframe.samplers.base import Denoise, Noise, Step, as_state, check_start
+from everyframe.samplers.multistep import DiffusionPath
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,18 +119,40 @@ def sample(
     for index in range(start, num_steps):
         level = num_steps - 1 - index
         t = torch.full((x.shape[0],), timestep_map[level], dtype=x.dtype, device=x.device)
-        answer = denoise(x, t).to(x.dtype)
-        if answer.shape[1] != 2 * x.shape[1]:
-            raise InputError(
-                f"IDDPM needs a model with {2 * x.shape[1]} output channels (noise and variance "
-                f"of {x.shape[1]}), got {answer.shape[1]}"
-            )
+        eps, place = _noise_and_variance(denoise(x, t).to(x.dtype), x)
         c = coefficients[level]
-        eps, place = answer.chunk(2, dim=1)
         x0 = c.x0_of_x * x - c.x0_of_eps * eps
         mean = c.mean_of_x0 * x0 + c.mean_of_x * x
         x = mean if level == 0 else mean + _deviation(place, c) * noise(index).to(x.device, x.dtype)
         yield Step(index, num_steps, t, x)
+
+
+def _noise_and_variance(answer: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    if answer.shape[1] != 2 * x.shape[1]:
+        raise InputError(
+            f"IDDPM needs a model with {2 * x.shape[1]} output channels (noise and variance "
+            f"of {x.shape[1]}), got {answer.shape[1]}"
+        )
+    return answer.chunk(2, dim=1)
+
+
+def path(plan: Schedule) -> DiffusionPath:
+    """The path of `sample` without added noise, for the solvers of `multistep`.
+
+    They ignore the learned variance and solve the probability flow: from the same noise comes
+    another video than by `sample`, which draws noise in each step.
+    """
+    kept = torch.cumprod(1.0 - plan.betas, dim=0).flip(0)
+    alphas = (*torch.sqrt(kept).tolist(), 1.0)
+    sigmas = (*torch.sqrt(1.0 - kept).tolist(), 0.0)
+    timesteps = plan.timestep_map.flip(0).tolist()
+
+    def predict(denoise: Denoise, x: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        t = x.new_full((x.shape[0],), timesteps[index])
+        eps, _ = _noise_and_variance(denoise(x, t).to(x.dtype), x)
+        return t, (x - sigmas[index] * eps) / alphas[index]
+
+    return DiffusionPath(alphas, sigmas, predict)
 
 
 def _deviation(place: Tensor, c: _Coefficients) -> Tensor:

@@ -11,13 +11,14 @@ frame is active once ``t <= mask * 1000``; an edited one gets noise of that leve
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from everyframe.core.errors import InputError
 from everyframe.samplers.base import Denoise, MaskedDenoise, Noise, Step, as_state, check_start
+from everyframe.samplers.multistep import DiffusionPath
 
 NUM_TIMESTEPS = 1000
 _BASE_RESOLUTION = 512 * 512
@@ -102,6 +103,26 @@ def sample(
         velocity = denoise(x, t).to(x.dtype)
         x = x + velocity * _dt(timesteps, index, num_timesteps, x)
         yield Step(index, num_steps, t, x)
+
+
+def path(
+    timesteps: Tensor, mask: Tensor | None = None, *, num_timesteps: int = NUM_TIMESTEPS
+) -> DiffusionPath:
+    """The path of `sample` for the solvers of `multistep`; `timesteps` are (N + 1, 1).
+
+    With a `mask` (B, T) of 0 and 1, that of `sample_masked`: frames with 0 stay as they are.
+    """
+    levels = tuple((timesteps[:, 0] / num_timesteps).tolist())
+    active = None if mask is None else mask == 1
+
+    def predict(denoise: Callable[..., Tensor], x: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        t = _per_sample(timesteps[index], x)
+        masks = () if active is None else (active.to(x.device),)
+        return t, x + denoise(x, t, *masks).to(x.dtype) * levels[index]
+
+    shown = None if active is None else active[:, None, :, None, None]
+    alphas = tuple(1.0 - level for level in levels)
+    return DiffusionPath(alphas, levels, predict, is_flow=True, active=shown)
 
 
 def sample_masked(

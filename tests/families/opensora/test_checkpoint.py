@@ -185,7 +185,7 @@ def test_offline_every_missing_part_is_told_with_its_command() -> None:
 @pytest.mark.parametrize(
     ("version", "config"),
     [("1.1", {"model_type": "STDiT2"}), ("1.3", {"model_type": "STDiT3", **KEYS_OF_1_3}),
-     ("2.0", {"model_type": "MMDiTModel"}), ("1.1", {"type": "STDiT2-XL/2"})],
+     ("1.1", {"type": "STDiT2-XL/2"})],
 )  # fmt: skip
 def test_other_versions_by_config(tmp_path: Path, version: str, config: dict[str, Any]) -> None:
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
@@ -198,7 +198,6 @@ def test_other_versions_by_config(tmp_path: Path, version: str, config: dict[str
     [
         ("1.1", ["blocks.0.attn_temp.qkv.weight", "t_block_temp.1.weight"]),
         ("1.3", ["spatial_blocks.0.attn.qkv.weight", "x_embedder_cond.proj.weight"]),
-        ("2.0", ["img_in.weight", "double_blocks.0.img_mod.lin.weight"]),
     ],
 )
 @pytest.mark.parametrize("as_folder", [False, True])
@@ -213,7 +212,7 @@ def test_other_versions_by_tensors(
 
 @pytest.mark.parametrize(
     ("name", "version"),
-    [("hpcai-tech/Open-Sora-v2", "2.0"), ("hpcai-tech/OpenSora-STDiT-v4", "1.3"),
+    [("hpcai-tech/OpenSora-STDiT-v4", "1.3"),
      ("opensora-1.1", "1.1")],
 )  # fmt: skip
 def test_other_versions_by_name(name: str, version: str) -> None:

@@ -1,7 +1,8 @@
 """What diffusers makes of each layout of LoRA files, and the page of formats.
 
 ``python -m helpers.loras.formats_page`` in ``tests/`` writes ``docs/reference/formats.md``, for
-which it needs peft; `tests/adapters/test_formats_page.py` holds the page to what is measured.
+which it needs peft and gguf; `tests/adapters/test_formats_page.py` holds the page to what is
+measured.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 import diffusers
 import torch
 
+from helpers.components import formats_table
+from helpers.components.stored import KINDS
 from helpers.loras import files as lora_files
 from helpers.loras.layouts import LAYOUTS, MODEL, is_right, made, wanted
 
@@ -75,7 +78,7 @@ def rows(measure: Callable[[str, Path], str]) -> list[str]:
 
 
 _HEAD = """\
-# Formats of LoRA files
+# Formats of LoRA files and checkpoints
 
 Made by `python -m helpers.loras.formats_page` in `tests/` from the files that the tests make:
 random factors for a tiny Wan, written in each layout. "Right" means the weights that merging by
@@ -100,10 +103,39 @@ beside the adapter (`modules_to_save`), and layers of another shape (`reshape_we
 """
 
 
+_COMPONENTS = """
+## Files of components
+
+Made from the tests' files too: a tiny Wan's transformer, autoencoder or text encoder in each form.
+"Right" means the tensors that the form means by float64 arithmetic (or by the `gguf` package's
+own), to half a unit of float32's last place. What diffusers {version} makes of each was measured by
+`from_single_file`; it has none for text encoders. How to use such files:
+[single files](../how-to/single-files.md).
+
+| made by | a key of it | diffusers | Everyframe |
+|---|---|---|---|
+"""
+
+_LAST = """
+Original names are known for the denoisers of Wan and its kin, LTX-Video, LTX-2, HunyuanVideo,
+CogVideoX, Mochi, Stable Diffusion and Stable Video Diffusion; for the autoencoders of Wan 2.1 and
+2.2, LTX-Video, HunyuanVideo and CogVideoX (ComfyUI's); and for T5, UMT5 and Llama (Wan's own file
+and llama.cpp's). Any other component is read by the names of its module. Kinds of GGUF: {kinds}.
+
+What is refused, in one line that names the tensor: one that is for no parameter, a parameter that
+no tensor is for, another shape, two tensors for one parameter, a scale without its weight or of
+another shape, scales that are not finite, formats of other bits (`nvfp4`, `mxfp8`, `convrot`),
+GGUF kinds that the package can't read, and truncated files. What is left out is said in the plan:
+a tokenizer in the file, tables that the model computes, other components of a whole checkpoint.
+"""
+
+
 def page(measure: Callable[[str, Path], str] = in_diffusers) -> str:
     """The whole page."""
-    head = _HEAD.format(version=version("diffusers"), peft=version("peft"))
-    return head + "\n".join(rows(measure)) + "\n" + _TAIL
+    versions = {"version": version("diffusers"), "peft": version("peft")}
+    loras = _HEAD.format(**versions) + "\n".join(rows(measure)) + "\n" + _TAIL
+    components = _COMPONENTS.format(**versions) + "\n".join(formats_table.rows()) + "\n"
+    return loras + components + _LAST.format(kinds=", ".join(KINDS))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import numpy as np
 
 from helpers.tiny_checkpoints import inpaint as tiny_inpaint
 from helpers.tiny_checkpoints import opensora as tiny_opensora
+from helpers.tiny_checkpoints import opensora2 as tiny_opensora2
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 from helpers.tiny_checkpoints import stepvideo as tiny_stepvideo
 from helpers.tiny_checkpoints import svd as tiny_svd
@@ -29,6 +30,14 @@ _WITH_CODE: Mapping[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
     ),
     "opensora-1.2": (
         tiny_opensora.opensora_1_2, {"prompt": "a red circle", "size": "32x32", "num_frames": 5}
+    ),
+    "opensora2": (
+        tiny_opensora2.opensora2,
+        {"prompt": "a red circle", "image": PICTURE, "size": "32x32", "num_frames": 9},
+    ),
+    "opensora2-dcae": (
+        tiny_opensora2.opensora2_dcae,
+        {"prompt": "a red circle", "size": "32x32", "num_frames": 8},
     ),
     "svd": (tiny_svd.svd, {"image": PICTURE, "size": "32x32", "num_frames": 4}),
     "inpaint": (

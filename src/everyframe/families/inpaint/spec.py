@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintConfig]):
     """One inpainting checkpoint: configs read, weights not loaded."""
 
+    methods = ()  # its schedulers have a state of their own
     led = ("text_encoder",)
     in_step = False
 

@@ -142,7 +142,7 @@ def _from_disk(asked: str, path: Path, options: OpenSoraOptions) -> OpenSoraFile
         return None  # a diffusers pipeline; what else lies beside that is none of ours
     denoiser = ComponentSource(path.name or asked, _weights_at(path))
     version = _version(asked, denoiser)
-    if version is None:
+    if version in (None, "2.0"):  # that version is a family of its own
         return None
     if version not in SUPPORTED_VERSIONS.split(", "):
         raise InputError(f"{asked}: this is Open-Sora {version}; supported: {SUPPORTED_VERSIONS}")

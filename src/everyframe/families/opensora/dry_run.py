@@ -49,7 +49,7 @@ def dry_run_calls(
         calls.append(one("given frames", "vae", name, repeats * chain, *given_size))
     step = (branches, cfg_batch_size(settings, branches), prompts)
     key: tuple[Hashable, ...] = (*size, *step, given, *key_of_rank(teams))
-    steps = settings.num_inference_steps * chain
+    steps = settings.num_denoiser_calls * chain
     calls.append(one("denoise", "denoiser", "stages.DenoiseStage", steps, *key))
     pieces = settings.num_frames / piece * tiling.num_repeats(*latents, tile) * chain
     calls.append(one("decode", "vae", "stages.DecodeStage", pieces, *size, at_once, tile))

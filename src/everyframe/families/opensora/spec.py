@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Settings
+from everyframe.core.quality import METHODS
 from everyframe.core.request import Request
 from everyframe.families.opensora.checkpoint import OpenSoraFiles, keys_of
 from everyframe.families.opensora.components import (
@@ -27,6 +28,7 @@ from everyframe.families.opensora.dry_run import dry_run_calls, memory_savings
 from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.families.opensora.settings import resolve_settings, smaller_settings
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
+from everyframe.families.opensora_parts import VAE_PARTS, part_of
 from everyframe.families.t5_tokenizer import T5_XXL
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from everyframe.runtime.component_files import ComponentSource
@@ -48,6 +50,7 @@ _RELEASED_1_0 = {256: ((16, 32, 32), 0.5), 512: ((16, 64, 64), 1.0)}
 class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraConfig]):
     """One Open-Sora checkpoint: configs read, weights not loaded."""
 
+    methods = tuple(METHODS)
     led = ("text_encoder",)
 
     @classmethod
@@ -150,10 +153,23 @@ def _side(denoiser: ComponentSource, name: str) -> int:
 
 
 def _vae_config(files: OpenSoraFiles) -> ImageVAEConfig | VideoVAEConfig:
+    _check_vae_part(files)
     config = files.sources["vae"].config()
     if files.version == "1.0":
         return ImageVAEConfig.from_json(config) if config else ImageVAEConfig()
     return VideoVAEConfig.from_json(config) if config else VideoVAEConfig()
+
+
+def _check_vae_part(files: OpenSoraFiles) -> None:
+    """Raise if the autoencoder's file is known to hold another part, such as one of 2.0."""
+    path = files.sources["vae"].path
+    if path is None or not path.is_file():
+        return
+    held = part_of(path)
+    if held is not None and held != VAE_PARTS[files.version]:
+        raise CheckpointError(
+            f"{path}: Open-Sora {files.version} needs {VAE_PARTS[files.version]}, and it is {held}"
+        )
 
 
 def _check_fit(config: OpenSoraConfig) -> None:

@@ -41,6 +41,7 @@ from everyframe.runtime.stages import (
 )
 from everyframe.samplers import iddpm, noise, rectified_flow
 from everyframe.samplers.base import Step as SamplerStep
+from everyframe.samplers.multistep import DiffusionPath
 
 
 @dataclass(frozen=True)
@@ -269,6 +270,13 @@ class DenoiseStage(VideoDenoiseStage[OpenSoraContext, SamplerInputs]):
         return rectified_flow.sample_masked(
             denoise, inputs.x, timesteps, inputs.mask, inputs.noise, start=start
         )
+
+    def path(self, inputs: SamplerInputs) -> DiffusionPath:
+        """Noise levels of the same samplers."""
+        settings, config = self.context.settings, self.context.model.config
+        if config.version == "1.0":
+            return iddpm.path(iddpm.schedule(settings.num_inference_steps))
+        return rectified_flow.path(timesteps_of(settings, config), inputs.mask)
 
 
 class DecodeStage(stages.DecodeStage[OpenSoraContext]):

@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from everyframe.core.plan import Settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Text row (0 prompt, 1 negative prompt) and condition of each branch, in their order.
 PROMPT, NEGATIVE, BARE = (0, True), (1, True), (1, False)
@@ -37,6 +38,8 @@ class StepGuidance:
 
     def combine(self, outputs: Sequence[Tensor]) -> Tensor:
         """The velocity (B, C, T, h, w) of the branches' velocities, in float32 at least."""
+        import torch  # not by who plans
+
         wide = [each.to(torch.promote_types(each.dtype, torch.float32)) for each in outputs]
         if len(wide) == 1:
             return wide[0]
@@ -92,7 +95,7 @@ def guidance_of(settings: Settings, *, is_conditioned: bool) -> Guidance:
     found = Guidance(
         settings.num_inference_steps,
         settings.guidance_scale,
-        settings.option("image_guidance"),
+        settings.option("image_guidance_scale"),
         settings.option("text_oscillation"),
         settings.option("image_oscillation"),
         settings.option("image_fading"),

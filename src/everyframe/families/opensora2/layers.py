@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from everyframe.families.opensora2.config import MMDiTConfig
 from everyframe.ops.attention import AttentionCore, merge_heads, split_heads
+from everyframe.ops.dtypes import upcast_to_float32
 from everyframe.ops.modulation import GatedAdd, Modulate
 from everyframe.ops.norm import LayerNorm, rms_norm
 from everyframe.ops.rope import AxesTable, RotaryTable, Rotate, RotateAxes, axes_table
@@ -86,8 +87,8 @@ class Modulation(nn.Module):
         self.lin = nn.Linear(hidden_size, num_tables * hidden_size)
 
     def forward(self, vector_BC: Tensor) -> tuple[Tensor, ...]:
-        """`num_tables` tables (B, 1, C)."""
-        tables: Tensor = self.lin(self.silu(vector_BC))
+        """`num_tables` tables (B, 1, C), float32 or wider: one scales all tokens alike."""
+        tables = upcast_to_float32(self.lin(self.silu(vector_BC)))
         return tables[:, None].chunk(self.num_tables, dim=-1)
 
 

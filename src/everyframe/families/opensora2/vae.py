@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from everyframe.core.plan import Settings
 from everyframe.families.opensora2.vae_config import (
     AxisTiles,
     DCAEConfig,
@@ -21,6 +22,7 @@ from everyframe.families.opensora2.vae_config import (
     Tiles,
     VAEConfig,
 )
+from everyframe.runtime import tiling
 
 Corner = tuple[int, int, int]
 """Number of a tile along frames, rows and columns."""
@@ -38,35 +40,52 @@ def build(config: VAEConfig) -> nn.Module:
     return DCAE(config)
 
 
-def coded(vae: Any, config: VAEConfig, pixels: Tensor) -> Tensor:
-    """Result of the encoder for pixels (B, 3, T, H, W): HunyuanVideo's moments, else latents."""
+def coded(vae: Any, config: VAEConfig, pixels: Tensor, settings: Settings | None = None) -> Tensor:
+    """Result of the encoder for pixels (B, 3, T, H, W): HunyuanVideo's moments, else latents.
+
+    `settings` may ask for smaller tiles within upstream's.
+    """
+    smaller = (0, None) if settings is None else tiling.tiles_of(settings, tiling.ENCODE)
 
     def encode(part: Tensor) -> Tensor:
         out: Tensor = vae.encoder(part)
         return out if config.is_high_compression else vae.quant_conv(out)
 
-    return in_tiles(encode, pixels, config.encode_tiles())
+    def encode_tile(tile: Tensor) -> Tensor:
+        return tiling.encode_in_tiles(encode, tile, config.spatial_factor, *smaller)
+
+    return in_tiles(encode_tile, pixels, config.encode_tiles(), smaller[1])
 
 
-def encode(vae: Any, config: VAEConfig, pixels: Tensor) -> Tensor:
+def encode(vae: Any, config: VAEConfig, pixels: Tensor, settings: Settings | None = None) -> Tensor:
     """Latents (B, C, t, h, w) of pixels in -1..1; the mean where there is a distribution.
 
     Upstream draws from the distribution, by a generator that no seed of a run sets.
     """
-    found = coded(vae, config, pixels)
+    found = coded(vae, config, pixels, settings)
     if isinstance(config, HunyuanVAEConfig):
         return (found.chunk(2, dim=1)[0] - config.shift_factor) * config.scale_factor
     return found / config.scale_factor
 
 
-def decode_tile(vae: Any, config: VAEConfig, latents: Tensor) -> Tensor:
-    """Pixels (B, 3, T, H, W) around -1..1 of one tile of latents."""
-    if isinstance(config, HunyuanVAEConfig):
-        given = latents / config.scale_factor + config.shift_factor
-        out: Tensor = vae.decoder(vae.post_quant_conv(given))
-    else:
-        out = vae.decoder(latents * config.scale_factor)
-    return out
+def decode_tile(
+    vae: Any, config: VAEConfig, latents: Tensor, settings: Settings | None = None
+) -> Tensor:
+    """Pixels (B, 3, T, H, W) around -1..1 of one tile of latents.
+
+    `settings` may ask for smaller tiles within it.
+    """
+
+    def decode(part: Tensor) -> Tensor:
+        if isinstance(config, HunyuanVAEConfig):
+            given = part / config.scale_factor + config.shift_factor
+            out: Tensor = vae.decoder(vae.post_quant_conv(given))
+        else:
+            out = vae.decoder(part * config.scale_factor)
+        return out
+
+    smaller = (0, None) if settings is None else tiling.tiles_of(settings, tiling.DECODE)
+    return tiling.decode_in_tiles(decode, latents, *smaller)
 
 
 def decode(vae: Any, config: VAEConfig, latents: Tensor) -> Tensor:
@@ -78,9 +97,13 @@ def decode(vae: Any, config: VAEConfig, latents: Tensor) -> Tensor:
     return in_tiles(one, latents, config.decode_tiles())
 
 
-def in_tiles(compute: Callable[[Tensor], Tensor], given_BCTHW: Tensor, tiles: Tiles) -> Tensor:
-    """``compute(given)`` in these tiles, blended."""
+def in_tiles(
+    compute: Callable[[Tensor], Tensor], given_BCTHW: Tensor, tiles: Tiles, most: int | None = None
+) -> Tensor:
+    """``compute(given)`` in these tiles, blended; of a dry run, which has a `most`, the first."""
     blender = TileBlender(tiles, tuple(given_BCTHW.shape[2:]))
+    if most is not None or len(blender.corners) == 1:
+        return compute(blender.cut(given_BCTHW, (0, 0, 0)))
     parts = [blender.add(c, compute(blender.cut(given_BCTHW, c))) for c in blender.corners]
     return torch.cat([part for part in parts if part is not None], dim=2)
 

@@ -43,7 +43,7 @@ def dry_run_calls(
     return (
         one("text", "step_llm", "stages.LLMEncodeStage", branches),
         one("clip text", "clip", "stages.CLIPEncodeStage", branches),
-        one("denoise", "denoiser", "stages.DenoiseStage", settings.num_inference_steps, *step),
+        one("denoise", "denoiser", "stages.DenoiseStage", settings.num_denoiser_calls, *step),
         one("decode", "vae", "stages.DecodeStage", decodes, *shape, tile),
     )
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Settings
+from everyframe.core.quality import METHODS
 from everyframe.core.request import Request
 from everyframe.families.stepvideo.checkpoint import KEYS, StepVideoFiles
 from everyframe.families.stepvideo.components import (
@@ -50,8 +51,14 @@ if TYPE_CHECKING:
 class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoConfig]):
     """One Step-Video checkpoint: configs read, weights not loaded."""
 
+    methods = tuple(METHODS)
     led = ("step_llm", "clip")
     ways = ATTENDING
+
+    @property
+    def is_distilled(self) -> bool:
+        """Turbo was distilled to 10 to 15 steps."""
+        return self.config.is_turbo
 
     @classmethod
     def read(

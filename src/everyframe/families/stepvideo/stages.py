@@ -42,6 +42,7 @@ from everyframe.runtime.request_checks import FrameChunk
 from everyframe.runtime.stages import LatentPiece, SharedEncodeStage, StageContext
 from everyframe.samplers import flow_matching, noise
 from everyframe.samplers.base import Step as SamplerStep
+from everyframe.samplers.multistep import DiffusionPath
 
 
 @dataclass(frozen=True)
@@ -185,9 +186,15 @@ class DenoiseStage(VideoDenoiseStage[StepVideoContext, SamplerInputs]):
         self, denoise: Callable[..., Tensor], inputs: SamplerInputs, start: int
     ) -> Iterator[SamplerStep]:
         """Euler steps of flow matching."""
+        return flow_matching.sample(denoise, inputs.x, self._sigmas(), start=start)
+
+    def path(self, inputs: SamplerInputs) -> DiffusionPath:
+        """The sigmas of flow matching."""
+        return flow_matching.path(self._sigmas())
+
+    def _sigmas(self) -> Tensor:
         settings = self.context.settings
-        sigmas = flow_matching.schedule(settings.num_inference_steps, settings.option("time_shift"))
-        return flow_matching.sample(denoise, inputs.x, sigmas, start=start)
+        return flow_matching.schedule(settings.num_inference_steps, settings.option("time_shift"))
 
 
 class DecodeStage(stages.DecodeStage[StepVideoContext]):

@@ -45,7 +45,7 @@ def dry_run_calls(
     return (
         one("image", "image_encoder", "stages.ImageEmbedStage", 1),
         one("given frames", "vae", "stages.ImageLatentStage", encodes, *size, given_tile),
-        one("denoise", "unet", "stages.DenoiseStage", settings.num_inference_steps, *step),
+        one("denoise", "unet", "stages.DenoiseStage", settings.num_denoiser_calls, *step),
         one("decode", "vae", "stages.DecodeStage", decodes, *size, chunk, tile),
     )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from everyframe.core.plan import Settings
+from everyframe.core.quality import METHODS
 from everyframe.core.request import Request
 from everyframe.families.svd.checkpoint import SVDFiles
 from everyframe.families.svd.components import SVDBuilder, sent_bytes
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDConfig]):
     """One Stable Video Diffusion checkpoint: configs read, weights not loaded."""
 
+    methods = tuple(METHODS)
     led = ("image_encoder",)
 
     @classmethod

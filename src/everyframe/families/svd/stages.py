@@ -32,6 +32,7 @@ from everyframe.runtime.stages import (
 )
 from everyframe.samplers import euler_karras, noise
 from everyframe.samplers.base import Step as SamplerStep
+from everyframe.samplers.multistep import DiffusionPath
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,10 @@ class DenoiseStage(VideoDenoiseStage[SVDContext, SamplerInputs]):
     ) -> Iterator[SamplerStep]:
         """Euler steps over Karras' sigmas."""
         return euler_karras.sample(denoise, inputs.x, self._sigmas(), start=start)
+
+    def path(self, inputs: SamplerInputs) -> DiffusionPath:
+        """Karras' sigmas."""
+        return euler_karras.path(self._sigmas())
 
 
 class DecodeStage(stages.DecodeStage[SVDContext]):

@@ -31,7 +31,11 @@ _FORMATS = {
     "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2,
     "int8_tensorwise": torch.int8,
 }  # fmt: skip
+#: Stored dtype of our kinds of eight bits.
+_KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _EIGHT_BITS = {torch.float8_e4m3fn, torch.float8_e5m2}
+#: Elements that are widened at once.
+_AT_ONCE = 1 << 20
 #: Longest description of a format, in bytes.
 _MOST_BYTES = 1 << 16
 
@@ -56,8 +60,21 @@ class ScaledFile(TensorFile):
         """See `TensorFile.load`."""
         if name not in self._scales:
             return self._base.load(name, device, dtype)
-        values = self._base.load(name, dtype=torch.float32)
-        return values.mul_(self._scale(name)).to(device=device, dtype=dtype)
+        shape = self.shape(name)
+        values = torch.empty(shape, dtype=dtype or torch.float32)
+        # In pieces: the tensor is in memory once, in the dtype that it gets.
+        step = max(1, _AT_ONCE // max(1, math.prod(shape[1:])))
+        for first in range(0, shape[0], step):
+            end = min(first + step, shape[0])
+            values[first:end] = self.load_rows(name, [(first, end)])
+        return values.to(device)
+
+    def quantized(self, name: str, kind: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See `TensorFile.quantized`."""
+        if name not in self._scales or self._base.dtype(name) != _KINDS.get(kind):
+            return None
+        codes, scale = self._base.load(name), self._scale(name)
+        return codes.view(torch.int8), scale.expand(len(codes), 1).contiguous()
 
     def load_rows(self, name: str, rows: Sequence[tuple[int, int]]) -> torch.Tensor:
         """See `TensorFile.load_rows`."""

@@ -1,0 +1,168 @@
+"""Quality budgets, and the sampling methods that call the denoiser in some of the steps only.
+
+A method keeps the plan's own steps: it names those in which the denoiser is computed, and how the
+sampler gets over the others. So its video can be compared with the exact one, and it can return to
+exact steps at any step. `everyframe.samplers.multistep` and `prediction` compute it;
+`everyframe.planning.quality` chooses one for a budget.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from everyframe.core.errors import InputError, did_you_mean
+
+#: Value of ``quality`` that uses no lossy method; the default.
+EXACT = "exact"
+
+#: Multistep solvers of second order; the step formula is theirs.
+SOLVERS = {
+    "ab2": "Adams-Bashforth of second order, in the velocity",
+    "dpm2m": "DPM-Solver++(2M)",
+    "unipc": "UniPC of second order",
+}
+#: Extrapolation of the denoiser's answers; the step formula is the sampler's own.
+PREDICTORS = {
+    "taylor1": "answers extrapolated linearly",
+    "taylor2": "answers extrapolated quadratically",
+}
+METHODS = {**SOLVERS, **PREDICTORS}
+
+#: Budgets in dB that can be asked for. Above, the frames' own 8 bits are the larger error.
+LOWEST_DB, HIGHEST_DB = 20.0, 50.0
+
+_DECIBELS = re.compile(r"(\d+(?:\.\d+)?)\s*db", re.IGNORECASE)
+_METHOD = re.compile(r"([a-z]\w*)@(\d{1,5})(?:w(\d{1,5}))?(?:g(\d{1,3}))?")
+
+
+@dataclass(frozen=True)
+class SamplingMethod:
+    """A lossy way through a sampler's steps, written ``ab2@8`` or ``taylor1@12w4g50``.
+
+    Attributes:
+        name: one of `METHODS`.
+        num_computed: steps in which the denoiser is computed.
+        num_warm: of these, the first steps, without a gap; at least 1. The others lie evenly.
+        guided_percent: share of the steps, from the first, that have classifier-free guidance.
+        limit: largest accumulated error estimate; from the step that passes it on, all are exact.
+            None: no limit.
+    """
+
+    name: str
+    num_computed: int
+    num_warm: int = 1
+    guided_percent: int = 100
+    limit: float | None = None
+
+    def __str__(self) -> str:
+        warm = f"w{self.num_warm}" if self.num_warm > 1 else ""
+        guided = f"g{self.guided_percent}" if self.guided_percent < 100 else ""
+        return f"{self.name}@{self.num_computed}{warm}{guided}"
+
+    @property
+    def is_solver(self) -> bool:
+        """Whether it replaces the sampler's step formula."""
+        return self.name in SOLVERS
+
+    def computed_steps(self, num_steps: int) -> tuple[int, ...]:
+        """Indices of the computed steps, ascending; the first step is always one."""
+        if self.num_computed >= num_steps:
+            return tuple(range(num_steps))
+        warm = min(self.num_warm, self.num_computed)
+        rest, left = self.num_computed - warm, num_steps - warm
+        if warm == 1:  # the first one begins an interval like the others
+            return tuple(_round(each * num_steps, self.num_computed) for each in range(warm + rest))
+        return (*range(warm), *(warm + _round(each * left, rest) for each in range(rest)))
+
+    def guided_steps(self, num_steps: int) -> int:
+        """Number of steps, from the first, that have guidance."""
+        return -(-num_steps * self.guided_percent // 100)
+
+
+def _round(number: int, by: int) -> int:
+    """`number` / `by` to the nearest integer, halves up, without floats."""
+    return (2 * number + by) // (2 * by)
+
+
+def parse_quality(text: str) -> float | SamplingMethod | None:
+    """The budget in dB, the method by its name, or None for ``exact``.
+
+    Raises:
+        InputError: none of these; says what is allowed.
+    """
+    written = text.strip().casefold()
+    if written == EXACT:
+        return None
+    if match := _DECIBELS.fullmatch(written):
+        decibels = float(match[1])
+        if not LOWEST_DB <= decibels <= HIGHEST_DB:
+            raise InputError(
+                f"quality must be {LOWEST_DB:g}dB to {HIGHEST_DB:g}dB, got {text!r}; "
+                "for no loss at all: exact"
+            )
+        return decibels
+    if match := _METHOD.fullmatch(written):
+        return _method(text, match)
+    raise InputError(
+        f"quality must be exact, a budget such as 32dB, or a method such as ab2@8, got {text!r}"
+    )
+
+
+def _method(text: str, match: re.Match[str]) -> SamplingMethod:
+    name, computed, warm, guided = match[1], int(match[2]), int(match[3] or 1), int(match[4] or 100)
+    if name not in METHODS:
+        raise InputError(
+            f"quality: there is no method {name!r} among {', '.join(METHODS)}"
+            f"{did_you_mean(name, METHODS)}"
+        )
+    if not computed >= 2 or not 1 <= warm <= computed or not 0 <= guided <= 100:
+        raise InputError(
+            f"quality {text!r}: NAME@COMPUTEDwWARMgPERCENT needs 2 or more computed steps, no more "
+            "warm steps than these, and a guided share of 0 to 100"
+        )
+    return SamplingMethod(name, computed, warm, guided)
+
+
+def check_methods(names: Iterable[str], place: str) -> frozenset[str]:
+    """The names, if each is one of `METHODS`; `InputError` otherwise."""
+    found = frozenset(names)
+    for name in sorted(found - METHODS.keys()):
+        raise InputError(
+            f"{place}: there is no method {name!r} among {', '.join(METHODS)}"
+            f"{did_you_mean(name, METHODS)}"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class QualityPlan:
+    """What a plan does for its quality budget.
+
+    Attributes:
+        asked: the option as given.
+        method: the method, or "exact".
+        why: why this one, for a person.
+        worst_db: smallest PSNR of a frame against the exact video over the calibration set; None
+            without a measurement. `median_db` is the median over its videos.
+        num_videos: size of that set.
+        gain: denoising time of exact steps over that of the method, measured.
+    """
+
+    asked: str
+    method: str
+    why: str = ""
+    worst_db: float | None = None
+    median_db: float | None = None
+    num_videos: int = 0
+    gain: float | None = None
+
+    def __str__(self) -> str:
+        if self.worst_db is None:
+            return f"{self.asked}: {self.method}" + (f" ({self.why})" if self.why else "")
+        return (
+            f"{self.asked}: {self.method}, measured {self.worst_db:.1f} dB at worst and "
+            f"{self.median_db:.1f} dB in the median of {self.num_videos} videos; denoises "
+            f"{self.gain:.1f} times as fast"
+        )

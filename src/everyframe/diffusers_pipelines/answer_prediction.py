@@ -1,0 +1,152 @@
+"""Predict a pipeline's denoiser answers in some of its steps, around the denoisers' calls.
+
+The pipeline makes its own call with its own scheduler and steps; a call of a step that is not
+computed returns an extrapolated answer, tensor by tensor, in the form of the last computed one.
+Answers are extrapolated apart for each denoiser and for each of its calls in a step (a prompt's
+and a negative prompt's, say). It stands around `DenoiserReplay`: a resumed run replays the computed
+answers and predicts the others from them anew, so nothing of it is saved. A denoiser that has no
+computed answer yet, such as a second expert, is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from everyframe.core.events import Event, Note
+from everyframe.core.plan import Plan
+from everyframe.core.quality import SamplingMethod
+from everyframe.diffusers_pipelines.cfg_detection import CfgBranches
+from everyframe.diffusers_pipelines.module_calls import override_call
+from everyframe.diffusers_pipelines.step_tracking import StepTracker, notify_step_tracker
+from everyframe.numerics.tensor_stats import iter_tensors, value_range
+from everyframe.parallel.communicator import ParallelContext
+from everyframe.precision.cast_hooks import map_tensors
+from everyframe.samplers.error_budget import ErrorBudget
+from everyframe.samplers.prediction import AnswerHistory
+
+
+class PredictedAnswers:
+    """Context: calls of these denoisers, by name, are computed in some steps and else predicted.
+
+    Attributes:
+        budget: the accumulated error estimate, of each step's first call.
+    """
+
+    def __init__(
+        self,
+        denoisers: Mapping[str, nn.Module],
+        watch: StepTracker,
+        method: SamplingMethod,
+        num_steps: int,
+        agree: Callable[[bool], bool],
+        seed: int,
+        emit: Callable[[Event], None],
+    ) -> None:
+        self._denoisers, self._watch = dict(denoisers), watch
+        self._method, self._seed, self._emit = method, seed, emit
+        self._computed = frozenset(method.computed_steps(num_steps))
+        self._num_steps = num_steps
+        self.budget = ErrorBudget(method.limit, agree)
+        self._histories: dict[tuple[str, int], list[AnswerHistory]] = {}
+        self._last: dict[tuple[str, int], Any] = {}
+        self._num_calls: dict[str, int] = {}
+        self._on = ExitStack()
+
+    def __enter__(self) -> PredictedAnswers:
+        for name, module in self._denoisers.items():
+            self._on.enter_context(override_call(module, partial(self._called, name)))
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._on.close()
+        if kind is None:
+            self._emit(self.budget.event(self._seed))
+
+    def _called(
+        self,
+        name: str,
+        base: type[nn.Module],
+        own: nn.Module,
+        args: Any,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if self._watch.is_paused:
+            return base.__call__(own, *args, **kwargs)
+        is_new, time = self._watch.next_step(own, args, kwargs)
+        if is_new:
+            self._num_calls.clear()
+        call = (name, self._num_calls.get(name, 0))
+        self._num_calls[name] = call[1] + 1
+        # The tracker counts from 1, and this call after it is made.
+        step = self._watch.begun - 1 + is_new
+        is_predicted = time is not None and call in self._last and self._is_skipped(step)
+        if is_predicted:
+            assert time is not None
+            answer = self._predicted(call, time)
+            if value_range(answer).is_finite:
+                notify_step_tracker(self._watch, name, own, args, kwargs)
+                return answer
+        answer = base.__call__(own, *args, **kwargs)
+        if time is not None:
+            self._add(call, time, answer, step)
+        return answer
+
+    def _is_skipped(self, step: int) -> bool:
+        return step < self._num_steps and step not in self._computed and not self.budget.is_spent
+
+    def _predicted(self, call: tuple[str, int], time: float) -> Any:
+        tensors = iter([each.predict(time) for each in self._histories[call]])
+        return map_tensors(self._last[call], lambda _: next(tensors))
+
+    def _add(self, call: tuple[str, int], time: float, answer: Any, step: int) -> None:
+        found: list[Tensor] = list(iter_tensors(answer))
+        histories = self._histories.setdefault(call, [])
+        if len(histories) != len(found):
+            histories[:] = [AnswerHistory(self._method) for _ in found]
+        if call[1] == 0 and histories and not self.budget.is_spent:
+            self._check(histories[0], time, found[0], step)
+        for history, tensor in zip(histories, found, strict=True):
+            history.add(time, tensor)
+        self._last[call] = answer
+
+    def _check(self, history: AnswerHistory, time: float, answer: Tensor, step: int) -> None:
+        self.budget = self.budget.plus(history.step_estimate(time, answer))
+        if self.budget.is_spent:
+            self._emit(Note(self.budget.note(step), in_record=True, seed=self._seed))
+
+
+def predict_answers(
+    plan: Plan,
+    denoisers: Mapping[str, nn.Module],
+    watch: StepTracker,
+    teams: ParallelContext,
+    branches: CfgBranches | None,
+    seed: int,
+    emit: Callable[[Event], None],
+) -> AbstractContextManager[object]:
+    """Context of the plan's lossy method, if it has one; `branches` are those split across ranks.
+
+    Split branches have no whole answers on each rank, so all steps are exact then, with a note.
+    """
+    method, team = plan.settings.method, teams.team
+    if method is None:
+        return nullcontext()
+    if branches is not None:
+        why = "guidance branches are on different devices, so all steps are exact"
+        emit(Note(f"quality {method}: {why}", in_record=True, seed=seed))
+        return nullcontext()
+
+    def agree(is_over: bool) -> bool:
+        return (
+            bool(team.broadcast_object(is_over, 0, "the error budget"))
+            if team.size > 1
+            else is_over
+        )
+
+    steps = plan.settings.num_inference_steps
+    return PredictedAnswers(denoisers, watch, method, steps, agree, seed, emit)

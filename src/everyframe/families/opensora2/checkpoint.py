@@ -1,0 +1,215 @@
+"""Find the files of an Open-Sora 2.0 and tell its parts by their tensors' names. Reads no weights.
+
+Upstream keeps everything in one folder: ``Open_Sora_v2.safetensors``, ``hunyuan_vae.safetensors``
+(or the DC-AE's two files), ``google/t5-v1_1-xxl/``, ``openai/clip-vit-large-patch14/`` and, for a
+first picture, ``flux1-dev.safetensors`` and ``flux1-dev-ae.safetensors``, all without configs. A
+local folder may name its files as it likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+from everyframe.checkpoints.folder import WEIGHT_SUFFIXES, describe_missing
+from everyframe.checkpoints.key_map import KeyMap
+from everyframe.checkpoints.locate import Location, PartLocation, find_part
+from everyframe.checkpoints.model_zoo import HubPart, known_models, shared_part
+from everyframe.core.errors import CheckpointError, InputError
+from everyframe.core.paths import expand_path
+from everyframe.families.opensora2.first_picture_keys import FLUX_VAE_KEYS
+from everyframe.families.opensora2.options import OpenSora2Options
+from everyframe.families.opensora_parts import (
+    DEEP_PART,
+    FLUX_PART,
+    FLUX_VAE_PART,
+    HUNYUAN_PART,
+    VIDEO_PART,
+    part_of,
+)
+from everyframe.families.t5_tokenizer import T5_KEYS
+from everyframe.runtime.component_files import CheckpointFiles, ComponentFiles, ComponentSource
+
+DENOISER, DEEP_DENOISER = "Open_Sora_v2.safetensors", "Open_Sora_v2_Video_DC_AE.safetensors"
+HUNYUAN_VAE, DEEP_VAE = "hunyuan_vae.safetensors", "F32T4C128_AE.safetensors"
+T5, CLIP = "google/t5-v1_1-xxl", "openai/clip-vit-large-patch14"
+FLUX, FLUX_VAE = "flux1-dev.safetensors", "flux1-dev-ae.safetensors"
+
+#: The text half of CLIP's file; transformers' newer module has its names without the prefix.
+_CLIP_IGNORED = (
+    r"vision_model\..*", r"visual_projection\..*", r"text_projection\..*", r"logit_scale",
+    r"(text_model\.)?embeddings\.position_ids",
+)  # fmt: skip
+
+
+def clip_keys(text_names: Iterable[str]) -> KeyMap:
+    """Key map of CLIP's file to the text model with these names."""
+    has_prefix = any(name.startswith("text_model.") for name in text_names)
+    rename = (r"^(?!text_model\.)", "text_model.") if has_prefix else (r"^text_model\.", "")
+    return KeyMap(rename=(rename,), ignore=_CLIP_IGNORED)
+
+
+def keys_of(component: str, text_names: Iterable[str]) -> KeyMap:
+    """Key map from a component's checkpoint names to module names."""
+    if component == "text_encoder":
+        return T5_KEYS
+    if component == "clip":
+        return clip_keys(text_names)
+    return FLUX_VAE_KEYS if component == "first_vae" else KeyMap()
+
+
+@dataclass(frozen=True)
+class OpenSora2Files(CheckpointFiles):
+    """Files of one Open-Sora 2.0; FLUX's are among them if a first picture is asked for."""
+
+    table: ClassVar = {
+        "text_encoder": ComponentFiles(T5),
+        "clip": ComponentFiles(CLIP),
+        "denoiser": ComponentFiles("", weights=DENOISER),
+        "vae": ComponentFiles("", weights=HUNYUAN_VAE),
+        "first_denoiser": ComponentFiles("", weights=FLUX),
+        "first_vae": ComponentFiles("", weights=FLUX_VAE),
+    }
+
+    @classmethod
+    def source_at(cls, component: str, place: PartLocation) -> ComponentSource:
+        """Source in a hub repository: the one file, or the encoder's folder."""
+        found = super().source_at(component, place)
+        weights = [file for file in place.files if file.suffix in WEIGHT_SUFFIXES]
+        if place.complete and not cls.entry(component).folder and len(weights) == 1:
+            return replace(found, path=weights[0])
+        if place.complete and found.path is not None and not found.path.is_dir():
+            return replace(found, path=place.folder)  # an encoder's own repository
+        return found
+
+
+def find_files(location: Location, options: OpenSora2Options) -> OpenSora2Files | None:
+    """Find the files of an Open-Sora 2.0 at `location`; None if it is another family's.
+
+    Raises:
+        InputError: the file is FLUX.1 and no video model, or an option names no part.
+        CheckpointError: the folder holds several denoisers or autoencoders.
+    """
+    if location.known is not None and location.parts:
+        if location.known.family != "opensora2":
+            return None
+        found = {
+            place.part.role: OpenSora2Files.source_at(place.part.role, place)
+            for place in location.parts
+        }
+        return _completed(found, options)
+    folder = location.path
+    if folder is None:
+        place = location.parts[0]
+        folder = place.folder if place.complete else None
+    if folder is None or (folder / "model_index.json").is_file():
+        return None
+    there = _parts_in(folder if folder.is_dir() else folder.parent)
+    if folder.is_file():
+        part = part_of(folder)
+        if part == FLUX_PART:
+            raise InputError(
+                f"{location.asked}: this is FLUX.1, which draws pictures; give Open-Sora 2.0's "
+                "denoiser, and FLUX with --first-frame flux --flux FOLDER"
+            )
+        if part != VIDEO_PART:
+            return None
+        there[VIDEO_PART] = [folder]
+    elif VIDEO_PART not in there:
+        return None
+    return _completed(_sources(folder if folder.is_dir() else folder.parent, there), options)
+
+
+def _parts_in(folder: Path) -> dict[str, list[Path]]:
+    """The folder's own safetensors by what they hold."""
+    found: dict[str, list[Path]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        part = part_of(file)
+        if part is not None:
+            found.setdefault(part, []).append(file)
+    return found
+
+
+def _sources(folder: Path, there: Mapping[str, list[Path]]) -> dict[str, ComponentSource]:
+    roles = (
+        ("denoiser", (VIDEO_PART,)),
+        ("vae", (HUNYUAN_PART, DEEP_PART)),
+        ("first_denoiser", (FLUX_PART,)),
+        ("first_vae", (FLUX_VAE_PART,)),
+    )  # fmt: skip
+    found: dict[str, ComponentSource] = {}
+    for role, parts in roles:
+        files = [file for part in parts for file in there.get(part, ())]
+        if len(files) > 1:
+            names = ", ".join(file.name for file in files)
+            how = "give one of the files" if role == "denoiser" else f"say which with --{role}"
+            raise CheckpointError(f"{folder} holds several of {parts[0]} ({names}); {how}")
+        if files:
+            found[role] = ComponentSource(f"{folder.name}/{files[0].name}", files[0])
+    for role in ("text_encoder", "clip"):
+        if (folder / OpenSora2Files.entry(role).folder).is_dir():
+            found[role] = OpenSora2Files.source_in(role, folder.name, folder)
+    return found
+
+
+def _completed(found: Mapping[str, ComponentSource], options: OpenSora2Options) -> OpenSora2Files:
+    """Fill in every component: from the options, else as found, else upstream's repository."""
+    standard = next(model for model in known_models() if model.name == "opensora-2.0")
+    hub = {part.role: part for part in standard.parts}
+    given = {"vae": options.vae, "text_encoder": options.text_encoder, "clip": options.clip}
+    sources: dict[str, ComponentSource] = {}
+    for role in ("text_encoder", "clip", "denoiser", "vae"):
+        asked = _asked(given.get(role), role)
+        sources[role] = asked or found.get(role) or _on_hub(hub[role])
+    if options.first_frame:
+        flux = _flux(options.flux)
+        for role in ("first_denoiser", "first_vae"):
+            named = f"opensora2-{role}"
+            sources[role] = flux.get(role) or found.get(role) or _on_hub(shared_part(named))
+    return OpenSora2Files(sources)
+
+
+def _on_hub(part: HubPart) -> ComponentSource:
+    return OpenSora2Files.source_at(part.role, find_part(part))
+
+
+def _asked(name: str | None, role: str) -> ComponentSource | None:
+    """Source that an option names (folder, file or hub id); None without the option."""
+    if name is None:
+        return None
+    path = expand_path(name, role)
+    if path.is_dir() and role == "vae":
+        there = _parts_in(path)
+        path = next(iter(there.get(HUNYUAN_PART, []) + there.get(DEEP_PART, [])), path)
+    if path.exists():
+        return ComponentSource(path.name, path)
+    if name.count("/") != 1 or role == "vae":
+        wanted = "a folder or a file" if role == "vae" else "a folder or a hub id OWNER/NAME"
+        raise InputError(f"{role} must be {wanted}, got {name!r}, which is not there")
+    weights = tuple(f"*{suffix}" for suffix in WEIGHT_SUFFIXES)
+    extras = ("*.json", "spiece.model", "vocab.json", "merges.txt")
+    return _on_hub(
+        HubPart(role=role, repo_id=name, needs=(("config.json",), weights), extras=extras)
+    )
+
+
+def _flux(name: str | None) -> dict[str, ComponentSource]:
+    """FLUX and its autoencoder of the folder or hub id that an option names."""
+    if name is None:
+        return {}
+    path = expand_path(name, "flux")
+    if path.is_dir():
+        found = _sources(path, _parts_in(path))
+        lacking = [role for role in ("first_denoiser", "first_vae") if role not in found]
+        if lacking:
+            wanted = [FLUX if role == "first_denoiser" else FLUX_VAE for role in lacking]
+            raise InputError(f"flux: {describe_missing(path, wanted)}")
+        return found
+    if name.count("/") != 1 or path.exists():
+        raise InputError(f"flux must be a folder or a hub id OWNER/NAME, got {name!r}")
+    return {
+        role: _on_hub(replace(shared_part(f"opensora2-{role}"), repo_id=name))
+        for role in ("first_denoiser", "first_vae")
+    }

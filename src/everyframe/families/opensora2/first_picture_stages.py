@@ -1,0 +1,106 @@
+"""Stages of a first picture: FLUX.1 draws it, its autoencoder decodes it, the video begins with it.
+
+The picture has the size of the video; upstream draws it at a table's size near that and resizes.
+Its times are those of the video's schedule with one latent frame, not FLUX's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everyframe.core.plan import Settings
+from everyframe.families.opensora2 import first_picture, sharding
+from everyframe.families.opensora2.denoiser import FirstPictureDenoiser, PromptEmbeds, TextStates
+from everyframe.families.opensora2.guidance import time_shift
+from everyframe.families.opensora2.prompt_lengths import T5_LENGTH
+from everyframe.families.opensora2.stages import OpenSora2Context, SamplerInputs
+from everyframe.runtime.denoise_stage import VideoDenoiseStage
+from everyframe.runtime.interface import VideoState
+from everyframe.runtime.stages import VideoEncodeStage, as_frames
+from everyframe.samplers import flow_matching, noise
+from everyframe.samplers.base import Step as SamplerStep
+
+#: The context of a dry run; see `NativeModelSpec.stage_call`.
+Context = OpenSora2Context
+
+
+def _latent_shape(context: OpenSora2Context) -> tuple[int, int, int, int]:
+    """(C, 1, h, w) of the picture's latents."""
+    config, settings = context.model.config.first_denoiser, context.settings
+    assert config is not None, "FLUX is among the files"
+    return (config.latent_channels, 1, settings.height // 8, settings.width // 8)
+
+
+class FirstDenoiseStage(VideoDenoiseStage[OpenSora2Context, SamplerInputs]):
+    """Draw the first picture's latents with FLUX.1."""
+
+    name = "first picture"
+    component = "first_denoiser"
+
+    def shard(self, modules: Mapping[str, Any]) -> sharding.Sharding:
+        """Split tokens or heads."""
+        teams = self.context.teams
+        return sharding.apply(modules[self.component], teams.team, 1, teams.way)
+
+    def inputs(self, video: VideoState, device: str) -> SamplerInputs:
+        """The picture's noise, of the video's seed, and its prompt."""
+        x = video.latents
+        if not video.step:
+            label = noise.derived_seed(video.seed, "first picture")
+            x = noise.start_noise(label, _latent_shape(self.context))[None]
+        return SamplerInputs(x.to(device), video.text)
+
+    def example_inputs(self, device: str) -> SamplerInputs:
+        """A text, all of which have the same length."""
+        config = self.context.model.config.denoiser
+        text = TextStates(
+            torch.zeros(1, T5_LENGTH, config.context_in_dim), torch.zeros(1, config.vec_in_dim)
+        )
+        shape = _latent_shape(self.context)
+        return SamplerInputs(torch.zeros(1, *shape, device=device), PromptEmbeds((text,), False))
+
+    def denoiser(
+        self, modules: Mapping[str, Any], inputs: SamplerInputs, device: str, settings: Settings
+    ) -> FirstPictureDenoiser:
+        """The model with its text."""
+        return FirstPictureDenoiser(modules[self.component], inputs.text, device)
+
+    def sample(
+        self, denoise: Callable[..., Tensor], inputs: SamplerInputs, start: int
+    ) -> Iterator[SamplerStep]:
+        """Euler steps of flow matching."""
+        _, _, height, width = _latent_shape(self.context)
+        shift = time_shift(height // 2 * (width // 2), 1)
+        steps = self.context.settings.num_inference_steps
+        times = flow_matching.schedule(steps, shift, reverse=True)
+        return flow_matching.sample(denoise, inputs.x, times, start=start)
+
+
+class FirstDecodeStage(VideoEncodeStage[OpenSora2Context, Tensor]):
+    """Decode the first picture, which is then a given one."""
+
+    name = "decode first picture"
+    component = "first_vae"
+
+    def inputs(self, video: VideoState, device: str) -> Tensor:
+        """The picture's latents."""
+        latents: Tensor = video.latents[:, :, 0]
+        return latents.to(device)
+
+    def example_inputs(self, device: str) -> Tensor:
+        """Latents of its size."""
+        channels, _, height, width = _latent_shape(self.context)
+        return torch.zeros(1, channels, height, width, device=device)
+
+    def compute(self, module: Any, inputs: Tensor, device: str, settings: Settings) -> Tensor:
+        """The picture (1, H, W, 3) in 0..1, on the host, in steps of 1/255 as a file has it."""
+        pixels = first_picture.decode(module, inputs)
+        return (as_frames(pixels) * 255).round() / 255
+
+    def store(self, video: VideoState, result: Tensor) -> None:
+        """Set `last_frames` of the video, and begin its noise anew."""
+        video.last_frames, video.latents = result, None

@@ -1,0 +1,209 @@
+"""Sequence parallelism for Open-Sora 2.0's denoiser, applied from outside.
+
+One rank takes the same path. A sample's tokens are its text's, then its picture's, and each rank
+holds a run of that list from the first layer to the last, in uneven shares: text tokens cost what
+picture tokens cost. Both streams of the double blocks are cut where the rank's run is. Modulation
+and feed-forward run without communication; attention is Ulysses (`everyframe.parallel.ulysses`) or
+ring attention (`everyframe.parallel.ring_attention`). The output is gathered after the last
+projection, when it has only a few channels.
+
+Tensors are sent in the dtype in which attention multiplies them. Nothing is padded, and neither
+tokens nor heads need to be divisible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everyframe.families.opensora2.layers import (
+    DoubleBlock,
+    JoinStreams,
+    JointAttention,
+    SplitStreams,
+    Table,
+)
+from everyframe.families.opensora2.mmdit import MMDiT
+from everyframe.ops.modulation import GatedAdd, Modulate
+from everyframe.ops.text_context import JointTextContext
+from everyframe.parallel.communicator import Communicator
+from everyframe.parallel.redistribute import Redistribute
+from everyframe.parallel.sharded_modules import (
+    PerSample,
+    SequenceParallelAttention,
+    ShardedAttentionCore,
+    attending,
+    beside,
+)
+from everyframe.parallel.token_partition import SampleSegment, TokenGrid, TokenPartition
+from everyframe.runtime.model_sharding import ShardedDenoiser
+
+#: Parameterless modules: number of leading stream inputs, before the per-sample tables.
+_STREAMS: dict[type[nn.Module], int] = {Modulate: 1, GatedAdd: 2}
+
+Segments = tuple[SampleSegment, ...]
+
+
+def apply(model: MMDiT, team: Communicator, groups: int = 1, way: str = "ulysses") -> Sharding:
+    """Shard `model` over the ranks of `team`.
+
+    All ranks must call it in the same order with the same input. With `groups` above 1 the batch is
+    first split into that many groups, each with its own ranks. `way` is the attention backend, one
+    of `everyframe.parallel.head_partition.ATTENDING`.
+    """
+    return Sharding(model, team, groups, way)
+
+
+class Sharding(ShardedDenoiser):
+    """Handle of a sharded denoiser; `remove` undoes `apply`."""
+
+    stream_dim = 1
+
+    def __init__(self, model: MMDiT, team: Communicator, groups: int, way: str) -> None:
+        super().__init__(model, team, groups)
+        self._way, self._num_text = way, 0
+        self._num_heads = model.config.num_heads
+        self._patch_size = model.config.patch_size
+        self._attending: dict[Redistribute, SequenceParallelAttention] = {}
+        self._handles += [
+            model.img_in.register_forward_pre_hook(self._take_picture),
+            model.text_tokens.register_forward_pre_hook(self._take_text),
+            model.rope.register_forward_hook(self._take_rotations),
+            model.final_layer.linear.register_forward_hook(self._gather),
+        ]
+        if hasattr(model, "cond_in"):
+            self._handles.append(model.cond_in.register_forward_pre_hook(self._take_picture))
+        for part in list(model.modules()):
+            self._swap_part(part)
+
+    def _swap_part(self, part: nn.Module) -> None:
+        for name, child in list(part.named_children()):
+            if type(child) in _STREAMS:
+                streams = {"img": self._picture_segments, "txt": self._text_segments}
+                is_double = isinstance(part, DoubleBlock)
+                segments = streams[name[:3]] if is_double else self._segments
+                ours = PerSample(child, _STREAMS[type(child)], self.stream_dim, segments)
+                self._swap(part, name, ours)
+            elif isinstance(child, JoinStreams):
+                self._swap(part, name, JoinSegments(child, self._segments, self._text_length))
+            elif isinstance(child, SplitStreams):
+                self._swap(part, name, SplitSegments(child, self._segments, self._text_length))
+        if isinstance(part, JointAttention):
+            self._swap(part, "core", ShardedAttentionCore(part.core, self._attention))
+
+    def _begin(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        context: JointTextContext = args[2]
+        self._num_text = context.text.shape[1]
+        return super()._begin(model, args, kwargs)
+
+    def _grid_of(self, x_BCTHW: Tensor) -> TokenGrid:
+        """Token grid: all tokens of a sample form one row, the text's first."""
+        batch, _, frames, height, width = x_BCTHW.shape
+        picture = frames * (height // self._patch_size) * (width // self._patch_size)
+        return TokenGrid(batch, 1, self._num_text + picture)
+
+    def _attention(self) -> SequenceParallelAttention:
+        """Attention of the current grid."""
+        switch = self.switch
+        if switch not in self._attending:
+            rows = switch.deal
+            grid = TokenGrid(rows.grid.samples, self._num_heads, rows.grid.places)
+            deal = TokenPartition(grid, rows.weights, rows.groups)
+            self._attending[switch] = attending(self._way, deal, switch.team)
+        return self._attending[switch]
+
+    def _text_length(self) -> int:
+        return self._num_text
+
+    def _text_segments(self) -> Segments:
+        return of_stream(self._segments(), range(self._num_text))
+
+    def _picture_segments(self) -> Segments:
+        return of_stream(self._segments(), range(self._num_text, self.switch.deal.grid.places))
+
+    def _take_picture(self, layer: nn.Module, args: tuple[Any, ...]) -> Tensor:
+        return taken(args[0], self._picture_segments(), self._num_text)
+
+    def _take_text(self, layer: nn.Module, args: tuple[Any, ...]) -> Tensor:
+        return taken(args[0], self._text_segments(), 0)
+
+    def _take_rotations(self, rope: nn.Module, args: tuple[Any, ...], table: Table) -> Table:
+        """RoPE of this rank's tokens: of several samples in sequence, or one table for all."""
+        parts = [each.places for each in self._segments()]
+        cos, sin = (beside([x[part] for part in parts], 0) for x in (table.cos, table.sin))
+        return table._replace(cos=cos, sin=sin)
+
+    def _gather(self, layer: nn.Module, args: tuple[Any, ...], out_bnE: Tensor) -> Tensor:
+        return self.switch.gather(out_bnE[:, None])[:, 0]
+
+
+def of_stream(segments: Segments, places: range) -> Segments:
+    """The parts of these segments in one stream: places are as in the joint sequence, and `here`
+    counts tokens of that stream alone."""
+    found, start = [], 0
+    for each in segments:
+        low = min(max(each.places.start, places.start), places.stop)
+        high = max(min(each.places.stop, places.stop), low)
+        found.append(
+            SampleSegment(each.samples, slice(low, high), slice(start, start + high - low))
+        )
+        start += high - low
+    return tuple(found)
+
+
+def taken(x_BNC: Tensor, segments: Segments, offset: int) -> Tensor:
+    """Tokens of these segments; the stream's first token is number `offset` of the sequence."""
+    parts = [
+        x_BNC[each.samples, each.places.start - offset : each.places.stop - offset]
+        for each in segments
+    ]
+    return beside(parts, 1)
+
+
+class _OfSegments(nn.Module):
+    """A module that joins or splits streams, of tokens of several samples side by side."""
+
+    def __init__(
+        self, inner: nn.Module, now: Callable[[], Sequence[SampleSegment]], text: Callable[[], int]
+    ) -> None:
+        super().__init__()
+        self.inner = inner
+        self._now, self._text = now, text
+
+    def _lengths(self) -> list[tuple[int, int]]:
+        """Text and picture tokens of each segment."""
+        num_text, found = self._text(), []
+        for each in self._now():
+            of_text = max(min(each.places.stop, num_text) - each.places.start, 0)
+            found.append((of_text, each.places.stop - each.places.start - of_text))
+        return found
+
+
+class JoinSegments(_OfSegments):
+    """`JoinStreams` segment by segment."""
+
+    def forward(self, text: Tensor, picture: Tensor, dim: int) -> Tensor:
+        lengths = self._lengths()
+        if len(lengths) == 1:
+            joined: Tensor = self.inner(text, picture, dim)
+            return joined
+        texts = torch.split(text, [each for each, _ in lengths], dim)
+        pictures = torch.split(picture, [each for _, each in lengths], dim)
+        return torch.cat([part for pair in zip(texts, pictures, strict=True) for part in pair], dim)
+
+
+class SplitSegments(_OfSegments):
+    """`SplitStreams` segment by segment."""
+
+    def forward(self, joint_BNC: Tensor, num_text: int) -> tuple[Tensor, Tensor]:
+        lengths = self._lengths()
+        if len(lengths) == 1:
+            streams: tuple[Tensor, Tensor] = self.inner(joint_BNC, num_text)
+            return streams
+        parts = torch.split(joint_BNC, [length for pair in lengths for length in pair], dim=1)
+        return torch.cat(parts[::2], dim=1), torch.cat(parts[1::2], dim=1)

@@ -1,0 +1,189 @@
+"""Calibrations: how close lossy sampling methods come to the exact video, measured and stored.
+
+A calibration is of one model, size, precision and device. It holds, for each method and each video
+of a set, the smallest PSNR of a frame against the plan's own exact run, the method's own error
+estimate, and the time saved. `everyframe.engine.calibration` measures; one JSON file each in the
+cache folder, written whole, so that an interrupted calibration goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from everyframe.checkpoints.folder import cache_folder
+from everyframe.core.errors import InputError
+from everyframe.core.paths import replace_file
+from everyframe.core.quality import SamplingMethod, parse_quality
+
+_log = logging.getLogger(__name__)
+_SCHEMA = "everyframe.calibrations/1"
+
+#: A method is certified by so many videos or more: of few, the worst says little.
+LEAST_VIDEOS = 15
+
+#: The worst video of a set is not the worst of all: a method must be better than its budget by it.
+MARGIN_DB = 1.0
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One video by one method.
+
+    Attributes:
+        psnr_db: smallest PSNR of its frames against the exact video.
+        estimate: the method's accumulated error estimate; None if it makes none.
+        gain: denoising time of the exact video over its own.
+    """
+
+    psnr_db: float
+    estimate: float | None
+    gain: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """All measurements of a key; see `everyframe.planning.quality.calibration_key`.
+
+    Attributes:
+        key: digest of what it is valid for, but for the size.
+        size: (num_frames, height, width).
+        videos: (prompt or empty, seed) of each video.
+        measured: by method, one entry a video in their order; methods that fell below the lowest
+            budget of interest end early.
+        seconds: spent on it so far.
+        exact_seconds: time of one exact video, first stage to last.
+    """
+
+    key: str
+    size: tuple[int, int, int]
+    videos: tuple[tuple[str, int], ...]
+    measured: Mapping[str, tuple[Measurement, ...]] = field(default_factory=dict)
+    seconds: float = 0.0
+    exact_seconds: float = 0.0
+
+    def plus(self, method: str, measurement: Measurement) -> Calibration:
+        """The calibration with one more video of a method."""
+        whole = (*self.measured.get(method, ()), measurement)
+        return replace(self, measured={**self.measured, method: whole})
+
+    def is_whole(self, method: str) -> bool:
+        """Whether the method has all of the videos, and enough."""
+        return len(self.measured.get(method, ())) == len(self.videos) >= LEAST_VIDEOS
+
+    def worst_db(self, method: str) -> float:
+        """Smallest PSNR of a frame over all videos of a method."""
+        return min(each.psnr_db for each in self.measured[method])
+
+    def median_db(self, method: str) -> float:
+        """Median over the videos of their worst frame."""
+        return statistics.median(each.psnr_db for each in self.measured[method])
+
+    def gain(self, method: str) -> float:
+        """Median of the time saved."""
+        return statistics.median(each.gain for each in self.measured[method])
+
+    def fastest(
+        self, decibels: float, allowed: Sequence[str], *, can_guide_partly: bool = True
+    ) -> str | None:
+        """The fastest whole method of the allowed names that holds a budget; None without one."""
+        held = [
+            method
+            for method in self.measured
+            if self.is_whole(method)
+            and _parsed(method).name in allowed
+            and (can_guide_partly or _parsed(method).guided_percent == 100)
+            and self.worst_db(method) >= decibels + MARGIN_DB
+        ]
+        return max(held, key=lambda each: (self.gain(each), self.worst_db(each)), default=None)
+
+    def limit(self, method: str, decibels: float) -> float | None:
+        """Largest error estimate with which a video of a method holds a budget.
+
+        Decibels fall by 20 for each tenfold of the error; the factor between both is that of the
+        worst calibrated video. No calibrated video passes it.
+        """
+        known = [each for each in self.measured[method] if each.estimate]
+        if not known:
+            return None
+        constant = min(each.psnr_db + 20 * math.log10(each.estimate or 1) for each in known)
+        largest = max(each.estimate or 0 for each in known)
+        return max(largest, 10 ** ((constant - decibels) / 20))
+
+
+def _parsed(method: str) -> SamplingMethod:
+    found = parse_quality(method)
+    assert isinstance(found, SamplingMethod), method
+    return found
+
+
+def path_of(key: str, size: Sequence[int]) -> Path:
+    """The file of a calibration."""
+    return cache_folder() / "calibrations" / key / f"{'x'.join(map(str, size))}.json"
+
+
+def load_calibration(key: str, size: Sequence[int]) -> Calibration | None:
+    """The stored calibration of exactly that size; None if there is none that can be read."""
+    found = _read(path_of(key, size))
+    return found if found is not None and (found.key, found.size) == (key, tuple(size)) else None
+
+
+def nearest_calibration(key: str, size: Sequence[int]) -> Calibration | None:
+    """The stored calibration of that size, else of the largest video that is not larger."""
+    here = load_calibration(key, size)
+    if here is not None and any(map(here.is_whole, here.measured)):
+        return here
+    others = [_read(path) for path in sorted(path_of(key, size).parent.glob("*.json"))]
+    fitting = [
+        each
+        for each in others
+        if each is not None
+        and each.key == key
+        and math.prod(each.size) <= math.prod(size)
+        and any(map(each.is_whole, each.measured))
+    ]
+    return max(fitting, key=lambda each: math.prod(each.size), default=here)
+
+
+def _read(path: Path) -> Calibration | None:
+    try:
+        return _of_json(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, InputError) as error:
+        _log.warning("the calibration in %s can't be read (%s); it is made again", path, error)
+        return None
+
+
+def save_calibration(calibration: Calibration) -> None:
+    """Write it, whole or not at all. Raises `OSError`."""
+    told = {"schema": _SCHEMA, **asdict(calibration)}
+    replace_file(path_of(calibration.key, calibration.size), json.dumps(told, indent=1))
+
+
+def _of_json(whole: Any) -> Calibration:
+    if whole["schema"] != _SCHEMA:
+        raise ValueError(f"its schema is {whole['schema']!r}")
+    measured = {}
+    for method, listed in whole["measured"].items():
+        if not isinstance(parse_quality(method), SamplingMethod):
+            raise TypeError(f"{method!r} is no method")
+        measured[method] = tuple(
+            Measurement(
+                float(each["psnr_db"]),
+                None if each["estimate"] is None else float(each["estimate"]),
+                float(each["gain"]),
+            )
+            for each in listed
+        )
+    videos = tuple((str(prompt), int(seed)) for prompt, seed in whole["videos"])
+    numbers = (float(whole["seconds"]), float(whole["exact_seconds"]))
+    frames, height, width = map(int, whole["size"])
+    size = (frames, height, width)
+    return Calibration(str(whole["key"]), size, videos, measured, *numbers)

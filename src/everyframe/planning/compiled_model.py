@@ -1,0 +1,59 @@
+"""Compile the blocks of a model for a request, and save them in a folder; no weights are loaded.
+
+The trials of a plan compile and certify (`component_certificates`). What they made stays in the
+certificate store, where every later run finds it; the folder is for a person to keep and to name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from everyframe.core.errors import CannotRunError
+from everyframe.core.plan import FastPathChoice, Plan
+from everyframe.core.request import Request
+from everyframe.planning.resolve import prepare
+
+_PATH = "compile"
+
+
+@dataclass(frozen=True)
+class CompiledModel:
+    """Where compiled blocks were saved, and the verdict on each component."""
+
+    plan: Plan
+    folder: Path
+    choices: dict[str, FastPathChoice]
+
+
+def compile_model(request: Request, target: str | Path) -> CompiledModel:
+    """Compile what a run of this request calls again and again; takes minutes the first time.
+
+    Raises:
+        CannotRunError: nothing of it can be compiled here, or is faster so; with the reasons.
+        InputError: the request is wrong, or the folder holds something else.
+    """
+    from everyframe.fast_paths import package_store
+
+    asked = Request(**{**request.given(), "compile": True})
+    prepared = prepare(asked, may_fetch=True, will_run=True)
+    if prepared.plan.infeasible is not None:
+        raise CannotRunError(prepared.plan.infeasible)
+    certificates = prepared.chooser.certificates
+    choices: dict[str, FastPathChoice] = {}
+    files: set[str] = set()
+    for part in prepared.plan.components:
+        own = [run for run in prepared.fitted.runs if run.stage_call.component == part.name]
+        for choice in part.choices:
+            if choice.path != _PATH:
+                continue
+            choices[part.name] = choice
+            if choice.verdict == "certified" and certificates is not None:
+                files.update(certificates.of(part.name, part.precision, own)[_PATH].packages)
+    if not files:
+        reasons = [f"{name}: {choice.reason}" for name, choice in choices.items()]
+        said = "; ".join(reasons) or "no component is called often enough"
+        raise CannotRunError(f"{prepared.plan.model}: nothing was compiled ({said})")
+    packages = package_store.listed(files)
+    folder = package_store.save(packages, target, title=prepared.plan.model)
+    return CompiledModel(prepared.plan, folder, choices)

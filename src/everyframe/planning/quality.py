@@ -1,0 +1,207 @@
+"""Choose the sampling method of a quality budget from what was measured for this model here.
+
+A budget takes the fastest method whose worst frame in the calibration held it with a margin.
+Without a calibration all steps are exact, and a note says which command makes one. A method that a
+person names, or that a record has, is used as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from everyframe.checkpoints.digest import known_digest
+from everyframe.core.errors import CheckpointError, InputError
+from everyframe.core.facts import DeviceFacts
+from everyframe.core.plan import ComponentPlan, Settings
+from everyframe.core.quality import EXACT, QualityPlan, SamplingMethod, parse_quality
+from everyframe.core.request import Request
+from everyframe.fast_paths.calibrations import Calibration, nearest_calibration
+from everyframe.fast_paths.certificates import device_key, digest
+from everyframe.fast_paths.registry import switched_off
+from everyframe.runtime.interface import LossySpec, ModelSpec
+from everyframe.runtime.patchable import digest_with_loras, patches_of
+
+
+@dataclass(frozen=True)
+class QualityChoice:
+    """The settings with their method, what the plan says of it, and notes."""
+
+    settings: Settings
+    plan: QualityPlan | None = None
+    notes: tuple[str, ...] = ()
+
+
+def choose_method(
+    request: Request,
+    model: ModelSpec,
+    settings: Settings,
+    components: Sequence[ComponentPlan],
+    device: DeviceFacts,
+) -> QualityChoice:
+    """The method for the request's quality; `components` are planned for exact steps.
+
+    Raises:
+        InputError: a named method that this model can't do, or that is disabled.
+    """
+    asked = parse_quality(request.quality)
+    if asked is None and request.method is None:
+        return QualityChoice(settings)
+    if request.method is not None:
+        _check(request.method, model, settings, request)
+        return _chosen(request, settings, request.method, "as recorded")
+    if isinstance(asked, SamplingMethod):
+        _check(asked, model, settings, request)
+        return _chosen(request, settings, asked, "named, not measured")
+    assert isinstance(asked, float)
+    allowed = _allowed(model, settings, request)
+    why_not = _why_exact(model, settings, allowed)
+    key = None if why_not else calibration_key(model, settings, components, device)
+    found = None if key is None else nearest_calibration(key, size_of(settings))
+    if why_not is None and found is None:
+        why_not = (
+            "not measured here for this model, precision and number of steps, at this size or a "
+            "smaller one; "
+            f"`{command_of(request)}` measures it"
+        )
+    if why_not is None:
+        assert found is not None
+        can_guide = can_guide_partly(model, request)
+        fastest = found.fastest(asked, allowed, can_guide_partly=can_guide)
+        return _measured(request, settings, found, asked, fastest)
+    return _exact(request, settings, why_not)
+
+
+def _exact(request: Request, settings: Settings, why: str) -> QualityChoice:
+    note = f"quality {request.quality}: all steps are exact, as it is {why}"
+    return QualityChoice(settings, QualityPlan(request.quality, EXACT, why), (note,))
+
+
+def _chosen(
+    request: Request, settings: Settings, method: SamplingMethod, why: str
+) -> QualityChoice:
+    settings = replace(settings, method=method)
+    return QualityChoice(settings, QualityPlan(request.quality, str(method), why))
+
+
+def _measured(
+    request: Request,
+    settings: Settings,
+    found: Calibration,
+    decibels: float,
+    fastest: str | None,
+) -> QualityChoice:
+    if fastest is None:
+        best = max(filter(found.is_whole, found.measured), key=found.worst_db, default=None)
+        says = "no whole measurement" if best is None else (
+            f"the closest method, {best}, has {found.worst_db(best):.1f} dB at worst"
+        )  # fmt: skip
+        return _exact(request, settings, f"held by no measured method with a margin: {says}")
+    method = parse_quality(fastest)
+    assert isinstance(method, SamplingMethod)
+    method = replace(method, limit=found.limit(fastest, decibels))
+    plan = QualityPlan(
+        request.quality,
+        fastest,
+        "the fastest measured method that holds the budget",
+        found.worst_db(fastest),
+        found.median_db(fastest),
+        len(found.videos),
+        found.gain(fastest),
+    )
+    notes: tuple[str, ...] = ()
+    if found.size != size_of(settings):
+        frames, height, width = found.size
+        notes = (
+            f"quality {request.quality}: measured at {width}x{height} and {frames} frames, not at "
+            f"this size; `{command_of(request)}` with this size measures it",
+        )
+    return QualityChoice(replace(settings, method=method), plan, notes)
+
+
+def size_of(settings: Settings) -> tuple[int, int, int]:
+    """Size of a calibration: (num_frames, height, width)."""
+    return settings.num_frames, settings.height, settings.width
+
+
+def _allowed(model: ModelSpec, settings: Settings, request: Request) -> tuple[str, ...]:
+    if not isinstance(model, LossySpec):
+        return ()
+    off = switched_off(request.disable)
+    return tuple(each for each in model.sampling_methods(settings) if each not in off)
+
+
+def _why_exact(model: ModelSpec, settings: Settings, allowed: Sequence[str]) -> str | None:
+    """Why no budget can be used; None if one can."""
+    if isinstance(model, LossySpec) and model.is_distilled:
+        return "a distilled model, which has no exact run to be measured against"
+    if not allowed:
+        return "a model or request for which no lossy method is allowed"
+    return None
+
+
+def _check(method: SamplingMethod, model: ModelSpec, settings: Settings, request: Request) -> None:
+    known = model.sampling_methods(settings) if isinstance(model, LossySpec) else ()
+    if method.name not in known:
+        can = f"it can do {', '.join(known)}" if known else "it has no lossy methods"
+        raise InputError(f"quality {method}: {model.title} can't do {method.name} here; {can}")
+    if method.name in switched_off(request.disable):
+        raise InputError(f"quality {method}: {method.name} is disabled (--disable)")
+    steps = settings.num_inference_steps
+    if method.num_computed > steps:
+        raise InputError(
+            f"quality {method}: {method.num_computed} of {steps} steps can't be computed; "
+            f"give {steps} or fewer"
+        )
+    if method.guided_percent < 100 and not can_guide_partly(model, request):
+        raise InputError(
+            f"quality {method}: guidance in part of the steps works with our own model families, "
+            f"on one device; leave out g{method.guided_percent}"
+        )
+
+
+def can_guide_partly(model: ModelSpec, request: Request) -> bool:
+    """Whether a method can leave guidance out of the last steps."""
+    return isinstance(model, LossySpec) and model.has_partial_guidance and request.num_ranks == 1
+
+
+def command_of(request: Request) -> str:
+    """The command line that calibrates for a request."""
+    model = f" {request.model}" if request.model else ""
+    return f"everyframe calibrate{model}"
+
+
+def calibration_key(
+    model: ModelSpec,
+    settings: Settings,
+    components: Sequence[ComponentPlan],
+    device: DeviceFacts,
+) -> str | None:
+    """Key of the calibrations that fit, of any size; None if these weights were never hashed here.
+
+    It has the weights with their LoRAs, steps, guidance and options, the precision of each
+    component, and the device with its libraries; not the prompt, seed, size or threads.
+    """
+    if model.missing():
+        return None
+    try:
+        files = model.weight_files()
+    except CheckpointError:  # whoever loads it says so, a plan loads nothing
+        return None
+    sha256, loras = known_digest(files) if files else None, patches_of(model).known()
+    if sha256 is None or loras is None:
+        return None
+    general = replace(
+        settings, prompt="", negative_prompt=None, seed=0, num_videos=1, method=None, savings=(),
+        num_frames=0, height=0, width=0, nominal_size=None, nominal_length=None, own_choices=(),
+    )  # fmt: skip
+    precisions = [(part.name, str(part.precision)) for part in components]
+    return digest(
+        [
+            digest_with_loras(sha256, loras),
+            repr(general),
+            settings.negative_prompt is not None,
+            precisions,
+            device_key(device, 0),
+        ]
+    )

@@ -1,0 +1,226 @@
+"""Multistep solvers of second order that call the denoiser in some of a sampler's steps.
+
+They solve the same differential equation as the sampler that they replace, along the same levels:
+from one computed step they go to the next one at once, and the state stays there in between. Each
+needs one denoiser call a computed step and the answers of the last one or two.
+
+- ``ab2``: Adams-Bashforth with steps of unequal size, in the slope ``(z - x0) / tau``. For
+  rectified flow that is the velocity, for Karras' sigmas equation 1 of Karras et al. 2022.
+- ``dpm2m``: DPM-Solver++(2M), Lu et al. 2022 (arXiv 2211.01095), algorithm 2.
+- ``unipc``: UniPC of order 2 with B2(h) = expm1(h), Zhao et al. 2023 (arXiv 2302.04867): the same
+  predictor, and a corrector that uses the next computed answer without a further call.
+
+Coefficients are float64 numbers. A level without noise, or without signal, takes a step of first
+order, as does one without an earlier answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everyframe.core.quality import SamplingMethod
+from everyframe.samplers.base import Denoise, Step, as_state, check_start
+from everyframe.samplers.error_budget import ErrorBudget
+
+
+@dataclass(frozen=True)
+class DiffusionPath:
+    """Noise levels of a sampler's N steps, and what its model predicts.
+
+    The state at level i is ``alphas[i] x0 + sigmas[i] noise``; the last level has no noise.
+
+    Attributes:
+        alphas, sigmas: N + 1 numbers each.
+        predict: ``predict(denoise, x, i)`` calls the model at level i: timestep (B,) and x0.
+        is_flow: alpha + sigma is 1, and the slope is taken in x itself instead of x / alpha.
+        active: bool, broadcastable to x: what is denoised; None for all.
+    """
+
+    alphas: tuple[float, ...]
+    sigmas: tuple[float, ...]
+    predict: Callable[[Denoise, Tensor, int], tuple[Tensor, Tensor]]
+    is_flow: bool = False
+    active: Tensor | None = None
+
+    def scale(self, level: int) -> float:
+        """What x is divided by where slopes are taken."""
+        return 1.0 if self.is_flow else self.alphas[level]
+
+    def tau(self, level: int) -> float:
+        """Noise level of the scaled state."""
+        return self.sigmas[level] / self.scale(level)
+
+    def log_snr(self, level: int) -> float:
+        """``log(alpha / sigma)``, infinite where one of them is 0."""
+        alpha, sigma = self.alphas[level], self.sigmas[level]
+        if not sigma:
+            return math.inf
+        return math.log(alpha / sigma) if alpha else -math.inf
+
+
+@dataclass(frozen=True, eq=False)
+class _History:
+    """What a later step needs of the computed ones before it, the newest last.
+
+    Attributes:
+        levels: levels of the last computed steps.
+        answers: their x0.
+        base: state that the newest step began from, for UniPC's corrector.
+    """
+
+    levels: tuple[int, ...] = ()
+    answers: tuple[Tensor, ...] = ()
+    base: Tensor | None = None
+
+    def then(self, level: int, x0: Tensor, base: Tensor) -> _History:
+        return _History((*self.levels, level)[-2:], (*self.answers, x0)[-2:], base)
+
+    def to_memory(self) -> dict[str, Any]:
+        return {"levels": list(self.levels), "answers": list(self.answers), "base": self.base}
+
+    @classmethod
+    def of_memory(cls, memory: Mapping[str, Any], x: Tensor) -> _History:
+        base = memory["base"]
+        return cls(
+            tuple(memory["levels"]),
+            tuple(each.to(x.device) for each in memory["answers"]),
+            None if base is None else base.to(x.device),
+        )
+
+
+def sample(
+    denoise: Denoise,
+    x: Tensor,
+    path: DiffusionPath,
+    method: SamplingMethod,
+    *,
+    start: int = 0,
+    memory: Mapping[str, Any] | None = None,
+    agree: Callable[[bool], bool] = bool,
+) -> Iterator[Step]:
+    """Sample from x (B, ...) at level `start` of the path; `start` above 0 needs its `memory`.
+
+    A step is yielded for each level. If the accumulated error passes ``method.limit``, the step
+    says so in its `note` and all later ones are computed, by the first-order formula of the exact
+    sampler. ``agree(is_over)`` returns what all ranks take as true.
+    """
+    num_steps = len(path.sigmas) - 1
+    check_start(start, num_steps)
+    x = as_state(x)
+    history, budget = _History(), ErrorBudget(method.limit, agree)
+    if memory is not None:
+        history, budget = _History.of_memory(memory, x), budget.at(memory["error"])
+    computed = method.computed_steps(num_steps)
+    t = x.new_zeros(x.shape[0])
+    for index in range(start, num_steps):
+        note = None
+        if index in computed or budget.is_spent:
+            t, x0 = path.predict(denoise, x, index)
+            was_spent = budget.is_spent
+            budget = budget.plus(_estimate(path, history, index, x, x0))
+            if budget.is_spent and not was_spent:
+                note = budget.note(index)
+            if method.name == "unipc" and not budget.is_spent:
+                x = _where(path, _corrected(path, history, index, x, x0), x)
+            following = next((each for each in computed if each > index), num_steps)
+            if budget.is_spent:
+                following = index + 1
+            advance = _first_order if budget.is_spent else _FORMULAS[method.name]
+            after = advance(path, history, index, following, x, x0)
+            history, x = history.then(index, x0, x), _where(path, after, x)
+        remembered = {**history.to_memory(), "error": budget.error}
+        yield Step(index, num_steps, t, x, remembered, note)
+
+
+def _where(path: DiffusionPath, after: Tensor, x: Tensor) -> Tensor:
+    return after if path.active is None else torch.where(path.active, after, x)
+
+
+def _slope(path: DiffusionPath, level: int, x: Tensor, x0: Tensor) -> Tensor:
+    """Derivative of the scaled state by tau."""
+    return (x / path.scale(level) - x0) / path.tau(level)
+
+
+def _first_order(
+    path: DiffusionPath, history: _History, level: int, after: int, x: Tensor, x0: Tensor
+) -> Tensor:
+    """DDIM's step, which for these models is Euler's."""
+    ratio = path.sigmas[after] / path.sigmas[level]
+    return ratio * x + (path.alphas[after] - ratio * path.alphas[level]) * x0
+
+
+def _ab2(
+    path: DiffusionPath, history: _History, level: int, after: int, x: Tensor, x0: Tensor
+) -> Tensor:
+    if history.base is None:
+        return _first_order(path, history, level, after, x, x0)
+    before = history.levels[-1]
+    step, last = path.tau(after) - path.tau(level), path.tau(level) - path.tau(before)
+    slope = _slope(path, level, x, x0)
+    # The slope there was taken at the state that its step began from.
+    change = slope - _slope(path, before, history.base, history.answers[-1])
+    z = x / path.scale(level) + step * (slope + change * (step / (2 * last)))
+    return z * path.scale(after)
+
+
+def _dpm2m(
+    path: DiffusionPath, history: _History, level: int, after: int, x: Tensor, x0: Tensor
+) -> Tensor:
+    h = path.log_snr(after) - path.log_snr(level)
+    if history.base is None or math.isinf(h):
+        return _first_order(path, history, level, after, x, x0)
+    before = history.levels[-1]
+    last = path.log_snr(level) - path.log_snr(before)
+    slope = (x0 - history.answers[-1]) * (h / (2 * last))  # 0 from a level without signal
+    return _first_order(path, history, level, after, x, x0 + slope)
+
+
+#: UniPC's predictor of order 2 with B2 is DPM-Solver++(2M)'s step.
+_FORMULAS = {"ab2": _ab2, "dpm2m": _dpm2m, "unipc": _dpm2m}
+
+
+def _corrected(path: DiffusionPath, history: _History, level: int, x: Tensor, x0: Tensor) -> Tensor:
+    """UniPC's corrector: the state at `level` again, now that its own answer `x0` is known."""
+    if history.base is None:
+        return x
+    before = history.levels[-1]
+    h = path.log_snr(level) - path.log_snr(before)
+    if math.isinf(h):
+        return x
+    newest = history.answers[-1]
+    b = -math.expm1(-h)
+    first = _first_order(path, history, before, level, history.base, newest)
+    if len(history.levels) < 2 or math.isinf(path.log_snr(history.levels[-2])):
+        return first + path.alphas[level] * b * 0.5 * (x0 - newest)
+    # Coefficients of both differences, of the conditions of order 1 and 2 at r and 1.
+    r = (path.log_snr(history.levels[-2]) - path.log_snr(before)) / h
+    phi_1 = math.expm1(-h) / -h - 1
+    phi_2 = phi_1 / -h - 0.5
+    b_1, b_2 = phi_1 / -b, 2 * phi_2 / -b
+    weight_old = (b_1 - b_2) / (1 - r)
+    weight_new = b_1 - weight_old
+    older = (history.answers[-2] - newest) / r
+    return first + path.alphas[level] * b * (weight_old * older + weight_new * (x0 - newest))
+
+
+def _estimate(
+    path: DiffusionPath, history: _History, level: int, x: Tensor, x0: Tensor
+) -> float | None:
+    """Error that the last interval may have made, relative to the state; None if unknown.
+
+    It is the difference between this answer and the one extrapolated from the two before.
+    """
+    if len(history.levels) < 2 or history.base is None:
+        return None
+    taus = [path.tau(each) for each in (*history.levels, level)]
+    weight = (taus[2] - taus[1]) / (taus[1] - taus[0])
+    expected = history.answers[1] + weight * (history.answers[1] - history.answers[0])
+    size = x.double().norm() / path.scale(level)
+    share = abs(taus[2] - taus[1]) / taus[2]
+    return float(share * (x0.double() - expected.double()).norm() / size)

@@ -1,0 +1,74 @@
+"""Budgets and methods as they are written, and the steps that a method computes."""
+
+from __future__ import annotations
+
+import pytest
+
+from everyframe.core.errors import InputError
+from everyframe.core.quality import METHODS, SamplingMethod, parse_quality
+from everyframe.core.request import Request
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("exact", None),
+        (" Exact ", None),
+        ("32dB", 32.0),
+        ("37.5 db", 37.5),
+        ("ab2@8", SamplingMethod("ab2", 8)),
+        ("taylor2@12w4g50", SamplingMethod("taylor2", 12, 4, 50)),
+        ("unipc@6g0", SamplingMethod("unipc", 6, 1, 0)),
+    ],
+)
+def test_what_is_meant(text: str, meant: object) -> None:
+    assert parse_quality(text) == meant
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_reads_as_it_is_written(name: str) -> None:
+    for method in (SamplingMethod(name, 9), SamplingMethod(name, 9, 3, 40)):
+        assert parse_quality(str(method)) == method
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("32", "must be exact, a budget such as 32dB, or a method such as ab2@8, got '32'"),
+        ("19dB", "must be 20dB to 50dB"),
+        ("51dB", "for no loss at all: exact"),
+        ("ab3@8", "did you mean 'ab2'"),
+        ("ab2@1", "2 or more computed steps"),
+        ("ab2@8w9", "no more warm steps"),
+        ("ab2@8w0", "no more warm steps"),
+        ("ab2@8g101", "a guided share of 0 to 100"),
+        ("lossless", "must be exact"),
+    ],
+)
+def test_anything_else_is_an_error(text: str, says: str) -> None:
+    with pytest.raises(InputError) as told:
+        Request(quality=text)
+    assert says in str(told.value)
+
+
+def test_computed_steps_begin_with_the_first_and_are_even() -> None:
+    assert SamplingMethod("ab2", 8).computed_steps(30) == (0, 4, 8, 11, 15, 19, 23, 26)
+    assert SamplingMethod("ab2", 6).computed_steps(30) == (0, 5, 10, 15, 20, 25)
+    assert SamplingMethod("ab2", 5, 3).computed_steps(9) == (0, 1, 2, 3, 6)
+    assert SamplingMethod("ab2", 30).computed_steps(12) == tuple(range(12))
+
+
+@pytest.mark.parametrize("num_steps", [2, 3, 7, 30, 250])
+def test_so_many_steps_are_computed_as_are_named(num_steps: int) -> None:
+    for count in range(2, num_steps + 1):
+        for warm in range(1, count + 1):
+            steps = SamplingMethod("ab2", count, warm).computed_steps(num_steps)
+            assert len(steps) == count == len({*steps})
+            assert steps[:warm] == tuple(range(warm))
+            assert steps[-1] < num_steps
+
+
+def test_guided_steps_are_rounded_up() -> None:
+    assert SamplingMethod("ab2", 8, 1, 50).guided_steps(7) == 4
+    assert SamplingMethod("ab2", 8).guided_steps(7) == 7
+    assert SamplingMethod("ab2", 8, 1, 0).guided_steps(7) == 0

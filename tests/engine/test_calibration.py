@@ -1,0 +1,123 @@
+"""Calibration end to end on the embedded model, with few steps: measured, saved, gone on with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import everyframe
+from everyframe.checkpoints.shapes_prompts import Scene, read_prompt
+from everyframe.core.errors import InputError
+from everyframe.core.quality import SamplingMethod, parse_quality
+from everyframe.core.request import Request
+from everyframe.engine import calibration
+from everyframe.engine.calibration import calibrate, candidates, report, shapes_prompts
+from everyframe.fast_paths.calibrations import LEAST_VIDEOS, Calibration
+from everyframe.numerics.psnr import frame_psnr
+from everyframe.planning.resolve import prepare
+
+REQUEST = Request(num_inference_steps=4)
+
+
+def done(**more: Any) -> list[Calibration]:
+    options = {"num_videos": LEAST_VIDEOS, "methods": ["taylor1@3", "ab2@2"], "lowest_db": 1.0}
+    return [each.calibration for each in calibrate(REQUEST, **{**options, **more})]
+
+
+def test_it_measures_goes_on_and_is_used_by_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    videos = []
+    made = calibration._made
+    monkeypatch.setattr(calibration, "_made", lambda each: (videos.append(each), made(each))[1])
+    steps = calibrate(REQUEST, num_videos=LEAST_VIDEOS, methods=["taylor1@3"], lowest_db=1.0)
+    for _ in range(3):
+        next(steps)
+    steps.close()  # as an interrupt does
+    assert len(videos) == 6
+
+    whole = done(methods=["taylor1@3"])[-1]
+    assert len(videos) == 2 * LEAST_VIDEOS, "what was measured is not made again"
+    assert whole.is_whole("taylor1@3")
+    prompt, seed = whole.videos[4]
+    exact, lossy = (
+        everyframe.generate(
+            prompt, seed=seed, num_inference_steps=4, output="float", quality=quality
+        ).frames
+        for quality in ("exact", "taylor1@3")
+    )
+    measured = whole.measured["taylor1@3"][4]
+    assert measured.psnr_db == pytest.approx(frame_psnr(lossy, exact).min(), abs=1e-3)
+    assert measured.estimate is not None
+
+    more = done()[-1]
+    assert more.is_whole("ab2@2")
+    assert done() == [], "nothing is left to do"
+    budget = f"{max(20.0, more.worst_db('taylor1@3') - 2):.1f}dB"
+    if more.worst_db("taylor1@3") >= 21.5:
+        settled = everyframe.plan(prompt, num_inference_steps=4, quality=budget)
+        assert settled.quality is not None
+        assert settled.quality.num_videos == LEAST_VIDEOS
+    assert any("dB" in line for line in report(more, [20.0]))
+
+
+def test_a_method_below_the_lowest_budget_ends_with_its_bolder_ones() -> None:
+    request = Request(num_inference_steps=6)
+    methods = ["taylor1@4", "taylor1@3", "taylor1@2"]
+    steps = calibrate(request, num_videos=LEAST_VIDEOS, methods=methods, lowest_db=99.0)
+    first = next(steps).calibration
+    steps.close()
+    assert {*first.measured} == {"taylor1@4"}, "after the mildest fell the others are not made"
+
+
+def test_candidates_are_from_mild_to_bold() -> None:
+    prepared = prepare(Request(prompt="a red circle moves right"))
+    found = candidates(Request(), prepared.model, prepared.plan.settings)
+    counts = [each.num_computed for each in found]
+    assert counts == sorted(counts, reverse=True)
+    assert {each.name for each in found} == {*calibration.USUAL}
+    disabled = Request(disable=("ab2",))
+    left = candidates(disabled, prepared.model, prepared.plan.settings)
+    assert {each.name for each in left} == {*calibration.USUAL} - {"ab2"}
+    only = candidates(Request(), prepared.model, prepared.plan.settings, ["dpm2m@9"])
+    assert only == (SamplingMethod("dpm2m", 9),)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"num_videos": 14}, "at least 15"),
+        ({"methods": ["ab9"]}, "can't do ab9; it can do"),
+        ({"request": Request(num_devices=2)}, "works on one device"),
+    ],
+)
+def test_wrong_options_are_errors(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        next(calibrate(options.pop("request", REQUEST), **options))
+
+
+def test_prompts_of_the_embedded_model_can_be_drawn_and_differ() -> None:
+    prompts = shapes_prompts(32)
+    assert len({*prompts}) == 32
+    assert all(isinstance(read_prompt(each), Scene) for each in prompts)
+
+
+def test_a_lossy_run_is_repeated_by_its_record() -> None:
+    first = everyframe.generate("a red circle moves right", seed=3, quality="unipc@6g50")
+    again = everyframe.generate(from_record=first)
+    np.testing.assert_array_equal(first.frames, again.frames)
+    exact = everyframe.generate(from_record=first, quality="exact")
+    assert not np.array_equal(exact.frames, first.frames)
+    named = parse_quality(str(first.record["plan"]["quality"]["method"]))
+    assert named == SamplingMethod("unipc", 6, 1, 50)
+
+
+def test_a_run_over_its_limit_notes_it_and_ends_exactly() -> None:
+    method = SamplingMethod("taylor1", 10, limit=1e-6)
+    asked = {"prompt": "a red circle moves right", "seed": 3, "output": "float"}
+    with pytest.warns(everyframe.EveryframeWarning, match="all steps from here are exact"):
+        video = everyframe.generate(**asked, method=method)
+    assert any("calibrated limit" in note for note in video.record["notes"])
+    exact = everyframe.generate(**asked).frames
+    loose = everyframe.generate(**asked, quality="taylor1@10").frames
+    assert frame_psnr(video.frames, exact).min() > frame_psnr(loose, exact).min() + 3

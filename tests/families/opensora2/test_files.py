@@ -1,0 +1,180 @@
+"""Files of an Open-Sora 2.0: found by what they hold, and parts of other models named."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import everyframe
+from everyframe.checkpoints.locate import locate
+from everyframe.core.errors import CheckpointError, EveryframeError, InputError
+from everyframe.core.request import Request
+from everyframe.families.opensora2.checkpoint import (
+    CLIP,
+    DEEP_VAE,
+    DENOISER,
+    FLUX,
+    HUNYUAN_VAE,
+    T5,
+)
+from everyframe.families.opensora2.vae_config import DCAEConfig, HunyuanVAEConfig
+from everyframe.planning.find_model import find_model
+
+Models = Callable[[str], Path]
+ASKED = {"prompt": "a red circle", "size": "32x32", "num_frames": 9, "device": "cpu"}
+
+
+def found(model: Path | str, **options: Any) -> Any:
+    spec, family = find_model(Request(model=str(model), **{**ASKED, **options}), may_fetch=False)
+    assert family == "opensora2"
+    return spec
+
+
+@pytest.fixture
+def copy(tiny_models: Models, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_models("opensora2"), tmp_path / "open-sora"))
+
+
+def test_files_may_have_any_name(copy: Path) -> None:
+    (copy / DENOISER).rename(copy / "mine.safetensors")
+    (copy / HUNYUAN_VAE).rename(copy / "decoder.safetensors")
+    files = found(copy, first_frame="flux").files
+    assert files.path("denoiser").name == "mine.safetensors"
+    assert files.path("vae").name == "decoder.safetensors"
+    assert files.path("first_denoiser").name == FLUX
+    # A file stands for the folder that it lies in.
+    assert found(copy / "mine.safetensors").files.path("clip") == copy / CLIP
+
+
+def test_each_variant_is_known_by_its_autoencoder(tiny_models: Models) -> None:
+    assert isinstance(found(tiny_models("opensora2")).config.vae, HunyuanVAEConfig)
+    deep = found(tiny_models("opensora2-dcae"), vae_scaling=0.493).config.vae
+    assert isinstance(deep, DCAEConfig)
+    assert deep.scale_factor == 0.493
+
+
+def test_parts_elsewhere_are_named_by_options(copy: Path, tmp_path: Path) -> None:
+    moved = {}
+    for option, name in (("text_encoder", T5), ("clip", CLIP), ("vae", HUNYUAN_VAE)):
+        moved[option] = tmp_path / Path(name).name
+        (copy / name).rename(moved[option])
+    flux = tmp_path / "flux"
+    flux.mkdir()
+    for name in (FLUX, "flux1-dev-ae.safetensors"):
+        (copy / name).rename(flux / name)
+    options = {name: str(path) for name, path in moved.items()}
+    spec = found(copy, first_frame="flux", flux=str(flux), **options)
+    assert spec.missing() == ()
+    assert everyframe.generate(
+        model=str(copy), first_frame="flux", flux=str(flux), num_inference_steps=1, seed=1,
+        **options, **ASKED,
+    )  # fmt: skip
+
+
+def test_what_is_not_on_disk_comes_from_upstreams_repository(copy: Path) -> None:
+    shutil.rmtree(copy / "google")
+    (copy / FLUX).unlink()
+    missing = " ".join(found(copy, first_frame="flux").missing())
+    assert "hpcai-tech/Open-Sora-v2: google/t5-v1_1-xxl/config.json" in missing
+    assert "flux1-dev.safetensors" in missing
+
+
+@pytest.mark.parametrize(
+    ("name", "channels"),
+    [("opensora-2.0", 16), ("hpcai-tech/Open-Sora-v2", 16), ("opensora-2.0-dcae", 128)],
+)
+def test_known_names_are_planned_before_download(name: str, channels: int) -> None:
+    spec = found(name, size="768x768", num_frames=1)
+    assert spec.config.vae.latent_channels == channels
+    assert spec.missing()
+    sizes = {each.name: sum(each.num_elements.values()) for each in spec.components(None)}
+    assert sizes["denoiser"] == {16: 11_891_390_528, 128: 11_891_971_200}[channels]
+    assert sizes["text_encoder"] == 4_762_310_656
+
+
+def test_names_of_2_0_are_not_refused_any_more() -> None:
+    for name in ("opensora-2.0", "hpcai-tech/Open-Sora-v2-Video-DC-AE"):
+        assert locate(name).known is not None
+    with pytest.raises(InputError, match=r"Open-Sora 1\.3; supported: 1\.0, 1\.2, 2\.0"):
+        locate("opensora-1.3")
+
+
+def mixed(models: Models, **options: str) -> Callable[[str], str]:
+    def message(model: str) -> str:
+        with pytest.raises(EveryframeError) as error:
+            find_model(Request(model=model, **{**ASKED, **options}), may_fetch=False)
+        text = str(error.value)
+        assert "\n" not in text
+        return text
+
+    return message
+
+
+def test_parts_of_other_models_are_named(tiny_models: Models) -> None:
+    """The parts of 1.0, 1.2 and 2.0 mixed up."""
+    new, deep = tiny_models("opensora2"), tiny_models("opensora2-dcae")
+    old, oldest = tiny_models("opensora-1.2"), tiny_models("opensora-1.0")
+    told = mixed(tiny_models, vae=str(old / "vae" / "model.safetensors"))(str(new))
+    assert "it is Open-Sora 1.2's autoencoder" in told
+    image = oldest / "vae" / "diffusion_pytorch_model.safetensors"
+    assert "single pictures, as Open-Sora 1.0 has it" in mixed(tiny_models, vae=str(image))(
+        str(new)
+    )
+    told = mixed(tiny_models, vae=str(old / "model.safetensors"))(str(new))
+    assert "it is Open-Sora 1.2's denoiser" in told
+    told = mixed(tiny_models, vae=str(deep / DEEP_VAE))(str(new))
+    assert "the autoencoder has 4 latent channels, but the denoiser takes 2" in told
+    told = mixed(tiny_models, text_encoder=str(new / CLIP))(str(new))
+    assert "text encoder" in told
+    # 2.0's autoencoder for the older versions.
+    for folder in (old, oldest / "OpenSora-v1-HQ-16x256x256.pth"):
+        told = mixed(tiny_models, vae=str(new / HUNYUAN_VAE))(str(folder))
+        assert "HunyuanVideo's autoencoder" in told
+    told = mixed(tiny_models)(str(new / FLUX))
+    assert "this is FLUX.1, which draws pictures" in told
+
+
+def test_several_denoisers_are_refused(copy: Path) -> None:
+    shutil.copy(copy / DENOISER, copy / "second.safetensors")
+    with pytest.raises(CheckpointError, match=r"second\.safetensors.*give one of the files"):
+        found(copy)
+    # One of them may be named.
+    assert found(copy / "second.safetensors").files.path("denoiser").name == "second.safetensors"
+
+
+def test_a_denoiser_without_its_first_layer_is_named(copy: Path) -> None:
+    tensors = load_file(copy / DENOISER)
+    del tensors["vector_in.in_layer.weight"]
+    save_file(tensors, copy / DENOISER)
+    with pytest.raises(CheckpointError, match=r"vector_in\.in_layer\.weight"):
+        found(copy)
+
+
+def test_options_of_other_parts_are_refused(tiny_models: Models, tmp_path: Path) -> None:
+    folder = tiny_models("opensora2")
+    for options, text in (
+        ({"vae_scaling": 0.5}, "vae_scaling is for the DC-AE"),
+        ({"vae": str(tmp_path / "none")}, "vae must be a folder or a file"),
+        ({"flux": str(tmp_path), "first_frame": "flux"}, r"flux: .*flux1-dev\.safetensors"),
+        ({"aesthetic": 6.5}, "aesthetic is an option of opensora models"),
+    ):
+        with pytest.raises((InputError, CheckpointError), match=text):
+            found(folder, **options)
+
+
+def test_tokens_beyond_each_encoder_are_said(tiny_models: Models) -> None:
+    folder = tiny_models("opensora2")
+    words = "red circle " * 20
+    plan = everyframe.plan(**{**ASKED, "prompt": words, "model": str(folder)})
+    assert any("CLIP reads 77 tokens, and not" in note for note in plan.notes)
+    with pytest.raises(InputError, match="this model reads 512; shorten it"):
+        everyframe.plan(**{**ASKED, "prompt": words * 40, "model": str(folder)})
+    cut = everyframe.plan(
+        **{**ASKED, "prompt": words * 40, "model": str(folder), "truncate_prompt": True}
+    )
+    assert any("too long for T5; its end is cut" in note for note in cut.notes)

@@ -1,0 +1,102 @@
+"""The store of calibrations, and what it says is the fastest."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from everyframe.core.quality import METHODS
+from everyframe.fast_paths.calibrations import (
+    LEAST_VIDEOS,
+    MARGIN_DB,
+    Calibration,
+    Measurement,
+    load_calibration,
+    nearest_calibration,
+    path_of,
+    save_calibration,
+)
+
+VIDEOS = tuple((f"prompt {number}", number) for number in range(LEAST_VIDEOS))
+SIZE = (17, 64, 64)
+
+
+def measured(worst: float, gain: float, count: int = LEAST_VIDEOS, estimate: float | None = 0.01):  # type: ignore[no-untyped-def]
+    """So many videos, one of them with the worst PSNR."""
+    usual = [Measurement(worst + 8, estimate, gain)] * (count - 1)
+    return (Measurement(worst, estimate, gain), *usual)
+
+
+def calibration(key: str = "key", **by_method: object) -> Calibration:
+    named = {name.replace("_", "@"): each for name, each in by_method.items()}
+    return Calibration(key, SIZE, VIDEOS, named, 60.0, 2.0)  # type: ignore[arg-type]
+
+
+def test_the_fastest_that_holds_with_the_margin_is_taken() -> None:
+    found = calibration(
+        unipc_15=measured(41, 2.0), ab2_10=measured(33.1, 3.0), ab2_8=measured(32.5, 3.7)
+    )
+    assert found.fastest(32, [*METHODS]) == "ab2@10"
+    assert found.fastest(32.5 - MARGIN_DB, [*METHODS]) == "ab2@8"
+    assert found.fastest(32, ["unipc"]) == "unipc@15"
+    assert found.fastest(45, [*METHODS]) is None
+
+
+def test_few_videos_certify_nothing() -> None:
+    assert calibration(ab2_8=measured(45, 3.7, LEAST_VIDEOS - 1)).fastest(32, [*METHODS]) is None
+    few = replace(calibration(ab2_8=measured(45, 3.7, 3)), videos=VIDEOS[:3])
+    assert few.fastest(32, [*METHODS]) is None
+
+
+def test_no_calibrated_video_passes_the_limit() -> None:
+    rows = (Measurement(40, 0.01, 3.0), Measurement(34, 0.03, 3.0), Measurement(45, 0.05, 3.0))
+    found = calibration(ab2_8=rows)
+    limit = found.limit("ab2@8", 32)
+    assert limit == pytest.approx(0.05)
+    # 34 dB at 0.03 are 30 dB at 0.03 x 10^(4/20), and a lower budget allows as much more.
+    steep = calibration(ab2_8=(Measurement(34, 0.03, 3.0),))
+    assert steep.limit("ab2@8", 30) == pytest.approx(0.03 * 10 ** (4 / 20))
+    assert calibration(ab2_8=measured(34, 3.0, estimate=None)).limit("ab2@8", 30) is None
+
+
+def test_what_is_saved_is_read_again() -> None:
+    found = calibration("round", ab2_8=measured(40, 3.7), taylor1_12=measured(30, 2.5, 2, None))
+    save_calibration(found)
+    assert load_calibration("round", SIZE) == found
+    assert load_calibration("round", (17, 64, 128)) is None
+
+
+def test_a_smaller_size_stands_in_and_a_larger_one_does_not() -> None:
+    save_calibration(calibration("sizes", ab2_8=measured(40, 3.7)))
+    larger = nearest_calibration("sizes", (17, 128, 128))
+    assert larger is not None
+    assert larger.size == SIZE
+    assert nearest_calibration("sizes", (17, 32, 32)) is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "", "[]", "{}", '{"schema": "other"}',
+        json.dumps({"schema": "everyframe.calibrations/1", "key": "bad", "size": [1, 2, 3],
+                    "videos": [], "measured": {"rm -rf": []}, "seconds": 0, "exact_seconds": 0}),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_counts_as_none(damage: str) -> None:
+    path = path_of("bad", SIZE)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(damage)
+    assert load_calibration("bad", SIZE) is None
+    save_calibration(calibration("bad"))
+    assert load_calibration("bad", SIZE) == calibration("bad")
+
+
+def test_a_copied_file_is_for_nobody_else() -> None:
+    save_calibration(calibration("mine"))
+    theirs = path_of("theirs", SIZE)
+    theirs.parent.mkdir(parents=True, exist_ok=True)
+    theirs.write_bytes(path_of("mine", SIZE).read_bytes())
+    assert load_calibration("theirs", SIZE) is None
+    assert nearest_calibration("theirs", SIZE) is None

@@ -1,0 +1,136 @@
+"""What a budget leads to: measured methods, exact steps with a note, and errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import everyframe
+from everyframe.checkpoints.digest import digest
+from everyframe.core.errors import InputError
+from everyframe.core.plan import Plan
+from everyframe.core.quality import SamplingMethod
+from everyframe.fast_paths.calibrations import (
+    LEAST_VIDEOS,
+    Calibration,
+    Measurement,
+    path_of,
+    save_calibration,
+)
+from everyframe.planning.quality import calibration_key, size_of
+from everyframe.planning.resolve import prepare
+from helpers.tiny_checkpoints import inpaint, stepvideo
+
+PROMPT = "a red circle moves right"
+
+
+def planted(**options: Any) -> str:
+    """A calibration of the embedded model with two methods; its key."""
+    prepared = prepare(everyframe.Request(prompt=PROMPT, seed=1, **options))
+    digest(prepared.model.weight_files())
+    plan = prepared.plan
+    key = calibration_key(prepared.model, plan.settings, plan.components, plan.device)
+    assert key is not None
+    videos = tuple(("", number) for number in range(LEAST_VIDEOS))
+    rows = {
+        "unipc@12": (Measurement(38.0, 0.02, 2.4),) * LEAST_VIDEOS,
+        "taylor1@8": (Measurement(33.5, 0.05, 3.6),) * LEAST_VIDEOS,
+    }
+    save_calibration(Calibration(key, size_of(plan.settings), videos, rows, 60.0, 1.0))
+    return key
+
+
+def plan(**options: Any) -> Plan:
+    return everyframe.plan(PROMPT, **options)
+
+
+def test_exact_is_the_default_and_says_nothing() -> None:
+    settled = plan()
+    assert settled.quality is None
+    assert settled.settings.method is None
+    assert settled.settings.num_denoiser_calls == 30
+
+
+def test_without_a_calibration_steps_are_exact_and_the_command_is_named() -> None:
+    settled = plan(quality="33dB", num_inference_steps=29)
+    assert settled.settings.method is None
+    assert settled.quality is not None
+    assert settled.quality.method == "exact"
+    assert any("`everyframe calibrate` measures it" in note for note in settled.notes)
+
+
+def test_the_fastest_measured_method_is_taken_and_told() -> None:
+    key = planted()
+    bold, mild = plan(quality="32dB"), plan(quality="35dB")
+    assert (str(bold.settings.method), str(mild.settings.method)) == ("taylor1@8", "unipc@12")
+    assert bold.quality is not None
+    assert "33.5 dB at worst" in str(bold.quality)
+    assert bold.settings.method is not None
+    assert bold.settings.method.limit is not None
+    assert bold.settings.num_inference_steps == 30
+    denoise = [stage.operations for stage in (plan().stages[1], bold.stages[1])]
+    assert denoise[1] == pytest.approx(denoise[0] * 8 / 30)
+    assert plan(quality="40dB").settings.method is None
+    assert str(plan(quality="32dB", disable="taylor1").settings.method) == "unipc@12"
+    path_of(key, size_of(bold.settings)).unlink()
+
+
+def test_another_size_has_the_smaller_one_s_and_says_so() -> None:
+    key = planted()
+    large = plan(quality="32dB", size="128x128", num_frames=34)
+    assert str(large.settings.method) == "taylor1@8"
+    assert any("not at this size" in note for note in large.notes)
+    path_of(key, (17, 64, 64)).unlink()
+
+
+@pytest.mark.parametrize("other", [{"num_inference_steps": 20}, {"guidance_scale": 3.0}])
+def test_other_steps_or_guidance_are_not_measured(other: dict[str, Any]) -> None:
+    key = planted()
+    assert plan(quality="32dB", **other).settings.method is None
+    path_of(key, (17, 64, 64)).unlink()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"quality": "ab2@31"}, "31 of 30 steps can't be computed"),
+        ({"quality": "ab2@8", "disable": "ab2"}, "ab2 is disabled"),
+        ({"quality": "ab2@8g50", "num_devices": 2}, "leave out g50"),
+        ({"disable": "ab9"}, "there is no fast path 'ab9'"),
+    ],
+)
+def test_what_can_t_be_done_is_an_error(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        plan(**options)
+
+
+def test_a_model_without_lossy_methods_says_so(tmp_path: Path) -> None:
+    model = inpaint.inpaint(tmp_path / "model")
+    video = np.zeros((2, 24, 24, 3), np.uint8)
+    given: dict[str, Any] = {
+        "model": str(model), "source": video, "mask": "4,4,20,20",
+        "control": "canny", "num_inference_steps": 3,
+    }  # fmt: skip
+    with pytest.raises(InputError, match="it has no lossy methods"):
+        everyframe.plan("a", quality="taylor1@2", **given)
+    assert everyframe.plan("a", quality="32dB", **given).settings.method is None
+
+
+def test_a_distilled_model_has_no_number(tmp_path: Path) -> None:
+    model = stepvideo.stepvideo(tmp_path / "stepvideo-turbo")
+    settled = everyframe.plan("a", model=str(model), size="16x16", num_frames=1, quality="32dB")
+    assert settled.settings.method is None
+    assert settled.quality is not None
+    assert settled.quality.worst_db is None
+    assert any("a distilled model" in note for note in settled.notes)
+
+
+def test_a_recorded_method_comes_before_the_budget() -> None:
+    method = SamplingMethod("ab2", 9, limit=0.5)
+    settled = plan(quality="32dB", method=method)
+    assert settled.settings.method == method
+    assert settled.quality is not None
+    assert settled.quality.why == "as recorded"
