@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,15 +10,24 @@ import pytest
 
 import everyframe
 from everyframe.checkpoints.shapes_prompts import Scene, read_prompt
+from everyframe.checkpoints.tensor_file import open_checkpoint
 from everyframe.core.errors import InputError
 from everyframe.core.events import ErrorEstimated, Event, Step
 from everyframe.core.quality import SamplingMethod, parse_quality
 from everyframe.core.request import Request
 from everyframe.engine import calibration
-from everyframe.engine.calibration import calibrate, candidates, report, shapes_prompts
+from everyframe.engine.calibration import (
+    calibrate,
+    calibration_of,
+    candidates,
+    report,
+    shapes_prompts,
+)
 from everyframe.fast_paths.calibrations import LEAST_VIDEOS, Calibration
 from everyframe.numerics.psnr import frame_psnr
 from everyframe.planning.resolve import prepare
+from helpers.loras import files as lora_files
+from helpers.loras.files import as_lora, factors_for
 
 REQUEST = Request(num_inference_steps=4)
 
@@ -90,11 +100,22 @@ def test_candidates_are_from_mild_to_bold() -> None:
         ({"num_videos": 14}, "at least 15"),
         ({"methods": ["ab9"]}, "can't do ab9; it can do"),
         ({"request": Request(num_devices=2)}, "works on one device"),
+        ({"request": Request(num_inference_steps=2), "methods": ()}, "2 steps are too few"),
     ],
 )
 def test_wrong_options_are_errors(options: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
         next(calibrate(options.pop("request", REQUEST), **options))
+
+
+def test_a_lora_has_a_calibration_of_its_own(tmp_path: Path) -> None:
+    weights = prepare(Request(prompt="a red circle moves right")).model.weight_files()
+    opened = open_checkpoint(Path(next(each for each in weights if "shapes/model" in each)))
+    state = {name: opened.load(name) for name in opened}
+    factors = factors_for(state, lora_files.matrices(state, "blocks"), alpha=0.6, seed=0)
+    lora = lora_files.write(tmp_path / "style.safetensors", as_lora(factors))
+    with_lora = calibration_of(Request(num_inference_steps=4, loras=[str(lora)]))
+    assert with_lora.key != calibration_of(REQUEST).key
 
 
 def test_prompts_of_the_embedded_model_can_be_drawn_and_differ() -> None:

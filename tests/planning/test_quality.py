@@ -62,6 +62,11 @@ def test_without_a_calibration_steps_are_exact_and_the_command_is_named() -> Non
     assert any("`everyframe calibrate` measures it" in note for note in settled.notes)
 
 
+def test_few_steps_are_not_to_be_calibrated() -> None:
+    settled = plan(quality="33dB", num_inference_steps=2)
+    assert str(settled.quality).startswith("33dB: exact (a run of too few steps")
+
+
 def test_the_fastest_measured_method_is_taken_and_told() -> None:
     key = planted()
     bold, mild = plan(quality="32dB"), plan(quality="35dB")
@@ -97,6 +102,7 @@ def test_other_steps_or_guidance_are_not_measured(other: dict[str, Any]) -> None
     ("options", "says"),
     [
         ({"quality": "ab2@31"}, "31 of 30 steps can't be computed"),
+        ({"quality": "ab2@2", "num_inference_steps": 1}, "a single step is always computed"),
         ({"quality": "ab2@8", "disable": "ab2"}, "ab2 is disabled"),
         ({"quality": "ab2@8g50", "num_devices": 2}, "leave out g50"),
         ({"disable": "ab9"}, "there is no fast path 'ab9'"),

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from everyframe.adapters.lora_file import lora_digest
 from everyframe.checkpoints.digest import digest
 from everyframe.checkpoints.shapes_prompts import (
     BACKGROUNDS,
@@ -146,6 +147,8 @@ def _begun(
     model, settings = prepared.model.fetch(), prepared.plan.settings
     names = candidates(request, model, settings, methods)
     digest(model.weight_files())
+    for lora in request.loras:
+        lora_digest(lora.path)
     key = calibration_key(model, settings, prepared.plan.components, prepared.plan.device)
     assert key is not None, "its weights are hashed"
     found = load_calibration(key, size_of(settings))
@@ -184,6 +187,8 @@ def candidates(
         if count < steps
     ]
     found += [each for each in whole if isinstance(each, SamplingMethod)]
+    if not found:
+        raise InputError(f"{steps} steps are too few to leave any out; there is nothing to measure")
     return tuple(sorted(found, key=lambda each: -each.num_computed))
 
 
