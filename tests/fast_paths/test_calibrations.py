@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -36,12 +37,22 @@ def calibration(key: str = "key", **by_method: object) -> Calibration:
 
 def test_the_fastest_that_holds_with_the_margin_is_taken() -> None:
     found = calibration(
-        unipc_15=measured(41, 2.0), ab2_10=measured(33.1, 3.0), ab2_8=measured(32.5, 3.7)
+        unipc_15=measured(47, 2.0), ab2_10=measured(35.1, 3.0), ab2_8=measured(34.5, 3.7)
     )
     assert found.fastest(32, [*METHODS]) == "ab2@10"
-    assert found.fastest(32.5 - MARGIN_DB, [*METHODS]) == "ab2@8"
+    assert found.fastest(34.5 - MARGIN_DB, [*METHODS]) == "ab2@8"
     assert found.fastest(32, ["unipc"]) == "unipc@15"
     assert found.fastest(45, [*METHODS]) is None
+
+
+def test_a_method_whose_milder_one_fails_holds_by_luck() -> None:
+    found = calibration(
+        ab2_12=measured(30, 2.6), ab2_10=measured(36, 3.1), unipc_12=measured(36, 2.5)
+    )
+    assert found.fastest(32, [*METHODS]) == "unipc@12"
+    assert found.fastest(30, [*METHODS]) == "ab2@10"
+    alone = calibration(ab2_12g50=measured(30, 2.6), ab2_10=measured(36, 3.1))
+    assert alone.fastest(32, [*METHODS]) == "ab2@10", "guidance makes another kind"
 
 
 def test_few_videos_certify_nothing() -> None:
@@ -76,12 +87,26 @@ def test_a_smaller_size_stands_in_and_a_larger_one_does_not() -> None:
     assert nearest_calibration("sizes", (17, 32, 32)) is None
 
 
+def damaged(**changes: object) -> str:
+    """A calibration of one method, whose rows or fields are others."""
+    row = {name: changes.pop(name, 40.0) for name in ("psnr_db", "estimate", "gain")}
+    whole = {
+        "schema": "everyframe.calibrations/1", "key": "bad", "size": SIZE, "videos": VIDEOS,
+        "measured": {"ab2@8": [row] * LEAST_VIDEOS}, "seconds": 1, "exact_seconds": 1,
+    }  # fmt: skip
+    return json.dumps({**whole, **changes})
+
+
 @pytest.mark.parametrize(
     "damage",
     [
         "", "[]", "{}", '{"schema": "other"}',
         json.dumps({"schema": "everyframe.calibrations/1", "key": "bad", "size": [1, 2, 3],
                     "videos": [], "measured": {"rm -rf": []}, "seconds": 0, "exact_seconds": 0}),
+        damaged(measured=[1]), damaged(size=[1, math.inf, 3]), damaged(size=[17, -64, -64]),
+        damaged(psnr_db=math.nan), damaged(psnr_db=1e300), damaged(estimate=-1.0),
+        damaged(estimate=math.nan), damaged(gain=0), damaged(gain=math.nan),
+        damaged(seconds=math.nan), damaged(exact_seconds=math.inf),
     ],
 )  # fmt: skip
 def test_a_damaged_file_counts_as_none(damage: str) -> None:
@@ -91,6 +116,14 @@ def test_a_damaged_file_counts_as_none(damage: str) -> None:
     assert load_calibration("bad", SIZE) is None
     save_calibration(calibration("bad"))
     assert load_calibration("bad", SIZE) == calibration("bad")
+
+
+def test_frames_without_a_difference_are_measured() -> None:
+    found = calibration("equal", ab2_8=measured(math.inf, 3.7))
+    save_calibration(found)
+    assert load_calibration("equal", SIZE) == found
+    assert found.fastest(50, [*METHODS]) == "ab2@8"
+    assert found.limit("ab2@8", 50) == math.inf
 
 
 def test_a_copied_file_is_for_nobody_else() -> None:

@@ -36,8 +36,8 @@ def planted(**options: Any) -> str:
     assert key is not None
     videos = tuple(("", number) for number in range(LEAST_VIDEOS))
     rows = {
-        "unipc@12": (Measurement(38.0, 0.02, 2.4),) * LEAST_VIDEOS,
-        "taylor1@8": (Measurement(33.5, 0.05, 3.6),) * LEAST_VIDEOS,
+        "unipc@12": (Measurement(40.0, 0.02, 2.4),) * LEAST_VIDEOS,
+        "taylor1@8": (Measurement(35.5, 0.05, 3.6),) * LEAST_VIDEOS,
     }
     save_calibration(Calibration(key, size_of(plan.settings), videos, rows, 60.0, 1.0))
     return key
@@ -62,12 +62,17 @@ def test_without_a_calibration_steps_are_exact_and_the_command_is_named() -> Non
     assert any("`everyframe calibrate` measures it" in note for note in settled.notes)
 
 
+def test_few_steps_are_not_to_be_calibrated() -> None:
+    settled = plan(quality="33dB", num_inference_steps=2)
+    assert str(settled.quality).startswith("33dB: exact (a run of too few steps")
+
+
 def test_the_fastest_measured_method_is_taken_and_told() -> None:
     key = planted()
     bold, mild = plan(quality="32dB"), plan(quality="35dB")
     assert (str(bold.settings.method), str(mild.settings.method)) == ("taylor1@8", "unipc@12")
     assert bold.quality is not None
-    assert "33.5 dB at worst" in str(bold.quality)
+    assert "35.5 dB at worst" in str(bold.quality)
     assert bold.settings.method is not None
     assert bold.settings.method.limit is not None
     assert bold.settings.num_inference_steps == 30
@@ -97,6 +102,7 @@ def test_other_steps_or_guidance_are_not_measured(other: dict[str, Any]) -> None
     ("options", "says"),
     [
         ({"quality": "ab2@31"}, "31 of 30 steps can't be computed"),
+        ({"quality": "ab2@2", "num_inference_steps": 1}, "a single step is always computed"),
         ({"quality": "ab2@8", "disable": "ab2"}, "ab2 is disabled"),
         ({"quality": "ab2@8g50", "num_devices": 2}, "leave out g50"),
         ({"disable": "ab9"}, "there is no fast path 'ab9'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from everyframe.core.quality import SamplingMethod
 from everyframe.samplers import rectified_flow
@@ -63,6 +64,17 @@ def test_resumed_equals_unbroken(name: str, limit: float | None) -> None:
         assert torch.equal(rest[-1][0], whole[-1][0])
         assert later == [step for step in computed if step > index]
         assert [each[2] for each in rest] == [each[2] for each in whole[index + 1 :]]
+
+
+def test_saved_answers_go_to_the_device_of_the_state() -> None:
+    """The state of a run that resumes on another device."""
+    with FakeTensorMode():
+        x = torch.empty(1, 2, device="cuda")
+        answers = [torch.empty(1, 2), torch.empty(1, 2, device="cuda")]
+        memory = {"times": [1000.0, 900.0], "answers": answers, "error": 0.0}
+        method = SamplingMethod("taylor1", 2)
+        predicted = PredictedDenoise(lambda x, t: x, method, 4, start=3, memory=memory)
+        assert predicted(x, torch.tensor([800.0])).device == x.device
 
 
 def test_passing_the_limit_computes_every_later_step() -> None:

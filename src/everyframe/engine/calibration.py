@@ -7,6 +7,7 @@ calibration goes on. `everyframe.planning.quality` chooses from what is measured
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from everyframe.adapters.lora_file import lora_digest
 from everyframe.checkpoints.digest import digest
 from everyframe.checkpoints.shapes_prompts import (
     BACKGROUNDS,
@@ -145,6 +147,8 @@ def _begun(
     model, settings = prepared.model.fetch(), prepared.plan.settings
     names = candidates(request, model, settings, methods)
     digest(model.weight_files())
+    for lora in request.loras:
+        lora_digest(lora.path)
     key = calibration_key(model, settings, prepared.plan.components, prepared.plan.device)
     assert key is not None, "its weights are hashed"
     found = load_calibration(key, size_of(settings))
@@ -183,6 +187,8 @@ def candidates(
         if count < steps
     ]
     found += [each for each in whole if isinstance(each, SamplingMethod)]
+    if not found:
+        raise InputError(f"{steps} steps are too few to leave any out; there is nothing to measure")
     return tuple(sorted(found, key=lambda each: -each.num_computed))
 
 
@@ -261,6 +267,8 @@ def _made(request: Request) -> _Made:
                 seconds += event.seconds
             elif isinstance(event, ErrorEstimated):
                 estimate = max(event.error, estimate or 0.0)
+    if estimate is not None and not math.isfinite(estimate):
+        estimate = None  # of answers that are zero: it says nothing of the video
     if not frames:
         raise CannotRunError("the run made no frames that could be compared")
     return _Made(np.concatenate(frames), steps, seconds, estimate)

@@ -137,6 +137,8 @@ def _why_exact(model: ModelSpec, settings: Settings, allowed: Sequence[str]) -> 
         return "a distilled model, which has no exact run to be measured against"
     if not allowed:
         return "a model or request for which no lossy method is allowed"
+    if settings.num_inference_steps < 3:
+        return "a run of too few steps to leave any out"
     return None
 
 
@@ -151,7 +153,7 @@ def _check(method: SamplingMethod, model: ModelSpec, settings: Settings, request
     if method.num_computed > steps:
         raise InputError(
             f"quality {method}: {method.num_computed} of {steps} steps can't be computed; "
-            f"give {steps} or fewer"
+            + (f"give {steps} or fewer" if steps > 1 else "a single step is always computed")
         )
     if method.guided_percent < 100 and not can_guide_partly(model, request):
         raise InputError(

@@ -97,8 +97,9 @@ class PredictedDenoise:
     def __call__(self, x: Tensor, t: Tensor, *more: Tensor) -> Tensor:
         """The answer to x (B, ...) at t (B,), computed or predicted; `more` is handed on."""
         time = float(t.flatten()[0])
+        self._history.answers = tuple(each.to(x.device) for each in self._history.answers)
         if self.step not in self._computed and not self._budget.is_spent:
-            answer = self._history.predict(time).to(x.device)
+            answer = self._history.predict(time)
             self._skipped(answer)
             return answer
         answer = self._denoise(x, t, *more)

@@ -39,6 +39,8 @@ _CLIPS = {False: (33, 65), True: (32, 64)}
 _NO_USE = {
     "edit_strength": "given frames stay as they are",
 }
+#: Options that steer by given frames.
+_OF_PICTURES = {"image_guidance_scale", "image_oscillation", "image_fading"}
 #: Guidance of FLUX's picture, an input of its network; upstream's number.
 FLUX_GUIDANCE = 4.0
 
@@ -171,6 +173,14 @@ def _check_request(title: str, request: Request, options: OpenSora2Options) -> N
     set_here = options.model_fields_set & {"clip_at", "clip_frames"}
     if request.extend is None and set_here:
         raise InputError(f"{min(set_here)} has no effect without extend")
+    of_pictures = options.model_fields_set & _OF_PICTURES
+    if of_pictures and not _given_frames(request, options):
+        raise InputError(
+            f"{min(of_pictures)} has no effect without given frames; give image, last_image, "
+            "extend or first_frame"
+        )
+    if request.extend is not None and "image_fading" in options.model_fields_set:
+        raise InputError("image_fading is for given pictures and has no effect with extend")
 
 
 def _given_frames(request: Request, options: OpenSora2Options) -> tuple[str, ...]:

@@ -144,7 +144,7 @@ class HunyuanVAEConfig(VAEConfig):
 
     def latent_frames(self, num_frames: int) -> int:
         if (num_frames - 1) % self.temporal_factor:
-            raise _wrong_length(num_frames, "a multiple of 4 and one more", self)
+            raise _wrong_length(num_frames, "a multiple of 4 and one more,", self)
         return (num_frames - 1) // self.temporal_factor + 1
 
     def nearest_frames(self, num_frames: float) -> tuple[int, ...]:
