@@ -255,7 +255,8 @@ def openvino(sizes: Sizes, given: Inputs, dtype: str) -> Callable[[], Tensor]:
     call.model = model
     example = (given.x, given.t, given.picture[:, None], given.told)
     converted = ov.convert_model(call, example_input=example)
-    converted.reshape([list(each.shape) for each in example])
+    places = zip(converted.inputs, example, strict=True)
+    converted.reshape({place: list(each.shape) for place, each in places})
     options = {
         "INFERENCE_PRECISION_HINT": SHORT[dtype].replace("fp", "f"),
         "INFERENCE_NUM_THREADS": torch.get_num_threads(),

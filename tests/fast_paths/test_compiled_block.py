@@ -15,7 +15,7 @@ import everyframe
 from everyframe.families.opensora import sharding
 from everyframe.families.opensora.config import STDiT3Config
 from everyframe.families.opensora.stdit3 import STDiT3
-from everyframe.fast_paths import compiled_block, package_store
+from everyframe.fast_paths import block_state, compiled_block, package_store
 from everyframe.fast_paths.compilation import compiled_blocks, disable_compiled
 from everyframe.parallel.communicator import SingleRank
 from everyframe.runtime import offload
@@ -266,11 +266,14 @@ def test_a_wrong_library_is_not_used(compiler: PlantedCompiler) -> None:
     assert compiler.count == 1
 
 
-def test_a_library_that_turns_wrong_is_not_used(compiler: PlantedCompiler) -> None:
+def test_a_library_that_turns_wrong_is_not_used(
+    compiler: PlantedCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As if what it was made of had changed, and nothing had noticed."""
     model = everyframe.compile(made())
     check(model, *inputs())
     compiler.by = 1.01
+    monkeypatch.setattr(compiled_block, "_CHECKED", set())  # another process
     again = everyframe.compile(made())
     check(again, *inputs())
     (block, _) = compiled_blocks(again).values()
@@ -285,20 +288,61 @@ def test_a_library_that_is_not_faster_is_not_used(compiler: PlantedCompiler) -> 
     assert block.report.notes == ["planted"]
 
 
-def test_what_has_no_package_is_left_to_torch_compile(compiler: PlantedCompiler) -> None:
-    compiler.says = "planted"
-    asked = []
-
-    def fallback(call: Callable[..., Any]) -> Callable[..., Any]:
-        asked.append(call)
-        return call
-
-    model = made()
+def by_torch(model: Model, asked: list[Any], **more: Any) -> None:
+    """Compile a model, with a torch.compile that only counts."""
     for block in model.blocks:
-        block._compiled_call_impl = compiled_block.CompiledBlock(block, fallback=fallback)
+        block._compiled_call_impl = compiled_block.CompiledBlock(
+            block, fallback=lambda call: asked.append(call) or call, **more
+        )
+
+
+def test_what_has_no_package_is_left_to_torch_compile(
+    compiler: PlantedCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.says = "planted"
+    failed = []
+    monkeypatch.setattr(
+        compiled_block, "compile_block",
+        lambda *given, **named: failed.append(given) or compiler.compile(*given, **named),
+    )  # fmt: skip
+    asked: list[Any] = []
+    by_torch(model := made(), asked)
     check(model, *inputs())
     check(model, *inputs(3, 8))
     assert len(asked) == 4  # once for each block and size, which torch tells apart by its guards
+    assert len(failed) == 1  # and what can't be exported is not exported again
+    # A run that compiles nothing itself knows it from the trial.
+    by_torch(again := made(), asked, compiles=False)
+    check(again, *inputs())
+    assert len(asked) == 6
+    assert compiled_blocks(again)["blocks.0"].is_compiled
+    assert not compiled_blocks(again)["blocks.0"].report.packages
+
+
+def test_torch_compile_is_certified_too(compiler: PlantedCompiler) -> None:
+    compiler.says, compiler.verdict = "planted", "refused"
+    by_torch(model := made(), [])
+    check(model, *inputs())
+    (block, other) = compiled_blocks(model).values()
+    assert not block.is_compiled
+    assert other.report.notes == ["torch.compile: planted (planted)"]
+
+
+def test_weights_of_another_kind_are_left_to_torch_compile(compiler: PlantedCompiler) -> None:
+    """torchao's have another meaning than their sizes say."""
+
+    class Doubled(Tensor):
+        pass
+
+    asked: list[Any] = []
+    model = made()
+    for block in blocks_of(model):
+        weight = block.linear.weight.data.as_subclass(Doubled)
+        block.linear.weight = nn.Parameter(weight, requires_grad=False)
+    by_torch(model, asked)
+    check(model, *inputs())
+    assert len(asked) == 1  # its result is such a tensor too, which the next block runs as written
+    assert compiler.count == 0
 
 
 def test_too_many_ways_of_calling_run_as_written(compiler: PlantedCompiler) -> None:
@@ -314,7 +358,7 @@ def test_other_source_is_another_package(
 ) -> None:
     everyframe.compile(model := made())
     check(model, *inputs())
-    monkeypatch.setattr(compiled_block, "source_digest", lambda files: "edited")
+    monkeypatch.setattr(block_state, "source_digest", lambda files: "edited")
     everyframe.compile(again := made())
     check(again, *inputs())
     assert compiler.count == 2

@@ -57,6 +57,28 @@ def test_group_norm(shape: tuple[int, ...], groups: int, is_last: bool, dtype: t
         assert got.stride() == x.stride()
 
 
+@pytest.mark.parametrize("is_last", [True, False])
+def test_one_value_far_from_all_others_costs_no_digits(is_last: bool) -> None:
+    """A first pixel 1,000 deviations away; sums of differences from it alone gave NaN or 4 %."""
+    x = torch.full((1, 2, 1 << 20, 1), 1.2345)
+    x[:, :, 0] = 1000.321
+    if is_last:
+        x = x.to(memory_format=torch.channels_last)
+    weight, bias = torch.ones(2), torch.zeros(2)
+    want = F.group_norm(x.double(), 1, weight.double(), bias.double(), 1e-5)
+    check(kernels.group_norm(x, 1, weight, bias, 1e-5), want, size=10.0)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e6, -3e4 / 7])
+def test_equal_values_have_no_variance(value: float) -> None:
+    x = torch.full((1, 4, 300, 5), value)
+    weight, bias = torch.ones(4), torch.zeros(4)
+    for layout in (x, x.contiguous(memory_format=torch.channels_last)):
+        got = kernels.group_norm(layout, 2, weight, bias, 1e-5)
+        # Rounding of the mean times the largest factor, as torch has it.
+        assert got.abs().max() <= abs(value) * 2**-22 / 1e-5**0.5
+
+
 @pytest.mark.parametrize("width", [1, 16, 37, 1152])
 def test_layer_and_rms_norm(width: int, dtype: torch.dtype) -> None:
     x = numbers(2, 3, 5, width, dtype=dtype, mean=3.0)
@@ -136,10 +158,43 @@ def test_what_is_not_finite_stays_so(bad: float, dtype: torch.dtype) -> None:
 
 
 def test_the_largest_numbers_do_not_overflow_on_the_way(dtype: torch.dtype) -> None:
-    x = torch.tensor([-1e30, -200.0, -90.0, -20.0, 0.0, 20.0, 90.0, 200.0, 1e30] * 4).to(dtype)
+    x = torch.tensor([-3e38, -1e30, -200.0, -90.0, -20.0, 0.0, 20.0, 90.0, 200.0, 1e30] * 4)
+    x = x.to(dtype)
     for approximate in ("none", "tanh"):
         got = kernels.gelu(x, approximate)
         check(got, F.gelu(x.double(), approximate=approximate))
+    one = torch.ones(len(x))
+    for layout in (x.view(1, -1, 1, 1), x.view(1, -1, 1)):  # normed to zero, then the bias
+        got = kernels.group_norm(layout * 0, 4, one, x, 1e-5, has_silu=True)
+        check(got, F.silu(x.double()).view_as(layout))
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    """C would read beyond the end of the weights."""
+    x, four = numbers(2, 8, 3, 3), torch.ones(4)
+    with pytest.raises(ValueError, match="8 values on the CPU are needed, got 4 on cpu"):
+        kernels.group_norm(x, 2, four, four, 1e-5)
+    with pytest.raises(ValueError, match="got 8 on meta"):
+        kernels.group_norm(x, 2, torch.ones(8), torch.ones(8, device="meta"), 1e-5)
+    with pytest.raises(ValueError, match="are needed, got 4"):
+        kernels.layer_norm(x, four, None, 1e-5)
+    with pytest.raises(ValueError, match="a table of 15 numbers is not for 48 rows of 3"):
+        kernels.layer_norm(x, None, None, 1e-5, scale=torch.ones(5, 3))
+    with pytest.raises(ValueError, match="values and gates"):
+        kernels.geglu(x)
+    with pytest.raises(ValueError, match="shapes"):
+        kernels.gated_add(x, x[:1], torch.ones(3))
+    with pytest.raises(ValueError, match="heads of"):
+        kernels.frame_attention(x, x[:1], x, 1, 1.0)
+
+
+def test_frames_of_one_pixel_and_of_other_strides_attend_alike() -> None:
+    rows = numbers(2, 5, 3, 32)
+    for x in (rows.transpose(1, 2).contiguous().transpose(1, 2), rows[:, :, :1], rows[:, ::2]):
+        want = kernels.frame_attention(
+            *[x.clone(memory_format=torch.contiguous_format)] * 3, 2, 0.25
+        )
+        assert torch.equal(kernels.frame_attention(x, x, x, 2, 0.25), want)
 
 
 def test_what_does_not_suit_is_left_to_torch() -> None:

@@ -18,7 +18,7 @@ from everyframe.fast_paths import certify as certifying
 from everyframe.fast_paths.certificates import Certificate
 from everyframe.fast_paths.certify import CertifyResult
 from everyframe.fast_paths.target import CertificationTarget
-from everyframe.planning import component_certificates
+from everyframe.planning import choose_fast_paths, component_certificates
 from everyframe.planning import resolve as resolver
 from everyframe.planning.component_certificates import Certificates, MissingCertificates
 from everyframe.planning.resolve import PreparedPlan, prepare
@@ -49,6 +49,25 @@ def test_what_nobody_tried_is_expected_in_a_plan_and_not_used_in_a_run(model: st
     run = prepared(model, will_run=True).plan
     assert verdict(run, "attention-flash") == "untried"
     assert run.component("denoiser").fast_paths == ()
+
+
+def test_modules_are_tried_in_the_first_run_that_takes_many_minutes(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert verdict(prepared(model).plan, "onednn-linear") == "untried"
+    tried: list[tuple[str, float]] = []
+
+    def make(given: Any, missing: Any, runs: Any, seconds: float) -> dict[str, str]:
+        tried.extend((path.name, seconds) for each in missing for path in each.paths)
+        return {}
+
+    monkeypatch.setattr(component_certificates, "make", make)
+    monkeypatch.setattr(component_certificates, "_LONG", {"cpu": 0.0})
+    for module in (component_certificates, choose_fast_paths):
+        monkeypatch.setattr(module, "VERY_LONG", 0.0)
+    assert verdict(prepared(model).plan, "onednn-linear") == "expected"
+    prepared(model, will_run=True)
+    assert ("onednn-linear", component_certificates.IN_ALL) in tried
 
 
 def test_what_is_certified_is_used_and_what_is_refused_is_not(model: str) -> None:

@@ -258,6 +258,8 @@ def _export(
         raise
     except Exception as error:  # torch has no one class for what it can't export
         raise NotCompilableError(f"it can't be exported: {_line(error)}") from error
+    if free and getattr(program, "_guards_code", None) is None:
+        raise NotCompilableError("this torch doesn't tell the conditions on sizes")
     inputs = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
     if len(inputs) != len(tensors):
         raise NotCompilableError("it holds tensors that are neither weights nor arguments")

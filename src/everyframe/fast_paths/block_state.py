@@ -15,7 +15,7 @@ import hashlib
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from operator import is_
 from pathlib import Path
 from typing import Any
@@ -294,3 +294,48 @@ def source_digest(files: set[str]) -> str:
             continue
         found.append(_file_digest(path, facts.st_mtime_ns, facts.st_size))
     return digest(sorted(found))
+
+
+@dataclass
+class BlockState:
+    """What was baked in when a block was described last, and its tensors then."""
+
+    key: str = ""
+    why_not: str = ""
+    watch: StateWatch | None = None
+    places: list[tuple[dict[str, Tensor | None], tuple[str, ...]]] = field(default_factory=list)
+    layouts: list[Any] = field(default_factory=list)
+    twins: list[tuple[int, int]] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)
+
+
+def describe(block: nn.Module) -> BlockState:
+    """The state of a block as it is now."""
+    description = Description()
+    state = BlockState()
+    try:
+        description.read(block)
+    except NotCompilableError as error:
+        state.why_not = str(error)
+    state.watch = StateWatch(description)
+    names: list[tuple[str, Tensor | None]] = []
+    for prefix, part in block.named_modules():
+        for held in (part._parameters, part._buffers):
+            state.places.append((held, tuple(held)))
+            names += [(f"{prefix}.{key}", each) for key, each in held.items()]
+    state.layouts = [each if each is None else layout_of(each) for _, each in names]
+    seen: dict[int, int] = {}
+    for number, (_, each) in enumerate(names):
+        if each is None:
+            continue
+        if id(each) in seen:
+            state.twins.append((seen[id(each)], number))
+        else:
+            seen[id(each)] = number
+    # As `own_tensors` orders them: all parameters, then all buffers.
+    is_buffer = [held is part._buffers for part in block.modules()
+                 for held in (part._parameters, part._buffers) for _ in held]  # fmt: skip
+    state.first = sorted(seen.values(), key=lambda number: is_buffer[number])
+    layouts = [(name, layout) for (name, _), layout in zip(names, state.layouts, strict=True)]
+    state.key = digest((description.data, layouts, state.twins, source_digest(description.files)))
+    return state

@@ -38,7 +38,8 @@ _UNREADABLE = (
 LEAST_VIDEOS = 15
 
 #: The worst video of a set is not the worst of all: a method must be better than its budget by it.
-MARGIN_DB = 1.0
+#: With 1 dB, 1 of 19 further videos of `shapes` was below 32 dB, by 0.5 dB.
+MARGIN_DB = 3.0
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,10 @@ class Calibration:
     def fastest(
         self, decibels: float, allowed: Sequence[str], *, can_guide_partly: bool = True
     ) -> str | None:
-        """The fastest whole method of the allowed names that holds a budget; None without one."""
+        """The fastest whole method of the allowed names that holds a budget; None without one.
+
+        The milder ones of its kind must hold the budget too: where one does not, it holds by luck.
+        """
         held = [
             method
             for method in self.measured
@@ -109,8 +113,19 @@ class Calibration:
             and _parsed(method).name in allowed
             and (can_guide_partly or _parsed(method).guided_percent == 100)
             and self.worst_db(method) >= decibels + MARGIN_DB
+            and all(self.worst_db(each) >= decibels for each in self._milder(method))
         ]
         return max(held, key=lambda each: (self.gain(each), self.worst_db(each)), default=None)
+
+    def _milder(self, method: str) -> list[str]:
+        """Measured methods of the same kind that compute more steps."""
+        own = _parsed(method)
+        return [
+            each
+            for each in self.measured
+            if _parsed(each).num_computed > own.num_computed
+            and replace(_parsed(each), num_computed=0) == replace(own, num_computed=0)
+        ]
 
     def limit(self, method: str, decibels: float) -> float | None:
         """Largest error estimate with which a video of a method holds a budget.

@@ -27,22 +27,21 @@ from torch.nn.modules import module as global_hooks
 from everyframe.fast_paths import package_store
 from everyframe.fast_paths.benchmark import relative_error
 from everyframe.fast_paths.block_export import (
-    ExportedBlock,
+    CallSizes,
     compile_block,
     decode,
     format_of,
     in_format,
 )
 from everyframe.fast_paths.block_state import (
-    Description,
+    BlockState,
     NotCompilableError,
-    StateWatch,
+    describe,
     digest,
     flatten,
     layout_of,
-    source_digest,
 )
-from everyframe.fast_paths.block_trial import call_with_hooks, try_block
+from everyframe.fast_paths.block_trial import Given, call_with_hooks, try_block
 from everyframe.fast_paths.package_store import Package, machine
 from everyframe.hardware.thread_state import computes_plainly
 from everyframe.ops.attention import Kernels
@@ -53,6 +52,9 @@ _log = logging.getLogger(__name__)
 #: Kinds of calls of one block that are compiled; further ones (a number that changes at every call)
 #: run as written.
 _MOST = 8
+
+#: Types of tensors that are what they hold.
+_PLAIN = (Tensor, nn.Parameter)
 
 _LOCK = threading.RLock()
 
@@ -104,19 +106,6 @@ class BlockReport:
     notes: list[str] = field(default_factory=list)
 
 
-@dataclass
-class _State:
-    """What was baked in when a block was described last, and its tensors then."""
-
-    key: str = ""
-    why_not: str = ""
-    watch: StateWatch | None = None
-    places: list[tuple[dict[str, Tensor | None], tuple[str, ...]]] = field(default_factory=list)
-    layouts: list[Any] = field(default_factory=list)
-    twins: list[tuple[int, int]] = field(default_factory=list)
-    first: list[int] = field(default_factory=list)
-
-
 Run = Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
 
 
@@ -140,7 +129,7 @@ class CompiledBlock:
     ) -> None:
         self._block = weakref.ref(block)  # which holds this
         self._dynamic, self._compiles, self._fallback = dynamic, compiles, fallback
-        self._state = _State()
+        self._state = BlockState()
         self._ways: dict[Any, Run | None] = {}
         self.report = BlockReport()
 
@@ -171,7 +160,7 @@ class CompiledBlock:
             structure = flatten((args, kwargs), tensors)
             key = (self._state.key, _settings(), structure, *map(_form, tensors))
             if key not in self._ways:
-                self._ways[key] = self._way(block, args, kwargs, weights, tensors, key)
+                self._ways[key] = self._way(block, (args, kwargs), weights, tensors, key)
             run = self._ways[key]
         except NotCompilableError as error:
             self._note(block, str(error))
@@ -197,7 +186,7 @@ class CompiledBlock:
             or [each if each is None else layout_of(each) for each in found] != state.layouts
             or any(found[one] is not found[other] for one, other in state.twins)
         ):
-            state = self._state = _describe(block)
+            state = self._state = describe(block)
             found = [held.get(key) for held, keys in state.places for key in keys]
         if state.why_not:
             raise NotCompilableError(state.why_not)
@@ -206,35 +195,32 @@ class CompiledBlock:
     def _way(
         self,
         block: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        given: Given,
         weights: list[Tensor],
         tensors: list[Tensor],
         key: tuple[Any, ...],
     ) -> Run | None:
         """How calls like this one are computed; None as written."""
-        if any(type(each) not in (Tensor, nn.Parameter) or each.is_meta for each in tensors):
-            raise NotCompilableError("its tensors are not plain ones")
-        if not tensors:
-            raise NotCompilableError("it has no arguments")
-        if any(each.device != tensors[0].device for each in (*weights, *tensors)):
-            raise NotCompilableError("its weights come to the device one by one")
+        if not tensors or any(type(each) not in _PLAIN or each.is_meta for each in tensors):
+            raise NotCompilableError("its arguments are no plain tensors")
         # With the kinds of arguments, without their sizes: those are the packages' conditions.
-        kinds = tuple(
-            (each.dtype, each.device.type, each.ndim, format_of(each)) for each in tensors
-        )
+        kinds = [(each.dtype, each.device.type, each.ndim, format_of(each)) for each in tensors]
         device = tensors[0].device
-        name = digest((*key[:3], kinds, machine(device)))
+        if any(each.device != device for each in (*weights, *tensors)):
+            raise NotCompilableError("its weights come to the device one by one")
+        name = digest((*key[:3], tuple(kinds), machine(device)))
         with _LOCK:
             package = self._find(name, [*weights, *tensors], device)
             if package is None:
-                return self._make(block, args, kwargs, weights, tensors, name)
+                return self._make(block, given, weights, tensors, name)
             if package.verdict == "refused":
                 raise NotCompilableError(package.reason)
+            if not package.library:
+                return self._by_torch(block, given)
             loaded = _LOADED[package.digest, device]
         checked = (package.digest, device, *map(_form, tensors))
         if checked not in _CHECKED:
-            self._check(loaded, block, args, kwargs, weights, tensors)
+            self._check(loaded, block, given, weights, tensors)
             _CHECKED.add(checked)
         self.report.packages[package.digest] = package
         return loaded.run
@@ -243,14 +229,13 @@ class CompiledBlock:
         self,
         loaded: LoadedPackage,
         block: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        given: Given,
         weights: list[Tensor],
         tensors: list[Tensor],
     ) -> None:
         """Compare a package with a block as written, once for all equal ones of this process."""
         # Copies of the arguments, as blocks may write to theirs.
-        own, named = map_tensors((args, kwargs), Tensor.clone)
+        own, named = map_tensors(given, Tensor.clone)
         got = loaded.run(weights, [each.clone() for each in tensors])
         error = relative_error(got, block.forward(*own, **named))
         if not error <= 3 * loaded.package.limit + 1e-4:
@@ -260,7 +245,7 @@ class CompiledBlock:
         for package in package_store.find(name):
             if not package.sizes.fit(tensors):
                 continue
-            if package.verdict == "refused":
+            if package.verdict == "refused" or not package.library:
                 return package
             known = (package.digest, device)
             library = None if known in _LOADED else package_store.library_of(package)
@@ -273,8 +258,7 @@ class CompiledBlock:
     def _make(
         self,
         block: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        given: Given,
         weights: list[Tensor],
         tensors: list[Tensor],
         name: str,
@@ -287,20 +271,24 @@ class CompiledBlock:
         began, device = time.perf_counter(), tensors[0].device
         with tempfile.TemporaryDirectory(prefix="everyframe-") as folder:
             try:
-                made = compile_block(block, args, kwargs, Path(folder), dynamic=self._dynamic)
+                if any(type(each) not in _PLAIN for each in weights):
+                    raise NotCompilableError("its weights are no plain tensors")
+                made = compile_block(block, *given, Path(folder), dynamic=self._dynamic)
             except NotCompilableError as error:
-                return self._otherwise(block, args, kwargs, str(error))
+                return self._otherwise(block, given, [*weights, *tensors], name, str(error))
             seconds = time.perf_counter() - began
-            draft = _draft(block, made, name, device, seconds)
+            draft = _draft(block, name, device, made.sizes, seconds)
+            draft = replace(
+                draft, result=made.result, library=package_store.digest_of(made.library)
+            )
             fast = LoadedPackage(draft, made.library, device)
 
             def call(*args: Any, **kwargs: Any) -> Any:
-                given: list[Tensor] = []
-                flatten((args, kwargs), given)
-                return fast.run(weights, given)
+                own: list[Tensor] = []
+                flatten((args, kwargs), own)
+                return fast.run(weights, own)
 
-            outcome = try_block(block, (args, kwargs), call, device)
-            package = replace(draft, **vars(outcome))
+            package = replace(draft, **vars(try_block(block, given, call, device)))
             package_store.keep(package, made.library)
         if package.verdict == "refused":
             raise NotCompilableError(package.reason)
@@ -311,55 +299,46 @@ class CompiledBlock:
         return loaded.run
 
     def _otherwise(
-        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], why: str
+        self, block: nn.Module, given: Given, tensors: list[Tensor], name: str, why: str
     ) -> Run | None:
-        """`torch.compile` of a block that can't be exported, if it is right and faster."""
+        """`torch.compile` of a block that can't be exported, if it is right and faster.
+
+        The verdict is kept like a package, without a library and for all sizes: the next block of
+        the kind, and the next process, neither export nor try it again.
+        """
         if self._fallback is None:
             raise NotCompilableError(why)
         self._note(block, f"no package ({why}); torch.compile instead")
+        run = self._by_torch(block, given)
+        device = tensors[-1].device
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            own: list[Tensor] = []
+            flatten((args, kwargs), own)
+            return run((), own)
+
+        sizes = CallSizes(tuple(((0, None),) * each.ndim for each in tensors))
+        outcome = try_block(block, given, call, device)
+        package = replace(_draft(block, name, device, sizes, 0.0), **vars(outcome))
+        if outcome.verdict == "refused":
+            package = replace(package, reason=f"torch.compile: {outcome.reason} ({why})")
+        package_store.keep(package, b"")
+        if package.verdict == "refused":
+            raise NotCompilableError(package.reason)
+        return run
+
+    def _by_torch(self, block: nn.Module, given: Given) -> Run:
+        """The block by torch.compile, which finds out by itself what has changed."""
+        if self._fallback is None:
+            raise NotCompilableError("it can't be exported")
         compiled = self._fallback(block.forward)
 
         def run(_: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
             rest = iter(tensors)
-            own, named = map_tensors((args, kwargs), lambda _: next(rest))
-            return compiled(*own, **named)
+            args, kwargs = map_tensors(given, lambda _: next(rest))
+            return compiled(*args, **kwargs)
 
-        device = next(block.parameters()).device
-        outcome = try_block(block, (args, kwargs), compiled, device)
-        if outcome.verdict == "refused":
-            raise NotCompilableError(f"torch.compile: {outcome.reason}")
         return run
-
-
-def _describe(block: nn.Module) -> _State:
-    description = Description()
-    state = _State()
-    try:
-        description.read(block)
-    except NotCompilableError as error:
-        state.why_not = str(error)
-    state.watch = StateWatch(description)
-    names: list[tuple[str, Tensor | None]] = []
-    for prefix, part in block.named_modules():
-        for held in (part._parameters, part._buffers):
-            state.places.append((held, tuple(held)))
-            names += [(f"{prefix}.{key}", each) for key, each in held.items()]
-    state.layouts = [each if each is None else layout_of(each) for _, each in names]
-    seen: dict[int, int] = {}
-    for number, (_, each) in enumerate(names):
-        if each is None:
-            continue
-        if id(each) in seen:
-            state.twins.append((seen[id(each)], number))
-        else:
-            seen[id(each)] = number
-    # As `own_tensors` orders them: all parameters, then all buffers.
-    is_buffer = [held is part._buffers for part in block.modules()
-                 for held in (part._parameters, part._buffers) for _ in held]  # fmt: skip
-    state.first = sorted(seen.values(), key=lambda number: is_buffer[number])
-    layouts = [(name, layout) for (name, _), layout in zip(names, state.layouts, strict=True)]
-    state.key = digest((description.data, layouts, state.twins, source_digest(description.files)))
-    return state
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
@@ -376,11 +355,10 @@ def _settings() -> tuple[Any, ...]:
 
 
 def _draft(
-    block: nn.Module, made: ExportedBlock, name: str, device: torch.device, seconds: float
+    block: nn.Module, name: str, device: torch.device, sizes: CallSizes, seconds: float
 ) -> Package:
     return Package(
         key=name, block=f"{type(block).__module__}.{type(block).__qualname__}",
-        device=machine(device), sizes=made.sizes, result=made.result,
-        library=package_store.digest_of(made.library), verdict="refused", reason="not tried",
-        error=0.0, limit=0.0, gain=0.0, seconds=round(seconds, 1),
+        device=machine(device), sizes=sizes, result=None, library="", verdict="refused",
+        reason="not tried", error=0.0, limit=0.0, gain=0.0, seconds=round(seconds, 1),
     )  # fmt: skip

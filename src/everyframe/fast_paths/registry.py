@@ -38,6 +38,7 @@ class FastPath:
             it.
         at_once: tried in the first run of a plan, from the sizes of its dry run alone.
         on_demand: tried only on request.
+        in_long_runs: tried in the first run of a plan that computes for many minutes.
         needs_c: computed by our kernels in C, which a compiler has to make.
     """
 
@@ -51,6 +52,7 @@ class FastPath:
     at_once: bool = False
     on_demand: bool = False
     needs_c: bool = False
+    in_long_runs: bool = False
 
 
 _TRIALS = "everyframe.fast_paths.trials"
@@ -75,17 +77,17 @@ _ALL = (
     FastPath("linear-gelu", "a linear layer and the GELU after it in one kernel of oneDNN",
              "linear-gelu", ("cpu",), f"{_TRIALS}:block"),
     FastPath("native-norm", "group norm with SiLU by a kernel in C",
-             "norm", ("cpu",), f"{_TRIALS}:modules", needs_c=True),
+             "norm", ("cpu",), f"{_TRIALS}:modules", needs_c=True, in_long_runs=True),
     FastPath("native-geglu", "the gated GELU of feed-forwards by a kernel in C",
-             "geglu", ("cpu",), f"{_TRIALS}:modules", needs_c=True),
+             "geglu", ("cpu",), f"{_TRIALS}:modules", needs_c=True, in_long_runs=True),
     FastPath("native-attention", "attention over few frames by a kernel in C",
-             "frame-attention", ("cpu",), f"{_TRIALS}:modules", needs_c=True),
+             "frame-attention", ("cpu",), f"{_TRIALS}:modules", needs_c=True, in_long_runs=True),
     FastPath("onednn-linear", "linear layers by oneDNN, with the bias in the product",
-             "linear", ("cpu",), f"{_TRIALS}:modules"),
+             "linear", ("cpu",), f"{_TRIALS}:modules", in_long_runs=True),
     FastPath("temporal-conv", "convolutions over time as ones of two dimensions",
-             "temporal-conv", ("cpu",), f"{_TRIALS}:modules"),
+             "temporal-conv", ("cpu",), f"{_TRIALS}:modules", in_long_runs=True),
     FastPath("channels-last", "convolution weights in memory as oneDNN reads them",
-             "convolution", ("cpu",), f"{_TRIALS}:modules"),
+             "convolution", ("cpu",), f"{_TRIALS}:modules", in_long_runs=True),
     FastPath("kept-embeddings", "cached embeddings of repeated numbers",
              "embeddings", ("cpu",), f"{_TRIALS}:embeddings", closeness="exact"),
     FastPath("compile", "blocks compiled ahead of time, or by torch.compile",

@@ -158,6 +158,7 @@ def compiled(subject: CertificationTarget, path: FastPath) -> Iterator[Compariso
         raise RuntimeError(
             "; ".join(sorted({note for block in made for note in block.report.notes}))
         )
+    # Those alone that load at once: torch.compile's code is no reason to compile a short run.
     _PACKAGES.extend(package for block in made for package in block.report.packages.values())
 
 

@@ -26,7 +26,12 @@ from everyframe.fast_paths.registry import (
     switched_off,
 )
 from everyframe.planning.blocked_paths import BlockedPaths, tags_of
-from everyframe.planning.component_certificates import RECORDED, Certificates, operations
+from everyframe.planning.component_certificates import (
+    RECORDED,
+    VERY_LONG,
+    Certificates,
+    operations,
+)
 from everyframe.planning.dry_runs import DryRun, largest_scores
 from everyframe.runtime.interface import Component
 
@@ -38,7 +43,7 @@ _AGAINST = ("avoided", "off")
 
 #: Compilation needs at least so many calls of a component, and unless it is requested or the code
 #: is there already, so many operations in a run: minutes on a CPU, about what compiling takes.
-_AGAIN_AND_AGAIN, _VERY_LONG = 4, 1e14
+_AGAIN_AND_AGAIN = 4
 
 
 @dataclass(frozen=True)
@@ -210,7 +215,8 @@ class FastPathChooser:
             return FastPathChoice(path.name, "avoided", against)
         if path.name in certificates:
             return of_certificate(certificates[path.name])
-        if self.expects and (path.at_once or path.on_demand):
+        is_long = path.in_long_runs and operations(runs) >= VERY_LONG
+        if self.expects and (path.at_once or path.on_demand or is_long):
             return FastPathChoice(
                 path.name, "expected", RECORDED if is_recorded else "the first run tries it"
             )
@@ -233,7 +239,7 @@ class FastPathChooser:
             return False
         certificate = certificates.get(path.name)
         is_here = certificate is not None and bool(certificate.packages)
-        pays = is_here or (certificate is not None and operations(runs) >= _VERY_LONG)
+        pays = is_here or (certificate is not None and operations(runs) >= VERY_LONG)
         return self.pins.compile or pays
 
     def _exactly(self, component: str, path: FastPath) -> bool:

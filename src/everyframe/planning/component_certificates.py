@@ -1,6 +1,7 @@
 """Look up and create fast-path certificates for the components of a plan.
 
-Before a long run, missing certificates that it needs at once are created (at most 3 s).
+Before a long run, missing certificates that it needs at once are created (at most 3 s, and 30 s
+before a run of many minutes on a CPU).
 `everyframe fast-paths --certify` creates all of them (at most 30 s). `blocked_paths.py` has the
 reasons that overrule any trial.
 """
@@ -30,6 +31,9 @@ FOR_COMPILING = 900.0
 #: Operations of a run from which trying attention pays: about ten seconds of computing.
 _LONG = {"cpu": 1e12}
 _LONG_ON_CARDS = 1e13
+
+#: Operations of a run from which half a minute of trials pays: a quarter of an hour on a core.
+VERY_LONG = 1e14
 
 #: Reason for a path of a record: it is tried however short the run is, to reproduce the bits.
 RECORDED = "the record has it; a first run tries it"
@@ -124,7 +128,9 @@ def make_at_once(
     """Create the certificates that these components need now; whether they expected any path."""
     expects = any(each.verdict == "expected" for part in parts for each in part.choices)
     if expects and certificates is not None:
-        make(certificates, missing_at_once(parts, runs, certificates.device), runs, AT_ONCE)
+        is_very_long = certificates.device.kind == "cpu" and operations(runs) >= VERY_LONG
+        seconds = IN_ALL if is_very_long else AT_ONCE
+        make(certificates, missing_at_once(parts, runs, certificates.device), runs, seconds)
     return expects
 
 

@@ -11,8 +11,9 @@ from diffusers import UNetSpatioTemporalConditionModel
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from everyframe.families.svd import sharding, unet
+from everyframe.families.svd import blocks, sharding, unet
 from everyframe.families.svd.components import level_sizes, sent_bytes
+from everyframe.ops import self_attention
 from everyframe.parallel import distributed_moments
 from everyframe.parallel.communicator import Communicator
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
@@ -56,14 +57,14 @@ def norm_of_its_own_frames(handle: Any, model: Any, inputs: Inputs, team: Commun
 
 def positions_from_zero(handle: Any, model: Any, inputs: Inputs, team: Communicator) -> Any:
     """The last rank counts frames from another one on."""
-    before = unet._attention_context
+    before = blocks.FrameTransformer.context
 
     def rolled(*given: Any) -> Any:
         made = before(*given)
         frames = made.frames.roll(1, 0) if team.rank == team.size - 1 else made.frames
-        return unet.AttentionContext(made.spatial, made.temporal, frames, made.mix)
+        return blocks.AttentionContext(made.spatial, made.temporal, frames, made.mix)
 
-    return _undo(unet, "_attention_context", rolled)
+    return _undo(blocks.FrameTransformer, "context", rolled)
 
 
 def wrong_samples(handle: Any, model: Any, inputs: Inputs, team: Communicator) -> None:
@@ -74,13 +75,13 @@ def wrong_samples(handle: Any, model: Any, inputs: Inputs, team: Communicator) -
 
 def padding(handle: Any, model: Any, inputs: Inputs, team: Communicator) -> Any:
     """Frames get a pixel of zeros behind their own, so that they divide; attention sees it."""
-    before = unet.attention
+    before = self_attention.attention
 
     def padded(q: Tensor, k: Tensor, v: Tensor, **named: Any) -> Tensor:
         more = [torch.cat([each, torch.zeros_like(each[:, :, :1])], 2) for each in (k, v)]
         return before(q, *more, **named)
 
-    return _undo(unet, "attention", padded)
+    return _undo(self_attention, "attention", padded)
 
 
 class VideoUNet(SmallDenoiser):

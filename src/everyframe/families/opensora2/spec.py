@@ -62,6 +62,7 @@ _TITLES = {
 class OpenSora2Spec(NativeModelSpec[OpenSora2Options, OpenSora2Files, OpenSora2Config]):
     """One Open-Sora 2.0 checkpoint: configs read, weights not loaded."""
 
+    methods = ()  # nothing of them was tried here: its guidance varies from step to step
     led = ("text_encoder", "clip")
     ways = ATTENDING
 

@@ -1,20 +1,21 @@
 /* Group norm, and SiLU after it, of samples whose memory is rows of channels (channels last), or
    channels of rows (as torch makes them).
 
-   Statistics are sums of differences from each channel's first value, in float32 over 64 rows and in
-   float64 beyond: squares of a large mean don't cancel. How rows are cut depends on sizes alone, so
-   the number of threads changes no bit. */
+   Statistics are sums of differences from a value nearby, in float32 over a few rows and in float64
+   beyond: squares of a large mean don't cancel, and one value far from the others costs no digits
+   but those of its own rows. How rows are cut depends on sizes alone, so the number of threads
+   changes no bit. */
 
 #include "numbers.h"
 
 enum { ROWS_SUMMED = 64, ROWS_A_PIECE = 1024, BLOCK = 4 };
 
-/* Adds up to 64 rows of `count` channels, at most BLOCK vectors of them. */
+/* Adds up to 64 rows of `count` channels, at most BLOCK vectors of them, less `pivot`. */
 INLINE void sum_block(const void *x, long rows, long channels, long count, const float *pivot,
                       double *sums, double *squares, int is_bf16) {
   floats first[BLOCK], one[BLOCK], two[BLOCK];
   for (int b = 0; b < BLOCK; b++) {
-    first[b] = b * LANES < count ? load(pivot, b * LANES, count - b * LANES, 0) : all(0);
+    first[b] = b * LANES < count ? load(x, b * LANES, count - b * LANES, is_bf16) : all(0);
     one[b] = two[b] = all(0);
   }
   for (long row = 0; row < rows; row++)
@@ -25,8 +26,9 @@ INLINE void sum_block(const void *x, long rows, long channels, long count, const
       two[b] += d * d;
     }
   for (long c = 0; c < count; c++) {
-    sums[c] += one[c / LANES][c % LANES];
-    squares[c] += two[c / LANES][c % LANES];
+    double off = (double)first[c / LANES][c % LANES] - pivot[c], sum = one[c / LANES][c % LANES];
+    sums[c] += sum + rows * off;
+    squares[c] += two[c / LANES][c % LANES] + off * (2 * sum + rows * off);
   }
 }
 
@@ -46,6 +48,11 @@ INLINE void sum_rows(const void *x, long rows, long channels, const float *pivot
     }
 }
 
+/* Rounding can leave a variance of zero just below it; NaN stays. */
+static double inverse_root(double variance, double eps) {
+  return 1 / sqrt((variance < 0 ? 0 : variance) + eps);
+}
+
 /* Each channel's factor and summand, from sums over `count` values of each. */
 static void factors(const double *sums, const float *pivot, long count, long channels, long groups,
                     const float *weight, const float *bias, double eps, float *scale, float *shift) {
@@ -58,7 +65,7 @@ static void factors(const double *sums, const float *pivot, long count, long cha
       double off = pivot[c] + sums[c] / count - mean;
       squares += sums[channels + c] - sums[c] * sums[c] / count + count * off * off;
     }
-    double inverse = 1 / sqrt(squares / ((double)count * size) + eps);
+    double inverse = inverse_root(squares / ((double)count * size), eps);
     for (long c = g * size; c < (g + 1) * size; c++) {
       scale[c] = (float)(inverse * weight[c]);
       shift[c] = (float)(bias[c] - mean * inverse * weight[c]);
@@ -124,18 +131,21 @@ INLINE int channels_of_rows(const void *x, void *y, long samples, long rows, lon
     void *to = at_out(y, i * count, is_bf16);
     float pivot = get(from, 0, is_bf16);
     double one = 0, two = 0;
-    for (long start = 0; start < count; start += 4096) {
-      long stop = smaller(start + 4096, count);
+    for (long start = 0; start < count; start += 1024) {
+      long stop = smaller(start + 1024, count), few = smaller(stop - start, LANES);
+      float near = sum_lanes(first_lanes(load(from, start, few, is_bf16), few)) / few;
       floats s = all(0), q = all(0);
       for (long j = start; j < stop; j += LANES) {
-        floats d = first_lanes(load(from, j, stop - j, is_bf16) - pivot, stop - j);
+        floats d = first_lanes(load(from, j, stop - j, is_bf16) - near, stop - j);
         s += d;
         q += d * d;
       }
-      one += sum_lanes(s);
-      two += sum_lanes(q);
+      double off = (double)near - pivot, sum = sum_lanes(s), many = stop - start;
+      one += sum + many * off;
+      two += sum_lanes(q) + off * (2 * sum + many * off);
     }
-    double mean = pivot + one / count, inverse = 1 / sqrt((two - one * one / count) / count + eps);
+    double mean = pivot + one / count;
+    double inverse = inverse_root((two - one * one / count) / count, eps);
     for (long c = 0; c < size; c++) {
       float a = (float)(inverse * weight[first + c]);
       float b = (float)(bias[first + c] - mean * inverse * weight[first + c]);

@@ -2,7 +2,8 @@
 
 All take CPU tensors in float32 or bfloat16 and return a new tensor; statistics and intermediate
 values are float32, rounded once. Weights, biases and tables may have any dtype: they are small.
-`takes` says whether tensors suit them; nothing here falls back by itself.
+`takes` says whether tensors suit them; nothing here falls back by itself. Sizes that don't fit each
+other are errors here, as C reads beyond the end.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def group_norm(
     samples, channels = x.shape[:2]
     _call(
         "group_norm", x, y, samples, x.numel() // (samples * channels), channels, num_groups,
-        _floats(weight), _floats(bias), eps, has_silu, last, _is_bf16(x),
+        _floats(weight, channels), _floats(bias, channels), eps, has_silu, last, _is_bf16(x),
     )  # fmt: skip
     return y
 
@@ -96,15 +97,18 @@ def layer_norm(
     x = x.contiguous()
     y = torch.empty_like(x)
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
-    tables = [None if each is None else _floats(each) for each in (weight, bias, scale, shift)]
-    num_tables = 1 if tables[2] is None else tables[2].numel() // width
-    _call("row_norm", x, y, rows, width, *tables, rows // num_tables, eps, is_rms, _is_bf16(x),
-          _is_bf16(y))  # fmt: skip
+    size = width if scale is None else scale.numel()
+    weights = [None if each is None else _floats(each, width) for each in (weight, bias)]
+    tables = [None if each is None else _floats(each, size) for each in (scale, shift)]
+    _call("row_norm", x, y, rows, width, *weights, *tables, _rows_a_table(rows, width, size), eps,
+          is_rms, _is_bf16(x), _is_bf16(y))  # fmt: skip
     return y
 
 
 def geglu(x: Tensor) -> Tensor:
     """``value * gelu(gate)`` (..., C) of `x` (..., 2 C), which holds the values, then the gates."""
+    if x.shape[-1] % 2:
+        raise ValueError(f"values and gates are as many, got {x.shape[-1]} numbers a row")
     x = x.contiguous()
     width = x.shape[-1] // 2
     y = x.new_empty((*x.shape[:-1], width))
@@ -122,12 +126,14 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 def gated_add(x: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
     """``x + gate * branch`` in the dtype of `x`; see `layer_norm` for the rows of `gate`."""
+    if branch.shape != x.shape:
+        raise ValueError(f"x and branch have the shapes {tuple(x.shape)} and {tuple(branch.shape)}")
     x, branch = x.contiguous(), branch.contiguous()
     y = torch.empty_like(x)
     width = x.shape[-1]
-    rows = x.numel() // width
-    _call("gated_sum", x, branch, _floats(gate), y, rows, width, rows * width // gate.numel(),
-          _is_bf16(x), _is_bf16(branch))  # fmt: skip
+    rows, size = x.numel() // width, gate.numel()
+    _call("gated_sum", x, branch, _floats(gate, size), y, rows, width,
+          _rows_a_table(rows, width, size), _is_bf16(x), _is_bf16(branch))  # fmt: skip
     return y
 
 
@@ -136,19 +142,37 @@ def frame_attention(
 ) -> Tensor:
     """Attention of each pixel over its frames, (b, T, s, C); heads are side by side in C.
 
-    The three are contiguous, or equal parts of contiguous rows.
+    The three are of one shape and dtype; parts of contiguous rows are read where they lie.
     """
     batches, frames, pixels, channels = q_bTsC.shape
+    parts = [q_bTsC, k_bTsC, v_bTsC]
+    if any(each.shape != q_bTsC.shape for each in parts) or channels % num_heads:
+        raise ValueError(f"{num_heads} heads of {[tuple(each.shape) for each in parts]}")
+    step = q_bTsC.stride(2)
+    strides = (frames * pixels * step, pixels * step, step, 1)
+    if any(each.stride() != strides for each in parts):
+        parts, step = [each.contiguous() for each in parts], channels
     y = torch.empty((batches, frames, pixels, channels), dtype=q_bTsC.dtype)
     _call(
-        "frame_attention", q_bTsC, k_bTsC, v_bTsC, y, batches, frames, pixels, num_heads,
-        channels // num_heads, q_bTsC.stride(2), scale, _is_bf16(y),
+        "frame_attention", *parts, y, batches, frames, pixels, num_heads, channels // num_heads,
+        step, scale, _is_bf16(y),
     )  # fmt: skip
     return y
 
 
-def _floats(values: Tensor) -> Tensor:
+def _floats(values: Tensor, size: int) -> Tensor:
+    """So many values as the kernels read them."""
+    if values.device.type != "cpu" or values.numel() != size:
+        found = f"{values.numel()} on {values.device}"
+        raise ValueError(f"{size} values on the CPU are needed, got {found}")
     return values.float().contiguous()
+
+
+def _rows_a_table(rows: int, width: int, size: int) -> int:
+    """Rows of `width` for each row of a table of `size` numbers."""
+    if size == 0 or size % width or rows % (size // width):
+        raise ValueError(f"a table of {size} numbers is not for {rows} rows of {width}")
+    return rows * width // size
 
 
 def _is_bf16(x: Tensor) -> bool:

@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import cache
+from importlib.metadata import version as version_of
 from pathlib import Path
 
 from everyframe.checkpoints.folder import cache_folder
@@ -150,7 +151,8 @@ def _key(compiler: str) -> str:
         [compiler, "--version"], capture_output=True, check=True, timeout=_PATIENCE
     ).stdout
     sources = [path.read_bytes() for path in sorted(_SOURCES.glob("*.[ch]"))]
-    isa = " ".join((processor_name(), *sorted(processor_flags())))
+    # With torch, whose threads a library may have been linked with.
+    isa = " ".join((version_of("torch"), processor_name(), *sorted(processor_flags())))
     flags = shlex.join((*_FLAGS, _WIDE, *(flag for pair in _THREADS for part in pair
                                           for flag in part)))  # fmt: skip
     return _digest(compiler.encode(), version, isa.encode(), flags.encode(), *sources)

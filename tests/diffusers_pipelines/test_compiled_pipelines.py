@@ -1,0 +1,95 @@
+"""A compiled diffusers pipeline is the pipeline that it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import WanPipeline
+
+import everyframe
+from everyframe.core.errors import InputError
+from everyframe.fast_paths.compilation import compiled_blocks, disable_compiled
+from helpers.planted_compiler import PlantedCompiler
+from helpers.tiny_checkpoints import pipelines
+
+CALL: dict[str, Any] = {"height": 16, "width": 16, "num_frames": 5, "num_inference_steps": 2,
+                        "output_type": "np"}  # fmt: skip
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlantedCompiler:
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path / "cache"))
+    return PlantedCompiler(monkeypatch)
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Any:
+    pipelines.wan(tmp_path / "wan")
+    found = WanPipeline.from_pretrained(tmp_path / "wan")
+    found.set_progress_bar_config(disable=True)
+    return found
+
+
+def called(pipe: Any, **more: Any) -> np.ndarray[Any, Any]:
+    generator = torch.Generator().manual_seed(1)
+    frames: np.ndarray[Any, Any] = pipe("a", generator=generator, **{**CALL, **more}).frames
+    return frames
+
+
+def as_written(pipe: Any, **more: Any) -> np.ndarray[Any, Any]:
+    undo = disable_compiled(pipe.transformer)
+    frames = called(pipe, **more)
+    undo()
+    return frames
+
+
+def test_what_a_call_changes_is_computed(pipe: Any, compiler: PlantedCompiler) -> None:
+    assert everyframe.compile(pipe) is pipe
+    assert type(pipe) is WanPipeline
+    seen = []
+    for more in ({}, {"guidance_scale": 1.0}, {"num_frames": 9}, {"width": 32}):
+        frames = called(pipe, **more)
+        # The same programs in float32: a thousandth of a step of eight bits.
+        assert np.abs(frames - as_written(pipe, **more)).max() < 1e-5
+        seen.append(frames)
+    assert all(block.is_compiled for block in compiled_blocks(pipe.transformer).values())
+    # One for all sizes; diffusers calls both branches one after the other.
+    assert compiler.count == 1
+    assert np.abs(seen[0] - seen[1]).max() > 1e-3
+
+
+def test_it_is_cast_saved_and_loaded(pipe: Any, compiler: PlantedCompiler, tmp_path: Path) -> None:
+    everyframe.compile(pipe)
+    pipe.to(torch.float64)
+    assert np.abs(called(pipe) - as_written(pipe)).max() < 1e-5
+    folder = everyframe.save_compiled(pipe, tmp_path / "compiled")
+    pipe.save_pretrained(tmp_path / "again")
+    other = WanPipeline.from_pretrained(tmp_path / "again", dtype=torch.float64)
+    other.set_progress_bar_config(disable=True)
+    want = called(other)
+    everyframe.load_compiled(folder, other)
+    assert np.abs(called(other) - want).max() < 1e-5
+    assert compiler.count == 1
+
+
+def test_other_weights_are_used(pipe: Any, compiler: PlantedCompiler) -> None:
+    """As a LoRA that is merged into them."""
+    everyframe.compile(pipe)
+    before = called(pipe)
+    for parameter in pipe.transformer.blocks[0].parameters():
+        parameter.data += 0.05
+    after = called(pipe)
+    assert np.abs(after - before).max() > 1e-4
+    assert np.abs(after - as_written(pipe)).max() < 1e-5
+    assert compiler.count == 1
+
+
+def test_components_are_named(pipe: Any) -> None:
+    with pytest.raises(InputError, match="has no component 'transfomer' among"):
+        everyframe.compile(pipe, components=("transfomer",))
+    with pytest.raises(InputError, match="has no list of blocks that could be compiled"):
+        everyframe.compile(torch.nn.Linear(2, 2))
