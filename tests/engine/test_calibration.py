@@ -97,7 +97,8 @@ def test_candidates_are_from_mild_to_bold() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"num_videos": 14}, "at least 15"),
+        ({"num_videos": 14}, "must be 15 to 1000, got 14"),
+        ({"num_videos": 10**11}, "must be 15 to 1000"),
         ({"methods": ["ab9"]}, "can't do ab9; it can do"),
         ({"request": Request(num_devices=2)}, "works on one device"),
         ({"request": Request(num_inference_steps=2), "methods": ()}, "2 steps are too few"),

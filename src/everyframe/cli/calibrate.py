@@ -6,6 +6,7 @@ It prints a line after each video, and what each budget leads to at the end. The
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -80,9 +81,12 @@ def _plain(found: Any, name: str) -> dict[str, Any]:
 
 def _number(name: str, text: str) -> float:
     try:
-        return float(int(text)) if name == "videos" else float(text)
-    except ValueError:
-        raise InputError(f"{name} must be a number, got {text!r}") from None
+        found = float(int(text)) if name == "videos" else float(text)
+    except (ValueError, OverflowError):
+        found = math.nan
+    if not math.isfinite(found):
+        raise InputError(f"{name} must be a number, got {text!r}")
+    return found
 
 
 def _lines(path: str) -> list[str]:

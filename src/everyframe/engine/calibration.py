@@ -77,6 +77,11 @@ PROMPTS = (
 )
 
 
+_MOST_VIDEOS = 1000
+
+#: Stages that methods make faster.
+_DENOISING = ("denoise", "first picture", "pipeline")
+
 #: Options of a request that differ from video to video, or are measured.
 _NOT_MEASURED = ("quality", "method", "num_videos")
 
@@ -117,8 +122,8 @@ def calibrate(
         InputError: an option is invalid, or the model has no lossy methods.
         CannotRunError: the plan can't run here.
     """
-    if num_videos < LEAST_VIDEOS:
-        raise InputError(f"videos must be at least {LEAST_VIDEOS}, got {num_videos}")
+    if not LEAST_VIDEOS <= num_videos <= _MOST_VIDEOS:
+        raise InputError(f"videos must be {LEAST_VIDEOS} to {_MOST_VIDEOS}, got {num_videos}")
     if request.num_ranks > 1:
         raise InputError("calibrate works on one device; leave out the others")
     found, names = _begun(request, prompts, num_videos, methods)
@@ -261,7 +266,7 @@ def _made(request: Request) -> _Made:
         for event in events:
             if isinstance(event, FramesDecoded):
                 frames.append(event.frames)
-            elif isinstance(event, Step) and event.stage not in ("text", "decode", "given frames"):
+            elif isinstance(event, Step) and event.stage in _DENOISING:
                 steps += event.seconds
             elif isinstance(event, StageDone):
                 seconds += event.seconds

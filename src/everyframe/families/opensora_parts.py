@@ -21,7 +21,10 @@ VAE_PARTS = {"1.0": IMAGE_VAE_PART, "1.2": VAE_1_2_PART}
 #: What a file with tensors of these names holds; the first that fits.
 _PARTS = (
     (FLUX_PART, ("guidance_in.in_layer.weight", "double_blocks.0.img_attn.norm.query_norm.scale")),
-    (VIDEO_PART, ("img_in.weight", "double_blocks.0.img_attn.norm.query_norm.scale")),
+    (VIDEO_PART, ("img_in.weight", "double_blocks.0.img_attn.q_proj.weight")),
+    (VIDEO_PART, ("cond_in.weight", "double_blocks.0.img_attn.norm.query_norm.scale")),
+    # FLUX.1-schnell, which takes no guidance scale.
+    (FLUX_PART, ("img_in.weight", "double_blocks.0.img_attn.qkv.weight")),
     (DEEP_PART, ("encoder.project_in.conv.weight", "decoder.project_in.main.conv.weight")),
     (HUNYUAN_PART, ("encoder.conv_in.conv.weight", "quant_conv.weight", "post_quant_conv.weight")),
     (FLUX_VAE_PART, ("encoder.down.0.block.0.conv1.weight", "decoder.conv_in.weight")),

@@ -147,6 +147,20 @@ def test_several_denoisers_are_refused(copy: Path) -> None:
     assert found(copy / "second.safetensors").files.path("denoiser").name == "second.safetensors"
 
 
+def test_flux_schnell_is_no_video_model(copy: Path) -> None:
+    tensors = load_file(copy / FLUX)
+    save_file(
+        {name: each for name, each in tensors.items() if not name.startswith("guidance_in.")},
+        copy / FLUX,
+    )
+    assert found(copy).files.path("denoiser").name == DENOISER
+    with pytest.raises(CheckpointError, match="drawn by FLUX.1-dev"):
+        found(copy, first_frame="flux")
+    (copy / DENOISER).unlink()
+    with pytest.raises(InputError, match="this is FLUX.1, which draws pictures"):
+        found(copy / FLUX)
+
+
 def test_a_denoiser_without_its_first_layer_is_named(copy: Path) -> None:
     tensors = load_file(copy / DENOISER)
     del tensors["vector_in.in_layer.weight"]

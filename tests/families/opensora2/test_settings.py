@@ -24,6 +24,7 @@ from everyframe.families.opensora2.settings import (
 from everyframe.families.opensora2.vae_config import DCAEConfig, HunyuanVAEConfig
 
 VIDEO = OpenSora2Config(MMDiTConfig(), HunyuanVAEConfig(), {}, {})
+PLAIN = OpenSora2Config(MMDiTConfig(cond_embed=False), HunyuanVAEConfig(), {}, {})
 DEEP = OpenSora2Config(MMDiTConfig(in_channels=128, patch_size=1), DCAEConfig(), {}, {})
 GOLDEN = json.loads(
     (Path(__file__).parents[2] / "golden" / "opensora2_sampler" / "config.json").read_text()
@@ -112,6 +113,8 @@ def test_a_length_in_seconds_is_the_nearest_that_can_be() -> None:
         (DEEP, {"image_fading": False}, "image_fading has no effect without given frames"),
         (VIDEO, {"image_oscillation": False}, "image_oscillation has no effect without given"),
         (VIDEO, {"image_fading": False, "extend": CLIP}, "image_fading is for given pictures"),
+        (PLAIN, {"image": PICTURE}, "can't be given frames, .*; leave out image"),
+        (PLAIN, {"first_frame": "flux"}, "leave out first_frame"),
         (VIDEO, {"first_frame": "sdxl"}, "first_frame must be flux, got 'sdxl'"),
         (VIDEO, {"first_frame": "flux", "image": PICTURE}, "image gives one; drop one"),
         (VIDEO, {"flux": "x/y"}, "flux has no effect without --first-frame flux"),

@@ -144,7 +144,9 @@ def _sources(folder: Path, there: Mapping[str, list[Path]]) -> dict[str, Compone
         files = [file for part in parts for file in there.get(part, ())]
         if len(files) > 1:
             names = ", ".join(file.name for file in files)
-            how = "give one of the files" if role == "denoiser" else f"say which with --{role}"
+            how = {"denoiser": "give one of the files", "vae": "say which with --vae"}.get(
+                role, "keep one, or say which with --flux FOLDER"
+            )
             raise CheckpointError(f"{folder} holds several of {parts[0]} ({names}); {how}")
         if files:
             found[role] = ComponentSource(f"{folder.name}/{files[0].name}", files[0])

@@ -93,6 +93,11 @@ def resolve_settings(
     num_frames = _num_frames(config, request, fps, notes)
     check_amount(num_frames, height, width)
     given = _given_frames(request, options)
+    if given and not config.denoiser.cond_embed:
+        raise InputError(
+            f"{title}: its denoiser can't be given frames, as it has no tensors 'cond_in'; leave "
+            f"out {given[0]}"
+        )
     guidance = _GUIDANCE if request.guidance_scale is None else request.guidance_scale
     settings = Settings(
         prompt=request.prompt.strip(),

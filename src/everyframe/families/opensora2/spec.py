@@ -190,6 +190,11 @@ def _check_fit(config: OpenSora2Config, files: OpenSora2Files, options: OpenSora
     """Raise if components of different models are combined, before anything is loaded."""
     if options.vae_scaling is not None and not config.is_high_compression:
         raise CheckpointError("vae_scaling is for the DC-AE, and this model has HunyuanVideo's")
+    if config.first_denoiser is not None and not config.first_denoiser.guidance_embed:
+        raise CheckpointError(
+            "the first picture is drawn by FLUX.1-dev, and this FLUX.1 takes no guidance scale "
+            "(FLUX.1-schnell?); give FLUX.1-dev's folder with --flux"
+        )
     pairs: list[tuple[str, str, Any, str, int]] = []
     channels = {"vae": config.vae.latent_channels, **_first_channels(config)}
     denoisers = {"vae": ("denoiser", config.denoiser)}
