@@ -184,6 +184,15 @@ _FP8 = {f"{_Q}.weight": torch.zeros(24, 24, dtype=torch.float8_e4m3fn)}
         ({"nothing.scale_weight": torch.tensor(1.0)}, "is a scale without 'nothing.weight'"),
         ({**_FP8, f"{_Q}.scale_weight": torch.ones(7)}, "expected one number or one for each"),
         ({**_FP8, f"{_Q}.scale_weight": torch.ones(1, 24)}, "expected one number or one for each"),
+        ({**_FP8, f"{_Q}.scale_weight": torch.ones(24).bool()}, "a scale and stored in torch.bool"),
+        ({**_FP8, **_PLAIN_SCALE, f"{_Q}.weight_scale": torch.ones(1)}, "has two scales"),
+        ({f"{_Q}.weight": torch.ones(24, 24).char()}, "in int8 without a scale"),
+        ({"x.scale_input": torch.tensor(1.0)}, "are for no parameter of it: 'x.scale_input'"),
+        (
+            {"x.weight": _FP8[f"{_Q}.weight"][0, 0], "x.scale_weight": torch.ones(2)},
+            "'x.weight', which has shape ()",
+        ),
+        ({f"{_Q}.comfy_quant": torch.zeros(2, 2, dtype=torch.uint8)}, "is no JSON"),
         ({"scaled_fp8": torch.zeros(2)}, "is marked scaled_fp8 and has no scale_weight"),
         ({f"{_Q}.comfy_quant": _quant("{")}, "is no JSON"),
         ({f"{_Q}.comfy_quant": _quant("[]")}, "is no JSON object"),
@@ -200,6 +209,16 @@ def test_what_is_no_scaled_file(changed: dict[str, Tensor], text: str, tmp_path:
     path = stored.write(tmp_path / "a.safetensors", {**originals.state_of("wan"), **changed})
     with pytest.raises(CheckpointError, match=re.escape(text)):
         matched(path, "wan")
+
+
+def test_codes_of_a_kernel_of_one_position(tmp_path: Path) -> None:
+    """A linear layer that is stored as a convolution: its codes have the layer's shape."""
+    codes = torch.randint(-127, 128, (24, 24, 1, 1), dtype=torch.int8)
+    changed = {f"{_Q}.weight": codes, f"{_Q}.weight_scale": torch.ones(24)}
+    path = stored.write(tmp_path / "a.safetensors", {**originals.state_of("wan"), **changed})
+    found = matched(path, "wan").tensors.quantized(f"{_Q}.weight", "int8")
+    assert found is not None
+    assert torch.equal(found[0], codes[..., 0, 0])
 
 
 def test_a_scale_that_is_not_finite(tmp_path: Path) -> None:

@@ -164,6 +164,15 @@ BROKEN = {
                + struct.pack("<i", 33) + tensor() + bytes(200)),
         "does not hold the elements",
     ),
+    "negative shape beside": (
+        header(1, 1, text(b"comfy.gguf.orig_shape.x") + struct.pack("<IIQ", 9, 5, 2)
+               + struct.pack("<ii", -4, -8) + tensor() + bytes(200)),
+        "does not hold the elements",
+    ),
+    "overlap": (
+        header(2, 0, tensor() + tensor(offset=64).replace(b"x", b"y") + bytes(300)),
+        "tensor 'y' overlaps 'x'",
+    ),
     "no alignment": (
         header(0, 1, text(b"general.alignment") + struct.pack("<II", 4, 0)), "its alignment is 0"
     ),

@@ -145,6 +145,14 @@ def test_what_is_refused(models: Path, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     with pytest.raises(InputError, match="exists already"):
         everyframe.save(model, tmp_path / "there", loras=loras)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="exists already"):
+        everyframe.save(model, tmp_path / "link", loras=loras)
+    (tmp_path / "model").symlink_to(model)
+    for inside in (model / "new", model / "transformer" / "new", tmp_path / "model" / "new"):
+        with pytest.raises(InputError, match="is inside the model's own folder"):
+            everyframe.save(model, inside, loras=loras)  # a copy of copies, without end
+        assert not inside.exists()
     with pytest.raises(CheckpointError, match="there is no LoRA file"):
         everyframe.save(model, tmp_path / "saved", loras="none.safetensors")
     assert not (tmp_path / "saved").exists()

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models.activations import GEGLU
+from diffusers.models.normalization import FP32LayerNorm
+from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
 from torch import Tensor, nn
 
 from everyframe.core.plan import Precision
@@ -20,8 +22,9 @@ from everyframe.fast_paths.apply import applies_to, swap_modules
 from everyframe.fast_paths.benchmark import ComparisonResult, relative_error, run_comparisons
 from everyframe.fast_paths.certify import certify
 from everyframe.fast_paths.registry import CATALOGUE
+from everyframe.ops.modulation import GatedAdd
 from everyframe.ops.native import kernels, library
-from everyframe.ops.norm import GroupNormSiLU
+from everyframe.ops.norm import GroupNormSiLU, LayerNorm, RMSNorm, WideLayerNorm
 from everyframe.precision.cast_hooks import add_cast_hooks
 from everyframe.precision.upcast import Upcast
 from everyframe.runtime.repairs import RepairSet, put_on
@@ -30,7 +33,8 @@ from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 pytestmark = pytest.mark.skipif(bool(missing := library.why_not()), reason=str(missing))
 
-PATHS = tuple(cpu_modules.KINDS)
+#: Those that find something in this UNet, which has no gated branches and no GELU by itself.
+PATHS = tuple(path for path in cpu_modules.KINDS if path not in ("native-gate", "native-gelu"))
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +70,7 @@ def swapped(model: nn.Module) -> set[str]:
 @pytest.mark.parametrize(
     ("path", "kinds"),
     [
-        ("native-norm", {"NativeGroupNormSiLU", "NativeGroupNorm"}),
+        ("native-norm", {"NativeGroupNormSiLU", "NativeGroupNorm", "NativeWideLayerNorm"}),
         # The layer around diffusers' own is taken apart, and not called.
         ("native-geglu", {"NativeGatedGELU", "NativeGEGLU"}),
         ("native-attention", {"NativeTemporalAttention"}),
@@ -95,6 +99,72 @@ def test_in_half_precision_the_error_is_no_larger(plain: unet.VideoUNet) -> None
     assert 1e-3 < errors[0] < 3e-2
     # It rounds less often.
     assert errors[1] < 1.1 * errors[0]
+
+
+class Norms(nn.Module):
+    """One of each norm of a transformer, ours, torch's and diffusers'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ours = nn.Sequential(LayerNorm(), WideLayerNorm(24), RMSNorm(24))
+        self.torchs = nn.RMSNorm(24, eps=1e-6)
+        self.diffusers = nn.Sequential(FP32LayerNorm(24), DiffusersRMSNorm(24, 1e-6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([norm(x) for norm in (*self.ours, self.torchs, *self.diffusers)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_transformers(dtype: torch.dtype) -> None:
+    """Of strided rows, too; float32 differs by the order of sums, bfloat16 by its last place."""
+    torch.manual_seed(0)
+    written, native = Norms(), Norms()
+    for part in written.parameters():
+        part.normal_()
+    for each in (written.torchs, *written.diffusers):
+        each.to(dtype)
+    native.load_state_dict(written.state_dict())
+    for each in (native.torchs, *native.diffusers):
+        each.to(dtype)
+    swap_modules(native, ("native-norm",))
+    assert swapped(native) == {
+        "NativeLayerNorm", "NativeWideLayerNorm", "NativeRMSNorm", "NativeTorchRMSNorm",
+        "NativeFP32LayerNorm", "NativeDiffusersRMSNorm",
+    }  # fmt: skip
+    x = torch.randn(2, 3, 5, 48)[..., ::2].to(dtype)
+    found, wanted = native(x), written(x)
+    assert found.dtype == wanted.dtype == dtype
+    for one, other in zip(found, wanted, strict=True):
+        assert relative_error(one, other) < (1e-6 if dtype == torch.float32 else 5e-3)
+        assert not torch.equal(one, x)
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu(approximate: str) -> None:
+    layers = nn.Sequential(nn.Linear(8, 40), nn.GELU(approximate))
+    native = nn.Sequential(layers[0], nn.GELU(approximate))
+    swap_modules(native, ("native-gelu",))
+    assert swapped(native) == {"NativeGELU"}
+    x = torch.randn(3, 8)
+    assert relative_error(native(x), layers(x)) < 1e-6
+
+
+@pytest.mark.parametrize("gate", [(2, 1, 1, 16), (2, 3, 1, 16), (1, 1, 1, 16)])
+@pytest.mark.parametrize("branch", [torch.float32, torch.bfloat16])
+def test_gated_branches(gate: tuple[int, ...], branch: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, y, g = torch.randn(2, 3, 5, 16), torch.randn(2, 3, 5, 16).to(branch), torch.randn(gate)
+    native = cpu_modules.NativeGatedAdd()
+    assert relative_error(native(x, y, g), GatedAdd()(x, y, g)) < 1e-6
+
+
+@pytest.mark.parametrize("gate", [(1, 3, 1, 16), (2, 1, 5, 16)])
+def test_a_gate_that_is_no_table_of_rows_is_computed_plainly(
+    gate: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "gated_add", lambda *_: pytest.fail("the kernel was called"))
+    x, y, g = torch.randn(2, 3, 5, 16), torch.randn(2, 3, 5, 16), torch.randn(gate)
+    assert torch.equal(cpu_modules.NativeGatedAdd()(x, y, g), GatedAdd()(x, y, g))
 
 
 def test_a_repair_makes_it_plain_and_gives_it_back(

@@ -123,6 +123,12 @@ def damaged_description(saved: Path) -> None:
     the_description(saved).write_text("{")
 
 
+def other_types(saved: Path) -> None:
+    path = the_description(saved)
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, "device": 5, "library": "\0"}))
+
+
 def other_conditions(saved: Path) -> None:
     path = the_description(saved)
     values = json.loads(path.read_text())
@@ -163,6 +169,7 @@ REFUSED: list[tuple[Callable[[Path], None], str]] = [
     (a_pipe, "no plain file"),
     (no_library, "No such file"),
     (damaged_description, "is damaged"),
+    (other_types, "is damaged"),
     (other_conditions, "this device didn't compile"),
     (other_torch, "was compiled for torch 1.0, and here is"),
     (other_instructions, "was compiled for instructions AVX9000, and here is"),
@@ -219,9 +226,10 @@ def test_a_library_in_the_store_that_was_changed_is_compiled_again(
 
 @pytest.mark.skipif(os.name != "posix", reason="modes of files")
 def test_a_store_where_others_write_is_refused(saved: Path, tmp_path: Path) -> None:
-    (tmp_path / "cache" / "certificates" / "compiled").chmod(0o777)
-    with pytest.raises(InputError, match="others can write there; remove it, or chmod 700"):
-        everyframe.load_compiled(saved, made())
+    for mode in (0o777, 0o755):  # folders inside may be open to a group that can come in
+        (tmp_path / "cache" / "certificates" / "compiled").chmod(mode)
+        with pytest.raises(InputError, match="others can come in; remove it, or chmod 700"):
+            everyframe.load_compiled(saved, made())
 
 
 def test_a_damaged_description_in_the_store_is_not_used(
@@ -234,6 +242,18 @@ def test_a_damaged_description_in_the_store_is_not_used(
     called(everyframe.compile(made()))
     assert compiler.count == 2
     assert "is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"5", b"[]"])
+def test_a_description_that_is_no_text_is_not_used(
+    content: bytes, saved: Path, compiler: PlantedCompiler, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    in_a_new_process(monkeypatch)
+    for path in (tmp_path / "cache" / "certificates" / "compiled").glob("*/*.json"):
+        path.write_bytes(content)
+    called(everyframe.compile(made()))
+    assert compiler.count == 2
 
 
 def test_nothing_is_written_over(saved: Path, tmp_path: Path, compiler: PlantedCompiler) -> None:

@@ -77,7 +77,8 @@ class ComponentTensors(TensorFile):
     def quantized(self, name: str, kind: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """See `TensorFile.quantized`."""
         piece = self._pieces[name]
-        return None if piece.rows is not None else self._stored.quantized(piece.name, kind)
+        found = None if piece.rows is not None else self._stored.quantized(piece.name, kind)
+        return None if found is None else (found[0].view(piece.shape), found[1])
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ the result is that of a few megabytes of rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ class GgufFile(TensorFile):
             name: self._located(path, tensor, header.num_bytes)
             for name, tensor in header.tensors.items()
         }
+        _check_layout(path, entries)
         super().__init__(path, entries)
         self.architecture = str(header.metadata.get("general.architecture", ""))
         self.metadata = header.metadata
@@ -126,6 +128,14 @@ class GgufFile(TensorFile):
             found = _dequantized(read_entry(blocks, name), kind)
             values[begin - first : last - first] = torch.from_numpy(found).view(-1)
         return values
+
+
+def _check_layout(path: Path, entries: Mapping[str, TensorLocation]) -> None:
+    """Raise `CheckpointError` if tensors share bytes."""
+    in_order = sorted(entries.items(), key=lambda item: item[1].offset)
+    for (before, first), (name, entry) in pairwise(in_order):
+        if first.offset + first.num_bytes > entry.offset:
+            raise CheckpointError(f"{path}: tensor {name!r} overlaps {before!r}; get it again")
 
 
 def _dequantized(blocks: torch.Tensor, kind: _Kind) -> Any:

@@ -112,7 +112,11 @@ class _Reader:
         original = metadata.get(_SHAPE_OF + name)
         if original is None:
             return stored
-        if not isinstance(original, tuple) or math.prod(original) != math.prod(stored):
+        if (
+            not isinstance(original, tuple)
+            or any(side < 1 for side in original)
+            or math.prod(original) != math.prod(stored)
+        ):
             raise CheckpointError(
                 f"{self._path}: {_SHAPE_OF}{name} is {original!r}, which does not hold the "
                 f"elements of {stored}"

@@ -74,7 +74,7 @@ class ScaledFile(TensorFile):
         if name not in self._scales or self._base.dtype(name) != _KINDS.get(kind):
             return None
         codes, scale = self._base.load(name), self._scale(name)
-        return codes.view(torch.int8), scale.expand(len(codes), 1).contiguous()
+        return codes.view(torch.int8), scale.view(-1, 1).expand(len(codes), 1).contiguous()
 
     def load_rows(self, name: str, rows: Sequence[tuple[int, int]]) -> torch.Tensor:
         """See `TensorFile.load_rows`."""
@@ -110,14 +110,23 @@ def with_scales(base: TensorFile) -> tuple[TensorFile, tuple[str, ...]]:
         stem, _, own = name.rpartition(".")
         if own in _SCALES:
             _check_scale(base, name, f"{stem}.weight")
+            if f"{stem}.weight" in scales:
+                raise CheckpointError(f"{base.source}: {stem!r} has two scales of its weight")
             scales[f"{stem}.weight"] = name
-        if own in (*_SCALES, *_OF_INPUTS, _FORMAT, _MARKER):
+        if own in (*_SCALES, _FORMAT, _MARKER) or (own in _OF_INPUTS and f"{stem}.weight" in base):
             left.append(name)
     for layer, kind in formats.items():
         _check_format(base, layer, kind, scales)
     lone = [
         name for name in base if base.dtype(name) in _EIGHT_BITS and name not in {*scales, *left}
     ]
+    bare = [
+        name for name in base if base.dtype(name) == torch.int8 and name not in {*scales, *left}
+    ]
+    if bare:
+        raise CheckpointError(
+            f"{base.source}: {listing(bare)} in int8 without a scale, which says nothing of values"
+        )
     marked = any(name.rpartition(".")[2] == _MARKER for name in left)
     if marked and not scales:
         raise CheckpointError(f"{base.source} is marked {_MARKER} and has no scale_weight")
@@ -142,10 +151,14 @@ def _check_scale(base: TensorFile, name: str, weight: str) -> None:
             "expected fp8 or int8; its format is not read"
         )
     count = math.prod(shape)
-    if count != 1 and (not shape or shape[0] != count or count != wide[0]):
+    if not wide or (count != 1 and not shape[:1] == wide[:1] == (count,)):
         raise CheckpointError(
-            f"{base.source}: {name!r} has shape {shape}, expected one number or one for each of "
-            f"the {wide[0]} rows of {weight!r}"
+            f"{base.source}: {name!r} has shape {shape}, expected one number or one for each row "
+            f"of {weight!r}, which has shape {wide}"
+        )
+    if not base.dtype(name).is_floating_point:
+        raise CheckpointError(
+            f"{base.source}: {name!r} is a scale and stored in {base.dtype(name)}"
         )
 
 
@@ -181,7 +194,7 @@ def _formats(base: TensorFile) -> Iterator[tuple[str, Mapping[str, Any]]]:
         if own == _FORMAT:
             if base.dtype(name) != torch.uint8 or base.entry(name).num_bytes > _MOST_BYTES:
                 raise CheckpointError(f"{base.source}: {name!r} is no JSON in bytes")
-            yield layer, _json(base, name, bytes(base.load(name).tolist()))
+            yield layer, _json(base, name, bytes(base.load(name).flatten().tolist()))
 
 
 def _json(base: TensorFile, name: str, text: str | bytes) -> dict[str, Any]:

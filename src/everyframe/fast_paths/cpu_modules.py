@@ -17,8 +17,16 @@ from torch import Tensor, nn
 
 from everyframe.ops.activation import GatedGELU
 from everyframe.ops.convolution import TemporalConv
+from everyframe.ops.modulation import GatedAdd
 from everyframe.ops.native import kernels
-from everyframe.ops.norm import GroupNormSiLU, Statistics, WideGroupNorm
+from everyframe.ops.norm import (
+    GroupNormSiLU,
+    LayerNorm,
+    RMSNorm,
+    Statistics,
+    WideGroupNorm,
+    WideLayerNorm,
+)
 from everyframe.ops.self_attention import TemporalAttention
 
 
@@ -56,6 +64,78 @@ class NativeTorchGroupNorm(nn.GroupNorm):
         return kernels.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
 
 
+class NativeLayerNorm(LayerNorm):
+    """Layer norm without parameters, in C."""
+
+    is_plain = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_plain or not kernels.takes(x):
+            return super().forward(x)
+        return kernels.layer_norm(x, None, None, self.eps)
+
+
+class NativeWideLayerNorm(WideLayerNorm):
+    """Layer norm with float32 parameters for input of any dtype, in C."""
+
+    is_plain = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_plain or len(self.normalized_shape) > 1 or not kernels.takes(x):
+            return super().forward(x)
+        return kernels.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class NativeRMSNorm(RMSNorm):
+    """RMS norm in one pass over memory, in place of four."""
+
+    is_plain = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_plain or not kernels.takes(x):
+            return super().forward(x)
+        return kernels.layer_norm(x, self.weight, None, self.eps, is_rms=True)
+
+
+class NativeTorchRMSNorm(nn.RMSNorm):
+    """torch's own RMS norm, in C."""
+
+    is_plain = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        suits = self.eps is not None and len(self.normalized_shape) == 1
+        if self.is_plain or not suits or x.dtype != self.weight.dtype or not kernels.takes(x):
+            return super().forward(x)
+        assert self.eps is not None
+        return kernels.layer_norm(x, self.weight, None, self.eps, is_rms=True)
+
+
+class NativeGatedAdd(GatedAdd):
+    """A branch times its gate, added to the stream in one pass, with one rounding."""
+
+    is_plain = False
+
+    def forward(self, x_BTSC: Tensor, branch_BTSC: Tensor, gate_BF1C: Tensor) -> Tensor:
+        widest = torch.promote_types(branch_BTSC.dtype, gate_BF1C.dtype)
+        suits = (
+            torch.promote_types(x_BTSC.dtype, widest) == x_BTSC.dtype
+            and branch_BTSC.shape == x_BTSC.shape
+            and _is_row_table(gate_BF1C, x_BTSC)
+        )
+        if self.is_plain or not suits or not kernels.takes(x_BTSC, branch_BTSC):
+            return super().forward(x_BTSC, branch_BTSC, gate_BF1C)
+        return kernels.gated_add(x_BTSC, branch_BTSC, gate_BF1C)
+
+
+def _is_row_table(table: Tensor, x: Tensor) -> bool:
+    """Whether each row of the table is for so many rows of x in order: sizes of x, then ones."""
+    sizes, own = x.shape[:-1], table.shape[:-1]
+    if len(own) != len(sizes) or table.shape[-1] != x.shape[-1]:
+        return False
+    equal = next((i for i, size in enumerate(own) if size != sizes[i]), len(own))
+    return all(size == 1 for size in own[equal:])
+
+
 class NativeGatedGELU(GatedGELU):
     """The gated GELU in one pass, with one rounding."""
 
@@ -63,6 +143,17 @@ class NativeGatedGELU(GatedGELU):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if self.is_plain or not kernels.takes(x) else kernels.geglu(x)
+
+
+class NativeGELU(nn.GELU):
+    """torch's GELU in C, whose approximation by tanh takes half the time."""
+
+    is_plain = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_plain or not kernels.takes(x):
+            return super().forward(x)
+        return kernels.gelu(x, self.approximate)
 
 
 class NativeTemporalAttention(TemporalAttention):
@@ -144,7 +235,13 @@ KINDS: Mapping[str, Mapping[type[nn.Module], type[nn.Module]]] = {
         GroupNormSiLU: NativeGroupNormSiLU,
         WideGroupNorm: NativeGroupNorm,
         nn.GroupNorm: NativeTorchGroupNorm,
+        LayerNorm: NativeLayerNorm,
+        WideLayerNorm: NativeWideLayerNorm,
+        RMSNorm: NativeRMSNorm,
+        nn.RMSNorm: NativeTorchRMSNorm,
     },
+    "native-gate": {GatedAdd: NativeGatedAdd},
+    "native-gelu": {nn.GELU: NativeGELU},
     "native-geglu": {GatedGELU: NativeGatedGELU},
     "native-attention": {TemporalAttention: NativeTemporalAttention},
     "onednn-linear": {nn.Linear: OneDNNLinear},
@@ -157,6 +254,8 @@ _DIFFUSERS = "everyframe.fast_paths.diffusers_modules"
 #: The same for classes of diffusers, which is imported where a model has them only.
 _FOREIGN: Mapping[tuple[str, str], str] = {
     ("native-geglu", "diffusers.models.activations.GEGLU"): "NativeGEGLU",
+    ("native-norm", "diffusers.models.normalization.FP32LayerNorm"): "NativeFP32LayerNorm",
+    ("native-norm", "diffusers.models.normalization.RMSNorm"): "NativeDiffusersRMSNorm",
 }
 
 
@@ -176,7 +275,9 @@ def _new_kind(path: str, part: nn.Module) -> type[nn.Module] | None:
 
 def _has_parameters(part: nn.Module) -> bool:
     """False for a norm without the weights that it is called for."""
-    return not isinstance(part, nn.GroupNorm) or part.affine
+    if isinstance(part, nn.GroupNorm):
+        return bool(part.affine)
+    return not isinstance(part, nn.RMSNorm) or part.weight is not None
 
 
 def swapper(path: str) -> Callable[[nn.Module, tuple[str, ...]], None]:

@@ -91,6 +91,9 @@ def _package(text: str) -> Package | None:
             each.name for each in fields(Package)
         }:
             return None
+        names = (values["key"], values["library"], *values["device"].values())
+        if not all(isinstance(name, str) and name.isprintable() for name in names):
+            return None
         sizes = values.pop("sizes")
         dims = tuple(
             tuple(dim if isinstance(dim, int) else (int(dim[0]), dim[1]) for dim in own)
@@ -126,16 +129,17 @@ def packages_folder() -> Path:
     """The private folder, made if it isn't there.
 
     Raises:
-        InputError: somebody else owns it or can write in it.
+        InputError: somebody else owns it or can enter it.
     """
     path = folder() / "compiled"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     facts = path.lstat()
     if os.name == "posix" and (
-        not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o022
+        not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077
     ):
+        # Closed, not only to writers: folders in it are made with this user's mask.
         raise InputError(
-            f"{path} holds native code and others can write there; remove it, or chmod 700 it"
+            f"{path} holds native code and others can come in; remove it, or chmod 700 it"
         )
     return path
 
@@ -143,7 +147,7 @@ def packages_folder() -> Path:
 def find(key: str) -> Iterator[Package]:
     """Packages of that key, in the order of their names."""
     for path in sorted((packages_folder() / key).glob("*.json")):
-        found = _package(path.read_text(encoding="utf-8"))
+        found = _package(_text(path))
         if found is not None and found.key == key and found.digest == path.stem:
             yield found
         else:
@@ -180,7 +184,7 @@ def _library(package: Package) -> Path:
 
 def listed(files: Iterable[str]) -> list[Package]:
     """The packages among these files, which are named as `files_of` does."""
-    found = (_package((folder() / name).read_text()) for name in files if name.endswith(".json"))
+    found = (_package(_text(folder() / name)) for name in files if name.endswith(".json"))
     return [each for each in found if each is not None]
 
 
@@ -259,6 +263,14 @@ def _checked(path: Path, name: str, device: torch.device, again: str) -> Package
     if found.library and library_of(found) is None:
         replace_file(_library(found), code)
     return found
+
+
+def _text(path: Path) -> str:
+    """A description in the store; empty if it is gone or damaged."""
+    try:
+        return _read(path, _MOST_TEXT).decode()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def _read(path: Path, most: int) -> bytes:

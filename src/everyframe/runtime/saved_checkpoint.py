@@ -67,12 +67,14 @@ def save_checkpoint(model: SavableSpec, folder: Path, dtype: torch.dtype | None,
     """Write the model to `folder`, which must not exist; `kind` of eight bits is empty for none.
 
     Raises:
-        InputError: the folder exists, or nothing of the model is changed.
+        InputError: the folder exists or is in the model's own, or nothing of the model is changed.
         OSError: it can't be written; nothing is left then.
     """
     source = model.saved_from()
-    if folder.exists():
+    if folder.exists() or folder.is_symlink():
         raise InputError(f"{folder} exists already; give a new folder")
+    if folder.resolve().is_relative_to(source.resolve()):
+        raise InputError(f"{folder} is inside the model's own folder; give one outside of {source}")
     changed = model.changed_files(kind)
     if not changed:
         raise InputError("nothing of the model would change; give loras, components or quantize")
