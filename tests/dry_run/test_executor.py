@@ -21,6 +21,7 @@ from everyframe.core.plan import Precision
 from everyframe.dry_run.result import DryRunResult
 from everyframe.families.svd import layers
 from everyframe.hardware.profiles import find_profile, profile_names
+from everyframe.ops.activation import GatedGELU
 from everyframe.ops.embeddings import timestep_embedding
 from everyframe.precision.policy import ComponentNeeds, choose
 from helpers.dry_runs import dry_run_module
@@ -280,7 +281,7 @@ def test_a_feed_forward_in_pieces_is_run_dry_as_it_runs() -> None:
             self.wide, self.narrow = nn.Linear(size, 2 * width), nn.Linear(width, size)
 
         def forward(self, x: Tensor) -> Tensor:
-            return layers.gated_gelu(x, self.wide, self.narrow, width)
+            return layers.gated_gelu(x, self.wide, self.narrow, width, GatedGELU())
 
     card, host = (
         dry(Gated(), name, (1, length, size), dtype="float32") for name in ("cuda-sm90", "cpu-fp32")

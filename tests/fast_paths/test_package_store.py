@@ -14,12 +14,14 @@ import pytest
 import torch
 
 import everyframe
+from everyframe.cli.main import main
 from everyframe.core.errors import ExitCode, InputError
 from everyframe.fast_paths import compiled_block, package_store
 from everyframe.fast_paths.block_export import CallSizes
 from everyframe.fast_paths.block_state import NotCompilableError
 from everyframe.fast_paths.compilation import compiled_blocks
 from everyframe.fast_paths.toolchain import why_not
+from everyframe.planning import compiled_model
 from helpers.compiled_blocks import Model, inputs, made
 from helpers.planted_compiler import PlantedCompiler
 
@@ -263,8 +265,18 @@ def test_nothing_is_written_over(saved: Path, tmp_path: Path, compiler: PlantedC
     full = tmp_path / "full"
     full.mkdir()
     (full / "thesis.txt").touch()
-    with pytest.raises(InputError, match="is no folder of compiled blocks; name a new one"):
-        everyframe.save_compiled(model, full)
+    for target in (full, full / "thesis.txt", full / "thesis.txt" / "in it"):
+        with pytest.raises(InputError, match="is no folder of compiled blocks; name a new one"):
+            everyframe.save_compiled(model, target)
+
+
+def test_the_folder_is_checked_before_minutes_of_compiling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "thesis.txt").touch()
+    monkeypatch.setattr(compiled_model, "prepare", lambda *_, **more: pytest.fail("too early"))
+    assert main(["compile", "-o", str(tmp_path)]) == ExitCode.WRONG_INPUT
+    assert "is no folder of compiled blocks; name a new one" in capsys.readouterr().err
 
 
 def test_there_is_nothing_to_save(compiler: PlantedCompiler, tmp_path: Path) -> None:

@@ -263,12 +263,12 @@ def test_seconds_are_work_over_rates() -> None:
 
 
 def test_attention_takes_the_time_of_the_kernel_that_is_used() -> None:
-    plain = replace(ATTENTION, told=("math",))
+    plain = replace(ATTENTION, parameters=("math",))
     rates = Throughput((("bfloat16", 4e9),), 1e10, 1e9, "made up", measured=((plain, 1e9),))
     work = Work(((ATTENTION, 8e9),))
     assert call_seconds(work, rates, paths=()) == pytest.approx(8)
     # The other kernel was not tried: the plain one stands for it, as one of its kind.
-    flash = replace(rates, measured=(*rates.measured, (replace(plain, told=("flash",)), 8e9)))
+    flash = replace(rates, measured=(*rates.measured, (replace(plain, parameters=("flash",)), 8e9)))
     assert call_seconds(work, flash, paths=("linear-gelu", "attention-flash")) == pytest.approx(1)
     # Whoever measures asks for the kernels of the plan.
     found = replace(MODELS_RUN.found, work=work)

@@ -18,14 +18,14 @@ class OpShape:
         kind: ``product``, ``convolution`` or ``attention``.
         dtype: torch's name of the dtype.
         shapes: shapes of the operands.
-        told: for a convolution its stride, padding and so on, in the order of `torch.convolution`;
+        parameters: for a convolution its stride, padding and so on, as in `torch.convolution`;
             for an attention ``masked`` if it has a mask, then its kernel if one is chosen.
     """
 
     kind: str
     dtype: str
     shapes: tuple[tuple[int, ...], ...]
-    told: tuple[Any, ...] = ()
+    parameters: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

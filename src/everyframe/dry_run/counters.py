@@ -43,8 +43,8 @@ class WorkCounter:
     ) -> None:
         """Count one fused attention, (B, heads, Q, D) with (B, heads, L, D)."""
         shapes = (tuple(query.shape), tuple(key.shape), tuple(value.shape))
-        told = () if mask is None else ("masked",)
-        product = OpShape("attention", dtype_name(query.dtype), shapes, told)
+        parameters = () if mask is None else ("masked",)
+        product = OpShape("attention", dtype_name(query.dtype), shapes, parameters)
         count = sdpa_flop_count(*shapes)  # type: ignore[no-untyped-call]
         self._products[product] += int(count * times())
         self._kernels += times()
@@ -64,9 +64,9 @@ class WorkCounter:
             return
         is_convolution = "convolution" in func._schema.name
         kind = "convolution" if is_convolution else "product"
-        told = tuple(_plain(each) for each in args[3:]) if is_convolution else ()
+        parameters = tuple(_plain(each) for each in args[3:]) if is_convolution else ()
         shapes = tuple(tuple(tensor.shape) for tensor in ins)
-        product = OpShape(kind, dtype_name(outs[0].dtype), shapes, told)
+        product = OpShape(kind, dtype_name(outs[0].dtype), shapes, parameters)
         self._products[product] += int(count(*args, out_val=outs[0]) * times())
 
     def total(self) -> Work:

@@ -126,7 +126,9 @@ def result_to_json(result: DryRunResult) -> dict[str, Any]:
         "findings": [[f.kind, f.module, f.operation, f.problem] for f in result.findings],
         "working_bytes": result.working_bytes,
         "peak_at": result.peak_at,
-        "products": [[p.kind, p.dtype, p.shapes, p.told, number] for p, number in work.products],
+        "products": [
+            [p.kind, p.dtype, p.shapes, p.parameters, number] for p, number in work.products
+        ],
         "moved": [work.moved_bytes, work.num_kernels, work.mapped_bytes],
         "seen": result.seen,
     }
@@ -149,15 +151,17 @@ def result_from_json(data: Any) -> DryRunResult | None:
 
 
 def _product(data: Any) -> tuple[OpShape, float]:
-    kind, dtype, shapes, told, number = data
+    kind, dtype, shapes, parameters, number = data
     each = tuple(tuple(_number(size) for size in shape) for shape in shapes)
-    return OpShape(_text(kind), _text(dtype), each, tuple(map(_told, told))), _number(number)
+    return OpShape(_text(kind), _text(dtype), each, tuple(map(_parameters, parameters))), _number(
+        number
+    )
 
 
-def _told(data: Any) -> Any:
+def _parameters(data: Any) -> Any:
     """Parse numbers, strings, and rows of them: the arguments of `torch.convolution`."""
     if isinstance(data, list):
-        return tuple(map(_told, data))
+        return tuple(map(_parameters, data))
     return data if isinstance(data, (bool, int, str)) else _refused(data)
 
 

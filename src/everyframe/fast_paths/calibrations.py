@@ -187,8 +187,8 @@ def _read(path: Path) -> Calibration | None:
 
 def save_calibration(calibration: Calibration) -> None:
     """Write it, whole or not at all. Raises `OSError`."""
-    told = {"schema": _SCHEMA, **asdict(calibration)}
-    replace_file(path_of(calibration.key, calibration.size), json.dumps(told, indent=1))
+    data = {"schema": _SCHEMA, **asdict(calibration)}
+    replace_file(path_of(calibration.key, calibration.size), json.dumps(data, indent=1))
 
 
 def _of_json(whole: Any) -> Calibration:

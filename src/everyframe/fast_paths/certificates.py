@@ -125,10 +125,10 @@ def device_facts(device: DeviceFacts, num_threads: int) -> dict[str, Any]:
 
 def plan_key(component: str, precision: Precision, calls: Iterable[Hashable]) -> str:
     """Key of a component: its config and sizes, as in `calls`, and its precision."""
-    told = sorted(repr(call) for call in calls)
+    inputs = sorted(repr(call) for call in calls)
     islands = [precision.parameters, precision.compute, *precision.islands]
     islands += [precision.weight_dtype] if precision.weight_dtype else []
-    return digest([component, islands, told])
+    return digest([component, islands, inputs])
 
 
 def digest(value: Any) -> str:

@@ -61,12 +61,12 @@ def certify(
     left, made, untried = list(paths), [], {}
     spent, lost = 0.0, ""
     while left and spent < seconds:
-        told, ended = _told(subject, left, seconds - spent, grace)
-        spent += told.seconds
+        trial, ended = _run_trials(subject, left, seconds - spent, grace)
+        spent += trial.seconds
         for path in tuple(left):
-            if path.name in told.ended:
+            if path.name in trial.ended:
                 left.remove(path)
-                values = told.ended[path.name]
+                values = trial.ended[path.name]
                 if "out_of_time" in values:
                     untried[path.name] = "there was no time to try it"
                 elif "lost" in values:
@@ -77,11 +77,11 @@ def certify(
             # No path is to blame; and a certificate would outlive what was wrong with the card.
             untried |= {path.name: lost for path in left}
             break
-        culprit = next((path for path in left if path.name == told.running), None)
+        culprit = next((path for path in left if path.name == trial.running), None)
         if culprit is not None and not ended.is_well:
             left.remove(culprit)
             made.append(_certificate(subject, culprit, error_text=_how(ended, grace)))
-        elif not told.ended:
+        elif not trial.ended:
             why = f"no process could be made to try it ({ended})"
             untried |= {path.name: why for path in left}
             break
@@ -95,7 +95,7 @@ def certify(
 
 
 @dataclass(frozen=True)
-class _Told:
+class _TrialLog:
     """Messages of a trial process: result by path, the path that was `running` last, its time."""
 
     ended: dict[str, dict[str, Any]]
@@ -103,11 +103,11 @@ class _Told:
     seconds: float
 
 
-def _told(
+def _run_trials(
     subject: CertificationTarget, paths: Sequence[FastPath], seconds: float, grace: float
-) -> tuple[_Told, ProcessResult]:
+) -> tuple[_TrialLog, ProcessResult]:
     with tempfile.TemporaryDirectory(prefix="everyframe-") as folder:
-        file = Path(folder, "told")
+        file = Path(folder, "log")
         file.touch()
         orders = TrialRequest(subject, tuple(paths), str(file), seconds, grace)
         ended = run_isolated(run, orders, seconds=_START + seconds + grace)
@@ -122,7 +122,7 @@ def _told(
             results[name] = line
             running = None
     spent = time.time() - lines[0]["ready"] if lines else ended.seconds
-    return _Told(results, running, spent), ended
+    return _TrialLog(results, running, spent), ended
 
 
 def _how(ended: ProcessResult, grace: float) -> str:

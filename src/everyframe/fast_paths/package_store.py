@@ -195,17 +195,27 @@ def files_of(package: Package) -> list[str]:
     return [str(path.relative_to(folder())) for path in paths]
 
 
+def check_target(target: str | Path) -> Path:
+    """The folder that `save` may write.
+
+    Raises:
+        InputError: there is something else in it, or a file in its place.
+    """
+    path = expand_path(target, "the folder of compiled blocks")
+    first = next(each for each in (path, *path.parents) if each.exists())
+    is_taken = first == path and first.is_dir() and any(path.iterdir())
+    if not first.is_dir() or (is_taken and not (path / _LIST).exists()):
+        raise InputError(f"{path} is no folder of compiled blocks; name a new one")
+    return path
+
+
 def save(packages: Iterable[Package], target: str | Path, *, title: str) -> Path:
     """Copy packages to a folder, with a list of them; returns the folder.
 
     Raises:
         InputError: there is something else in it.
     """
-    path = expand_path(target, "the folder of compiled blocks")
-    if path.exists() and (
-        not path.is_dir() or (any(path.iterdir()) and not (path / _LIST).exists())
-    ):
-        raise InputError(f"{path} is no folder of compiled blocks; name a new one")
+    path = check_target(target)
     names = []
     for each in packages:
         library = library_of(each) if each.library else None

@@ -110,7 +110,7 @@ def precision(subject: CertificationTarget, path: FastPath) -> Iterator[Comparis
         multiply: Callable[..., Tensor]
         if product.kind == "convolution":
             x, y, cut = _filters(product, subject)
-            multiply = partial(_convolved, product.told)
+            multiply = partial(_convolved, product.parameters)
         else:
             x, y, cut = _factors(product, subject)
             multiply = F.linear if len(product.shapes[-2]) == 2 else torch.bmm
@@ -211,7 +211,7 @@ def _kinds(subject: CertificationTarget, kind: str) -> list[tuple[OpShape, float
     alike: dict[Any, tuple[OpShape, float]] = {}
     for product, operations in subject.products:
         if product.kind == kind:
-            key = (product.dtype, product.told, *_unlike(product))
+            key = (product.dtype, product.parameters, *_unlike(product))
             first, before = alike.get(key, (product, 0.0))
             alike[key] = (first, before + operations)
     return sorted(alike.values(), key=lambda pair: pair[1], reverse=True)[:_MOST]
@@ -246,7 +246,7 @@ def _operands(
         return x.to(device, dtype).transpose(1, 2)
 
     mask = None
-    if product.told:
+    if product.parameters:
         mask = torch.ones(batch, 1, 1, keys, dtype=torch.bool, device=device)
         mask[..., keys - keys // 4 :] = False
     q, k, v = heads_of(length, size), heads_of(keys, size), heads_of(keys, width)
@@ -288,8 +288,8 @@ def _filters(product: OpShape, subject: CertificationTarget) -> tuple[Tensor, Te
     return x, y, 1 / (2 * batch * prod(sides) * inner)
 
 
-def _convolved(told: tuple[Any, ...], x: Tensor, weight: Tensor) -> Tensor:
-    return torch.convolution(x, weight, None, *told)
+def _convolved(parameters: tuple[Any, ...], x: Tensor, weight: Tensor) -> Tensor:
+    return torch.convolution(x, weight, None, *parameters)
 
 
 def _attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -333,14 +333,14 @@ class TrialRequest:
     Attributes:
         subject: the component.
         paths: fast paths to try, in order.
-        told: file that receives one line of JSON per event.
+        log: file that receives one line of JSON per event.
         seconds: time limit, from the start of the process.
         grace: seconds.
     """
 
     subject: CertificationTarget
     paths: tuple[FastPath, ...]
-    told: str
+    log: str
     seconds: float
     grace: float
 
@@ -350,7 +350,7 @@ def run(orders: TrialRequest) -> None:
     began = time.monotonic()
     device = orders.subject.device.torch_name
     torch.set_num_threads(orders.subject.num_threads)
-    with open(orders.told, "a", encoding="utf-8") as file:
+    with open(orders.log, "a", encoding="utf-8") as file:
         file.write(json.dumps({"ready": time.time()}) + "\n")
 
         def tell(path: FastPath, **values: Any) -> None:

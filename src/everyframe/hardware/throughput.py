@@ -137,7 +137,7 @@ _OF_BOTH: tuple[Callable[[str], OpShape], ...] = (
 
 
 def _name(product: OpShape) -> str:
-    return json.dumps([product.kind, product.dtype, product.shapes, product.told])
+    return json.dumps([product.kind, product.dtype, product.shapes, product.parameters])
 
 
 def _best(name: str, trial: Callable[[], tuple[float, ...]], saved: Saved) -> list[float]:
@@ -172,12 +172,14 @@ def _rate(product: OpShape, kernels: Kernels | None, device: str, num_threads: i
     most = _CPU_OPERATIONS if device == "cpu" else _CARD_OPERATIONS
     with cpu_threads(num_threads):
         run, operations = _TRIALS[product.kind](product, device, most)
-        with kernels(product.told[-1]) if kernels and _names_kernel(product) else nullcontext():
+        with (
+            kernels(product.parameters[-1]) if kernels and _names_kernel(product) else nullcontext()
+        ):
             return (operations / _seconds(run, device),)
 
 
 def _names_kernel(product: OpShape) -> bool:
-    return product.kind == "attention" and product.told not in ((), ("masked",))
+    return product.kind == "attention" and product.parameters not in ((), ("masked",))
 
 
 def _mapping(device: str, num_threads: int) -> tuple[float]:
@@ -271,11 +273,11 @@ def _convolution(product: OpShape, device: str, most: float) -> tuple[Callable[[
     weight = _filled(kernel, product, device)
 
     def run() -> Tensor:
-        return torch.convolution(x, weight, None, *product.told)
+        return torch.convolution(x, weight, None, *product.parameters)
 
     with torch.inference_mode():
         out = run()
-    per_element = prod(kernel[1:]) if not product.told[3] else kernel[0] * prod(kernel[2:])
+    per_element = prod(kernel[1:]) if not product.parameters[3] else kernel[0] * prod(kernel[2:])
     return run, 2.0 * out.numel() * per_element
 
 
@@ -290,7 +292,7 @@ def _attention(product: OpShape, device: str, most: float) -> tuple[Callable[[],
     q = _filled((rows, 1, length, size), product, device)
     k = _filled((rows, 1, keys, size), product, device)
     v = _filled((rows, 1, keys, width), product, device)
-    mask = _filled((length, keys), product, device) if "masked" in product.told else None
+    mask = _filled((length, keys), product, device) if "masked" in product.parameters else None
     operations = 2.0 * rows * length * keys * (size + width)
 
     def run() -> Tensor:

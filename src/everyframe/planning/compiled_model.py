@@ -35,6 +35,7 @@ def compile_model(request: Request, target: str | Path) -> CompiledModel:
     """
     from everyframe.fast_paths import package_store
 
+    package_store.check_target(target)  # compiling takes minutes
     asked = Request(**{**request.given(), "compile": True})
     prepared = prepare(asked, may_fetch=True, will_run=True)
     if prepared.plan.infeasible is not None:

@@ -250,7 +250,7 @@ def _by_kernels(work: Work, paths: Sequence[str] | None) -> Iterator[tuple[OpSha
     kernel = None if paths is None else kernel_used(paths)
     for product, operations in work.products:
         if kernel is not None and product.kind == "attention":
-            product = replace(product, told=(*product.told, kernel))
+            product = replace(product, parameters=(*product.parameters, kernel))
         yield product, operations
 
 

@@ -154,10 +154,10 @@ def test_flux_schnell_is_no_video_model(copy: Path) -> None:
         copy / FLUX,
     )
     assert found(copy).files.path("denoiser").name == DENOISER
-    with pytest.raises(CheckpointError, match="drawn by FLUX.1-dev"):
+    with pytest.raises(CheckpointError, match=r"drawn by FLUX\.1-dev"):
         found(copy, first_frame="flux")
     (copy / DENOISER).unlink()
-    with pytest.raises(InputError, match="this is FLUX.1, which draws pictures"):
+    with pytest.raises(InputError, match=r"this is FLUX\.1, which draws pictures"):
         found(copy / FLUX)
 
 

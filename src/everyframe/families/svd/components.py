@@ -105,8 +105,8 @@ def sent_bytes(
         for resnet in block.resnets:
             time = resnet.temporal_res_block
             total += level.moved(rank) * time.out_channels * element_bytes
-            told = ((deal.rows, frames, time.norm1), (level.columns, height * width, time.norm2))
-            for spans, length, norm in told:
+            norms = ((deal.rows, frames, time.norm1), (level.columns, height * width, time.norm2))
+            for spans, length, norm in norms:
                 total += distributed_moments.sent_bytes(spans, length, rank, norm.num_groups)
         for module in getattr(block, "attentions", None) or ():
             layers = len(module.temporal_transformer_blocks)

@@ -46,15 +46,15 @@ class Context:
 
     Attributes:
         levels: context of each level, in execution order.
-        told: (B, C), added to the time embedding.
+        conditions: (B, C), added to the time embedding.
     """
 
     levels: tuple[LevelContext, ...]
-    told: Tensor
+    conditions: Tensor
 
     def rows(self, rows: slice) -> Context:
         """Context of some of the branches."""
-        return Context(tuple(level.rows(rows) for level in self.levels), self.told[rows])
+        return Context(tuple(level.rows(rows) for level in self.levels), self.conditions[rows])
 
 
 def build(config: Mapping[str, Any]) -> VideoUNet:
@@ -104,7 +104,7 @@ class VideoUNet(UNetSpatioTemporalConditionModel):  # type: ignore[misc]
         """
         time_BC = self.time_embedding(self.time_proj(timestep).to(sample_brCHW.dtype))
         size = (sample_brCHW.shape[0], sample_brCHW.shape[1])
-        step = Step(F.silu(time_BC + context.told), size, layout)
+        step = Step(F.silu(time_BC + context.conditions), size, layout)
         levels = iter(context.levels)
         x = sample_brCHW.flatten(0, 1).contiguous(memory_format=torch.channels_last)
         skips = [self.conv_in(x)]
