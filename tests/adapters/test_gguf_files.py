@@ -145,6 +145,10 @@ BROKEN = {
     "array of texts": (
         header(0, 1, text(b"a") + struct.pack("<IIQ", 9, 8, HUGE)), "texts in 'a', more than"
     ),
+    "texts that end early": (
+        header(0, 1, text(b"a") + struct.pack("<IIQ", 9, 8, 2) + text(b"abc") + text(b"de", 9)),
+        "is truncated: it ends within 'a'",
+    ),
     "nested array": (
         header(0, 1, text(b"a") + struct.pack("<IIQ", 9, 9, 1)), "an array of the unknown type 9"
     ),

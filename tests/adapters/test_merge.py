@@ -237,6 +237,7 @@ def test_weights_that_wait_elsewhere(name: str, kind: str, place: Path, tmp_path
         assert np.array_equal(planned.frames_of(ours, change), expected), how
 
 
+@pytest.mark.slow
 def test_weights_that_ranks_hold_between_them(place: Path, tmp_path: Path) -> None:
     """Each rank merges the blocks that it holds, in a process of its own."""
     folder = tiny_families.made("stepvideo", place)

@@ -163,6 +163,7 @@ def test_two_ranks_give_one_rank_s_video(folder: Path) -> None:
     np.testing.assert_allclose(two, one, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_split_branches_are_exact_and_noted(folder: Path) -> None:
     asked = {**ASKED, "model": str(folder)}
     with pytest.warns(EveryframeWarning, match="guidance branches are on different devices"):

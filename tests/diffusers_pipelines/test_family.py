@@ -17,11 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import everyframe
+from everyframe.checkpoints import tensor_file
 from everyframe.checkpoints.safetensors_header import SafetensorsHeader, read_header
 from everyframe.cli.main import main
 from everyframe.core.errors import CheckpointError, EveryframeError, InputError
 from everyframe.core.events import Step
-from everyframe.diffusers_pipelines import components
 from everyframe.diffusers_pipelines.loaded_pipeline import given_pipeline
 from everyframe.diffusers_pipelines.options import PipelineOptions
 from everyframe.families.registry import family_names
@@ -74,7 +74,7 @@ def test_each_file_is_looked_at_once(folder: Path, monkeypatch: pytest.MonkeyPat
         looked.append(path)
         return read_header(path)
 
-    monkeypatch.setattr(components, "read_header", counted)
+    monkeypatch.setattr(tensor_file, "read_header", counted)
     everyframe.plan(model=str(folder), **SMALL)
     assert sorted(looked) == sorted(folder.glob("*/*.safetensors"))
 

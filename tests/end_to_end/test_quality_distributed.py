@@ -25,7 +25,12 @@ SVD = {
 @pytest.mark.parametrize(
     ("make", "asked", "method"),
     [
-        (tiny_opensora.opensora_1_2, {**OPEN_SORA, "num_inference_steps": 9}, "unipc"),
+        pytest.param(
+            tiny_opensora.opensora_1_2,
+            {**OPEN_SORA, "num_inference_steps": 9},
+            "unipc",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             tiny_opensora.opensora_1_2,
             {**OPEN_SORA, "num_inference_steps": 9},

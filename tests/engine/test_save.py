@@ -51,7 +51,7 @@ def lora_of(model: Path, name: str, path: Path) -> list[str]:
     return [f"{path}@both" if name == "wan" else str(path)]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_merged_lora(name: str, dtype: str, models: Path, tmp_path: Path) -> None:
     model = tiny_families.made(name, models)

@@ -211,6 +211,7 @@ def test_offloaded_blocks_use_their_packages(compiler: PlantedCompiler) -> None:
     put_on.remove()
 
 
+@pytest.mark.slow
 def test_a_sharded_model_of_one_rank_uses_the_packages_of_an_unsharded_one(
     compiler: PlantedCompiler,
 ) -> None:

@@ -142,8 +142,14 @@ class _Reader:
         kind, count = self._number("I"), self._number("Q")
         if kind == _STRING:
             self._check_count(count, 8, f"texts in {name!r}")
+            # Without a call for each: a tokenizer has hundreds of thousands.
+            read, seek, left = self._file.read, self._file.seek, self._size - self._file.tell()
             for _ in range(count):
-                self._skip(self._number("Q"), name)
+                length = int.from_bytes(read(8), "little")
+                left -= 8 + length
+                if left < 0:
+                    raise CheckpointError(f"{self._path} is truncated: it ends within {name!r}")
+                seek(length, 1)
             return ()
         if kind not in _SCALARS:
             raise CheckpointError(f"{self._path}: {name!r} is an array of the unknown type {kind}")

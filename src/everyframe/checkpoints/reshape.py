@@ -10,10 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from everyframe.checkpoints.tensor_file import TensorFile
-from everyframe.checkpoints.torch_file import TensorLocation
 from everyframe.core.errors import CheckpointError
+
+if TYPE_CHECKING:  # plans read names of tensors before torch is there
+    from everyframe.checkpoints.tensor_file import TensorFile
+    from everyframe.checkpoints.torch_file import TensorLocation
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ def rearranged(checkpoint: TensorFile, cuts: Sequence[TensorReshape]) -> TensorF
     Raises:
         CheckpointError: a tensor that cannot be split so, named.
     """
+    from everyframe.checkpoints.tensor_file import TensorFile  # brings torch
+
     entries: dict[str, TensorLocation] = {}
     for name in checkpoint:
         entry = checkpoint.entry(name)

@@ -55,14 +55,13 @@ def held(files: PipelineFiles) -> tuple[ComponentWeights, ...]:
 
 
 def _held(part: ComponentFolder, files: PipelineFiles) -> ComponentWeights:
-    count = _count(tensor_files(part))
-    source = f"{files.where}/{part.name}" if part.tensors is None else part.weights[0].name
-    return ComponentWeights(part.name, source, count, needs_of(part))
-
-
-def needs_of(part: ComponentFolder) -> ComponentNeeds:
-    """Precision that a component needs, by its class, its config and its files' headers."""
     opened = tensor_files(part)
+    source = f"{files.where}/{part.name}" if part.tensors is None else part.weights[0].name
+    return ComponentWeights(part.name, source, _count(opened), needs_of(part, opened))
+
+
+def needs_of(part: ComponentFolder, opened: Sequence[TensorFile]) -> ComponentNeeds:
+    """Precision that a component needs, by its class, its config and its `tensor_files`."""
     count = _count(opened)
     return ComponentNeeds(
         part.name,

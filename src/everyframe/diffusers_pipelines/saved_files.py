@@ -47,7 +47,7 @@ def _changed(files: PipelineFiles, part: ComponentFolder) -> ChangedFile:
         for name in tensors
         if name in part.patches or tensors.dtype(name) != tensors.entry(name).dtype
     }
-    needs = needs_of(part)
+    needs = needs_of(part, opened)
     islands = (*needs.islands, *needs.range_islands)
     old = [file for file in sorted(part.folder.iterdir()) if _is_weights(file)]
     # What was not read by the libraries is not read by them again: they round float32 islands.

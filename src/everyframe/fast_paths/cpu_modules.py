@@ -196,7 +196,13 @@ class TemporalConv2d(TemporalConv):
 
     def forward(self, x_bCThw: Tensor) -> Tensor:
         suits = _multiplies(x_bCThw, self.weight) and self.kernel_size[1:] == (1, 1)
-        if self.is_plain or not suits or self.padding_mode != "zeros":
+        is_usual = (
+            self.stride == self.dilation == (1, 1, 1)
+            and self.groups == 1
+            and tuple(self.padding)[1:] == (0, 0)
+            and self.padding_mode == "zeros"
+        )
+        if self.is_plain or not suits or not is_usual:
             return super().forward(x_bCThw)
         height, width = x_bCThw.shape[-2:]
         padding: Any = (self.padding[0], 0)

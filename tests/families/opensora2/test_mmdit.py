@@ -6,6 +6,7 @@ Golden vectors of upstream's own run are checked in `golden/` and from outside.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,3 +158,12 @@ def test_foreign_tensors_are_refused() -> None:
         MMDiTConfig.from_shapes({"blocks.0.weight": (2, 2)})
     with pytest.raises(CheckpointError, match="'extra'"):
         MMDiTConfig.from_json({"extra": 1})
+
+
+def test_the_feed_forwards_width_survives_its_ratio() -> None:
+    """`int(hidden * (width / hidden))` is one too small for 313 of these pairs."""
+    mlp_size = MMDiTConfig.mlp_size.fget  # type: ignore[attr-defined]
+    for hidden in range(1, 2500):
+        for width in (4 * hidden - 1, 4 * hidden, 4 * hidden + 1, 3 * hidden + 2):
+            sizes = SimpleNamespace(hidden_size=hidden, mlp_ratio=width / hidden)
+            assert mlp_size(sizes) == width

@@ -187,6 +187,7 @@ def test_as_many_frames_are_read_as_can_be_coded(config: Any, available: int, re
     config.latent_frames(read)
 
 
+@pytest.mark.slow
 def test_options_reach_the_run(folder: Path) -> None:
     picture = smooth_picture(32, 48)
     # Without fading, which leaves little of the picture's guidance in the last steps, and with much

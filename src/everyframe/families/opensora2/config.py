@@ -75,7 +75,8 @@ class MMDiTConfig:
     @property
     def mlp_size(self) -> int:
         """Width inside the feed-forward."""
-        return int(self.hidden_size * self.mlp_ratio)
+        # A ratio that was read off shapes may lie one rounding below the quotient.
+        return int(self.hidden_size * self.mlp_ratio + 1e-6)
 
     @property
     def latent_channels(self) -> int:
