@@ -222,11 +222,8 @@ def test_a_sharded_model_of_one_rank_uses_the_packages_of_an_unsharded_one(
     model = STDiT3(config).eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter.normal_(std=0.1)
-    latents, t, text = (
-        torch.randn(2, 4, 3, 4, 8),
-        torch.tensor([500.0, 500.0]),
-        torch.randn(2, 4, 8),
-    )
+    latents, text = torch.randn(2, 4, 3, 4, 8), torch.randn(2, 4, 8)
+    t = torch.tensor([500.0, 500.0])
 
     def call() -> Tensor:
         out: Tensor = model(latents, t, model.context(text), fps=24.0, height=32, width=64)
