@@ -21,7 +21,12 @@ from torch.utils.hooks import RemovableHandle
 from everyframe.ops.text_context import JointTextContext, TextContext
 from everyframe.parallel.communicator import Communicator, SingleRank
 from everyframe.parallel.redistribute import Redistribute
-from everyframe.parallel.sharded_modules import PerSample
+from everyframe.parallel.sharded_modules import (
+    PerSample,
+    SequenceParallelAttention,
+    attending,
+    beside,
+)
 from everyframe.parallel.token_partition import SampleSegment, TokenGrid, TokenPartition
 
 _PutOn = TypeVar("_PutOn", bound="ModelPatch")
@@ -122,6 +127,41 @@ class ShardedDenoiser(ModelPatch, ABC):
         mine = self._switch.samples
         mine_of = partial(_of_batch, samples=mine, batch=grid.samples)
         return tuple(map(mine_of, args)), {name: mine_of(each) for name, each in kwargs.items()}
+
+
+class FullAttentionSharding(ShardedDenoiser):
+    """Sharding of a denoiser whose tokens (B, N, C) of a sample all attend to each other.
+
+    `way` is the attention backend, one of `everyframe.parallel.head_partition.ATTENDING`.
+    """
+
+    stream_dim = 1
+
+    def __init__(
+        self, model: nn.Module, team: Communicator, groups: int, way: str, num_heads: int
+    ) -> None:
+        super().__init__(model, team, groups)
+        self._way, self._num_heads = way, num_heads
+        self._attending: dict[Redistribute, SequenceParallelAttention] = {}
+
+    def _attention(self) -> SequenceParallelAttention:
+        """Attention of the current grid."""
+        switch = self.switch
+        if switch not in self._attending:
+            rows = switch.deal
+            grid = TokenGrid(rows.grid.samples, self._num_heads, rows.grid.places)
+            deal = TokenPartition(grid, rows.weights, rows.groups)
+            self._attending[switch] = attending(self._way, deal, switch.team)
+        return self._attending[switch]
+
+    def _take_rotations(self, rope: nn.Module, args: tuple[Any, ...], table: Any) -> Any:
+        """RoPE of this rank's tokens: of several samples in sequence, or one table for all."""
+        parts = [each.places for each in self._segments()]
+        cos, sin = (beside([x[part] for part in parts], 0) for x in (table.cos, table.sin))
+        return table._replace(cos=cos, sin=sin)
+
+    def _gather(self, layer: nn.Module, args: tuple[Any, ...], out_bnE: Tensor) -> Tensor:
+        return self.switch.gather(out_bnE[:, None])[:, 0]
 
 
 def _of_batch(value: Any, samples: slice, batch: int) -> Any:

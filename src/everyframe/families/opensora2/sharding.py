@@ -24,22 +24,18 @@ from everyframe.families.opensora2.layers import (
     JoinStreams,
     JointAttention,
     SplitStreams,
-    Table,
 )
 from everyframe.families.opensora2.mmdit import MMDiT
 from everyframe.ops.modulation import GatedAdd, Modulate
 from everyframe.ops.text_context import JointTextContext
 from everyframe.parallel.communicator import Communicator
-from everyframe.parallel.redistribute import Redistribute
 from everyframe.parallel.sharded_modules import (
     PerSample,
-    SequenceParallelAttention,
     ShardedAttentionCore,
-    attending,
     beside,
 )
-from everyframe.parallel.token_partition import SampleSegment, TokenGrid, TokenPartition
-from everyframe.runtime.model_sharding import ShardedDenoiser
+from everyframe.parallel.token_partition import SampleSegment, TokenGrid
+from everyframe.runtime.model_sharding import FullAttentionSharding
 
 #: Parameterless modules: number of leading stream inputs, before the per-sample tables.
 _STREAMS: dict[type[nn.Module], int] = {Modulate: 1, GatedAdd: 2}
@@ -57,17 +53,13 @@ def apply(model: MMDiT, team: Communicator, groups: int = 1, way: str = "ulysses
     return Sharding(model, team, groups, way)
 
 
-class Sharding(ShardedDenoiser):
+class Sharding(FullAttentionSharding):
     """Handle of a sharded denoiser; `remove` undoes `apply`."""
 
-    stream_dim = 1
-
     def __init__(self, model: MMDiT, team: Communicator, groups: int, way: str) -> None:
-        super().__init__(model, team, groups)
-        self._way, self._num_text = way, 0
-        self._num_heads = model.config.num_heads
+        super().__init__(model, team, groups, way, model.config.num_heads)
+        self._num_text = 0
         self._patch_size = model.config.patch_size
-        self._attending: dict[Redistribute, SequenceParallelAttention] = {}
         self._handles += [
             model.img_in.register_forward_pre_hook(self._take_picture),
             model.text_tokens.register_forward_pre_hook(self._take_text),
@@ -107,16 +99,6 @@ class Sharding(ShardedDenoiser):
         picture = frames * (height // self._patch_size) * (width // self._patch_size)
         return TokenGrid(batch, 1, self._num_text + picture)
 
-    def _attention(self) -> SequenceParallelAttention:
-        """Attention of the current grid."""
-        switch = self.switch
-        if switch not in self._attending:
-            rows = switch.deal
-            grid = TokenGrid(rows.grid.samples, self._num_heads, rows.grid.places)
-            deal = TokenPartition(grid, rows.weights, rows.groups)
-            self._attending[switch] = attending(self._way, deal, switch.team)
-        return self._attending[switch]
-
     def _text_length(self) -> int:
         return self._num_text
 
@@ -131,15 +113,6 @@ class Sharding(ShardedDenoiser):
 
     def _take_text(self, layer: nn.Module, args: tuple[Any, ...]) -> Tensor:
         return taken(args[0], self._text_segments(), 0)
-
-    def _take_rotations(self, rope: nn.Module, args: tuple[Any, ...], table: Table) -> Table:
-        """RoPE of this rank's tokens: of several samples in sequence, or one table for all."""
-        parts = [each.places for each in self._segments()]
-        cos, sin = (beside([x[part] for part in parts], 0) for x in (table.cos, table.sin))
-        return table._replace(cos=cos, sin=sin)
-
-    def _gather(self, layer: nn.Module, args: tuple[Any, ...], out_bnE: Tensor) -> Tensor:
-        return self.switch.gather(out_bnE[:, None])[:, 0]
 
 
 def of_stream(segments: Segments, places: range) -> Segments:

@@ -19,18 +19,13 @@ from torch import Tensor, nn
 from everyframe.families.stepvideo.layers import CrossAttention, SelfAttention
 from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.ops.modulation import GatedAdd, Modulate
-from everyframe.ops.rope import AxesTable
 from everyframe.parallel.communicator import Communicator
-from everyframe.parallel.redistribute import Redistribute
 from everyframe.parallel.sharded_modules import (
     CrossAttentionPerSample,
-    SequenceParallelAttention,
     ShardedAttentionCore,
-    attending,
-    beside,
 )
-from everyframe.parallel.token_partition import TokenGrid, TokenPartition
-from everyframe.runtime.model_sharding import ShardedDenoiser
+from everyframe.parallel.token_partition import TokenGrid
+from everyframe.runtime.model_sharding import FullAttentionSharding
 
 #: Parameterless modules: number of leading stream inputs, before the per-sample tables.
 _STREAMS: dict[type[nn.Module], int] = {Modulate: 1, GatedAdd: 2}
@@ -48,17 +43,12 @@ def apply(
     return Sharding(model, team, groups, way)
 
 
-class Sharding(ShardedDenoiser):
+class Sharding(FullAttentionSharding):
     """Handle of a sharded denoiser; `remove` undoes `apply`."""
 
-    stream_dim = 1
-
     def __init__(self, model: StepVideoModel, team: Communicator, groups: int, way: str) -> None:
-        super().__init__(model, team, groups)
-        self._way = way
-        self._num_heads = model.config.num_attention_heads
+        super().__init__(model, team, groups, way, model.config.num_attention_heads)
         self._patch_size = model.config.patch_size
-        self._attending: dict[Redistribute, SequenceParallelAttention] = {}
         self._handles += [
             model.pos_embed.proj.register_forward_pre_hook(self._take_patches),
             model.rope.register_forward_hook(self._take_rotations),
@@ -80,27 +70,6 @@ class Sharding(ShardedDenoiser):
             batch, 1, frames * (height // self._patch_size) * (width // self._patch_size)
         )
 
-    def _attention(self) -> SequenceParallelAttention:
-        """Attention of the current grid."""
-        switch = self.switch
-        if switch not in self._attending:
-            rows = switch.deal
-            grid = TokenGrid(rows.grid.samples, self._num_heads, rows.grid.places)
-            deal = TokenPartition(grid, rows.weights, rows.groups)
-            self._attending[switch] = attending(self._way, deal, switch.team)
-        return self._attending[switch]
-
     def _take_patches(self, layer: nn.Module, args: tuple[Any, ...]) -> Tensor:
         patches_bNE: Tensor = args[0]
         return self.switch.take(patches_bNE[:, None])[:, 0]
-
-    def _take_rotations(
-        self, rope: nn.Module, args: tuple[Any, ...], table: AxesTable
-    ) -> AxesTable:
-        """RoPE of this rank's tokens: of several samples in sequence, or one table for all."""
-        parts = [each.places for each in self._segments()]
-        cos, sin = (beside([x[part] for part in parts], 0) for x in (table.cos, table.sin))
-        return table._replace(cos=cos, sin=sin)
-
-    def _gather(self, layer: nn.Module, args: tuple[Any, ...], out_bnE: Tensor) -> Tensor:
-        return self.switch.gather(out_bnE[:, None])[:, 0]
