@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from everyframe.ops.attention import attention
+from everyframe.parallel import ring_attention
 from everyframe.parallel.communicator import Communicator, SingleRank
 from everyframe.runtime.model_sharding import ModelPatch
 from helpers.sharded_calls import answered
@@ -135,3 +137,40 @@ def other_noise(handle: Any, model: Any, inputs: Inputs, team: Communicator) -> 
     """The last rank begins with other noise, in one number."""
     if team.rank == team.size - 1:
         inputs["x"].view(-1)[-1] += 1e-6
+
+
+def own_positions(handle: Any, model: Any, inputs: Inputs, team: Communicator) -> Any:
+    """The last rank counts positions from its own first token."""
+    hook = model.rope.register_forward_hook(
+        lambda rope, args, table: table._replace(
+            cos=table.cos.roll(1, 0) if team.rank == team.size - 1 else table.cos
+        )
+    )
+    return hook.remove
+
+
+def pad_keys(core: nn.Module, team: Communicator) -> Any:
+    """The first rank's attention by `core` sees a key of zeros behind the others."""
+    if team.rank:
+        return None
+    inner = ring_attention.partial_attention
+
+    def padded(x: Tensor) -> Tensor:
+        return torch.cat([x, torch.zeros_like(x[:, :, :1])], dim=2)
+
+    def partial(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Any:
+        return inner(q, padded(k), padded(v), mask)
+
+    ring_attention.partial_attention = partial  # type: ignore[attr-defined]
+    before = type(core).forward
+
+    def forward(self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
+        return attention(q, padded(k), padded(v)) if self is core else before(self, q, k, v, mask)
+
+    type(core).forward = forward
+
+    def undo() -> None:
+        ring_attention.partial_attention = inner  # type: ignore[attr-defined]
+        type(core).forward = before
+
+    return undo

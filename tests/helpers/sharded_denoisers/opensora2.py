@@ -13,12 +13,17 @@ from everyframe.families.opensora2 import sharding
 from everyframe.families.opensora2.components import DENOISER_ISLANDS, rank_share
 from everyframe.families.opensora2.config import MMDiTConfig
 from everyframe.families.opensora2.mmdit import MMDiT
-from everyframe.ops.attention import attention
-from everyframe.parallel import ring_attention
 from everyframe.parallel.communicator import Communicator
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from everyframe.precision.islands import present
-from helpers.sharded_denoisers.base import Inputs, SmallDenoiser, drawn, other_noise
+from helpers.sharded_denoisers.base import (
+    Inputs,
+    SmallDenoiser,
+    drawn,
+    other_noise,
+    own_positions,
+    pad_keys,
+)
 
 CONFIG = MMDiTConfig(
     in_channels=16, vec_in_dim=10, context_in_dim=12, hidden_size=48, num_heads=3, depth=2,
@@ -41,16 +46,6 @@ def wrong_condition(handle: Any, model: Any, inputs: Inputs, team: Communicator)
         inputs["cond"][:] = inputs["cond"][:1]
 
 
-def own_positions(handle: Any, model: Any, inputs: Inputs, team: Communicator) -> Any:
-    """The last rank counts positions from its own first token."""
-    hook = model.rope.register_forward_hook(
-        lambda rope, args, table: table._replace(
-            cos=table.cos.roll(1, 0) if team.rank == team.size - 1 else table.cos
-        )
-    )
-    return hook.remove
-
-
 def dropped_text(handle: Any, model: Any, inputs: Inputs, team: Communicator) -> Any:
     """The first rank, which has text tokens, zeroes its last one."""
 
@@ -62,30 +57,7 @@ def dropped_text(handle: Any, model: Any, inputs: Inputs, team: Communicator) ->
 
 def padding(handle: Any, model: Any, inputs: Inputs, team: Communicator) -> Any:
     """The first rank's attention sees a key of zeros behind the others."""
-    if team.rank:
-        return None
-    inner = ring_attention.partial_attention
-
-    def padded(x: Tensor) -> Tensor:
-        return torch.cat([x, torch.zeros_like(x[:, :, :1])], dim=2)
-
-    def partial(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Any:
-        return inner(q, padded(k), padded(v), mask)
-
-    ring_attention.partial_attention = partial  # type: ignore[attr-defined]
-    core = model.double_blocks[0].attention.core.inner
-    before = type(core).forward
-
-    def forward(self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
-        return attention(q, padded(k), padded(v)) if self is core else before(self, q, k, v, mask)
-
-    type(core).forward = forward
-
-    def undo() -> None:
-        ring_attention.partial_attention = inner  # type: ignore[attr-defined]
-        type(core).forward = before
-
-    return undo
+    return pad_keys(model.double_blocks[0].attention.core.inner, team)
 
 
 class OpenSora2(SmallDenoiser):
