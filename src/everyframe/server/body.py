@@ -50,8 +50,7 @@ async def read_body(request: Request, limits: Limits) -> Body:
     Raises:
         ApiError: it is too large or too slow, or none of the three forms.
     """
-    kind, _, parameters = request.headers.get("content-type", "").partition(";")
-    kind = kind.strip().lower()
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise ApiError("not_supported", "compressed bodies are not read; send it as it is")
     data = _CountedBody(request, limits)

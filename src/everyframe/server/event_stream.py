@@ -80,9 +80,8 @@ class EventHub:
                     return
             while not self.is_draining:
                 woken.clear()
-                for event, data in await anyio.to_thread.run_sync(
-                    self._read, after, video, owner
-                ):
+                read = await anyio.to_thread.run_sync(self._read, after, video, owner)
+                for event, data in read:
                     after = event.number
                     yield event_text(event.type, data, after)
                     if video is not None and event.type in ("done", "deleted"):
@@ -91,7 +90,7 @@ class EventHub:
                     of, data = previews.pop(0)
                     if video in (None, of):
                         yield event_text("preview", {"video": of, **data})
-                if self._store.last_event > after and await self._has_more(after, video, owner):
+                if len(read) == _CHUNK:
                     continue
                 try:
                     await asyncio.wait_for(woken.wait(), PING_SECONDS)
@@ -101,12 +100,6 @@ class EventHub:
         finally:
             self._streams.discard(woken)
             self._previews.pop(woken, None)
-
-    async def _has_more(self, after: int, video: str | None, owner: str | None) -> bool:
-        found = await anyio.to_thread.run_sync(
-            lambda: self._store.events(after=after, video=video, owner=owner, limit=1)
-        )
-        return bool(found)
 
     def _read(
         self, after: int, video: str | None, owner: str | None

@@ -23,7 +23,14 @@ _PICTURES = {
     "BMP": "bmp", "AVIF": "avif",
 }  # fmt: skip
 #: FFmpeg's name of a format -> the ending of its files.
-_VIDEOS = {"mp4": "mp4", "matroska": "mkv", "avi": "avi", "mpegts": "ts", "ogg": "ogv", "flv": "flv"}
+_VIDEOS = {
+    "mp4": "mp4",
+    "matroska": "mkv",
+    "avi": "avi",
+    "mpegts": "ts",
+    "ogg": "ogv",
+    "flv": "flv",
+}
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,9 @@ def _picture(data: bytes, param: str, limits: Limits) -> tuple[str, str] | None:
 
     Image.init()
     try:
-        with Image.open(io.BytesIO(data), formats=[*(_PICTURES.keys() & Image.OPEN.keys())]) as read:
+        with Image.open(
+            io.BytesIO(data), formats=[*(_PICTURES.keys() & Image.OPEN.keys())]
+        ) as read:
             width, height = read.size
             ending = _PICTURES[read.format or ""]
             if width * height <= limits.picture_pixels:

@@ -52,7 +52,8 @@ class ParsedBody:
 def option_owners() -> dict[str, type[Options]]:
     """The class that defines each option; options that clients may not give are among them."""
     owners: dict[str, type[Options]] = {}
-    for options in (Request, *all_options().values()):
+    classes: list[type[Options]] = [Request, *all_options().values()]
+    for options in classes:
         for name in options.model_fields:
             owners.setdefault(name, options)
     return owners
@@ -234,4 +235,3 @@ def _refuse_file_names(given: Any) -> None:
                 "server",
                 "option",
             )
-

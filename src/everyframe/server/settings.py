@@ -166,7 +166,8 @@ class ServerSettings:
         for origin in self.cors_origins:
             if not re.fullmatch(r"https?://[^/*\s]+", origin):
                 raise InputError(
-                    f"cors-origin must be an exact origin such as https://example.org, got {origin!r}"
+                    "cors-origin must be an exact origin such as https://example.org, got "
+                    f"{origin!r}"
                 )
 
     @property
