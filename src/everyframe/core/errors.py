@@ -165,6 +165,10 @@ class QueueFullError(EveryframeError):
     """The server's queue takes no more jobs for now."""
 
 
+class RunStoppedError(EveryframeError):
+    """A run was stopped on purpose, by a `StopSwitch`; its saved state is left."""
+
+
 class NotSerializableError(EveryframeError):
     """A value can't be saved: it is an object of another library."""
 

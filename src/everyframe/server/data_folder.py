@@ -23,6 +23,7 @@ from typing import Any
 
 from everyframe.core.errors import InputError
 from everyframe.core.paths import expand_path, replace_file, state_folder
+from everyframe.core.request import Request
 from everyframe.runs.folder import Lock
 
 #: Environment variable: the server's folder.
@@ -35,6 +36,7 @@ NETWORK_FILE_SYSTEMS = frozenset({
 })  # fmt: skip
 
 _ID = re.compile(r"video_[0-9a-f]{32}")
+_INPUT = re.compile(r"inputs/[0-9a-f]{64}\.[a-z0-9]{1,8}")
 _ENDING = re.compile(r"[a-z0-9]{1,8}")
 _PARTIAL = ".partial"
 _FIELDS = "job.json"
@@ -129,7 +131,7 @@ class DataFolder:
     def add_input(self, data: bytes, ending: str) -> str:
         """Store an upload durably; its path relative to the folder, ``inputs/<sha256>.<ending>``.
 
-        Jobs run with this folder as their working folder. Raises `OSError`.
+        `request_of` makes it a real path again. Raises `OSError`.
         """
         if not _ENDING.fullmatch(ending):
             raise InputError(f"an input's ending must be letters and digits, got {ending!r}")
@@ -140,6 +142,15 @@ class DataFolder:
         # The age of an upload counts from its last use.
         os.utime(place)
         return f"{self.inputs.name}/{name}"
+
+    def request_of(self, options: Mapping[str, Any]) -> Request:
+        """The request of a job's options, with the real paths of its uploads."""
+        uploads = {
+            name: str(self.path / value)
+            for name, value in options.items()
+            if isinstance(value, str) and _INPUT.fullmatch(value)
+        }
+        return Request(**{**options, **uploads})
 
     def free_bytes(self) -> int:
         """Room on the disk of the folder, in bytes."""
