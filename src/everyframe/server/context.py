@@ -26,6 +26,8 @@ from everyframe.server.request_parser import RequestParser
 from everyframe.server.settings import ServerSettings
 from everyframe.server.store import JobStore
 
+#: Parameters of lists, which the store checks.
+_QUERIED = ("after", "order", "status")
 #: Attempts to log in, by all clients together.
 _LOGINS_A_MINUTE = 60
 
@@ -125,7 +127,7 @@ async def in_thread(function: Any, *arguments: Any, **named: Any) -> Any:
     try:
         return await anyio.to_thread.run_sync(call)
     except EveryframeError as error:
-        raise api_error(error) from error
+        raise api_error(error, _QUERIED) from error
 
 
 def context_of(request: Request) -> ServerContext:

@@ -17,7 +17,7 @@ import anyio.to_thread
 from everyframe.core.errors import EveryframeError
 from everyframe.core.plan import Plan
 from everyframe.engine.executor import Executor
-from everyframe.server.client_fields import MEDIA
+from everyframe.server.client_fields import MEDIA, is_input
 from everyframe.server.data_folder import DataFolder
 from everyframe.server.errors import api_error
 from everyframe.server.request_parser import ParsedBody, client_options, request_of
@@ -48,21 +48,14 @@ class PlanCache:
         return self._plans[kind]
 
     async def _make(self, parsed: ParsedBody) -> Plan:
-        values = dict(parsed.options)
-        for name in MEDIA:
-            if _is_file(values.get(name)):
-                values[name] = str(self._folder.path / values[name])
-        request = request_of(values)
+        values = self._folder.request_of(parsed.options).given()
+        request = request_of({**values.pop("family_options", {}), **values})
         try:
             return await anyio.to_thread.run_sync(
                 self._executor.plan, request, limiter=self._limiter
             )
         except EveryframeError as error:
             raise api_error(error, client_options()) from error
-
-
-def _is_file(value: Any) -> bool:
-    return isinstance(value, str) and value.startswith("inputs/")
 
 
 def _kind_of(parsed: ParsedBody) -> str:
@@ -72,7 +65,7 @@ def _kind_of(parsed: ParsedBody) -> str:
         if name in values:
             values[name] = bool(values[name])
     for name in MEDIA:
-        if _is_file(values.get(name)):
+        if is_input(values.get(name)):
             values[name] = parsed.shapes.get(name, values[name])
     return json.dumps(values, sort_keys=True)
 
