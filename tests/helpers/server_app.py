@@ -80,13 +80,13 @@ class ServedApp:
         self.folder.close()
 
     def finish(self, video: str) -> dict[str, bytes]:
-        """Complete a job with small files; their content by variant."""
+        """Complete a job with small files; their content by name."""
         place = self.folder.new_video(video)
         files = {
             "video.mp4": b"\0\0\0\x18ftypmp42" + bytes(range(200)),
             "thumbnail.webp": b"RIFFthumbnailWEBP",
             "spritesheet.webp": b"RIFFspritesheetWEBP",
-            "video.json": b"{}",
+            "video.json": b"{}\n",
         }
         for name, data in files.items():
             (place / name).write_bytes(data)
@@ -94,7 +94,7 @@ class ServedApp:
         self.folder.publish(video, fields)
         self.store.claim("default")
         self.store.finish(video, "completed", **fields)
-        return {name.partition(".")[0]: data for name, data in files.items()}
+        return files
 
 
 def key(name: str, text: str, role: Any = "user") -> ApiKey:

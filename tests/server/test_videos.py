@@ -147,14 +147,14 @@ def test_content_comes_when_it_is_there(served: ServedApp) -> None:
     assert early["code"] == "not_ready"
     files = served.finish(video)
     whole = served.client.get(f"/v1/videos/{video}/content")
-    assert (whole.status_code, whole.content) == (200, files["video"])
+    assert (whole.status_code, whole.content) == (200, files["video.mp4"])
     assert whole.headers["content-type"] == "video/mp4"
     assert whole.headers["content-disposition"].startswith("inline")
     part = served.client.get(f"/v1/videos/{video}/content", headers={"range": "bytes=0-9"})
-    assert (part.status_code, part.content) == (206, files["video"][:10])
+    assert (part.status_code, part.content) == (206, files["video.mp4"][:10])
     thumbnail = served.client.get(f"/v1/videos/{video}/content?variant=thumbnail")
     assert (thumbnail.content, thumbnail.headers["content-type"]) == (
-        files["thumbnail"], "image/webp",
+        files["thumbnail.webp"], "image/webp",
     )  # fmt: skip
     wrong = error_of(served.client.get(f"/v1/videos/{video}/content?variant=0"), 400)
     assert wrong["param"] == "variant"
