@@ -72,13 +72,18 @@ class OpenSora2Spec(NativeModelSpec[OpenSora2Options, OpenSora2Files, OpenSora2C
     ) -> OpenSora2Spec:
         first = "first_denoiser" in files.sources
         clip = files.config("clip") if files.has("clip") else _CLIP_L
+        vae, first_vae = _vae_config(files, options), _first_vae(files) if first else {}
         config = OpenSora2Config(
-            denoiser=_denoiser(files, "denoiser", _released(files)),
-            vae=_vae_config(files, options),
+            denoiser=_denoiser(files, "denoiser", "vae", vae.latent_channels, _released(files)),
+            vae=vae,
             text=files.config("text_encoder") if files.has("text_encoder") else T5_XXL,
             clip=_clip_text(clip),
-            first_denoiser=_denoiser(files, "first_denoiser", _FLUX) if first else None,
-            first_vae=_first_vae(files) if first else {},
+            first_denoiser=(
+                _denoiser(files, "first_denoiser", "first_vae", first_vae["latent_channels"], _FLUX)
+                if first
+                else None
+            ),
+            first_vae=first_vae,
         )
         _check_fit(config, files, options)
         return cls(name, title, options, files, OpenSora2Builder(config))
@@ -147,12 +152,15 @@ def _released(files: OpenSora2Files) -> MMDiTConfig:
     return MMDiTConfig(in_channels=128, patch_size=1) if is_deep else MMDiTConfig()
 
 
-def _denoiser(files: OpenSora2Files, component: str, released: MMDiTConfig) -> MMDiTConfig:
+def _denoiser(
+    files: OpenSora2Files, component: str, vae: str, channels: int, released: MMDiTConfig
+) -> MMDiTConfig:
+    """Config of a denoiser whose autoencoder `vae` has latents of so many channels."""
     if not files.has(component):
         return released
     source, shapes = _shapes(files, component)
     try:
-        return MMDiTConfig.from_shapes(shapes)
+        return MMDiTConfig.from_shapes(shapes, channels if files.has(vae) else None)
     except CheckpointError as error:
         raise CheckpointError(f"{source}: {error}") from None
 
