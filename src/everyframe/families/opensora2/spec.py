@@ -16,7 +16,12 @@ from everyframe.core.request import Request
 from everyframe.families.opensora2.checkpoint import OpenSora2Files, keys_of
 from everyframe.families.opensora2.components import OpenSora2Builder, rank_share
 from everyframe.families.opensora2.config import MMDiTConfig, OpenSora2Config
-from everyframe.families.opensora2.dry_run import dry_run_calls, memory_savings, most_branches
+from everyframe.families.opensora2.dry_run import (
+    dry_run_calls,
+    evaluations,
+    memory_savings,
+    most_branches,
+)
 from everyframe.families.opensora2.first_picture_keys import FLUX_VAE_RESHAPES
 from everyframe.families.opensora2.options import OpenSora2Options
 from everyframe.families.opensora2.settings import (
@@ -123,7 +128,12 @@ class OpenSora2Spec(NativeModelSpec[OpenSora2Options, OpenSora2Files, OpenSora2C
         tokens = T5_LENGTH + frames * frame_tokens(self.config, settings)
         grid = TokenGrid(self.num_branches(settings), config.num_heads, tokens)
         deal = TokenPartition(grid, crew.weights, crew.groups)
-        return rank_share(config, deal, crew.way, rank, element_bytes)
+        share = rank_share(config, deal, crew.way, rank, element_bytes)
+        # Some steps have fewer branches than the first.
+        steps = evaluations(self.config, settings) / grid.samples
+        return replace(
+            share, sent_bytes=round(share.sent_bytes * steps / settings.num_inference_steps)
+        )
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
         return memory_savings(self.config, component, settings)
