@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, TypeAlias
 
 from everyframe.core.errors import InputError, QueueFullError
-from everyframe.core.request import random_seed
+from everyframe.core.limits import random_seed
 from everyframe.server.data_folder import DataFolder
 from everyframe.server.database import Database
 from everyframe.server.event_log import EventLog
