@@ -1,4 +1,4 @@
-"""Workers that stay: one job after the other, deaths that end one job alone, jobs that are stopped."""
+"""Workers that stay: job after job, deaths that end one job alone, jobs that are stopped."""
 
 from __future__ import annotations
 
@@ -64,13 +64,18 @@ def test_jobs_follow_each_other_in_one_process(workers: WarmWorkers, tmp_path: P
 
 
 def test_a_dead_worker_ends_its_job_alone(workers: WarmWorkers, tmp_path: Path) -> None:
-    run = ""
-    events = workers.run(WorkerJob(LONG, root=tmp_path, pace=(0.0, 1.0)))
-    with pytest.raises(WorkerDiedError, match="resume it: everyframe resume") as died:
-        for event in events:
-            run = event.path if isinstance(event, RunSaved) else run
+    runs: list[str] = []
+
+    def consume() -> None:
+        for event in workers.run(WorkerJob(LONG, root=tmp_path, pace=(0.0, 1.0))):
+            if isinstance(event, RunSaved):
+                runs.append(event.path)
             if isinstance(event, Step) and event.stage == "denoise" and event.step == 5:
                 os.kill(process_of(workers), signal.SIGKILL)
+
+    with pytest.raises(WorkerDiedError, match="resume it: everyframe resume") as died:
+        consume()
+    (run,) = runs
     assert "denoise" in str(died.value)
     assert Path(run).is_dir()
     list(workers.run(WorkerJob(REQUEST)))
