@@ -20,6 +20,7 @@ from everyframe.engine.executor import Executor
 from everyframe.server.client_fields import MEDIA, is_input
 from everyframe.server.data_folder import DataFolder
 from everyframe.server.errors import api_error
+from everyframe.server.plan_summary import resolved_of
 from everyframe.server.request_parser import ParsedBody, client_options, request_of
 
 #: Plans that are remembered, and that are made at once.
@@ -70,26 +71,10 @@ def _kind_of(parsed: ParsedBody) -> str:
     return json.dumps(values, sort_keys=True)
 
 
-def resolved_values(plan: Plan) -> dict[str, Any]:
-    """What a plan says of the video, for a job's row and the API."""
-    settings = plan.settings
-    num_frames = settings.num_frames * settings.chain
+def plan_data(plan: Plan) -> dict[str, Any]:
+    """A plan as the API shows it before a run: video, memory, time, precision, and notes."""
     return {
-        "width": settings.width,
-        "height": settings.height,
-        "num_frames": num_frames,
-        "fps": settings.fps,
-        "seconds": num_frames / settings.fps,
-        "num_inference_steps": settings.num_inference_steps,
-        "guidance_scale": settings.guidance_scale,
-        "num_videos": settings.num_videos,
-    }
-
-
-def plan_summary(plan: Plan) -> dict[str, Any]:
-    """A plan in short: what a person wants to know before the run."""
-    return {
-        "model": plan.model,
+        **resolved_of(plan),
         "family": plan.family,
         "title": plan.title,
         "device": plan.device.name,
@@ -100,5 +85,4 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "stages": {stage.name: stage.seconds for stage in plan.stages},
         "downloads": list(plan.downloads),
         "notes": list(plan.notes),
-        **resolved_values(plan),
     }
