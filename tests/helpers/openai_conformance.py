@@ -88,10 +88,16 @@ class Conformance:
         except urllib.error.HTTPError as error:
             return error.code, error.read(), error.headers
 
+    def groups(self) -> tuple[Callable[[], None], ...]:
+        """The checks, by subject."""
+        return (
+            self.auth, self.create_and_life, self.content, self.bodies, self.lists, self.remix,
+            self.errors, self.failure, self.retries, self.delete,
+        )  # fmt: skip
+
     def run(self) -> int:
         """All checks; the number of misses."""
-        for group in (self.auth, self.create_and_life, self.content, self.bodies, self.lists,
-                      self.remix, self.errors, self.failure, self.retries, self.delete):  # fmt: skip
+        for group in self.groups():
             try:
                 group()
             except Exception as error:
