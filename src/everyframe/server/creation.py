@@ -14,7 +14,7 @@ from everyframe.server.body import Body
 from everyframe.server.context import ServerContext, in_thread
 from everyframe.server.errors import ApiError
 from everyframe.server.jobs import Job, NewJob
-from everyframe.server.plans import resolved_values
+from everyframe.server.plan_summary import resolved_values
 from everyframe.server.request_parser import ParsedBody
 
 #: Header of OpenAI's clients: which repetition of a request this is.

@@ -14,7 +14,7 @@ from everyframe.server.creation import parse_body
 from everyframe.server.errors import ApiError
 from everyframe.server.models import RegisteredModel
 from everyframe.server.option_schema import option_schema
-from everyframe.server.plans import plan_summary
+from everyframe.server.plan_summary import plan_summary
 
 router = APIRouter(tags=["models"])
 
