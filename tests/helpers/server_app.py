@@ -16,7 +16,7 @@ from everyframe.core.request import Request
 from everyframe.engine.executor import WarmModel
 from everyframe.server.app import create_app
 from everyframe.server.data_folder import open_folder
-from everyframe.server.jobs import Job
+from everyframe.server.dispatcher import Dispatcher, DispatcherOptions
 from everyframe.server.settings import ApiKey, ServerSettings
 from everyframe.server.store import JobStore
 from helpers.fake_engine import plan_of
@@ -47,35 +47,31 @@ class PlanningExecutor:
     def close(self) -> None: ...
 
 
-class IdleDispatcher:
-    """A dispatcher that runs nothing: queued jobs stay, and running ones stop when cancelled."""
-
-    def __init__(self, store: JobStore) -> None:
-        self._store = store
-
-    def cancel(self, id: str) -> Job:  # noqa: A002
-        job = self._store.request_cancel(id)
-        return self._store.finish(id, "cancelled") if not job.is_final else job
-
-
 class ServedApp:
-    """An application, its parts, and a client; a context manager."""
+    """An application, its parts, and a client; a context manager. With `runs` its jobs run."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, executor: Any = None, *, runs: bool = False, **settings: Any
+    ) -> None:
         self.folder = open_folder(folder)
         self.store = JobStore(self.folder)
-        self.executor = PlanningExecutor()
+        self.executor = executor = executor or PlanningExecutor()
+        self._runs = runs
         self.settings = ServerSettings(**{"models": ("shapes",), **settings})
-        self.app = create_app(self.store, IdleDispatcher(self.store), self.executor, self.settings)
+        self.dispatcher = Dispatcher(self.store, executor, DispatcherOptions(min_free_bytes=0))
+        self.app = create_app(self.store, self.dispatcher, executor, self.settings)
         self.context = self.app.state.context
         self.client = TestClient(self.app, base_url=ADDRESS, raise_server_exceptions=False)
 
     def __enter__(self) -> ServedApp:
         self.client.__enter__()
+        if self._runs:
+            self.dispatcher.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.client.__exit__(*error)
+        self.dispatcher.drain()
         self.store.close()
         self.folder.close()
 

@@ -33,7 +33,7 @@ from everyframe.runs.folder import RunFolder, all_runs
 from everyframe.server.data_folder import DataFolder
 from everyframe.server.jobs import Job
 from everyframe.server.outputs import JobOutputs
-from everyframe.server.plan_summary import plan_summary, resolved_values
+from everyframe.server.plan_summary import plan_summary, resolved_of
 from everyframe.server.progress import ProgressMeter
 from everyframe.server.store import JobStore
 
@@ -175,7 +175,7 @@ class Attempt:
 
     def _take_plan(self, plan: Plan) -> None:
         self._meter = ProgressMeter(plan, at_least=self.job.progress)
-        resolved = {**self.job.resolved, **resolved_values(plan)}
+        resolved = {**self.job.resolved, **resolved_of(plan)}
         if self._devices is not None:
             resolved["devices"] = self._devices
         self._store.update(self.job.id, resolved=resolved, event=("planned", plan_summary(plan)))

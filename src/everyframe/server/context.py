@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import anyio.to_thread
 from fastapi import Depends, Request
@@ -14,6 +14,7 @@ from everyframe.engine.executor import Executor
 from everyframe.server.access import Access, Principal
 from everyframe.server.body import Body, read_body
 from everyframe.server.data_folder import DataFolder, is_video_id
+from everyframe.server.dispatcher import Dispatcher
 from everyframe.server.errors import ApiError, api_error
 from everyframe.server.event_stream import EventHub
 from everyframe.server.jobs import Job
@@ -32,14 +33,6 @@ _QUERIED = ("after", "order", "status")
 _LOGINS_A_MINUTE = 60
 
 
-class DispatcherLike(Protocol):
-    """What the routes need of the dispatcher."""
-
-    def cancel(self, id: str) -> Job:  # noqa: A002
-        """Cancel a job; a running one stops at its next step."""
-        ...
-
-
 @dataclass
 class ServerContext:
     """The parts of one server. `hub` is there while the application runs."""
@@ -47,7 +40,7 @@ class ServerContext:
     settings: ServerSettings
     store: JobStore
     folder: DataFolder
-    dispatcher: DispatcherLike
+    dispatcher: Dispatcher
     executor: Executor
     models: ModelRegistry = field(init=False)
     loras: LoraRegistry = field(init=False)

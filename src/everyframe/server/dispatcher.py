@@ -9,6 +9,7 @@ Read next: `attempt.py`, `store.py`.
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -30,7 +31,6 @@ from everyframe.core.events import Event
 from everyframe.core.paths import is_disk_full
 from everyframe.engine.executor import Executor
 from everyframe.server.attempt import Attempt, AttemptOptions, expiry
-from everyframe.server.errors import job_error
 from everyframe.server.jobs import Job
 from everyframe.server.retention import Cleaner
 from everyframe.server.store import JobStore
@@ -270,8 +270,7 @@ class Dispatcher:
                 job.id, counts_attempt=True, attempts=attempts, report=report))  # fmt: skip
             return
         _log.error("%s failed: %s", job.id, error, exc_info=not isinstance(error, EveryframeError))
-        code = job_error(error)["code"] if isinstance(error, EveryframeError) else "internal"
-        data = {"code": code, "message": message_of(error)}
+        data = {"code": code_of(error), "message": message_of(error)}
         expires = expiry(self._options.retention_seconds)
         self._persist(lambda: self._store.finish(
             job.id, "failed", error=data, report=report, expires_at=expires))  # fmt: skip
@@ -327,6 +326,16 @@ def parse_groups(text: str | None) -> dict[str, str | None]:
         number = [*found.values()].count(group)
         found[f"{group} ({number + 1})" if number else group] = group
     return found
+
+
+def code_of(error: Exception) -> str:
+    """Code of a failed job: our error's class in snake case, such as ``worker_died``."""
+    if isinstance(error, DistributedOutOfMemoryError):
+        return "out_of_memory"
+    if not isinstance(error, EveryframeError):
+        return "internal"
+    name = type(error).__name__.removesuffix("Error")
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 def message_of(error: Exception) -> str:

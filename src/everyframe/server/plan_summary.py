@@ -7,11 +7,13 @@ from typing import Any
 from everyframe.core.plan import Plan
 
 
-def resolved_values(plan: Plan) -> dict[str, Any]:
-    """What a plan says of the video, for a job's row and the API."""
+def resolved_of(plan: Plan) -> dict[str, Any]:
+    """Settings of the video as JSON data: size in pixels, frames, fps, steps, guidance, seed."""
     settings = plan.settings
     num_frames = settings.num_frames * settings.chain
     return {
+        "model": plan.model,
+        "size": f"{settings.width}x{settings.height}",
         "width": settings.width,
         "height": settings.height,
         "num_frames": num_frames,
@@ -19,23 +21,18 @@ def resolved_values(plan: Plan) -> dict[str, Any]:
         "seconds": num_frames / settings.fps,
         "num_inference_steps": settings.num_inference_steps,
         "guidance_scale": settings.guidance_scale,
+        "seed": settings.seed,
         "num_videos": settings.num_videos,
     }
 
 
 def plan_summary(plan: Plan) -> dict[str, Any]:
-    """A plan in short: what a person wants to know before the run."""
+    """The plan in short, as the ``planned`` event has it: precision, paths, memory, seconds."""
     return {
         "model": plan.model,
-        "family": plan.family,
-        "title": plan.title,
         "device": plan.device.name,
         "dtypes": {part.name: str(part.precision) for part in plan.components},
-        "peak_memory_mb": round(plan.peak_bytes / 1e6),
-        "host_memory_mb": round(plan.host_bytes / 1e6),
-        "seconds_forecast": plan.seconds,
-        "stages": {stage.name: stage.seconds for stage in plan.stages},
-        "downloads": list(plan.downloads),
-        "notes": list(plan.notes),
-        **resolved_values(plan),
+        "fast_paths": {part.name: list(part.fast_paths or ()) for part in plan.components},
+        "memory_bytes": plan.peak_bytes,
+        "seconds": plan.seconds,
     }
