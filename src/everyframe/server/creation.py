@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request
@@ -66,6 +68,7 @@ async def create_job(
     """
     context.check_not_draining()
     context.creations.take(who.name)
+    priority, body = _priority(who, body)
     parsed = await parse_body(context, body, base)
     plan = await context.plans.plan(parsed)
     limits = context.settings.limits
@@ -75,7 +78,7 @@ async def create_job(
         model=parsed.model.name,
         resolved=resolved_of(plan),
         report={"warnings": [*parsed.warnings, *plan.notes]},
-        priority=0,
+        priority=priority,
         idempotency=_idempotency(request),
         body_hash=f"{request.url.path} {body.digest}",
         retry_count=_retry_count(request),
@@ -85,6 +88,19 @@ async def create_job(
     )
     job: Job = await in_thread(context.store.add, new)
     return job
+
+
+def _priority(who: Principal, body: Body) -> tuple[int, Body]:
+    """The `priority` of a body, and the body without it."""
+    if "priority" not in body.fields:
+        return 0, body
+    text = str(body.fields["priority"])
+    if not re.fullmatch(r"-?\d{1,2}", text):
+        raise ApiError("invalid_value", "priority must be a whole number", "priority")
+    if int(text) > 0 and who.role != "admin":
+        raise ApiError("forbidden", "only an admin's key may go ahead of others", "priority")
+    rest = {name: value for name, value in body.fields.items() if name != "priority"}
+    return int(text), replace(body, fields=rest)
 
 
 def _idempotency(request: Request) -> str | None:
