@@ -68,7 +68,7 @@ async def create_job(
     """
     context.check_not_draining()
     context.creations.take(who.name)
-    priority, body = _priority(who, body)
+    priority, body = split_priority(who, body)
     parsed = await parse_body(context, body, base)
     plan = await context.plans.plan(parsed)
     limits = context.settings.limits
@@ -90,7 +90,7 @@ async def create_job(
     return job
 
 
-def _priority(who: Principal, body: Body) -> tuple[int, Body]:
+def split_priority(who: Principal, body: Body) -> tuple[int, Body]:
     """The `priority` of a body, and the body without it."""
     if "priority" not in body.fields:
         return 0, body
