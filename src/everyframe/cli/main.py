@@ -72,7 +72,10 @@ COMMANDS = {
     "doctor": ("everyframe.cli.doctor:COMMAND", "Check this machine, and name the fixes."),
     "save": ("everyframe.cli.save:COMMAND", "Write a model with merged or quantized weights."),
     "inspect": ("everyframe.cli.inspect:COMMAND", "Show how a video was made."),
+    "pull": ("everyframe.cli.pull:COMMAND", "Fetch and verify what a model needs."),
     "models": ("everyframe.cli.models:COMMAND", "List known models and what they need."),
+    "cache list": ("everyframe.cli.cache:LIST", "List what is on this disk, with sizes."),
+    "cache remove": ("everyframe.cli.cache:REMOVE", "Remove one entry, or all of a kind."),
     "config show": ("everyframe.cli.config:SHOW", "Show what is configured, and where."),
     "trace record": ("everyframe.cli.trace:RECORD", "Run, and record what every module computes."),
     "trace diff": ("everyframe.cli.trace:DIFF", "Name the first module where two runs differ."),
@@ -80,6 +83,7 @@ COMMANDS = {
 
 #: First word of two-word commands -> line in the list of commands.
 GROUPS = {
+    "cache": "See what is on this disk, and remove it.",
     "config": "Show what environment and files set.",
     "trace": "Record what every module computes, and compare two runs.",
 }
