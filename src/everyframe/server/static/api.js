@@ -16,7 +16,7 @@ export class ApiError extends Error {
 
   /** Whether a later try may succeed by itself. */
   get isPassing() {
-    return this.status === 0 || this.status === 503;
+    return [0, 429, 503].includes(this.status);
   }
 }
 

@@ -53,7 +53,17 @@ export class Composer {
     form.addEventListener("keydown", (event) => {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
     });
-    this.models.addEventListener("change", () => attempt(() => this.#choose(this.models.value, this.values())));
+    this.models.addEventListener("change", () => attempt(() => this.#choose(this.models.value, () => this.values())));
+  }
+
+  /** Whether the server has said what it can make. */
+  get isLoaded() {
+    return Boolean(this.#model);
+  }
+
+  /** @param {string} model */
+  #isServed(model) {
+    return [...this.models.options].some((option) => option.value === model);
   }
 
   /** Load the models, and the draft of before a reload. */
@@ -61,16 +71,19 @@ export class Composer {
     const { data } = await call("GET", "models");
     this.models.replaceChildren(...data.map((/** @type {any} */ card) => make("option", { value: card.id }, card.id)));
     const draft = JSON.parse(sessionStorage.getItem(DRAFT) ?? "{}");
-    await this.fill(draft);
+    const model = this.#isServed(draft.model) ? draft.model : data[0].id;
+    await this.#choose(model, () => ({ ...draft, prompt: this.prompt.value || draft.prompt }));
   }
 
   /**
-   * Build the form of a model.
+   * Build the form of a model; the names of the values that it has no control for.
    * @param {string} id
-   * @param {Record<string, any>} values that are taken over
+   * @param {() => Record<string, any>} valuesNow asked for once the schema is there: people type on
+   * @returns {Promise<string[]>}
    */
-  async #choose(id, values) {
+  async #choose(id, valuesNow) {
     const card = await call("GET", `models/${encodeURIComponent(id)}`);
+    const values = valuesNow();
     this.#model = this.models.value = id;
     const { schema, defaults = {}, sizes = [] } = card;
     const names = Object.keys(schema.properties).filter((name) => !schema.properties[name].python_only);
@@ -140,7 +153,7 @@ export class Composer {
     if (!files.length) return values;
     const form = new FormData();
     for (const [name, value] of Object.entries(values)) {
-      form.append(name, typeof value === "object" ? JSON.stringify(value) : String(value));
+      for (const [key, each] of parts(name, value)) form.append(key, each);
     }
     for (const slot of files) form.append(slot.name, /** @type {File} */ (slot.read()));
     return form;
@@ -204,18 +217,17 @@ export class Composer {
    * @param {string[]} [notes] what a person is to know beside it
    */
   async fill(values, notes = []) {
-    const models = [...this.models.options].map((option) => option.value);
     const said = [...notes];
-    if (values.model && !models.includes(values.model)) said.push(`the model ${values.model} is not on this server`);
     const { model, ...rest } = values;
-    const unknown = await this.#choose(models.includes(model) ? model : this.#model || models[0], rest);
+    if (model && !this.#isServed(model)) said.push(`the model ${model} is not on this server`);
+    const unknown = await this.#choose(this.#isServed(model) ? model : this.#model, () => rest);
     if (unknown.length) said.push(`not taken over: ${unknown.join(", ")}`);
     if (said.length) show(`Settings taken over; ${said.join("; ")}.`);
   }
 
   /** Empty all controls; the model stays. */
   async clear() {
-    await attempt(() => this.#choose(this.#model, {}));
+    await attempt(() => this.#choose(this.#model, () => ({})));
     this.prompt.focus();
   }
 
@@ -230,6 +242,18 @@ export class Composer {
     if (slot) this.#changed();
     return Boolean(slot);
   }
+}
+
+/**
+ * An option as fields of a form: `name[]` for each of a list, `name[key]` for each of an object.
+ * @param {string} name
+ * @param {any} value
+ * @returns {[string, string][]}
+ */
+function parts(name, value) {
+  if (Array.isArray(value)) return value.map((each) => [`${name}[]`, String(each)]);
+  if (typeof value !== "object") return [[name, String(value)]];
+  return Object.entries(value).map(([key, each]) => [`${name}[${key}]`, String(each)]);
 }
 
 /** `crypto.randomUUID` is there on HTTPS and loopback alone. */

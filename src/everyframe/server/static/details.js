@@ -96,8 +96,8 @@ function facts(video) {
     ["Steps", video.num_inference_steps],
     ["Seed", video.seed],
     ["Made", time(video.completed_at)],
-    ["Took", duration(video.inference_time_s)],
-    ["Stages", stages.map(([name, seconds]) => `${words(name).toLowerCase()} ${duration(Number(seconds))}`).join(", ")],
+    ["Took", (video.inference_time_s ?? 0) < 10 ? length(video.inference_time_s) : duration(video.inference_time_s)],
+    ["Stages", stages.map(([name, seconds]) => `${words(name).toLowerCase()} ${length(Number(seconds))}`).join(", ")],
     ["Memory", memory],
     ["Checks", checks.map(([name, result]) => `${words(name).toLowerCase()}: ${typeof result === "object" ? JSON.stringify(result) : result}`).join(", ")],
   ];

@@ -71,7 +71,6 @@ async function reuse(id, changes = {}) {
 function showForm() {
   location.hash = "#/";
   composer.prompt.focus();
-  composer.form.scrollIntoView({ block: "start", behavior: "auto" });
 }
 
 let isDrawing = false;
@@ -127,6 +126,7 @@ videos.addEventListener("connection", () => {
   setText(line, CONNECTIONS[videos.connection]);
   line.className = `connection is-${videos.connection}`;
   if (videos.connection === "lost") announce(CONNECTIONS.lost);
+  else if (videos.connection === "open" && !composer.isLoaded) attempt(() => composer.load());
 });
 byId("filter").addEventListener("input", draw);
 byId("more").addEventListener("click", () => attempt(() => videos.loadMore()));
@@ -136,5 +136,4 @@ useTheme();
 askForKeys();
 takeDrops(composer, showForm);
 route();
-attempt(() => composer.load());
 videos.start();

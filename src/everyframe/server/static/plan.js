@@ -5,15 +5,16 @@ import { make } from "./dom.js";
 import { bytes, duration, length } from "./format.js";
 
 const WAIT = 450;
-/** A body with a file is not sent again for these: they change nothing of the plan. */
-const WITHOUT_EFFECT = ["prompt", "seed"];
+/** A plan is not asked for again for these: they change nothing of it. */
+const WITHOUT_EFFECT = ["prompt", "negative_prompt", "seed"];
 
 export class PlanLine {
   /** @type {AbortController | null} */
   #asked = null;
   /** @type {ReturnType<typeof setTimeout> | undefined} */
   #timer;
-  #lastForm = "";
+  /** What the plan that is shown was made of; "" where none is. */
+  #shown = "";
 
   /**
    * @param {() => any} bodyOf the request's body now
@@ -37,28 +38,29 @@ export class PlanLine {
 
   async #ask() {
     const body = this.bodyOf();
-    if (body instanceof FormData) {
-      const form = JSON.stringify([...body].filter(([name]) => !WITHOUT_EFFECT.includes(name)).map(([name, value]) => (value instanceof File ? [name, value.name, value.size, value.lastModified] : [name, value])));
-      if (form === this.#lastForm) return;
-      this.#lastForm = form;
-    } else {
-      this.#lastForm = "";
-      if (!body.prompt) return this.#say("Describe the video to see its plan: time, memory and precision.", "is-idle");
+    const fields = body instanceof FormData ? [...body] : Object.entries(body);
+    if (fields.every(([name]) => name === "model")) {
+      this.#shown = "";
+      return this.#say("Describe the video to see its plan: time, memory and precision.", "is-idle");
     }
+    const kind = JSON.stringify(fields.map(([name, value]) => (WITHOUT_EFFECT.includes(name) ? name : [name, shapeOf(value)])));
+    if (kind === this.#shown) return undefined;
     this.#asked?.abort();
     const asked = (this.#asked = new AbortController());
     this.element.classList.add("is-asking");
     try {
       const response = await send("POST", "plan", { body, signal: asked.signal });
       this.#show(await response.json());
+      this.#shown = kind;
     } catch (error) {
       if (asked.signal.aborted) return;
       if (!(error instanceof ApiError)) throw error;
-      this.#lastForm = "";
+      this.#shown = "";
       this.#refuse(error);
     } finally {
       if (this.#asked === asked) this.element.classList.remove("is-asking");
     }
+    return undefined;
   }
 
   /**
@@ -78,7 +80,7 @@ export class PlanLine {
     if (error.code === "plan_does_not_fit" && plan) {
       this.#show(plan, error.message);
     } else if (error.isPassing) {
-      this.#say("No plan now: the server is away.", "is-idle");
+      this.#say(`No plan now: ${error.message}.`, "is-idle");
     } else {
       this.#say("No plan: a setting is wrong.", "is-idle");
       this.complain(error);
@@ -101,6 +103,14 @@ export class PlanLine {
     this.rest.replaceChildren(...detailsOf(plan, refusal));
     if (refusal) this.box.open = true;
   }
+}
+
+/**
+ * A value as far as a plan may depend on it: a file by name, size and age.
+ * @param {any} value
+ */
+function shapeOf(value) {
+  return value instanceof File ? [value.name, value.size, value.lastModified] : value;
 }
 
 /**
