@@ -6,8 +6,6 @@ into a `Plan`, in which every value is resolved.
 
 from __future__ import annotations
 
-import os
-import re
 from typing import Any
 
 from pydantic import ValidationInfo, field_validator, model_validator
