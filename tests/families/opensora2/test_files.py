@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +27,7 @@ from everyframe.families.opensora2.checkpoint import (
 )
 from everyframe.families.opensora2.vae_config import DCAEConfig, HunyuanVAEConfig
 from everyframe.planning.find_model import find_model
+from helpers.tiny_checkpoints import opensora2 as tiny
 
 Models = Callable[[str], Path]
 ASKED = {"prompt": "a red circle", "size": "32x32", "num_frames": 9, "device": "cpu"}
@@ -161,6 +163,31 @@ def test_flux_schnell_is_no_video_model(copy: Path) -> None:
     (copy / DENOISER).unlink()
     with pytest.raises(InputError, match=r"this is FLUX\.1, which draws pictures"):
         found(copy / FLUX)
+
+
+def test_a_flux_folder_of_diffusers_is_checked(copy: Path, tmp_path: Path) -> None:
+    folder = tiny.diffusers_flux(tmp_path / "flux", copy)
+    spec = found(copy, first_frame="flux", flux=str(folder))
+    assert spec.config.first_denoiser == replace(tiny.FIRST, fused_qkv=False, is_diffusers=True)
+    assert dict(spec.config.first_vae) == tiny.FIRST_VAE
+    config = json.loads((folder / "transformer" / "config.json").read_text())
+    for wrong, text in (
+        ({**config, "_class_name": "SD3Transformer2DModel"}, "of SD3Transformer2DModel"),
+        ({}, "missing or of no class"),
+    ):
+        (folder / "transformer" / "config.json").write_text(json.dumps(wrong))
+        with pytest.raises(InputError, match=f"must be of FluxTransformer2DModel, .*{text}"):
+            found(copy, first_frame="flux", flux=str(folder))
+    (folder / "transformer" / "config.json").write_text(json.dumps(config))
+    shutil.rmtree(folder / "vae")
+    with pytest.raises(InputError, match=r"flux: .*vae"):
+        found(copy, first_frame="flux", flux=str(folder))
+
+
+def test_flux_of_a_hub_repository_is_in_diffusers_layout(copy: Path) -> None:
+    missing = found(copy, first_frame="flux", flux="black-forest-labs/FLUX.1-dev").missing()
+    assert any("FLUX.1-dev: transformer/config.json" in line for line in missing)
+    assert any("FLUX.1-dev: vae/config.json" in line for line in missing)
 
 
 def test_a_denoiser_without_its_first_layer_is_named(copy: Path) -> None:

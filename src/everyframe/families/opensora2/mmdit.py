@@ -63,7 +63,7 @@ class MMDiT(nn.Module):
         self.single_blocks = nn.ModuleList(
             [SingleBlock(config) for _ in range(config.depth_single_blocks)]
         )
-        self.final_layer = LastLayer(size, config.in_channels)
+        self.final_layer = LastLayer(config)
 
     def blocks_in_order(self) -> list[nn.Module]:
         return [*self.double_blocks, *self.single_blocks]
