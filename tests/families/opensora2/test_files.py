@@ -234,3 +234,19 @@ def test_tokens_beyond_each_encoder_are_said(tiny_models: Models) -> None:
         **{**ASKED, "prompt": words * 40, "model": str(folder), "truncate_prompt": True}
     )
     assert any("too long for T5; its end is cut" in note for note in cut.notes)
+
+
+def test_flux_of_the_hub_cache_is_read(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards of the denoiser among others, and an autoencoder of one file."""
+    folder = tiny.diffusers_flux(tmp_path / "flux", copy)
+    cache = tmp_path / "hub" / "models--someone--flux"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("0123456789abcdef0123456789abcdef01234567")
+    shutil.copytree(folder, cache / "snapshots" / "0123456789abcdef0123456789abcdef01234567")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache.parent))
+    spec = found(copy, first_frame="flux", flux="someone/flux")
+    assert spec.missing() == ()
+    assert spec.config.first_denoiser == replace(tiny.FIRST, fused_qkv=False, is_diffusers=True)
+    assert spec.weights("first_vae")[0].source.name == "diffusion_pytorch_model.safetensors"
