@@ -268,10 +268,10 @@ def forecast() -> list[str]:
         "(80 of 150 are needed), tensor parallelism at 256px, a ring at 768px, a mask that is "
         "filled row by row, two copies of the denoiser while it loads. The constant, with which "
         f"the median cell comes out: {rate / 1e12:.0f} TFLOP/s; bandwidths and launches are those "
-        "of the profile `cuda-sm90`. Its memory is in GiB: 44.3 is twice the denoiser. The last columns "
-        "are our plans for the same cards and constant, float32 decoding, loading included.",
+        "of the profile `cuda-sm90`. Its memory is in GiB: 44.3 is twice the denoiser. The last "
+        "columns are our plans for the same cards and constant, loading included.",
         "",
-        "| | cards | published | forecast | apart | published GiB | forecast | apart | ours | GiB |",
+        "| | cards | published | forecast | apart | peak GiB | forecast | apart | ours | GiB |",
         "| - | - | - | - | - | - | - | - | - | - |",
         *lines,
         "",

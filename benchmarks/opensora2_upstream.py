@@ -73,7 +73,7 @@ class UpstreamWork:
         return (divided / cards + whole) / profile.memory + reduced / link
 
     def peak(self, size: str, cards: int) -> float:
-        """Bytes of the fullest card: two denoisers while it loads; later all that is never freed."""
+        """Bytes of the fullest card: two denoisers while it loads, then all that is not freed."""
         denoiser = DENOISER_BYTES / (cards if size == "256px" else 1)
         working = max(self.steps[size].working_bytes, self.tile.working_bytes) / cards
         return max(2.0 * DENOISER_BYTES, denoiser + OTHER_BYTES + working)
