@@ -1,4 +1,4 @@
-"""Completion scripts are made of every command; bash completes by its own, others can read theirs."""
+"""Completion scripts are made of every command; bash completes, others can read theirs."""
 
 from __future__ import annotations
 

@@ -176,6 +176,8 @@ def _configured(command: Callable[..., int], values: dict[str, Any]) -> int:
 
 
 def build_app() -> App:
+    """The command line: every command, imported once it is named."""
+
     from cyclopts import App
 
     from everyframe.cli.help_format import formatter
