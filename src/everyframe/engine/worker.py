@@ -104,6 +104,7 @@ def _events(job: WorkerJob, trail: FlightRecorder) -> Iterator[Event]:
     from everyframe.engine.run import stream
     from everyframe.parallel.communicator import Communicator
     from everyframe.parallel.rendezvous import join_ranks
+    from everyframe.planning.resolve import resolve
     from everyframe.runs.folder import RunFolder
     from everyframe.runs.run_state import SaveInterval, SaveOptions
 
@@ -126,6 +127,8 @@ def _events(job: WorkerJob, trail: FlightRecorder) -> Iterator[Event]:
     keeps = job.root if job.rank == 0 else None
     keep = SaveOptions(keeps, job.output, job.as_uint8, cleans=False, pace=pace)
     assert job.request is not None
+    if job.plans:
+        return iter([Planned(resolve(job.request))])
     return stream(job.request, num_threads=job.num_threads, keep=keep, join=join)
 
 

@@ -61,6 +61,7 @@ class WorkerJob:
         trust_remote_code: confirmed by the person who resumes the run.
         named: options of the resumed run that this person gave again; None for a run that this
             very call began.
+        plans: only plan the request: `Planned` is the one event.
         folder: for the flight recorder and the worker's output.
         log_level: level of the worker's log records.
     """
@@ -81,6 +82,7 @@ class WorkerJob:
     scarcity: OutOfMemoryInfo | None = None
     trust_remote_code: bool = False
     named: Mapping[str, Any] | None = field(default_factory=dict)
+    plans: bool = False
     folder: Path = field(default_factory=Path)
     log_level: str = "WARNING"
 

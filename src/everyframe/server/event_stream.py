@@ -1,0 +1,148 @@
+"""Server-sent events of jobs: stored events, woken by the store, resumed by ``Last-Event-ID``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import anyio.to_thread
+
+from everyframe.server.jobs import Job, StoredEvent
+from everyframe.server.resources import video_resource
+from everyframe.server.store import JobStore
+
+#: Seconds after which an idle stream sends a comment, so that no proxy closes it.
+PING_SECONDS = 15.0
+#: Events that are read at once.
+_CHUNK = 200
+
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+MEDIA_TYPE = "text/event-stream"
+
+
+class EventHub:
+    """Wakes the open streams when the store has a new event. Belongs to one event loop."""
+
+    def __init__(self, store: JobStore) -> None:
+        self._store = store
+        self._streams: set[asyncio.Event] = set()
+        self._loop = asyncio.get_running_loop()
+        self._previews: dict[asyncio.Event, list[tuple[str, dict[str, Any]]]] = {}
+        self.is_draining = False
+        self._stop = store.listen(lambda event: self._wake_soon())
+
+    @property
+    def num_streams(self) -> int:
+        """Open streams."""
+        return len(self._streams)
+
+    def close(self) -> None:
+        """End all streams with a ``draining`` event. May be called from any thread."""
+        self.is_draining = True
+        self._stop()
+        self._stop = lambda: None
+        self._wake_soon()
+
+    def add_preview(self, video: str, data: dict[str, Any]) -> None:
+        """Send a preview to the streams that asked for them. May be called from any thread."""
+
+        def add() -> None:
+            for stream, waiting in self._previews.items():
+                waiting[:] = [each for each in waiting if each[0] != video]
+                waiting.append((video, data))
+                stream.set()
+
+        self._call(add)
+
+    async def stream(
+        self,
+        after: int,
+        *,
+        video: str | None,
+        owner: str | None,
+        snapshot: Callable[[], list[tuple[str, dict[str, Any]]]],
+        with_previews: bool = False,
+    ) -> AsyncIterator[bytes]:
+        """The text of a stream: `snapshot` first, then the events after that number.
+
+        It ends with the job's ``done``, or with ``draining``.
+        """
+        woken = asyncio.Event()
+        self._streams.add(woken)
+        previews = self._previews.setdefault(woken, []) if with_previews else []
+        try:
+            yield b"retry: 1000\n\n"
+            for kind, data in await anyio.to_thread.run_sync(snapshot):
+                yield event_text(kind, data, after)
+                if video is not None and kind == "done":
+                    return
+            while not self.is_draining:
+                woken.clear()
+                read = await anyio.to_thread.run_sync(self._read, after, video, owner)
+                for event, data in read:
+                    after = event.number
+                    yield event_text(event.type, data, after)
+                    if video is not None and event.type in ("done", "deleted"):
+                        return
+                while previews:
+                    of, data = previews.pop(0)
+                    if video in (None, of):
+                        yield event_text("preview", {"video": of, **data})
+                if len(read) == _CHUNK:
+                    continue
+                try:
+                    await asyncio.wait_for(woken.wait(), PING_SECONDS)
+                except (TimeoutError, asyncio.TimeoutError):
+                    yield b": ping\n\n"
+            yield event_text("draining", {})
+        finally:
+            self._streams.discard(woken)
+            self._previews.pop(woken, None)
+
+    def _read(
+        self, after: int, video: str | None, owner: str | None
+    ) -> list[tuple[StoredEvent, dict[str, Any]]]:
+        events = self._store.events(after=after, video=video, owner=owner, limit=_CHUNK)
+        return [(event, self._data(event)) for event in events]
+
+    def _data(self, event: StoredEvent) -> dict[str, Any]:
+        data = {"video": event.video, **event.data}
+        if event.type in ("status", "done"):
+            job = self._store.get(event.video)
+            if job is not None and event.type == "done" and job.is_final:
+                return {**data, **video_resource(job)}
+            if job is not None and event.data.get("status") == "queued":
+                data["queue_position"] = self._store.queue_position(job)
+        return data
+
+    def _wake_soon(self) -> None:
+        self._call(self._wake)
+
+    def _wake(self) -> None:
+        for stream in self._streams:
+            stream.set()
+
+    def _call(self, function: Callable[[], None]) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function)
+
+
+def job_snapshot(store: JobStore, job: Job) -> list[tuple[str, dict[str, Any]]]:
+    """Events that say where a job is now."""
+    if job.is_final:
+        return [("done", {"video": job.id, **video_resource(job)})]
+    position = store.queue_position(job)
+    progress = {
+        "video": job.id, "progress": job.progress, "phase": job.phase, "step": job.step,
+        "total_steps": job.total_steps, "eta_s": job.eta_s,
+    }  # fmt: skip
+    status = {"video": job.id, "status": job.status, "queue_position": position}
+    return [("status", status), ("progress", progress)]
+
+
+def event_text(kind: str, data: dict[str, Any], number: int | None = None) -> bytes:
+    """One event in the form of ``text/event-stream``."""
+    own = f"id: {number}\n" if number is not None else ""
+    return f"{own}event: {kind}\ndata: {json.dumps(data, allow_nan=False)}\n\n".encode()
