@@ -7,6 +7,9 @@ import { isActive } from "./videos.js";
 /** Bounds for the cells of a progress strip: a cell a frame, as far as they can be told apart. */
 const FEWEST_CELLS = 8;
 const MOST_CELLS = 48;
+/** Waiting jobs that are shown before somebody asks for all: the videos stay in sight. */
+const MOST_WAITING = 4;
+let isWhole = false;
 
 /**
  * @typedef {object} Actions What can be done with a video, given by the page.
@@ -30,7 +33,16 @@ export function drawQueue(videos, actions) {
   const hadFocus = box.contains(document.activeElement);
   box.hidden = !jobs.length;
   setText(byId("queue-title"), jobs.some(isActive) ? "In the making" : "Not finished");
-  const items = jobs.map((job) => ({ job, place: waiting.indexOf(job) + 1 }));
+  const shown = isWhole ? jobs : jobs.filter((job) => waiting.indexOf(job) < MOST_WAITING);
+  const items = shown.map((job) => ({ job, place: waiting.indexOf(job) + 1 }));
+  const all = byId("all-jobs");
+  all.hidden = waiting.length <= MOST_WAITING;
+  setText(all, isWhole ? "Show fewer" : `Show ${waiting.length - MOST_WAITING} more that wait`);
+  all.setAttribute("aria-expanded", String(isWhole));
+  all.onclick = () => {
+    isWhole = !isWhole;
+    drawQueue(videos, actions);
+  };
   reconcile(byId("jobs"), items, ({ job }) => job.id, () => jobCard(videos, actions));
   if (hadFocus && !box.contains(document.activeElement)) byId("gallery").focus({ preventScroll: true });
 }
