@@ -102,6 +102,8 @@ def generate(
     quality: str = "exact",
     compile: bool = False,
     compiled: str | None = None,
+    preview: bool = False,
+    preview_decoder: str | PathLike[str] | None = None,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
@@ -215,6 +217,10 @@ def generate(
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
         compiled: Use the blocks in this folder of `everyframe compile`.
+        preview: Show small pictures of the predicted video while it is made: as events, and in
+            a file next to the output.
+        preview_decoder: File or folder of a tiny autoencoder (TAESD or TAEHV) that decodes
+            previews.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
             takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this
@@ -361,6 +367,8 @@ def plan(
     quality: str = "exact",
     compile: bool = False,
     compiled: str | None = None,
+    preview: bool = False,
+    preview_decoder: str | PathLike[str] | None = None,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
@@ -468,6 +476,10 @@ def plan(
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
         compiled: Use the blocks in this folder of `everyframe compile`.
+        preview: Show small pictures of the predicted video while it is made: as events, and in
+            a file next to the output.
+        preview_decoder: File or folder of a tiny autoencoder (TAESD or TAEHV) that decodes
+            previews.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
             takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this
@@ -652,6 +664,8 @@ def run(
     quality: str = "exact",
     compile: bool = False,
     compiled: str | None = None,
+    preview: bool = False,
+    preview_decoder: str | PathLike[str] | None = None,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
@@ -727,6 +741,10 @@ def run(
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
         compiled: Use the blocks in this folder of `everyframe compile`.
+        preview: Show small pictures of the predicted video while it is made: as events, and in
+            a file next to the output.
+        preview_decoder: File or folder of a tiny autoencoder (TAESD or TAEHV) that decodes
+            previews.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
             takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this

@@ -28,6 +28,7 @@ from everyframe.core.events import (
     FramesDecoded,
     Note,
     Planned,
+    Preview,
     RunSaved,
     VideoDone,
     VideoWritten,
@@ -182,6 +183,8 @@ def _take(event: Event, sink: OutputFiles, shown: Reporter) -> None:
         sink.add(event)
     if isinstance(event, AudioDecoded):
         _keep_sound(sink, event, shown)
+    if isinstance(event, Preview):
+        sink.show_preview(event)
     shown.show(event)
 
 

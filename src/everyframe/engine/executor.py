@@ -97,7 +97,7 @@ class FreshWorkers:
         """Run a job in processes of its own; see `Executor.run`."""
         if job.request is not None:
             check_input_files(job.request)
-        return run_in_workers(with_own_ranks(job), place, stop)
+        return run_in_workers(with_own_ranks(job), place, stop=stop)
 
     def plan(self, request: Request) -> Plan:
         """Plan a request in a process of its own; see `Executor.plan`."""

@@ -18,7 +18,8 @@ from everyframe._version import __version__
 from everyframe.core.errors import EveryframeError
 from everyframe.core.options import shown
 from everyframe.engine.executor import Executor
-from everyframe.server.context import DispatcherLike, ServerContext
+from everyframe.server.context import ServerContext
+from everyframe.server.dispatcher import Dispatcher
 from everyframe.server.errors import ApiError, api_error
 from everyframe.server.event_stream import EventHub
 from everyframe.server.middleware import AccessMiddleware
@@ -31,7 +32,7 @@ STATIC = Path(__file__).parent / "static"
 
 
 def create_app(
-    store: JobStore, dispatcher: DispatcherLike, executor: Executor, settings: ServerSettings
+    store: JobStore, dispatcher: Dispatcher, executor: Executor, settings: ServerSettings
 ) -> FastAPI:
     """The application of a server. `app.state.context.begin_drain()` ends its event streams.
 
@@ -42,7 +43,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        context.hub = EventHub(store)
+        context.hub = EventHub(store, dispatcher)
         try:
             yield
         finally:

@@ -8,6 +8,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 #: Name in a body -> name of the option.
 OTHER_NAMES: Mapping[str, str] = {
@@ -78,3 +79,8 @@ MEDIA: Mapping[str, str] = {
     "image": "picture", "last_image": "picture", "extend": "video",
     "source": "picture or video", "mask": "picture or video", "control": "picture or video",
 }  # fmt: skip
+
+
+def is_input(value: Any) -> bool:
+    """Whether an option's value is an upload in the data folder; clients can't write such a one."""
+    return isinstance(value, str) and value.startswith("inputs/")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import anyio.to_thread
 from fastapi import Depends, Request
@@ -14,6 +14,7 @@ from everyframe.engine.executor import Executor
 from everyframe.server.access import Access, Principal
 from everyframe.server.body import Body, read_body
 from everyframe.server.data_folder import DataFolder, is_video_id
+from everyframe.server.dispatcher import Dispatcher
 from everyframe.server.errors import ApiError, api_error
 from everyframe.server.event_stream import EventHub
 from everyframe.server.jobs import Job
@@ -26,16 +27,10 @@ from everyframe.server.request_parser import RequestParser
 from everyframe.server.settings import ServerSettings
 from everyframe.server.store import JobStore
 
+#: Parameters of lists, which the store checks.
+_QUERIED = ("after", "order", "status")
 #: Attempts to log in, by all clients together.
 _LOGINS_A_MINUTE = 60
-
-
-class DispatcherLike(Protocol):
-    """What the routes need of the dispatcher."""
-
-    def cancel(self, id: str) -> Job:  # noqa: A002
-        """Cancel a job; a running one stops at its next step."""
-        ...
 
 
 @dataclass
@@ -45,7 +40,7 @@ class ServerContext:
     settings: ServerSettings
     store: JobStore
     folder: DataFolder
-    dispatcher: DispatcherLike
+    dispatcher: Dispatcher
     executor: Executor
     models: ModelRegistry = field(init=False)
     loras: LoraRegistry = field(init=False)
@@ -125,7 +120,7 @@ async def in_thread(function: Any, *arguments: Any, **named: Any) -> Any:
     try:
         return await anyio.to_thread.run_sync(call)
     except EveryframeError as error:
-        raise api_error(error) from error
+        raise api_error(error, _QUERIED) from error
 
 
 def context_of(request: Request) -> ServerContext:

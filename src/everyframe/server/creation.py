@@ -14,7 +14,7 @@ from everyframe.server.body import Body
 from everyframe.server.context import ServerContext, in_thread
 from everyframe.server.errors import ApiError
 from everyframe.server.jobs import Job, NewJob
-from everyframe.server.plans import resolved_values
+from everyframe.server.plan_summary import resolved_of
 from everyframe.server.request_parser import ParsedBody
 
 #: Header of OpenAI's clients: which repetition of a request this is.
@@ -73,7 +73,7 @@ async def create_job(
         request=parsed.options,
         owner=who.name,
         model=parsed.model.name,
-        resolved=resolved_values(plan),
+        resolved=resolved_of(plan),
         report={"warnings": [*parsed.warnings, *plan.notes]},
         priority=0,
         idempotency=_idempotency(request),

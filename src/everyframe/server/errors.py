@@ -1,4 +1,4 @@
-"""Errors of the API: one table of codes, the envelope, and the codes of failed jobs.
+"""Errors of the API: one table of codes, and the envelope.
 
 Every error is ``{"error": {"message", "type", "param", "code"}}``, as OpenAI's clients read it.
 """
@@ -12,7 +12,6 @@ from typing import Any
 
 from everyframe.core.errors import (
     CannotRunError,
-    DistributedOutOfMemoryError,
     EveryframeError,
     InputError,
     QueueFullError,
@@ -111,15 +110,3 @@ def param_of(message: str, names: Iterable[str]) -> str | None:
     """The parameter that a message is about: the first of its words that is a name of one."""
     known = frozenset(names)
     return next((word for word in re.findall(r"[a-z_]+", message) if word in known), None)
-
-
-def job_error(error: EveryframeError) -> dict[str, str]:
-    """``code`` and ``message`` of a failed job: the class's name in snake case, without "error"."""
-    kind = "out_of_memory" if isinstance(error, DistributedOutOfMemoryError) else job_code(error)
-    return {"code": kind, "message": str(error)}
-
-
-def job_code(error: EveryframeError) -> str:
-    """The name of the error's class in snake case, such as ``worker_died``."""
-    name = type(error).__name__.removesuffix("Error")
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import anyio.to_thread
 
+from everyframe.core.events import Event, Preview
+from everyframe.server.dispatcher import Dispatcher
 from everyframe.server.jobs import Job, StoredEvent
 from everyframe.server.resources import video_resource
 from everyframe.server.store import JobStore
@@ -25,13 +28,16 @@ MEDIA_TYPE = "text/event-stream"
 class EventHub:
     """Wakes the open streams when the store has a new event. Belongs to one event loop."""
 
-    def __init__(self, store: JobStore) -> None:
-        self._store = store
+    def __init__(self, store: JobStore, dispatcher: Dispatcher) -> None:
+        self._store, self._dispatcher = store, dispatcher
         self._streams: set[asyncio.Event] = set()
         self._loop = asyncio.get_running_loop()
-        self._previews: dict[asyncio.Event, list[tuple[str, dict[str, Any]]]] = {}
+        self._previews: dict[asyncio.Event, dict[str, Preview]] = {}
         self.is_draining = False
-        self._stop = store.listen(lambda event: self._wake_soon())
+        self._stops = [
+            store.listen(lambda event: self._wake_soon()),
+            dispatcher.listen_previews(self._add_preview),
+        ]
 
     @property
     def num_streams(self) -> int:
@@ -41,17 +47,17 @@ class EventHub:
     def close(self) -> None:
         """End all streams with a ``draining`` event. May be called from any thread."""
         self.is_draining = True
-        self._stop()
-        self._stop = lambda: None
+        while self._stops:
+            self._stops.pop()()
         self._wake_soon()
 
-    def add_preview(self, video: str, data: dict[str, Any]) -> None:
-        """Send a preview to the streams that asked for them. May be called from any thread."""
+    def _add_preview(self, video: str, event: Event) -> None:
+        """Hand a preview to the streams that asked for them; only the newest of a job waits."""
+        assert isinstance(event, Preview)
 
         def add() -> None:
             for stream, waiting in self._previews.items():
-                waiting[:] = [each for each in waiting if each[0] != video]
-                waiting.append((video, data))
+                waiting[video] = event
                 stream.set()
 
         self._call(add)
@@ -71,7 +77,12 @@ class EventHub:
         """
         woken = asyncio.Event()
         self._streams.add(woken)
-        previews = self._previews.setdefault(woken, []) if with_previews else []
+        previews: dict[str, Preview] = {}
+        if with_previews:
+            self._previews[woken] = previews
+            last = self._dispatcher.preview(video) if video is not None else None
+            if video is not None and isinstance(last, Preview):
+                previews[video] = last
         try:
             yield b"retry: 1000\n\n"
             for kind, data in await anyio.to_thread.run_sync(snapshot):
@@ -87,9 +98,9 @@ class EventHub:
                     if video is not None and event.type in ("done", "deleted"):
                         return
                 while previews:
-                    of, data = previews.pop(0)
-                    if video in (None, of):
-                        yield event_text("preview", {"video": of, **data})
+                    of, preview = previews.popitem()
+                    if video in (None, of) and await self._is_of(of, owner):
+                        yield event_text("preview", preview_data(of, preview))
                 if len(read) == _CHUNK:
                     continue
                 try:
@@ -100,6 +111,9 @@ class EventHub:
         finally:
             self._streams.discard(woken)
             self._previews.pop(woken, None)
+
+    async def _is_of(self, video: str, owner: str | None) -> bool:
+        return await anyio.to_thread.run_sync(self._store.get, video, owner) is not None
 
     def _read(
         self, after: int, video: str | None, owner: str | None
@@ -127,6 +141,16 @@ class EventHub:
     def _call(self, function: Callable[[], None]) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function)
+
+
+def preview_data(video: str, preview: Preview) -> dict[str, Any]:
+    """A preview as the stream sends it, with its picture as a data URL."""
+    picture = base64.b64encode(preview.image).decode()
+    return {
+        "video": video, "step": preview.step, "total_steps": preview.num_steps,
+        "width": preview.width, "height": preview.height,
+        "image": f"data:image/jpeg;base64,{picture}",
+    }  # fmt: skip
 
 
 def job_snapshot(store: JobStore, job: Job) -> list[tuple[str, dict[str, Any]]]:

@@ -23,9 +23,8 @@ SECURITY_HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
     "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
-        "media-src 'self' blob:; connect-src 'self'; font-src 'self'; manifest-src 'self'; "
-        "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+        "default-src 'self'; img-src 'self' data: blob:; media-src 'self' blob:; "
+        "object-src 'none'; base-uri 'none'; frame-ancestors 'none'; form-action 'none'"
     ),
 }
 
@@ -58,6 +57,8 @@ class AccessMiddleware:
                 for name, value in SECURITY_HEADERS.items():
                     headers.setdefault(name, value)
                 headers["x-request-id"] = request_id
+                # Else an upgrade of the page would mix old and new modules.
+                headers.setdefault("cache-control", "no-cache")
             await send(message)
 
         try:

@@ -17,9 +17,10 @@ import anyio.to_thread
 from everyframe.core.errors import EveryframeError
 from everyframe.core.plan import Plan
 from everyframe.engine.executor import Executor
-from everyframe.server.client_fields import MEDIA
+from everyframe.server.client_fields import MEDIA, is_input
 from everyframe.server.data_folder import DataFolder
 from everyframe.server.errors import api_error
+from everyframe.server.plan_summary import resolved_of
 from everyframe.server.request_parser import ParsedBody, client_options, request_of
 
 #: Plans that are remembered, and that are made at once.
@@ -48,21 +49,14 @@ class PlanCache:
         return self._plans[kind]
 
     async def _make(self, parsed: ParsedBody) -> Plan:
-        values = dict(parsed.options)
-        for name in MEDIA:
-            if _is_file(values.get(name)):
-                values[name] = str(self._folder.path / values[name])
-        request = request_of(values)
+        values = self._folder.request_of(parsed.options).given()
+        request = request_of({**values.pop("family_options", {}), **values})
         try:
             return await anyio.to_thread.run_sync(
                 self._executor.plan, request, limiter=self._limiter
             )
         except EveryframeError as error:
             raise api_error(error, client_options()) from error
-
-
-def _is_file(value: Any) -> bool:
-    return isinstance(value, str) and value.startswith("inputs/")
 
 
 def _kind_of(parsed: ParsedBody) -> str:
@@ -72,31 +66,15 @@ def _kind_of(parsed: ParsedBody) -> str:
         if name in values:
             values[name] = bool(values[name])
     for name in MEDIA:
-        if _is_file(values.get(name)):
+        if is_input(values.get(name)):
             values[name] = parsed.shapes.get(name, values[name])
     return json.dumps(values, sort_keys=True)
 
 
-def resolved_values(plan: Plan) -> dict[str, Any]:
-    """What a plan says of the video, for a job's row and the API."""
-    settings = plan.settings
-    num_frames = settings.num_frames * settings.chain
+def plan_data(plan: Plan) -> dict[str, Any]:
+    """A plan as the API shows it before a run: video, memory, time, precision, and notes."""
     return {
-        "width": settings.width,
-        "height": settings.height,
-        "num_frames": num_frames,
-        "fps": settings.fps,
-        "seconds": num_frames / settings.fps,
-        "num_inference_steps": settings.num_inference_steps,
-        "guidance_scale": settings.guidance_scale,
-        "num_videos": settings.num_videos,
-    }
-
-
-def plan_summary(plan: Plan) -> dict[str, Any]:
-    """A plan in short: what a person wants to know before the run."""
-    return {
-        "model": plan.model,
+        **resolved_of(plan),
         "family": plan.family,
         "title": plan.title,
         "device": plan.device.name,
@@ -107,5 +85,4 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "stages": {stage.name: stage.seconds for stage in plan.stages},
         "downloads": list(plan.downloads),
         "notes": list(plan.notes),
-        **resolved_values(plan),
     }

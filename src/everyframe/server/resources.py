@@ -5,10 +5,12 @@ The classes are the schema of ``openapi.json``; `video_resource` makes one of a 
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from everyframe.server.client_fields import MEDIA, is_input
 from everyframe.server.jobs import Job
 
 #: Variants of a video's content -> file in its folder and media type.
@@ -66,6 +68,7 @@ class VideoResource(BaseModel):
     checks: dict[str, Any]
     resumed_from_step: int | None
     links: dict[str, str]
+    request: dict[str, Any]
 
 
 class VideoList(BaseModel):
@@ -121,8 +124,25 @@ def video_resource(job: Job, queue_position: int | None = None) -> dict[str, Any
         checks=report.get("checks", {}),
         resumed_from_step=report.get("resumed_from_step"),
         links=_links(job),
+        request=request_options(job),
     )
     return found.model_dump()
+
+
+def request_options(job: Job) -> dict[str, Any]:
+    """Options of a job as a client gave them: no paths, and ``true`` for a picture or video."""
+    shown = {name: value for name, value in job.request.items() if name != "model"}
+    for name in MEDIA:
+        if is_input(shown.get(name)):
+            shown[name] = True
+    if "loras" in shown:
+        shown["loras"] = [_lora_text(each) for each in shown["loras"]]
+    return shown
+
+
+def _lora_text(lora: dict[str, Any]) -> str:
+    at = f"@{lora['component']}" if lora["component"] else ""
+    return f"{PurePath(lora['file']).stem}:{lora['strength']:g}{at}"
 
 
 def seconds_text(seconds: float | None) -> str:

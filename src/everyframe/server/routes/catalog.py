@@ -14,7 +14,7 @@ from everyframe.server.creation import parse_body
 from everyframe.server.errors import ApiError
 from everyframe.server.models import RegisteredModel
 from everyframe.server.option_schema import option_schema
-from everyframe.server.plans import plan_summary
+from everyframe.server.plans import plan_data
 
 router = APIRouter(tags=["models"])
 
@@ -26,7 +26,7 @@ async def make_plan(context: Context, who: Who, body: GivenBody) -> Any:
     parsed = await parse_body(context, body)
     plan = await context.plans.plan(parsed)
     return JSONResponse({
-        "object": "plan", **plan_summary(plan), "model": parsed.model.name,
+        "object": "plan", **plan_data(plan), "model": parsed.model.name,
         "warnings": [*parsed.warnings], "details": plan.to_json(),
     })  # fmt: skip
 
@@ -49,7 +49,7 @@ async def retrieve_model(name: str, context: Context) -> Any:
         parsed = await in_thread(context.parser.parse, Body({
             "model": model.name, "prompt": "a red circle",
         }))  # fmt: skip
-        defaults = plan_summary(await context.plans.plan(parsed))
+        defaults = plan_data(await context.plans.plan(parsed))
     except (ApiError, EveryframeError) as error:
         note = str(error)
     family = model.family or (defaults or {}).get("family")

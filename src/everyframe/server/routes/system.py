@@ -55,6 +55,7 @@ async def show_system(context: Context) -> Any:
         "uptime_s": round(time.time() - context.started_at, 1),
         **facts,
         "warm": [{**asdict(each), "devices": list(each.devices)} for each in warm],
+        "groups": context.dispatcher.groups,
         "disk": {"free_bytes": disk.free, "total_bytes": disk.total},
         "limits": _limits(context),
     })  # fmt: skip
@@ -92,8 +93,10 @@ async def show_readiness(context: Context) -> Any:
 
 def _missing(context: ServerContext) -> list[str]:
     missing = []
-    if context.is_draining:
+    if context.is_draining or context.dispatcher.is_draining:
         missing.append("the server shuts down")
+    if context.dispatcher.trouble:
+        missing.append(context.dispatcher.trouble)
     try:
         context.store.is_writable()
     except EveryframeError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any
 
-import anyio
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
 
@@ -86,25 +85,13 @@ async def retrieve_video(video_id: str, context: Context, who: Who) -> Any:
 async def delete_video(video_id: str, context: Context, who: Who) -> Any:
     """Cancel a job if it runs, and delete it with its files."""
     await context.job(video_id, who)
-    if not await _stopped(context, video_id):
+    stopped = await in_thread(context.dispatcher.cancel, video_id, _STOP_SECONDS)
+    if not stopped.is_final or not await in_thread(context.store.delete, video_id):
         raise ApiError(
             "conflict", "the job is still stopping; delete it again in a moment",
             headers={"retry-after": "5"},
         )  # fmt: skip
-    await in_thread(context.store.delete, video_id)
     return JSONResponse(DeletedVideo(id=video_id).model_dump())
-
-
-async def _stopped(context: ServerContext, video_id: str) -> bool:
-    """Cancel a job and wait until it does not run; whether it stopped in time."""
-    job = await in_thread(context.dispatcher.cancel, video_id)
-    ends = time.monotonic() + _STOP_SECONDS
-    while job is not None and job.status == "in_progress":
-        if time.monotonic() > ends:
-            return False
-        await anyio.sleep(0.05)
-        job = await in_thread(context.store.get, video_id)
-    return True
 
 
 @router.post("/{video_id}/cancel", response_model=VideoResource)
@@ -125,8 +112,7 @@ async def retry_video(video_id: str, context: Context, who: Who) -> Any:
             "conflict", f"the job is {job.status}; failed and cancelled jobs can be retried"
         )
     context.creations.take(who.name)
-    again = await in_thread(context.store.requeue, video_id, counts_attempt=False, is_retry=True)
-    return await answer(context, again)
+    return await answer(context, await in_thread(context.dispatcher.retry, video_id))
 
 
 @router.post("/{video_id}/remix", response_model=VideoResource)

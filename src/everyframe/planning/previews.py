@@ -1,0 +1,36 @@
+"""Plan the previews of a run: how often, and by what latents become pictures."""
+
+from __future__ import annotations
+
+from everyframe.core.errors import InputError
+from everyframe.core.plan import PreviewPlan, Settings
+from everyframe.core.request import Request
+from everyframe.runtime.interface import ModelSpec
+from everyframe.runtime.latent_space import PreviewableSpec
+
+#: About so many previews of a video.
+_NUM_PREVIEWS = 12
+
+
+def plan_previews(
+    request: Request, model: ModelSpec, settings: Settings
+) -> tuple[PreviewPlan | None, tuple[str, ...]]:
+    """The previews that the request asks for, and notes; None without them.
+
+    Raises:
+        InputError: the model has no latents to show.
+    """
+    if not request.preview and request.preview_decoder is None:
+        return None, ()
+    if not isinstance(model, PreviewableSpec):
+        raise InputError(f"preview has no effect on {model.title}: its latents are not known")
+    interval = max(1, round(settings.num_inference_steps / _NUM_PREVIEWS))
+    often = "each step" if interval == 1 else f"every {interval} steps"
+    colors = model.latent_space.colors()
+    if colors is None:
+        later = (
+            "no previews in this run: the colours of this autoencoder's latents are not known yet, "
+            "and are fitted to its video"
+        )
+        return PreviewPlan(interval, ""), (later,)
+    return PreviewPlan(interval, colors.source), (f"previews {often}, by {colors.source}",)
