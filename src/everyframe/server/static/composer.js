@@ -4,13 +4,13 @@ import { ApiError, call, send } from "./api.js";
 import { button, make } from "./dom.js";
 import { makeField } from "./fields.js";
 import { announce, attempt, show } from "./messages.js";
-import { makeSlot, slotFor, SLOTS } from "./pictures.js";
+import { makeSlot, slotFor } from "./pictures.js";
 import { PlanLine } from "./plan.js";
 
 /** Options beside the prompt; all others are under "More settings". */
 const FIRST = ["size", "num_frames", "num_inference_steps", "guidance_scale", "seed"];
 /** Options that have a place of their own, or say the same as `size`. */
-const ELSEWHERE = new Set(["prompt", "model", "width", "height", ...SLOTS]);
+const ELSEWHERE = new Set(["prompt", "model", "width", "height"]);
 const DRAFT = "everyframe.draft";
 
 export class Composer {
@@ -19,6 +19,8 @@ export class Composer {
   /** @type {import("./pictures.js").Slot[]} */
   #slots = [];
   #model = "";
+  /** The server's default. It is sent as no name: then the server says early what it can't draw. */
+  #usualModel = "";
   /** One key an attempt: sent again after a lost answer, it makes no second job. */
   #key = newKey();
 
@@ -69,9 +71,10 @@ export class Composer {
   /** Load the models, and the draft of before a reload. */
   async load() {
     const { data } = await call("GET", "models");
+    this.#usualModel = (data.find((/** @type {any} */ card) => card.is_default) ?? data[0]).id;
     this.models.replaceChildren(...data.map((/** @type {any} */ card) => make("option", { value: card.id }, card.id)));
     const draft = JSON.parse(sessionStorage.getItem(DRAFT) ?? "{}");
-    const model = this.#isServed(draft.model) ? draft.model : data[0].id;
+    const model = this.#isServed(draft.model) ? draft.model : this.#usualModel;
     await this.#choose(model, () => ({ ...draft, prompt: this.prompt.value || draft.prompt }));
   }
 
@@ -82,26 +85,32 @@ export class Composer {
    * @returns {Promise<string[]>}
    */
   async #choose(id, valuesNow) {
-    const card = await call("GET", `models/${encodeURIComponent(id)}`);
+    this.form.setAttribute("aria-busy", "true");
+    const card = await call("GET", `models/${encodeURIComponent(id)}`).finally(() => this.form.removeAttribute("aria-busy"));
     const values = valuesNow();
     this.#model = this.models.value = id;
-    const { schema, defaults = {}, sizes = [] } = card;
-    const names = Object.keys(schema.properties).filter((name) => !schema.properties[name].python_only);
-    this.modelNote.textContent = [card.title, card.licence ?? card.license].filter(Boolean).join(" · ");
-    this.#slots = SLOTS.filter((name) => names.includes(name)).map((name) => makeSlot(/** @type {any} */ (name), () => this.#changed()));
+    const usual = card.defaults ? { ...card.defaults, size: `${card.defaults.width}x${card.defaults.height}` } : {};
+    /** @type {import("./fields.js").Option[]} */
+    const options = card.options;
+    this.modelNote.textContent = [card.title, card.licence].filter(Boolean).join(" · ");
+    this.#slots = options.filter((option) => option.type === "file").map((option) => makeSlot(option, () => this.#changed()));
     this.slots.replaceChildren(...this.#slots.map((slot) => slot.element));
-    const groups = new Map(names.map((name) => [schema.properties[name].group ?? "Other", make("div", { className: "fields" })]));
+    /** @type {Map<string, HTMLElement>} */
+    const groups = new Map();
     this.#fields = new Map();
-    for (const name of [...FIRST.filter((each) => names.includes(each)), ...names.filter((each) => !FIRST.includes(each) && !ELSEWHERE.has(each))]) {
-      const field = makeField(name, schema, defaults[name], name === "size" ? sizes : []);
-      this.#fields.set(name, field);
-      (FIRST.includes(name) ? this.first : groups.get(schema.properties[name].group ?? "Other")).append(field.element);
+    for (const option of options) {
+      if (ELSEWHERE.has(option.name) || option.type === "file") continue;
+      const field = makeField(option, usual[option.name] ?? undefined, suggestionsOf(option.name, card));
+      this.#fields.set(option.name, field);
+      if (FIRST.includes(option.name)) continue;
+      const group = option.group ?? "Other";
+      if (!groups.has(group)) groups.set(group, make("div", { className: "fields" }));
+      groups.get(group)?.append(field.element);
     }
     this.first.replaceChildren(...FIRST.filter((name) => this.#fields.has(name)).map((name) => this.#field(name).element));
     this.#addDice();
-    const filled = [...groups].filter(([, box]) => box.children.length);
-    this.more.replaceChildren(...filled.map(([group, box]) => make("fieldset", {}, make("legend", {}, group === "Family" ? "Of this model" : group), box)));
-    this.moreBox.hidden = !filled.length;
+    this.more.replaceChildren(...[...groups].map(([group, box]) => make("fieldset", {}, make("legend", {}, group === "Family" ? "Of this model" : group), box)));
+    this.moreBox.hidden = !groups.size;
     const unknown = this.#write(values);
     this.#changed();
     return unknown;
@@ -141,7 +150,7 @@ export class Composer {
   /** What a person gave, without files: prompt, model and each option that is not its default. */
   values() {
     /** @type {Record<string, any>} */
-    const values = { prompt: this.prompt.value.trim() || undefined, model: this.#model || undefined };
+    const values = { prompt: this.prompt.value.trim() || undefined, model: this.#model === this.#usualModel ? undefined : this.#model };
     for (const field of this.#fields.values()) values[field.name] = field.read();
     return Object.fromEntries(Object.entries(values).filter(([, value]) => value !== undefined));
   }
@@ -162,7 +171,7 @@ export class Composer {
   #changed() {
     this.#key = newKey();
     this.#complain(null);
-    sessionStorage.setItem(DRAFT, JSON.stringify(this.values()));
+    sessionStorage.setItem(DRAFT, JSON.stringify({ model: this.#model, ...this.values() }));
     this.plan.ask();
   }
 
@@ -242,6 +251,18 @@ export class Composer {
     if (slot) this.#changed();
     return Boolean(slot);
   }
+}
+
+/**
+ * Values that a person may choose from.
+ * @param {string} name
+ * @param {any} card
+ * @returns {string[]}
+ */
+function suggestionsOf(name, card) {
+  if (name === "loras") return card.loras ?? [];
+  if (name === "size") return card.sizes ?? (card.defaults ? [`${card.defaults.width}x${card.defaults.height}`] : []);
+  return name === "quality" ? (card.options.find((/** @type {any} */ option) => option.name === name).examples ?? []) : [];
 }
 
 /**

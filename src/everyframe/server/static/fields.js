@@ -1,4 +1,4 @@
-/** Controls of a model's options, made from its JSON Schema. */
+/** Controls of a model's options, made from its card: type, limits, unit, default and help of each. */
 
 import { make } from "./dom.js";
 import { words } from "./format.js";
@@ -25,66 +25,63 @@ const LABELS = {
  */
 
 /**
- * Type of an option: its schema without `null` and references.
- * @param {any} property
- * @param {any} schema
+ * @typedef {object} Option An option of a model's card.
+ * @property {string} name
+ * @property {"string" | "integer" | "number" | "boolean" | "array" | "object" | "file"} type
+ * @property {string | null} group
+ * @property {string | null} help
+ * @property {string | null} unit
+ * @property {any} default
+ * @property {any[]} [enum]
+ * @property {"picture" | "video" | "picture or video"} [accepts] what a file may be
+ * @property {number} [minimum]
+ * @property {number} [maximum]
+ * @property {number} [exclusiveMinimum]
+ * @property {number} [exclusiveMaximum]
  */
-function kindOf(property, schema) {
-  const choices = property.anyOf ?? property.oneOf ?? [property];
-  const found = choices.find((/** @type {any} */ each) => each.type !== "null") ?? {};
-  const named = found.$ref ? schema.$defs?.[found.$ref.split("/").pop()] : found;
-  return { ...property, ...named, description: property.description };
-}
 
 /**
  * Make the control of one option.
- * @param {string} name
- * @param {any} schema the model's schema
- * @param {any} fallback the model's own value, shown where nothing is given
+ * @param {Option} option
+ * @param {any} [usual] the model's own value, shown where nothing is given
  * @param {string[]} [suggestions]
  * @returns {Field}
  */
-export function makeField(name, schema, fallback, suggestions = []) {
-  const kind = kindOf(schema.properties[name], schema);
+export function makeField(option, usual = option.default, suggestions = []) {
+  const { name } = option;
   const id = `field-${name}`;
-  const control = controlOf(kind, fallback);
-  const input = control.input;
+  const { input, read, write } = controlOf(option, usual);
   Object.assign(input, { id, name, autocomplete: "off" });
-  const error = make("p", { id: `${id}-error`, className: "error" });
-  error.hidden = true;
-  input.setAttribute("aria-describedby", `${id}-error`);
-  const unit = kind.unit && !LABELS_WITH_UNIT.has(name) ? make("span", { className: "unit" }, ` ${kind.unit}`) : null;
-  const label = make("label", { for: id, title: kind.description ?? "" }, /** @type {any} */ (LABELS)[name] ?? words(name), unit);
+  const help = make("span", { id: `${id}-help`, className: "unseen" }, option.help ?? "");
+  const error = make("p", { id: `${id}-error`, className: "error", hidden: true });
+  input.setAttribute("aria-describedby", `${id}-error ${id}-help`);
+  const unit = option.unit && !LABELS_WITH_UNIT.has(name) ? make("span", { className: "unit" }, ` ${option.unit}`) : null;
+  const label = make("label", { for: id, title: option.help ?? "" }, /** @type {any} */ (LABELS)[name] ?? words(name), unit);
   const list = suggestions.length ? make("datalist", { id: `${id}-list` }, ...suggestions.map((value) => make("option", { value }))) : null;
   if (list) input.setAttribute("list", list.id);
   const isCheck = input.type === "checkbox";
-  const element = make("div", { className: isCheck ? "field is-check" : "field" }, ...(isCheck ? [input, label] : [label, input]), list, error);
-  return {
-    name,
-    element,
-    input,
-    read: control.read,
-    write: control.write,
-    complain(message) {
-      error.textContent = message;
-      error.hidden = !message;
-      if (message) input.setAttribute("aria-invalid", "true");
-      else input.removeAttribute("aria-invalid");
-    },
-  };
+  const element = make("div", { className: isCheck ? "field is-check" : "field" }, ...(isCheck ? [input, label] : [label, input]), list, help, error);
+  return { name, element, input, read, write, complain };
+
+  /** @param {string} message */
+  function complain(message) {
+    error.textContent = message;
+    error.hidden = !message;
+    if (message) input.setAttribute("aria-invalid", "true");
+    else input.removeAttribute("aria-invalid");
+  }
 }
 
 const LABELS_WITH_UNIT = new Set(["num_frames", "size", "height", "width"]);
 
 /**
- * @param {any} kind
- * @param {any} fallback
- * @returns {Pick<Field, "input" | "read" | "write">}
+ * @param {Option} kind
+ * @param {any} usual
+ * @returns {any}
  */
-function controlOf(kind, fallback) {
-  const usual = fallback ?? kind.default;
+function controlOf(kind, usual) {
   if (kind.type === "boolean") return checkbox(Boolean(usual));
-  if (kind.enum) return choice(kind.enum, usual);
+  if (kind.enum) return choice(usual === null || usual === undefined ? ["", ...kind.enum] : kind.enum, usual);
   if (kind.type === "array") return lines(kind, (given) => given, (value) => value);
   if (kind.type === "object") return lines(kind, pairs, (value) => Object.entries(value).map((pair) => pair.join("=")));
   if (kind.type === "integer" || kind.type === "number") return number(kind, usual);
@@ -106,16 +103,16 @@ function checkbox(usual) {
  * @param {any} usual
  */
 function choice(values, usual) {
-  const input = make("select", {}, ...values.map((value) => make("option", { value, selected: value === usual }, String(value))));
+  const input = make("select", {}, ...values.map((value) => make("option", { value, selected: value === (usual ?? "") }, value === "" ? "as the model has it" : String(value))));
   return {
     input,
-    read: () => (input.value === String(usual) ? undefined : input.value),
-    write: (/** @type {any} */ value) => (input.value = String(value ?? usual)),
+    read: () => (input.value === String(usual ?? "") ? undefined : input.value),
+    write: (/** @type {any} */ value) => (input.value = String(value ?? usual ?? "")),
   };
 }
 
 /**
- * @param {any} kind
+ * @param {Option} kind
  * @param {any} usual
  */
 function number(kind, usual) {

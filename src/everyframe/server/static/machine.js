@@ -2,7 +2,7 @@
 
 import { call } from "./api.js";
 import { button, byId, make } from "./dom.js";
-import { bytes, words } from "./format.js";
+import { bytes, duration, words } from "./format.js";
 import { attempt, show } from "./messages.js";
 
 const MARKS = { fine: "Fine", note: "Note", error: "Trouble", broke: "Could not be checked" };
@@ -23,17 +23,16 @@ export async function drawMachine() {
 
 /** @param {any} system */
 function systemOf(system) {
-  const warm = (system.warm ?? []).map((/** @type {any} */ model) => `${model.model ?? model.name} (${bytes(model.bytes)})`);
-  const device = system.device ?? {};
+  const warm = (system.warm ?? []).map((/** @type {any} */ each) => `${each.model} (${bytes(each.num_bytes)}${each.is_busy ? ", busy" : ""})`);
   /** @type {[string, string][]} */
   const rows = [
-    ["Everyframe", system.version ?? ""],
-    ["Device", device.name ?? ""],
-    ["Free memory", device.memory ? `${bytes(device.free_memory)} of ${bytes(device.memory)}` : ""],
+    ["Everyframe", system.version],
+    ...system.devices.map((/** @type {any} */ device) => [device.device, `${device.name}, ${bytes(device.free_bytes)} of ${bytes(device.memory_bytes)} free`]),
     ["Loaded now", warm.join(", ") || "nothing"],
+    ["Disk", `${bytes(system.disk.free_bytes)} free`],
+    ["Up for", duration(system.uptime_s)],
   ];
-  const shown = rows.filter(([, value]) => value);
-  return [make("dl", { className: "facts" }, ...shown.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]))];
+  return [make("dl", { className: "facts" }, ...rows.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]))];
 }
 
 /** @param {any} report doctor's report, docs/reference/doctor.schema.json */

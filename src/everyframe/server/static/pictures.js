@@ -1,33 +1,29 @@
-/** Slots for given frames: a first or last picture, or a video to continue. */
+/** Slots for pictures and videos that a model takes: a first frame, a video to continue, a mask. */
 
 import { button, icon, make } from "./dom.js";
+import { words } from "./format.js";
 
-/** Option -> what it says and takes. */
-const KINDS = {
-  image: { label: "First frame", accept: "image/*", icon: "picture" },
-  last_image: { label: "Last frame", accept: "image/*", icon: "picture" },
-  extend: { label: "Continue a video", accept: "video/*,image/gif,image/webp", icon: "film" },
-};
+/** Labels that say it better than the option's own name. */
+const LABELS = { image: "First frame", last_image: "Last frame", extend: "Continue a video", source: "Picture or video", mask: "Mask" };
+/** What an option takes -> kinds of files. Animated pictures are videos too. */
+const ACCEPTED = { picture: "image/*", video: "video/*,image/gif,image/webp", "picture or video": "image/*,video/*" };
 
-/** The options that a slot can fill. */
-export const SLOTS = Object.keys(KINDS);
-
-/** @typedef {{name: string, element: HTMLElement, read: () => File | undefined, write: (file: File | undefined) => void}} Slot */
+/** @typedef {{name: string, accepts: string, element: HTMLElement, read: () => File | undefined, write: (file: File | undefined) => void}} Slot */
 
 /**
- * Make the slot of one option.
- * @param {"image" | "last_image" | "extend"} name
+ * Make the slot of an option of type "file".
+ * @param {import("./fields.js").Option} option
  * @param {() => void} onChange
  * @returns {Slot}
  */
-export function makeSlot(name, onChange) {
-  const kind = KINDS[name];
+export function makeSlot({ name, help, accepts = "picture" }, onChange) {
+  const text = /** @type {Record<string, string>} */ (LABELS)[name] ?? words(name);
   /** @type {File | undefined} */
   let file;
   let shown = "";
-  const input = make("input", { type: "file", id: `field-${name}`, accept: kind.accept, className: "unseen" });
+  const input = make("input", { type: "file", id: `field-${name}`, accept: ACCEPTED[accepts], className: "unseen" });
   const face = make("label", { for: input.id, className: "slot-face" });
-  const remove = button(`Remove: ${kind.label.toLowerCase()}`, "close", () => (write(undefined), onChange()), { isBare: true });
+  const remove = button(`Remove: ${text.toLowerCase()}`, "close", () => (write(undefined), onChange()), { isBare: true });
   const element = make("div", { className: "slot" }, input, face, remove);
   const read = () => file;
 
@@ -40,8 +36,8 @@ export function makeSlot(name, onChange) {
     remove.hidden = !given;
     element.classList.toggle("is-filled", Boolean(given));
     const picture = given && (given.type.startsWith("video/") ? make("video", { src: shown, muted: true, playsInline: true }) : make("img", { src: shown, alt: "" }));
-    face.replaceChildren(picture || icon(kind.icon), make("span", {}, given ? given.name : kind.label));
-    face.title = given ? `${kind.label}: ${given.name}` : kind.label;
+    face.replaceChildren(picture || icon(accepts === "video" ? "film" : "picture"), make("span", {}, given ? given.name : text));
+    face.title = given ? `${text}: ${given.name}` : (help ?? text);
   }
 
   input.addEventListener("change", () => {
@@ -49,7 +45,7 @@ export function makeSlot(name, onChange) {
     onChange();
   });
   write(undefined);
-  return { name, element, read, write };
+  return { name, accepts, element, read, write };
 }
 
 /**
@@ -59,7 +55,8 @@ export function makeSlot(name, onChange) {
  * @param {EventTarget | null} target
  */
 export function slotFor(slots, file, target) {
-  const takes = (/** @type {Slot} */ slot) => (slot.name === "extend") === file.type.startsWith("video/");
+  const kind = file.type.startsWith("video/") ? "video" : "picture";
+  const takes = (/** @type {Slot} */ slot) => slot.accepts.includes(kind) || (slot.accepts === "video" && /gif|webp/.test(file.type));
   const hit = slots.find((slot) => target instanceof Node && slot.element.contains(target));
-  return hit && (takes(hit) || hit.name === "extend") ? hit : slots.find(takes);
+  return hit && takes(hit) ? hit : slots.find((slot) => takes(slot) && slot.accepts.includes(kind));
 }

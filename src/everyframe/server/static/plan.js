@@ -41,6 +41,7 @@ export class PlanLine {
     const fields = body instanceof FormData ? [...body] : Object.entries(body);
     if (fields.every(([name]) => name === "model")) {
       this.#shown = "";
+      this.#asked?.abort();
       return this.#say("Describe the video to see its plan: time, memory and precision.", "is-idle");
     }
     const kind = JSON.stringify(fields.map(([name, value]) => (WITHOUT_EFFECT.includes(name) ? name : [name, shapeOf(value)])));
@@ -50,7 +51,7 @@ export class PlanLine {
     this.element.classList.add("is-asking");
     try {
       const response = await send("POST", "plan", { body, signal: asked.signal });
-      this.#show(await response.json());
+      this.#show((await response.json()).details);
       this.#shown = kind;
     } catch (error) {
       if (asked.signal.aborted) return;
@@ -76,15 +77,14 @@ export class PlanLine {
 
   /** @param {ApiError} error */
   #refuse(error) {
-    const plan = error.details?.components ? error.details : error.details?.plan;
-    if (error.code === "plan_does_not_fit" && plan) {
-      this.#show(plan, error.message);
-    } else if (error.isPassing) {
-      this.#say(`No plan now: ${error.message}.`, "is-idle");
-    } else {
-      this.#say("No plan: a setting is wrong.", "is-idle");
-      this.complain(error);
+    if (error.code === "plan_does_not_fit") {
+      if (error.details?.components) return this.#show(error.details, error.message);
+      return this.#say(error.message, "is-refused");
     }
+    if (error.isPassing) return this.#say(`No plan now: ${error.message}.`, "is-idle");
+    if (error.param === "prompt") return this.#say(error.message, "is-idle");
+    this.#say("No plan: a setting is wrong.", "is-idle");
+    return this.complain(error);
   }
 
   /**

@@ -7,6 +7,9 @@ import { isActive } from "./videos.js";
 /** Bounds for the cells of a progress strip: a cell a frame, as far as they can be told apart. */
 const FEWEST_CELLS = 8;
 const MOST_CELLS = 48;
+/** Waiting jobs that are shown before somebody asks for all: the videos stay in sight. */
+const MOST_WAITING = 4;
+let isWhole = false;
 
 /**
  * @typedef {object} Actions What can be done with a video, given by the page.
@@ -24,13 +27,32 @@ const MOST_CELLS = 48;
 export function drawQueue(videos, actions) {
   const rank = { in_progress: 0, queued: 1, failed: 2, cancelled: 3, completed: 4 };
   const jobs = videos.list.filter((video) => video.status !== "completed");
-  jobs.sort((a, b) => rank[a.status] - rank[b.status] || (isActive(a) ? a.created_at - b.created_at : b.created_at - a.created_at));
+  jobs.sort((a, b) => rank[a.status] - rank[b.status] || (isActive(a) ? orderOf(a) - orderOf(b) : b.created_at - a.created_at));
+  const waiting = jobs.filter((job) => job.status === "queued");
   const box = byId("queue");
   const hadFocus = box.contains(document.activeElement);
   box.hidden = !jobs.length;
   setText(byId("queue-title"), jobs.some(isActive) ? "In the making" : "Not finished");
-  reconcile(byId("jobs"), jobs, (job) => job.id, () => jobCard(videos, actions));
+  const shown = isWhole ? jobs : jobs.filter((job) => waiting.indexOf(job) < MOST_WAITING);
+  const items = shown.map((job) => ({ job, place: waiting.indexOf(job) + 1 }));
+  const all = byId("all-jobs");
+  all.hidden = waiting.length <= MOST_WAITING;
+  setText(all, isWhole ? "Show fewer" : `Show ${waiting.length - MOST_WAITING} more that wait`);
+  all.setAttribute("aria-expanded", String(isWhole));
+  all.onclick = () => {
+    isWhole = !isWhole;
+    drawQueue(videos, actions);
+  };
+  reconcile(byId("jobs"), items, ({ job }) => job.id, () => jobCard(videos, actions));
   if (hadFocus && !box.contains(document.activeElement)) byId("gallery").focus({ preventScroll: true });
+}
+
+/**
+ * A job's place by time, and within one second by the server's own count of those before it.
+ * @param {import("./videos.js").Video} job
+ */
+function orderOf(job) {
+  return job.created_at + (job.queue_position ?? 0) / 1e6;
 }
 
 /**
@@ -52,8 +74,8 @@ function jobCard(videos, actions) {
   const body = make("div", { className: "job-body" }, prompt, doing, strip, notes);
   const card = make("article", { className: "job" }, screen, body, make("div", { className: "actions" }, cancel, retry, reuse, remove));
 
-  /** @param {import("./videos.js").Video} job */
-  card.update = (job) => {
+  /** @param {{job: import("./videos.js").Video, place: number}} item */
+  card.update = ({ job, place }) => {
     id = job.id;
     card.className = `job is-${job.status}`;
     card.setAttribute("aria-label", job.prompt || job.id);
@@ -66,7 +88,7 @@ function jobCard(videos, actions) {
     picture.hidden = !preview;
     if (preview && picture.src !== preview) picture.src = preview;
     picture.alt = preview ? `Preview after step ${job.step ?? 0}` : "";
-    doing.replaceChildren(...sentence(job));
+    doing.replaceChildren(...sentence(job, place));
     const cells = Math.min(MOST_CELLS, Math.max(FEWEST_CELLS, job.num_frames ?? 24));
     strip.style.setProperty("--cells", String(cells));
     strip.style.setProperty("--done", String((job.progress ?? 0) / 100));
@@ -84,14 +106,14 @@ function jobCard(videos, actions) {
 /**
  * What a job does, and how long it still takes.
  * @param {import("./videos.js").Video} job
+ * @param {number} place in the queue, from 1
  */
-function sentence(job) {
+function sentence(job, place) {
   const soft = (/** @type {string} */ text) => make("span", { className: "soft" }, text);
   if (job.status === "failed") return [make("span", { className: "error" }, job.error?.message ?? "It failed without a reason.")];
   if (job.status === "cancelled") return ["Cancelled", job.progress ? soft(`at ${job.progress} %; retry goes on from there`) : soft("before it began")];
   if (job.status === "queued") {
-    const place = job.queue_position ? (job.queue_position === 1 ? "next" : `number ${job.queue_position}`) : "";
-    return ["Waiting", soft([place, size(job.size), job.model].filter(Boolean).join(" · "))];
+    return ["Waiting", soft([place === 1 ? "next" : `number ${place}`, size(job.size), job.model].filter(Boolean).join(" · "))];
   }
   const left = job.eta_s === null || job.eta_s === undefined ? "" : `${duration(job.eta_s)} left`;
   return [phase(job), left && soft(left), make("span", { className: "percent" }, `${job.progress} %`)];
