@@ -31,9 +31,12 @@ from everyframe.engine.compiled_modules import quantize as quantize
 from everyframe.engine.compiled_modules import save_compiled as save_compiled
 from everyframe.engine.results import Output
 from everyframe.engine.save import save as save
+from everyframe.engine.warm_engine import Engine as Engine
+from everyframe.engine.warm_engine import load as load
 from everyframe.media.video import Video as Video
 
 __all__ = [
+    "Engine",
     "EveryframeError",
     "EveryframeWarning",
     "InputError",
@@ -45,6 +48,7 @@ __all__ = [
     "compile",
     "generate",
     "list_runs",
+    "load",
     "load_compiled",
     "plan",
     "quantize",
