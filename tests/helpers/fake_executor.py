@@ -112,8 +112,8 @@ class FakeExecutor:
                 self._wait(stop)
                 if failure is not None and step > failure[0]:
                     raise failure[1]
-                self.steps.append((request.seed, step))
                 run.write_state({"step": step})
+                self.steps.append((request.seed, step))
                 yield Step("denoise", step, NUM_STEPS, request.seed, self.pause)
             yield StageDone("denoise", 0.05)
             yield StageStarted("decode", 1)
