@@ -80,10 +80,11 @@ def test_a_stop_with_an_open_event_stream_ends_in_time_and_queues_the_job(tmp_pa
         assert (code, seconds < 8) == (0, True), seconds
         assert b"event: draining\n" in heard
     with ServerProcess(tmp_path / "data", pause=0.0) as server:
-        assert server.wait_for(job, "completed")["resumed_from_step"] >= 0
+        assert server.wait_for(job, "completed")["resumed_from_step"] >= 1
         assert server.steps() == [[1, step + 1] for step in range(NUM_STEPS)]
 
 
+@pytest.mark.slow
 def test_a_stop_may_give_running_jobs_time(tmp_path: Path) -> None:
     with ServerProcess(tmp_path / "data", "--drain", "30s", pause=0.2) as server:
         job = server.create(seed=1, **OPTIONS)
@@ -92,6 +93,7 @@ def test_a_stop_may_give_running_jobs_time(tmp_path: Path) -> None:
     assert (tmp_path / "data" / "videos" / job / "video.mp4").exists()
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_that_time(tmp_path: Path) -> None:
     with ServerProcess(tmp_path / "data", "--drain", "10m", pause=60) as server:
         job = server.create(seed=1, **OPTIONS)
@@ -140,6 +142,7 @@ def test_a_port_in_use_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not list((tmp_path / "data" / "runs").iterdir())
 
 
+@pytest.mark.slow
 def test_a_second_server_of_a_folder_is_refused(tmp_path: Path) -> None:
     with ServerProcess(tmp_path / "data", pause=0.0):
         words = [sys.executable, "-m", "everyframe", "serve", "--port", "0", "--data-dir"]

@@ -104,9 +104,10 @@ class FakeExecutor:
             with_lock = run.locked()
             yield RunSaved(run.name, str(run.path))
             assert request.seed is not None
-            yield StageStarted("text", 1)
-            yield Step("text", 1, 1, request.seed, 0.0)
-            yield StageDone("text", 0.01)
+            if state is None:
+                yield StageStarted("text", 1)
+                yield Step("text", 1, 1, request.seed, 0.0)
+                yield StageDone("text", 0.01)
             yield StageStarted("denoise", NUM_STEPS)
             for step in range(done + 1, NUM_STEPS + 1):
                 self._wait(stop)

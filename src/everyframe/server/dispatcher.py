@@ -210,7 +210,7 @@ class Dispatcher:
                 prefers = warm if jumps < self._options.warm_ahead else None
                 job = None if self._trouble else self._store.claim(name, prefers)
                 jumps = jumps + 1 if job is not None and self._store.has_older(job) else 0
-            except StoreError as error:
+            except (StoreError, OSError) as error:
                 self._trouble, job = str(error), None
             if job is not None:
                 warm = job.model

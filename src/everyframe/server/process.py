@@ -7,12 +7,12 @@ their time and are then queued again with their run. A second signal ends that t
 from __future__ import annotations
 
 import asyncio
-import logging
+import os
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -26,8 +26,6 @@ from everyframe.server.data_folder import open_folder
 from everyframe.server.dispatcher import Dispatcher, DispatcherOptions
 from everyframe.server.settings import ServerSettings
 from everyframe.server.store import JobStore
-
-_log = logging.getLogger(__name__)
 
 #: Seconds that open connections have to end once the server stops. Without a limit one open event
 #: stream would keep it for ever.
@@ -73,25 +71,24 @@ def serve(
         RunLockedError: another server uses the data folder.
         StoreError: the queue can't be read or written.
     """
-    folder = open_folder(options.data_folder)
-    listening = bind(settings.host, settings.port)
-    with _closing(folder.close, listening.close):
+    with ExitStack() as stack:
+        folder = open_folder(options.data_folder)
+        stack.callback(folder.close)
+        listening = stack.enter_context(bind(settings.host, settings.port))
         store = JobStore(folder)
-        with _closing(store.close):
-            executor = make_executor()
-            with _closing(executor.close):
-                dispatcher = Dispatcher(store, executor, options.dispatcher)
-                app = create_app(store, dispatcher, executor, settings)
-                back = dispatcher.start()
-                url = _url(settings.host, listening)
-                started = Started(url, folder.path, len(back), store.count()["queued"])
-                drain = _Drain(dispatcher, app.state.context.begin_drain, options.drain_seconds)
-                server = _Server(_config(app), drain, lambda: on_start(started))
-                try:
-                    with drain.on_signals(server):
-                        asyncio.run(server.serve(sockets=[listening]))
-                finally:
-                    drain.finish()
+        stack.callback(store.close)
+        executor = make_executor()
+        stack.callback(executor.close)
+        dispatcher = Dispatcher(store, executor, options.dispatcher)
+        stack.callback(dispatcher.drain)
+        app = create_app(store, dispatcher, executor, settings)
+        back = dispatcher.start()
+        url = _url(settings.host, listening)
+        started = Started(url, folder.path, len(back), store.count()["queued"])
+        drain = _Drain(dispatcher, app.state.context.begin_drain, options.drain_seconds)
+        server = _Server(_config(app), lambda: on_start(started))
+        with drain.on_signals(server):
+            asyncio.run(server.serve(sockets=[listening]))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -104,9 +101,12 @@ def bind(host: str, port: int) -> socket.socket:
         family, address = found[0][0], found[0][4]
         return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
+        # Python adds the address to the system's words, except where it could not be looked up.
+        known = error.errno is not None and not isinstance(error, socket.gaierror)
+        why = os.strerror(error.errno) if known and error.errno else error.strerror
         raise InputError(
-            f"the server can't listen on {host} port {port} ({error.strerror or error}); give "
-            "another --host or --port, or --port 0 for any that is free"
+            f"the server can't listen on {host} port {port} ({why}); give another --host or "
+            "--port, or --port 0 for any that is free"
         ) from error
 
 
@@ -132,9 +132,8 @@ def _config(app: object) -> uvicorn.Config:
 class _Server(uvicorn.Server):
     """Uvicorn, with signals handled by us and a call once it answers."""
 
-    def __init__(self, config: uvicorn.Config, drain: _Drain, on_start: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, on_start: Callable[[], None]) -> None:
         super().__init__(config)
-        self._drain = drain
         self._on_start = on_start
 
     @contextmanager
@@ -149,7 +148,7 @@ class _Server(uvicorn.Server):
 
 
 class _Drain:
-    """The orderly end of a server: what signals begin, and what must have ended at the end."""
+    """The orderly end of a server, which signals begin."""
 
     def __init__(self, dispatcher: Dispatcher, begin: Callable[[], None], seconds: float) -> None:
         self._dispatcher = dispatcher
@@ -181,23 +180,3 @@ class _Drain:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-    def finish(self) -> None:
-        """Wait until no job runs, also if the server ended by itself."""
-        if self._thread is not None:
-            self._thread.join()
-        else:
-            self._dispatcher.drain()
-
-
-@contextmanager
-def _closing(*closes: Callable[[], object]) -> Iterator[None]:
-    """Context: all of these are called at its end, in order."""
-    try:
-        yield
-    finally:
-        for close in closes:
-            try:
-                close()
-            except OSError as error:
-                _log.warning("%s", error)
