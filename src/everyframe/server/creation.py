@@ -18,6 +18,7 @@ from everyframe.server.errors import ApiError
 from everyframe.server.jobs import Job, NewJob
 from everyframe.server.plan_summary import resolved_of
 from everyframe.server.request_parser import ParsedBody
+from everyframe.server.traces import HEADER, trace_parent
 
 #: Header of OpenAI's clients: which repetition of a request this is.
 RETRY_COUNT = "x-stainless-retry-count"
@@ -77,7 +78,7 @@ async def create_job(
         owner=who.name,
         model=parsed.model.name,
         resolved=resolved_of(plan),
-        report={"warnings": [*parsed.warnings, *plan.notes]},
+        report={"warnings": [*parsed.warnings, *plan.notes], **_trace(request)},
         priority=priority,
         idempotency=_idempotency(request),
         body_hash=f"{request.url.path} {body.digest}",
@@ -108,6 +109,12 @@ def _idempotency(request: Request) -> str | None:
     if key is not None and not 0 < len(key) <= 255:
         raise ApiError("invalid_value", "the idempotency key must have 1 to 255 letters")
     return key
+
+
+def _trace(request: Request) -> dict[str, str]:
+    """The trace of who asks, for the job's report."""
+    parent = trace_parent(request.headers.get(HEADER))
+    return {HEADER: parent} if parent is not None else {}
 
 
 def _retry_count(request: Request) -> int:
