@@ -26,6 +26,7 @@ from everyframe.server.event_stream import EventHub
 from everyframe.server.job_follower import JobFollower
 from everyframe.server.metrics import Metrics
 from everyframe.server.middleware import AccessMiddleware
+from everyframe.server.openapi import DocumentedApp
 from everyframe.server.routes import catalog, content, sync, system, videos
 from everyframe.server.settings import ServerSettings
 from everyframe.server.store import JobStore
@@ -63,19 +64,8 @@ def create_app(
             if traces is not None:
                 await anyio.to_thread.run_sync(traces.close)
 
-    app = FastAPI(
-        title="Everyframe",
-        version=__version__,
-        summary="Video diffusion behind a durable queue.",
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-    )
+    app = routed_app(lifespan, has_sync=settings.has_sync)
     app.state.context = context
-    # Before the routes of one video, whose id would be "sync".
-    modules = (*((sync,) if settings.has_sync else ()), videos, content, catalog, system)
-    for routes in modules:
-        app.include_router(routes.router)
     if STATIC.is_dir():
         app.mount("/", StaticFiles(directory=STATIC, html=True), name="page")
     _add_error_handlers(app)
@@ -89,6 +79,22 @@ def create_app(
             allow_headers=["authorization", "content-type", "idempotency-key", "last-event-id"],
             expose_headers=["openai-poll-after-ms", "retry-after", "x-request-id"],
         )
+    return app
+
+
+def routed_app(lifespan: Any = None, *, has_sync: bool = True) -> DocumentedApp:
+    """The routes without what answers them: enough for the OpenAPI document."""
+    app = DocumentedApp(
+        title="Everyframe",
+        version=__version__,
+        summary="Video diffusion behind a durable queue.",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    # Before the routes of one video, whose id would be "sync".
+    for routes in (*((sync,) if has_sync else ()), videos, content, catalog, system):
+        app.include_router(routes.router)
     return app
 
 
