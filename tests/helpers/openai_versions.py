@@ -48,4 +48,5 @@ def run(requirement: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(int(not all([run(each) for each in sys.argv[1:] or VERSIONS])))
+    results = [run(each) for each in sys.argv[1:] or VERSIONS]
+    sys.exit(int(not all(results)))
