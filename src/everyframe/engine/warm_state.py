@@ -23,5 +23,5 @@ def with_cache(
     if cache is None or sha256 is None or is_shared or not isinstance(model, WarmSpec):
         return model
     components = repr(record["request"].get("components"))
-    identity = (model.identity(), sha256, components, recorded_loras(record))
-    return model.with_warm(WarmComponents(cache, here.plan, identity))
+    identity, loras = (model.identity(), sha256, components), recorded_loras(record)
+    return model.with_warm(WarmComponents(cache, here.plan, identity, loras))

@@ -200,6 +200,36 @@ def load_component(
     return module
 
 
+def rewrite_parameters(
+    part: ComponentPlan,
+    weights: TensorFile,
+    keys: KeyMap,
+    module: nn.Module,
+    names: Collection[str],
+) -> bool:
+    """Read these parameters of a loaded component anew: the bits are those of a new component.
+
+    False, and nothing is changed, if one does not have the numbers of its file: it is quantised or
+    repaired.
+    """
+    if part.precision.weight_dtype or part.repairs:
+        return False
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    groups = {name: group for group in keys.tied for name in group}
+    sources: dict[str, nn.Parameter] = {}
+    for source in weights:
+        target = keys.target(source) or ""
+        for name in groups.get(target, (target,)):
+            if name in names and name in parameters:
+                sources[source] = parameters[name]
+    found = {id(parameter) for parameter in sources.values()}
+    if any(name not in parameters or id(parameters[name]) not in found for name in names):
+        return False
+    for source, parameter in sources.items():
+        parameter.copy_(weights.load(source, parameter.device, parameter.dtype))
+    return True
+
+
 def _held(
     module: nn.Module, part: ComponentPlan, supply: Communicator | None
 ) -> ShardedWeightsProvider | None:

@@ -36,7 +36,7 @@ from everyframe.parallel.ordered_map import assign_pieces, run_in_order
 from everyframe.runtime import tiling
 from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import VideoState
-from everyframe.runtime.loading import load_component
+from everyframe.runtime.loading import load_component, rewrite_parameters
 from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.repairs import prompt_truncated_note
 
@@ -74,7 +74,13 @@ class StageContext(Generic[_Model]):
             )
 
         warm = self.model.warm
-        module = load() if warm is None else warm.component(component, load)
+        if warm is None:
+            module = load()
+        else:
+            rewrite = partial(rewrite_parameters, part, *self.model.patched_weights(component))
+            module = warm.component(
+                component, load, rewrite, self.model.patched.patches.get(component, {})
+            )
         yield ComponentLoaded(component, time.perf_counter() - began)
         return module
 
