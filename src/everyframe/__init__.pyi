@@ -31,9 +31,12 @@ from everyframe.engine.compiled_modules import quantize as quantize
 from everyframe.engine.compiled_modules import save_compiled as save_compiled
 from everyframe.engine.results import Output
 from everyframe.engine.save import save as save
+from everyframe.engine.warm_engine import Engine as Engine
+from everyframe.engine.warm_engine import load as load
 from everyframe.media.video import Video as Video
 
 __all__ = [
+    "Engine",
     "EveryframeError",
     "EveryframeWarning",
     "InputError",
@@ -45,6 +48,7 @@ __all__ = [
     "compile",
     "generate",
     "list_runs",
+    "load",
     "load_compiled",
     "plan",
     "quantize",
@@ -102,6 +106,8 @@ def generate(
     quality: str = "exact",
     compile: bool = False,
     compiled: str | None = None,
+    preview: bool = False,
+    preview_decoder: str | PathLike[str] | None = None,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
@@ -188,8 +194,8 @@ def generate(
             9007199254740991).
         num_videos: Number of videos, with seed, seed + 1, and so on (> 0, ≤ 10000).
         latents: Start noise of unit variance, (1, C, T, H, W), or as the model has it.
-        image: Picture that is the first frame.
-        last_image: Picture that is the last frame.
+        image: Picture of the first frame.
+        last_image: Picture of the last frame.
         extend: Video to continue.
         chain: Number of clips, each continuing the one before (> 0, ≤ 1000).
         edit_strength: How much given frames may change: 0 preserves them, 1 ignores them (≥ 0,
@@ -215,6 +221,10 @@ def generate(
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
         compiled: Use the blocks in this folder of `everyframe compile`.
+        preview: Show small pictures of the predicted video while it is made: as events, and in
+            a file next to the output.
+        preview_decoder: File or folder of a tiny autoencoder (TAESD or TAEHV) that decodes
+            previews.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
             takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this
@@ -242,8 +252,9 @@ def generate(
             of opensora2.
         first_frame: Draw a first picture and begin with it: flux draws it by FLUX.1-dev. For
             models of opensora2.
-        flux: Folder or hub id of flux1-dev.safetensors and flux1-dev-ae.safetensors, if they
-            are not beside the denoiser. For models of opensora2.
+        flux: Folder or hub id of FLUX.1-dev, if it is not beside the denoiser:
+            flux1-dev.safetensors and flux1-dev-ae.safetensors, or diffusers' layout. For models
+            of opensora2.
         vae_scaling: Scale of the DC-AE's latents: 1, or 0.493 as in upstream's training (> 0, ≤
             1000). For models of opensora2.
         truncate_prompt: Use the beginning of a prompt that is too long. For models of
@@ -361,6 +372,8 @@ def plan(
     quality: str = "exact",
     compile: bool = False,
     compiled: str | None = None,
+    preview: bool = False,
+    preview_decoder: str | PathLike[str] | None = None,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
@@ -441,8 +454,8 @@ def plan(
             9007199254740991).
         num_videos: Number of videos, with seed, seed + 1, and so on (> 0, ≤ 10000).
         latents: Start noise of unit variance, (1, C, T, H, W), or as the model has it.
-        image: Picture that is the first frame.
-        last_image: Picture that is the last frame.
+        image: Picture of the first frame.
+        last_image: Picture of the last frame.
         extend: Video to continue.
         chain: Number of clips, each continuing the one before (> 0, ≤ 1000).
         edit_strength: How much given frames may change: 0 preserves them, 1 ignores them (≥ 0,
@@ -468,6 +481,10 @@ def plan(
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
         compiled: Use the blocks in this folder of `everyframe compile`.
+        preview: Show small pictures of the predicted video while it is made: as events, and in
+            a file next to the output.
+        preview_decoder: File or folder of a tiny autoencoder (TAESD or TAEHV) that decodes
+            previews.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
             takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this
@@ -495,8 +512,9 @@ def plan(
             of opensora2.
         first_frame: Draw a first picture and begin with it: flux draws it by FLUX.1-dev. For
             models of opensora2.
-        flux: Folder or hub id of flux1-dev.safetensors and flux1-dev-ae.safetensors, if they
-            are not beside the denoiser. For models of opensora2.
+        flux: Folder or hub id of FLUX.1-dev, if it is not beside the denoiser:
+            flux1-dev.safetensors and flux1-dev-ae.safetensors, or diffusers' layout. For models
+            of opensora2.
         vae_scaling: Scale of the DC-AE's latents: 1, or 0.493 as in upstream's training (> 0, ≤
             1000). For models of opensora2.
         truncate_prompt: Use the beginning of a prompt that is too long. For models of
@@ -652,6 +670,8 @@ def run(
     quality: str = "exact",
     compile: bool = False,
     compiled: str | None = None,
+    preview: bool = False,
+    preview_decoder: str | PathLike[str] | None = None,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
@@ -700,8 +720,8 @@ def run(
             9007199254740991).
         num_videos: Number of videos, with seed, seed + 1, and so on (> 0, ≤ 10000).
         latents: Start noise of unit variance, (1, C, T, H, W), or as the model has it.
-        image: Picture that is the first frame.
-        last_image: Picture that is the last frame.
+        image: Picture of the first frame.
+        last_image: Picture of the last frame.
         extend: Video to continue.
         chain: Number of clips, each continuing the one before (> 0, ≤ 1000).
         edit_strength: How much given frames may change: 0 preserves them, 1 ignores them (≥ 0,
@@ -727,6 +747,10 @@ def run(
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
         compiled: Use the blocks in this folder of `everyframe compile`.
+        preview: Show small pictures of the predicted video while it is made: as events, and in
+            a file next to the output.
+        preview_decoder: File or folder of a tiny autoencoder (TAESD or TAEHV) that decodes
+            previews.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
             takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this

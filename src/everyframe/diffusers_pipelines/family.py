@@ -45,6 +45,7 @@ from everyframe.runtime.interface import (
     Stage,
     VideoGroup,
 )
+from everyframe.runtime.latent_space import LatentSpace
 from everyframe.runtime.patchable import (
     NO_PATCHES,
     NOTHING_REPLACED,
@@ -206,6 +207,16 @@ class PipelineSpec(CompleteSpec):
     def weight_files(self) -> tuple[str, ...]:
         return tuple(str(file) for part in self.files.models for file in part.weights)
 
+    @property
+    def latent_space(self) -> LatentSpace | None:
+        """The latents of its component ``vae``, if it has one."""
+        from everyframe.diffusers_pipelines.step_previews import latent_space
+
+        vae = next((part for part in self.files.models if part.name == "vae"), None)
+        if vae is None:
+            return None
+        return latent_space(self.sizes, vae.class_name, files=tuple(map(str, vae.weights)))
+
     def stage(self, plan: Plan, teams: ParallelContext) -> Stage:
         """The only stage: load the components and make the call."""
         from everyframe.diffusers_pipelines.stage import PipelineStage
@@ -220,6 +231,7 @@ class PipelineSpec(CompleteSpec):
             files=self.files,
             savings=self.savings,
             teams=teams,
+            latents=self.latent_space,
             branches=self._dry.branches(plan.settings) if teams.groups > 1 else None,
             warm=warm_of(self),
         )

@@ -39,6 +39,7 @@ from everyframe.core.events import (
 )
 from everyframe.core.plan import Plan
 from everyframe.core.serialization import from_jsonable
+from everyframe.engine.stop_switch import StopSwitch
 from everyframe.engine.worker_monitor import HangDetector, crash_error, kept_in
 from everyframe.engine.worker_process import Worker, WorkerJob
 from everyframe.runs.folder import RunFolder
@@ -118,17 +119,21 @@ def fresh_workers(job: WorkerJob) -> Iterator[Sequence[Worker]]:
 
 
 def run_in_workers(
-    job: WorkerJob, place: Path | None = None, start: Start = fresh_workers
+    job: WorkerJob,
+    place: Path | None = None,
+    stop: StopSwitch | None = None,
+    start: Start = fresh_workers,
 ) -> Events:
     """Run the job in worker processes and yield its events, as `everyframe.engine.run.stream` does.
 
     Workers use the working folder `place`. A finished run is removed once all of its events are
     consumed. Ranks that run out of memory during joint computation are stopped and restarted with a
-    plan that needs less (`replan.py`). Raises any error of a worker; `WorkerDiedError` for a crash.
+    plan that needs less (`replan.py`). Raises any error of a worker; `WorkerDiedError` for a crash;
+    `RunStoppedError` once `stop` is set, which leaves the run folder.
     """
     job = replace(job, place=place)
     # Already at work while the caller does something else.
-    return _handed_on(job, start, *_begun(job, start))
+    return _handed_on(job, start, stop, *_begun(job, start))
 
 
 def _begun(job: WorkerJob, start: Start) -> tuple[ExitStack, Sequence[Worker]]:
@@ -143,13 +148,19 @@ def _begun(job: WorkerJob, start: Start) -> tuple[ExitStack, Sequence[Worker]]:
     raise AssertionError("an exit stack swallows nothing")
 
 
-def _handed_on(job: WorkerJob, start: Start, stack: ExitStack, workers: Sequence[Worker]) -> Events:
+def _handed_on(
+    job: WorkerJob,
+    start: Start,
+    stop: StopSwitch | None,
+    stack: ExitStack,
+    workers: Sequence[Worker],
+) -> Events:
     run = None if job.run is None else RunFolder(job.run)
     handed = EventDeduplicator()
     while True:
         with stack:
             try:
-                for event in _events(workers):
+                for event in _events(workers, stop):
                     if isinstance(event, RunSaved):
                         run = RunFolder(Path(event.path))
                     new = handed.new(event)
@@ -180,14 +191,14 @@ def _handed_on(job: WorkerJob, start: Start, stack: ExitStack, workers: Sequence
         run.remove()
 
 
-def _events(workers: Sequence[Worker]) -> Iterator[Event]:
+def _events(workers: Sequence[Worker], stop: StopSwitch | None = None) -> Iterator[Event]:
     """Events of the workers that report, until all have exited normally."""
     at_work = {worker.connection: worker for worker in workers}
     num_ranks = len(workers[0].job.weights)
     sees_all = len(workers) == num_ranks
     patience = HangDetector(workers, sees_all=sees_all) if num_ranks > 1 else None
     while at_work:
-        for connection in _ready(at_work, patience):
+        for connection in _ready(at_work, patience, stop):
             assert isinstance(connection, Connection)
             worker = at_work[connection]
             try:
@@ -206,10 +217,15 @@ def _events(workers: Sequence[Worker]) -> Iterator[Event]:
                 del at_work[connection]
 
 
-def _ready(at_work: dict[Connection, Worker], patience: HangDetector | None) -> list[Any]:
+def _ready(
+    at_work: dict[Connection, Worker], patience: HangDetector | None, stop: StopSwitch | None
+) -> list[Any]:
     """Connections with data to read; raises `WorkerDiedError` if a rank hangs meanwhile."""
+    stops = () if stop is None else (stop.connection,)
     while True:
-        found = wait(list(at_work), None if patience is None else 1.0)
+        found = wait([*at_work, *stops], None if patience is None else 1.0)
+        if stop is not None:
+            stop.check()
         if found:
             return list(found)
         if patience is not None:

@@ -22,6 +22,7 @@ from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine.executor import WarmModel, feasible_plan, warm_models, with_own_ranks
 from everyframe.engine.launcher import run_in_workers
+from everyframe.engine.stop_switch import StopSwitch
 from everyframe.engine.worker_process import Worker, WorkerJob
 from everyframe.planning.input_checks import check_input_files
 
@@ -45,12 +46,14 @@ class WarmWorkers:
         self._free: dict[str, int] = {}
         self._is_closed = False
 
-    def run(self, job: WorkerJob, place: Path | None = None) -> Events:
+    def run(
+        self, job: WorkerJob, place: Path | None = None, stop: StopSwitch | None = None
+    ) -> Events:
         """Run a job in workers that may have run others; see `Executor.run`."""
         if job.request is not None and place is None:
             check_input_files(job.request)
         job = replace(with_own_ranks(job), stays=True)
-        return self._noted(run_in_workers(job, place or Path.cwd(), self._workers))
+        return self._noted(run_in_workers(job, place or Path.cwd(), stop, self._workers))
 
     def plan(self, request: Request) -> Plan:
         """Plan a request in a worker that is idle; see `Executor.plan`.
@@ -61,7 +64,7 @@ class WarmWorkers:
         with self._lock:
             free = dict(self._free)
         job = WorkerJob(request, plans=True, stays=True, free_memory=free)
-        with closing(run_in_workers(job, Path.cwd(), self._workers)) as events:
+        with closing(run_in_workers(job, Path.cwd(), start=self._workers)) as events:
             plan = feasible_plan(events)
             for _ in events:
                 raise AssertionError("a plan is the only event")

@@ -242,6 +242,9 @@ def _taking(parts: list[Any]) -> Callable[[Any], dict[str, Any] | None]:
             shape = list(flat.shape)
             parts.append(flat.reshape(-1).view(torch.uint8).numpy().data)
             return {"as": "tensor", "part": len(parts) - 1, "dtype": name, "shape": shape}
+        if isinstance(value, bytes):
+            parts.append(value)
+            return {"as": "bytes", "part": len(parts) - 1}
         if isinstance(value, np.generic):
             return {"as": "number", "dtype": value.dtype.name, "value": value.item()}
         if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
@@ -265,6 +268,8 @@ def _made(mark: Mapping[str, Any], parts: list[bytes]) -> Any:
     if kind == "number":
         return np.dtype(mark["dtype"]).type(mark["value"])
     data = parts[mark["part"]]
+    if kind == "bytes":
+        return data
     if kind == "array":
         return np.frombuffer(data, mark["dtype"]).reshape(mark["shape"])
     if kind == "picture":

@@ -20,9 +20,10 @@ from everyframe.checkpoints.config_errors import config_errors
 from everyframe.core.bytes import parse_bytes, without_processes
 from everyframe.core.errors import CannotRunError
 from everyframe.core.facts import DeviceFacts, MachineFacts
+from everyframe.core.limits import random_seed
 from everyframe.core.parallel_plan import ParallelPlan
 from everyframe.core.plan import Plan, Repair, Settings
-from everyframe.core.request import DTYPES, Request, random_seed
+from everyframe.core.request import DTYPES, Request
 from everyframe.families.registry import check_option_names, family_options
 from everyframe.hardware.facts import machine_facts
 from everyframe.hardware.profiles import find_profile
@@ -54,6 +55,7 @@ from everyframe.planning.parallelism import (
     make_parallel_plan,
     shares_asked,
 )
+from everyframe.planning.previews import plan_previews
 from everyframe.planning.quality import QualityChoice, choose_method
 from everyframe.planning.stage_forecasts import rates_of, stage_plans
 from everyframe.precision.policy import check_asked
@@ -165,12 +167,11 @@ def _prepared(
         return _fitted(shared, request, settings, chooser, will_run=will_run)
 
     (shares, fit_used, fitted), quality = _fit_to_quality(fit, request, model, settings, device)
-    fitted, notes = with_output_size(fitted), (*notes, *quality.notes)
+    preview, preview_notes = plan_previews(request, model, fitted.settings)
+    notes = (*notes, *quality.notes, *preview_notes)
     rates = rates_of(fitted, devices[shares.rank], num_threads) if with_seconds else None
     if with_seconds and isinstance(model, PromptReadingSpec):
         notes = (*notes, *model.unread(settings))
-    repaired = (line for part in fitted.components for line in repair_notes(part))
-    says = (*notes_of(model), *shares.says, *repaired, *idle_notes(shares.division))
     plan = Plan(
         model=model.name,
         family=family_name,
@@ -180,7 +181,7 @@ def _prepared(
         num_threads=num_threads,
         components=fitted.components,
         downloads=model.missing(),
-        notes=(*notes, *fitted.notes, *fitted.says, *says, *chooser.known.notes(fitted.runs)),
+        notes=(*notes, *_notes(model, shares, fitted), *chooser.known.notes(fitted.runs)),
         stages=stage_plans(fitted, rates, shares.division),
         dtype_errors=clashes_of(fitted.runs),
         host_bytes=fitted.host_bytes + saved_bytes_of(model),
@@ -189,10 +190,17 @@ def _prepared(
         parallel=shares.division,
         loras=patches_of(model).loras,
         quality=quality.plan,
+        preview=preview,
     )
     # What somebody has in memory is there already: what is free says nothing against it.
     reason = None if given is not None else infeasible_reason(plan, fit_used, fitted, facts)
     return PreparedPlan(replace(plan, infeasible=reason), model, fitted, chooser)
+
+
+def _notes(model: ModelSpec, shares: BalancedPlan, fitted: FitResult) -> tuple[str, ...]:
+    repaired = (line for part in fitted.components for line in repair_notes(part))
+    says = (*notes_of(model), *shares.says, *repaired, *idle_notes(shares.division))
+    return (*fitted.notes, *fitted.says, *says)
 
 
 def _fit_to_quality(
@@ -334,7 +342,7 @@ def _fitted(
             fitting = fitting.certified_alone()
             fitted = fitting.fit(settings)
     division = with_weights(shares.division, fitting.model, fitted)
-    return replace(shares, division=division), fitting, fitted
+    return replace(shares, division=division), fitting, with_output_size(fitted)
 
 
 def _fitting(

@@ -179,6 +179,7 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
         for name in self.components:
             modules[name] = yield from self.context.loaded(name)
         num_steps, total = self.steps_per_video, self.num_steps(len(videos))
+        previewer = self.context.previewer()
         with self.shard(modules) as patch:
             apart = patch.apart if patch.team.size > 1 else None
             guard = self.context.guard(self.name, modules, apart)
@@ -205,6 +206,11 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
                         # Steps of batches that other ranks have count as they go on, too.
                         done = number * num_steps + batch.end - left * batch.count
                         yield Step(self.name, done, total, video.seed, now - begun)
+                        if previewer is not None:
+                            preview = previewer.preview(
+                                video.seed, video.step, num_steps, step.clean
+                            )
+                            yield from () if preview is None else (preview,)
                         begun = now
         for video in videos:
             video.conditioning = None

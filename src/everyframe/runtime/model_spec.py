@@ -24,6 +24,7 @@ from everyframe.dry_run.call import DryRunCall
 from everyframe.precision.policy import ComponentNeeds
 from everyframe.runtime.component_files import CheckpointFiles
 from everyframe.runtime.interface import Component, MemorySaving
+from everyframe.runtime.latent_space import LatentSpace
 from everyframe.runtime.lossy_sampling import LossySampling
 from everyframe.runtime.patchable import (
     NO_PATCHES,
@@ -364,6 +365,11 @@ class NativeModelSpec(LossySampling, ABC, Generic[_Options, _Files, _Config]):
 
         opened, keys = self.opened_weights(component)
         return patched(opened, keys, self.patched.patches.get(component, {})), keys
+
+    @property
+    @abstractmethod
+    def latent_space(self) -> LatentSpace:
+        """The latents of its sampler, for previews."""
 
     def weight_files(self) -> tuple[str, ...]:
         """All weight files, without duplicates."""

@@ -32,12 +32,15 @@ from everyframe.core.events import (
 )
 from everyframe.core.plan import Plan, Settings
 from everyframe.parallel.communicator import ONE, Communicator, ParallelContext
-from everyframe.parallel.ordered_map import assign_pieces, run_in_order
+from everyframe.parallel.ordered_map import run_in_order
+from everyframe.parallel.uneven_split import assign_pieces
 from everyframe.runtime import tiling
 from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.loading import load_component, rewrite_parameters
 from everyframe.runtime.model_spec import NativeModelSpec
+from everyframe.runtime.preview_fit import ColorFit
+from everyframe.runtime.previews import Previewer
 from everyframe.runtime.repairs import prompt_truncated_note
 
 _Model = TypeVar("_Model", bound=NativeModelSpec[Any, Any, Any])
@@ -83,6 +86,12 @@ class StageContext(Generic[_Model]):
             )
         yield ComponentLoaded(component, time.perf_counter() - began)
         return module
+
+    def previewer(self) -> Previewer | None:
+        """What makes the previews of the run; None if there are none."""
+        assert self.plan is not None
+        asked = self.plan.preview
+        return None if asked is None else Previewer(asked, self.model.latent_space)
 
     def guard(
         self,
@@ -316,8 +325,23 @@ class DecodeStage(ComponentStage[_Context, LatentPiece]):
         for number, video in enumerate(videos):
             guard.start_video(video)
             steps = range(number * self.num_pieces + 1, self.num_steps(len(videos)) + 1)
-            yield from self.decode_video(module, guard, video, steps)
+            fit = self._color_fit(video)
+            for event in self.decode_video(module, guard, video, steps):
+                if fit is not None and isinstance(event, FramesDecoded):
+                    fit.add(event.frames)
+                yield event
+            yield from () if fit is None else fit.finish()
             video.latents = None
+
+    def _color_fit(self, video: VideoState) -> ColorFit | None:
+        """What fits the colours of previews to this video, where they are not known."""
+        plan, context = self.context.plan, self.context
+        assert plan is not None
+        is_wanted = plan.preview is not None and not plan.preview.source
+        if not is_wanted or context.clip or video.inputs.source is not None:
+            return None
+        space = context.model.latent_space
+        return ColorFit(space, video.latents, context.settings.num_frames)
 
     def decode_video(
         self, module: Any, guard: Guard, video: VideoState, steps: range
