@@ -40,7 +40,8 @@ from everyframe.precision import cast_hooks
 from everyframe.precision.dtypes import torch_dtype
 from everyframe.runtime import offload, repairs
 from everyframe.runtime.component_cache import WarmComponents
-from everyframe.runtime.loading import notify_loaded, track_component
+from everyframe.runtime.component_observers import notify_loaded
+from everyframe.runtime.loading import track_component
 from everyframe.runtime.meta_init import BUILD_LOCK
 
 #: Submodules at which the results of an autoencoder are cast: its `encode` and `decode` are

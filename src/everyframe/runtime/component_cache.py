@@ -29,9 +29,8 @@ from everyframe.core.facts import MachineFacts
 from everyframe.core.plan import ComponentPlan, Plan
 from everyframe.hardware.memory import OutOfMemory, catch_out_of_memory, empty_cache
 from everyframe.precision.cast_hooks import map_tensors
+from everyframe.runtime.component_observers import is_component_awaited
 from everyframe.runtime.component_state import ComponentState
-from everyframe.runtime.interface import WarmSpec
-from everyframe.runtime.loading import is_component_awaited
 
 _log = logging.getLogger(__name__)
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -298,12 +297,6 @@ class WarmComponents:
             return None
         how = (part.name, part.device, part.precision, part.repairs, part.fast_paths)
         return (self.identity, self.plan.num_threads, repr(how)), self.loras
-
-
-def warm_of(model: object) -> WarmComponents:
-    """What a run of this model lends; nothing for a model that can't."""
-    warm = model.warm if isinstance(model, WarmSpec) else None
-    return WarmComponents() if warm is None else warm
 
 
 def digest_of(value: object) -> str | None:

@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 
 import torch
@@ -37,6 +36,7 @@ from everyframe.precision.quantization import (
 )
 from everyframe.precision.upcast import as_raised
 from everyframe.runtime import offload, repairs
+from everyframe.runtime.component_observers import notify_loaded
 from everyframe.runtime.meta_init import ModuleT, build_on_meta
 from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.prefetch import LocalWeightsProvider
@@ -111,35 +111,6 @@ _log = logging.getLogger(__name__)
 #: Loaded modules that are still alive. Several runs may be active in several threads.
 _LOADED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _LOCK = threading.Lock()
-
-Look = Callable[[str, nn.Module], object]
-"""Called with each component's name and module right after loading, before its first call."""
-
-_LOOKS: ContextVar[tuple[Look, ...]] = ContextVar("looks", default=())
-
-
-@contextmanager
-def on_component_loaded(look: Look) -> Iterator[None]:
-    """Context: call `look` with every component that is loaded, of any family.
-
-    Traces use it to add their hooks from outside.
-    """
-    token = _LOOKS.set((*_LOOKS.get(), look))
-    try:
-        yield
-    finally:
-        _LOOKS.reset(token)
-
-
-def is_component_awaited() -> bool:
-    """Whether an `on_component_loaded` is active, which adds hooks to what is loaded."""
-    return bool(_LOOKS.get())
-
-
-def notify_loaded(component: str, module: nn.Module) -> None:
-    """Pass a loaded component to every active `on_component_loaded` callback."""
-    for look in _LOOKS.get():
-        look(component, module)
 
 
 def load_component(
