@@ -192,6 +192,16 @@ def test_options_reach_the_run(folder: Path) -> None:
         assert np.abs(run(folder, **{**asked, name: value}) - usual).max() > 1e-4, name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_weights_in_eight_bits_give_a_video_near_the_exact_one(folder: Path, kind: str) -> None:
+    """T5, FLUX and the denoiser, whose layers' results differ by about 1 % and 3 %."""
+    asked = {"first_frame": "flux", "num_inference_steps": 12}
+    exact, rounded = run(folder, **asked), run(folder, **asked, quantize=kind)
+    error = float(np.sqrt(np.mean((rounded - exact) ** 2)))
+    assert 1e-5 < error < 0.1 * float(exact.std())
+
+
 def test_sequential_branches_give_the_same_video(folder: Path) -> None:
     """One branch after the other, for a device with little memory; rounding differs."""
     picture = smooth_picture(32, 48)
