@@ -173,7 +173,7 @@ def _parameter(
         alias=aliases,
         group=group,
         show_default=default is not None and kind not in (bool, list),
-        **_taken_as(kind, word),
+        **_taken_as(kind, word, is_on=default is True),
     )
     # Text, whatever the option's type: its own field converts it and words the error.
     taken: Any = {bool: bool, list: list[str] | None}.get(kind, str | None)
@@ -187,9 +187,9 @@ def _parameter(
     return inspect.Parameter(name, place, default=default, annotation=annotation)
 
 
-def _taken_as(kind: Any, word: str | None = None) -> dict[str, Any]:
-    """Placeholder of the value in help, if cyclopts supports it; no negative flags."""
-    opposites: dict[str, Any] = {"negative": ()} if kind in (bool, list) else {}
+def _taken_as(kind: Any, word: str | None, *, is_on: bool) -> dict[str, Any]:
+    """Placeholder of the value in help, if cyclopts supports it; ``--no-`` for what is on alone."""
+    opposites: dict[str, Any] = {"negative": ()} if kind in (bool, list) and not is_on else {}
     words = {int: "N", float: "X", Path: "FILE", list: "NAME=VALUE"}
     known = kind is not bool and "metavar" in inspect.signature(Parameter).parameters
     return {**opposites, **({"metavar": word or words.get(kind, "TEXT")} if known else {})}

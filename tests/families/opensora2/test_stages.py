@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL
+from PIL import Image
 from safetensors.torch import load_file
 
 import everyframe
@@ -172,6 +174,21 @@ def test_a_short_clip_is_read_as_a_whole(folder: Path) -> None:
     """Upstream fails on a clip under nine latent frames."""
     source = np.stack([smooth_picture(32, 48, seed=n) for n in range(7)])
     assert len(run(folder, extend=source, num_frames=9)) == 7 + 9 - 5
+
+
+def test_oscillation_and_fading_are_turned_off_by_flags(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "picture.png"
+    Image.fromarray(smooth_picture(32, 48)).save(picture)
+    words = ["plan", "a", "--model", str(folder), "--image", str(picture), "--device", "cpu"]
+    words += ["--size", "48x32", "--num-frames", "9", "--json"]
+    off = ["--no-text-oscillation", "--no-image-oscillation", "--no-image-fading"]
+    for more, value in (([], True), (off, False)):
+        assert main([*words, *more]) == 0
+        options = dict(json.loads(capsys.readouterr().out)["plan"]["settings"]["options"])
+        names = ("text_oscillation", "image_oscillation", "image_fading")
+        assert [options[name] for name in names] == [value] * 3
 
 
 @pytest.mark.slow
