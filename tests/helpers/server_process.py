@@ -68,6 +68,11 @@ class ServerProcess:
     def __exit__(self, *error: object) -> None:
         self.kill()
 
+    def next_line(self) -> str:
+        """The next line that it prints."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
     def ask(self, path: str, data: Any = None, method: str | None = None) -> tuple[int, Any]:
         """Status and JSON of an answer; `data` is posted as JSON."""
         body = None if data is None else json.dumps(data).encode()
