@@ -80,7 +80,7 @@ class ServerProcess:
             self.url + path, body, {"content-type": "application/json"}, method=method
         )
         try:
-            with urllib.request.urlopen(asked, timeout=30) as answer:
+            with urllib.request.urlopen(asked, timeout=120) as answer:
                 status, text = answer.status, answer.read()
         except urllib.error.HTTPError as error:
             status, text = error.code, error.read()
