@@ -43,14 +43,13 @@ const LABELS = {
 /**
  * Make the control of one option.
  * @param {Option} option
- * @param {any} [usual] the model's own value, shown where nothing is given
  * @param {string[]} [suggestions]
  * @returns {Field}
  */
-export function makeField(option, usual = option.default, suggestions = []) {
+export function makeField(option, suggestions = []) {
   const { name } = option;
   const id = `field-${name}`;
-  const { input, read, write } = controlOf(option, usual);
+  const { input, read, write } = controlOf(option);
   Object.assign(input, { id, name, autocomplete: "off" });
   const help = make("span", { id: `${id}-help`, className: "unseen" }, option.help ?? "");
   const error = make("p", { id: `${id}-error`, className: "error", hidden: true });
@@ -76,10 +75,10 @@ const LABELS_WITH_UNIT = new Set(["num_frames", "size", "height", "width"]);
 
 /**
  * @param {Option} kind
- * @param {any} usual
  * @returns {any}
  */
-function controlOf(kind, usual) {
+function controlOf(kind) {
+  const usual = kind.default;
   if (kind.type === "boolean") return checkbox(Boolean(usual));
   if (kind.enum) return choice(usual === null || usual === undefined ? ["", ...kind.enum] : kind.enum, usual);
   if (kind.type === "array") return lines(kind, (given) => given, (value) => value);

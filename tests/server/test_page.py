@@ -1,0 +1,342 @@
+"""The web page in a browser, by a whole server: each way that a person takes, and what goes wrong.
+
+No test passes with a line in the browser's console or a request to another origin.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from helpers.page_server import PageServer, find_chromium
+
+api = pytest.importorskip(
+    "playwright.sync_api", reason="needs the extra web-test: pip install 'everyframe[web-test]'"
+)
+pytest.importorskip("uvicorn", reason="needs the extra server: pip install 'everyframe[server]'")
+expect = api.expect
+expect.set_options(timeout=30_000)
+pytestmark = pytest.mark.slow
+
+PROMPT = "a red circle moves to the right on a blue background"
+HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
+#: Steps of a job that lasts until a test ends it.
+MANY = 2000
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
+    server = PageServer(tmp_path_factory.mktemp("server") / "data")
+    server.start()
+    server.call("GET", "/v1/models/shapes")  # the first plan waits for torch
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    found = find_chromium()
+    if found is None:
+        pytest.skip("no Chromium here: install chromium, or name one in EVERYFRAME_CHROMIUM")
+    with api.sync_playwright() as started:
+        # The sandbox needs rights that containers rarely give; all pages are our own.
+        browser = started.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Tabs:
+    """Tabs of one browser, watched: what they print and ask elsewhere."""
+
+    def __init__(self, browser: Any, server: PageServer) -> None:
+        self._browser, self._server = browser, server
+        self._contexts: list[Any] = []
+        self.problems: list[str] = []
+
+    def open(self, path: str = "/", **options: Any) -> Any:
+        """A page in a context of its own."""
+        context = self._browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
+        self._contexts.append(context)
+        return self.tab(context, path)
+
+    def tab(self, context: Any, path: str = "/") -> Any:
+        """One more tab of a context."""
+        page = context.new_page()
+        page.set_default_timeout(20_000)
+        page.on("console", lambda message: self._take(message))
+        page.on("pageerror", lambda error: self.problems.append(f"error: {error}"))
+        page.on("request", lambda request: self._check(request.url))
+        page.goto(self._server.address + path)
+        return page
+
+    def _take(self, message: Any) -> None:
+        if message.type in ("error", "warning"):
+            self.problems.append(f"{message.type}: {message.text}")
+
+    def _check(self, url: str) -> None:
+        if not url.startswith((self._server.address, "data:", "blob:")):
+            self.problems.append(f"asked elsewhere: {url}")
+
+    def forgive(self, pattern: str) -> None:
+        """Forget the lines that a test means to cause; fail if there are none."""
+        left = [line for line in self.problems if not re.search(pattern, line)]
+        assert len(left) < len(self.problems), f"no line with {pattern!r} in {self.problems}"
+        self.problems = left
+
+    def close(self) -> None:
+        """Close all."""
+        for context in self._contexts:
+            context.close()
+
+
+@pytest.fixture
+def tabs(browser: Any, server: PageServer) -> Iterator[Tabs]:
+    tabs = Tabs(browser, server)
+    yield tabs
+    tabs.close()
+    server.delete_all()
+    assert tabs.problems == []
+
+
+def begin(page: Any, prompt: str = PROMPT, **options: str) -> None:
+    """Fill the form and send it."""
+    page.get_by_label("What should the video show?").fill(prompt)
+    for name, value in options.items():
+        page.locator(f"#field-{name}").fill(value)
+    page.get_by_role("button", name="Make video").click()
+
+
+def wait_for_step(page: Any, step: int) -> None:
+    """Wait until the first job has done that many steps."""
+    page.wait_for_function(
+        "least => (/step (\\d+) of/.exec(document.querySelector('.doing')?.textContent)?.[1] ?? 0) >= least",
+        arg=step,
+    )
+
+
+def drop(page: Any, data: bytes, name: str, kind: str, onto: str = "body") -> None:
+    """Drop a file onto the page, as a file manager does."""
+    script = """([text, name, type, onto]) => {
+        const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+        const dataTransfer = new DataTransfer();
+        dataTransfer.items.add(new File([bytes], name, { type }));
+        const target = document.querySelector(onto);
+        for (const event of ["dragenter", "dragover", "drop"]) {
+            target.dispatchEvent(new DragEvent(event, { dataTransfer, bubbles: true, cancelable: true }));
+        }
+    }"""
+    page.evaluate(script, [base64.b64encode(data).decode(), name, kind, onto])
+
+
+def test_a_video_is_planned_made_and_played(tabs: Tabs) -> None:
+    page = tabs.open()
+    page.get_by_label("What should the video show?").fill(PROMPT)
+    page.get_by_label("Seed", exact=True).fill("7")
+    expect(page.locator(".plan-line")).to_contain_text("float32")
+    facts = page.locator(".plan-line .fact").all_text_contents()
+    assert re.fullmatch(r"time(about \d.*|under a second)", facts[0])
+    assert re.fullmatch(r"memory\d+ MB of [\d.]+ GB", facts[1])
+    page.get_by_label("Plan").click()
+    expect(page.get_by_role("table")).to_contain_text("STDiT denoiser")
+
+    page.get_by_role("button", name="Make video").click()
+    job = page.get_by_role("article", name=PROMPT)
+    expect(job).to_contain_text(re.compile(r"Waiting|Starting|Denoising"))
+    expect(job.get_by_role("progressbar")).to_be_visible()
+    card = page.get_by_role("link", name=PROMPT)
+    expect(card).to_be_visible(timeout=60_000)
+    expect(job).to_have_count(0)
+    expect(page.get_by_role("status").first).to_have_text(f"Ready: {PROMPT}")
+
+    card.hover()
+    page.wait_for_function("document.querySelector('.card video')?.currentTime > 0.2")
+    assert page.evaluate("document.querySelector('.card video').videoWidth") == 64
+    page.mouse.move(0, 0)
+    expect(page.locator(".card video")).to_have_count(0)
+
+    card.click()
+    details = page.get_by_role("dialog", name="Video")
+    expect(details.get_by_role("definition").filter(has_text="17 frames")).to_be_visible()
+    page.wait_for_function("document.querySelector('#details video')?.readyState >= 2")
+    page.keyboard.press("Escape")
+    expect(details).to_be_hidden()
+    assert page.url.endswith("#/")
+
+
+def test_a_reload_in_the_middle_changes_nothing(tabs: Tabs) -> None:
+    page = tabs.open()
+    begin(page, num_inference_steps=str(MANY), seed="3")
+    wait_for_step(page, 5)
+    page.reload()
+    wait_for_step(page, 5)
+    expect(page.get_by_label("What should the video show?")).to_have_value(PROMPT)
+    expect(page.get_by_label("Steps")).to_have_value(str(MANY))
+    expect(page.get_by_label("Seed", exact=True)).to_have_value("3")
+    expect(page.get_by_role("article")).to_have_count(1)
+
+
+def test_a_killed_server_comes_back(tabs: Tabs, server: PageServer) -> None:
+    page = tabs.open()
+    begin(page, num_inference_steps="400")
+    wait_for_step(page, 10)
+    server.kill()
+    expect(page.locator("#connection")).to_contain_text("No job is lost")
+    expect(page.get_by_role("article", name=PROMPT)).to_be_visible()
+    server.start()
+    expect(page.locator("#connection")).to_be_empty(timeout=30_000)
+    expect(page.get_by_role("article", name=PROMPT)).to_contain_text("Resumed", timeout=60_000)
+    expect(page.get_by_role("link", name=PROMPT)).to_be_visible(timeout=120_000)
+    tabs.forgive("ERR_CONNECTION_REFUSED|ERR_INCOMPLETE|ERR_EMPTY|ERR_CONNECTION_RESET")
+
+
+def test_two_tabs_see_the_same_and_a_cancelled_job_goes_on(tabs: Tabs) -> None:
+    first = tabs.open()
+    second = tabs.tab(first.context)
+    begin(first, num_inference_steps=str(MANY))
+    job = second.get_by_role("article", name=PROMPT)
+    wait_for_step(second, 3)
+    job.get_by_role("button", name="Cancel").click()
+    here = first.get_by_role("article", name=PROMPT)
+    expect(here).to_contain_text("Cancelled", timeout=30_000)
+    here.get_by_role("button", name="Retry").click()
+    wait_for_step(second, 5)
+    expect(job).to_contain_text("Resumed")
+    job.get_by_role("button", name="Cancel").click()
+    expect(here).to_contain_text("Cancelled", timeout=30_000)
+    here.get_by_role("button", name="Remove").click()
+    expect(job).to_have_count(0)
+
+
+def test_a_hostile_prompt_stays_text(tabs: Tabs, server: PageServer) -> None:
+    made = server.make_video(HOSTILE, 1, model="shapes")
+    page = tabs.open()
+    card = page.get_by_role("link", name=HOSTILE)
+    expect(card.locator(".card-prompt")).to_have_text(HOSTILE)
+    page.goto(f"{server.address}/#/video/{made}")
+    expect(page.locator("#details h2")).to_have_text(HOSTILE)
+    page.keyboard.press("Escape")
+    server.call("POST", "/v1/videos", {"prompt": HOSTILE, "model": "shapes",
+                                       "num_inference_steps": MANY})  # fmt: skip
+    expect(page.get_by_role("article").locator("h3")).to_have_text(HOSTILE)
+    drop(page, b"no video", f"{HOSTILE}.txt", "text/plain")
+    expect(page.locator(".message")).to_contain_text(f"{HOSTILE}.txt is neither")
+    begin(page, HOSTILE)
+    expect(page.locator("#prompt-error")).to_contain_text("can't draw")
+    assert page.locator("[onerror], body script").count() == 0
+    assert "Everyframe" in page.title()
+    tabs.forgive("status of 400")
+
+
+def test_settings_are_reused(tabs: Tabs, server: PageServer) -> None:
+    made = server.make_video(PROMPT, 41, num_inference_steps=4, guidance_scale=2.5)
+    file = server.fetch(f"/v1/videos/{made}/content")
+    page = tabs.open()
+    prompt, seed = page.get_by_label("What should the video show?"), page.locator("#field-seed")
+    expect(page.get_by_label("Steps")).to_be_visible()
+    drop(page, file, "ours.mp4", "video/mp4")
+    expect(prompt).to_have_value(PROMPT)
+    for label, value in {"Seed": "41", "Steps": "4", "Guidance": "2.5"}.items():
+        expect(page.get_by_label(label, exact=True)).to_have_value(value)
+
+    page.get_by_role("button", name="Clear").click()
+    expect(prompt).to_have_value("")
+    # The boxes before it, and one whose size has 64 bits, as large files have it.
+    wide = (1).to_bytes(4, "big") + b"free" + (20).to_bytes(8, "big") + b"1234"
+    drop(page, file[:32] + wide + file[32:], "moved.mp4", "video/mp4")
+    expect(seed).to_have_value("41")
+
+    page.get_by_role("link", name=PROMPT).click()
+    page.get_by_role("button", name="Another seed").click()
+    expect(seed).to_have_value("")
+    expect(prompt).to_have_value(PROMPT)
+
+
+def test_pictures_and_foreign_videos_are_taken_as_given_frames(tabs: Tabs, server: PageServer) -> None:
+    made = server.make_video(PROMPT, 5)
+    file = server.fetch(f"/v1/videos/{made}/content")
+    picture = server.fetch(f"/v1/videos/{made}/content?variant=thumbnail")
+    page = tabs.open()
+    expect(page.locator(".slot")).to_have_count(3)
+    drop(page, picture, "cat.webp", "image/webp")
+    expect(page.locator(".slot.is-filled")).to_have_text("cat.webp")
+    page.get_by_role("button", name="Remove: first frame").click()
+    drop(page, file.replace(b"everyframe.record", b"somebodys.record."), "cat.mp4", "video/mp4")
+    expect(page.locator(".slot.is-filled")).to_have_text("cat.mp4")
+    page.get_by_role("button", name="Remove: continue a video").click()
+
+    page.get_by_role("link", name=PROMPT).click()
+    page.get_by_role("button", name="Start from its last frame").click()
+    expect(page.locator(".slot.is-filled")).to_contain_text("last frame")
+    begin(page)
+    expect(page.get_by_role("link", name=PROMPT)).to_have_count(2, timeout=60_000)
+
+
+def test_wrong_settings_are_named_at_their_field(tabs: Tabs) -> None:
+    page = tabs.open()
+    page.get_by_label("What should the video show?").fill(PROMPT)
+    size = page.get_by_label("Size")
+    size.fill("huge")
+    expect(page.locator("#field-size-error")).to_contain_text("WIDTHxHEIGHT")
+    expect(size).to_have_attribute("aria-invalid", "true")
+    size.fill("")
+    expect(page.locator("#field-size-error")).to_be_hidden()
+    expect(page.locator(".plan-line")).to_contain_text("float32")
+    page.get_by_label("Steps").fill("-3")
+    page.get_by_role("button", name="Make video").click()
+    expect(page.locator("#field-num_inference_steps-error")).to_be_visible()
+    expect(page.get_by_role("article")).to_have_count(0)
+    tabs.forgive("status of 400")
+
+
+def test_the_keyboard_is_enough(tabs: Tabs) -> None:
+    page = tabs.open(reduced_motion="reduce")
+    expect(page.get_by_label("Steps")).to_be_visible()
+
+    def go(selector: str) -> None:
+        for _ in range(60):
+            page.keyboard.press("Tab")
+            if page.evaluate("selector => document.activeElement.matches(selector)", selector):
+                return
+        raise AssertionError(f"the Tab key does not reach {selector}")
+
+    go("#prompt")
+    page.keyboard.type(PROMPT)
+    page.keyboard.press("Control+Enter")
+    expect(page.get_by_role("link", name=PROMPT)).to_be_visible(timeout=60_000)
+    go(".card")
+    assert page.locator(".card video").count() == 0, "who wants no motion gets none"
+    page.keyboard.press("Enter")
+    dialog = page.get_by_role("dialog", name="Video")
+    expect(dialog).to_be_visible()
+    assert page.evaluate("document.querySelector('#details video').paused")
+    page.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
+    assert page.evaluate("document.activeElement.matches('.card')"), "focus comes back"
+
+
+def test_a_screen_reader_hears_every_control(tabs: Tabs, server: PageServer) -> None:
+    server.make_video(PROMPT, 2)
+    page = tabs.open()
+    expect(page.get_by_role("link", name=PROMPT)).to_be_visible()
+    page.locator(".more-settings summary").click()
+    nameless = """() => [...document.querySelectorAll("button, input, select, textarea, a[href]")]
+        .filter((each) => each.checkVisibility() && !each.labels?.length
+            && !each.getAttribute("aria-label") && !each.textContent.trim())
+        .map((each) => each.outerHTML)"""
+    assert page.evaluate(nameless) == []
+    snapshot = page.locator("body").aria_snapshot()
+    for line in ("banner", "navigation", 'form "New video"', 'heading "Videos"', "status"):
+        assert line in snapshot, line
+    page.get_by_role("link", name=PROMPT).click()
+    assert page.evaluate(nameless) == []
+
+
+def test_the_doctor_is_asked(tabs: Tabs) -> None:
+    page = tabs.open("/#/machine")
+    expect(page.locator(".system")).to_contain_text("Everyframe")
+    expect(page.locator(".verdict")).to_contain_text("Ready", timeout=120_000)
+    expect(page.get_by_text(re.compile(r"\d+ checks are fine"))).to_be_visible()
