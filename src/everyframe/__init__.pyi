@@ -31,9 +31,12 @@ from everyframe.engine.compiled_modules import quantize as quantize
 from everyframe.engine.compiled_modules import save_compiled as save_compiled
 from everyframe.engine.results import Output
 from everyframe.engine.save import save as save
+from everyframe.engine.warm_engine import Engine as Engine
+from everyframe.engine.warm_engine import load as load
 from everyframe.media.video import Video as Video
 
 __all__ = [
+    "Engine",
     "EveryframeError",
     "EveryframeWarning",
     "InputError",
@@ -45,6 +48,7 @@ __all__ = [
     "compile",
     "generate",
     "list_runs",
+    "load",
     "load_compiled",
     "plan",
     "quantize",
@@ -248,8 +252,9 @@ def generate(
             of opensora2.
         first_frame: Draw a first picture and begin with it: flux draws it by FLUX.1-dev. For
             models of opensora2.
-        flux: Folder or hub id of flux1-dev.safetensors and flux1-dev-ae.safetensors, if they
-            are not beside the denoiser. For models of opensora2.
+        flux: Folder or hub id of FLUX.1-dev, if it is not beside the denoiser:
+            flux1-dev.safetensors and flux1-dev-ae.safetensors, or diffusers' layout. For models
+            of opensora2.
         vae_scaling: Scale of the DC-AE's latents: 1, or 0.493 as in upstream's training (> 0, ≤
             1000). For models of opensora2.
         truncate_prompt: Use the beginning of a prompt that is too long. For models of
@@ -507,8 +512,9 @@ def plan(
             of opensora2.
         first_frame: Draw a first picture and begin with it: flux draws it by FLUX.1-dev. For
             models of opensora2.
-        flux: Folder or hub id of flux1-dev.safetensors and flux1-dev-ae.safetensors, if they
-            are not beside the denoiser. For models of opensora2.
+        flux: Folder or hub id of FLUX.1-dev, if it is not beside the denoiser:
+            flux1-dev.safetensors and flux1-dev-ae.safetensors, or diffusers' layout. For models
+            of opensora2.
         vae_scaling: Scale of the DC-AE's latents: 1, or 0.493 as in upstream's training (> 0, ≤
             1000). For models of opensora2.
         truncate_prompt: Use the beginning of a prompt that is too long. For models of

@@ -17,7 +17,7 @@ from everyframe.core.plan import PreviewPlan
 from everyframe.media.preview_picture import encode_preview
 from everyframe.runtime.latent_space import LatentColors, LatentSpace
 from everyframe.runtime.preview_fit import ColorFit
-from everyframe.runtime.previews import Previewer, middle_frame
+from everyframe.runtime.previews import Previewer, middle_frames
 
 PROMPT = "a red circle moves to the left"
 
@@ -33,7 +33,7 @@ def space(**more: object) -> LatentSpace:
 def test_the_middle_frame_of_each_layout(layout: str, shape: tuple[int, ...]) -> None:
     axes = dict(zip(layout.split(), range(len(shape)), strict=True))
     latents = torch.zeros(shape).index_fill_(axes["t"], torch.tensor(2), 1.0)
-    frame = middle_frame(latents, layout)
+    frame = middle_frames(latents, layout)[:, 0]
     assert frame.shape == (4, 6, 7)
     assert torch.all(frame == 1)
 

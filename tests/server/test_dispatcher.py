@@ -46,7 +46,7 @@ def test_a_job_becomes_a_video_with_its_record(
     with Image.open(folder.video(job.id) / "spritesheet.webp") as picture:
         assert picture.size == (256, 64)
     assert (done.progress, done.attempts, done.error, done.eta_s) == (100, 1, None, None)
-    assert (done.resolved["size"], done.resolved["num_frames"]) == ("64x64", 4)
+    assert (done.resolved["width"], done.resolved["num_frames"]) == (64, 4)
     assert done.report["checks"] == {"num_frames": 4, "is_finite": True, "is_read_back": True}
     assert done.report["stage_durations"] == {"text": 0.01, "denoise": 0.05}
     assert done.report["inference_time_s"] > 0

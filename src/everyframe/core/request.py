@@ -240,6 +240,7 @@ class Request(Options):
         "next to the output.",
         group="Machine",
         default=False,
+        person_only=True,
     )
     preview_decoder: str | None = option(
         "File or folder of a tiny autoencoder (TAESD or TAEHV) that decodes previews.",

@@ -121,8 +121,8 @@ def fresh_workers(job: WorkerJob) -> Iterator[Sequence[Worker]]:
 def run_in_workers(
     job: WorkerJob,
     place: Path | None = None,
-    start: Start = fresh_workers,
     stop: StopSwitch | None = None,
+    start: Start = fresh_workers,
 ) -> Events:
     """Run the job in worker processes and yield its events, as `everyframe.engine.run.stream` does.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -21,7 +20,7 @@ from everyframe.core.errors import EveryframeError, WorkerDiedError
 from everyframe.core.events import Events, Planned
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
-from everyframe.engine.executor import WarmModel, feasible_plan, with_own_ranks
+from everyframe.engine.executor import WarmModel, feasible_plan, warm_models, with_own_ranks
 from everyframe.engine.launcher import run_in_workers
 from everyframe.engine.stop_switch import StopSwitch
 from everyframe.engine.worker_process import Worker, WorkerJob
@@ -54,7 +53,7 @@ class WarmWorkers:
         if job.request is not None and place is None:
             check_input_files(job.request)
         job = replace(with_own_ranks(job), stays=True)
-        return self._noted(run_in_workers(job, place or Path.cwd(), self._workers, stop))
+        return self._noted(run_in_workers(job, place or Path.cwd(), stop, self._workers))
 
     def plan(self, request: Request) -> Plan:
         """Plan a request in a worker that is idle; see `Executor.plan`.
@@ -65,7 +64,7 @@ class WarmWorkers:
         with self._lock:
             free = dict(self._free)
         job = WorkerJob(request, plans=True, stays=True, free_memory=free)
-        with closing(run_in_workers(job, Path.cwd(), self._workers)) as events:
+        with closing(run_in_workers(job, Path.cwd(), start=self._workers)) as events:
             plan = feasible_plan(events)
             for _ in events:
                 raise AssertionError("a plan is the only event")
@@ -187,24 +186,19 @@ class _Group:
     def fitness(self, model: str | None) -> tuple[bool, int, float]:
         """How fit they are for a model; the fittest is the largest."""
         warm = [each for worker in self.workers for each in worker.warm]
-        return any(name == model for name, *_ in warm), sum(s for _, s, _ in warm), self.since
+        size = sum(size for _, size, *_ in warm)
+        return any(name == model for name, *_ in warm), size, self.since
 
     def is_in_the_way(self, job: WorkerJob) -> bool:
         """Whether they keep something loaded where the job may compute."""
-        taken = {device for worker in self.workers for _, _, device in worker.warm}
+        taken = {device for worker in self.workers for *_, device in worker.warm}
         wanted = _devices(job)
         return bool(taken) and (wanted is None or not taken.isdisjoint(wanted))
 
-    def models(self, *, is_busy: bool) -> Iterator[WarmModel]:
-        """What they keep loaded, by model."""
-        sizes: Counter[str] = Counter()
-        devices: dict[str, dict[str, None]] = {}
-        for worker in self.workers:
-            for model, size, device in worker.warm:
-                sizes[model] += size
-                devices.setdefault(model, {})[device] = None
-        for model, size in sizes.items():
-            yield WarmModel(model, size, self.since, tuple(devices[model]), is_busy)
+    def models(self, *, is_busy: bool) -> list[WarmModel]:
+        """The models that they keep loaded."""
+        loaded = [each for worker in self.workers for each in worker.warm]
+        return warm_models(loaded, is_busy=is_busy)
 
     def give(self, job: WorkerJob) -> None:
         """Give each worker its rank of the job; `OSError` if one is gone."""

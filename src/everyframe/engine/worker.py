@@ -19,7 +19,7 @@ from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from everyframe.checkpoints.read_progress import watch_reads
 from everyframe.core.errors import (
@@ -37,8 +37,12 @@ from everyframe.core.events import (
     Step,
     WeightsReady,
 )
+from everyframe.core.facts import MachineFacts
 from everyframe.engine.flight_recorder import FlightRecorder
 from everyframe.engine.worker_process import WorkerJob, receive, send
+
+if TYPE_CHECKING:
+    from everyframe.runtime.component_cache import ComponentCache
 
 
 def serve(descriptor: int) -> None:
@@ -135,6 +139,7 @@ class _Desk:
 
     def __init__(self) -> None:
         self._watch: _Watch | None = None
+        self._cache: ComponentCache | None = None
         self._logs = False
 
     def trail_of(self, job: WorkerJob) -> FlightRecorder:
@@ -155,9 +160,17 @@ class _Desk:
             _log_to(connection)
         logging.getLogger("everyframe").setLevel(level)
 
-    def warm(self) -> list[tuple[str, int, str]]:
-        """What is loaded: model, bytes and device of each component."""
-        return []
+    def cache_of(self, job: WorkerJob) -> ComponentCache | None:
+        """What stays from job to job; None for a worker that has one job."""
+        if self._cache is None and job.stays:
+            from everyframe.runtime.component_cache import ComponentCache
+
+            self._cache = ComponentCache()
+        return self._cache
+
+    def warm(self) -> list[tuple[str, int, float, str]]:
+        """What stays: model, bytes, time of the last use and device of each component."""
+        return [] if self._cache is None else [*self._cache.models()]
 
 
 def _print_into(path: Path) -> None:
@@ -187,6 +200,7 @@ def _events(job: WorkerJob, trail: FlightRecorder, desk: _Desk) -> Events:
     from everyframe.runs.folder import RunFolder
     from everyframe.runs.run_state import SaveInterval, SaveOptions
 
+    cache = desk.cache_of(job)
     pace = SaveInterval(*job.pace) if job.pace is not None else SaveInterval()
 
     def together(kind: str) -> Communicator:
@@ -202,21 +216,25 @@ def _events(job: WorkerJob, trail: FlightRecorder, desk: _Desk) -> Events:
         return resume_run(
             run, skip=job.skip, cleans=False, pace=pace, join=join, ranks=job.ranks,
             scarcity=job.scarcity, trust_remote_code=job.trust_remote_code, named=job.named,
+            cache=cache,
         )  # fmt: skip
     keeps = job.root if job.rank == 0 else None
     keep = SaveOptions(keeps, job.output, job.as_uint8, cleans=False, pace=pace)
     assert job.request is not None
     if job.plans:
-        return _plan(job)
-    return stream(job.request, num_threads=job.num_threads, keep=keep, join=join)
+        return _plan(job, cache)
+    return stream(job.request, num_threads=job.num_threads, keep=keep, join=join, cache=cache)
 
 
-def _plan(job: WorkerJob) -> Events:
-    """The plan of the job's request."""
+def _plan(job: WorkerJob, cache: ComponentCache | None) -> Events:
+    """The plan of the job's request, which will have the memory of all that stays."""
     from everyframe.planning.resolve import resolve
 
+    def freed(facts: MachineFacts) -> MachineFacts:
+        return facts.with_freed({} if cache is None else cache.num_bytes(), job.free_memory)
+
     assert job.request is not None
-    yield Planned(resolve(job.request))
+    yield Planned(resolve(job.request, freed=freed))
 
 
 def _watched(events: Iterator[Event], trail: FlightRecorder, desk: _Desk) -> Iterator[Event]:

@@ -109,13 +109,14 @@ class Worker:
         job: its job, or the last one.
         has_ended: whether it has done that job to its end.
         waits: whether it waits for another job.
-        warm: what it keeps loaded, as of its last job: model, bytes and device of each component.
+        warm: what it keeps loaded, as of its last job: model, bytes, time of the last use and
+            device of each component.
     """
 
     def __init__(self) -> None:
         self.job = WorkerJob()
         self.has_ended, self.waits = False, True
-        self.warm: Sequence[tuple[str, int, str]] = ()
+        self.warm: Sequence[tuple[str, int, float, str]] = ()
         self.connection, theirs = Pipe()
         assert isinstance(theirs, Connection)
         self._process = subprocess.Popen(

@@ -47,6 +47,7 @@ class LatentSpace:
         channels: channels of the latents.
         scaling_factor: factor of the latents in its config.
         layout: axes of the sampler's state: ``b``, ``c``, ``t``, ``h``, ``w``.
+        spatial_factor: pixels for each latent, along each side.
         files: weight files of the autoencoder.
         own_digest: gives the digest of an autoencoder in memory.
     """
@@ -55,13 +56,14 @@ class LatentSpace:
     channels: int
     scaling_factor: float | None = None
     layout: str = "b c t h w"
+    spatial_factor: int = 8
     files: tuple[str, ...] = ()
     own_digest: Callable[[], str] | None = None
 
     def digest(self, *, reads: bool) -> str | None:
         """Digest of its weights; without `reads` None if their files were not hashed yet."""
         if self.own_digest is not None:
-            return self.own_digest() if reads else None
+            return self.own_digest()
         if not self.files:
             return None
         return digest(self.files) if reads else known_digest(self.files)
@@ -95,8 +97,8 @@ class PreviewableSpec(Protocol):
     """A model whose latents can be shown while it runs."""
 
     @property
-    def latent_space(self) -> LatentSpace:
-        """The latents of its sampler."""
+    def latent_space(self) -> LatentSpace | None:
+        """The latents of its sampler; None if they are not known."""
         ...
 
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from everyframe.checkpoints.key_map import KeyMap
     from everyframe.checkpoints.tensor_file import TensorFile
     from everyframe.parallel.communicator import ParallelContext
+    from everyframe.runtime.component_cache import WarmComponents
 
 
 _Config = TypeVar("_Config")
@@ -211,6 +212,7 @@ class NativeModelSpec(LossySampling, ABC, Generic[_Options, _Files, _Config]):
     replaced: ReplacedComponents = field(
         default=NOTHING_REPLACED, kw_only=True, compare=False, repr=False
     )
+    warm: WarmComponents | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     led: ClassVar[tuple[str, ...]]
     ways: ClassVar[tuple[str, ...]] = ("",)
@@ -323,6 +325,14 @@ class NativeModelSpec(LossySampling, ABC, Generic[_Options, _Files, _Config]):
     def with_patches(self: _Spec, patched: WeightPatches) -> _Spec:
         """The same model, which loads with these patches."""
         return replace(self, patched=patched)
+
+    def identity(self) -> Hashable:
+        """Classes and configs of the components."""
+        return type(self).__module__, repr(self.builder)
+
+    def with_warm(self: _Spec, warm: WarmComponents) -> _Spec:
+        """The same model, which lends components; see `WarmSpec`."""
+        return replace(self, warm=warm)
 
     @property
     def component_names(self) -> tuple[str, ...]:

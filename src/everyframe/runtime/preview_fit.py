@@ -20,6 +20,8 @@ from everyframe.runtime.latent_space import LatentColors, LatentSpace
 
 #: A map that explains less of the variance shows nothing that a person could recognise.
 LEAST_EXPLAINED = 0.3
+#: Fewest samples for each channel: fewer are explained by any map.
+_SAMPLES = 4
 
 
 class ColorFit:
@@ -66,7 +68,10 @@ class ColorFit:
         """Fit and cache the map; a note about it. Nothing if no frames came."""
         if not self._frames:
             return ()
-        colors, explained = fit_colors([self.samples()])
+        latents, pixels = self.samples()
+        if len(latents) < _SAMPLES * latents.shape[1]:
+            return (Note("no previews of this autoencoder yet: this video is too small for a fit"),)
+        colors, explained = fit_colors([(latents, pixels)])
         if explained < LEAST_EXPLAINED:
             return (
                 Note(

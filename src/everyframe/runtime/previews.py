@@ -9,23 +9,31 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from everyframe.core.events import Preview
 from everyframe.core.plan import PreviewPlan
 from everyframe.media.preview_picture import encode_preview
 from everyframe.runtime.latent_space import LatentColors, LatentSpace
+from everyframe.runtime.tiny_autoencoder import TinyDecoder
 
 
 class Previewer:
-    """Makes the previews of a run; `to_pixels` maps a latent frame (C, h, w) to (H, W, 3)."""
+    """Makes the previews of a run.
+
+    Raises:
+        CheckpointError: the plan's tiny autoencoder can't be read.
+    """
 
     def __init__(self, plan: PreviewPlan, space: LatentSpace) -> None:
         self._interval, self._layout = plan.interval, space.layout
-        self._to_pixels: Callable[[Tensor], Tensor] | None = None
-        colors = space.colors(reads=True)
-        if colors is not None:
-            self._to_pixels = LinearDecoder(colors)
+        self._decoder: LinearDecoder | TinyDecoder | None = None
+        colors = None if plan.decoder is not None else space.colors(reads=True)
+        if plan.decoder is not None:
+            self._decoder = TinyDecoder(plan.decoder)
+        elif colors is not None:
+            self._decoder = LinearDecoder(colors)
 
     def preview(
         self, seed: int, step: int, num_steps: int, clean: Callable[[], Tensor | None] | None
@@ -35,12 +43,12 @@ class Previewer:
         ``clean()`` gives the latents in the space's layout, or None if they are not known.
         """
         is_due = step % self._interval == 0 or step == num_steps
-        if not is_due or clean is None or self._to_pixels is None:
+        if not is_due or clean is None or self._decoder is None:
             return None
         latents = clean()
         if latents is None:
             return None
-        pixels = self._to_pixels(middle_frame(latents, self._layout).to(torch.float32))
+        pixels = self._decoder(middle_frames(latents, self._layout, self._decoder.window))
         # A preview shows what the guard has not looked at yet.
         shown = (pixels.nan_to_num(0.0) / 2 + 0.5).clamp(0, 1) * 255
         frame = shown.round().to("cpu", torch.uint8).numpy()
@@ -49,21 +57,25 @@ class Previewer:
 
 
 class LinearDecoder:
-    """Colours (h, w, 3) in -1..1 of a latent frame (C, h, w), by a linear map."""
+    """Colours (h, w, 3) in -1..1 of the last of some latent frames (C, t, h, w)."""
+
+    window = 1
 
     def __init__(self, colors: LatentColors) -> None:
         self._factors = torch.tensor(colors.factors, dtype=torch.float32, device="cpu")
         self._bias = torch.tensor(colors.bias, dtype=torch.float32, device="cpu")
 
-    def __call__(self, frame_CHW: Tensor) -> Tensor:
-        return torch.einsum("chw,cr->hwr", frame_CHW.to("cpu"), self._factors) + self._bias
+    def __call__(self, frames_CTHW: Tensor) -> Tensor:
+        frame = frames_CTHW[:, -1].to("cpu", torch.float32)
+        return torch.einsum("chw,cr->hwr", frame, self._factors) + self._bias
 
 
-def middle_frame(latents: Tensor, layout: str) -> Tensor:
-    """The frame (C, h, w) in the middle of latents in that layout, of the first sample."""
-    axes = layout.split()
-    for axis in reversed(range(len(axes))):
-        if axes[axis] in ("b", "t"):
-            is_time = axes[axis] == "t"
-            latents = latents.select(axis, latents.shape[axis] // 2 if is_time else 0)
-    return latents
+def middle_frames(latents: Tensor, layout: str, count: int = 1) -> Tensor:
+    """The frame in the middle with those before it, `count` in all if there are: (C, t, h, w).
+
+    `latents` are in that layout; the first sample is taken.
+    """
+    batch = "b" if "b" in layout else "1"
+    batched = rearrange(latents, f"{layout} -> {batch} c t h w")
+    middle = batched.shape[2] // 2
+    return batched[0, :, max(0, middle + 1 - count) : middle + 1]

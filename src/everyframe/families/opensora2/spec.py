@@ -159,8 +159,9 @@ class OpenSora2Spec(NativeModelSpec[OpenSora2Options, OpenSora2Files, OpenSora2C
 def _shapes(files: OpenSora2Files, component: str) -> tuple[str, dict[str, tuple[int, ...]]]:
     from everyframe.checkpoints.tensor_file import open_checkpoint
 
-    tensors = open_checkpoint(files.weights_path(component))
-    return str(tensors.source), {name: tensors.shape(name) for name in tensors}
+    tensors, keys = open_checkpoint(files.weights_path(component)), keys_of(component, ())
+    named = ((keys.target(name), name) for name in tensors)
+    return str(tensors.source), {ours: tensors.shape(name) for ours, name in named if ours}
 
 
 def _released(files: OpenSora2Files) -> MMDiTConfig:
