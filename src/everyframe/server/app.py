@@ -23,7 +23,7 @@ from everyframe.server.dispatcher import Dispatcher
 from everyframe.server.errors import ApiError, api_error
 from everyframe.server.event_stream import EventHub
 from everyframe.server.middleware import AccessMiddleware
-from everyframe.server.routes import catalog, content, system, videos
+from everyframe.server.routes import catalog, content, sync, system, videos
 from everyframe.server.settings import ServerSettings
 from everyframe.server.store import JobStore
 
@@ -58,7 +58,9 @@ def create_app(
         redoc_url=None,
     )
     app.state.context = context
-    for routes in (videos, content, catalog, system):
+    # Before the routes of one video, whose id would be "sync".
+    modules = (*((sync,) if settings.has_sync else ()), videos, content, catalog, system)
+    for routes in modules:
         app.include_router(routes.router)
     if STATIC.is_dir():
         app.mount("/", StaticFiles(directory=STATIC, html=True), name="page")

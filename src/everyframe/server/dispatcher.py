@@ -178,16 +178,21 @@ class Dispatcher:
         self._has_news.set()
         until = time.monotonic() + seconds
         while time.monotonic() < until and any(thread.is_alive() for thread in self._threads):
-            time.sleep(min(_PAUSE, max(until - time.monotonic(), 0.0)))
-        with self._lock:
-            attempts = [*self._attempts.values()]
-        for attempt in attempts:
-            attempt.halt("drain")
-        self._ended.set()
+            if self._ended.wait(min(_PAUSE, max(until - time.monotonic(), 0.0))):
+                break
+        self.stop_now()
         until = time.monotonic() + _STOP_SECONDS
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(until - time.monotonic(), 0.0))
+
+    def stop_now(self) -> None:
+        """End the time that a drain gives to running jobs."""
+        self._ended.set()
+        with self._lock:
+            attempts = [*self._attempts.values()]
+        for attempt in attempts:
+            attempt.halt("drain")
 
     def _take_preview(self, id: str, event: Event) -> None:  # noqa: A002
         self._previews[id] = event
@@ -205,7 +210,7 @@ class Dispatcher:
                 prefers = warm if jumps < self._options.warm_ahead else None
                 job = None if self._trouble else self._store.claim(name, prefers)
                 jumps = jumps + 1 if job is not None and self._store.has_older(job) else 0
-            except StoreError as error:
+            except (StoreError, OSError) as error:
                 self._trouble, job = str(error), None
             if job is not None:
                 warm = job.model
