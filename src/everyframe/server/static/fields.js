@@ -51,7 +51,7 @@ export function makeField(option, suggestions = []) {
   const id = `field-${name}`;
   const { input, read, write } = controlOf(option);
   Object.assign(input, { id, name, autocomplete: "off" });
-  const help = make("span", { id: `${id}-help`, className: "unseen" }, option.help ?? "");
+  const help = make("span", { id: `${id}-help`, hidden: true }, option.help ?? "");
   const error = make("p", { id: `${id}-error`, className: "error", hidden: true });
   input.setAttribute("aria-describedby", `${id}-error ${id}-help`);
   const unit = option.unit && !LABELS_WITH_UNIT.has(name) ? make("span", { className: "unit" }, ` ${option.unit}`) : null;
