@@ -11,6 +11,8 @@ from typing import Any
 #: Chromium by the names of Debian, Ubuntu and Fedora, and of Google's own package.
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
+_VIEW = {"width": 1280, "height": 800}
+
 _DROP = """([text, name, type]) => {
     const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
     const dataTransfer = new DataTransfer();
@@ -38,7 +40,7 @@ class Tabs:
 
     def open(self, path: str = "/", **options: Any) -> Any:
         """A page in a context of its own: cookies and storage of nobody else."""
-        context = self._browser.new_context(viewport={"width": 1280, "height": 800}, **options)
+        context = self._browser.new_context(**{"viewport": _VIEW, **options})
         self._contexts.append(context)
         return self.tab(context, path)
 
