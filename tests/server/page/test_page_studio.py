@@ -75,6 +75,13 @@ def test_a_video_is_planned_made_and_played(tabs: Tabs) -> None:
     expect(details).to_be_hidden()
     assert page.url.endswith("#/")
 
+    card.click()
+    delete = details.get_by_role("button", name="Delete")
+    delete.click()
+    expect(card).to_have_count(1)
+    delete.click()
+    expect(card).to_have_count(0)
+
 
 def test_a_reload_in_the_middle_changes_nothing(tabs: Tabs) -> None:
     page = tabs.open()
@@ -180,7 +187,7 @@ def test_pictures_and_foreign_videos_are_taken_as_given_frames(
     page.get_by_role("button", name="Remove: first frame").click()
     drop(page, file.replace(b"everyframe.record", b"somebodys.record."), "cat.mp4", "video/mp4")
     expect(page.locator(".slot.is-filled")).to_have_text("cat.mp4")
-    page.get_by_role("button", name="Remove: continue a video").click()
+    page.get_by_role("button", name="Remove: extend a video").click()
 
     page.get_by_role("link", name=PROMPT).click()
     page.get_by_role("button", name="Start from its last frame").click()

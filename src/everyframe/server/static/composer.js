@@ -120,9 +120,11 @@ export class Composer {
 
   /** @param {Record<string, any>} defaults of the plan */
   #showDefaults(defaults) {
-    for (const [name, value] of Object.entries({ ...defaults, size: `${defaults.width}x${defaults.height}` })) {
+    const { width, height, seed, ...shown } = defaults; // the plan's seed is drawn, and is no default
+    if (width) shown.size = `${width}x${height}`;
+    for (const [name, value] of Object.entries(shown)) {
       const input = this.#fields.get(name)?.input;
-      if (input instanceof HTMLInputElement && value !== null && defaults.width) input.placeholder = String(value);
+      if (input instanceof HTMLInputElement && value !== null) input.placeholder = String(value);
     }
   }
 
