@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import threading
-import traceback
 import warnings
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from everyframe.checkpoints.read_progress import watch_reads
-from everyframe.core.errors import DistributedOutOfMemoryError, EveryframeError
 from everyframe.core.events import (
     ComponentLoaded,
     Event,
@@ -30,6 +28,7 @@ from everyframe.core.events import (
     Step,
     WeightsReady,
 )
+from everyframe.engine.error_transfer import error_data
 from everyframe.engine.flight_recorder import FlightRecorder
 from everyframe.engine.worker_process import WorkerJob, receive, send
 
@@ -65,7 +64,7 @@ def serve(descriptor: int) -> None:
     except BrokenPipeError:
         return  # nobody is there to read it
     except Exception as error:  # noqa: BLE001 - raised again in the other process
-        send(connection, "error", _error_data(error))
+        send(connection, "error", error_data(error))
 
 
 def _end_with(connection: Connection) -> None:
@@ -213,19 +212,3 @@ def _light(event: Event, as_uint8: bool) -> Event:
     from everyframe.media.pixels import to_uint8
 
     return FramesDecoded(event.seed, event.num_frames, to_uint8(event.frames))
-
-
-def _error_data(error: Exception) -> dict[str, Any]:
-    """What the parent needs to raise this error again."""
-    data: dict[str, Any] = {"class": type(error).__name__, "text": str(error)}
-    if isinstance(error, DistributedOutOfMemoryError):
-        data["scarcity"] = error.scarcity
-    if isinstance(error, OSError):
-        data |= {"errno": error.errno, "strerror": error.strerror, "file": _text(error.filename)}
-    if not isinstance(error, EveryframeError):
-        data["trace"] = "".join(traceback.format_exception(error))
-    return data
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else str(value)
