@@ -14,6 +14,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,9 @@ def _events(job: WorkerJob, trail: FlightRecorder) -> Iterator[Event]:
             scarcity=job.scarcity, trust_remote_code=job.trust_remote_code, named=job.named,
         )  # fmt: skip
     keeps = job.root if job.rank == 0 else None
-    keep = SaveOptions(keeps, job.output, job.as_uint8, cleans=False, pace=pace)
+    keep = SaveOptions(keeps, job.output, job.as_uint8, cleans=False, pace=pace, name=job.run_name)
+    if job.run_name is not None:
+        keep = replace(keep, parts=job.root)
     assert job.request is not None
     if job.plans:
         return iter([Planned(resolve(job.request))])
