@@ -188,8 +188,8 @@ def generate(
             9007199254740991).
         num_videos: Number of videos, with seed, seed + 1, and so on (> 0, ≤ 10000).
         latents: Start noise of unit variance, (1, C, T, H, W), or as the model has it.
-        image: Picture that is the first frame.
-        last_image: Picture that is the last frame.
+        image: Picture of the first frame.
+        last_image: Picture of the last frame.
         extend: Video to continue.
         chain: Number of clips, each continuing the one before (> 0, ≤ 1000).
         edit_strength: How much given frames may change: 0 preserves them, 1 ignores them (≥ 0,
@@ -441,8 +441,8 @@ def plan(
             9007199254740991).
         num_videos: Number of videos, with seed, seed + 1, and so on (> 0, ≤ 10000).
         latents: Start noise of unit variance, (1, C, T, H, W), or as the model has it.
-        image: Picture that is the first frame.
-        last_image: Picture that is the last frame.
+        image: Picture of the first frame.
+        last_image: Picture of the last frame.
         extend: Video to continue.
         chain: Number of clips, each continuing the one before (> 0, ≤ 1000).
         edit_strength: How much given frames may change: 0 preserves them, 1 ignores them (≥ 0,
@@ -700,8 +700,8 @@ def run(
             9007199254740991).
         num_videos: Number of videos, with seed, seed + 1, and so on (> 0, ≤ 10000).
         latents: Start noise of unit variance, (1, C, T, H, W), or as the model has it.
-        image: Picture that is the first frame.
-        last_image: Picture that is the last frame.
+        image: Picture of the first frame.
+        last_image: Picture of the last frame.
         extend: Video to continue.
         chain: Number of clips, each continuing the one before (> 0, ≤ 1000).
         edit_strength: How much given frames may change: 0 preserves them, 1 ignores them (≥ 0,

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 import everyframe
-from everyframe.core.errors import CannotRunError, InputError
+from everyframe.core.errors import CannotRunError, InputError, RunStoppedError
 from everyframe.core.events import FramesDecoded, RunSaved, Step, VideoDone
 from everyframe.core.request import Request
 from everyframe.engine.executor import Executor, FreshWorkers
+from everyframe.engine.stop_switch import StopSwitch
 from everyframe.engine.worker_process import WorkerJob
 
 REQUEST = Request(prompt="a red circle", num_frames=4, height=32, width=32, seed=3)
@@ -51,3 +55,19 @@ def test_a_stopped_job_leaves_a_run_that_a_job_resumes(tmp_path: Path) -> None:
     assert isinstance(frames[-1], VideoDone)
     assert not Path(folder).exists()
     assert np.array_equal(made, everyframe.generate(**REQUEST.given(), run_dir="off").frames)
+
+
+def test_a_run_stops_from_another_thread_while_its_next_event_is_awaited(tmp_path: Path) -> None:
+    before = {child.pid for child in psutil.Process().children()}
+    stop = StopSwitch()
+    events = FreshWorkers().run(WorkerJob(REQUEST, root=tmp_path), stop=stop)
+    timer = threading.Timer(0.05, stop.set)  # the process imports for longer
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(RunStoppedError):
+        list(events)
+    assert time.monotonic() - began < 2
+    timer.join()
+    stop.set()
+    assert stop.is_set
+    assert {child.pid for child in psutil.Process().children()} <= before, "the worker is gone"

@@ -73,12 +73,16 @@ COMMANDS = {
     "save": ("everyframe.cli.save:COMMAND", "Write a model with merged or quantized weights."),
     "inspect": ("everyframe.cli.inspect:COMMAND", "Show how a video was made."),
     "models": ("everyframe.cli.models:COMMAND", "List known models and what they need."),
+    "config show": ("everyframe.cli.config:SHOW", "Show what is configured, and where."),
     "trace record": ("everyframe.cli.trace:RECORD", "Run, and record what every module computes."),
     "trace diff": ("everyframe.cli.trace:DIFF", "Name the first module where two runs differ."),
 }
 
 #: First word of two-word commands -> line in the list of commands.
-GROUPS = {"trace": "Record what every module computes, and compare two runs."}
+GROUPS = {
+    "config": "Show what environment and files set.",
+    "trace": "Record what every module computes, and compare two runs.",
+}
 
 #: Earlier names of commands.
 ALIASES = {"paths": "fast-paths"}
@@ -151,12 +155,19 @@ def _parsed(words: list[str]) -> Callable[[], int]:
     except CycloptsError as error:
         help_format.raise_usage_error(error, words, tuple(COMMANDS))
     values = {key: "-" if value == _DASH else value for key, value in bound.arguments.items()}
-    if "log_level" in values:
-        set_up(values.pop("log_level"))
     if _is_own(command):
-        return partial(command, **values)
+        return partial(_configured, command, values)
     command(*bound.args, **bound.kwargs)  # help or version
     return lambda: int(ExitCode.DONE)
+
+
+def _configured(command: Callable[..., int], values: dict[str, Any]) -> int:
+    """Call the command with the settings of the user's file."""
+    from everyframe.cli.config import applied_settings
+
+    with applied_settings():
+        set_up(values.pop("log_level", None))
+        return command(**values)
 
 
 def _app() -> App:

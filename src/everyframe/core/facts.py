@@ -41,6 +41,7 @@ class Throughput:
         measured: (operation, operations a second) for operations that were timed individually.
         mapping: bytes a second at which the system hands out large blocks of memory; None where
             that has no cost.
+        link: bytes a second to another device of the machine; None where it is unknown.
     """
 
     products: tuple[tuple[str, float], ...]
@@ -50,6 +51,7 @@ class Throughput:
     launch: float = 1e-5
     measured: tuple[tuple[OpShape, float], ...] = ()
     mapping: float | None = None
+    link: float | None = None
 
     def product(self, dtype: str) -> float:
         """Multiplications and additions a second in `dtype`; the slowest known rate if unknown.

@@ -65,6 +65,17 @@ def state_folder() -> Path:
     return base / "everyframe"
 
 
+def config_folder() -> Path:
+    """Everyframe's folder of configuration: in ``XDG_CONFIG_HOME``, else in ``~/.config``.
+
+    Raises:
+        InputError: there is no home folder.
+    """
+    shared = os.environ.get("XDG_CONFIG_HOME")
+    base = expand_path(shared, "XDG_CONFIG_HOME") if shared else home_folder() / ".config"
+    return base / "everyframe"
+
+
 def home_folder() -> Path:
     """Home folder of the current user.
 

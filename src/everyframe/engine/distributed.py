@@ -27,8 +27,9 @@ from everyframe.core.events import (
     event_of,
 )
 from everyframe.core.facts import DeviceFacts
+from everyframe.core.limits import random_seed
 from everyframe.core.plan import Plan
-from everyframe.core.request import DTYPES, Request, random_seed
+from everyframe.core.request import DTYPES, Request
 from everyframe.core.serialization import from_jsonable, to_jsonable
 from everyframe.families.registry import stages_of
 from everyframe.hardware.device_loss import translate_device_loss

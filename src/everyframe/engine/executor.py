@@ -16,6 +16,7 @@ from everyframe.core.events import Events, Planned
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine.launcher import ranks_of, run_in_workers
+from everyframe.engine.stop_switch import StopSwitch
 from everyframe.engine.worker_process import WorkerJob
 from everyframe.planning.input_checks import check_input_files
 from everyframe.runs.folder import RunFolder
@@ -43,7 +44,9 @@ class WarmModel:
 class Executor(Protocol):
     """Runs jobs somewhere else than in the calling process. All methods are thread-safe."""
 
-    def run(self, job: WorkerJob, place: Path | None = None) -> Events:
+    def run(
+        self, job: WorkerJob, place: Path | None = None, stop: StopSwitch | None = None
+    ) -> Events:
         """Run a job and yield its events as they happen, as `everyframe.stream` does.
 
         The number of ranks is that of the job's request or run. Closing the generator stops the run
@@ -52,6 +55,7 @@ class Executor(Protocol):
 
         Raises:
             EveryframeError: any error of the run itself; `WorkerDiedError` if a process crashed.
+            RunStoppedError: `stop` was set, by any thread.
         """
         ...
 
@@ -87,11 +91,13 @@ def with_own_ranks(job: WorkerJob) -> WorkerJob:
 class FreshWorkers:
     """An executor with new worker processes for each job; nothing stays warm."""
 
-    def run(self, job: WorkerJob, place: Path | None = None) -> Events:
+    def run(
+        self, job: WorkerJob, place: Path | None = None, stop: StopSwitch | None = None
+    ) -> Events:
         """Run a job in processes of its own; see `Executor.run`."""
         if job.request is not None:
             check_input_files(job.request)
-        return run_in_workers(with_own_ranks(job), place)
+        return run_in_workers(with_own_ranks(job), place, stop)
 
     def plan(self, request: Request) -> Plan:
         """Plan a request in a process of its own; see `Executor.plan`."""

@@ -33,6 +33,7 @@ from everyframe.core.events import (
 from everyframe.core.plan import Plan
 from everyframe.core.serialization import from_jsonable
 from everyframe.engine.error_transfer import error_from
+from everyframe.engine.stop_switch import StopSwitch
 from everyframe.engine.worker_monitor import HangDetector, crash_error, kept_in
 from everyframe.engine.worker_process import Worker, WorkerJob, receive, send
 from everyframe.runs.folder import RunFolder
@@ -90,15 +91,18 @@ def ranks_of(run: RunFolder) -> int:
     return 1 if plan.parallel is None else len(plan.parallel.ranks)
 
 
-def run_in_workers(job: WorkerJob, place: Path | None = None) -> Events:
+def run_in_workers(
+    job: WorkerJob, place: Path | None = None, stop: StopSwitch | None = None
+) -> Events:
     """Run the job in worker processes and yield its events, as `everyframe.engine.run.stream` does.
 
     Workers use the working folder `place`. A finished run is removed once all of its events are
     consumed. Ranks that run out of memory during joint computation are stopped and restarted with a
-    plan that needs less (`replan.py`). Raises any error of a worker; `WorkerDiedError` for a crash.
+    plan that needs less (`replan.py`). Raises any error of a worker; `WorkerDiedError` for a crash;
+    `RunStoppedError` once `stop` is set, which leaves the run folder.
     """
     # Already at work while the caller does something else.
-    return _handed_on(job, place, *_begun(job, place))
+    return _handed_on(job, place, stop, *_begun(job, place))
 
 
 def _begun(job: WorkerJob, place: Path | None) -> tuple[ExitStack, list[Worker]]:
@@ -114,14 +118,18 @@ def _begun(job: WorkerJob, place: Path | None) -> tuple[ExitStack, list[Worker]]
 
 
 def _handed_on(
-    job: WorkerJob, place: Path | None, stack: ExitStack, workers: list[Worker]
+    job: WorkerJob,
+    place: Path | None,
+    stop: StopSwitch | None,
+    stack: ExitStack,
+    workers: list[Worker],
 ) -> Events:
     run = None if job.run is None else RunFolder(job.run)
     handed = EventDeduplicator()
     while True:
         with stack:
             try:
-                for event in _events(workers):
+                for event in _events(workers, stop):
                     if isinstance(event, RunSaved):
                         run = RunFolder(Path(event.path))
                     new = handed.new(event)
@@ -169,14 +177,14 @@ def _started(job: WorkerJob, place: Path | None) -> Iterator[list[Worker]]:
             worker.kill()
 
 
-def _events(workers: list[Worker]) -> Iterator[Event]:
+def _events(workers: list[Worker], stop: StopSwitch | None = None) -> Iterator[Event]:
     """Events of the workers that report, until all have exited normally."""
     at_work = {worker.connection: worker for worker in workers}
     num_ranks = len(workers[0].job.weights)
     sees_all = len(workers) == num_ranks
     patience = HangDetector(workers, sees_all=sees_all) if num_ranks > 1 else None
     while at_work:
-        for connection in _ready(at_work, patience):
+        for connection in _ready(at_work, patience, stop):
             assert isinstance(connection, Connection)
             worker = at_work[connection]
             try:
@@ -195,10 +203,15 @@ def _events(workers: list[Worker]) -> Iterator[Event]:
                 del at_work[connection]
 
 
-def _ready(at_work: dict[Connection, Worker], patience: HangDetector | None) -> list[Any]:
+def _ready(
+    at_work: dict[Connection, Worker], patience: HangDetector | None, stop: StopSwitch | None
+) -> list[Any]:
     """Connections with data to read; raises `WorkerDiedError` if a rank hangs meanwhile."""
+    stops = () if stop is None else (stop.connection,)
     while True:
-        found = wait(list(at_work), None if patience is None else 1.0)
+        found = wait([*at_work, *stops], None if patience is None else 1.0)
+        if stop is not None:
+            stop.check()
         if found:
             return list(found)
         if patience is not None:

@@ -17,6 +17,7 @@ from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine.executor import WarmModel, feasible_plan, with_own_ranks
 from everyframe.engine.ray_job import run_on_cluster
+from everyframe.engine.stop_switch import StopSwitch
 from everyframe.engine.worker_process import WorkerJob
 
 #: Seconds to wait for room, by default.
@@ -80,10 +81,12 @@ class RayExecutor:
         self._place_timeout = place_timeout
         self._disconnects = disconnects
 
-    def run(self, job: WorkerJob, place: Path | None = None) -> Events:
+    def run(
+        self, job: WorkerJob, place: Path | None = None, stop: StopSwitch | None = None
+    ) -> Events:
         """Run a job on the cluster; see `everyframe.engine.executor.Executor.run`."""
         where = (Path.cwd() if place is None else place).absolute()
-        return run_on_cluster(with_own_ranks(job), where, self._place_timeout)
+        return run_on_cluster(with_own_ranks(job), where, self._place_timeout, stop)
 
     def plan(self, request: Request) -> Plan:
         """Plan a request on a node, or on as many as it has ranks; see `Executor.plan`."""

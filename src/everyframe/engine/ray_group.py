@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from everyframe.core.errors import CannotRunError, CorruptRunError, InputError
@@ -17,6 +18,7 @@ from everyframe.engine.error_transfer import error_from
 from everyframe.engine.message_bytes import from_bytes, to_bytes
 from everyframe.engine.rank_layout import Rank, RankJob, RankPlace, check_software, lay_out
 from everyframe.engine.ray_rank import RayRank, software
+from everyframe.engine.stop_switch import StopSwitch
 from everyframe.engine.worker_process import WorkerJob
 
 #: Seconds for an actor to start and to say hello; a node may have to import from a slow disk.
@@ -52,8 +54,9 @@ class RankFailedError(Exception):
 class RayGroup:
     """The actors of one job. Use `placed_group`, which ends them."""
 
-    def __init__(self, actors: Sequence[Any]) -> None:
+    def __init__(self, actors: Sequence[Any], stop: StopSwitch | None = None) -> None:
         self._actors = actors
+        self._stop = stop
         self._places: list[RankPlace] = []
 
     def meet(self) -> list[Rank]:
@@ -66,8 +69,10 @@ class RayGroup:
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
+        asked = [each.hello.remote() for each in self._actors]
+        _wait(_START, self._stop, lambda: not ray.wait(asked, num_returns=len(asked), timeout=1)[1])
         try:
-            answers = ray.get([each.hello.remote() for each in self._actors], timeout=_START)
+            answers = ray.get(asked, timeout=1.0)
         except (RayActorError, GetTimeoutError) as error:
             _check_import(error)
             raise RankLostError(f"a rank did not start: {_first_line(error)}") from error
@@ -101,6 +106,8 @@ class RayGroup:
             )
             at_work[method.remote(to_bytes("job", what), *shared)] = rank.numbers.rank
         while at_work:
+            if self._stop is not None:
+                self._stop.check()
             for stream in _ready(at_work):
                 name_, value = self._next(stream, at_work[stream], ranks)
                 if name_ == "end":
@@ -174,20 +181,23 @@ def _check_import(error: BaseException) -> None:
 
 
 @contextmanager
-def placed_group(num_ranks: int, kind: str, seconds: float) -> Iterator[RayGroup]:
+def placed_group(
+    num_ranks: int, kind: str, seconds: float, stop: StopSwitch | None = None
+) -> Iterator[RayGroup]:
     """Context: a group of that many ranks on devices of `kind`, ``GPU`` or ``CPU``.
 
     All on one node if one has room within half of `seconds`, else on several.
 
     Raises:
         NoRoomError: there is no room within `seconds`.
+        RunStoppedError: `stop` was set.
     """
     import ray
     from ray.util.placement_group import remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     bundle = {"CPU": 1.0, **({"GPU": 1.0} if kind == "GPU" else {})}
-    placed = _placed([bundle] * num_ranks, seconds)
+    placed = _placed([bundle] * num_ranks, seconds, stop)
     actors: list[Any] = []
     try:
         for at in range(num_ranks):
@@ -197,13 +207,13 @@ def placed_group(num_ranks: int, kind: str, seconds: float) -> Iterator[RayGroup
                 max_concurrency=2, scheduling_strategy=strategy,
             )  # fmt: skip
             actors.append(kind_of_actor.remote())
-        yield RayGroup(actors)
+        yield RayGroup(actors, stop)
     finally:
         _end(actors)
         remove_placement_group(placed)
 
 
-def _placed(bundles: list[dict[str, float]], seconds: float) -> Any:
+def _placed(bundles: list[dict[str, float]], seconds: float, stop: StopSwitch | None) -> Any:
     """A placement group of these bundles, on one node if possible."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -216,9 +226,14 @@ def _placed(bundles: list[dict[str, float]], seconds: float) -> Any:
     )
     for strategy, each in tries:
         found = placement_group(bundles, strategy=strategy)
-        if found.wait(each):
+        is_placed = False
+        try:
+            is_placed = _wait(each, stop, partial(found.wait, 1))
+        finally:
+            if not is_placed:
+                remove_placement_group(found)
+        if is_placed:
             return found
-        remove_placement_group(found)
     kind = "GPU" if "GPU" in bundles[0] else "CPU"
     total = sum(int(node.get(kind, 0)) for node in _nodes())
     raise NoRoomError(
@@ -226,6 +241,17 @@ def _placed(bundles: list[dict[str, float]], seconds: float) -> Any:
         f"{num_free(kind)} are free; wait for other jobs, add nodes, or give a smaller "
         "--num-devices"
     )
+
+
+def _wait(seconds: float, stop: StopSwitch | None, is_done: Callable[[], bool]) -> bool:
+    """Ask `is_done`, which waits a second each time; whether it came true in time."""
+    until = time.monotonic() + seconds
+    while not is_done():
+        if stop is not None:
+            stop.check()
+        if time.monotonic() > until:
+            return False
+    return True
 
 
 def _nodes() -> list[dict[str, float]]:

@@ -33,6 +33,7 @@ from everyframe.engine.ray_group import (
     placed_group,
 )
 from everyframe.engine.run_transfer import RunChanges, RunReader, with_texts, write_changes
+from everyframe.engine.stop_switch import StopSwitch
 from everyframe.engine.worker_process import WorkerJob
 from everyframe.runs.folder import Lock, RunFolder, new_run
 
@@ -40,26 +41,29 @@ from everyframe.runs.folder import Lock, RunFolder, new_run
 _MOST_LOSSES = 3
 
 
-def run_on_cluster(job: WorkerJob, place: Path, seconds: float) -> Events:
+def run_on_cluster(
+    job: WorkerJob, place: Path, seconds: float, stop: StopSwitch | None = None
+) -> Events:
     """Run a job with its ranks on the cluster and yield its events, as `run_in_workers` does.
 
-    `place` is where relative paths are; each group of ranks is waited for `seconds`.
+    `place` is where relative paths are; each group of ranks waits `seconds` for free devices.
 
     Raises:
         NoRoomError: there is no room for the ranks.
+        RunStoppedError: `stop` was set; the run folder is left.
         WorkerDiedError: ranks are lost again and again, or no device is left.
         EveryframeError: any error of a rank.
     """
     _check(job)
     run = _SavedRun(job, place)
     try:
-        yield from _attempts(job, run, seconds)
+        yield from _attempts(job, run, seconds, stop)
         run.remove()
     finally:
         run.release()
 
 
-def _attempts(job: WorkerJob, run: _SavedRun, seconds: float) -> Events:
+def _attempts(job: WorkerJob, run: _SavedRun, seconds: float, stop: StopSwitch | None) -> Events:
     """The events of all groups, each once; `Planned` is the first of them."""
     handed, number, lost = EventDeduplicator(), len(job.weights), ""
     scarcity: OutOfMemoryInfo | None = None
@@ -67,7 +71,7 @@ def _attempts(job: WorkerJob, run: _SavedRun, seconds: float) -> Events:
     while True:
         asked = run.job_now(job, number, handed.done, scarcity)
         try:
-            with closing(_group_events(asked, run, seconds)) as events:
+            with closing(_group_events(asked, run, seconds, stop)) as events:
                 for event in events:
                     new = handed.new(event)
                     if new is not None:
@@ -105,11 +109,13 @@ def _attempts(job: WorkerJob, run: _SavedRun, seconds: float) -> Events:
         handed.again()
 
 
-def _group_events(job: WorkerJob, run: _SavedRun, seconds: float) -> Events:
+def _group_events(
+    job: WorkerJob, run: _SavedRun, seconds: float, stop: StopSwitch | None
+) -> Events:
     """The events of the job in one group; what its ranks save is saved here."""
     copy = to_bytes("run", run.copy())
     inputs = run.inputs(job)
-    with placed_group(len(job.weights), _kind(job), seconds) as group:
+    with placed_group(len(job.weights), _kind(job), seconds, stop) as group:
         ranks = group.meet()
         sent = to_bytes("inputs", inputs)
         for name, value in group.events(ranks, job, run.name, copy, sent):

@@ -20,9 +20,10 @@ from everyframe.checkpoints.config_errors import config_errors
 from everyframe.core.bytes import parse_bytes, without_processes
 from everyframe.core.errors import CannotRunError
 from everyframe.core.facts import DeviceFacts, MachineFacts
+from everyframe.core.limits import random_seed
 from everyframe.core.parallel_plan import ParallelPlan
 from everyframe.core.plan import Plan, Repair, Settings
-from everyframe.core.request import DTYPES, Request, random_seed
+from everyframe.core.request import DTYPES, Request
 from everyframe.families.registry import check_option_names, family_options
 from everyframe.hardware.facts import machine_facts
 from everyframe.hardware.profiles import find_profile

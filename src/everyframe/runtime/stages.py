@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from everyframe.core.events import ComponentLoaded, Event, FramesDecoded, Note, Step, event_of
 from everyframe.core.plan import Plan, Settings
 from everyframe.parallel.communicator import ONE, Communicator, ParallelContext
-from everyframe.parallel.ordered_map import assign_pieces, run_in_order
+from everyframe.parallel.ordered_map import run_in_order
+from everyframe.parallel.uneven_split import assign_pieces
 from everyframe.runtime import tiling
 from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import VideoState

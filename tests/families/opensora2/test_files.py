@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from everyframe.core.errors import CheckpointError, EveryframeError, InputError
 from everyframe.core.request import Request
 from everyframe.families.opensora2.checkpoint import (
     CLIP,
+    DEEP_DENOISER,
     DEEP_VAE,
     DENOISER,
     FLUX,
@@ -167,6 +169,19 @@ def test_a_denoiser_without_its_first_layer_is_named(copy: Path) -> None:
     save_file(tensors, copy / DENOISER)
     with pytest.raises(CheckpointError, match=r"vector_in\.in_layer\.weight"):
         found(copy)
+
+
+@pytest.mark.parametrize(
+    ("variant", "name"), [("opensora2", DENOISER), ("opensora2-dcae", DEEP_DENOISER)]
+)
+def test_the_patch_of_a_denoiser_without_condition_is_told_by_its_autoencoder(
+    tiny_models: Models, tmp_path: Path, variant: str, name: str
+) -> None:
+    folder = Path(shutil.copytree(tiny_models(variant), tmp_path / "plain"))
+    whole = found(folder).config.denoiser
+    tensors = load_file(folder / name)
+    save_file({n: each for n, each in tensors.items() if "cond_in" not in n}, folder / name)
+    assert found(folder).config.denoiser == replace(whole, cond_embed=False)
 
 
 def test_options_of_other_parts_are_refused(tiny_models: Models, tmp_path: Path) -> None:

@@ -89,19 +89,20 @@ class MMDiTConfig:
         return cls(**config_values(cls, data, IGNORED_KEYS, "the denoiser's config.json"))
 
     @classmethod
-    def from_shapes(cls, shapes: Shapes) -> MMDiTConfig:
+    def from_shapes(cls, shapes: Shapes, latent_channels: int | None = None) -> MMDiTConfig:
         """Sizes from the tensors' shapes.
 
         Shapes tell neither the rotary axes nor their layout: a head's channels are shared among
         frame, row and column as in the released models (16, 56 and 56 of 128), and channels are
-        halves where q, k and v are apart, as upstream stored its video models.
+        halves where q, k and v are apart, as upstream stored its video models. The patch of a
+        denoiser without `cond_in` follows from `latent_channels` of its autoencoder; else it is 2.
         """
         hidden, in_channels = _shape(shapes, "img_in.weight", 2)
         fused = "double_blocks.0.img_attn.qkv.weight" in shapes
         (head,) = _shape(shapes, "double_blocks.0.img_attn.norm.query_norm.scale", 1)
-        patch = 2
+        area = 4 if latent_channels is None else max(in_channels // latent_channels, 1)
         if "cond_in.weight" in shapes:
-            patch = math.isqrt(max(shapes["cond_in.weight"][1] - in_channels, 0))
+            area = shapes["cond_in.weight"][1] - in_channels
         side = head * 7 // 16 // 2 * 2
         bias = f"double_blocks.0.img_attn.{'qkv' if fused else 'q_proj'}.bias"
         return cls(
@@ -119,7 +120,7 @@ class MMDiTConfig:
             cond_embed="cond_in.weight" in shapes,
             fused_qkv=fused,
             use_liger_rope=not fused,
-            patch_size=patch,
+            patch_size=math.isqrt(max(area, 0)),
         )
 
 

@@ -1,7 +1,7 @@
 """Resolve a request against one Open-Sora 2.0: size, length, guidance, given frames.
 
-Pure functions of the request and the model's sizes; no torch, no files. An impossible value raises
-`InputError` with the values that are possible.
+Functions of the request and the model's sizes; no torch, and of files only a given clip, whose
+frames are counted. An impossible value raises `InputError` with the values that are possible.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from everyframe.core.plan import Settings
 from everyframe.core.request import Request
 from everyframe.families.opensora2.config import OpenSora2Config
 from everyframe.families.opensora2.options import OpenSora2Options
+from everyframe.media.read import count_frames
 from everyframe.runtime.request_checks import (
     check_amount,
     check_latents,
@@ -228,12 +229,17 @@ def _clip(
     num_frames: int,
     notes: list[str],
 ) -> int:
-    """Frames of the given clip that are read; 0 without one. A shorter clip is read as a whole."""
+    """Frames of the given clip that are read: as asked, or the most that it has; 0 without one."""
     if request.extend is None:
         return 0
     trained = _CLIPS[config.is_high_compression]
-    frames = trained[0] if options.clip_frames is None else options.clip_frames
-    config.vae.latent_frames(frames)
+    asked = trained[0] if options.clip_frames is None else options.clip_frames
+    config.vae.latent_frames(asked)  # names the nearest that can be
+    there = count_frames(request.extend, asked, what="extend")
+    lengths = (asked, *config.vae.nearest_frames(there), 1)
+    frames = max(length for length in lengths if length <= max(there, 1))
+    if frames < asked:
+        notes.append(f"the given clip has {there} frames, of which {frames} are read, not {asked}")
     notes.append(
         "continuing a clip is a condition that the published training of Open-Sora 2.0 left out, "
         "so its quality is unknown"
