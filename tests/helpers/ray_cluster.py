@@ -41,6 +41,26 @@ def cluster(num_cpus: int) -> Iterator[Any]:
         found.shutdown()
 
 
+@contextmanager
+def node(found: Any, num_cpus: int) -> Iterator[Any]:
+    """Context: one more node."""
+    with nodes(found) as added:
+        added.append(add(found, num_cpus))
+        yield added[0]
+
+
+@contextmanager
+def nodes(found: Any) -> Iterator[list[Any]]:
+    """Context: nodes in the list are removed at the end, unless they were killed."""
+    added: list[Any] = []
+    try:
+        yield added
+    finally:
+        for each in added:
+            if each in found.worker_nodes:
+                kill(found, each)
+
+
 def add(found: Any, num_cpus: int) -> Any:
     """Add a node with that many CPUs."""
     return found.add_node(num_cpus=num_cpus, **_NODE)
