@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,9 +38,21 @@ def job(root: Path, request: Request = REQUEST) -> WorkerJob:
 
 
 def test_without_ray_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingPackageError, match=r"pip install 'everyframe\[ray\]'"):
         ray_executor()
+
+
+def test_ray_is_refused_where_it_was_imported_without_a_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would not read the mode again, and join any cluster."""
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    with pytest.raises(InputError, match="RAY_AUTH_MODE=token before that"):
+        ray_executor()
+    assert "RAY_AUTH_MODE" not in os.environ
 
 
 def test_the_modules_for_ray_import_neither_ray_nor_torch() -> None:
@@ -53,18 +66,18 @@ def test_the_modules_for_ray_import_neither_ray_nor_torch() -> None:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A head with room for one rank; tests add nodes."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'everyframe[ray]'")
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        ray_cluster.token(patch),
-        ray_cluster.cluster(num_cpus=1) as found,
-    ):
-        yield found
+    with pytest.MonkeyPatch.context() as patch, ray_cluster.token(patch):
+        # After the token: Ray reads its mode once.
+        pytest.importorskip("ray", reason="Ray is not installed: pip install 'everyframe[ray]'")
+        with ray_cluster.cluster(num_cpus=1) as found:
+            yield found
 
 
 @pytest.fixture(scope="module")
 def executor(cluster: Any) -> Iterator[RayExecutor]:
+    handler, here = signal.getsignal(signal.SIGTERM), os.getcwd()
     found = ray_executor(cluster.address, place_timeout=6.0)
+    assert (signal.getsignal(signal.SIGTERM), os.getcwd()) == (handler, here)
     try:
         yield found
     finally:

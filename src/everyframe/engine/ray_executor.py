@@ -8,6 +8,9 @@ tried again, as on one machine. `docs/how-to/cluster.md` is for people who run c
 from __future__ import annotations
 
 import os
+import signal
+import sys
+import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -22,6 +25,7 @@ from everyframe.engine.worker_process import WorkerJob
 
 #: Seconds to wait for room, by default.
 PLACE_TIMEOUT = 60.0
+_MODE = "RAY_AUTH_MODE"
 
 
 def ray_executor(
@@ -38,8 +42,7 @@ def ray_executor(
         MissingPackageError: Ray is not installed.
         InputError: there is no cluster at the address, or it refuses the token.
     """
-    # Ray reads it when it is imported; who wants none says so.
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    _ask_for_token()
     try:
         import ray
     except ImportError as error:
@@ -53,12 +56,31 @@ def ray_executor(
     return RayExecutor(place_timeout, disconnects=True)
 
 
+def _ask_for_token() -> None:
+    """Switch token authentication on unless a person chose; Ray reads it once, on import.
+
+    Raises:
+        InputError: Ray was imported without it.
+    """
+    if _MODE in os.environ:
+        return
+    if sys.modules.get("ray") is not None:
+        raise InputError(
+            f"Ray was imported without token authentication: set {_MODE}=token before that, or "
+            f"{_MODE}=disabled to let whoever reaches the cluster's ports run code on it"
+        )
+    os.environ[_MODE] = "token"
+
+
 def _connect(address: str) -> None:
-    """Join the cluster as a driver. Ray puts our current folder on its workers' import path."""
+    """Join the cluster as a driver, and undo what Ray changes in this process besides.
+
+    It takes over SIGTERM, and puts our current folder on its workers' import path.
+    """
     import ray
     from ray.exceptions import RayError
 
-    here = os.getcwd()
+    here, handler = os.getcwd(), signal.getsignal(signal.SIGTERM)
     # The place of this package is the only folder that we want there.
     os.chdir(Path(__file__).parents[2])
     try:
@@ -72,6 +94,8 @@ def _connect(address: str) -> None:
         ) from error
     finally:
         os.chdir(here)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 class RayExecutor:
