@@ -19,6 +19,7 @@ import diagrams
 import terminal
 from annotated_types import Ge, Gt, Le, Lt
 from api_pages import NOTE, api_page, events_page
+from man_page import man_page
 from pydantic.fields import FieldInfo
 
 import everyframe
@@ -31,6 +32,7 @@ from everyframe.hardware.known_issues import Condition, Issue, known_issues
 
 REFERENCE = Path(__file__).parent / "reference"
 PICTURES = Path(__file__).parent / "pictures"
+MAN = Path(__file__).parent / "man" / "everyframe.1"
 STUB = Path(__file__).parent.parent / "src" / "everyframe" / "__init__.pyi"
 _VALUES: dict[object, str] = {int: "N", float: "X", str: "TEXT", typing.Any: "FILE"}
 
@@ -271,6 +273,7 @@ PAGES = {
     PICTURES / "plan.svg": terminal.plan,
     PICTURES / "doctor.svg": terminal.doctor,
     STUB: stub,
+    MAN: man_page,
 }
 
 

@@ -31,9 +31,12 @@ from everyframe.engine.compiled_modules import quantize as quantize
 from everyframe.engine.compiled_modules import save_compiled as save_compiled
 from everyframe.engine.results import Output
 from everyframe.engine.save import save as save
+from everyframe.engine.warm_engine import Engine as Engine
+from everyframe.engine.warm_engine import load as load
 from everyframe.media.video import Video as Video
 
 __all__ = [
+    "Engine",
     "EveryframeError",
     "EveryframeWarning",
     "InputError",
@@ -45,6 +48,7 @@ __all__ = [
     "compile",
     "generate",
     "list_runs",
+    "load",
     "load_compiled",
     "plan",
     "quantize",
@@ -102,6 +106,8 @@ def generate(
     quality: str = "exact",
     compile: bool = False,
     compiled: str | None = None,
+    preview: bool = False,
+    preview_decoder: str | PathLike[str] | None = None,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
@@ -215,6 +221,10 @@ def generate(
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
         compiled: Use the blocks in this folder of `everyframe compile`.
+        preview: Show small pictures of the predicted video while it is made: as events, and in
+            a file next to the output.
+        preview_decoder: File or folder of a tiny autoencoder (TAESD or TAEHV) that decodes
+            previews.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
             takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this
@@ -242,8 +252,9 @@ def generate(
             of opensora2.
         first_frame: Draw a first picture and begin with it: flux draws it by FLUX.1-dev. For
             models of opensora2.
-        flux: Folder or hub id of flux1-dev.safetensors and flux1-dev-ae.safetensors, if they
-            are not beside the denoiser. For models of opensora2.
+        flux: Folder or hub id of FLUX.1-dev, if it is not beside the denoiser:
+            flux1-dev.safetensors and flux1-dev-ae.safetensors, or diffusers' layout. For models
+            of opensora2.
         vae_scaling: Scale of the DC-AE's latents: 1, or 0.493 as in upstream's training (> 0, ≤
             1000). For models of opensora2.
         truncate_prompt: Use the beginning of a prompt that is too long. For models of
@@ -361,6 +372,8 @@ def plan(
     quality: str = "exact",
     compile: bool = False,
     compiled: str | None = None,
+    preview: bool = False,
+    preview_decoder: str | PathLike[str] | None = None,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
@@ -468,6 +481,10 @@ def plan(
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
         compiled: Use the blocks in this folder of `everyframe compile`.
+        preview: Show small pictures of the predicted video while it is made: as events, and in
+            a file next to the output.
+        preview_decoder: File or folder of a tiny autoencoder (TAESD or TAEHV) that decodes
+            previews.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
             takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this
@@ -495,8 +512,9 @@ def plan(
             of opensora2.
         first_frame: Draw a first picture and begin with it: flux draws it by FLUX.1-dev. For
             models of opensora2.
-        flux: Folder or hub id of flux1-dev.safetensors and flux1-dev-ae.safetensors, if they
-            are not beside the denoiser. For models of opensora2.
+        flux: Folder or hub id of FLUX.1-dev, if it is not beside the denoiser:
+            flux1-dev.safetensors and flux1-dev-ae.safetensors, or diffusers' layout. For models
+            of opensora2.
         vae_scaling: Scale of the DC-AE's latents: 1, or 0.493 as in upstream's training (> 0, ≤
             1000). For models of opensora2.
         truncate_prompt: Use the beginning of a prompt that is too long. For models of
@@ -652,6 +670,8 @@ def run(
     quality: str = "exact",
     compile: bool = False,
     compiled: str | None = None,
+    preview: bool = False,
+    preview_decoder: str | PathLike[str] | None = None,
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
@@ -727,6 +747,10 @@ def run(
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
         compiled: Use the blocks in this folder of `everyframe compile`.
+        preview: Show small pictures of the predicted video while it is made: as events, and in
+            a file next to the output.
+        preview_decoder: File or folder of a tiny autoencoder (TAESD or TAEHV) that decodes
+            previews.
         report: Folder for a report page on repairs and numeric errors; recording magnitudes
             takes time.
         forget_repairs: Forget the repairs that earlier runs of this model needed on this

@@ -14,6 +14,7 @@ import everyframe
 from everyframe.checkpoints import safetensors_writer
 from everyframe.checkpoints.tensor_file import open_checkpoint
 from everyframe.core.errors import CheckpointError, InputError
+from everyframe.precision.quantization import quantise
 from helpers.components import originals, stored
 from helpers.loras import files as lora_files
 from helpers.loras.files import as_lora, factors_for
@@ -100,6 +101,26 @@ def test_quantized_weights(name: str, kind: str, models: Path, tmp_path: Path) -
     # Without the option the same rounded weights are multiplied in the plan's precision.
     wide = frames(name, tmp_path / "saved")
     assert np.abs(wide.astype(int) - wanted.astype(int)).max() <= 3
+
+
+def test_each_weight_is_rounded_once(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from everyframe.runtime import saved_checkpoint
+
+    rounded: list[tuple[int, ...]] = []
+
+    def counted(weight: torch.Tensor, *rest: Any) -> Any:
+        rounded.append(tuple(weight.shape))
+        return quantise(weight, *rest)
+
+    monkeypatch.setattr(saved_checkpoint, "quantise", counted)
+    model = tiny_families.made("svd", models)
+    everyframe.save(model, tmp_path / "saved", quantize="int8")
+    files = [*(tmp_path / "saved").rglob("*.safetensors")]
+    codes = [name for file in files for name, each in tensors_of(file).items()
+             if each.dtype == torch.int8]  # fmt: skip
+    assert len(rounded) == len(codes) > 0
 
 
 def test_what_is_copied(models: Path, tmp_path: Path) -> None:

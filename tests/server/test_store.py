@@ -5,31 +5,15 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from everyframe.core.errors import InputError, QueueFullError, StoreError
 from everyframe.server import store as stores
-from everyframe.server.data_folder import DataFolder, open_folder
+from everyframe.server.data_folder import DataFolder
 from everyframe.server.jobs import Job, NewJob
 from everyframe.server.store import JobStore
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[DataFolder]:
-    folder = open_folder(tmp_path / "server")
-    yield folder
-    folder.close()
-
-
-@pytest.fixture
-def store(folder: DataFolder) -> Iterator[JobStore]:
-    store = JobStore(folder)
-    yield store
-    store.close()
 
 
 def new(prompt: str = "a red circle", **values: Any) -> NewJob:

@@ -3,7 +3,7 @@
 The steps: check the request, check the output path, plan, then show events and write frames as they
 arrive. The last line on standard output is the path of the file.
 
-Read next: `output_files.py`, `progress.py`, `everyframe.engine.run`.
+Read next: `progress.py`, `everyframe.engine.output_files`, `everyframe.engine.run`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from everyframe.core.events import (
     FramesDecoded,
     Note,
     Planned,
+    Preview,
     RunSaved,
     VideoDone,
     VideoWritten,
@@ -38,7 +39,7 @@ from everyframe.planning.input_checks import check_input_files, check_output_opt
 from everyframe.runs.folder import RunFolder, root_of
 
 if TYPE_CHECKING:
-    from everyframe.cli.output_files import OutputFiles
+    from everyframe.engine.output_files import OutputFiles
 
 _HELP = """Make a video from a prompt.
 
@@ -129,8 +130,8 @@ def make(
         with shown.starting():
             events = start()
             # Not on top: it brings FFmpeg. The worker, where there is one, is starting meanwhile.
-            from everyframe.cli.output_files import OutputFiles as OpenFiles
-            from everyframe.cli.output_files import paths_for
+            from everyframe.engine.output_files import OutputFiles as OpenFiles
+            from everyframe.engine.output_files import paths_for
 
             planned = next(events)
         assert isinstance(planned, Planned), "the plan comes first"
@@ -182,6 +183,8 @@ def _take(event: Event, sink: OutputFiles, shown: Reporter) -> None:
         sink.add(event)
     if isinstance(event, AudioDecoded):
         _keep_sound(sink, event, shown)
+    if isinstance(event, Preview):
+        sink.show_preview(event)
     shown.show(event)
 
 

@@ -72,7 +72,11 @@ COMMANDS = {
     "doctor": ("everyframe.cli.doctor:COMMAND", "Check this machine, and name the fixes."),
     "save": ("everyframe.cli.save:COMMAND", "Write a model with merged or quantized weights."),
     "inspect": ("everyframe.cli.inspect:COMMAND", "Show how a video was made."),
+    "pull": ("everyframe.cli.pull:COMMAND", "Fetch and verify what a model needs."),
     "models": ("everyframe.cli.models:COMMAND", "List known models and what they need."),
+    "completion": ("everyframe.cli.completion:COMMAND", "Print a shell's completion script."),
+    "cache list": ("everyframe.cli.cache:LIST", "List what is on this disk, with sizes."),
+    "cache remove": ("everyframe.cli.cache:REMOVE", "Remove one entry, or all of a kind."),
     "config show": ("everyframe.cli.config:SHOW", "Show what is configured, and where."),
     "trace record": ("everyframe.cli.trace:RECORD", "Run, and record what every module computes."),
     "trace diff": ("everyframe.cli.trace:DIFF", "Name the first module where two runs differ."),
@@ -80,6 +84,7 @@ COMMANDS = {
 
 #: First word of two-word commands -> line in the list of commands.
 GROUPS = {
+    "cache": "See what is on this disk, and remove it.",
     "config": "Show what environment and files set.",
     "trace": "Record what every module computes, and compare two runs.",
 }
@@ -145,7 +150,7 @@ def _parsed(words: list[str]) -> Callable[[], int]:
     from everyframe.cli import help_format
 
     set_up(None)
-    app = _app()
+    app = build_app()
     try:
         command, bound, *_ = app.parse_args(
             [_DASH if word == "-" else word for word in words],
@@ -170,7 +175,9 @@ def _configured(command: Callable[..., int], values: dict[str, Any]) -> int:
         return command(**values)
 
 
-def _app() -> App:
+def build_app() -> App:
+    """The command line: every command, imported once it is named."""
+
     from cyclopts import App
 
     from everyframe.cli.help_format import formatter

@@ -89,6 +89,27 @@ class Step(Event):
 
 
 @dataclass(frozen=True)
+class Preview(Event):
+    """A small picture of the video with this seed, as the model predicts it after a step.
+
+    `preview` asks for it; it follows the `Step` of every few steps.
+
+    Attributes:
+        step: finished steps of this video, of `num_steps`.
+        width, height: size in pixels; the longer side has 256.
+        image: one frame, from the middle of the clip, as a JPEG file of at most 20,000 bytes.
+    """
+
+    type: ClassVar[str] = "preview"
+    seed: int
+    step: int
+    num_steps: int
+    width: int
+    height: int
+    image: bytes = field(repr=False, metadata={"bulky": True})
+
+
+@dataclass(frozen=True)
 class StageDone(Event):
     """A stage is done and its components are freed."""
 

@@ -6,7 +6,9 @@ types.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 
@@ -158,6 +160,18 @@ class MachineFacts:
     def cpu(self) -> DeviceFacts:
         """The CPU, which every machine has."""
         return next(device for device in self.devices if device.kind == "cpu")
+
+    def with_freed(
+        self, freed: Mapping[str, int], least: Mapping[str, int] = MappingProxyType({})
+    ) -> MachineFacts:
+        """The machine once `freed` bytes more are free, and at least `least`, by device."""
+
+        def of(device: DeviceFacts) -> DeviceFacts:
+            free = device.free_memory + freed.get(device.torch_name, 0)
+            free = max(free, least.get(device.torch_name, 0))
+            return replace(device, free_memory=min(free, max(device.memory, device.free_memory)))
+
+        return replace(self, devices=tuple(map(of, self.devices)))
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for a plan or a record."""

@@ -293,6 +293,21 @@ class LoraPlan:
 
 
 @dataclass(frozen=True)
+class PreviewPlan:
+    """Previews of a run.
+
+    Attributes:
+        interval: steps from one to the next.
+        source: what turns latents into pictures.
+        decoder: file or folder of a tiny autoencoder; None for a linear map.
+    """
+
+    interval: int
+    source: str
+    decoder: str | None = None
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that a run does, in the order of the stages.
 
@@ -307,6 +322,7 @@ class Plan:
             own.
         loras: LoRAs merged into the weights as they are loaded, in order.
         quality: choice for a quality budget; None for exact.
+        preview: how previews are made; None without them.
     """
 
     model: str
@@ -328,6 +344,7 @@ class Plan:
     switches: Switches | None = None
     loras: tuple[LoraPlan, ...] = ()
     quality: QualityPlan | None = None
+    preview: PreviewPlan | None = None
 
     @property
     def num_operations(self) -> int:

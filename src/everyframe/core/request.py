@@ -6,7 +6,6 @@ into a `Plan`, in which every value is resolved.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from pydantic import ValidationInfo, field_validator, model_validator
@@ -20,6 +19,7 @@ from everyframe.core.options import Options, option
 from everyframe.core.parallel_plan import parse_ways
 from everyframe.core.plan import Repair
 from everyframe.core.quality import EXACT, SamplingMethod, parse_quality
+from everyframe.core.video_size import check_sizes, parse_size
 
 #: Spellings of each precision; with `auto` the planner chooses.
 DTYPES = {
@@ -34,9 +34,6 @@ DTYPES = {
 
 #: Storage of linear layers' weights; with `auto` the planner chooses.
 QUANTIZE = ("auto", "none", "int8", "fp8")
-
-_SIZE = re.compile(r"(\d{1,9})\s*[xX×]\s*(\d{1,9})")
-_ASPECT = re.compile(r"(\d{1,9})\s*:\s*(\d{1,9})")
 
 
 class Request(Options):
@@ -238,6 +235,19 @@ class Request(Options):
     compiled: str | None = option(
         "Use the blocks in this folder of `everyframe compile`.", group="Machine", person_only=True
     )
+    preview: bool = option(
+        "Show small pictures of the predicted video while it is made: as events, and in a file "
+        "next to the output.",
+        group="Machine",
+        default=False,
+        person_only=True,
+    )
+    preview_decoder: str | None = option(
+        "File or folder of a tiny autoencoder (TAESD or TAEHV) that decodes previews.",
+        group="Machine",
+        person_only=True,
+        accepts=("PathLike[str]",),
+    )
     report: str | None = option(
         "Folder for a report page on repairs and numeric errors; recording magnitudes takes time.",
         group="Machine",
@@ -325,7 +335,7 @@ class Request(Options):
         for name in ("max_memory", "max_host_memory"):
             if getattr(self, name) is not None:
                 parse_bytes(getattr(self, name), name)
-        self._check_size()
+        check_sizes(self)
         if self.seconds is not None and self.num_frames is not None:
             raise InputError(
                 f"num_frames={self.num_frames} and seconds={self.seconds:g} both set the length; "
@@ -342,38 +352,10 @@ class Request(Options):
             raise InputError("image and extend both give the first frames; give one of them")
         return self
 
-    def _check_size(self) -> None:
-        ways = {
-            "size": self.size is not None,
-            "height and width": self.height is not None or self.width is not None,
-            "resolution": self.resolution is not None,
-        }
-        used = [name for name, is_used in ways.items() if is_used]
-        if len(used) > 1:
-            raise InputError(f"{' and '.join(used)} both set the size; give one of them")
-        if self.size is not None and not _SIZE.fullmatch(self.size.strip()):
-            raise InputError(f"size must be WIDTHxHEIGHT, for example 640x360, got {self.size!r}")
-        if not all(0 < side <= MAX_SIDE for side in self.asked_size() or ()):
-            raise InputError(f"size must have sides of 1 to {MAX_SIDE} pixels, got {self.size!r}")
-        if (self.height is None) != (self.width is None):
-            lone = "height" if self.width is None else "width"
-            other = "width" if lone == "height" else "height"
-            raise InputError(f"{lone} was given without {other}; give both, or size WIDTHxHEIGHT")
-        if self.aspect is not None:
-            if self.resolution is None:
-                raise InputError("aspect needs a resolution, for example --resolution 360p")
-            match = _ASPECT.fullmatch(self.aspect.strip())
-            if not match or 0 in map(int, match.groups()):
-                raise InputError(
-                    f"aspect must be width:height, for example 16:9, got {self.aspect!r}"
-                )
-
     def asked_size(self) -> tuple[int, int] | None:
         """(height, width) in pixels if given as numbers."""
         if self.size is not None:
-            match = _SIZE.fullmatch(self.size.strip())
-            assert match is not None
-            return int(match[2]), int(match[1])
+            return parse_size(self.size)
         if self.height is not None and self.width is not None:
             return self.height, self.width
         return None

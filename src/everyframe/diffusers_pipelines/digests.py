@@ -43,10 +43,15 @@ def digest_pipeline(pipe: Any) -> dict[str, str]:
     device = str(getattr(pipe, "_execution_device", None) or getattr(pipe, "device", ""))
     found = {"pipeline": _digest([_kind(pipe), _config(pipe), device])}
     for name, part in pipe.components.items():
-        said: list[Any] = [_kind(part), _config(part), _scalars(part)]
-        said = [said, *_of_module(part)] if isinstance(part, nn.Module) else said[:2]
-        found[name] = _digest([*said, getattr(part, "shift", None)])
+        found[name] = digest_component(part)
     return found
+
+
+def digest_component(part: Any) -> str:
+    """Digest of one component; see `digest_pipeline`."""
+    said: list[Any] = [_kind(part), _config(part), _scalars(part)]
+    said = [said, *_of_module(part)] if isinstance(part, nn.Module) else said[:2]
+    return _digest([*said, getattr(part, "shift", None)])
 
 
 def _digest(values: list[Any]) -> str:

@@ -13,10 +13,10 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import cache, partial, wraps
 from types import ModuleType
 from typing import Any
 
@@ -206,6 +206,57 @@ def float32_noise() -> Iterator[None]:
             yield
         finally:
             _IS_OURS.reset(token)
+
+
+#: What hears the steps of a scheduler in this context, with that scheduler.
+_LISTENER: ContextVar[tuple[Any, Callable[[Any, Mapping[str, Any]], None]] | None] = ContextVar(
+    "listener", default=None
+)
+
+
+def _heard_step(owner: type) -> Callable[[], None]:
+    """Let ``step`` of a scheduler's class tell what it was given; returns what restores it."""
+    original = vars(owner)["step"]
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        scheduler, hear = _LISTENER.get() or (None, None)
+        if hear is not None and scheduler is self:
+            hear(self, signature.bind(self, *args, **kwargs).arguments)
+        return result
+
+    type.__setattr__(owner, "step", step)
+
+    def restore() -> None:
+        if vars(owner)["step"] is step:
+            type.__setattr__(owner, "step", original)
+
+    return restore
+
+
+@cache
+def _of_scheduler(owner: type) -> _Patch:
+    return _Patch(partial(_heard_step, owner))
+
+
+@contextmanager
+def steps_heard(scheduler: Any, hear: Callable[[Any, Mapping[str, Any]], None]) -> Iterator[None]:
+    """Context, for this thread: ``hear(scheduler, arguments)`` after each step of that scheduler.
+
+    Its class is changed and not the object, of which pipelines make copies.
+    """
+    owner = next((each for each in type(scheduler).__mro__ if "step" in vars(each)), None)
+    if owner is None:
+        yield
+        return
+    with _of_scheduler(owner).used():
+        token = _LISTENER.set((scheduler, hear))
+        try:
+            yield
+        finally:
+            _LISTENER.reset(token)
 
 
 class _Seam(ModuleType):

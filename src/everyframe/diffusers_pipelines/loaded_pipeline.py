@@ -25,7 +25,7 @@ from everyframe.diffusers_pipelines.call_thread import Beside, InThread, Tell
 from everyframe.diffusers_pipelines.component_classes import checked
 from everyframe.diffusers_pipelines.components import STAGE, prefers, working_bytes
 from everyframe.diffusers_pipelines.defaults import PipelineDefaults
-from everyframe.diffusers_pipelines.digests import digest_pipeline
+from everyframe.diffusers_pipelines.digests import digest_component, digest_pipeline
 from everyframe.diffusers_pipelines.image_forms import form_of
 from everyframe.diffusers_pipelines.oom_fallback import chunk_savings
 from everyframe.diffusers_pipelines.options import PipelineOptions
@@ -35,6 +35,7 @@ from everyframe.precision.dtypes import NUM_BYTES, dtype_name
 from everyframe.precision.policy import ComponentNeeds
 from everyframe.precision.strict_float32 import switches_of
 from everyframe.runtime.interface import Component, MemorySaving, Stage
+from everyframe.runtime.latent_space import LatentSpace
 from everyframe.runtime.patchable import NO_PATCHES, WeightPatches, WeightTable
 
 if TYPE_CHECKING:
@@ -188,6 +189,15 @@ class LoadedPipelineSpec(CompleteSpec):
             vae = type(self.pipe.components[component]).__name__
             yield from chunk_savings(self.sizes.interface, self.options.option, settings, vae)
 
+    @property
+    def latent_space(self) -> LatentSpace | None:
+        """The latents of its component ``vae``, if it has one."""
+        from everyframe.diffusers_pipelines.step_previews import latent_space
+
+        vae = self.pipe.components.get("vae")
+        digest = partial(digest_component, vae)
+        return latent_space(self.sizes, type(vae).__name__, own_digest=digest)
+
     def stage(self, plan: Plan, teams: ParallelContext) -> Stage:
         """The only stage: the call, on one device."""
         from everyframe.diffusers_pipelines.stage import PipelineStage
@@ -204,6 +214,7 @@ class LoadedPipelineSpec(CompleteSpec):
             pipe=self.pipe,
             savings=self.savings,
             calling=way,
+            latents=self.latent_space,
             patches=self.patched.patches,
         )
 

@@ -9,7 +9,7 @@ memory (`oom_fallback.py`). Several ranks all make the call and split the denois
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,13 +20,14 @@ from torch import nn
 
 from everyframe.checkpoints.patched_file import Patches
 from everyframe.core.errors import CannotRunError, EveryframeError, InputError
-from everyframe.core.events import AudioDecoded, Event, FramesDecoded, Note, Output, Step
+from everyframe.core.events import AudioDecoded, Event, Events, FramesDecoded, Note, Output, Step
 from everyframe.core.options import shown
 from everyframe.core.plan import Plan, Settings
 from everyframe.diffusers_pipelines import call_options, sequence_parallel
 from everyframe.diffusers_pipelines.answer_prediction import predict_answers
 from everyframe.diffusers_pipelines.call import no_progress_bars
 from everyframe.diffusers_pipelines.call_arguments import arguments
+from everyframe.diffusers_pipelines.call_results import Made, OutOfMemory, generators_in
 from everyframe.diffusers_pipelines.call_thread import Apart as InOwnThread
 from everyframe.diffusers_pipelines.call_thread import Calling
 from everyframe.diffusers_pipelines.cfg_detection import CfgBranches
@@ -61,12 +62,15 @@ from everyframe.diffusers_pipelines.module_calls import (
 from everyframe.diffusers_pipelines.oom_fallback import PipelineOomFallbacks
 from everyframe.diffusers_pipelines.patched_weights import held_for_run
 from everyframe.diffusers_pipelines.signature import CallSignature
+from everyframe.diffusers_pipelines.step_previews import StepPreviews
 from everyframe.diffusers_pipelines.step_tracking import StepTracker
 from everyframe.hardware.cpu import cpu_threads
 from everyframe.hardware.device_loss import is_device_loss
 from everyframe.hardware.memory import is_out_of_memory
 from everyframe.parallel.communicator import ONE, ParallelContext
+from everyframe.runtime.component_cache import WarmComponents
 from everyframe.runtime.interface import MemorySavings, VideoState
+from everyframe.runtime.latent_space import LatentSpace
 from everyframe.runtime.oom_fallback import together
 
 Emit = Callable[[Event], None]
@@ -89,6 +93,8 @@ class PipelineStage:
         branches: guidance branches to split across ranks; None if they are not split.
         calling: how a caller's pipeline is called; by default in a thread of its own.
         patches: patches of a caller's pipeline by component; those of `files` are in them.
+        latents: the latents of its denoiser, for previews.
+        warm: components of earlier runs.
     """
 
     plan: Plan
@@ -101,6 +107,8 @@ class PipelineStage:
     branches: CfgBranches | None = None
     calling: Calling | None = None
     patches: Mapping[str, Patches] = field(default_factory=dict)
+    latents: LatentSpace | None = None
+    warm: WarmComponents = field(default_factory=WarmComponents)
     name: str = STAGE
     # Its answers are kept call by call, and served again when it is called again.
     goes_on: bool = False
@@ -119,7 +127,7 @@ class PipelineStage:
         """Requested steps over all videos."""
         return num_videos * self.plan.settings.num_inference_steps
 
-    def run(self, videos: Sequence[VideoState]) -> Iterator[Event]:
+    def run(self, videos: Sequence[VideoState]) -> Events:
         """Yield the frames of each video, and its sound if it has any."""
         with ExitStack() as stack:
             pipe = self.pipe
@@ -127,14 +135,16 @@ class PipelineStage:
                 assert self.files is not None
                 found: list[Any] = []
                 leads = self.teams.team.is_lead
-                yield from quietly(load(self.plan, self.files, found, encodes=leads))
+                yield from quietly(load(self.plan, self.files, found, self.warm, encodes=leads))
                 pipe = found.pop()
             else:
                 stack.enter_context(held_for_run(pipe, self.patches))
             stack.enter_context(no_progress_bars(pipe))
             set_guidance(pipe, self.interface, self.plan.settings)
             owned = {} if self.pipe is not None else _modules(pipe)
-            reliefs = PipelineOomFallbacks(self.plan, pipe, owned, self.savings)
+            reliefs = PipelineOomFallbacks(
+                self.plan, pipe, owned, self.savings, self.warm.free_others
+            )
             shared = sequence_parallel.apply_to_all(_modules(pipe), self.teams)
             ready = _Ready(pipe, self.plan.device.torch_name, reliefs, shared)
             for each in ready.shared.values():
@@ -195,6 +205,7 @@ class PipelineStage:
             DistributedOutOfMemoryError: one of several ranks ran out of memory.
         """
         begun, last_step = time.perf_counter(), 0
+        previews = StepPreviews.of(self.plan, self.latents)
         generators, given = GlobalGenerators(ready.devices), call_options.states_of(self.own)
 
         def emit(event: Event) -> None:
@@ -208,6 +219,10 @@ class PipelineStage:
                 last_step = step
                 done, total = number * num_steps + step, num_videos * num_steps
                 emit(Step(self.name, done, total, video.seed, now - begun))
+                for event in (
+                    () if previews is None else previews.preview(video.seed, step, num_steps)
+                ):
+                    emit(event)
             begun = time.perf_counter()
 
         for relief in () if self._is_shared else ready.reliefs.resumed(video):
@@ -217,14 +232,16 @@ class PipelineStage:
             for generator, state in given:
                 generator.set_state(state)
             with generators.seeded(video.seed):
-                made = self._attempt(ready, video, on_step, emit)
-            if not isinstance(made, _TooLittle):
+                made = self._attempt(ready, video, previews, on_step, emit)
+            if not isinstance(made, OutOfMemory):
                 if generators.is_mixed:
                     hand(_MIXED)
                 return made
             if self._is_shared:
                 at = (made.at,) if made.at else ()
                 raise together(self.name, made.step, at, made.place, made.said)
+            if ready.reliefs.free_others():
+                continue
             less = ready.reliefs.at(0, made.at)
             if less is None:
                 raise CannotRunError(self._beyond(made, ready.reliefs.tried))
@@ -234,8 +251,13 @@ class PipelineStage:
                 video.replay_log.again()
 
     def _attempt(
-        self, ready: _Ready, video: VideoState, on_step: Callable[[int, int], None], emit: Emit
-    ) -> Made | _TooLittle:
+        self,
+        ready: _Ready,
+        video: VideoState,
+        previews: StepPreviews | None,
+        on_step: Callable[[int, int], None],
+        emit: Emit,
+    ) -> Made | OutOfMemory:
         pipe, settings, leads = ready.pipe, ready.reliefs.settings, self.teams.team.is_lead
         modules = _modules(pipe)
         denoising = {name: modules[name] for name in denoisers(modules)}
@@ -246,6 +268,7 @@ class PipelineStage:
         around, branches = GuardedCallHooks(watch, video), self.branches
         with (
             watch,
+            nullcontext() if previews is None else previews.listening(scheduler),
             float32_noise(),
             CfgParallel(denoising, branches, self.teams, around) if branches else nullcontext(),
             DenoiserReplay(denoising, watch, video, at_once=branches is None),
@@ -264,7 +287,7 @@ class PipelineStage:
                 if not is_out_of_memory(error):
                     raise self._explained(error, watch.begun) from error
                 # Told and not raised, so that nothing holds what the failed call had made.
-                return _TooLittle(str(error).partition("\n")[0], guarded.at, watch.begun)
+                return OutOfMemory(str(error).partition("\n")[0], guarded.at, watch.begun)
             watch.finish()
             if not leads:  # the first of these ranks has them
                 return Made(())
@@ -276,6 +299,8 @@ class PipelineStage:
             videos = [(frames_of(result, each), sound_of(result, pipe, each)) for each in numbers]
             for frames, _ in videos:
                 guarded.check_frames(frames)
+            for event in () if previews is None else previews.fit(videos[0][0]):
+                emit(event)
         return Made(videos, output)
 
     def _result(
@@ -288,7 +313,7 @@ class PipelineStage:
         def call(video: VideoState) -> Any:
             decodes = self.teams.team.is_lead
             given = arguments(self.interface, settings, video, self.own, decodes=decodes)
-            states.extend((each, each.get_state()) for each in _generators(given.values()))
+            states.extend((each, each.get_state()) for each in generators_in(given.values()))
             return ready.pipe(**given)
 
         def as_plain(pictures: Mapping[str, Any]) -> Any:
@@ -310,7 +335,7 @@ class PipelineStage:
             tell=lambda text: emit(Note(text)),
         )
 
-    def _beyond(self, made: _TooLittle, tried: Sequence[str]) -> str:
+    def _beyond(self, made: OutOfMemory, tried: Sequence[str]) -> str:
         was_tried = f" (tried: {'; '.join(tried)})" if tried else ""
         less = "use a smaller size or num_frames"
         if self.pipe is not None:
@@ -343,14 +368,6 @@ class PipelineStage:
 
 
 @dataclass(frozen=True)
-class Made:
-    """Result of a call: its videos with optional sound, and its raw output if requested."""
-
-    videos: Sequence[tuple[Array, tuple[Array, int] | None]]
-    output: Any = None
-
-
-@dataclass(frozen=True)
 class _Ready:
     """A loaded pipeline with its memory fallbacks and sequence-parallel patches."""
 
@@ -370,29 +387,6 @@ class _Ready:
     def apart(self) -> dict[str, UnshardedCall]:
         """For each split component, a context that runs it whole on this rank."""
         return {name: each.apart for name, each in self.shared.items()}
-
-
-@dataclass(frozen=True)
-class _TooLittle:
-    """Out-of-memory event of a call: message, component (may be empty) and step."""
-
-    said: str
-    at: str
-    step: int
-
-    @property
-    def place(self) -> str:
-        """Such as "step 3 of pipeline, in its vae"."""
-        step = f"step {self.step} of {STAGE}" if self.step else f"before the first step of {STAGE}"
-        return f"{step}, in its {self.at}" if self.at else step
-
-
-def _generators(values: Iterable[Any]) -> Iterator[torch.Generator]:
-    """Generators among the arguments of a call, also in lists."""
-    for value in values:
-        for each in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(each, torch.Generator):
-                yield each
 
 
 def _modules(pipe: Any) -> dict[str, nn.Module]:

@@ -40,7 +40,7 @@ from everyframe.parallel.pending import PendingSend
 from everyframe.parallel.rendezvous import check_equal_on_ranks, new_group, set_device, split
 from everyframe.planning.load_balancing import are_alike, measured, speed_dtype
 from everyframe.planning.parallelism import asked_devices
-from everyframe.planning.resolve import default_threads
+from everyframe.planning.resolve import Freed, default_threads
 from everyframe.runtime.interface import ModelSpec, ShardableSpec, Stage, VideoState
 from everyframe.runtime.rank_shares import branch_groups
 
@@ -75,9 +75,12 @@ class Peers:
 
 
 def meet_peers(
-    request: Request, join: Rendezvous | None, num_threads: int | None = None
+    request: Request,
+    join: Rendezvous | None,
+    num_threads: int | None = None,
+    freed: Freed | None = None,
 ) -> Peers | None:
-    """Join the other ranks, if any, and exchange device facts.
+    """Join the other ranks, if any, and exchange device facts; `freed` as in `prepare`.
 
     Raises:
         InputError: this machine lacks what was asked for, or another rank runs another version.
@@ -85,6 +88,7 @@ def meet_peers(
     if join is None:
         return None
     facts = machine_facts(request.device)
+    facts = facts if freed is None else freed(facts)
     place, count = (join.rank, request.num_ranks) if join.local is None else join.local
     here = request
     if join.local is not None:  # what was asked counts the ranks of all machines

@@ -6,6 +6,7 @@ An executor is safe to call from several threads, and imports no torch in its ow
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,27 @@ class WarmModel:
     since: float
     devices: tuple[str, ...]
     is_busy: bool = False
+
+
+LoadedComponent = tuple[str, int, float, str]
+"""A component that stays in memory: its model, bytes, time of the last use, and device."""
+
+
+def warm_models(loaded: Iterable[LoadedComponent], *, is_busy: bool = False) -> list[WarmModel]:
+    """The models of these components."""
+    by_model: dict[str, list[LoadedComponent]] = {}
+    for each in loaded:
+        by_model.setdefault(each[0], []).append(each)
+    return [
+        WarmModel(
+            model,
+            sum(size for _, size, _, _ in parts),
+            max(since for *_, since, _ in parts),
+            tuple(dict.fromkeys(device for *_, device in parts)),
+            is_busy,
+        )
+        for model, parts in by_model.items()
+    ]
 
 
 class Executor(Protocol):
@@ -97,7 +119,7 @@ class FreshWorkers:
         """Run a job in processes of its own; see `Executor.run`."""
         if job.request is not None:
             check_input_files(job.request)
-        return run_in_workers(with_own_ranks(job), place, stop)
+        return run_in_workers(with_own_ranks(job), place, stop=stop)
 
     def plan(self, request: Request) -> Plan:
         """Plan a request in a process of its own; see `Executor.plan`."""

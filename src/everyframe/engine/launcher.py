@@ -13,8 +13,8 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -35,7 +35,7 @@ from everyframe.core.serialization import from_jsonable
 from everyframe.engine.error_transfer import error_from
 from everyframe.engine.stop_switch import StopSwitch
 from everyframe.engine.worker_monitor import HangDetector, crash_error, kept_in
-from everyframe.engine.worker_process import Worker, WorkerJob, receive, send
+from everyframe.engine.worker_process import Worker, WorkerJob
 from everyframe.runs.folder import RunFolder
 
 
@@ -91,8 +91,32 @@ def ranks_of(run: RunFolder) -> int:
     return 1 if plan.parallel is None else len(plan.parallel.ranks)
 
 
+Start = Callable[[WorkerJob], AbstractContextManager[Sequence[Worker]]]
+"""Context: the workers of a job, one per rank, which have it; its end takes care of them."""
+
+
+@contextmanager
+def fresh_workers(job: WorkerJob) -> Iterator[Sequence[Worker]]:
+    """Context: new workers for this job, all of which end with it."""
+    workers: list[Worker] = []
+    try:
+        for rank in range(len(job.weights)) if job.local is None else [job.rank]:
+            workers.append(Worker())
+            workers[-1].give(replace(job, rank=rank))
+        yield workers
+        for worker in workers:
+            if worker.has_ended:
+                worker.end()
+    finally:
+        for worker in workers:
+            worker.kill()
+
+
 def run_in_workers(
-    job: WorkerJob, place: Path | None = None, stop: StopSwitch | None = None
+    job: WorkerJob,
+    place: Path | None = None,
+    stop: StopSwitch | None = None,
+    start: Start = fresh_workers,
 ) -> Events:
     """Run the job in worker processes and yield its events, as `everyframe.engine.run.stream` does.
 
@@ -101,28 +125,29 @@ def run_in_workers(
     plan that needs less (`replan.py`). Raises any error of a worker; `WorkerDiedError` for a crash;
     `RunStoppedError` once `stop` is set, which leaves the run folder.
     """
+    job = replace(job, place=place)
     # Already at work while the caller does something else.
-    return _handed_on(job, place, stop, *_begun(job, place))
+    return _handed_on(job, start, stop, *_begun(job, start))
 
 
-def _begun(job: WorkerJob, place: Path | None) -> tuple[ExitStack, list[Worker]]:
+def _begun(job: WorkerJob, start: Start) -> tuple[ExitStack, Sequence[Worker]]:
     """Start the job's workers; closing the stack ends them."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="everyframe-")))
         level = logging.getLevelName(logging.getLogger("everyframe").getEffectiveLevel())
         meeting = folder / "meeting" if len(job.weights) > 1 and job.local is None else None
         job = replace(job, folder=folder, log_level=level, meeting=meeting)
-        workers = stack.enter_context(_started(job, place))
+        workers = stack.enter_context(start(job))
         return stack.pop_all(), workers
     raise AssertionError("an exit stack swallows nothing")
 
 
 def _handed_on(
     job: WorkerJob,
-    place: Path | None,
+    start: Start,
     stop: StopSwitch | None,
     stack: ExitStack,
-    workers: list[Worker],
+    workers: Sequence[Worker],
 ) -> Events:
     run = None if job.run is None else RunFolder(job.run)
     handed = EventDeduplicator()
@@ -147,8 +172,6 @@ def _handed_on(
                     raise
                 scarcity = scarce.scarcity
             else:
-                for worker in workers:
-                    worker.end()
                 break
         handed.again()
         skip = (*job.skip, *handed.done)
@@ -157,27 +180,12 @@ def _handed_on(
         named = job.named if job.request is None else None
         again = replace(job, request=None, run=run.path, skip=skip, ranks=None, scarcity=scarcity,
                         named=named)  # fmt: skip
-        stack, workers = _begun(again, place)
+        stack, workers = _begun(again, start)
     if run is not None:
         run.remove()
 
 
-@contextmanager
-def _started(job: WorkerJob, place: Path | None) -> Iterator[list[Worker]]:
-    """Context: the job's workers, all of which are ended on exit."""
-    workers: list[Worker] = []
-    try:
-        for rank in range(len(job.weights)) if job.local is None else [job.rank]:
-            worker = Worker(replace(job, rank=rank), place)
-            workers.append(worker)
-            send(worker.connection, "job", worker.job)
-        yield workers
-    finally:
-        for worker in workers:
-            worker.kill()
-
-
-def _events(workers: list[Worker], stop: StopSwitch | None = None) -> Iterator[Event]:
+def _events(workers: Sequence[Worker], stop: StopSwitch | None = None) -> Iterator[Event]:
     """Events of the workers that report, until all have exited normally."""
     at_work = {worker.connection: worker for worker in workers}
     num_ranks = len(workers[0].job.weights)
@@ -188,7 +196,7 @@ def _events(workers: list[Worker], stop: StopSwitch | None = None) -> Iterator[E
             assert isinstance(connection, Connection)
             worker = at_work[connection]
             try:
-                name, value = receive(connection)
+                name, value = worker.receive()
             except (EOFError, ConnectionResetError) as error:
                 raise _GoneError(worker) from error
             if name == "event":
@@ -219,7 +227,10 @@ def _ready(
 
 
 def _heard_out(
-    worker: Worker, value: dict[str, Any], at_work: dict[Connection, Worker], workers: list[Worker]
+    worker: Worker,
+    value: dict[str, Any],
+    at_work: dict[Connection, Worker],
+    workers: Sequence[Worker],
 ) -> Generator[Event, None, tuple[Worker, dict[str, Any]]]:
     """Yield the remaining events of the other workers after a failure; return the worker at fault.
 
@@ -241,7 +252,7 @@ def _heard_out(
         for connection in found:
             assert isinstance(connection, Connection)
             try:
-                name, data = receive(connection)
+                name, data = others[connection].receive()
             except (EOFError, ConnectionResetError):
                 del others[connection]
                 continue

@@ -45,7 +45,8 @@ from everyframe.runtime.repair_cache import remedy_from
 
 #: Left out of the recorded request: the values in force are in the recorded plan.
 _OF_THIS_MACHINE = (
-    "compiled", "report", "forget_repairs", "remedies", "paths", "quantized", "method",
+    "compiled", "report", "forget_repairs", "remedies", "paths", "quantized", "method", "preview",
+    "preview_decoder",
 )  # fmt: skip
 #: Mutually exclusive options.
 _ALIKE = (
@@ -66,7 +67,7 @@ def make_record(plan: Plan, request: Request, weight_files: Sequence[str]) -> di
     """Build the record of a run, complete before the run so that it fits into the file header."""
     shown = plan.to_json()
     settings = shown.pop("settings")
-    for transient in ("notes", "downloads", "infeasible"):
+    for transient in ("notes", "downloads", "infeasible", "preview"):
         shown.pop(transient)
     shown["model"] = _model_name(plan.model)
     shown["device"] = {key: value for key, value in shown["device"].items() if key != "free_memory"}

@@ -37,12 +37,14 @@ from everyframe.engine.replan import (
     with_devices,
 )
 from everyframe.engine.run import initial_videos, run_stages
+from everyframe.engine.warm_state import with_cache
 from everyframe.hardware.facts import machine_facts
 from everyframe.media.output_path import check_folder
 from everyframe.planning.find_model import find_model
 from everyframe.planning.resolve import LoadedModel
 from everyframe.runs.folder import Lock, RunFolder, free_runs
 from everyframe.runs.run_state import RunState, RunStateWriter, SaveInterval, SaveOptions, furthest
+from everyframe.runtime.component_cache import ComponentCache
 from everyframe.runtime.interface import VideoState
 
 #: The name in a recorded file's identity, beside its hash.
@@ -62,6 +64,7 @@ def resume_run(
     scarcity: OutOfMemoryInfo | None = None,
     trust_remote_code: bool = False,
     named: Mapping[str, Any] | None = MappingProxyType({}),
+    cache: ComponentCache | None = None,
 ) -> Events:
     """Resume a run and yield its events, as `everyframe.engine.run.stream` does.
 
@@ -69,6 +72,7 @@ def resume_run(
     of several ranks: all read the saved state before the first one writes. `ranks` replace the
     run's devices. `scarcity` asks for the next memory fallback. `named` are options given again, as
     a stranger's run needs (`foreign_run`); None for a run that this very call began.
+    `cache` is that of `stream`; it is emptied first, as the saved plan may need all memory.
     """
     lock = _locked(folder) if (leads := join is None or join.rank == 0) else None
     try:
@@ -94,6 +98,9 @@ def resume_run(
             folder.remove()
             return
         here = join_plan(run.plan, model, record, peers, skip)
+        if cache is not None:
+            cache.clear()
+            model = with_cache(model, cache, here, record)
         how = SaveOptions(folder.path.parent, run.output, run.as_uint8, cleans, pace)
         keeper = RunStateWriter(replace(folder, part=here.group) if here.leads else None, how, lock)
         progress, says = _read(keeper, run, here.mine(left))

@@ -55,12 +55,16 @@ from everyframe.planning.parallelism import (
     make_parallel_plan,
     shares_asked,
 )
+from everyframe.planning.previews import plan_previews
 from everyframe.planning.quality import QualityChoice, choose_method
 from everyframe.planning.stage_forecasts import rates_of, stage_plans
 from everyframe.precision.policy import check_asked
 from everyframe.runtime.interface import ModelSpec, PromptReadingSpec
 from everyframe.runtime.patchable import notes_of, patches_of, saved_bytes_of
 from everyframe.runtime.repair_cache import cached_key, load_repairs, repair_notes
+
+Freed: TypeAlias = Callable[[MachineFacts], MachineFacts]
+"""The facts of this machine once memory is free that something gives back before a run."""
 
 _Fit: TypeAlias = tuple[BalancedPlan, MemoryFit, FitResult]
 
@@ -87,14 +91,17 @@ class PreparedPlan:
     chooser: FastPathChooser
 
 
-def resolve(request: Request, profile: str | Path | None = None) -> Plan:
+def resolve(
+    request: Request, profile: str | Path | None = None, freed: Freed | None = None
+) -> Plan:
     """Resolve a request into a plan with a time forecast; nothing is loaded or fetched.
 
-    `profile` names another machine or a file with its facts; None is this machine. A machine that
+    `profile` names another machine or a file with its facts; None is this machine, with what will
+    be `freed` before the run. A machine that
     is too small, or on which the run would fail, gives a plan with `infeasible`, so that it can
     be shown. Raises `InputError` if the model can't do what is requested.
     """
-    return prepare(request, profile=profile, with_seconds=True).plan
+    return prepare(request, profile=profile, with_seconds=True, freed=freed).plan
 
 
 def prepare(
@@ -107,6 +114,7 @@ def prepare(
     profile: str | Path | None = None,
     with_seconds: bool = False,
     will_run: bool = False,
+    freed: Freed | None = None,
 ) -> PreparedPlan:
     """Resolve a request into a plan, with its model; `may_fetch` allows fetching its configs.
 
@@ -114,14 +122,15 @@ def prepare(
     joined already; `given` is an in-memory model. `with_seconds` is for a plan that is shown: this
     machine is measured for up to a second to forecast times, and prompts are checked against local
     tokenizers, as in a run. `will_run` tries fast paths without a certificate, for some seconds at
-    most, so that the plan has only certified ones; otherwise it lists expected ones.
+    most, so that the plan has only certified ones; otherwise it lists expected ones. `freed` adds
+    memory that is taken now and will be free for the run.
     """
     # A class in memory, and the model inside of the package, are not somebody's files.
     is_foreign = given is None and request.model is not None
     with config_errors(str(request.model)) if is_foreign else nullcontext():
         return _prepared(
             request, may_fetch, num_threads, devices, given, profile,
-            with_seconds=with_seconds, will_run=will_run,
+            with_seconds=with_seconds, will_run=will_run, freed=freed,
         )  # fmt: skip
 
 
@@ -135,12 +144,14 @@ def _prepared(
     *,
     with_seconds: bool,
     will_run: bool,
+    freed: Freed | None,
 ) -> PreparedPlan:
     model, family_name = _model(request, given, may_fetch=may_fetch)
     # Before the machine is looked at, which takes torch: what cannot be asked is refused at once.
     settings, notes = model.settle(request, random_seed() if request.seed is None else request.seed)
     _check_contents(request, settings, given)
     facts = machine_facts(request.device) if profile is None else find_profile(profile).machine()
+    facts = facts if freed is None else freed(facts)
     # Ranks that have met have begun, and what they take is no longer free.
     devices = _usable(devices or _before_ranks(asked_devices(request, facts)), request)
     check_division(request, model, settings, len(devices))
@@ -156,12 +167,11 @@ def _prepared(
         return _fitted(shared, request, settings, chooser, will_run=will_run)
 
     (shares, fit_used, fitted), quality = _fit_to_quality(fit, request, model, settings, device)
-    fitted, notes = with_output_size(fitted), (*notes, *quality.notes)
+    preview, preview_notes = plan_previews(request, model, fitted.settings)
+    notes = (*notes, *quality.notes, *preview_notes)
     rates = rates_of(fitted, devices[shares.rank], num_threads) if with_seconds else None
     if with_seconds and isinstance(model, PromptReadingSpec):
         notes = (*notes, *model.unread(settings))
-    repaired = (line for part in fitted.components for line in repair_notes(part))
-    says = (*notes_of(model), *shares.says, *repaired, *idle_notes(shares.division))
     plan = Plan(
         model=model.name,
         family=family_name,
@@ -171,7 +181,7 @@ def _prepared(
         num_threads=num_threads,
         components=fitted.components,
         downloads=model.missing(),
-        notes=(*notes, *fitted.notes, *fitted.says, *says, *chooser.known.notes(fitted.runs)),
+        notes=(*notes, *_notes(model, shares, fitted), *chooser.known.notes(fitted.runs)),
         stages=stage_plans(fitted, rates, shares.division),
         dtype_errors=clashes_of(fitted.runs),
         host_bytes=fitted.host_bytes + saved_bytes_of(model),
@@ -180,10 +190,17 @@ def _prepared(
         parallel=shares.division,
         loras=patches_of(model).loras,
         quality=quality.plan,
+        preview=preview,
     )
     # What somebody has in memory is there already: what is free says nothing against it.
     reason = None if given is not None else infeasible_reason(plan, fit_used, fitted, facts)
     return PreparedPlan(replace(plan, infeasible=reason), model, fitted, chooser)
+
+
+def _notes(model: ModelSpec, shares: BalancedPlan, fitted: FitResult) -> tuple[str, ...]:
+    repaired = (line for part in fitted.components for line in repair_notes(part))
+    says = (*notes_of(model), *shares.says, *repaired, *idle_notes(shares.division))
+    return (*fitted.notes, *fitted.says, *says)
 
 
 def _fit_to_quality(
@@ -325,7 +342,7 @@ def _fitted(
             fitting = fitting.certified_alone()
             fitted = fitting.fit(settings)
     division = with_weights(shares.division, fitting.model, fitted)
-    return replace(shares, division=division), fitting, fitted
+    return replace(shares, division=division), fitting, with_output_size(fitted)
 
 
 def _fitting(

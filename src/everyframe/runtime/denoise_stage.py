@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from everyframe.core.events import Event, Note, Step
+from everyframe.core.events import Events, Note, Step
 from everyframe.core.plan import Settings
 from everyframe.core.quality import SamplingMethod
 from everyframe.numerics.tensor_stats import value_range
@@ -173,12 +173,13 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
         """The steps of all videos."""
         return num_videos * self.steps_per_video
 
-    def run(self, videos: Sequence[VideoState]) -> Iterator[Event]:
+    def run(self, videos: Sequence[VideoState]) -> Events:
         """Fill each video's `latents`; those of several batches are joined along the first axis."""
         modules: dict[str, Any] = {}
         for name in self.components:
             modules[name] = yield from self.context.loaded(name)
         num_steps, total = self.steps_per_video, self.num_steps(len(videos))
+        previewer = self.context.previewer()
         with self.shard(modules) as patch:
             apart = patch.apart if patch.team.size > 1 else None
             guard = self.context.guard(self.name, modules, apart)
@@ -205,6 +206,11 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
                         # Steps of batches that other ranks have count as they go on, too.
                         done = number * num_steps + batch.end - left * batch.count
                         yield Step(self.name, done, total, video.seed, now - begun)
+                        if previewer is not None:
+                            preview = previewer.preview(
+                                video.seed, video.step, num_steps, step.clean
+                            )
+                            yield from () if preview is None else (preview,)
                         begun = now
         for video in videos:
             video.conditioning = None

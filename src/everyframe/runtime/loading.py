@@ -131,6 +131,11 @@ def on_component_loaded(look: Look) -> Iterator[None]:
         _LOOKS.reset(token)
 
 
+def is_component_awaited() -> bool:
+    """Whether an `on_component_loaded` is active, which adds hooks to what is loaded."""
+    return bool(_LOOKS.get())
+
+
 def notify_loaded(component: str, module: nn.Module) -> None:
     """Pass a loaded component to every active `on_component_loaded` callback."""
     for look in _LOOKS.get():

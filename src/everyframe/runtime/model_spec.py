@@ -24,6 +24,7 @@ from everyframe.dry_run.call import DryRunCall
 from everyframe.precision.policy import ComponentNeeds
 from everyframe.runtime.component_files import CheckpointFiles
 from everyframe.runtime.interface import Component, MemorySaving
+from everyframe.runtime.latent_space import LatentSpace
 from everyframe.runtime.lossy_sampling import LossySampling
 from everyframe.runtime.patchable import (
     NO_PATCHES,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from everyframe.checkpoints.key_map import KeyMap
     from everyframe.checkpoints.tensor_file import TensorFile
     from everyframe.parallel.communicator import ParallelContext
+    from everyframe.runtime.component_cache import WarmComponents
 
 
 _Config = TypeVar("_Config")
@@ -210,6 +212,7 @@ class NativeModelSpec(LossySampling, ABC, Generic[_Options, _Files, _Config]):
     replaced: ReplacedComponents = field(
         default=NOTHING_REPLACED, kw_only=True, compare=False, repr=False
     )
+    warm: WarmComponents | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     led: ClassVar[tuple[str, ...]]
     ways: ClassVar[tuple[str, ...]] = ("",)
@@ -323,6 +326,14 @@ class NativeModelSpec(LossySampling, ABC, Generic[_Options, _Files, _Config]):
         """The same model, which loads with these patches."""
         return replace(self, patched=patched)
 
+    def identity(self) -> Hashable:
+        """Classes and configs of the components."""
+        return type(self).__module__, repr(self.builder)
+
+    def with_warm(self: _Spec, warm: WarmComponents) -> _Spec:
+        """The same model, which lends components; see `WarmSpec`."""
+        return replace(self, warm=warm)
+
     @property
     def component_names(self) -> tuple[str, ...]:
         """The components with weights."""
@@ -354,6 +365,11 @@ class NativeModelSpec(LossySampling, ABC, Generic[_Options, _Files, _Config]):
 
         opened, keys = self.opened_weights(component)
         return patched(opened, keys, self.patched.patches.get(component, {})), keys
+
+    @property
+    @abstractmethod
+    def latent_space(self) -> LatentSpace:
+        """The latents of its sampler, for previews."""
 
     def weight_files(self) -> tuple[str, ...]:
         """All weight files, without duplicates."""

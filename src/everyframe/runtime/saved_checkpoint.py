@@ -123,12 +123,16 @@ def _codes(tensors: TensorFile, name: str, kind: str) -> Iterator[TensorToWrite]
     stored, text = _STORED[kind]
     described = torch.tensor(list(json.dumps({"format": text}).encode()), dtype=torch.uint8)
 
-    def both() -> tuple[torch.Tensor, torch.Tensor]:
-        return quantise(tensors.load(name), kind, torch.device("cpu"))
+    # Codes are written first; rounding once gives both, and scales are small enough to wait.
+    scales: list[torch.Tensor] = []
 
-    yield TensorToWrite(name, stored, shape, lambda: both()[0].view(stored))
-    yield TensorToWrite(f"{stem}weight_scale", torch.float32, shape[:1],
-                        lambda: both()[1].reshape(-1))  # fmt: skip
+    def codes() -> torch.Tensor:
+        values, scale = quantise(tensors.load(name), kind, torch.device("cpu"))
+        scales.append(scale.reshape(-1))
+        return values.view(stored)
+
+    yield TensorToWrite(name, stored, shape, codes)
+    yield TensorToWrite(f"{stem}weight_scale", torch.float32, shape[:1], scales.pop)
     yield TensorToWrite(
         f"{stem}comfy_quant", torch.uint8, tuple(described.shape), lambda: described
     )

@@ -21,7 +21,15 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from everyframe.core.events import ComponentLoaded, Event, FramesDecoded, Note, Step, event_of
+from everyframe.core.events import (
+    ComponentLoaded,
+    Event,
+    Events,
+    FramesDecoded,
+    Note,
+    Step,
+    event_of,
+)
 from everyframe.core.plan import Plan, Settings
 from everyframe.parallel.communicator import ONE, Communicator, ParallelContext
 from everyframe.parallel.ordered_map import run_in_order
@@ -31,6 +39,8 @@ from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.loading import load_component
 from everyframe.runtime.model_spec import NativeModelSpec
+from everyframe.runtime.preview_fit import ColorFit
+from everyframe.runtime.previews import Previewer
 from everyframe.runtime.repairs import prompt_truncated_note
 
 _Model = TypeVar("_Model", bound=NativeModelSpec[Any, Any, Any])
@@ -55,16 +65,27 @@ class StageContext(Generic[_Model]):
         """Load a component, and yield an event with the loading time."""
         assert self.plan is not None
         began = time.perf_counter()
-        builder = self.model.builder
-        module = load_component(
-            self.plan.component(component),
-            partial(builder.taken, component),
-            *self.model.patched_weights(component),
-            outputs=builder.outputs(component),
-            supply=self.teams.supply,
-        )
+        builder, part = self.model.builder, self.plan.component(component)
+
+        def load() -> nn.Module:
+            return load_component(
+                part,
+                partial(builder.taken, component),
+                *self.model.patched_weights(component),
+                outputs=builder.outputs(component),
+                supply=self.teams.supply,
+            )
+
+        warm = self.model.warm
+        module = load() if warm is None else warm.component(component, load)
         yield ComponentLoaded(component, time.perf_counter() - began)
         return module
+
+    def previewer(self) -> Previewer | None:
+        """What makes the previews of the run; None if there are none."""
+        assert self.plan is not None
+        asked = self.plan.preview
+        return None if asked is None else Previewer(asked, self.model.latent_space)
 
     def guard(
         self,
@@ -74,7 +95,11 @@ class StageContext(Generic[_Model]):
     ) -> Guard:
         """The guard of these components in that stage; see `Guard`."""
         assert self.plan is not None
-        return Guard(self.plan, stage, parts, savings=self.model.savings, apart=apart)
+        warm = self.model.warm
+        spare = None if warm is None else warm.free_others
+        return Guard(
+            self.plan, stage, parts, savings=self.model.savings, apart=apart, free_others=spare
+        )
 
 
 _Context = TypeVar("_Context", bound=StageContext[Any])
@@ -142,7 +167,7 @@ class SharedEncodeStage(ComponentStage[_Context, _Inputs]):
         """One step for each input."""
         return self.num_inputs
 
-    def run(self, videos: Sequence[VideoState]) -> Iterator[Event]:
+    def run(self, videos: Sequence[VideoState]) -> Events:
         """Encode, and store the results in each video."""
         world = self.context.teams.world
         mine = (yield from self._encoded(videos)) if world.is_lead else None
@@ -151,6 +176,22 @@ class SharedEncodeStage(ComponentStage[_Context, _Inputs]):
     def _encoded(self, videos: Sequence[VideoState]) -> Generator[Event, None, list[Any]]:
         inputs, notes = self.inputs(videos)
         yield from notes
+        warm, key, results = self.context.model.warm, None, None
+        # A resumed stage may have fallbacks and repairs to begin with.
+        if warm is not None and not any(video.has_history for video in videos):
+            key, results = warm.encoded(self.component, self, inputs)
+        if results is not None:
+            for step, _ in enumerate(results, start=1):
+                yield Step(self.name, step, len(results), videos[0].seed, 0.0)
+            return list(results)
+        results = yield from self._computed(videos, inputs)
+        if warm is not None:
+            warm.keep_encoded(key, self.component, tuple(results))
+        return results
+
+    def _computed(
+        self, videos: Sequence[VideoState], inputs: Sequence[_Inputs]
+    ) -> Generator[Event, None, list[Any]]:
         module, guard = yield from self._load()
         results = []
         for step, each in enumerate(inputs, start=1):
@@ -202,7 +243,7 @@ class VideoEncodeStage(ComponentStage[_Context, _Inputs]):
         """One step for each video."""
         return num_videos
 
-    def run(self, videos: Sequence[VideoState]) -> Iterator[Event]:
+    def run(self, videos: Sequence[VideoState]) -> Events:
         """Encode, and store each video's result."""
         team = self.context.teams.team
         mine = (yield from self._encoded(videos)) if team.is_lead else None
@@ -272,14 +313,29 @@ class DecodeStage(ComponentStage[_Context, LatentPiece]):
         """The pieces of all videos."""
         return num_videos * self.num_pieces
 
-    def run(self, videos: Sequence[VideoState]) -> Iterator[Event]:
+    def run(self, videos: Sequence[VideoState]) -> Events:
         """Yield the frames of each video; the first rank of a video receives all of them."""
         module, guard = yield from self._load()
         for number, video in enumerate(videos):
             guard.start_video(video)
             steps = range(number * self.num_pieces + 1, self.num_steps(len(videos)) + 1)
-            yield from self.decode_video(module, guard, video, steps)
+            fit = self._color_fit(video)
+            for event in self.decode_video(module, guard, video, steps):
+                if fit is not None and isinstance(event, FramesDecoded):
+                    fit.add(event.frames)
+                yield event
+            yield from () if fit is None else fit.finish()
             video.latents = None
+
+    def _color_fit(self, video: VideoState) -> ColorFit | None:
+        """What fits the colours of previews to this video, where they are not known."""
+        plan, context = self.context.plan, self.context
+        assert plan is not None
+        is_wanted = plan.preview is not None and not plan.preview.source
+        if not is_wanted or context.clip or video.inputs.source is not None:
+            return None
+        space = context.model.latent_space
+        return ColorFit(space, video.latents, context.settings.num_frames)
 
     def decode_video(
         self, module: Any, guard: Guard, video: VideoState, steps: range

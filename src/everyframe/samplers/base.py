@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -33,6 +33,8 @@ class Step:
         x: input of the next step; after the last step, the sample.
         memory: further state of samplers that use earlier steps, else None.
         note: message for a person about this step, else None.
+        clean: gives the predicted clean sample, like x; to be called before the next step is
+            requested, since it reads the sampler's own state and keeps nothing in memory.
     """
 
     index: int
@@ -41,6 +43,7 @@ class Step:
     x: Tensor
     memory: Any = None
     note: str | None = None
+    clean: Callable[[], Tensor] | None = field(default=None, repr=False)
 
 
 def as_state(x: Tensor) -> Tensor:

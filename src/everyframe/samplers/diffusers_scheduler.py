@@ -18,6 +18,7 @@ from torch import Tensor
 
 from everyframe.core.errors import InputError
 from everyframe.samplers.base import Denoise, Step, check_start
+from everyframe.samplers.clean_prediction import predicted_clean
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,11 +62,17 @@ def sample(
             )
         vars(scheduler).update(memory)
     draws = "generator" in inspect.signature(scheduler.step).parameters
+
+    def clean() -> Tensor:
+        found = predicted_clean(scheduler, answer, t, before)
+        return x if found is None else found
+
     for index in range(start, num_steps):
         t = timesteps[index]
         given = scheduler.scale_model_input(x, t)
         answer = denoise(given, t.expand(x.shape[0]).to(x.device))
         noise = {"generator": generators(index)} if draws and generators is not None else {}
+        before = x
         x = scheduler.step(answer, t, x, return_dict=False, **noise)[0]
         if known is not None:
             kept = known.latents
@@ -73,7 +80,7 @@ def sample(
                 following = torch.tensor([timesteps[index + 1]])
                 kept = scheduler.add_noise(kept, known.noise, following)
             x = (1 - known.mask) * kept + known.mask * x
-        yield Step(index, num_steps, t.expand(x.shape[0]), x, _memory(scheduler))
+        yield Step(index, num_steps, t.expand(x.shape[0]), x, _memory(scheduler), clean=clean)
 
 
 def _memory(scheduler: Any) -> dict[str, Any]:

@@ -54,6 +54,10 @@ def sample(denoise: Denoise, x: Tensor, sigmas: Tensor, *, start: int = 0) -> It
     x = as_state(x)
     # Numbers of the state's own precision, on the CPU, where they may meet tensors of any device.
     levels = sigmas.to("cpu", x.dtype)
+
+    def clean() -> Tensor:
+        return x0
+
     for index in range(start, num_steps):
         sigma, following = levels[index], levels[index + 1]
         variance = sigma**2 + 1
@@ -61,7 +65,7 @@ def sample(denoise: Denoise, x: Tensor, sigmas: Tensor, *, start: int = 0) -> It
         v = denoise(x / variance**0.5, t).to(x.dtype)
         x0 = v * (-sigma / variance**0.5) + x / variance
         x = x + (x - x0) / sigma * (following - sigma)
-        yield Step(index, num_steps, t, x)
+        yield Step(index, num_steps, t, x, clean=clean)
 
 
 def path(sigmas: Tensor) -> DiffusionPath:

@@ -42,12 +42,18 @@ def sample(denoise: Denoise, x: Tensor, sigmas: Tensor, *, start: int = 0) -> It
     num_steps = len(sigmas) - 1
     check_start(start, num_steps)
     x = as_state(x)
+    end = 1 if sigmas[-1] > sigmas[0] else 0
+
+    def clean() -> Tensor:
+        # The slope leads from here to the data, which is at the end of the path.
+        return x + velocity * (end - float(sigmas[index + 1]))
+
     for index in range(start, num_steps):
         # Cast before moving: not every device has float64.
         t = sigmas[index].expand(x.shape[0]).to(x.dtype).to(x.device)
         velocity = denoise(x, t).to(x.dtype)
         x = x + velocity * (sigmas[index + 1] - sigmas[index]).to(x.dtype).to(x.device)
-        yield Step(index, num_steps, t, x)
+        yield Step(index, num_steps, t, x, clean=clean)
 
 
 def path(sigmas: Tensor) -> DiffusionPath:

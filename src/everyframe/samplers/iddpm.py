@@ -116,6 +116,10 @@ def sample(
     coefficients = _coefficients(plan)
     timestep_map = plan.timestep_map.tolist()
     x = as_state(x)
+
+    def clean() -> Tensor:
+        return x0
+
     for index in range(start, num_steps):
         level = num_steps - 1 - index
         t = torch.full((x.shape[0],), timestep_map[level], dtype=x.dtype, device=x.device)
@@ -124,7 +128,7 @@ def sample(
         x0 = c.x0_of_x * x - c.x0_of_eps * eps
         mean = c.mean_of_x0 * x0 + c.mean_of_x * x
         x = mean if level == 0 else mean + _deviation(place, c) * noise(index).to(x.device, x.dtype)
-        yield Step(index, num_steps, t, x)
+        yield Step(index, num_steps, t, x, clean=clean)
 
 
 def _noise_and_variance(answer: Tensor, x: Tensor) -> tuple[Tensor, ...]:

@@ -118,6 +118,10 @@ def sample(
         history, budget = _History.of_memory(memory, x), budget.at(memory["error"])
     computed = method.computed_steps(num_steps)
     t = x.new_zeros(x.shape[0])
+
+    def clean() -> Tensor:
+        return history.answers[-1]
+
     for index in range(start, num_steps):
         note = None
         if index in computed or budget.is_spent:
@@ -135,7 +139,7 @@ def sample(
             after = advance(path, history, index, following, x, x0)
             history, x = history.then(index, x0, x), _where(path, after, x)
         remembered = {**history.to_memory(), "error": budget.error}
-        yield Step(index, num_steps, t, x, remembered, note)
+        yield Step(index, num_steps, t, x, remembered, note, clean)
 
 
 def _where(path: DiffusionPath, after: Tensor, x: Tensor) -> Tensor:

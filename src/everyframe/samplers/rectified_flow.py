@@ -98,11 +98,15 @@ def sample(
     num_steps = len(timesteps) - 1
     check_start(start, num_steps)
     x = as_state(x)
+
+    def clean() -> Tensor:
+        return x + velocity * _broadcast(timesteps[index + 1] / num_timesteps, x)
+
     for index in range(start, num_steps):
         t = _per_sample(timesteps[index], x)
         velocity = denoise(x, t).to(x.dtype)
         x = x + velocity * _dt(timesteps, index, num_timesteps, x)
-        yield Step(index, num_steps, t, x)
+        yield Step(index, num_steps, t, x, clean=clean)
 
 
 def path(
@@ -152,6 +156,11 @@ def sample_masked(
     # Decided on the CPU, so that no device draws the line elsewhere, and in float32, where
     # 0.7 * 1000 is 700 and a frame edited by 0.7 begins at that very timestep.
     threshold = mask.to("cpu", torch.float32) * num_timesteps
+
+    def clean() -> Tensor:
+        ahead = x + velocity * _broadcast(timesteps[index + 1] / num_timesteps, x)
+        return torch.where(_per_frame(active, x), ahead, x)
+
     for index in range(start, num_steps):
         t = _per_sample(timesteps[index], x)
         active = _active(threshold, timesteps, index)
@@ -164,7 +173,7 @@ def sample_masked(
         velocity = denoise(x, t, active.to(x.device)).to(x.dtype)
         moved = x + velocity * _dt(timesteps, index, num_timesteps, x)
         x = torch.where(_per_frame(active, x), moved, x)
-        yield Step(index, num_steps, t, x)
+        yield Step(index, num_steps, t, x, clean=clean)
 
 
 def _active(threshold_BT: Tensor, timesteps: Tensor, index: int) -> Tensor:

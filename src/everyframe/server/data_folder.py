@@ -90,8 +90,8 @@ class DataFolder:
 
     def new_video(self, id: str) -> Path:  # noqa: A002
         """An empty folder for the files of a job, which `publish` makes its `video`."""
+        self.discard(id)
         folder = self.videos / f"{_checked(id)}{_PARTIAL}"
-        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
         return folder
 
@@ -109,6 +109,10 @@ class DataFolder:
         _to_disk(self.videos)
         return whole
 
+    def discard(self, id: str) -> None:  # noqa: A002
+        """Delete the unfinished files of a job."""
+        shutil.rmtree(self.videos / f"{_checked(id)}{_PARTIAL}", ignore_errors=True)
+
     def published(self, id: str) -> dict[str, Any] | None:  # noqa: A002
         """The fields that a finished job was published with; None for an unfinished one."""
         place = self.video(id) / _FIELDS
@@ -122,11 +126,21 @@ class DataFolder:
             if id not in ids or (is_run and id in completed):
                 shutil.rmtree(folder, ignore_errors=True)
 
+    def remove_runs(self, id: str) -> None:  # noqa: A002
+        """Delete the run folders of a job."""
+        shutil.rmtree(self.runs_of(id), ignore_errors=True)
+
+    def remove_inputs(self, used: Collection[str], before: float) -> None:
+        """Delete uploads that are not among `used` and were last given before that time."""
+        for place in self.inputs.iterdir():
+            if f"{self.inputs.name}/{place.name}" not in used and place.stat().st_mtime < before:
+                place.unlink(missing_ok=True)
+
     def remove(self, id: str) -> None:  # noqa: A002
         """Delete all files of a job: videos, unfinished ones, and run folders."""
-        whole = self.video(id)
-        for folder in (whole, whole.with_name(f"{id}{_PARTIAL}"), self.runs_of(id)):
-            shutil.rmtree(folder, ignore_errors=True)
+        self.discard(id)
+        self.remove_runs(id)
+        shutil.rmtree(self.video(id), ignore_errors=True)
 
     def add_input(self, data: bytes, ending: str) -> str:
         """Store an upload durably; its path relative to the folder, ``inputs/<sha256>.<ending>``.

@@ -7,22 +7,21 @@ themselves is in their run folders; `dispatcher.py` runs the jobs.
 from __future__ import annotations
 
 import sqlite3
-import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeAlias
 
 from everyframe.core.errors import InputError, QueueFullError
 from everyframe.core.limits import random_seed
 from everyframe.server.data_folder import DataFolder
 from everyframe.server.database import Database
-from everyframe.server.jobs import FINAL, STATUSES, Job, NewJob, StoredEvent
-from everyframe.server.transaction import Transaction, event_of, job_of, plain
+from everyframe.server.event_log import EventLog
+from everyframe.server.jobs import FINAL, STATUSES, Job, NewJob
+from everyframe.server.transaction import job_of, plain
 
-# Aliases, because a method of the store is called `list`.
+# A method of the store is called `list`.
 _Jobs: TypeAlias = list[Job]
-_StoredEvents: TypeAlias = list[StoredEvent]
 
 #: Seconds in which a client may repeat a request whose answer was lost.
 REPEAT_SECONDS = 600.0
@@ -36,20 +35,15 @@ _CHANGEABLE = frozenset({
 })  # fmt: skip
 
 
-class JobStore:
+class JobStore(EventLog):
     """Jobs and events of one data folder. All methods are thread-safe.
 
     Every method raises `StoreError` if the file can't be read or written.
     """
 
     def __init__(self, folder: DataFolder) -> None:
+        super().__init__(Database(folder.database))
         self.folder = folder
-        self._database = Database(folder.database)
-        self._changed = threading.Condition()
-        self._listeners: list[Callable[[StoredEvent], None]] = []
-        with self._database.read() as reading:
-            row = reading.execute("SELECT max(number) FROM events").fetchone()
-        self._last_event = int(row[0] or 0)
 
     def add(self, job: NewJob) -> Job:
         """Add a job to the queue, or return the one that this request made already.
@@ -141,21 +135,30 @@ class JobStore:
         with self._database.read() as reading:
             return int(reading.execute(query, (job.priority, job.priority, job.seq)).fetchone()[0])
 
+    def has_older(self, job: Job) -> bool:
+        """Whether an older job of the same priority is queued."""
+        query = "SELECT 1 FROM videos WHERE status = 'queued' AND priority = ? AND seq < ? LIMIT 1"
+        with self._database.read() as reading:
+            return reading.execute(query, (job.priority, job.seq)).fetchone() is not None
+
     def claim(self, group: str, prefers: str | None = None) -> Job | None:
         """Begin the next queued job in this device group: by priority, then age; None without one.
 
-        Among jobs of one priority those of the model `prefers` go first.
+        Among jobs of one priority those of the model `prefers` go first. A job with a run goes on
+        in the group that began it.
         """
         if not self.count()["queued"]:
             return None
         query = (
             "UPDATE videos SET status = 'in_progress', \"group\" = ?, attempts = attempts + 1, "
             "started_at = coalesce(started_at, ?), error = NULL WHERE seq = ("
-            "SELECT seq FROM videos WHERE status = 'queued' ORDER BY priority DESC, "
-            "model IS NOT ?, seq LIMIT 1) RETURNING *"
+            "SELECT seq FROM videos WHERE status = 'queued' AND (run IS NULL OR \"group\" IS NULL "
+            'OR "group" = ?) ORDER BY priority DESC, model IS NOT ?, seq LIMIT 1) RETURNING *'
         )
         with self._writing() as changes:
-            row = changes.connection.execute(query, (group, time.time(), prefers or "")).fetchone()
+            row = changes.connection.execute(
+                query, (group, time.time(), group, prefers or "")
+            ).fetchone()
             return row and changes.job(row, "status", {"status": "in_progress"})
 
     def update(
@@ -252,41 +255,18 @@ class JobStore:
             row = changes.set(id, {})
             return changes.event(id, row["owner"], type, data)
 
-    def events(
-        self,
-        *,
-        after: int = 0,
-        video: str | None = None,
-        owner: str | None = None,
-        limit: int = 1000,
-    ) -> _StoredEvents:
-        """Events after that number, of one job or of all, in order."""
-        where = "number > ?"
-        values: tuple[Any, ...] = (after,)
-        for name, value in (("video", video), ("owner", owner)):
-            if value is not None:
-                where, values = f"{where} AND {name} = ?", (*values, value)
-        query = f"SELECT * FROM events WHERE {where} ORDER BY number LIMIT ?"
+    def keep_groups(self, groups: Collection[str]) -> None:
+        """Let any group go on with the jobs of groups that are no more."""
+        marks = ", ".join("?" * len(groups))
+        query = f'UPDATE videos SET "group" = NULL WHERE "group" NOT IN ({marks})'
+        with self._database.write() as writing:
+            writing.execute(query, (*groups,))
+
+    def inputs(self) -> set[str]:
+        """Uploads that jobs name, relative to the data folder."""
+        query = "SELECT value FROM videos, json_each(videos.request) WHERE value LIKE 'inputs/%'"
         with self._database.read() as reading:
-            return [event_of(row) for row in reading.execute(query, (*values, limit))]
-
-    @property
-    def last_event(self) -> int:
-        """Number of the newest event; 0 without one."""
-        return self._last_event
-
-    def wait(self, after: int, timeout: float) -> None:
-        """Wait until there is an event after that number, for at most `timeout` seconds."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._last_event > after, timeout)
-
-    def listen(self, listener: Callable[[StoredEvent], None]) -> Callable[[], None]:
-        """Call `listener` with each new event, in the thread that added it; undo by the result.
-
-        It is called after the event is on disk, must not raise and must not block.
-        """
-        self._listeners.append(listener)
-        return lambda: self._listeners.remove(listener)
+            return {str(row[0]) for row in reading.execute(query)}
 
     def expired(self, now: float) -> _Jobs:
         """Finished jobs whose time to be deleted has come."""
@@ -330,17 +310,6 @@ class JobStore:
     def close(self) -> None:
         """Close the file; a wait for events ends at its timeout."""
         self._database.close()
-
-    def _writing(self) -> Transaction:
-        return Transaction(self._database, self._announce)
-
-    def _announce(self, events: _StoredEvents) -> None:
-        with self._changed:
-            self._last_event = max(self._last_event, events[-1].number)
-            self._changed.notify_all()
-        for listener in tuple(self._listeners):
-            for event in events:
-                listener(event)
 
 
 def _same_job(connection: sqlite3.Connection, job: NewJob) -> Job | None:

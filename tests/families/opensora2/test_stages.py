@@ -121,6 +121,14 @@ def test_a_first_picture_of_flux_begins_the_video(folder: Path) -> None:
     assert np.abs(got - run(folder)).max() > 0.01
 
 
+def test_flux_in_diffusers_layout_draws_the_same_picture(folder: Path, tmp_path: Path) -> None:
+    flux_folder = tiny.diffusers_flux(tmp_path / "flux", folder)
+    wanted = run(folder, first_frame="flux")
+    got = run(folder, first_frame="flux", flux=str(flux_folder))
+    assert np.abs(got - wanted).max() < CLOSE
+    assert wanted.std() > 0.01
+
+
 def test_stages_of_a_first_picture_load_one_model_at_a_time(folder: Path) -> None:
     request = Request(
         prompt="a", model=str(folder), first_frame="flux", num_videos=2, device="cpu", **SIZES

@@ -28,6 +28,7 @@ from everyframe.families.inpaint.settings import (
     smaller_settings,
 )
 from everyframe.runtime.interface import DryRunCall, MemorySaving, RankShare, VideoGroup
+from everyframe.runtime.latent_space import LatentSpace, vae_latents
 from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.rank_shares import batch_share
 
@@ -58,6 +59,17 @@ class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintConfig]):
             files.has_safety_checker,
         )
         return cls(name, title, options, files, InpaintBuilder(config))
+
+    @property
+    def latent_space(self) -> LatentSpace:
+        config = self.config
+        return vae_latents(
+            self,
+            "AutoencoderKL",
+            config.latent_channels,
+            scaling_factor=config.scaling_factor,
+            layout="t c h w",
+        )
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         return resolve_settings(self.config, self.title, request, self.options, seed)

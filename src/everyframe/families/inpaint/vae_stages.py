@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from everyframe.core.events import AudioDecoded, Event, FramesDecoded, Note, Step
+from everyframe.core.events import AudioDecoded, Event, Events, FramesDecoded, Note, Step
 from everyframe.core.plan import Settings
 from everyframe.families.inpaint import vae as vae_calls
 from everyframe.families.inpaint.inputs import WHITE
@@ -59,7 +59,7 @@ class SourceLatentStage(ComponentStage[InpaintContext, SourceInputs]):
         """One step per batch of frames, for all videos."""
         return self.context.num_batches
 
-    def run(self, videos: Sequence[VideoState]) -> Iterator[Event]:
+    def run(self, videos: Sequence[VideoState]) -> Events:
         """Set `conditioning` of each video.
 
         With several ranks, the batches are distributed and every rank receives all results.
@@ -168,7 +168,7 @@ class DecodeStage(ComponentStage[InpaintContext, Tensor]):
         """One step per batch of frames."""
         return num_videos * self.context.num_batches
 
-    def run(self, videos: Sequence[VideoState]) -> Iterator[Event]:
+    def run(self, videos: Sequence[VideoState]) -> Events:
         """Yield the frames of each video.
 
         With several ranks, the batches are distributed; the first rank receives all frames.

@@ -33,6 +33,7 @@ from everyframe.families.t5_tokenizer import T5_XXL
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from everyframe.runtime.component_files import ComponentSource
 from everyframe.runtime.interface import DryRunCall, MemorySaving, RankShare, VideoGroup
+from everyframe.runtime.latent_space import LatentSpace, vae_latents
 from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.rank_shares import grid_share
 
@@ -70,6 +71,14 @@ class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraConfi
         )
         _check_fit(config)
         return cls(name, title, options, files, OpenSoraBuilder(config))
+
+    @property
+    def latent_space(self) -> LatentSpace:
+        vae = self.config.vae
+        if isinstance(vae, ImageVAEConfig):
+            scale = vae.scaling_factor
+            return vae_latents(self, "AutoencoderKL", vae.latent_channels, scaling_factor=scale)
+        return vae_latents(self, "VideoVAE", vae.latent_channels)
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         return resolve_settings(self.config, self.title, request, self.options, seed)

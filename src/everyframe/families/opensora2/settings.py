@@ -18,11 +18,10 @@ from everyframe.media.read import count_frames
 from everyframe.runtime.request_checks import (
     check_amount,
     check_latents,
-    check_prompt,
     check_size,
     check_used,
-    frames_in,
-    in_pieces,
+    nearest_length,
+    read_prompt,
     shorter_lengths,
     smaller_sizes,
     smaller_videos,
@@ -87,7 +86,7 @@ def resolve_settings(
 ) -> tuple[Settings, tuple[str, ...]]:
     """Resolve every value of the request; return settings, and notes for the user."""
     _check_request(title, request, options)
-    assert request.prompt is not None
+    prompt = read_prompt(title, request)
     notes: list[str] = []
     height, width = _size(config, request)
     fps = _FPS if request.fps is None else request.fps
@@ -101,7 +100,7 @@ def resolve_settings(
         )
     guidance = _GUIDANCE if request.guidance_scale is None else request.guidance_scale
     settings = Settings(
-        prompt=request.prompt.strip(),
+        prompt=prompt,
         negative_prompt=request.negative_prompt,
         height=height,
         width=width,
@@ -162,9 +161,6 @@ def is_guided(settings: Settings) -> bool:
 
 def _check_request(title: str, request: Request, options: OpenSora2Options) -> None:
     check_used(title, request, _NO_USE)
-    if request.prompt is None:
-        raise InputError(f"{title} draws what a prompt says; give one")
-    check_prompt(request.prompt)
     if options.first_frame not in (None, "flux"):
         raise InputError(f"first_frame must be flux, got {options.first_frame!r}")
     if options.first_frame and (request.image is not None or request.extend is not None):
@@ -212,11 +208,8 @@ def _num_frames(config: OpenSora2Config, request: Request, fps: float, notes: li
         frames = longest if request.num_frames is None else request.num_frames
         config.vae.latent_frames(frames)  # names the nearest that can be
     else:
-        wanted = request.seconds * fps
-        near = config.vae.nearest_frames(frames_in(request.seconds, fps))
-        frames = min(near, key=lambda count: abs(count - wanted))
-        if frames != wanted:
-            notes.append(in_pieces(request.seconds, fps, frames, 4))
+        nearest, piece = config.vae.nearest_frames, config.vae.temporal_factor
+        frames = nearest_length(request.seconds, fps, nearest, piece, notes)
     if frames > longest:
         notes.append(f"Open-Sora 2.0 was trained on at most {longest} frames, not on {frames}")
     return frames

@@ -36,6 +36,7 @@ from everyframe.families.t5_tokenizer import T5_XXL
 from everyframe.parallel.head_partition import ATTENDING
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from everyframe.runtime.interface import DryRunCall, MemorySaving, RankShare, VideoGroup
+from everyframe.runtime.latent_space import LatentSpace, vae_latents
 from everyframe.runtime.model_spec import NativeModelSpec
 
 if TYPE_CHECKING:
@@ -92,6 +93,12 @@ class OpenSora2Spec(NativeModelSpec[OpenSora2Options, OpenSora2Files, OpenSora2C
         )
         _check_fit(config, files, options)
         return cls(name, title, options, files, OpenSora2Builder(config))
+
+    @property
+    def latent_space(self) -> LatentSpace:
+        vae = self.config.vae
+        name = "AutoencoderKLHunyuanVideo" if isinstance(vae, HunyuanVAEConfig) else "VideoDCAE"
+        return vae_latents(self, name, vae.latent_channels, scaling_factor=vae.scale_factor)
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         return resolve_settings(self.config, self.title, request, self.options, seed)
@@ -152,8 +159,9 @@ class OpenSora2Spec(NativeModelSpec[OpenSora2Options, OpenSora2Files, OpenSora2C
 def _shapes(files: OpenSora2Files, component: str) -> tuple[str, dict[str, tuple[int, ...]]]:
     from everyframe.checkpoints.tensor_file import open_checkpoint
 
-    tensors = open_checkpoint(files.weights_path(component))
-    return str(tensors.source), {name: tensors.shape(name) for name in tensors}
+    tensors, keys = open_checkpoint(files.weights_path(component)), keys_of(component, ())
+    named = ((keys.target(name), name) for name in tensors)
+    return str(tensors.source), {ours: tensors.shape(name) for ours, name in named if ours}
 
 
 def _released(files: OpenSora2Files) -> MMDiTConfig:

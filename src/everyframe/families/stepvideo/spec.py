@@ -38,6 +38,7 @@ from everyframe.families.stepvideo.vae_config import StepVAEConfig
 from everyframe.parallel.head_partition import ATTENDING
 from everyframe.parallel.token_partition import TokenPartition
 from everyframe.runtime.interface import DryRunCall, MemorySaving, RankShare, VideoGroup
+from everyframe.runtime.latent_space import LatentSpace, vae_latents
 from everyframe.runtime.model_spec import NativeModelSpec
 
 if TYPE_CHECKING:
@@ -78,6 +79,10 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoC
         )
         _check_fit(whole, files)
         return cls(name, title, options, files, StepVideoBuilder(whole))
+
+    @property
+    def latent_space(self) -> LatentSpace:
+        return vae_latents(self, "StepVAE", self.config.vae.latent_channels)
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         return resolve_settings(self.config, self.title, request, self.options, seed)

@@ -23,6 +23,7 @@ from everyframe.families.svd.options import SVDOptions
 from everyframe.families.svd.settings import latent_shape, resolve_settings, smaller_settings
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from everyframe.runtime.interface import DryRunCall, MemorySaving, RankShare, VideoGroup
+from everyframe.runtime.latent_space import LatentSpace, vae_latents
 from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.rank_shares import grid_share
 
@@ -43,6 +44,17 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDConfig]):
     def read(cls, name: str, title: str, files: SVDFiles, options: SVDOptions) -> SVDSpec:
         config = SVDConfig.from_json(files.where, files.configs())
         return cls(name, title, options, files, SVDBuilder(config))
+
+    @property
+    def latent_space(self) -> LatentSpace:
+        config = self.config
+        return vae_latents(
+            self,
+            "AutoencoderKLTemporalDecoder",
+            config.latent_channels,
+            scaling_factor=config.scaling_factor,
+            layout="b t c h w",
+        )
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         settings, notes = resolve_settings(self.config, self.title, request, self.options, seed)

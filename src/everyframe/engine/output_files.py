@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from everyframe.core.events import AudioDecoded as SoundMade
-from everyframe.core.events import FramesDecoded, VideoDone
+from everyframe.core.events import FramesDecoded, Preview, VideoDone
+from everyframe.core.paths import replace_file
 from everyframe.core.plan import Plan
 from everyframe.media.audio import Audio
 from everyframe.media.output_path import (
@@ -46,6 +49,14 @@ def paths_for(plan: Plan, output: str | None) -> dict[int, str]:
     return paths
 
 
+def preview_path(output: str) -> Path:
+    """The file of the previews of a video: ``clip.preview.jpg`` for ``clip.mp4`` or ``clip/``."""
+    bare = output.rstrip("/" + os.sep)
+    is_folder = kind_of(output) is OutputFormat.FRAMES
+    stem = bare if is_folder else os.path.splitext(bare)[0]
+    return Path(f"{stem}.preview.jpg")
+
+
 class OutputFiles:
     """Output files of a run; as a context manager it leaves no unfinished file behind.
 
@@ -60,10 +71,17 @@ class OutputFiles:
         self._num_frames = dict.fromkeys(paths, 0)
         self._records: dict[int, Mapping[str, Any]] = {}
         self._sounds: dict[int, Audio] = {}
+        self._previews: set[Path] = set()
         self._waiting = FrameSpool(next(iter(paths.values())))
 
     def __enter__(self) -> OutputFiles:
         return self
+
+    def show_preview(self, event: Preview) -> None:
+        """Write the preview next to the video that it is of, over the one before."""
+        path = preview_path(self._paths[event.seed])
+        self._previews.add(path)
+        replace_file(path, event.image)
 
     def add(self, event: FramesDecoded) -> None:
         """Append finished frames to the video of their seed. Raises `NumericsError` for NaN."""
@@ -100,7 +118,14 @@ class OutputFiles:
         if event.seed in self._sounds:
             writer.add_sound(self._sounds.pop(event.seed))
         self._open.pop(event.seed).__exit__(None, None, None)
+        self._remove_preview(preview_path(self._paths[event.seed]))
         return self._paths[event.seed]
+
+    def _remove_preview(self, path: Path) -> None:
+        """Remove a preview of ours: the video is there, or never comes."""
+        if path in self._previews:
+            self._previews.remove(path)
+            path.unlink(missing_ok=True)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # A stream that ends without its last event is our fault: nothing of it may stay either.
@@ -108,6 +133,8 @@ class OutputFiles:
         unfinished = list(self._open.values())
         self._open.clear()
         self._waiting.close()
+        for path in [*self._previews]:
+            self._remove_preview(path)
         for writer in unfinished:
             writer.__exit__(type(broken), broken, trace)
         if unfinished and error is None:

@@ -1,0 +1,27 @@
+"""Small pictures of a video that is being made: one frame as a JPEG file."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+from PIL import Image
+
+from everyframe.media.pixels import Frames
+
+#: Pixels of the longer side, and most bytes of the file.
+LONG_SIDE, MAX_BYTES = 256, 20_000
+
+
+def encode_preview(frame: Frames) -> tuple[bytes, tuple[int, int]]:
+    """JPEG file of a frame (H, W, 3) of uint8, scaled to `LONG_SIDE`, and its (width, height)."""
+    height, width = frame.shape[:2]
+    scale = LONG_SIDE / max(height, width)
+    size = (max(1, round(width * scale)), max(1, round(height * scale)))
+    picture = Image.fromarray(np.ascontiguousarray(frame)).resize(size, Image.Resampling.BICUBIC)
+    for quality in (80, 60, 40, 20, 5):
+        file = io.BytesIO()
+        picture.save(file, "JPEG", quality=quality)
+        if file.tell() <= MAX_BYTES:
+            break
+    return file.getvalue(), size

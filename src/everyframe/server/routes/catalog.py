@@ -1,0 +1,77 @@
+"""Routes about what could be made: plans, and models with their options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+
+from everyframe.core.errors import EveryframeError
+from everyframe.server.body import Body
+from everyframe.server.context import Context, GivenBody, ServerContext, Who, in_thread
+from everyframe.server.creation import parse_body
+from everyframe.server.errors import ApiError
+from everyframe.server.models import RegisteredModel
+from everyframe.server.option_schema import option_schema
+from everyframe.server.plans import plan_data
+
+router = APIRouter(tags=["models"])
+
+
+@router.post("/v1/plan")
+async def make_plan(context: Context, who: Who, body: GivenBody) -> Any:
+    """What would run, with how much memory and for how long; nothing is queued."""
+    context.creations.take(f"plan {who.name}")
+    parsed = await parse_body(context, body)
+    plan = await context.plans.plan(parsed)
+    return JSONResponse({
+        "object": "plan", **plan_data(plan), "model": parsed.model.name,
+        "warnings": [*parsed.warnings], "details": plan.to_json(),
+    })  # fmt: skip
+
+
+@router.get("/v1/models")
+async def list_models(context: Context) -> Any:
+    """The models that are served; the first is the default."""
+    return JSONResponse({"object": "list", "data": [_row(context, m) for m in context.models]})
+
+
+@router.get("/v1/models/{name}")
+async def retrieve_model(name: str, context: Context) -> Any:
+    """A model's card: its options with limits and help, and what it makes by default."""
+    try:
+        model = context.models.get(name)
+    except ApiError as error:
+        raise ApiError("not_found", str(error), "model") from None
+    defaults, note = None, ""
+    try:
+        parsed = await in_thread(context.parser.parse, Body({
+            "model": model.name, "prompt": "a red circle",
+        }))  # fmt: skip
+        defaults = plan_data(await context.plans.plan(parsed))
+    except (ApiError, EveryframeError) as error:
+        note = str(error)
+    family = model.family or (defaults or {}).get("family")
+    return JSONResponse({
+        **_row(context, model),
+        "family": family,
+        "licence": model.licence,
+        "defaults": defaults,
+        "note": note,
+        "options": option_schema(family),
+        "loras": context.loras.names(),
+    })  # fmt: skip
+
+
+def _row(context: ServerContext, model: RegisteredModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": int(context.started_at),
+        "owned_by": "everyframe",
+        "title": model.title,
+        "family": model.family,
+        "licence": model.licence,
+        "is_default": model is context.models.default,
+    }
