@@ -8,6 +8,7 @@ import re
 import pytest
 
 from everyframe.cli import generate, plan
+from everyframe.cli.executors import executor_flags
 from everyframe.cli.main import COMMANDS, main
 from everyframe.cli.options import RUN_FLAGS
 from everyframe.core.options import FamilyOptions, facts_of, option
@@ -30,7 +31,8 @@ def fields() -> set[str]:
 
 
 def test_every_field_is_a_flag() -> None:
-    assert flags_of(generate.COMMAND) == fields() | set(RUN_FLAGS)
+    own = {each.name for each in executor_flags()}
+    assert flags_of(generate.COMMAND) == fields() | set(RUN_FLAGS) | own
     assert flags_of(plan.COMMAND) == fields() | set(RUN_FLAGS) - {"dry_run", "run_dir"}
     assert "latents" not in flags_of(generate.COMMAND)
 
