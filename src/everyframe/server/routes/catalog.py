@@ -37,27 +37,36 @@ async def list_models(context: Context) -> Any:
 
 
 @router.get("/v1/models/{name}")
-async def retrieve_model(name: str, context: Context) -> Any:
-    """A model's card: its options with limits and help, and what it makes by default."""
+async def retrieve_model(name: str, context: Context, defaults: bool = True) -> Any:
+    """A model's card: its options with limits and help, and what it makes by default.
+
+    Defaults come of a plan, which takes a while the first time; `defaults=false` leaves them out.
+    """
     try:
         model = context.models.get(name)
     except ApiError as error:
         raise ApiError("not_found", str(error), "model") from None
-    defaults, note = None, ""
-    try:
-        defaults = plan_data(await default_plan(context, model.name))
-    except (ApiError, EveryframeError) as error:
-        note = str(error)
-    family = model.family or (defaults or {}).get("family")
+    planned, note = (await _plan_of(context, model)) if defaults else (None, "")
+    family = model.family or (planned or {}).get("family")
     return JSONResponse({
         **_row(context, model),
         "family": family,
         "licence": model.licence,
-        "defaults": defaults,
+        "defaults": planned,
         "note": note,
         "options": option_schema(family),
         "loras": context.loras.names(),
     })  # fmt: skip
+
+
+async def _plan_of(
+    context: ServerContext, model: RegisteredModel
+) -> tuple[dict[str, Any] | None, str]:
+    """The plan of a model's own values, or None and why there is none."""
+    try:
+        return plan_data(await default_plan(context, model.name)), ""
+    except (ApiError, EveryframeError) as error:
+        return None, str(error)
 
 
 def _row(context: ServerContext, model: RegisteredModel) -> dict[str, Any]:
