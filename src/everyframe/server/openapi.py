@@ -72,7 +72,7 @@ def _fields_schema() -> dict[str, Any]:
         "input_reference": {"description": "The same as image.", **_media("picture")},
         "video": {"description": "The same as extend.", **_media("video")},
         "output_format": {"enum": [*FORMATS]},
-        **dict.fromkeys(PIPELINE_FIELDS, {"description": "Of diffusers pipelines."}),
+        **{name: {"description": "Of diffusers pipelines."} for name in PIPELINE_FIELDS},
         "priority": {"type": "integer", "description": "Higher goes first; above 0 for admins."},
     }
     return {
