@@ -66,7 +66,7 @@ class ServedApp:
         self.store = JobStore(self.folder)
         self.executor = executor = executor or PlanningExecutor()
         self._runs = runs
-        self.settings = ServerSettings(**{"models": ("shapes",), "plans_ahead": False, **settings})
+        self.settings = ServerSettings(**{"models": ("shapes",), **settings})
         self.dispatcher = Dispatcher(self.store, executor, DispatcherOptions(min_free_bytes=0))
         self.app = create_app(self.store, self.dispatcher, executor, self.settings)
         self.context = self.app.state.context

@@ -154,7 +154,7 @@ class ServerSettings:
     limits: Limits = field(default_factory=Limits)
     has_sync: bool = True
     has_open_metrics: bool = False
-    plans_ahead: bool = True
+    plans_ahead: bool = False
     has_traces: bool = False
     retention_seconds: float | None = None
     min_free_bytes: int = 1 << 30
