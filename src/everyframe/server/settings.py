@@ -102,7 +102,7 @@ class Limits:
         queued: jobs that wait; None for any number.
         queued_of_key: jobs of one key that wait; None for any number.
         creations_a_minute: jobs and plans that one key may ask for in a minute; None for any.
-        body_seconds: longest pause within a body, and the time for 64 KiB of it on average.
+        body_seconds: longest pause within a body, and the time for 512 KiB of it on average.
         event_streams: open event streams.
     """
 
