@@ -5,9 +5,9 @@
     python benchmarks/formats.py --no-page           # print only
 
 A transformer of LTX-Video's kind with random numbers, 170 million parameters in 10 layers, is
-written in each form and loaded in bfloat16, each time in a process of its own: processor time of the loading alone
-(one thread; files are in the page cache), and the peak of resident memory above what the process
-had before, over the bytes of the loaded weights. Forms take turns; ratios are to bfloat16
+written in each form and loaded in bfloat16, each time in a process of its own: processor time of
+the loading alone (one thread; files are in the page cache), the bytes of the loaded weights, and
+the peak of resident memory above what the process had before. Forms take turns; ratios are to bfloat16
 safetensors of the same round.
 """
 
@@ -185,7 +185,8 @@ memory above what the process had before.
 {chr(10).join(lines)}
 
 Hardware: {cpu}, {os.cpu_count()} cores, one thread; load average {busy:.0f} at the beginning and
-{os.getloadavg()[0]:.0f} at the end, so times are indications, and memory is not. Python {platform.python_version()}, {versions}.
+{os.getloadavg()[0]:.0f} at the end, so times are indications, and memory is not.
+Python {platform.python_version()}, {versions}.
 Command: `{shlex.join(["python", "benchmarks/formats.py", *sys.argv[1:]])}`.
 """
     print(page)
