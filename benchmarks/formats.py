@@ -7,8 +7,8 @@
 A transformer of LTX-Video's kind with random numbers, 170 million parameters in 10 layers, is
 written in each form and loaded in bfloat16, each time in a process of its own: processor time of
 the loading alone (one thread; files are in the page cache), the bytes of the loaded weights, and
-the peak of resident memory above what the process had before. Forms take turns; ratios are to bfloat16
-safetensors of the same round.
+the peak of resident memory above what the process had before. Forms take turns; ratios are to
+bfloat16 safetensors of the same round.
 """
 
 from __future__ import annotations

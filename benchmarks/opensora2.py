@@ -1,17 +1,19 @@
-"""What does Open-Sora 2.0 take: its blocks' share of the peak, memory of loading, one card's time?
+"""What does Open-Sora 2.0 take: its blocks' share of the peak, memory of its weights, cards' time?
 
-    python benchmarks/opensora2.py                             # about five minutes, 4 GB of memory
-    python benchmarks/opensora2.py --double 6 --single 14      # a synthetic checkpoint of 8 GB
+    python benchmarks/opensora2.py                    # ten minutes, 8 GB of disk, 5 GB of memory
+    python benchmarks/opensora2.py --only forecast    # a minute: nothing is measured
 
 Three questions of the released sizes, with random weights:
 
 - blocks: one double and one single block (width 3072, 24 heads, float32) on few tokens, as a share
   of what the best matrix product reaches in the same minute; by turns, in processor time of one
   thread, so that a busy machine slows both.
-- load: a synthetic checkpoint of some blocks in bfloat16 is loaded and called once in a process of
-  its own; the process's peak beside the plan's forecast.
-- forecast: work and memory of the plan for one card of 80 GB, beside upstream's published table.
-  One constant, operations a second, is taken from one cell of the table (768px, one card).
+- load: a synthetic checkpoint of 8 GB in bfloat16, in processes of their own, the peak beside the
+  plan's forecast: a whole run with weights in eight bits, and a call of the denoiser whose blocks
+  are read from the file one by one, as on a card with little memory.
+- forecast: upstream's published table of time and memory, 1 to 8 cards, beside what its program
+  should take by our dry runs (`opensora2_upstream.py`), and our plans for the same cards. One
+  constant, operations a second: the one with which the median cell comes out.
 
 Writes a dated page into `benchmarks/results/` unless told not to.
 """
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import statistics
 import subprocess
@@ -28,38 +31,41 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
 from measuring import hardware, result_page, seconds
-from safetensors.torch import save_file
+from opensora2_upstream import upstream_work
 from torch.utils.flop_counter import FlopCounterMode
 
+import everyframe
 from everyframe.checkpoints.key_map import KeyMap
 from everyframe.core.plan import ComponentPlan, Precision
 from everyframe.core.request import Request
 from everyframe.dry_run.executor import DryRunModule, dry_run_modules
+from everyframe.families.opensora2.checkpoint import DENOISER
 from everyframe.families.opensora2.components import DENOISER_ISLANDS
 from everyframe.families.opensora2.config import MMDiTConfig
 from everyframe.families.opensora2.layers import QKV, DoubleBlock, JointRope, SingleBlock
 from everyframe.families.opensora2.mmdit import MMDiT
 from everyframe.hardware import machine_facts
 from everyframe.hardware.memory import peak_bytes
+from everyframe.hardware.profiles import find_profile
 from everyframe.ops.text_context import JointTextContext
 from everyframe.planning.resolve import prepare
-from everyframe.precision.islands import present, weight_bytes
+from everyframe.precision.islands import present
 from everyframe.runtime.loading import load_component
 from everyframe.runtime.meta_init import build_on_meta
+from everyframe.runtime.offload import resident_bytes
 
 GRID, TEXT = (2, 8, 16), 512
 ROUNDS = 3
-#: Upstream's README: seconds and peak GB by number of H100 or H800, 50 steps.
+#: Upstream's README: seconds and peak GiB by number of H100 or H800, 50 steps.
 PUBLISHED = {
     "256px": {1: (60, 52.5), 2: (40, 44.3), 4: (34, 44.3)},
     "768px": {1: (1656, 60.3), 2: (863, 48.3), 4: (466, 44.3), 8: (276, 44.3)},
 }
-#: Branches that upstream computes in 50 steps, and that ours does, of text alone.
-UPSTREAM_BRANCHES, OUR_BRANCHES = 150, 80
 
 
 def blocks() -> list[str]:
@@ -116,133 +122,208 @@ def _attention_work(config: MMDiTConfig, tokens: int) -> int:
     return 0 if counter.get_total_flops() else 4 * tokens * tokens * config.hidden_size
 
 
-def sizes(told: argparse.Namespace) -> MMDiTConfig:
-    return replace(MMDiTConfig(), depth=told.double, depth_single_blocks=told.single)
+def sizes(asked: argparse.Namespace) -> MMDiTConfig:
+    """Blocks of the real width between the tiny checkpoint's latents and texts."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from helpers.tiny_checkpoints.opensora2 import VIDEO
+
+    return replace(
+        MMDiTConfig(),
+        in_channels=VIDEO.in_channels,
+        vec_in_dim=VIDEO.vec_in_dim,
+        context_in_dim=VIDEO.context_in_dim,
+        depth=asked.double,
+        depth_single_blocks=asked.single,
+    )
 
 
-def write_checkpoint(path: Path, config: MMDiTConfig) -> None:
-    """One file in bfloat16, of zeros; its bytes are read all the same."""
+def write_checkpoint(folder: Path, config: MMDiTConfig) -> None:
+    """A tiny Open-Sora 2.0 whose denoiser has blocks of the real width, in bfloat16."""
+    from helpers.tiny_checkpoints import opensora2 as tiny
+
+    tiny.opensora2(folder)
     shapes = build_on_meta(lambda: MMDiT(config)).state_dict()
-    zeros = {name: torch.zeros(each.shape, dtype=torch.bfloat16) for name, each in shapes.items()}
-    save_file(zeros, path)
+    sizes = [2 * each.numel() for each in shapes.values()]
+    ends = [0, *accumulate(sizes)]
+    head = json.dumps({
+        name: {"dtype": "BF16", "shape": list(each.shape), "data_offsets": [start, stop]}
+        for (name, each), (start, stop) in zip(shapes.items(), pairwise(ends), strict=True)
+    }).encode()  # fmt: skip
+    torch.manual_seed(0)
+    drawn = (0.02 * torch.randn(1 << 22)).bfloat16().view(torch.int16).numpy().tobytes()
+    with (folder / DENOISER).open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for size in sizes:  # tensor by tensor: the whole would not fit in little memory
+            for start in range(0, size, len(drawn)):
+                file.write(drawn[: size - start])
 
 
-def load_once(path: Path, config: MMDiTConfig) -> None:
-    """In a process of its own: load, make one call, and print what was planned and what came."""
+def run_in_eight_bits(folder: Path) -> dict[str, float]:
+    """A whole run; the plan's peak, and the process's above what it took before."""
+    asked = {
+        "model": str(folder), "device": "cpu", "size": "64x64", "num_frames": 5, "seed": 1,
+        "num_inference_steps": 1, "quantize": "int8", "dtype": "bf16",
+    }  # fmt: skip
+    planned = max(part.peak_bytes for part in everyframe.plan("waves", **asked).components)
+    before = peak_bytes(machine_facts("cpu").cpu) or 0
+    everyframe.generate("waves", **asked)
+    return {"planned": planned, "peak": (peak_bytes(machine_facts("cpu").cpu) or 0) - before}
+
+
+def call_streamed(folder: Path, config: MMDiTConfig) -> dict[str, float]:
+    """A call of the denoiser whose blocks come from the file; what was planned, and what came."""
     cpu = machine_facts("cpu").cpu
     empty = build_on_meta(lambda: MMDiT(config))
     islands = present(DENOISER_ISLANDS, empty.state_dict())
     precision = Precision("bfloat16", "bfloat16", islands)
-    count = {name: each.numel() for name, each in empty.named_parameters()}
-    weights = weight_bytes(count, precision)
 
     def call(model: MMDiT, device: str) -> object:
         x = torch.zeros(1, config.latent_channels, GRID[0], 2 * GRID[1], 2 * GRID[2], device=device)
         text = torch.zeros(1, TEXT, config.context_in_dim, device=device)
-        context: JointTextContext = model.context(text, text[:, 0, : config.vec_in_dim])
+        pooled = torch.zeros(1, config.vec_in_dim, device=device)
+        context: JointTextContext = model.context(text, pooled)
         return model(x, torch.full((1,), 0.5, device=device), context)
 
     parts = {"denoiser": DryRunModule(empty, precision)}
     found = dry_run_modules(parts, lambda device: call(empty, device), cpu)
-    working = found.found["denoiser"].working_bytes
+    working, weights = found.found["denoiser"].working_bytes, resident_bytes(empty, precision)
     plan = ComponentPlan(
-        "denoiser", "denoiser", "denoise", str(path), 0, "cpu", precision, weights, working
-    )
+        "denoiser", "denoiser", "denoise", DENOISER, 0, "cpu", precision, weights, working,
+        block_offload=True, from_disk=True,
+    )  # fmt: skip
     before = peak_bytes(cpu) or 0
     with torch.inference_mode():
-        call(load_component(plan, lambda: MMDiT(config), path, KeyMap()), "cpu")
-    print(json.dumps({"planned": weights + working, "peak": (peak_bytes(cpu) or 0) - before}))
+        call(load_component(plan, lambda: MMDiT(config), folder / DENOISER, KeyMap()), "cpu")
+    return {"planned": weights + working, "peak": (peak_bytes(cpu) or 0) - before}
 
 
-def load(told: argparse.Namespace) -> list[str]:
-    """Peak of loading beside the plan."""
+#: Ways to use the checkpoint, each in a process of its own.
+WAYS = {"eight bits, a whole run": "int8", "streamed from the file, one call": "streamed"}
+
+
+def load(asked: argparse.Namespace) -> list[str]:
+    """Peaks beside the plan."""
+    rows = []
     with tempfile.TemporaryDirectory(prefix="everyframe-os2-") as made:
-        path = Path(made) / "Open_Sora_v2.safetensors"
-        more = ["--double", str(told.double), "--single", str(told.single)]
-        # In processes of their own: what a parent held counts for its children's peaks.
-        for way in ("--write", "--load-once"):
-            words = [sys.executable, __file__, way, str(path), *more]
-            done = subprocess.run(words, capture_output=True, text=True, check=True)
-        found, total = json.loads(done.stdout.splitlines()[-1]), path.stat().st_size
+        more = ["--double", str(asked.double), "--single", str(asked.single)]
+
+        def child(way: str) -> str:
+            # In processes of their own: what a parent held counts for its children's peaks.
+            words = [sys.executable, __file__, "--way", way, "--folder", made, *more]
+            return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+
+        child("write")
+        total = (Path(made) / DENOISER).stat().st_size
+        for title, way in WAYS.items():
+            found = json.loads(child(way).splitlines()[-1])
+            planned, peak = found["planned"], found["peak"]
+            both = f"{planned / 1e9:.2f} GB | {peak / 1e9:.2f} GB"
+            rows.append(f"| {title} | {both} | {peak / planned - 1:+.1%} |")
     return [
-        "## Memory of loading",
+        "## Memory of the weights",
         "",
-        f"A synthetic checkpoint of {told.double} double and {told.single} single blocks, "
-        f"{total / 1e9:.1f} GB, loaded in bfloat16 and called once; peak of the process above what "
-        "it took before.",
+        f"A synthetic checkpoint of {asked.double} double and {asked.single} single blocks of the "
+        f"real width, {total / 1e9:.1f} GB in bfloat16; peak of the process above what it took "
+        "before.",
         "",
-        f"Plan {found['planned'] / 1e9:.2f} GB, measured {found['peak'] / 1e9:.2f} GB "
-        f"({found['peak'] / found['planned'] - 1:+.1%}).",
+        "| weights | plan | measured | apart |",
+        "| - | - | - | - |",
+        *rows,
         "",
     ]
 
 
 def forecast() -> list[str]:
-    """Work and memory of the plan beside the published table."""
-    work: dict[str, tuple[float, float]] = {}
-    for size in PUBLISHED:
-        request = Request(
-            prompt="waves", model="opensora-2.0", resolution=size, num_frames=129, seed=1
+    """Upstream's program by our dry runs, and our plans, beside the published table."""
+    card = find_profile("cuda-sm90").machine().devices[0]
+    work, rates = upstream_work(card), card.rates
+    assert rates is not None
+    cells = {(size, n): cell for size, row in PUBLISHED.items() for n, cell in row.items()}
+
+    def times(rate: float) -> dict[tuple[str, int], float]:
+        return {key: work.seconds(*key, rate, rates) for key in cells}
+
+    def median_error(rate: float) -> float:
+        return statistics.median(took / cells[key][0] - 1 for key, took in times(rate).items())
+
+    low, high = 1e14, 1e15
+    while high / low > 1.0001:
+        rate = math.sqrt(low * high)
+        low, high = (rate, high) if median_error(rate) > 0 else (low, rate)
+    lines = []
+    for key, took in times(rate).items():
+        size, cards = key
+        published, published_peak = cells[key]
+        peak = work.peak(*key) / 2**30
+        ours, our_peak = our_plan(size, cards, rate / dict(card.rates.products)["bfloat16"])
+        lines.append(
+            f"| {size} | {cards} | {published} s | {took:.0f} s | {took / published - 1:+.0%} | "
+            f"{published_peak} | {peak:.1f} | {peak / published_peak - 1:+.0%} | {ours:.0f} s | "
+            f"{our_peak / 2**30:.1f} |"
         )
-        plan = prepare(request, profile="cuda-sm90").plan
-        stages = {stage.name: stage for stage in plan.stages}
-        most = max(
-            stage.working_bytes + plan.component(stage.component).on_device_bytes
-            for stage in plan.stages
-        )
-        work[size] = (stages["denoise"].operations, most)
-    rate = work["768px"][0] * UPSTREAM_BRANCHES / OUR_BRANCHES / PUBLISHED["768px"][1][0]
-    lines = ["| | cards | published | by the constant | apart | ours, by the constant |",
-             "| - | - | - | - | - | - |"]  # fmt: skip
-    for size, cells in PUBLISHED.items():
-        for cards, (took, _) in cells.items():
-            ours = work[size][0] / rate / cards
-            theirs = ours * UPSTREAM_BRANCHES / OUR_BRANCHES
-            lines.append(
-                f"| {size} | {cards} | {took} s | {theirs:.0f} s | {theirs / took - 1:+.0%} | "
-                f"{ours:.0f} s |"
-            )
-    memory = [
-        f"| {size} | {cells[1][1]} GB | {work[size][1] / 1e9:.1f} GB |"
-        for size, cells in PUBLISHED.items()
-    ]
     return [
         "## Forecast for cards of 80 GB",
         "",
-        "129 frames, 16:9, 50 steps, from text. Upstream computes 150 branches of the denoiser, of "
-        "which 80 are needed. The constant is what makes 768px on one card come out: "
-        f"{rate / 1e12:.0f} TFLOP/s of the denoiser's operations as the plan counts them. Text "
-        "encoders and decoding are left out, and so is what cards send each other.",
+        "129 frames, 16:9, 50 steps, from text. Upstream's program as it is: three branches a step "
+        "(80 of 150 are needed), tensor parallelism at 256px, a ring at 768px, a mask that is "
+        "filled row by row, two copies of the denoiser while it loads. The constant, with which "
+        f"the median cell comes out: {rate / 1e12:.0f} TFLOP/s; bandwidths and launches are those "
+        "of the profile `cuda-sm90`. Its memory is in GiB: 44.3 is twice the denoiser. The last "
+        "columns are our plans for the same cards and constant, loading included.",
         "",
+        "| | cards | published | forecast | apart | peak GiB | forecast | apart | ours | GiB |",
+        "| - | - | - | - | - | - | - | - | - | - |",
         *lines,
         "",
-        "Peak memory of one card:",
-        "",
-        "| | published | the plan, stage by stage |",
-        "| - | - | - |",
-        *memory,
-        "",
     ]
+
+
+def our_plan(size: str, cards: int, share: float) -> tuple[float, float]:
+    """Seconds and peak bytes of a card, with products at that multiple of the profile's rate."""
+    facts = find_profile("cuda-sm90").machine().devices[0]
+    assert facts.rates is not None
+    products = tuple((dtype, rate * share) for dtype, rate in facts.rates.products)
+    rates = replace(facts.rates, products=products)
+    devices = [replace(facts, index=index, rates=rates) for index in range(cards)]
+    request = Request(
+        prompt="waves", model="opensora-2.0", resolution=size, num_frames=129, seed=1,
+        num_devices=cards,
+    )  # fmt: skip
+    plan = prepare(request, profile="cuda-sm90", devices=devices, with_seconds=True).plan
+    assert plan.seconds is not None
+    return plan.seconds, max(part.peak_bytes for part in plan.components)
+
+
+#: What is asked, in the order of the page.
+QUESTIONS: dict[str, Callable[[argparse.Namespace], list[str]]] = {
+    "load": load,
+    "blocks": lambda asked: blocks(),
+    "forecast": lambda asked: forecast(),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--double", type=int, default=3, help="blocks of the checkpoint")
-    parser.add_argument("--single", type=int, default=7, help="blocks of the checkpoint")
+    parser.add_argument("--double", type=int, default=6, help="blocks of the checkpoint")
+    parser.add_argument("--single", type=int, default=14, help="blocks of the checkpoint")
+    parser.add_argument("--only", choices=QUESTIONS, help="one of the questions")
     parser.add_argument("--no-page", action="store_true", help="print, and write no page")
-    parser.add_argument("--load-once", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
-    told = parser.parse_args()
+    parser.add_argument("--way", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
     torch.set_num_threads(1)
-    if told.write is not None:
-        write_checkpoint(told.write, sizes(told))
-        return
-    if told.load_once is not None:
-        load_once(told.load_once, sizes(told))
+    if asked.way == "write":
+        write_checkpoint(asked.folder, sizes(asked))
+    elif asked.way is not None:
+        streamed = asked.way == "streamed"
+        found = call_streamed(asked.folder, sizes(asked)) if streamed else None
+        print(json.dumps(found or run_in_eight_bits(asked.folder)))
+    if asked.way is not None:
         return
     torch.manual_seed(0)
+    names = [asked.only] if asked.only else [*QUESTIONS]
     with torch.inference_mode():
-        lines = [*load(told), *blocks(), *forecast()]
+        lines = [line for name in names for line in QUESTIONS[name](asked)]
     facts = machine_facts("cpu")
     head = [
         f"# Open-Sora 2.0's parts, {date.today()}",
@@ -254,7 +335,7 @@ def main() -> None:
     ]
     page = "\n".join([*head, *lines])
     print(page)
-    if not told.no_page:
+    if not asked.no_page:
         result_page("opensora2", facts.cpu).write_text(page, encoding="utf-8")
 
 

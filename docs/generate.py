@@ -13,12 +13,15 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import diagrams
+import machine_pages
 import terminal
 from annotated_types import Ge, Gt, Le, Lt
 from api_pages import NOTE, api_page, events_page
+from man_page import man_page
 from pydantic.fields import FieldInfo
 
 import everyframe
@@ -31,6 +34,7 @@ from everyframe.hardware.known_issues import Condition, Issue, known_issues
 
 REFERENCE = Path(__file__).parent / "reference"
 PICTURES = Path(__file__).parent / "pictures"
+MAN = Path(__file__).parent / "man" / "everyframe.1"
 STUB = Path(__file__).parent.parent / "src" / "everyframe" / "__init__.pyi"
 _VALUES: dict[object, str] = {int: "N", float: "X", str: "TEXT", typing.Any: "FILE"}
 
@@ -255,6 +259,13 @@ def _argument(name: str) -> str:
     return textwrap.fill(text, 92, initial_indent="    ", subsequent_indent="        ") + "\n"
 
 
+def openapi() -> str:
+    """The server's OpenAPI document."""
+    from everyframe.server.app import routed_app
+
+    return json.dumps(routed_app().openapi(), indent=1, sort_keys=True) + "\n"
+
+
 #: Page -> what makes it.
 PAGES = {
     REFERENCE / "options.md": options_page,
@@ -263,6 +274,7 @@ PAGES = {
     REFERENCE / "exit-codes.md": exit_codes_page,
     REFERENCE / "known-issues.md": known_issues_page,
     REFERENCE / "doctor.schema.json": doctor_schema,
+    REFERENCE / "openapi.json": openapi,
     PICTURES / "packages.svg": diagrams.packages_and_imports,
     PICTURES / "request.svg": diagrams.request,
     PICTURES / "guard.svg": diagrams.guard,
@@ -271,6 +283,13 @@ PAGES = {
     PICTURES / "plan.svg": terminal.plan,
     PICTURES / "doctor.svg": terminal.doctor,
     STUB: stub,
+    MAN: man_page,
+    REFERENCE / "machines.md": machine_pages.machines_page,
+    REFERENCE / "cards" / "README.md": machine_pages.cards_index,
+    **{
+        REFERENCE / "cards" / f"{make}.md": partial(machine_pages.card_page, make)
+        for make in machine_pages.MAKES
+    },
 }
 
 

@@ -31,6 +31,7 @@ os.environ["EVERYFRAME_CACHE"] = str(Path(_CACHE.name, "everyframe"))
 # `end_to_end/test_workers.py` have one.
 os.environ["EVERYFRAME_IN_PROCESS"] = "1"
 os.environ["EVERYFRAME_RUNS"] = str(Path(_CACHE.name, "runs"))
+os.environ["XDG_CONFIG_HOME"] = str(Path(_CACHE.name, "config"))
 os.environ["XDG_STATE_HOME"] = str(Path(_CACHE.name, "state"))
 # A plan that is shown tries what it will spend its time on, for most of a second where the model is
 # large. By less of it a forecast is as much a forecast; `hardware/test_throughput.py` has the

@@ -13,6 +13,7 @@ from everyframe._version import __version__ as __version__
 
 #: Public name -> its module. `__init__.pyi` (written by ``make docs``) has their types for editors.
 HOMES = {
+    "Engine": "everyframe.engine.warm_engine",
     "EveryframeError": "everyframe.core.errors",
     "EveryframeWarning": "everyframe.core.errors",
     "InputError": "everyframe.core.errors",
@@ -23,6 +24,7 @@ HOMES = {
     "compile": "everyframe.engine.compiled_modules",
     "generate": "everyframe.api",
     "list_runs": "everyframe.api",
+    "load": "everyframe.engine.warm_engine",
     "load_compiled": "everyframe.engine.compiled_modules",
     "plan": "everyframe.api",
     "quantize": "everyframe.engine.compiled_modules",

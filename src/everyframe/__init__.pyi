@@ -31,9 +31,12 @@ from everyframe.engine.compiled_modules import quantize as quantize
 from everyframe.engine.compiled_modules import save_compiled as save_compiled
 from everyframe.engine.results import Output
 from everyframe.engine.save import save as save
+from everyframe.engine.warm_engine import Engine as Engine
+from everyframe.engine.warm_engine import load as load
 from everyframe.media.video import Video as Video
 
 __all__ = [
+    "Engine",
     "EveryframeError",
     "EveryframeWarning",
     "InputError",
@@ -45,6 +48,7 @@ __all__ = [
     "compile",
     "generate",
     "list_runs",
+    "load",
     "load_compiled",
     "plan",
     "quantize",
@@ -190,8 +194,8 @@ def generate(
             9007199254740991).
         num_videos: Number of videos, with seed, seed + 1, and so on (> 0, ≤ 10000).
         latents: Start noise of unit variance, (1, C, T, H, W), or as the model has it.
-        image: Picture that is the first frame.
-        last_image: Picture that is the last frame.
+        image: Picture of the first frame.
+        last_image: Picture of the last frame.
         extend: Video to continue.
         chain: Number of clips, each continuing the one before (> 0, ≤ 1000).
         edit_strength: How much given frames may change: 0 preserves them, 1 ignores them (≥ 0,
@@ -249,8 +253,9 @@ def generate(
             of opensora2.
         first_frame: Draw a first picture and begin with it: flux draws it by FLUX.1-dev. For
             models of opensora2.
-        flux: Folder or hub id of flux1-dev.safetensors and flux1-dev-ae.safetensors, if they
-            are not beside the denoiser. For models of opensora2.
+        flux: Folder or hub id of FLUX.1-dev, if it is not beside the denoiser:
+            flux1-dev.safetensors and flux1-dev-ae.safetensors, or diffusers' layout. For models
+            of opensora2.
         vae_scaling: Scale of the DC-AE's latents: 1, or 0.493 as in upstream's training (> 0, ≤
             1000). For models of opensora2.
         truncate_prompt: Use the beginning of a prompt that is too long. For models of
@@ -450,8 +455,8 @@ def plan(
             9007199254740991).
         num_videos: Number of videos, with seed, seed + 1, and so on (> 0, ≤ 10000).
         latents: Start noise of unit variance, (1, C, T, H, W), or as the model has it.
-        image: Picture that is the first frame.
-        last_image: Picture that is the last frame.
+        image: Picture of the first frame.
+        last_image: Picture of the last frame.
         extend: Video to continue.
         chain: Number of clips, each continuing the one before (> 0, ≤ 1000).
         edit_strength: How much given frames may change: 0 preserves them, 1 ignores them (≥ 0,
@@ -509,8 +514,9 @@ def plan(
             of opensora2.
         first_frame: Draw a first picture and begin with it: flux draws it by FLUX.1-dev. For
             models of opensora2.
-        flux: Folder or hub id of flux1-dev.safetensors and flux1-dev-ae.safetensors, if they
-            are not beside the denoiser. For models of opensora2.
+        flux: Folder or hub id of FLUX.1-dev, if it is not beside the denoiser:
+            flux1-dev.safetensors and flux1-dev-ae.safetensors, or diffusers' layout. For models
+            of opensora2.
         vae_scaling: Scale of the DC-AE's latents: 1, or 0.493 as in upstream's training (> 0, ≤
             1000). For models of opensora2.
         truncate_prompt: Use the beginning of a prompt that is too long. For models of
@@ -716,8 +722,8 @@ def run(
             9007199254740991).
         num_videos: Number of videos, with seed, seed + 1, and so on (> 0, ≤ 10000).
         latents: Start noise of unit variance, (1, C, T, H, W), or as the model has it.
-        image: Picture that is the first frame.
-        last_image: Picture that is the last frame.
+        image: Picture of the first frame.
+        last_image: Picture of the last frame.
         extend: Video to continue.
         chain: Number of clips, each continuing the one before (> 0, ≤ 1000).
         edit_strength: How much given frames may change: 0 preserves them, 1 ignores them (≥ 0,

@@ -22,6 +22,7 @@ from everyframe.engine import run as engine
 from everyframe.engine import tracing
 from everyframe.engine.comparison import compare_with
 from everyframe.engine.foreign_run import check_named
+from everyframe.engine.generate_call import GenerateCall, check_output
 from everyframe.engine.interrupted_run import load_run
 from everyframe.engine.launcher import ranks_of, run_in_workers
 from everyframe.engine.provenance import record_in, request_from, threads_to_repeat
@@ -40,7 +41,6 @@ from everyframe.planning.input_checks import check_input_files
 from everyframe.planning.resolve import LoadedModel, resolve
 from everyframe.runs import folder as run_folders
 from everyframe.runs.folder import RunSummary, find_run, root_of, runs_folder
-from everyframe.runs.run_state import SaveOptions
 
 _ALL: tuple[type[Options], ...] = (Request, *all_options().values())
 
@@ -77,26 +77,13 @@ def generate(
         CannotRunError: this machine is too small for it.
         WorkerDiedError: a process of `isolate`, or of one of several devices, crashed.
     """
-    _check_output(output)
-    if prompt is not None and not isinstance(prompt, str):
-        raise InputError(
-            f"prompt must be text, got a {type(prompt).__name__}; give one prompt after the other, "
-            "or a list to a pipeline in memory: everyframe.run(pipe, [...])"
-        )
-    given = options if prompt is None else {"prompt": prompt, **options}
-    record = None if from_record is None else record_in(from_record)
-    request = Request(**given) if record is None else request_from(record, given)
-    num_threads = None if record is None else threads_to_repeat(record)
-    root, as_uint8 = root_of(run_dir), output == "uint8"
-    if isolate or request.num_ranks > 1:
-        check_input_files(request)
-        job = WorkerJob(request, num_threads=num_threads, root=root, as_uint8=as_uint8)
-        events = run_in_workers(job.of_ranks(request.num_ranks))
+    call = GenerateCall.of(prompt, output, from_record, run_dir, options)
+    if isolate or call.request.num_ranks > 1:
+        check_input_files(call.request)
+        events = run_in_workers(call.job)
     else:
-        keep = SaveOptions(root, as_uint8=as_uint8)
-        events = engine.stream(request, num_threads=num_threads, keep=keep)
-    videos = collect_videos(compare_with(record, events), output, EventTeller(on_event))
-    return videos if request.num_videos > 1 else videos[0]
+        events = engine.stream(call.request, num_threads=call.num_threads, keep=call.keep)
+    return call.videos(events, on_event)
 
 
 @with_options([Request], only=OF_RANKS, is_open=True)
@@ -128,7 +115,7 @@ def resume(
     Raises:
         InputError: there is no such run, or something that it needs has changed.
     """
-    _check_output(output)
+    check_output(output)
     if run is None and pipe is not None:
         folder = find_run_of(_given_model(pipe, Request(), None).digests())
     else:
@@ -208,7 +195,7 @@ def run(
     if output is None:
         is_float = _option_of(request).get("output_type") == "np"
         output = "float" if is_float else "uint8"
-    _check_output(output)
+    check_output(output)
     teller = EventTeller(on_event)
     events = _events_of_pipe(pipe, request, num_threads, teller.at_once)
     return _result(compare_with(record, events), output, request, teller)
@@ -341,11 +328,6 @@ def _with_both_sides(pipe: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
         return given  # refused: nobody says how large the other one is
     chosen = [own if side is None else side for side, own in zip(sides, default, strict=True)]
     return {**given, "height": chosen[0], "width": chosen[1]}
-
-
-def _check_output(output: str) -> None:
-    if output not in ("uint8", "float"):
-        raise InputError(f'output must be "uint8" or "float", got {output!r}')
 
 
 def _option_of(request: Request) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from everyframe.core.errors import CannotRunError, InputError
@@ -16,6 +17,7 @@ from everyframe.planning.load_balancing import common_facts, weights_by_speed
 from everyframe.planning.resolve import check_feasible, prepare
 
 PROMPT = "a red circle moves to the right"
+PICTURE = np.zeros((64, 64, 3), np.uint8)
 
 
 def card(index: int, name: str = "fast", speed: float = 3e12, free: int = 24 << 30) -> DeviceFacts:
@@ -26,7 +28,7 @@ def card(index: int, name: str = "fast", speed: float = 3e12, free: int = 24 << 
 
 
 def plan(*devices: DeviceFacts, **options: Any) -> Plan:
-    request = Request(prompt=PROMPT, num_devices=len(devices), seed=1, **options)
+    request = Request(**{"prompt": PROMPT, "num_devices": len(devices), "seed": 1, **options})
     return prepare(request, devices=devices, with_seconds=True).plan
 
 
@@ -127,6 +129,43 @@ def test_what_is_sent_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slow.seconds is not None
     steps = fast.settings.num_inference_steps
     assert slow.seconds - fast.seconds == pytest.approx(steps * sent * (1e-6 - 1e-10))
+
+
+def test_a_link_that_is_known_is_forecast_with() -> None:
+    three = [card(0), card(1), card(2)]
+    nominal = plan(*three, parallel="sequence=3")
+    linked = [replace(each, rates=replace(each.rates, link=1e13)) for each in three]
+    found = plan(*linked, parallel="sequence=3")
+    assert found.parallel == nominal.parallel, "a link changes the forecast, not the choice"
+    assert nominal.parallel is not None
+    sent = max(rank.sent_bytes for rank in nominal.parallel.ranks)
+    steps = nominal.settings.num_inference_steps
+    assert nominal.seconds is not None
+    assert found.seconds is not None
+    less = steps * sent * (1 / parallelism._BYTES["cuda"] - 1e-13)
+    assert nominal.seconds - found.seconds == pytest.approx(less)
+
+
+def test_in_a_ring_keys_are_sent_while_attention_computes() -> None:
+    options = {"model": "opensora-2.0", "size": "256x256", "num_frames": 17, "parallel": "ring=3"}
+
+    def seconds(link: float) -> float:
+        three = map(card, range(3))
+        cards = (replace(each, rates=replace(each.rates, link=link)) for each in three)
+        found = plan(*cards, **options)
+        return next(stage.seconds or 0.0 for stage in found.stages if stage.name == "denoise")
+
+    assert seconds(1e12) == seconds(1e11)
+    assert seconds(1e6) > 2 * seconds(1e12)
+
+
+@pytest.mark.parametrize(("cards", "busiest"), [(1, 8), (2, 4), (3, 3), (5, 2), (9, 1)])
+def test_ranks_decode_pieces_of_a_video(cards: int, busiest: int) -> None:
+    """16 frames in pieces of two."""
+    options = {"model": "svd", "image": PICTURE, "num_frames": 16, "decode_chunk_size": 2}
+    found = [plan(*map(card, range(n)), prompt=None, **options) for n in (1, cards)]
+    alone, here = (next(s for s in each.stages if s.name == "decode") for each in found)
+    assert here.operations == pytest.approx(alone.operations * busiest / 8)
 
 
 # ---------------------------------------------------------------- weights that ranks keep

@@ -58,6 +58,11 @@ def _known(path: Path, table: Mapping[str, object]) -> str | None:
     return None
 
 
+def file_state(path: Path) -> tuple[int, ...]:
+    """Status of a file that is unchanged while its bytes are, like the digest's."""
+    return tuple(_known_by(path.stat()))
+
+
 def _known_by(stat: os.stat_result) -> list[int]:
     """File status that must be unchanged for the bytes to count as unchanged."""
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]

@@ -2,8 +2,7 @@
 
 `main` dispatches commands and maps errors to one line and an exit code. `options` builds flags from
 `Request` and the families' options. `parse_request` builds a `Request` from flags. `progress` shows
-events, `output_files` writes frames, and `tables` formats results. `help_format` lays out help and
-words usage errors.
+events, and `tables` formats results. `help_format` lays out help and words usage errors.
 
 Read next: `main.py`, `generate.py`.
 """

@@ -23,6 +23,9 @@ Makes a set of videos by exact steps and by each method, and compares them frame
 at any time: the same command goes on. Without options, the embedded model.
 """
 
+#: Options that it does not take: it sets them itself, or measures them.
+_WITHOUT = ("prompt", "model", "seed", "num_videos", "quality", "report")
+
 #: Budgets that the last lines are about.
 _BUDGETS = (30.0, 32.0, 35.0, 37.0, 40.0)
 
@@ -42,7 +45,8 @@ def calibrate(
         if given.get("model") is not None:
             raise InputError(f"the model is given twice, as {model!r} and by --model")
         given["model"] = model
-    request = parse_request(given, None).request
+    without = [name for name in _WITHOUT if name != "model"]
+    request = parse_request(given, None, without=without).request
     # Not on top: this brings torch, and a wrong option should be told at once.
     from everyframe.engine import calibration
     from everyframe.fast_paths.calibrations import LEAST_VIDEOS
@@ -111,5 +115,5 @@ COMMAND = make_command(
         flag("methods", str, "Methods to measure, such as unipc,ab2@8; the usual ones by default."),
         flag("lowest", str, "Methods below so many dB are measured no further; 30 by default."),
     ),
-    without=("prompt", "model", "seed", "num_videos", "quality", "report"),
+    without=_WITHOUT,
 )

@@ -65,20 +65,31 @@ def is_debug() -> bool:
 COMMANDS = {
     "generate": ("everyframe.cli.generate:COMMAND", "Make a video from a prompt."),
     "resume": ("everyframe.cli.resume:COMMAND", "Resume an interrupted run."),
+    "serve": ("everyframe.cli.serve:COMMAND", "Serve videos over HTTP from a durable queue."),
     "plan": ("everyframe.cli.plan:COMMAND", "Show what would run; nothing is loaded or fetched."),
     "compile": ("everyframe.cli.compile:COMMAND", "Compile a model's blocks ahead of its runs."),
     "fast-paths": ("everyframe.cli.fast_paths:COMMAND", "List fast paths and their certificates."),
     "calibrate": ("everyframe.cli.calibrate:COMMAND", "Measure what lossy methods cost in dB."),
     "doctor": ("everyframe.cli.doctor:COMMAND", "Check this machine, and name the fixes."),
+    "bench": ("everyframe.cli.bench:COMMAND", "Measure this machine, and compare two."),
     "save": ("everyframe.cli.save:COMMAND", "Write a model with merged or quantized weights."),
     "inspect": ("everyframe.cli.inspect:COMMAND", "Show how a video was made."),
+    "pull": ("everyframe.cli.pull:COMMAND", "Fetch and verify what a model needs."),
     "models": ("everyframe.cli.models:COMMAND", "List known models and what they need."),
+    "completion": ("everyframe.cli.completion:COMMAND", "Print a shell's completion script."),
+    "cache list": ("everyframe.cli.cache:LIST", "List what is on this disk, with sizes."),
+    "cache remove": ("everyframe.cli.cache:REMOVE", "Remove one entry, or all of a kind."),
+    "config show": ("everyframe.cli.config:SHOW", "Show what is configured, and where."),
     "trace record": ("everyframe.cli.trace:RECORD", "Run, and record what every module computes."),
     "trace diff": ("everyframe.cli.trace:DIFF", "Name the first module where two runs differ."),
 }
 
 #: First word of two-word commands -> line in the list of commands.
-GROUPS = {"trace": "Record what every module computes, and compare two runs."}
+GROUPS = {
+    "cache": "See what is on this disk, and remove it.",
+    "config": "Show what environment and files set.",
+    "trace": "Record what every module computes, and compare two runs.",
+}
 
 #: Earlier names of commands.
 ALIASES = {"paths": "fast-paths"}
@@ -141,7 +152,7 @@ def _parsed(words: list[str]) -> Callable[[], int]:
     from everyframe.cli import help_format
 
     set_up(None)
-    app = _app()
+    app = build_app()
     try:
         command, bound, *_ = app.parse_args(
             [_DASH if word == "-" else word for word in words],
@@ -151,15 +162,24 @@ def _parsed(words: list[str]) -> Callable[[], int]:
     except CycloptsError as error:
         help_format.raise_usage_error(error, words, tuple(COMMANDS))
     values = {key: "-" if value == _DASH else value for key, value in bound.arguments.items()}
-    if "log_level" in values:
-        set_up(values.pop("log_level"))
     if _is_own(command):
-        return partial(command, **values)
+        return partial(_configured, command, values)
     command(*bound.args, **bound.kwargs)  # help or version
     return lambda: int(ExitCode.DONE)
 
 
-def _app() -> App:
+def _configured(command: Callable[..., int], values: dict[str, Any]) -> int:
+    """Call the command with the settings of the user's file."""
+    from everyframe.cli.config import applied_settings
+
+    with applied_settings():
+        set_up(values.pop("log_level", None))
+        return command(**values)
+
+
+def build_app() -> App:
+    """The command line: every command, imported once it is named."""
+
     from cyclopts import App
 
     from everyframe.cli.help_format import formatter

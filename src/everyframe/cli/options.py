@@ -150,8 +150,10 @@ def _from_field(options: type[Options], name: str, group: Group) -> inspect.Para
     word = None
     if typing.get_origin(field.annotation) is tuple:
         word = "NAME" if kinds[0] is str else "FILE"
-    # What Python takes as a path, an array or a picture is a file here.
-    kind = Path if kind is Any else kind
+    if facts["names_model"]:
+        word = "MODEL"
+    # What Python takes as a path, an array, a picture or a model is a file here.
+    kind = Path if kind is Any or facts["names_model"] else kind
     return _parameter(
         name, kind, field.default, f"{text}.", tuple(facts["aliases"]), group, word=word
     )
@@ -167,16 +169,18 @@ def _parameter(
     written: str | None = None,
     word: str | None = None,
 ) -> inspect.Parameter:
+    # Text, whatever the option's type: its own field converts it and words the error. A path is one
+    # for the completion of shells alone.
+    taken: Any = {bool: bool, list: list[str] | None, Path: Path | None}.get(kind, str | None)
     how = Parameter(
         name=written,
         help=help_text,
         alias=aliases,
         group=group,
+        converter=_text_of if kind is Path else None,
         show_default=default is not None and kind not in (bool, list),
-        **_taken_as(kind, word),
+        **_taken_as(kind, word, is_on=default is True),
     )
-    # Text, whatever the option's type: its own field converts it and words the error.
-    taken: Any = {bool: bool, list: list[str] | None}.get(kind, str | None)
     is_prompt = name == "prompt"
     place = inspect.Parameter.POSITIONAL_OR_KEYWORD if is_prompt else inspect.Parameter.KEYWORD_ONLY
     annotation = typing.cast(Any, Annotated)[taken, how]
@@ -187,9 +191,14 @@ def _parameter(
     return inspect.Parameter(name, place, default=default, annotation=annotation)
 
 
-def _taken_as(kind: Any, word: str | None = None) -> dict[str, Any]:
-    """Placeholder of the value in help, if cyclopts supports it; no negative flags."""
-    opposites: dict[str, Any] = {"negative": ()} if kind in (bool, list) else {}
+def _text_of(_: Any, tokens: Sequence[Any]) -> str:
+    """The value as it was typed."""
+    return str(tokens[0].value)
+
+
+def _taken_as(kind: Any, word: str | None, *, is_on: bool) -> dict[str, Any]:
+    """Placeholder of the value in help, if cyclopts supports it; ``--no-`` for what is on alone."""
+    opposites: dict[str, Any] = {"negative": ()} if kind in (bool, list) and not is_on else {}
     words = {int: "N", float: "X", Path: "FILE", list: "NAME=VALUE"}
     known = kind is not bool and "metavar" in inspect.signature(Parameter).parameters
     return {**opposites, **({"metavar": word or words.get(kind, "TEXT")} if known else {})}

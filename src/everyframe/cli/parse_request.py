@@ -6,14 +6,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from everyframe.cli.streams import tell
 from everyframe.core.errors import InputError
 from everyframe.core.request import Request
+from everyframe.engine.record_schema import option_facts
 from everyframe.engine.torchrun import under_torchrun
 from everyframe.families.registry import all_options
+from everyframe.planning.config_files import (
+    default_options,
+    unknown_variables,
+    without_displaced,
+)
 
 
 @dataclass(frozen=True)
@@ -32,17 +39,24 @@ class ParsedRequest:
         return threads_to_repeat(self.record)
 
 
-def parse_request(given: Mapping[str, Any], from_record: str | None) -> ParsedRequest:
+def parse_request(
+    given: Mapping[str, Any], from_record: str | None, *, without: Collection[str] = ()
+) -> ParsedRequest:
     """Build a request from options by name, on top of a file's record if given.
 
     A prompt of ``-`` is read from standard input. Under torchrun the number of devices is that of
-    the ranks.
+    the ranks. Configuration sets what is not given, apart from the options `without`; on top of a
+    record, only what a record may not set.
 
     Raises:
         InputError: an option is invalid.
     """
     values = {name: _typed(name, value) for name, value in given.items()}
     ranks = under_torchrun()
+    configured = _configured(values, without, is_repeat=from_record is not None)
+    if ranks is not None:
+        configured = {n: v for n, v in configured.items() if n not in ("devices", "num_devices")}
+    values = {**configured, **values}
     if ranks is not None:
         values |= ranks.options(values)
     if "prompt" in values:
@@ -54,6 +68,29 @@ def parse_request(given: Mapping[str, Any], from_record: str | None) -> ParsedRe
 
     record = read_record(from_record)
     return ParsedRequest(request_from(record, values), record)
+
+
+def _configured(
+    given: Mapping[str, Any], without: Collection[str], *, is_repeat: bool
+) -> dict[str, Any]:
+    """Options that configuration sets and this call leaves open.
+
+    One line names those of a project's file, which a person may not know of.
+    """
+    found = {
+        name: default
+        for name, default in without_displaced(default_options(given.get("model")), given).items()
+        if name not in without and (not is_repeat or option_facts(name)["person_only"])
+    }
+    ranks = under_torchrun()
+    if ranks is None or ranks.rank == 0:
+        names = [name for name, default in found.items() if default.is_of_project]
+        if names:
+            tell(f"note: the project's configuration sets {', '.join(names)}"
+                 " (see everyframe config show)")  # fmt: skip
+        for line in unknown_variables():
+            tell(f"note: {line}")
+    return {name: default.value for name, default in found.items()}
 
 
 def _typed(name: str, value: Any) -> Any:

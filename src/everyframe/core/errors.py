@@ -154,7 +154,19 @@ class DeviceLostError(WorkerDiedError):
 
 
 class RunLockedError(EveryframeError):
-    """Another process works on this run."""
+    """Another process works on this run, or in this data folder."""
+
+
+class StoreError(EveryframeError):
+    """The server's queue can't be read or written: a full or damaged disk, or a read-only one."""
+
+
+class QueueFullError(EveryframeError):
+    """The server's queue takes no more jobs for now."""
+
+
+class RunStoppedError(EveryframeError):
+    """A run was stopped on purpose, by a `StopSwitch`; its saved state is left."""
 
 
 class NotSerializableError(EveryframeError):

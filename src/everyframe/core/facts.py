@@ -6,7 +6,9 @@ types.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 
@@ -41,6 +43,7 @@ class Throughput:
         measured: (operation, operations a second) for operations that were timed individually.
         mapping: bytes a second at which the system hands out large blocks of memory; None where
             that has no cost.
+        link: bytes a second to another device of the machine; None where it is unknown.
     """
 
     products: tuple[tuple[str, float], ...]
@@ -50,6 +53,7 @@ class Throughput:
     launch: float = 1e-5
     measured: tuple[tuple[OpShape, float], ...] = ()
     mapping: float | None = None
+    link: float | None = None
 
     def product(self, dtype: str) -> float:
         """Multiplications and additions a second in `dtype`; the slowest known rate if unknown.
@@ -156,6 +160,18 @@ class MachineFacts:
     def cpu(self) -> DeviceFacts:
         """The CPU, which every machine has."""
         return next(device for device in self.devices if device.kind == "cpu")
+
+    def with_freed(
+        self, freed: Mapping[str, int], least: Mapping[str, int] = MappingProxyType({})
+    ) -> MachineFacts:
+        """The machine once `freed` bytes more are free, and at least `least`, by device."""
+
+        def of(device: DeviceFacts) -> DeviceFacts:
+            free = device.free_memory + freed.get(device.torch_name, 0)
+            free = max(free, least.get(device.torch_name, 0))
+            return replace(device, free_memory=min(free, max(device.memory, device.free_memory)))
+
+        return replace(self, devices=tuple(map(of, self.devices)))
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for a plan or a record."""

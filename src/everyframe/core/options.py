@@ -40,6 +40,7 @@ def option(
     names_files: bool = False,
     names_model: bool = False,
     person_only: bool = False,
+    call_only: bool = False,
     accepts: tuple[str, ...] = (),
     **limits: Any,
 ) -> Any:
@@ -55,6 +56,7 @@ def option(
         names_files: the value is or may be an image or video, recorded by name and hash.
         names_model: the value is a model or a component of one.
         person_only: the option counts only if the user sets it in this call, never if a file does.
+        call_only: the option belongs to one call; no configuration sets it.
         accepts: types that Python callers may give beside the field's own, as source text.
         limits: pydantic's ``ge``, ``gt``, ``le``, ``lt``, ``max_length``.
     """
@@ -67,6 +69,7 @@ def option(
         "names_files": names_files,
         "names_model": names_model,
         "person_only": person_only,
+        "call_only": call_only,
         "accepts": [*accepts, *(["PathLike[str]"] if names_model else [])],
     }
     return Field(default=default, description=help_text, json_schema_extra=extra, **limits)

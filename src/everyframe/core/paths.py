@@ -18,6 +18,18 @@ from everyframe.core.options import shown
 #: Error codes of the system for names that no file can have.
 _NO_NAME = (errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EILSEQ)
 
+#: Error codes of the system for a full disk or quota.
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether a full disk or quota caused the error, also through one that explains it."""
+    while error is not None:
+        if getattr(error, "errno", None) in _DISK_FULL:
+            return True
+        error = error.__cause__
+    return False
+
 
 def check_path(given: Any, what: str = "a path") -> str:
     """Text of a valid path; `what` is the option that holds it.
@@ -62,6 +74,17 @@ def state_folder() -> Path:
     """
     shared = os.environ.get("XDG_STATE_HOME")
     base = expand_path(shared, "XDG_STATE_HOME") if shared else home_folder() / ".local" / "state"
+    return base / "everyframe"
+
+
+def config_folder() -> Path:
+    """Everyframe's folder of configuration: in ``XDG_CONFIG_HOME``, else in ``~/.config``.
+
+    Raises:
+        InputError: there is no home folder.
+    """
+    shared = os.environ.get("XDG_CONFIG_HOME")
+    base = expand_path(shared, "XDG_CONFIG_HOME") if shared else home_folder() / ".config"
     return base / "everyframe"
 
 

@@ -6,7 +6,6 @@ into a `Plan`, in which every value is resolved.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from pydantic import ValidationInfo, field_validator, model_validator
@@ -45,7 +44,7 @@ class Request(Options):
     for values that no model accepts.
     """
 
-    prompt: str | None = option("What the video shows.", group="What")
+    prompt: str | None = option("What the video shows.", group="What", call_only=True)
     model: str | None = option(
         "Name, folder or hub id of the model; the embedded model by default.",
         group="What",
@@ -129,9 +128,9 @@ class Request(Options):
         python_only=True,
     )
 
-    image: Any = option("Picture that is the first frame.", group="Given frames")
-    last_image: Any = option("Picture that is the last frame.", group="Given frames")
-    extend: Any = option("Video to continue.", group="Given frames")
+    image: Any = option("Picture of the first frame.", group="Given frames", call_only=True)
+    last_image: Any = option("Picture of the last frame.", group="Given frames", call_only=True)
+    extend: Any = option("Video to continue.", group="Given frames", call_only=True)
     chain: int = option(
         "Number of clips, each continuing the one before.",
         group="Given frames",
@@ -253,6 +252,7 @@ class Request(Options):
         "Folder for a report page on repairs and numeric errors; recording magnitudes takes time.",
         group="Machine",
         person_only=True,
+        call_only=True,
         accepts=("PathLike[str]",),
     )
     forget_repairs: bool = option(
@@ -260,12 +260,14 @@ class Request(Options):
         group="Machine",
         default=False,
         person_only=True,
+        call_only=True,
     )
     force: bool = option(
         "Allow what is refused only for its cost, such as fp16 on a CPU.",
         group="Machine",
         default=False,
         person_only=True,
+        call_only=True,
     )
 
     paths: dict[str, tuple[str, ...]] | None = option(
@@ -373,8 +375,3 @@ class Request(Options):
     def has_given_frames(self) -> bool:
         """Whether conditioning frames are given: a first or last image, or a video to extend."""
         return any(given is not None for given in (self.image, self.last_image, self.extend))
-
-
-def random_seed() -> int:
-    """Random seed: 31 bits from the operating system."""
-    return int.from_bytes(os.urandom(4), "little") >> 1

@@ -8,11 +8,12 @@ settings), `stage.py` (the run), `loaded_pipeline.py` (a pipeline in memory).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from everyframe.checkpoints.digest import file_state
 from everyframe.checkpoints.locate import Location
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.options import FamilyOptions
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 
     from everyframe.diffusers_pipelines.dry_run import PipelineDryRun
     from everyframe.parallel.communicator import ParallelContext
+    from everyframe.runtime.component_cache import WarmComponents
     from everyframe.runtime.sampling_preset import SamplingPreset
     from everyframe.runtime.saved_checkpoint import ChangedFile
 
@@ -73,6 +75,12 @@ class PipelineSpec(CompleteSpec):
     sizes: PipelineDefaults
     patched: WeightPatches = field(default=NO_PATCHES, compare=False, repr=False)
     replaced: ReplacedComponents = field(default=NOTHING_REPLACED, compare=False, repr=False)
+    warm: WarmComponents | None = field(default=None, compare=False, repr=False)
+
+    def identity(self) -> Hashable:
+        """All files of its folder as they are now: configs decide what is built."""
+        files = sorted(file for file in self.files.folder.rglob("*") if file.is_file())
+        return self.name, tuple((str(file), file_state(file)) for file in files)
 
     @property
     def component_names(self) -> tuple[str, ...]:
@@ -208,6 +216,7 @@ class PipelineSpec(CompleteSpec):
     def stage(self, plan: Plan, teams: ParallelContext) -> Stage:
         """The only stage: load the components and make the call."""
         from everyframe.diffusers_pipelines.stage import PipelineStage
+        from everyframe.runtime.component_cache import WarmComponents
 
         interface = self.sizes.interface
         own = request_settings.check_options(interface, self.options.option)
@@ -220,6 +229,7 @@ class PipelineSpec(CompleteSpec):
             teams=teams,
             latents=self.latent_space,
             branches=self._dry.branches(plan.settings) if teams.groups > 1 else None,
+            warm=self.warm or WarmComponents(),
         )
 
 

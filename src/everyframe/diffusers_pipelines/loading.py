@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from everyframe.diffusers_pipelines.component_classes import (
 )
 from everyframe.diffusers_pipelines.component_tensors import has_own_names, load_from_file
 from everyframe.diffusers_pipelines.module_calls import encoders, without_weights
-from everyframe.diffusers_pipelines.patched_weights import merge_from_files
+from everyframe.diffusers_pipelines.patched_weights import merge_from_files, rewrite_from_files
 from everyframe.diffusers_pipelines.signature import CallSignature
 from everyframe.diffusers_pipelines.step_tracking import called_parts
 from everyframe.fast_paths.apply import apply_fast_paths, swap_modules
@@ -39,7 +40,9 @@ from everyframe.precision import cast_hooks
 from everyframe.precision.dtypes import torch_dtype
 from everyframe.precision.quantization import quantise_layers
 from everyframe.runtime import offload, repairs
-from everyframe.runtime.loading import notify_loaded, track_component
+from everyframe.runtime.component_cache import WarmComponents
+from everyframe.runtime.component_observers import notify_loaded
+from everyframe.runtime.loading import track_component
 from everyframe.runtime.meta_init import BUILD_LOCK
 
 #: Submodules at which the results of an autoencoder are cast: its `encode` and `decode` are
@@ -48,11 +51,18 @@ _ENDS = ("decoder", "encoder", "quant_conv")
 
 
 def load(
-    plan: Plan, files: PipelineFiles, found: list[Any], *, encodes: bool = True
+    plan: Plan,
+    files: PipelineFiles,
+    found: list[Any],
+    warm: WarmComponents,
+    *,
+    encodes: bool = True,
 ) -> Iterator[Event]:
     """Append the pipeline to `found`; yields an event per loaded component.
 
-    With `encodes` False another rank encodes, and this rank's encoders have no weights.
+    Its components come from `warm` if they are there; tokenizers and schedulers have state that a
+    call changes, and are made anew. With `encodes` False another rank encodes, and this rank's
+    encoders have no weights.
 
     Raises:
         CheckpointError: a component has missing, extra or misshapen tensors; names them.
@@ -67,7 +77,9 @@ def load(
             continue
         # The engine runs in inference mode; what is made in it can't be changed outside of it.
         with torch.inference_mode(False), torch.no_grad():
-            modules[part.name] = _component(files.where, part, plan)
+            load_part = partial(_component, files.where, part, plan)
+            rewrite = partial(rewrite_from_files, part, plan.component(part.name))
+            modules[part.name] = warm.component(part.name, load_part, rewrite, part.patches)
         notify_loaded(part.name, modules[part.name])
         yield ComponentLoaded(part.name, time.perf_counter() - began)
     _place(plan, modules)
@@ -98,7 +110,8 @@ def _component(where: str, part: ComponentFolder, plan: Plan) -> nn.Module:
         repairs.put_on(module, remedy)
     plain = repairs.plain_parts(planned.repairs)
     apply_fast_paths(module, planned.fast_paths, called_parts(module), plain)
-    return module
+    waits = planned.block_offload or planned.model_offload
+    return module if waits else module.to(planned.device)
 
 
 def _from_folder(where: str, part: ComponentFolder, planned: ComponentPlan) -> nn.Module:

@@ -11,7 +11,7 @@ until memory runs out on a card; repaired weights then get the same bits in new 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import ceil
 from typing import Any
 
@@ -40,10 +40,23 @@ class PipelineOomFallbacks(OomFallbacks):
     """
 
     def __init__(
-        self, plan: Plan, pipe: Any, owned: Mapping[str, nn.Module], savings: MemorySavings | None
+        self,
+        plan: Plan,
+        pipe: Any,
+        owned: Mapping[str, nn.Module],
+        savings: MemorySavings | None,
+        free_others: Callable[[], bool] | None = None,
     ) -> None:
         note = CACHE_RELEASED if owned else f"{CACHE_RELEASED}, {_NEW_STORAGE}"
-        super().__init__(plan, owned, savings, STAGE, takes_turns=True, cache_note=note)
+        super().__init__(
+            plan,
+            owned,
+            savings,
+            STAGE,
+            takes_turns=True,
+            cache_note=note,
+            free_others=free_others,
+        )
         self.keeps_storage = not owned
         self._pipe = pipe
         self._turns: offload.ModelOffload | None = None

@@ -39,6 +39,7 @@ class PipelineOptions(FamilyOptions):
         "Run Python code that comes with the checkpoint. Read it first.",
         default=False,
         person_only=True,
+        call_only=True,
     )
 
     @field_validator("option", mode="before")

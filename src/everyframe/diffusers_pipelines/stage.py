@@ -20,7 +20,7 @@ from torch import nn
 
 from everyframe.checkpoints.patched_file import Patches
 from everyframe.core.errors import CannotRunError, EveryframeError, InputError
-from everyframe.core.events import AudioDecoded, Event, FramesDecoded, Note, Output, Step
+from everyframe.core.events import AudioDecoded, Event, Events, FramesDecoded, Note, Output, Step
 from everyframe.core.options import shown
 from everyframe.core.plan import Plan, Settings
 from everyframe.diffusers_pipelines import call_options, sequence_parallel
@@ -68,6 +68,7 @@ from everyframe.hardware.cpu import cpu_threads
 from everyframe.hardware.device_loss import is_device_loss
 from everyframe.hardware.memory import is_out_of_memory
 from everyframe.parallel.communicator import ONE, ParallelContext
+from everyframe.runtime.component_cache import WarmComponents
 from everyframe.runtime.interface import MemorySavings, VideoState
 from everyframe.runtime.latent_space import LatentSpace
 from everyframe.runtime.oom_fallback import together
@@ -93,6 +94,7 @@ class PipelineStage:
         calling: how a caller's pipeline is called; by default in a thread of its own.
         patches: patches of a caller's pipeline by component; those of `files` are in them.
         latents: the latents of its denoiser, for previews.
+        warm: components of earlier runs.
     """
 
     plan: Plan
@@ -106,6 +108,7 @@ class PipelineStage:
     calling: Calling | None = None
     patches: Mapping[str, Patches] = field(default_factory=dict)
     latents: LatentSpace | None = None
+    warm: WarmComponents = field(default_factory=WarmComponents)
     name: str = STAGE
     # Its answers are kept call by call, and served again when it is called again.
     goes_on: bool = False
@@ -124,7 +127,7 @@ class PipelineStage:
         """Requested steps over all videos."""
         return num_videos * self.plan.settings.num_inference_steps
 
-    def run(self, videos: Sequence[VideoState]) -> Iterator[Event]:
+    def run(self, videos: Sequence[VideoState]) -> Events:
         """Yield the frames of each video, and its sound if it has any."""
         with ExitStack() as stack:
             pipe = self.pipe
@@ -132,14 +135,16 @@ class PipelineStage:
                 assert self.files is not None
                 found: list[Any] = []
                 leads = self.teams.team.is_lead
-                yield from quietly(load(self.plan, self.files, found, encodes=leads))
+                yield from quietly(load(self.plan, self.files, found, self.warm, encodes=leads))
                 pipe = found.pop()
             else:
                 stack.enter_context(held_for_run(pipe, self.patches))
             stack.enter_context(no_progress_bars(pipe))
             set_guidance(pipe, self.interface, self.plan.settings)
             owned = {} if self.pipe is not None else _modules(pipe)
-            reliefs = PipelineOomFallbacks(self.plan, pipe, owned, self.savings)
+            reliefs = PipelineOomFallbacks(
+                self.plan, pipe, owned, self.savings, self.warm.free_others
+            )
             shared = sequence_parallel.apply_to_all(_modules(pipe), self.teams)
             ready = _Ready(pipe, self.plan.device.torch_name, reliefs, shared)
             for each in ready.shared.values():
@@ -235,6 +240,8 @@ class PipelineStage:
             if self._is_shared:
                 at = (made.at,) if made.at else ()
                 raise together(self.name, made.step, at, made.place, made.said)
+            if ready.reliefs.free_others():
+                continue
             less = ready.reliefs.at(0, made.at)
             if less is None:
                 raise CannotRunError(self._beyond(made, ready.reliefs.tried))

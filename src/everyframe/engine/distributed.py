@@ -27,12 +27,13 @@ from everyframe.core.events import (
     event_of,
 )
 from everyframe.core.facts import DeviceFacts
+from everyframe.core.limits import random_seed
 from everyframe.core.plan import Plan
-from everyframe.core.request import DTYPES, Request, random_seed
+from everyframe.core.request import DTYPES, Request
 from everyframe.core.serialization import from_jsonable, to_jsonable
 from everyframe.families.registry import stages_of
 from everyframe.hardware.device_loss import translate_device_loss
-from everyframe.hardware.facts import machine_facts
+from everyframe.hardware.facts import Freed, machine_facts
 from everyframe.media.pixels import to_uint8
 from everyframe.parallel.communicator import ONE, Communicator, ParallelContext
 from everyframe.parallel.pending import PendingSend
@@ -74,16 +75,19 @@ class Peers:
 
 
 def meet_peers(
-    request: Request, join: Rendezvous | None, num_threads: int | None = None
+    request: Request,
+    join: Rendezvous | None,
+    num_threads: int | None = None,
+    freed: Freed | None = None,
 ) -> Peers | None:
-    """Join the other ranks, if any, and exchange device facts.
+    """Join the other ranks, if any, and exchange device facts; `freed` as in `prepare`.
 
     Raises:
         InputError: this machine lacks what was asked for, or another rank runs another version.
     """
     if join is None:
         return None
-    facts = machine_facts(request.device)
+    facts = machine_facts(request.device, freed)
     place, count = (join.rank, request.num_ranks) if join.local is None else join.local
     here = request
     if join.local is not None:  # what was asked counts the ranks of all machines

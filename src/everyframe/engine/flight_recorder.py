@@ -78,6 +78,10 @@ class FlightRecorder:
         self._call = _CALL.pack_into
         self._reads = threading.Lock()
 
+    def close(self) -> None:
+        """Close the file of names. The position may still be written, which nobody reads."""
+        self._names.close()
+
     def at(self, stage: str, step: int = 0, num_steps: int = 0) -> None:
         text = json.dumps([stage, step, num_steps]).encode()[: _TEXT - _LENGTH.size]
         self._map[_LENGTH.size : _LENGTH.size + len(text)] = text

@@ -8,26 +8,19 @@ ends. The first worker reports for all ranks. Imports no torch. `worker.py` is t
 
 from __future__ import annotations
 
-import builtins
 import logging
 import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from everyframe.core import errors
-from everyframe.core.errors import (
-    CorruptRunError,
-    DistributedOutOfMemoryError,
-    EveryframeError,
-    WorkerDiedError,
-)
+from everyframe.core.errors import CorruptRunError, DistributedOutOfMemoryError, WorkerDiedError
 from everyframe.core.events import (
     Event,
     Events,
@@ -39,8 +32,10 @@ from everyframe.core.events import (
 )
 from everyframe.core.plan import Plan
 from everyframe.core.serialization import from_jsonable
+from everyframe.engine.error_transfer import error_from
+from everyframe.engine.stop_switch import StopSwitch
 from everyframe.engine.worker_monitor import HangDetector, crash_error, kept_in
-from everyframe.engine.worker_process import Worker, WorkerJob, receive, send
+from everyframe.engine.worker_process import Worker, WorkerJob
 from everyframe.runs.folder import RunFolder
 
 
@@ -96,38 +91,70 @@ def ranks_of(run: RunFolder) -> int:
     return 1 if plan.parallel is None else len(plan.parallel.ranks)
 
 
-def run_in_workers(job: WorkerJob, place: Path | None = None) -> Events:
+Start = Callable[[WorkerJob], AbstractContextManager[Sequence[Worker]]]
+"""Context: the workers of a job, one per rank, which have it; its end takes care of them."""
+
+
+@contextmanager
+def fresh_workers(job: WorkerJob) -> Iterator[Sequence[Worker]]:
+    """Context: new workers for this job, all of which end with it."""
+    workers: list[Worker] = []
+    try:
+        for rank in range(len(job.weights)) if job.local is None else [job.rank]:
+            workers.append(Worker())
+            workers[-1].give(replace(job, rank=rank))
+        yield workers
+        for worker in workers:
+            if worker.has_ended:
+                worker.end()
+    finally:
+        for worker in workers:
+            worker.kill()
+
+
+def run_in_workers(
+    job: WorkerJob,
+    place: Path | None = None,
+    stop: StopSwitch | None = None,
+    start: Start = fresh_workers,
+) -> Events:
     """Run the job in worker processes and yield its events, as `everyframe.engine.run.stream` does.
 
     Workers use the working folder `place`. A finished run is removed once all of its events are
     consumed. Ranks that run out of memory during joint computation are stopped and restarted with a
-    plan that needs less (`replan.py`). Raises any error of a worker; `WorkerDiedError` for a crash.
+    plan that needs less (`replan.py`). Raises any error of a worker; `WorkerDiedError` for a crash;
+    `RunStoppedError` once `stop` is set, which leaves the run folder.
     """
+    job = replace(job, place=place)
     # Already at work while the caller does something else.
-    return _handed_on(job, place, *_begun(job, place))
+    return _handed_on(job, start, stop, *_begun(job, start))
 
 
-def _begun(job: WorkerJob, place: Path | None) -> tuple[ExitStack, list[Worker]]:
+def _begun(job: WorkerJob, start: Start) -> tuple[ExitStack, Sequence[Worker]]:
     """Start the job's workers; closing the stack ends them."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="everyframe-")))
         level = logging.getLevelName(logging.getLogger("everyframe").getEffectiveLevel())
         meeting = folder / "meeting" if len(job.weights) > 1 and job.local is None else None
         job = replace(job, folder=folder, log_level=level, meeting=meeting)
-        workers = stack.enter_context(_started(job, place))
+        workers = stack.enter_context(start(job))
         return stack.pop_all(), workers
     raise AssertionError("an exit stack swallows nothing")
 
 
 def _handed_on(
-    job: WorkerJob, place: Path | None, stack: ExitStack, workers: list[Worker]
+    job: WorkerJob,
+    start: Start,
+    stop: StopSwitch | None,
+    stack: ExitStack,
+    workers: Sequence[Worker],
 ) -> Events:
     run = None if job.run is None else RunFolder(job.run)
     handed = EventDeduplicator()
     while True:
         with stack:
             try:
-                for event in _events(workers):
+                for event in _events(workers, stop):
                     if isinstance(event, RunSaved):
                         run = RunFolder(Path(event.path))
                     new = handed.new(event)
@@ -145,8 +172,6 @@ def _handed_on(
                     raise
                 scarcity = scarce.scarcity
             else:
-                for worker in workers:
-                    worker.end()
                 break
         handed.again()
         skip = (*job.skip, *handed.done)
@@ -155,38 +180,23 @@ def _handed_on(
         named = job.named if job.request is None else None
         again = replace(job, request=None, run=run.path, skip=skip, ranks=None, scarcity=scarcity,
                         named=named)  # fmt: skip
-        stack, workers = _begun(again, place)
+        stack, workers = _begun(again, start)
     if run is not None:
         run.remove()
 
 
-@contextmanager
-def _started(job: WorkerJob, place: Path | None) -> Iterator[list[Worker]]:
-    """Context: the job's workers, all of which are ended on exit."""
-    workers: list[Worker] = []
-    try:
-        for rank in range(len(job.weights)) if job.local is None else [job.rank]:
-            worker = Worker(replace(job, rank=rank), place)
-            workers.append(worker)
-            send(worker.connection, "job", worker.job)
-        yield workers
-    finally:
-        for worker in workers:
-            worker.kill()
-
-
-def _events(workers: list[Worker]) -> Iterator[Event]:
+def _events(workers: Sequence[Worker], stop: StopSwitch | None = None) -> Iterator[Event]:
     """Events of the workers that report, until all have exited normally."""
     at_work = {worker.connection: worker for worker in workers}
     num_ranks = len(workers[0].job.weights)
     sees_all = len(workers) == num_ranks
     patience = HangDetector(workers, sees_all=sees_all) if num_ranks > 1 else None
     while at_work:
-        for connection in _ready(at_work, patience):
+        for connection in _ready(at_work, patience, stop):
             assert isinstance(connection, Connection)
             worker = at_work[connection]
             try:
-                name, value = receive(connection)
+                name, value = worker.receive()
             except (EOFError, ConnectionResetError) as error:
                 raise _GoneError(worker) from error
             if name == "event":
@@ -195,16 +205,21 @@ def _events(workers: list[Worker]) -> Iterator[Event]:
                 _log(value)
             elif name == "error":
                 worker, value = yield from _heard_out(worker, value, at_work, workers)
-                raise _raised_again(worker, value)
+                raise error_from(value, worker.job.rank)
             else:
                 assert name == "end", name
                 del at_work[connection]
 
 
-def _ready(at_work: dict[Connection, Worker], patience: HangDetector | None) -> list[Any]:
+def _ready(
+    at_work: dict[Connection, Worker], patience: HangDetector | None, stop: StopSwitch | None
+) -> list[Any]:
     """Connections with data to read; raises `WorkerDiedError` if a rank hangs meanwhile."""
+    stops = () if stop is None else (stop.connection,)
     while True:
-        found = wait(list(at_work), None if patience is None else 1.0)
+        found = wait([*at_work, *stops], None if patience is None else 1.0)
+        if stop is not None:
+            stop.check()
         if found:
             return list(found)
         if patience is not None:
@@ -212,7 +227,10 @@ def _ready(at_work: dict[Connection, Worker], patience: HangDetector | None) -> 
 
 
 def _heard_out(
-    worker: Worker, value: dict[str, Any], at_work: dict[Connection, Worker], workers: list[Worker]
+    worker: Worker,
+    value: dict[str, Any],
+    at_work: dict[Connection, Worker],
+    workers: Sequence[Worker],
 ) -> Generator[Event, None, tuple[Worker, dict[str, Any]]]:
     """Yield the remaining events of the other workers after a failure; return the worker at fault.
 
@@ -234,7 +252,7 @@ def _heard_out(
         for connection in found:
             assert isinstance(connection, Connection)
             try:
-                name, data = receive(connection)
+                name, data = others[connection].receive()
             except (EOFError, ConnectionResetError):
                 del others[connection]
                 continue
@@ -257,39 +275,3 @@ class _GoneError(Exception):
     def __init__(self, worker: Worker) -> None:
         super().__init__()
         self.worker = worker
-
-
-class _InWorkerError(Exception):
-    """Wrapper that shows the worker's traceback above ours."""
-
-    def __str__(self) -> str:
-        return "in the worker:\n" + "".join(self.args)
-
-
-def _of_class(kind: type[Exception], text: str) -> Exception:
-    """Build a Python error of that class; some can't be built and are named in the text."""
-    try:
-        return kind(text)
-    except TypeError:
-        return RuntimeError(f"{kind.__name__}: {text}")
-
-
-def _raised_again(worker: Worker, data: dict[str, Any]) -> BaseException:
-    """Rebuild the error that a worker reported, in its own class if that is ours or Python's."""
-    name, text = data["class"], data["text"]
-    if "scarcity" in data:
-        return DistributedOutOfMemoryError(text, replace(data["scarcity"], rank=worker.job.rank))
-    own = getattr(errors, name, None)
-    if isinstance(own, type) and issubclass(own, EveryframeError):
-        return own(text)
-    pythons = getattr(builtins, name, None)
-    error: BaseException
-    if data.get("strerror"):
-        error = OSError(data["errno"], data["strerror"], data["file"])
-    elif isinstance(pythons, type) and issubclass(pythons, Exception):
-        error = _of_class(pythons, text)
-    else:
-        error = EveryframeError(text) if "trace" not in data else RuntimeError(f"{name}: {text}")
-    if "trace" in data:
-        error.__cause__ = _InWorkerError(data["trace"])
-    return error

@@ -44,9 +44,10 @@ from everyframe.engine.persistence import create_run, saved_run, writer_for_rank
 from everyframe.engine.provenance import for_seed, make_record, recorded_loras
 from everyframe.engine.repair_report import loaded_in, with_repair_report
 from everyframe.engine.request_inputs import read_given, start_noise
+from everyframe.engine.warm_state import warm_of, with_cache
 from everyframe.hardware.cpu import cpu_threads
 from everyframe.hardware.device_loss import translate_device_loss
-from everyframe.hardware.memory import empty_cache, is_out_of_memory
+from everyframe.hardware.memory import empty_cache, is_out_of_memory, peak_bytes
 from everyframe.hardware.switches import Turn
 from everyframe.hardware.thread_state import without_casts
 from everyframe.media.output_path import check_folder
@@ -55,6 +56,7 @@ from everyframe.planning.resolve import LoadedModel, check_feasible, prepare
 from everyframe.precision.strict_float32 import strict_float32
 from everyframe.runs.folder import runs_folder
 from everyframe.runs.run_state import RunState, RunStateWriter, SaveOptions
+from everyframe.runtime.component_cache import ComponentCache
 from everyframe.runtime.interface import ModelSpec, Stage, VideoState
 from everyframe.runtime.loading import check_contents, release_components
 from everyframe.runtime.patchable import digest_with_loras, patches_of
@@ -72,6 +74,7 @@ def stream(
     given_model: LoadedModel | None = None,
     keep: SaveOptions | None = None,
     join: Rendezvous | None = None,
+    cache: ComponentCache | None = None,
 ) -> Events:
     """Run a request and yield its events: `Planned` first, `VideoDone` last for each video.
 
@@ -79,12 +82,14 @@ def stream(
     the CPU override a record, which asks for its own to reproduce its bits. `given_model` is an
     in-memory model in place of the request's; torch switches then stay as its owner set them.
     `keep` is how progress is saved (None: in `runs_folder`). `join` meets the other ranks of a plan
-    for several; see `ParallelPlan.reports_events` for the ranks whose events count.
+    for several; see `ParallelPlan.reports_events` for the ranks whose events count. `cache` has
+    components of earlier runs and takes those of this one; it changes no bit.
 
     Raises an `EveryframeError` for anything that a person should know; no output is written then.
     """
     place = None if request.report is None else check_folder(request.report)
-    peers = meet_peers(request, join, num_threads)
+    freed = None if cache is None else cache.freed
+    peers = meet_peers(request, join, num_threads, freed)
     if peers is not None:
         request = Request(**{**request.given(), "seed": peers.seed})
     prepared = prepare(
@@ -94,6 +99,7 @@ def stream(
         devices=None if peers is None else peers.devices,
         given=given_model,
         will_run=peers is None or peers.rank == 0,
+        freed=freed,
     )
     plan, model = with_owner_switches(prepared.plan, given_model), prepared.model
     if plan.infeasible is not None:
@@ -110,11 +116,10 @@ def stream(
     check_contents(model)
     patches_of(model).check()
     record = make_record(plan, request, model.weight_files())
-    key = _repairs_key(record, plan)
-    if request.forget_repairs and key is not None and delete_repairs(key):
-        yield Note("the saved repairs of this model on this device are removed")
+    yield from _repairs_forgotten(request, record, plan)
     yield WeightsReady(record)
     here = join_plan(plan, model, record, peers)
+    model = with_cache(model, cache, here, record)
     how = SaveOptions(runs_folder()) if keep is None else keep
     keeper = writer_for_rank(here, how, create_run(how, request, plan, record, given_model))
     events = run_stages(here, model, record, keeper, RunState(videos=here.mine(videos)))
@@ -122,6 +127,12 @@ def stream(
         yield from events
     else:
         yield from with_repair_report(events, plan, record, place, loaded_in(model))
+
+
+def _repairs_forgotten(request: Request, record: dict[str, Any], plan: Plan) -> Iterator[Note]:
+    key = _repairs_key(record, plan)
+    if request.forget_repairs and key is not None and delete_repairs(key):
+        yield Note("the saved repairs of this model on this device are removed")
 
 
 def initial_videos(request: Request, plan: Plan) -> list[VideoState]:
@@ -224,7 +235,7 @@ def _run(
 ) -> Generator[Event, None, None]:
     plan, videos, num_clips = here.plan, progress.videos, here.plan.settings.chain
     key = _repairs_key(record, plan) if here.teams.team.is_lead else None
-    num_frames: Counter[_Which] = Counter()
+    warm, num_frames = warm_of(model), Counter[_Which]()
     unfinished: list[_Which] = []
     for frames in keeper.kept_frames(progress):
         if frames.seed in {video.seed for video in videos}:
@@ -236,9 +247,10 @@ def _run(
             video.oom_log = keeper.shortages(clip, progress.stage)
         began = time.perf_counter()
         yield StageStarted(stage.name, stage.num_steps(len(videos)), clip, num_clips)
-        with release_components():
-            # When the generator is over, so is the component that it held.
-            for event in stage.run(videos):
+        # When the generator is over, so is the component that it held.
+        with release_components(), warm.during_stage(), closing(stage.run(videos)) as events:
+            for event in events:
+                warm.note(event)
                 if isinstance(event, Repaired):
                     progress.repairs.append({"clip": clip, **event.to_json()})
                     _remember(key, plan, event)
@@ -264,7 +276,7 @@ def _run(
         empty_cache()
         seconds = time.perf_counter() - began
         _log.info("clip %d of %d: %s took %.2f s", clip + 1, num_clips, stage.name, seconds)
-        yield StageDone(stage.name, seconds)
+        yield StageDone(stage.name, seconds, peak_bytes(plan.device))
         yield from keeper.notes()
         for video in videos:
             video.begin_stage()

@@ -1,4 +1,4 @@
-"""Worker process: receive a job, run it, send its events, and write the flight recorder.
+"""Worker process: receive jobs, run each, send its events, and write the flight recorder.
 
 The worker ends when its parent does, however that ended; the parent handles Ctrl-C. Library output
 goes to a file, log records go to the parent.
@@ -12,71 +12,162 @@ import logging
 import os
 import signal
 import threading
-import traceback
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
 
 from everyframe.checkpoints.read_progress import watch_reads
-from everyframe.core.errors import DistributedOutOfMemoryError, EveryframeError
+from everyframe.core.errors import EveryframeError, WorkerDiedError
 from everyframe.core.events import (
     ComponentLoaded,
     Event,
+    Events,
     FramesDecoded,
     Planned,
     StageStarted,
     Step,
     WeightsReady,
 )
+from everyframe.core.facts import MachineFacts
+from everyframe.engine.error_transfer import error_data
 from everyframe.engine.flight_recorder import FlightRecorder
 from everyframe.engine.worker_process import WorkerJob, receive, send
 
+if TYPE_CHECKING:
+    from everyframe.runtime.component_cache import ComponentCache
+
 
 def serve(descriptor: int) -> None:
-    """Run the job received through that file descriptor."""
+    """Run the jobs received through that file descriptor, one after the other.
+
+    It ends after a job that does not let it stay, and after an error of its own or of the device.
+    """
     os.set_inheritable(descriptor, False)
-    connection = Connection(descriptor)
+    inbox = _Inbox(Connection(descriptor))
     gc.disable()  # until all is imported that is needed; see `core.collector`
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    name, job = receive(connection)
-    assert name == "job", name
-    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
-    os.dup2(2, 1)  # standard output is the other process's
-    _log_to(connection, job.log_level)
+    own_output, desk = os.dup(2), _Desk()
+    while True:
+        job = inbox.jobs.get()
+        for number in (1, 2):  # standard output is the other process's
+            os.dup2(own_output, number)
+        if not _run_job(job, inbox, desk):
+            return
+
+
+def _run_job(job: WorkerJob, inbox: _Inbox, desk: _Desk) -> bool:
+    """Run a job and send its events; return whether this process can run another."""
+    connection = inbox.connection
+    desk.log_to(connection, job.log_level)
     try:
-        trail = FlightRecorder(job.folder / f"trail-{job.rank}")
-        speaks = job.rank == 0
-        for event in _watched(_events(job, trail), trail):
-            if isinstance(event, (WeightsReady, StageStarted)):
-                gc.enable()
-            if speaks:
-                send(connection, "event", _light(event, job.as_uint8))
-            if isinstance(event, Planned):
-                division = event.plan.parallel
-            if isinstance(event, WeightsReady):
-                # Until then bars of what is fetched may be shown.
-                _print_into(job.folder / f"printed-{job.rank}")
-                # What was asked is the same for all ranks; what is made, only for those of a group.
-                if job.local is None:
-                    speaks = division is None or division.reports_events(job.rank)
-        send(connection, "end")
+        if job.place is not None:
+            os.chdir(job.place)
+        with closing(desk.trail_of(job)) as trail, closing(_events(job, trail, desk)) as events:
+            _send_events(job, inbox, _watched(events, trail, desk))
+        if job.stays and len(job.weights) > 1:
+            from everyframe.parallel.rendezvous import destroy
+
+            destroy()
+        send(connection, "end", {"waits": job.stays, "warm": desk.warm()})
     except BrokenPipeError:
-        return  # nobody is there to read it
+        return False  # nobody is there to read it
     except Exception as error:  # noqa: BLE001 - raised again in the other process
-        send(connection, "error", _error_data(error))
+        # After an error for the user all is as before; after another, or among ranks, who knows.
+        is_ours = isinstance(error, EveryframeError) and not isinstance(error, WorkerDiedError)
+        waits = job.stays and is_ours and len(job.weights) == 1
+        send(connection, "error", {**error_data(error), "waits": waits, "warm": desk.warm()})
+        return waits
+    return job.stays
 
 
-def _end_with(connection: Connection) -> None:
-    """End this process when the parent ends, whatever this process is doing.
+def _send_events(job: WorkerJob, inbox: _Inbox, events: Iterator[Event]) -> None:
+    """Send the events that the parent wants, until the last one or until it stops the job."""
+    speaks = job.rank == 0
+    for event in events:
+        if inbox.is_stopped.is_set():
+            return
+        if isinstance(event, (WeightsReady, StageStarted)):
+            gc.enable()
+        if speaks:
+            send(inbox.connection, "event", _light(event, job.as_uint8))
+        if isinstance(event, Planned):
+            division = event.plan.parallel
+        if isinstance(event, WeightsReady):
+            # Until then bars of what is fetched may be shown.
+            _print_into(job.folder / f"printed-{job.rank}")
+            # What was asked is the same for all ranks; what is made, only for those of a group.
+            if job.local is None:
+                speaks = division is None or division.reports_events(job.rank)
 
-    The parent sends nothing more, so the wait ends only when the parent is gone.
+
+class _Inbox:
+    """The parent's messages: jobs, and the word to stop one. This process ends with the parent.
+
+    A thread reads them, whatever the others do.
     """
-    try:
-        connection.recv_bytes()
-    except (EOFError, OSError):
-        os.kill(os.getpid(), signal.SIGKILL)
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.jobs: SimpleQueue[WorkerJob] = SimpleQueue()
+        self.is_stopped = threading.Event()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                name, value = receive(self.connection)
+                if name == "job":
+                    self.is_stopped.clear()
+                    self.jobs.put(value)
+                else:
+                    assert name == "stop", name
+                    self.is_stopped.set()
+        except (EOFError, OSError):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Desk:
+    """What this process has from its first job on: its log, its watch over module calls."""
+
+    def __init__(self) -> None:
+        self._watch: _Watch | None = None
+        self._cache: ComponentCache | None = None
+        self._logs = False
+
+    def trail_of(self, job: WorkerJob) -> FlightRecorder:
+        """A new flight recorder for the job."""
+        return FlightRecorder(job.folder / f"trail-{job.rank}")
+
+    def watch(self, trail: FlightRecorder) -> _Watch:
+        """The watch over all module calls, which writes to that flight recorder."""
+        if self._watch is None:
+            self._watch = _Watch(trail)
+        self._watch.write_to(trail)
+        return self._watch
+
+    def log_to(self, connection: Connection, level: str) -> None:
+        """Send log records of that level to the parent."""
+        if not self._logs:
+            self._logs = True
+            _log_to(connection)
+        logging.getLogger("everyframe").setLevel(level)
+
+    def cache_of(self, job: WorkerJob) -> ComponentCache | None:
+        """What stays from job to job; None for a worker that has one job."""
+        if self._cache is None and job.stays:
+            from everyframe.runtime.component_cache import ComponentCache
+
+            self._cache = ComponentCache()
+        return self._cache
+
+    def warm(self) -> list[tuple[str, int, float, str]]:
+        """What stays: model, bytes, time of the last use and device of each component."""
+        return [] if self._cache is None else [*self._cache.models()]
 
 
 def _print_into(path: Path) -> None:
@@ -87,17 +178,16 @@ def _print_into(path: Path) -> None:
     faulthandler.enable(file)
 
 
-def _log_to(connection: Connection, level: str) -> None:
+def _log_to(connection: Connection) -> None:
     class ToTheOther(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             send(connection, "log", [record.name, record.levelno, self.format(record)])
 
     logging.getLogger().addHandler(ToTheOther())
-    logging.getLogger("everyframe").setLevel(level)
     logging.captureWarnings(True)
 
 
-def _events(job: WorkerJob, trail: FlightRecorder) -> Iterator[Event]:
+def _events(job: WorkerJob, trail: FlightRecorder, desk: _Desk) -> Events:
     # Not on top: this brings torch, and the job should be there when it comes.
     from everyframe.engine.distributed import Rendezvous
     from everyframe.engine.resume import resume_run
@@ -107,6 +197,7 @@ def _events(job: WorkerJob, trail: FlightRecorder) -> Iterator[Event]:
     from everyframe.runs.folder import RunFolder
     from everyframe.runs.run_state import SaveInterval, SaveOptions
 
+    cache = desk.cache_of(job)
     pace = SaveInterval(*job.pace) if job.pace is not None else SaveInterval()
 
     def together(kind: str) -> Communicator:
@@ -122,16 +213,32 @@ def _events(job: WorkerJob, trail: FlightRecorder) -> Iterator[Event]:
         return resume_run(
             run, skip=job.skip, cleans=False, pace=pace, join=join, ranks=job.ranks,
             scarcity=job.scarcity, trust_remote_code=job.trust_remote_code, named=job.named,
+            cache=cache,
         )  # fmt: skip
     keeps = job.root if job.rank == 0 else None
-    keep = SaveOptions(keeps, job.output, job.as_uint8, cleans=False, pace=pace)
+    keep = SaveOptions(keeps, job.output, job.as_uint8, cleans=False, pace=pace, name=job.run_name)
+    if job.run_name is not None:
+        keep = replace(keep, parts=job.root)
     assert job.request is not None
-    return stream(job.request, num_threads=job.num_threads, keep=keep, join=join)
+    if job.plans:
+        return _plan(job, cache)
+    return stream(job.request, num_threads=job.num_threads, keep=keep, join=join, cache=cache)
 
 
-def _watched(events: Iterator[Event], trail: FlightRecorder) -> Iterator[Event]:
+def _plan(job: WorkerJob, cache: ComponentCache | None) -> Events:
+    """The plan of the job's request, which will have the memory of all that stays."""
+    from everyframe.planning.resolve import resolve
+
+    def freed(facts: MachineFacts) -> MachineFacts:
+        return facts.with_freed({} if cache is None else cache.num_bytes(), job.free_memory)
+
+    assert job.request is not None
+    yield Planned(resolve(job.request, freed=freed))
+
+
+def _watched(events: Iterator[Event], trail: FlightRecorder, desk: _Desk) -> Iterator[Event]:
     """Pass events through and record stages and steps in the flight recorder."""
-    watch = _Watch(trail)
+    watch = desk.watch(trail)
     stage, num_steps = "", 0
     for event in events:
         if isinstance(event, StageStarted):
@@ -157,7 +264,7 @@ class _Watch:
         from torch.nn.modules.module import register_module_forward_pre_hook
 
         self._trail = trail
-        watch_reads(trail.read)
+        watch_reads(lambda begins: self._trail.read(begins))
         self._tensor = torch.Tensor
         self._is_compiling = torch.compiler.is_compiling
         self._components: list[str] = []
@@ -168,6 +275,12 @@ class _Watch:
         warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
         # It is diffusers that calls it so, and what that takes is in the plan.
         warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+
+    def write_to(self, trail: FlightRecorder) -> None:
+        """Write to that flight recorder from now on; it knows no names yet."""
+        self._trail = trail
+        self._dtypes.clear()
+        self.begin()
 
     def begin(self) -> None:
         """Forget all modules at a new stage; others may take their addresses."""
@@ -210,19 +323,3 @@ def _light(event: Event, as_uint8: bool) -> Event:
     from everyframe.media.pixels import to_uint8
 
     return FramesDecoded(event.seed, event.num_frames, to_uint8(event.frames))
-
-
-def _error_data(error: Exception) -> dict[str, Any]:
-    """What the parent needs to raise this error again."""
-    data: dict[str, Any] = {"class": type(error).__name__, "text": str(error)}
-    if isinstance(error, DistributedOutOfMemoryError):
-        data["scarcity"] = error.scarcity
-    if isinstance(error, OSError):
-        data |= {"errno": error.errno, "strerror": error.strerror, "file": _text(error.filename)}
-    if not isinstance(error, EveryframeError):
-        data["trace"] = "".join(traceback.format_exception(error))
-    return data
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else str(value)

@@ -12,11 +12,12 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -47,6 +48,8 @@ class WorkerJob:
         run: run folder, for a resumed run.
         num_threads: CPU threads; None for the default.
         root: folder of runs to save in.
+        run_name: name of the new run in `root`, given by whoever started ranks of several machines;
+            each machine saves the state of its own ranks. None if rank 0 names it.
         output: requested output path.
         as_uint8: save frames as uint8.
         skip: seeds whose videos are not wanted again.
@@ -61,6 +64,11 @@ class WorkerJob:
         trust_remote_code: confirmed by the person who resumes the run.
         named: options of the resumed run that this person gave again; None for a run that this
             very call began.
+        plans: only plan the request: `Planned` is the one event.
+        stays: the worker waits for another job afterwards, and keeps what it loaded.
+        free_memory: bytes by device that count as free at least, since other workers free them
+            for the next run; for a job that only plans.
+        place: the worker's current folder; None for that in which it was started.
         folder: for the flight recorder and the worker's output.
         log_level: level of the worker's log records.
     """
@@ -69,6 +77,7 @@ class WorkerJob:
     run: Path | None = None
     num_threads: int | None = None
     root: Path | None = None
+    run_name: str | None = None
     output: str | None = None
     as_uint8: bool = False
     skip: tuple[int, ...] = ()
@@ -81,6 +90,10 @@ class WorkerJob:
     scarcity: OutOfMemoryInfo | None = None
     trust_remote_code: bool = False
     named: Mapping[str, Any] | None = field(default_factory=dict)
+    plans: bool = False
+    stays: bool = False
+    free_memory: Mapping[str, int] = field(default_factory=dict)
+    place: Path | None = None
     folder: Path = field(default_factory=Path)
     log_level: str = "WARNING"
 
@@ -93,20 +106,66 @@ class WorkerJob:
 
 
 class Worker:
-    """Handle of one worker process and its connection."""
+    """Handle of one worker process and its connection.
 
-    def __init__(self, job: WorkerJob, place: Path | None) -> None:
-        self.job = job
+    Attributes:
+        job: its job, or the last one.
+        has_ended: whether it has done that job to its end.
+        waits: whether it waits for another job.
+        warm: what it keeps loaded, as of its last job: model, bytes, time of the last use and
+            device of each component.
+    """
+
+    def __init__(self) -> None:
+        self.job = WorkerJob()
+        self.has_ended, self.waits = False, True
+        self.warm: Sequence[tuple[str, int, float, str]] = ()
         self.connection, theirs = Pipe()
         assert isinstance(theirs, Connection)
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, str(theirs.fileno()), _PLACE_OF_PACKAGE],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            cwd=place,
             env={**os.environ, SAFE_PATH_VARIABLE: "1"},
         )
         theirs.close()
+
+    def give(self, job: WorkerJob) -> None:
+        """Send it a job.
+
+        Raises:
+            OSError: it is gone.
+        """
+        self.job, self.has_ended, self.waits = job, False, False
+        send(self.connection, "job", job)
+
+    def receive(self) -> tuple[str, Any]:
+        """Receive its next message: ``event``, ``log``, ``error`` or ``end``.
+
+        Raises:
+            EOFError: it is gone.
+            ConnectionResetError: likewise.
+        """
+        name, value = receive(self.connection)
+        if name in ("error", "end"):
+            self.has_ended = name == "end"
+            self.waits, self.warm = value.get("waits", False), value.get("warm", ())
+        return name, value
+
+    def stop(self, seconds: float) -> bool:
+        """Stop its job at the next step; whether it waits for another job within `seconds`."""
+        until = time.monotonic() + seconds
+        try:
+            send(self.connection, "stop")
+            while not self.waits and self.connection.poll(max(0.0, until - time.monotonic())):
+                self.receive()
+        except (OSError, EOFError):  # it is gone
+            return False
+        return self.waits
+
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
 
     @property
     def trail(self) -> Path:
@@ -133,17 +192,30 @@ class Worker:
 
     def kill(self) -> int:
         """Kill the worker at once; return its exit code, negative for a signal."""
-        self._process.kill()
+        self.end_now()
         code = self._process.wait()
         self.connection.close()
         return code
+
+    def end_now(self) -> None:
+        """Kill the worker; whoever listens to it notices."""
+        self.waits, self.warm = False, ()
+        self._process.kill()
+
+
+class Channel(Protocol):
+    """What messages travel through: a connection of processes, or a buffer in memory."""
+
+    def send_bytes(self, buf: Any, /) -> None: ...
+
+    def recv_bytes(self) -> bytes: ...
 
 
 #: Messages of several threads must not interleave.
 _SENDING = threading.Lock()
 
 
-def send(connection: Connection, name: str, value: Any = None) -> None:
+def send(connection: Channel, name: str, value: Any = None) -> None:
     """Send a message.
 
     Raises:
@@ -159,7 +231,7 @@ def send(connection: Connection, name: str, value: Any = None) -> None:
             connection.send_bytes(part)
 
 
-def receive(connection: Connection) -> tuple[str, Any]:
+def receive(connection: Channel) -> tuple[str, Any]:
     """Receive the next message.
 
     Raises:

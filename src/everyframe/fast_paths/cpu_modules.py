@@ -214,6 +214,7 @@ class ChannelsLastConv2d(nn.Conv2d):
     """A convolution whose weight lies in memory as oneDNN reads it, and is not copied each time."""
 
     is_plain = False
+    moves_its_weight = True  # see `everyframe.runtime.component_state`
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight

@@ -25,15 +25,17 @@ _KINDS = ("cpu", "cuda", "mps", "xpu")
 
 
 class ProfileRates(Options):
-    """Peak rates: `products` a second by dtype, `memory` and `load` in bytes a second.
+    """Peak rates: `products` a second by dtype, `memory`, `load` and `link` in bytes a second.
 
-    `share` is the part of the peak that a large matrix product usually reaches.
+    `share` is the part of the peak that a large matrix product usually reaches; `link` leads to
+    another device, one way.
     """
 
     products: dict[str, float]
     memory: float = Field(gt=0)
     load: float = Field(default=1e9, gt=0)
     share: float = Field(default=0.5, gt=0, le=1)
+    link: float | None = Field(default=None, gt=0)
 
 
 class ProfileSoftware(Options):
@@ -105,6 +107,7 @@ class Profile(Options):
                 products=tuple((name, rate * rates.share) for name, rate in rates.products.items()),
                 memory=rates.memory,
                 load=rates.load,
+                link=rates.link,
                 source=f"{rates.share:.0%} of the maker's peak",
             ),
         )
@@ -118,6 +121,11 @@ def profile_names() -> tuple[str, ...]:
 def machine_names() -> tuple[str, ...]:
     """Names of the shipped machines, whose software is known too."""
     return tuple(_shipped("machines.json"))
+
+
+def machine_of(named: str | Path) -> MachineFacts:
+    """Facts of the machine that a shipped profile or a file describes; see `find_profile`."""
+    return find_profile(named).machine()
 
 
 def find_profile(name: str | Path) -> Profile:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
@@ -218,6 +219,28 @@ def read_pixels(path: PathLike) -> Frames:
     """Read frames, uint8 (T, H, W, 3), as `read_video`, for which a folder needs no rate."""
     fps = 1 if Path(path).is_dir() else None
     return decode_once(path, "video", lambda: read_video(path, fps=fps)[0])
+
+
+def count_frames(given: Any, most: int, *, what: str) -> int:
+    """Number of frames that `given` (a path, an array or a `Video`) has, at most `most`.
+
+    Of a video file no more are decoded. Raises `InputError` for anything else, and `MediaError` as
+    `read_video` does.
+    """
+    if isinstance(given, (str, os.PathLike)):
+        check_video(given)
+        place = Path(given)
+        if place.is_dir() or place.suffix.lower() in _ANIMATED:
+            return min(len(read_pixels(given)), most)
+        from everyframe.media.mp4 import iter_frames
+
+        return sum(1 for _ in islice(iter_frames(place), most))
+    frames = getattr(given, "frames", given)
+    if not hasattr(frames, "__len__"):
+        raise InputError(
+            f"{what} must be a path, an array of frames or a Video, got {type(given).__name__}"
+        )
+    return min(len(frames), most)
 
 
 def video_shape(path: PathLike) -> tuple[int, int, int]:

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from everyframe.core.errors import InputError, MediaError
+from everyframe.core.paths import is_disk_full
 from everyframe.media.audio import Audio
 from everyframe.media.images import AnimationWriter, PngWriter
 from everyframe.media.mp4 import Mp4Encoder
@@ -37,8 +38,6 @@ from everyframe.media.pixels import Frames
 from everyframe.media.record import compact, complete, readable
 
 Record = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
-
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class _Encoder(Protocol):
@@ -243,8 +242,7 @@ def _replace(new: Path, target: Path) -> None:
 
 
 def _explained(error: Exception, path: Path) -> MediaError:
-    number = getattr(error, "errno", None)
-    if number in _FULL:
+    if is_disk_full(error):
         return MediaError(
             f"can't write {str(path)!r}: the disk is full; the unfinished file was removed; "
             "free some space, or choose another output"

@@ -7,29 +7,13 @@ fetches its previous one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from fractions import Fraction
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 
 from everyframe.parallel.communicator import Communicator
 from everyframe.parallel.pending import PendingSend
-
-
-def assign_pieces(num_pieces: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Rank of each piece: the one that would finish it first, in the order of the pieces."""
-    speeds = [Fraction(weight) for weight in weights]
-    done = [Fraction(0)] * len(speeds)
-    chosen = []
-    for _ in range(num_pieces):
-        best = min(
-            (rank for rank, speed in enumerate(speeds) if speed),
-            key=lambda rank: done[rank] + 1 / speeds[rank],
-        )
-        done[best] += 1 / speeds[best]
-        chosen.append(best)
-    return tuple(chosen)
 
 
 def run_in_order(

@@ -92,6 +92,21 @@ def _teams(
     return tuple(range(low, high) for low, high in pairwise(bounds))
 
 
+def assign_pieces(num_pieces: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """Rank of each piece: the one that would finish it first, in the order of the pieces."""
+    speeds = [Fraction(weight) for weight in weights]
+    done = [Fraction(0)] * len(speeds)
+    chosen = []
+    for _ in range(num_pieces):
+        best = min(
+            (rank for rank, speed in enumerate(speeds) if speed),
+            key=lambda rank: done[rank] + 1 / speeds[rank],
+        )
+        done[best] += 1 / speeds[best]
+        chosen.append(best)
+    return tuple(chosen)
+
+
 def _fractions(weights: Sequence[float]) -> list[Fraction]:
     if not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
         raise InputError(

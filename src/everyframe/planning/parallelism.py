@@ -171,22 +171,25 @@ def _branchings(
     return tuple(range(1, model.num_branches(settings) + 1))
 
 
-def sending_seconds(division: ParallelPlan | None) -> float:
-    """Seconds per step to exchange tokens, at nominal speed of the link between devices."""
+def sending_seconds(division: ParallelPlan | None, link: float | None = None) -> float:
+    """Seconds per step to exchange tokens over a link of that speed; nominal without one."""
     if division is None:
         return 0.0
-    kind = division.ranks[0].device.partition(":")[0]
-    return max(rank.sent_bytes for rank in division.ranks) / _BYTES[kind]
+    return max(rank.sent_bytes for rank in division.ranks) / (link or _nominal_link(division))
 
 
-def weights_seconds(division: ParallelPlan | None) -> float:
-    """Seconds per step to send sharded weights."""
+def _nominal_link(division: ParallelPlan) -> float:
+    return _BYTES[division.ranks[0].device.partition(":")[0]]
+
+
+def weights_seconds(division: ParallelPlan | None, link: float | None = None) -> float:
+    """Seconds per step to send sharded weights; `link` as in `sending_seconds`."""
     if division is None:
         return 0.0
-    kind = division.ranks[0].device.partition(":")[0]
     groups = [[division.ranks[rank].weight_bytes for rank in group] for group in division.groups]
     # Each sends what it keeps to all others of its group.
-    return max(sum(sent) / max(1, len(sent) - 1) for sent in groups) / _BYTES[kind]
+    most = max(sum(sent) / max(1, len(sent) - 1) for sent in groups)
+    return most / (link or _nominal_link(division))
 
 
 def can_share(request: Request, model: ModelSpec, division: ParallelPlan | None) -> bool:

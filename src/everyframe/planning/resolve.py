@@ -20,12 +20,13 @@ from everyframe.checkpoints.config_errors import config_errors
 from everyframe.core.bytes import parse_bytes, without_processes
 from everyframe.core.errors import CannotRunError
 from everyframe.core.facts import DeviceFacts, MachineFacts
+from everyframe.core.limits import random_seed
 from everyframe.core.parallel_plan import ParallelPlan
 from everyframe.core.plan import Plan, Repair, Settings
-from everyframe.core.request import DTYPES, Request, random_seed
+from everyframe.core.request import DTYPES, Request
 from everyframe.families.registry import check_option_names, family_options
-from everyframe.hardware.facts import machine_facts
-from everyframe.hardware.profiles import find_profile
+from everyframe.hardware.facts import Freed, machine_facts
+from everyframe.hardware.profiles import machine_of
 from everyframe.planning import component_certificates
 from everyframe.planning.blocked_paths import known
 from everyframe.planning.choose_fast_paths import FastPathChooser, pins_of
@@ -87,14 +88,16 @@ class PreparedPlan:
     chooser: FastPathChooser
 
 
-def resolve(request: Request, profile: str | Path | None = None) -> Plan:
+def resolve(
+    request: Request, profile: str | Path | None = None, freed: Freed | None = None
+) -> Plan:
     """Resolve a request into a plan with a time forecast; nothing is loaded or fetched.
 
-    `profile` names another machine or a file with its facts; None is this machine. A machine that
-    is too small, or on which the run would fail, gives a plan with `infeasible`, so that it can
-    be shown. Raises `InputError` if the model can't do what is requested.
+    `profile` names another machine or a file with its facts; None is this machine, with what will
+    be `freed` before the run. A machine that is too small, or on which the run would fail, gives a
+    plan with `infeasible`, so that it can be shown. Raises `InputError` if the model can't do it.
     """
-    return prepare(request, profile=profile, with_seconds=True).plan
+    return prepare(request, profile=profile, with_seconds=True, freed=freed).plan
 
 
 def prepare(
@@ -107,6 +110,7 @@ def prepare(
     profile: str | Path | None = None,
     with_seconds: bool = False,
     will_run: bool = False,
+    freed: Freed | None = None,
 ) -> PreparedPlan:
     """Resolve a request into a plan, with its model; `may_fetch` allows fetching its configs.
 
@@ -121,7 +125,7 @@ def prepare(
     with config_errors(str(request.model)) if is_foreign else nullcontext():
         return _prepared(
             request, may_fetch, num_threads, devices, given, profile,
-            with_seconds=with_seconds, will_run=will_run,
+            with_seconds=with_seconds, will_run=will_run, freed=freed,
         )  # fmt: skip
 
 
@@ -135,12 +139,13 @@ def _prepared(
     *,
     with_seconds: bool,
     will_run: bool,
+    freed: Freed | None,
 ) -> PreparedPlan:
     model, family_name = _model(request, given, may_fetch=may_fetch)
     # Before the machine is looked at, which takes torch: what cannot be asked is refused at once.
     settings, notes = model.settle(request, random_seed() if request.seed is None else request.seed)
     _check_contents(request, settings, given)
-    facts = machine_facts(request.device) if profile is None else find_profile(profile).machine()
+    facts = machine_facts(request.device, freed) if profile is None else machine_of(profile)
     # Ranks that have met have begun, and what they take is no longer free.
     devices = _usable(devices or _before_ranks(asked_devices(request, facts)), request)
     check_division(request, model, settings, len(devices))

@@ -7,7 +7,8 @@ from dataclasses import replace
 from everyframe.core.facts import DeviceFacts, Throughput
 from everyframe.core.parallel_plan import ParallelPlan
 from everyframe.core.plan import StagePlan
-from everyframe.planning.dry_runs import heaviest, stage_plan
+from everyframe.dry_run.result import Work
+from everyframe.planning.dry_runs import DryRun, call_seconds, heaviest, stage_plan
 from everyframe.planning.memory_fit import FitResult
 from everyframe.planning.parallelism import sending_seconds, weights_seconds
 from everyframe.planning.throughput_cache import rates_here
@@ -19,19 +20,31 @@ _NUM_TRIALS = 6
 def stage_plans(
     fitted: FitResult, rates: Throughput | None, division: ParallelPlan | None
 ) -> tuple[StagePlan, ...]:
-    """Stage plans with time to communicate; weights go out during compute, so the longer counts."""
-    steps = fitted.settings.num_denoiser_calls
-    sending, weights = sending_seconds(division) * steps, weights_seconds(division) * steps
+    """Stage plans with time to communicate; weights go out during compute, so the longer counts.
+
+    In a ring, keys go out during attention, and likewise.
+    """
+    steps, link = fitted.settings.num_denoiser_calls, None if rates is None else rates.link
+    sending = sending_seconds(division, link) * steps
+    weights = weights_seconds(division, link) * steps
     parts = {part.name: part for part in fitted.components}
     stages = []
     for run in fitted.runs:
         stage = stage_plan(run, parts[run.stage_call.component], rates)
-        if run.stage_call.denoises and stage.seconds is not None:
+        if run.stage_call.denoises and stage.seconds is not None and rates is not None:
+            if division is not None and division.backend == "ring":
+                sending = max(sending - _attention_seconds(run, rates), 0.0)
             # Once: of two experts one works at each step.
             stage = replace(stage, seconds=max(stage.seconds + sending, weights))
             sending = weights = 0.0
         stages.append(stage)
     return tuple(stages)
+
+
+def _attention_seconds(run: DryRun, rates: Throughput) -> float:
+    """Seconds of attention in a stage."""
+    attention = tuple(each for each in run.found.work.products if each[0].kind == "attention")
+    return call_seconds(Work(attention), rates) * run.stage_call.num_calls
 
 
 def rates_of(fitted: FitResult, device: DeviceFacts, num_threads: int) -> Throughput | None:

@@ -203,9 +203,12 @@ class RunFolder:
 
 
 class Lock:
-    """Lock on a run, held until `release` or the end of the process, however it ends."""
+    """Lock on a run, held until `release` or the end of the process, however it ends.
 
-    def __init__(self, path: Path) -> None:
+    `what` names in errors what is locked; None is the run of that folder.
+    """
+
+    def __init__(self, path: Path, what: str | None = None) -> None:
         self._file: IO[bytes] | None = None
         file = path.open("ab")
         try:
@@ -217,8 +220,8 @@ class Lock:
                     error.errno, f"no file can be locked there: {error.strerror}"
                 ) from error
             raise RunLockedError(
-                f"the run {path.parent.name} is in use by another process; wait for it, or "
-                "end it first"
+                f"{what or f'the run {path.parent.name}'} is in use by another process; wait for "
+                "it, or end it first"
             ) from error
         self._file = file
 
@@ -263,10 +266,10 @@ def _lock(file: IO[bytes], *, is_shared: bool = False) -> None:
         msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
 
 
-def new_run(root: Path) -> RunFolder:
-    """Create an empty run folder in `root`. Raises `OSError`."""
+def new_run(root: Path, name: str | None = None) -> RunFolder:
+    """Create an empty run folder in `root`, named `name` or after its time. Raises `OSError`."""
     root.mkdir(parents=True, exist_ok=True)
-    began = time.strftime("%Y%m%d-%H%M%S")
+    began = name or time.strftime("%Y%m%d-%H%M%S")
     for number in range(1000):
         path = root / (f"{began}-{number}" if number else began)
         try:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from everyframe.core.events import Event, Note, Step
+from everyframe.core.events import Events, Note, Step
 from everyframe.core.plan import Settings
 from everyframe.core.quality import SamplingMethod
 from everyframe.numerics.tensor_stats import value_range
@@ -173,7 +173,7 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
         """The steps of all videos."""
         return num_videos * self.steps_per_video
 
-    def run(self, videos: Sequence[VideoState]) -> Iterator[Event]:
+    def run(self, videos: Sequence[VideoState]) -> Events:
         """Fill each video's `latents`; those of several batches are joined along the first axis."""
         modules: dict[str, Any] = {}
         for name in self.components:

@@ -53,7 +53,7 @@ class Guard:
 
     `counts` and `of` name a call in messages, by default "step 3 of denoise". Ranks that compute
     one result together each locate its fault alone, inside ``apart()``. With `keeps_storage`,
-    `end` restores the storage of the weights too.
+    `end` restores the storage of the weights too. `free_others` is that of `OomFallbacks`.
     """
 
     def __init__(
@@ -67,12 +67,13 @@ class Guard:
         savings: MemorySavings | None = None,
         apart: Callable[[], AbstractContextManager[None]] | None = None,
         keeps_storage: bool = False,
+        free_others: Callable[[], bool] | None = None,
     ) -> None:
         self._plan, self._apart = plan, apart
         self._parts = dict(parts)
         self._calls = GuardLog(plan.device, stage, counts, of or stage)
         self._repairs = RepairSet(plan.device, parts, keeps_storage=keeps_storage)
-        self._reliefs = OomFallbacks(plan, parts, savings, stage)
+        self._reliefs = OomFallbacks(plan, parts, savings, stage, free_others=free_others)
         self._video: VideoState | None = None
         self._largest = 0.0
         self._is_probed = False

@@ -7,11 +7,11 @@ Read next: `families/registry.py`, `model_spec.py`, `families/opensora/family.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from everyframe.core.events import Event
+from everyframe.core.events import Events
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Repair, Settings, Switches
 from everyframe.core.request import Request
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from everyframe.core.plan import Precision
     from everyframe.parallel.communicator import ParallelContext
     from everyframe.precision.policy import ComponentNeeds
+    from everyframe.runtime.component_cache import WarmComponents
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,11 @@ class VideoState:
     oom_log: OomLog | None = None
     replay_log: ReplayLog | None = None
 
+    @property
+    def has_history(self) -> bool:
+        """Whether its stage begins with repairs or memory fallbacks of an interrupted run."""
+        return bool(self.repairs) or (self.oom_log is not None and any(self.oom_log.known()))
+
     def begin_stage(self) -> None:
         """Reset the progress of the previous stage."""
         self.step, self.sampler_state, self.finished_batches = 0, None, ()
@@ -134,7 +140,7 @@ class Stage(Protocol):
         """Number of `Step` events that the stage yields."""
         ...
 
-    def run(self, videos: Sequence[VideoState]) -> Iterator[Event]:
+    def run(self, videos: Sequence[VideoState]) -> Events:
         """Run the stage. Its component is freed when this generator ends."""
         ...
 
@@ -245,6 +251,20 @@ class InMemory(Protocol):
     @property
     def switches(self) -> Switches:
         """The caller's torch settings."""
+        ...
+
+
+@runtime_checkable
+class WarmSpec(Protocol):
+    """A model whose components can stay in memory between runs; a dataclass with this field."""
+
+    @property
+    def warm(self) -> WarmComponents | None:
+        """What the run lends from a cache; None to load everything."""
+        ...
+
+    def identity(self) -> Hashable:
+        """What its components are built from, beside the weights that its digest identifies."""
         ...
 
 

@@ -91,6 +91,8 @@ class OomFallbacks:
     """Apply the memory fallbacks of a stage to its loaded modules, each once.
 
     Modules that may be moved as a whole, one on the device at a time, have `takes_turns`.
+    `free_others` frees what other runs left in memory, and says whether there was anything; it
+    comes before any fallback.
 
     Attributes:
         moments: identifies the calls in which they were applied.
@@ -105,7 +107,9 @@ class OomFallbacks:
         *,
         takes_turns: bool = False,
         cache_note: str = CACHE_RELEASED,
+        free_others: Callable[[], bool] | None = None,
     ) -> None:
+        self.free_others = free_others or (lambda: False)
         self.moments = CallCounter()
         self._modules = modules
         self._left = RemainingFallbacks(
@@ -154,6 +158,8 @@ class OomFallbacks:
                     raise
                 said = str(error).partition("\n")[0]
             # Here the traceback is gone, which keeps the failed call's tensors alive.
+            if self.free_others():
+                continue
             done = self.at(step)
             if done is None:
                 raise CannotRunError(

@@ -12,6 +12,7 @@ from everyframe.core.parallel_plan import ParallelPlan
 from everyframe.core.plan import Settings
 from everyframe.parallel.cfg_groups import CfgGroups
 from everyframe.parallel.token_partition import TokenPartition
+from everyframe.parallel.uneven_split import assign_pieces
 from everyframe.runtime.interface import ModelSpec, RankShare, ShardableSpec
 
 if TYPE_CHECKING:
@@ -23,6 +24,14 @@ def key_of_rank(teams: ParallelContext | None) -> tuple[Hashable, ...]:
     if teams is None:
         return ()
     return (teams.team.rank, teams.team.weights, teams.groups, teams.way)
+
+
+def decode_share(num_pieces: int, teams: ParallelContext | None) -> float:
+    """Fraction (0..1) of a video's pieces that its busiest rank decodes; 1 for one rank."""
+    if teams is None:
+        return 1.0
+    owners = assign_pieces(num_pieces, teams.team.weights)
+    return max(map(owners.count, owners)) / num_pieces
 
 
 def grid_share(

@@ -7,7 +7,7 @@ model are in its family's `settings.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -36,8 +36,16 @@ def check_used(title: str, request: Request, without: Mapping[str, str]) -> None
         raise InputError(f"{title} can't continue a clip (chain)")
 
 
+def read_prompt(title: str, request: Request) -> str:
+    """The prompt of a model that draws what it says, stripped. Raises `InputError` without one."""
+    if request.prompt is None:
+        raise InputError(f"{title} draws what a prompt says; give one")
+    check_prompt(request.prompt)
+    return request.prompt.strip()
+
+
 def check_prompt(prompt: str) -> None:
-    """Reject an empty prompt, for a model that draws what a prompt says."""
+    """Reject an empty prompt."""
     if not prompt.strip():
         raise InputError(
             "the prompt is empty; say what the video shows, "
@@ -82,6 +90,24 @@ def frames_in(seconds: float, fps: float) -> int:
             f"at most {MAX_FRAMES} can be asked for"
         )
     return max(1, round(wanted))
+
+
+def nearest_length(
+    seconds: float,
+    fps: float,
+    nearest: Callable[[int], Sequence[int]],
+    piece: int,
+    notes: list[str],
+) -> int:
+    """The length nearest to that many seconds, of those that ``nearest(num_frames)`` gives.
+
+    Adds a note if it is another, of an autoencoder that works in pieces of `piece` frames.
+    """
+    wanted = seconds * fps
+    frames = min(nearest(frames_in(seconds, fps)), key=lambda count: abs(count - wanted))
+    if frames != wanted:
+        notes.append(in_pieces(seconds, fps, frames, piece))
+    return frames
 
 
 def in_pieces(seconds: float, fps: float, frames: int, piece: int) -> str:

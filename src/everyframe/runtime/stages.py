@@ -11,24 +11,31 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
-from everyframe.core.events import ComponentLoaded, Event, FramesDecoded, Note, Step, event_of
+from everyframe.core.events import (
+    ComponentLoaded,
+    Event,
+    Events,
+    FramesDecoded,
+    Note,
+    Step,
+)
 from everyframe.core.plan import Plan, Settings
-from everyframe.parallel.communicator import ONE, Communicator, ParallelContext
-from everyframe.parallel.ordered_map import assign_pieces, run_in_order
+from everyframe.parallel.communicator import ONE, ParallelContext
+from everyframe.parallel.uneven_split import assign_pieces
 from everyframe.runtime import tiling
+from everyframe.runtime.frame_pieces import as_frames, distribute_pieces
 from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import VideoState
-from everyframe.runtime.loading import load_component
+from everyframe.runtime.loading import load_component, rewrite_parameters
 from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.preview_fit import ColorFit
 from everyframe.runtime.previews import Previewer
@@ -56,14 +63,25 @@ class StageContext(Generic[_Model]):
         """Load a component, and yield an event with the loading time."""
         assert self.plan is not None
         began = time.perf_counter()
-        builder = self.model.builder
-        module = load_component(
-            self.plan.component(component),
-            partial(builder.taken, component),
-            *self.model.patched_weights(component),
-            outputs=builder.outputs(component),
-            supply=self.teams.supply,
-        )
+        builder, part = self.model.builder, self.plan.component(component)
+
+        def load() -> nn.Module:
+            return load_component(
+                part,
+                partial(builder.taken, component),
+                *self.model.patched_weights(component),
+                outputs=builder.outputs(component),
+                supply=self.teams.supply,
+            )
+
+        warm = self.model.warm
+        if warm is None:
+            module = load()
+        else:
+            rewrite = partial(rewrite_parameters, part, *self.model.patched_weights(component))
+            module = warm.component(
+                component, load, rewrite, self.model.patched.patches.get(component, {})
+            )
         yield ComponentLoaded(component, time.perf_counter() - began)
         return module
 
@@ -81,7 +99,11 @@ class StageContext(Generic[_Model]):
     ) -> Guard:
         """The guard of these components in that stage; see `Guard`."""
         assert self.plan is not None
-        return Guard(self.plan, stage, parts, savings=self.model.savings, apart=apart)
+        warm = self.model.warm
+        spare = None if warm is None else warm.free_others
+        return Guard(
+            self.plan, stage, parts, savings=self.model.savings, apart=apart, free_others=spare
+        )
 
 
 _Context = TypeVar("_Context", bound=StageContext[Any])
@@ -149,7 +171,7 @@ class SharedEncodeStage(ComponentStage[_Context, _Inputs]):
         """One step for each input."""
         return self.num_inputs
 
-    def run(self, videos: Sequence[VideoState]) -> Iterator[Event]:
+    def run(self, videos: Sequence[VideoState]) -> Events:
         """Encode, and store the results in each video."""
         world = self.context.teams.world
         mine = (yield from self._encoded(videos)) if world.is_lead else None
@@ -158,6 +180,22 @@ class SharedEncodeStage(ComponentStage[_Context, _Inputs]):
     def _encoded(self, videos: Sequence[VideoState]) -> Generator[Event, None, list[Any]]:
         inputs, notes = self.inputs(videos)
         yield from notes
+        warm, key, results = self.context.model.warm, None, None
+        # A resumed stage may have fallbacks and repairs to begin with.
+        if warm is not None and not any(video.has_history for video in videos):
+            key, results = warm.encoded(self.component, self, inputs)
+        if results is not None:
+            for step, _ in enumerate(results, start=1):
+                yield Step(self.name, step, len(results), videos[0].seed, 0.0)
+            return list(results)
+        results = yield from self._computed(videos, inputs)
+        if warm is not None:
+            warm.keep_encoded(key, self.component, tuple(results))
+        return results
+
+    def _computed(
+        self, videos: Sequence[VideoState], inputs: Sequence[_Inputs]
+    ) -> Generator[Event, None, list[Any]]:
         module, guard = yield from self._load()
         results = []
         for step, each in enumerate(inputs, start=1):
@@ -209,7 +247,7 @@ class VideoEncodeStage(ComponentStage[_Context, _Inputs]):
         """One step for each video."""
         return num_videos
 
-    def run(self, videos: Sequence[VideoState]) -> Iterator[Event]:
+    def run(self, videos: Sequence[VideoState]) -> Events:
         """Encode, and store each video's result."""
         team = self.context.teams.team
         mine = (yield from self._encoded(videos)) if team.is_lead else None
@@ -279,7 +317,7 @@ class DecodeStage(ComponentStage[_Context, LatentPiece]):
         """The pieces of all videos."""
         return num_videos * self.num_pieces
 
-    def run(self, videos: Sequence[VideoState]) -> Iterator[Event]:
+    def run(self, videos: Sequence[VideoState]) -> Events:
         """Yield the frames of each video; the first rank of a video receives all of them."""
         module, guard = yield from self._load()
         for number, video in enumerate(videos):
@@ -341,30 +379,3 @@ class DecodeStage(ComponentStage[_Context, LatentPiece]):
             if len(frames):
                 yield FramesDecoded(video.seed, len(frames), frames.numpy())
             begun = time.perf_counter()
-
-
-def distribute_pieces(
-    team: Communicator, guard: Guard, owner: Iterable[int], decode: Callable[[int], Tensor]
-) -> Iterator[tuple[Tensor, list[Event]]]:
-    """Decode pieces across ranks; yield each with its events, in order, on the lead rank.
-
-    ``decode(number)`` runs for the pieces that `owner` assigns to this rank.
-    """
-
-    def make(number: int) -> tuple[Tensor, list[Any]]:
-        made = decode(number)
-        return made, [event.to_json() for event in guard.events()]
-
-    for made, events in run_in_order(team, owner, make, "frames are handed over"):
-        yield made, [event_of(each) for each in events]
-
-
-def as_floats(frames: Any) -> Tensor:
-    """8-bit frames as float32 in 0..1."""
-    return torch.from_numpy(frames).to(torch.float32) / 255
-
-
-def as_frames(pixels_TCHW: Tensor) -> Tensor:
-    """Frames (T, H, W, 3) in 0..1 on the host, from pixels around -1..1."""
-    frames_THWC = rearrange(pixels_TCHW, "t c h w -> t h w c").to("cpu", torch.float32)
-    return (frames_THWC / 2 + 0.5).clamp(0, 1).contiguous()

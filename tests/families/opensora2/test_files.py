@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from everyframe.core.errors import CheckpointError, EveryframeError, InputError
 from everyframe.core.request import Request
 from everyframe.families.opensora2.checkpoint import (
     CLIP,
+    DEEP_DENOISER,
     DEEP_VAE,
     DENOISER,
     FLUX,
@@ -24,6 +27,7 @@ from everyframe.families.opensora2.checkpoint import (
 )
 from everyframe.families.opensora2.vae_config import DCAEConfig, HunyuanVAEConfig
 from everyframe.planning.find_model import find_model
+from helpers.tiny_checkpoints import opensora2 as tiny
 
 Models = Callable[[str], Path]
 ASKED = {"prompt": "a red circle", "size": "32x32", "num_frames": 9, "device": "cpu"}
@@ -161,12 +165,50 @@ def test_flux_schnell_is_no_video_model(copy: Path) -> None:
         found(copy / FLUX)
 
 
+def test_a_flux_folder_of_diffusers_is_checked(copy: Path, tmp_path: Path) -> None:
+    folder = tiny.diffusers_flux(tmp_path / "flux", copy)
+    spec = found(copy, first_frame="flux", flux=str(folder))
+    assert spec.config.first_denoiser == replace(tiny.FIRST, fused_qkv=False, is_diffusers=True)
+    assert dict(spec.config.first_vae) == tiny.FIRST_VAE
+    config = json.loads((folder / "transformer" / "config.json").read_text())
+    for wrong, text in (
+        ({**config, "_class_name": "SD3Transformer2DModel"}, "of SD3Transformer2DModel"),
+        ({}, "missing or of no class"),
+    ):
+        (folder / "transformer" / "config.json").write_text(json.dumps(wrong))
+        with pytest.raises(InputError, match=f"must be of FluxTransformer2DModel, .*{text}"):
+            found(copy, first_frame="flux", flux=str(folder))
+    (folder / "transformer" / "config.json").write_text(json.dumps(config))
+    shutil.rmtree(folder / "vae")
+    with pytest.raises(InputError, match=r"flux: .*vae"):
+        found(copy, first_frame="flux", flux=str(folder))
+
+
+def test_flux_of_a_hub_repository_is_in_diffusers_layout(copy: Path) -> None:
+    missing = found(copy, first_frame="flux", flux="black-forest-labs/FLUX.1-dev").missing()
+    assert any("FLUX.1-dev: transformer/config.json" in line for line in missing)
+    assert any("FLUX.1-dev: vae/config.json" in line for line in missing)
+
+
 def test_a_denoiser_without_its_first_layer_is_named(copy: Path) -> None:
     tensors = load_file(copy / DENOISER)
     del tensors["vector_in.in_layer.weight"]
     save_file(tensors, copy / DENOISER)
     with pytest.raises(CheckpointError, match=r"vector_in\.in_layer\.weight"):
         found(copy)
+
+
+@pytest.mark.parametrize(
+    ("variant", "name"), [("opensora2", DENOISER), ("opensora2-dcae", DEEP_DENOISER)]
+)
+def test_the_patch_of_a_denoiser_without_condition_is_told_by_its_autoencoder(
+    tiny_models: Models, tmp_path: Path, variant: str, name: str
+) -> None:
+    folder = Path(shutil.copytree(tiny_models(variant), tmp_path / "plain"))
+    whole = found(folder).config.denoiser
+    tensors = load_file(folder / name)
+    save_file({n: each for n, each in tensors.items() if "cond_in" not in n}, folder / name)
+    assert found(folder).config.denoiser == replace(whole, cond_embed=False)
 
 
 def test_options_of_other_parts_are_refused(tiny_models: Models, tmp_path: Path) -> None:
@@ -192,3 +234,19 @@ def test_tokens_beyond_each_encoder_are_said(tiny_models: Models) -> None:
         **{**ASKED, "prompt": words * 40, "model": str(folder), "truncate_prompt": True}
     )
     assert any("too long for T5; its end is cut" in note for note in cut.notes)
+
+
+def test_flux_of_the_hub_cache_is_read(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards of the denoiser among others, and an autoencoder of one file."""
+    folder = tiny.diffusers_flux(tmp_path / "flux", copy)
+    cache = tmp_path / "hub" / "models--someone--flux"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("0123456789abcdef0123456789abcdef01234567")
+    shutil.copytree(folder, cache / "snapshots" / "0123456789abcdef0123456789abcdef01234567")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache.parent))
+    spec = found(copy, first_frame="flux", flux="someone/flux")
+    assert spec.missing() == ()
+    assert spec.config.first_denoiser == replace(tiny.FIRST, fused_qkv=False, is_diffusers=True)
+    assert spec.weights("first_vae")[0].source.name == "diffusion_pytorch_model.safetensors"

@@ -135,6 +135,32 @@ def test_a_clip_is_said_to_be_untrained() -> None:
     assert settled(DEEP, extend=CLIP)[0].option("given_clip") == 32
 
 
+@pytest.mark.parametrize(
+    ("config", "there", "read"),
+    [
+        (VIDEO, 40, 33), (VIDEO, 33, 33), (VIDEO, 32, 29), (VIDEO, 5, 5), (VIDEO, 4, 1),
+        (DEEP, 40, 32), (DEEP, 31, 28), (DEEP, 8, 8), (DEEP, 7, 1),
+    ],
+)  # fmt: skip
+def test_as_many_frames_are_read_as_can_be_coded(
+    config: OpenSora2Config, there: int, read: int
+) -> None:
+    settings, notes = settled(config, extend=np.zeros((there, 8, 8, 3), np.uint8))
+    assert settings.option("given_clip") == read
+    config.vae.latent_frames(read)
+    is_short = read < settled(config, extend=CLIP)[0].option("given_clip")
+    assert (f"has {there} frames, of which {read} are read" in notes[0]) == is_short
+
+
+def test_a_short_clip_takes_no_more_room_than_it_has() -> None:
+    short = np.zeros((7, 8, 8, 3), np.uint8)
+    assert settled(extend=short, num_frames=9)[0].num_frames == 9
+    with pytest.raises(InputError, match=r"take 2 of them; .*for example 9"):
+        settled(extend=short, num_frames=5)
+    with pytest.raises(InputError, match="extend must be a path, an array of frames"):
+        settled(extend=5)
+
+
 @pytest.mark.parametrize("config", [VIDEO, DEEP])
 def test_smaller_videos_can_be(config: OpenSora2Config) -> None:
     found = list(smaller_settings(config, settled(config)[0]))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from everyframe.families.opensora2 import vae as vaes
@@ -136,6 +136,21 @@ def flux(folder: Path, *, seed: int = 4) -> None:
     model(folder / FLUX, MMDiT(FIRST), seed)
     tensors = tiny_opensora.randomised(build_vae(FIRST_VAE), seed + 1)
     save_file({ldm_name(n): ldm_tensor(n, t) for n, t in tensors.items()}, folder / FLUX_VAE)
+
+
+def diffusers_flux(folder: Path, source: Path) -> Path:
+    """The FLUX.1 of `source` in diffusers' layout, its denoiser in shards."""
+    from helpers.references.flux import flux_of
+
+    denoiser: Any = flux_of(FIRST, load_file(source / FLUX))
+    denoiser.save_pretrained(folder / "transformer", max_shard_size="100KB")
+    vae, stored = build_vae(FIRST_VAE), load_file(source / FLUX_VAE)
+    vae.load_state_dict({
+        name: stored[ldm_name(name)].view(tensor.shape) for name, tensor in vae.state_dict().items()
+    })  # fmt: skip
+    saved: Any = vae
+    saved.save_pretrained(folder / "vae")
+    return folder
 
 
 def ldm_name(name: str) -> str:

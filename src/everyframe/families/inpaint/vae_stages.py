@@ -18,17 +18,18 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from everyframe.core.events import AudioDecoded, Event, FramesDecoded, Note, Step
+from everyframe.core.events import AudioDecoded, Event, Events, FramesDecoded, Note, Step
 from everyframe.core.plan import Settings
 from everyframe.families.inpaint import vae as vae_calls
 from everyframe.families.inpaint.inputs import WHITE
 from everyframe.families.inpaint.stage_context import ConditioningLatents, InpaintContext, batched
 from everyframe.families.inpaint.stages import HANDED, hear
 from everyframe.runtime import tiling
+from everyframe.runtime.frame_pieces import as_floats, as_frames, distribute_pieces
 from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.rank_shares import active_ranks, batch_owner
-from everyframe.runtime.stages import ComponentStage, as_floats, as_frames, distribute_pieces
+from everyframe.runtime.stages import ComponentStage
 from everyframe.samplers import noise
 
 #: The context of a dry run; see `NativeModelSpec.stage_call`.
@@ -59,7 +60,7 @@ class SourceLatentStage(ComponentStage[InpaintContext, SourceInputs]):
         """One step per batch of frames, for all videos."""
         return self.context.num_batches
 
-    def run(self, videos: Sequence[VideoState]) -> Iterator[Event]:
+    def run(self, videos: Sequence[VideoState]) -> Events:
         """Set `conditioning` of each video.
 
         With several ranks, the batches are distributed and every rank receives all results.
@@ -168,7 +169,7 @@ class DecodeStage(ComponentStage[InpaintContext, Tensor]):
         """One step per batch of frames."""
         return num_videos * self.context.num_batches
 
-    def run(self, videos: Sequence[VideoState]) -> Iterator[Event]:
+    def run(self, videos: Sequence[VideoState]) -> Events:
         """Yield the frames of each video.
 
         With several ranks, the batches are distributed; the first rank receives all frames.

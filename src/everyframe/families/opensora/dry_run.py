@@ -17,7 +17,7 @@ from everyframe.runtime import tiling
 from everyframe.runtime.interface import DryRunCall, MemorySaving
 from everyframe.runtime.memory_fallbacks import cfg_batch_size, split_cfg_saving
 from everyframe.runtime.model_spec import NativeModelSpec
-from everyframe.runtime.rank_shares import key_of_rank
+from everyframe.runtime.rank_shares import decode_share, key_of_rank
 
 if TYPE_CHECKING:
     from everyframe.parallel.communicator import ParallelContext
@@ -37,7 +37,7 @@ def dry_run_calls(
     branches = 1 if settings.guidance_scale == 1 else 2
     at_once = settings.saving(tiling.FRAMES, 0)
     tile, given_tile = settings.saving(tiling.DECODE, 0), settings.saving(tiling.ENCODE, 0)
-    latents, piece = vae.latent_size(*size)[1:], vae.pieces(settings.num_frames)[0].num_frames
+    latents, pieces = vae.latent_size(*size)[1:], vae.pieces(settings.num_frames)
     given = is_conditioned(settings)
     one = partial(spec.stage_call, settings, teams=teams)
     prompts = 1 + (settings.negative_prompt is not None)
@@ -51,8 +51,9 @@ def dry_run_calls(
     key: tuple[Hashable, ...] = (*size, *step, given, *key_of_rank(teams))
     steps = settings.num_denoiser_calls * chain
     calls.append(one("denoise", "denoiser", "stages.DenoiseStage", steps, *key))
-    pieces = settings.num_frames / piece * tiling.num_repeats(*latents, tile) * chain
-    calls.append(one("decode", "vae", "stages.DecodeStage", pieces, *size, at_once, tile))
+    repeats = tiling.num_repeats(*latents, tile) * decode_share(len(pieces), teams)
+    decodes = settings.num_frames / pieces[0].num_frames * repeats * chain
+    calls.append(one("decode", "vae", "stages.DecodeStage", decodes, *size, at_once, tile))
     return tuple(calls)
 
 

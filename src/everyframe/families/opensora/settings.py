@@ -22,10 +22,10 @@ from everyframe.families.opensora.vae_config import VideoVAEConfig
 from everyframe.runtime.request_checks import (
     check_amount,
     check_latents,
-    check_prompt,
     check_size,
     frames_in,
     in_pieces,
+    read_prompt,
     shorter_lengths,
     smaller_sizes,
     smaller_videos,
@@ -85,12 +85,10 @@ def resolve_settings(
     config: OpenSoraConfig, title: str, request: Request, options: OpenSoraOptions, seed: int
 ) -> tuple[Settings, tuple[str, ...]]:
     """Resolve every value of the request; return settings, and notes for the user."""
-    if request.prompt is None:
-        raise InputError(f"{title} draws what a prompt says; give one")
-    check_prompt(request.prompt)
-    for prompt in (request.prompt, request.negative_prompt):
-        if prompt is not None and loses_all(prompt):
-            raise InputError(lost(prompt))
+    prompt = read_prompt(title, request)
+    for text in (request.prompt, request.negative_prompt):
+        if text is not None and loses_all(text):
+            raise InputError(lost(text))
     notes: list[str] = []
     _check_given_frames(config, title, request)
     nominal = _nominal_size(config, title, request)
@@ -105,7 +103,7 @@ def resolve_settings(
         raise InputError(f"num_inference_steps must be at most 1000 for Open-Sora 1.0, got {steps}")
     check_amount(num_frames, height, width)
     settings = Settings(
-        prompt=request.prompt.strip(),
+        prompt=prompt,
         negative_prompt=request.negative_prompt,
         height=height,
         width=width,

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from everyframe.checkpoints.folder import WEIGHT_SUFFIXES, describe_missing
+from everyframe.checkpoints.folder import WEIGHT_SUFFIXES, describe_missing, read_json
 from everyframe.checkpoints.key_map import KeyMap
 from everyframe.checkpoints.locate import Location, PartLocation, find_part
 from everyframe.checkpoints.model_zoo import HubPart, known_models, shared_part
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.paths import expand_path
-from everyframe.families.opensora2.first_picture_keys import FLUX_VAE_KEYS
+from everyframe.families.opensora2.first_picture_keys import FLUX_KEYS, FLUX_VAE_KEYS
 from everyframe.families.opensora2.options import OpenSora2Options
 from everyframe.families.opensora_parts import (
     DEEP_PART,
@@ -36,6 +36,9 @@ DENOISER, DEEP_DENOISER = "Open_Sora_v2.safetensors", "Open_Sora_v2_Video_DC_AE.
 HUNYUAN_VAE, DEEP_VAE = "hunyuan_vae.safetensors", "F32T4C128_AE.safetensors"
 T5, CLIP = "google/t5-v1_1-xxl", "openai/clip-vit-large-patch14"
 FLUX, FLUX_VAE = "flux1-dev.safetensors", "flux1-dev-ae.safetensors"
+#: Folders of a FLUX.1 in diffusers' layout, and the class in the denoiser's config.
+_FLUX_FOLDERS = {"first_denoiser": "transformer", "first_vae": "vae"}
+_FLUX_CLASS = "FluxTransformer2DModel"
 
 #: The text half of CLIP's file; transformers' newer module has its names without the prefix.
 _CLIP_IGNORED = (
@@ -57,7 +60,7 @@ def keys_of(component: str, text_names: Iterable[str]) -> KeyMap:
         return T5_KEYS
     if component == "clip":
         return clip_keys(text_names)
-    return FLUX_VAE_KEYS if component == "first_vae" else KeyMap()
+    return {"first_denoiser": FLUX_KEYS, "first_vae": FLUX_VAE_KEYS}.get(component, KeyMap())
 
 
 @dataclass(frozen=True)
@@ -75,14 +78,19 @@ class OpenSora2Files(CheckpointFiles):
 
     @classmethod
     def source_at(cls, component: str, place: PartLocation) -> ComponentSource:
-        """Source in a hub repository: the one file, or the encoder's folder."""
+        """Source in a hub repository: the one file, the folder of several, or the encoder's."""
         found = super().source_at(component, place)
         weights = [file for file in place.files if file.suffix in WEIGHT_SUFFIXES]
-        if place.complete and not cls.entry(component).folder and len(weights) == 1:
-            return replace(found, path=weights[0])
+        if place.complete and not cls.entry(component).folder and weights:
+            return replace(found, path=weights[0] if len(weights) == 1 else weights[0].parent)
         if place.complete and found.path is not None and not found.path.is_dir():
             return replace(found, path=place.folder)  # an encoder's own repository
         return found
+
+    def weights_path(self, component: str) -> Path:
+        """File that holds a component's weights, or the folder of several."""
+        named = super().weights_path(component)
+        return named if named.exists() else self.path(component)
 
 
 def find_files(location: Location, options: OpenSora2Options) -> OpenSora2Files | None:
@@ -203,15 +211,37 @@ def _flux(name: str | None) -> dict[str, ComponentSource]:
         return {}
     path = expand_path(name, "flux")
     if path.is_dir():
-        found = _sources(path, _parts_in(path))
-        lacking = [role for role in ("first_denoiser", "first_vae") if role not in found]
+        is_diffusers = (path / "transformer").is_dir()
+        found = _diffusers_flux(path) if is_diffusers else _sources(path, _parts_in(path))
+        lacking = [role for role in _FLUX_FOLDERS if role not in found]
         if lacking:
-            wanted = [FLUX if role == "first_denoiser" else FLUX_VAE for role in lacking]
-            raise InputError(f"flux: {describe_missing(path, wanted)}")
+            files = {"first_denoiser": FLUX, "first_vae": FLUX_VAE}
+            names = _FLUX_FOLDERS if is_diffusers else files
+            raise InputError(f"flux: {describe_missing(path, [names[role] for role in lacking])}")
         return found
     if name.count("/") != 1 or path.exists():
         raise InputError(f"flux must be a folder or a hub id OWNER/NAME, got {name!r}")
+    return {role: _flux_on_hub(role, name) for role in _FLUX_FOLDERS}
+
+
+def _diffusers_flux(folder: Path) -> dict[str, ComponentSource]:
+    config = folder / "transformer" / "config.json"
+    kind = read_json(config).get("_class_name") if config.is_file() else None
+    if kind != _FLUX_CLASS:
+        held = f"of {kind}" if kind else "missing or of no class"
+        raise InputError(f"flux: {config} must be of {_FLUX_CLASS}, and it is {held}")
     return {
-        role: _on_hub(replace(shared_part(f"opensora2-{role}"), repo_id=name))
-        for role in ("first_denoiser", "first_vae")
+        role: ComponentSource(f"{folder.name}/{name}", folder / name)
+        for role, name in _FLUX_FOLDERS.items()
+        if (folder / name).is_dir()
     }
+
+
+def _flux_on_hub(role: str, repo_id: str) -> ComponentSource:
+    """As files of upstream's names if these are there, else in diffusers' layout."""
+    part = replace(shared_part(f"opensora2-{role}"), repo_id=repo_id)
+    folder = _FLUX_FOLDERS[role]
+    needs = ((f"{folder}/config.json",), (f"{folder}/*.safetensors",))
+    if repo_id != shared_part(f"opensora2-{role}").repo_id and not find_part(part).complete:
+        part = replace(part, needs=needs, extras=(f"{folder}/*.index.json",))
+    return _on_hub(part)

@@ -32,6 +32,8 @@ class MMDiTConfig:
         cond_embed: latents of given frames and their mask are an input.
         fused_qkv: queries, keys and values have one linear layer.
         use_liger_rope: rotary channels are halves of a head, else neighbouring pairs.
+        is_diffusers: layers are as diffusers stores FLUX.1: values and feed-forward of the single
+            blocks apart, and the last layer's scale before its shift.
     """
 
     in_channels: int = 64
@@ -50,6 +52,7 @@ class MMDiTConfig:
     fused_qkv: bool = False
     use_liger_rope: bool = True
     patch_size: int = 2
+    is_diffusers: bool = False
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -89,19 +92,22 @@ class MMDiTConfig:
         return cls(**config_values(cls, data, IGNORED_KEYS, "the denoiser's config.json"))
 
     @classmethod
-    def from_shapes(cls, shapes: Shapes) -> MMDiTConfig:
+    def from_shapes(cls, shapes: Shapes, latent_channels: int | None = None) -> MMDiTConfig:
         """Sizes from the tensors' shapes.
 
         Shapes tell neither the rotary axes nor their layout: a head's channels are shared among
         frame, row and column as in the released models (16, 56 and 56 of 128), and channels are
-        halves where q, k and v are apart, as upstream stored its video models.
+        halves where q, k and v are apart, as upstream stored its video models; diffusers' are pairs
+        all the same. The patch of a
+        denoiser without `cond_in` follows from `latent_channels` of its autoencoder; else it is 2.
         """
         hidden, in_channels = _shape(shapes, "img_in.weight", 2)
         fused = "double_blocks.0.img_attn.qkv.weight" in shapes
+        is_diffusers = "single_blocks.0.mlp_in.weight" in shapes
         (head,) = _shape(shapes, "double_blocks.0.img_attn.norm.query_norm.scale", 1)
-        patch = 2
+        area = 4 if latent_channels is None else max(in_channels // latent_channels, 1)
         if "cond_in.weight" in shapes:
-            patch = math.isqrt(max(shapes["cond_in.weight"][1] - in_channels, 0))
+            area = shapes["cond_in.weight"][1] - in_channels
         side = head * 7 // 16 // 2 * 2
         bias = f"double_blocks.0.img_attn.{'qkv' if fused else 'q_proj'}.bias"
         return cls(
@@ -118,8 +124,9 @@ class MMDiTConfig:
             guidance_embed="guidance_in.in_layer.weight" in shapes,
             cond_embed="cond_in.weight" in shapes,
             fused_qkv=fused,
-            use_liger_rope=not fused,
-            patch_size=patch,
+            use_liger_rope=not (fused or is_diffusers),
+            is_diffusers=is_diffusers,
+            patch_size=math.isqrt(max(area, 0)),
         )
 
 

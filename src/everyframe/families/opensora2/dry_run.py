@@ -18,7 +18,7 @@ from everyframe.runtime import tiling
 from everyframe.runtime.interface import DryRunCall, MemorySaving
 from everyframe.runtime.memory_fallbacks import cfg_batch_size, split_cfg_saving
 from everyframe.runtime.model_spec import NativeModelSpec
-from everyframe.runtime.rank_shares import key_of_rank
+from everyframe.runtime.rank_shares import decode_share, key_of_rank
 
 if TYPE_CHECKING:
     from everyframe.parallel.communicator import ParallelContext
@@ -57,11 +57,13 @@ def dry_run_calls(
             one("given frames", "vae", "stages.ConditioningStage", encodes, *shape, *given)
         )
     branches = most_branches(spec.config, settings)
-    steps = _evaluations(spec.config, settings) / branches
+    steps = evaluations(spec.config, settings) / branches
     key = (*shape, branches, cfg_batch_size(settings, branches), *key_of_rank(teams))
     given = (is_conditioned(settings), settings.option("given_clip"))
     calls.append(one("denoise", "denoiser", "stages.DenoiseStage", steps, *key, *given))
     decodes = _num_repeats(spec.config, settings, settings.num_frames, encodes=False)
+    spans = spec.config.vae.decode_tiles().spans(shape[1:])
+    decodes *= decode_share(prod(map(len, spans)), teams)
     calls.append(one("decode", "vae", "stages.DecodeStage", decodes, *shape, *tiles))
     return tuple(calls)
 
@@ -89,7 +91,8 @@ def most_branches(config: OpenSora2Config, settings: Settings) -> int:
     return len(guidance.at(0, latent_shape(config, settings)[1]).branches)
 
 
-def _evaluations(config: OpenSora2Config, settings: Settings) -> int:
+def evaluations(config: OpenSora2Config, settings: Settings) -> int:
+    """Branches of all steps of a run."""
     guidance = guidance_of(settings, is_conditioned=is_conditioned(settings))
     return guidance.num_evaluations(latent_shape(config, settings)[1])
 

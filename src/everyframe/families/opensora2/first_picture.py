@@ -21,13 +21,14 @@ STEP = 16
 
 
 def vae_config(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Sizes of FLUX.1's autoencoder from its tensors' shapes."""
+    """Sizes of FLUX.1's autoencoder from its tensors' shapes, under diffusers' names."""
     widths: list[int] = []
-    while (name := f"encoder.down.{len(widths)}.block.0.conv1.weight") in shapes:
+    while (name := f"encoder.down_blocks.{len(widths)}.resnets.0.conv1.weight") in shapes:
         widths.append(shapes[name][0])
     if len(widths) != 4 or "decoder.conv_in.weight" not in shapes:
         raise CheckpointError("no autoencoder of FLUX.1: its encoder must have four levels")
-    blocks = {name.split(".")[4] for name in shapes if name.startswith("encoder.down.0.block.")}
+    start = "encoder.down_blocks.0.resnets."
+    blocks = {name.removeprefix(start).split(".")[0] for name in shapes if name.startswith(start)}
     return {
         "block_out_channels": widths,
         "layers_per_block": len(blocks),

@@ -236,7 +236,10 @@ class SingleBlock(nn.Module):
             self.linear1 = nn.Linear(size, 3 * size + width)
         else:
             self.q_proj, self.k_proj = nn.Linear(size, size), nn.Linear(size, size)
-            self.v_mlp = nn.Linear(size, size + width)
+            if config.is_diffusers:
+                self.v_proj, self.mlp_in = nn.Linear(size, size), nn.Linear(size, width)
+            else:
+                self.v_mlp = nn.Linear(size, size + width)
         self.modulation, self.pre_norm, self.modulate = Modulation(size, 3), LayerNorm(), Modulate()
         self.norm, self.attention = QKNorm(config.head_size), JointAttention(config)
         self.act = nn.GELU(approximate="tanh")
@@ -263,7 +266,10 @@ class SingleBlock(nn.Module):
             q, k, v, mlp = self.linear1(x_BNC).split(self.widths, dim=-1)
         else:
             q, k = self.q_proj(x_BNC), self.k_proj(x_BNC)
-            v, mlp = self.v_mlp(x_BNC).split(self.widths[2:], dim=-1)
+            if hasattr(self, "v_mlp"):
+                v, mlp = self.v_mlp(x_BNC).split(self.widths[2:], dim=-1)
+            else:
+                v, mlp = self.v_proj(x_BNC), self.mlp_in(x_BNC)
         q, k, v = (split_heads(part, self.num_heads) for part in (q, k, v))
         q, k = self.norm(q, k)
         return QKV(q, k, v), mlp
@@ -272,14 +278,16 @@ class SingleBlock(nn.Module):
 class LastLayer(nn.Module):
     """Modulated norm and projection to the features of a token."""
 
-    def __init__(self, hidden_size: int, out_features: int) -> None:
+    def __init__(self, config: MMDiTConfig) -> None:
         super().__init__()
+        size, self.is_scale_first = config.hidden_size, config.is_diffusers
         self.norm, self.modulate = LayerNorm(), Modulate()
-        self.linear = nn.Linear(hidden_size, out_features)
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 2 * hidden_size))
+        self.linear = nn.Linear(size, config.in_channels)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(size, 2 * size))
 
     def forward(self, x_BNC: Tensor, vector_BC: Tensor) -> Tensor:
-        # Shift first; diffusers' FLUX stores the scale first.
         shift, scale = self.adaLN_modulation(vector_BC)[:, None].chunk(2, dim=-1)
+        if self.is_scale_first:
+            shift, scale = scale, shift
         out: Tensor = self.linear(self.modulate(self.norm(x_BNC), shift, scale))
         return out

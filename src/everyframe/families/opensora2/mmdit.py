@@ -28,6 +28,7 @@ from everyframe.families.opensora2.layers import (
 )
 from everyframe.ops.dtypes import upcast_to_float32
 from everyframe.ops.embeddings import TimestepEmbedding
+from everyframe.ops.patches import patch_grid, unpatchify
 from everyframe.ops.text_context import JointTextContext
 
 #: Timesteps and guidance are embedded by a sinusoid of this many times the number.
@@ -63,7 +64,7 @@ class MMDiT(nn.Module):
         self.single_blocks = nn.ModuleList(
             [SingleBlock(config) for _ in range(config.depth_single_blocks)]
         )
-        self.final_layer = LastLayer(size, config.in_channels)
+        self.final_layer = LastLayer(config)
 
     def blocks_in_order(self) -> list[nn.Module]:
         return [*self.double_blocks, *self.single_blocks]
@@ -115,9 +116,10 @@ class MMDiT(nn.Module):
         Returns:
             (B, C, T, H, W) in float32 or wider.
         """
-        grid = self._grid(x, t, context)
+        config = self.config
+        grid = patch_grid(x, t, context, config.latent_channels, config.patch_size)
         img_BNC = upcast_to_float32(self.img_in(self._patches(x)))
-        if self.config.cond_embed:
+        if config.cond_embed:
             if cond is None:
                 cond = x.new_zeros((len(x), 1 + x.shape[1], *x.shape[2:]))
             img_BNC = img_BNC + self.cond_in(self._patches(cond))
@@ -133,10 +135,7 @@ class MMDiT(nn.Module):
             y_BNC = block(y_BNC, vector_BC, table)
         # Of the text's tokens too: they are few, and ranks gather one sequence.
         out = self.final_layer(y_BNC, vector_BC)[:, num_text:]
-        p = self.config.patch_size
-        sizes = {"t": grid[0], "h": grid[1], "w": grid[2], "ph": p, "pw": p}
-        pattern = "b (t h w) (c ph pw) -> b c t (h ph) (w pw)"
-        return upcast_to_float32(rearrange(out, pattern, **sizes))
+        return unpatchify(out, grid, config.patch_size, "c ph pw")
 
     def _sinusoid(self, number_B: Tensor, dtype: torch.dtype) -> Tensor:
         return cast(Tensor, self.sinusoid(_TIMES * number_B.to(dtype)))
@@ -145,18 +144,3 @@ class MMDiT(nn.Module):
         p = self.config.patch_size
         pattern = "b c t (h ph) (w pw) -> b (t h w) (c ph pw)"
         return rearrange(x_BCTHW, pattern, ph=p, pw=p)
-
-    def _grid(self, x: Tensor, t: Tensor, context: JointTextContext) -> tuple[int, int, int]:
-        """Frames, rows and columns of patches."""
-        channels, p = self.config.latent_channels, self.config.patch_size
-        if x.ndim != 5 or x.shape[1] != channels or x.shape[3] % p or x.shape[4] % p:
-            sides = f"rows and columns multiples of {p}" if p > 1 else "rows, columns"
-            raise InputError(
-                f"latents must be (batch, {channels}, frames, {sides}), got {tuple(x.shape)}"
-            )
-        if tuple(t.shape) != (len(x),) or context.batch_size != len(x):
-            raise InputError(
-                f"{len(x)} latents want as many timesteps and texts, got timesteps of shape "
-                f"{tuple(t.shape)} and texts of {context.batch_size}"
-            )
-        return x.shape[2], x.shape[3] // p, x.shape[4] // p

@@ -39,8 +39,8 @@ class OpenSora2Options(FamilyOptions):
         "Draw a first picture and begin with it: flux draws it by FLUX.1-dev."
     )
     flux: str | None = option(
-        "Folder or hub id of flux1-dev.safetensors and flux1-dev-ae.safetensors, if they are not "
-        "beside the denoiser.",
+        "Folder or hub id of FLUX.1-dev, if it is not beside the denoiser: flux1-dev.safetensors "
+        "and flux1-dev-ae.safetensors, or diffusers' layout.",
         names_model=True,
     )
     vae_scaling: float | None = option(

@@ -1,7 +1,7 @@
 """Resolve a request against one Open-Sora 2.0: size, length, guidance, given frames.
 
-Pure functions of the request and the model's sizes; no torch, no files. An impossible value raises
-`InputError` with the values that are possible.
+Functions of the request and the model's sizes; no torch, and of files only a given clip, whose
+frames are counted. An impossible value raises `InputError` with the values that are possible.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from everyframe.core.plan import Settings
 from everyframe.core.request import Request
 from everyframe.families.opensora2.config import OpenSora2Config
 from everyframe.families.opensora2.options import OpenSora2Options
+from everyframe.media.read import count_frames
 from everyframe.runtime.request_checks import (
     check_amount,
     check_latents,
-    check_prompt,
     check_size,
     check_used,
-    frames_in,
-    in_pieces,
+    nearest_length,
+    read_prompt,
     shorter_lengths,
     smaller_sizes,
     smaller_videos,
@@ -86,7 +86,7 @@ def resolve_settings(
 ) -> tuple[Settings, tuple[str, ...]]:
     """Resolve every value of the request; return settings, and notes for the user."""
     _check_request(title, request, options)
-    assert request.prompt is not None
+    prompt = read_prompt(title, request)
     notes: list[str] = []
     height, width = _size(config, request)
     fps = _FPS if request.fps is None else request.fps
@@ -100,7 +100,7 @@ def resolve_settings(
         )
     guidance = _GUIDANCE if request.guidance_scale is None else request.guidance_scale
     settings = Settings(
-        prompt=request.prompt.strip(),
+        prompt=prompt,
         negative_prompt=request.negative_prompt,
         height=height,
         width=width,
@@ -161,9 +161,6 @@ def is_guided(settings: Settings) -> bool:
 
 def _check_request(title: str, request: Request, options: OpenSora2Options) -> None:
     check_used(title, request, _NO_USE)
-    if request.prompt is None:
-        raise InputError(f"{title} draws what a prompt says; give one")
-    check_prompt(request.prompt)
     if options.first_frame not in (None, "flux"):
         raise InputError(f"first_frame must be flux, got {options.first_frame!r}")
     if options.first_frame and (request.image is not None or request.extend is not None):
@@ -211,11 +208,8 @@ def _num_frames(config: OpenSora2Config, request: Request, fps: float, notes: li
         frames = longest if request.num_frames is None else request.num_frames
         config.vae.latent_frames(frames)  # names the nearest that can be
     else:
-        wanted = request.seconds * fps
-        near = config.vae.nearest_frames(frames_in(request.seconds, fps))
-        frames = min(near, key=lambda count: abs(count - wanted))
-        if frames != wanted:
-            notes.append(in_pieces(request.seconds, fps, frames, 4))
+        nearest, piece = config.vae.nearest_frames, config.vae.temporal_factor
+        frames = nearest_length(request.seconds, fps, nearest, piece, notes)
     if frames > longest:
         notes.append(f"Open-Sora 2.0 was trained on at most {longest} frames, not on {frames}")
     return frames
@@ -228,12 +222,17 @@ def _clip(
     num_frames: int,
     notes: list[str],
 ) -> int:
-    """Frames of the given clip that are read; 0 without one. A shorter clip is read as a whole."""
+    """Frames of the given clip that are read: as asked, or the most that it has; 0 without one."""
     if request.extend is None:
         return 0
     trained = _CLIPS[config.is_high_compression]
-    frames = trained[0] if options.clip_frames is None else options.clip_frames
-    config.vae.latent_frames(frames)
+    asked = trained[0] if options.clip_frames is None else options.clip_frames
+    config.vae.latent_frames(asked)  # names the nearest that can be
+    there = count_frames(request.extend, asked, what="extend")
+    lengths = (asked, *config.vae.nearest_frames(there), 1)
+    frames = max(length for length in lengths if length <= max(there, 1))
+    if frames < asked:
+        notes.append(f"the given clip has {there} frames, of which {frames} are read, not {asked}")
     notes.append(
         "continuing a clip is a condition that the published training of Open-Sora 2.0 left out, "
         "so its quality is unknown"

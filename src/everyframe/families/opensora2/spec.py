@@ -16,7 +16,12 @@ from everyframe.core.request import Request
 from everyframe.families.opensora2.checkpoint import OpenSora2Files, keys_of
 from everyframe.families.opensora2.components import OpenSora2Builder, rank_share
 from everyframe.families.opensora2.config import MMDiTConfig, OpenSora2Config
-from everyframe.families.opensora2.dry_run import dry_run_calls, memory_savings, most_branches
+from everyframe.families.opensora2.dry_run import (
+    dry_run_calls,
+    evaluations,
+    memory_savings,
+    most_branches,
+)
 from everyframe.families.opensora2.first_picture_keys import FLUX_VAE_RESHAPES
 from everyframe.families.opensora2.options import OpenSora2Options
 from everyframe.families.opensora2.settings import (
@@ -73,13 +78,18 @@ class OpenSora2Spec(NativeModelSpec[OpenSora2Options, OpenSora2Files, OpenSora2C
     ) -> OpenSora2Spec:
         first = "first_denoiser" in files.sources
         clip = files.config("clip") if files.has("clip") else _CLIP_L
+        vae, first_vae = _vae_config(files, options), _first_vae(files) if first else {}
         config = OpenSora2Config(
-            denoiser=_denoiser(files, "denoiser", _released(files)),
-            vae=_vae_config(files, options),
+            denoiser=_denoiser(files, "denoiser", "vae", vae.latent_channels, _released(files)),
+            vae=vae,
             text=files.config("text_encoder") if files.has("text_encoder") else T5_XXL,
             clip=_clip_text(clip),
-            first_denoiser=_denoiser(files, "first_denoiser", _FLUX) if first else None,
-            first_vae=_first_vae(files) if first else {},
+            first_denoiser=(
+                _denoiser(files, "first_denoiser", "first_vae", first_vae["latent_channels"], _FLUX)
+                if first
+                else None
+            ),
+            first_vae=first_vae,
         )
         _check_fit(config, files, options)
         return cls(name, title, options, files, OpenSora2Builder(config))
@@ -125,7 +135,12 @@ class OpenSora2Spec(NativeModelSpec[OpenSora2Options, OpenSora2Files, OpenSora2C
         tokens = T5_LENGTH + frames * frame_tokens(self.config, settings)
         grid = TokenGrid(self.num_branches(settings), config.num_heads, tokens)
         deal = TokenPartition(grid, crew.weights, crew.groups)
-        return rank_share(config, deal, crew.way, rank, element_bytes)
+        share = rank_share(config, deal, crew.way, rank, element_bytes)
+        # Some steps have fewer branches than the first.
+        steps = evaluations(self.config, settings) / grid.samples
+        return replace(
+            share, sent_bytes=round(share.sent_bytes * steps / settings.num_inference_steps)
+        )
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
         return memory_savings(self.config, component, settings)
@@ -144,8 +159,9 @@ class OpenSora2Spec(NativeModelSpec[OpenSora2Options, OpenSora2Files, OpenSora2C
 def _shapes(files: OpenSora2Files, component: str) -> tuple[str, dict[str, tuple[int, ...]]]:
     from everyframe.checkpoints.tensor_file import open_checkpoint
 
-    tensors = open_checkpoint(files.weights_path(component))
-    return str(tensors.source), {name: tensors.shape(name) for name in tensors}
+    tensors, keys = open_checkpoint(files.weights_path(component)), keys_of(component, ())
+    named = ((keys.target(name), name) for name in tensors)
+    return str(tensors.source), {ours: tensors.shape(name) for ours, name in named if ours}
 
 
 def _released(files: OpenSora2Files) -> MMDiTConfig:
@@ -154,12 +170,15 @@ def _released(files: OpenSora2Files) -> MMDiTConfig:
     return MMDiTConfig(in_channels=128, patch_size=1) if is_deep else MMDiTConfig()
 
 
-def _denoiser(files: OpenSora2Files, component: str, released: MMDiTConfig) -> MMDiTConfig:
+def _denoiser(
+    files: OpenSora2Files, component: str, vae: str, channels: int, released: MMDiTConfig
+) -> MMDiTConfig:
+    """Config of a denoiser whose autoencoder `vae` has latents of so many channels."""
     if not files.has(component):
         return released
     source, shapes = _shapes(files, component)
     try:
-        return MMDiTConfig.from_shapes(shapes)
+        return MMDiTConfig.from_shapes(shapes, channels if files.has(vae) else None)
     except CheckpointError as error:
         raise CheckpointError(f"{source}: {error}") from None
 

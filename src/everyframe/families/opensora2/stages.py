@@ -34,6 +34,7 @@ from everyframe.families.opensora2.spec import OpenSora2Spec
 from everyframe.families.opensora2.vae_config import VAEConfig
 from everyframe.runtime import stages
 from everyframe.runtime.denoise_stage import VideoDenoiseStage
+from everyframe.runtime.frame_pieces import as_floats, as_frames
 from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.stages import (
@@ -41,7 +42,6 @@ from everyframe.runtime.stages import (
     SharedEncodeStage,
     StageContext,
     VideoEncodeStage,
-    as_floats,
 )
 from everyframe.samplers import flow_matching, noise
 from everyframe.samplers.base import Step as SamplerStep
@@ -157,7 +157,7 @@ class ConditioningStage(VideoEncodeStage[OpenSora2Context, GivenPixels]):
         if settings.option("first_frame"):
             first = video.last_frames  # of the stage that drew it
         if given.source is not None:
-            frames = clip_length(self.context.vae, settings, len(given.source))
+            frames = settings.option("given_clip")
             if settings.option("clip_at") == "head":
                 first = as_floats(given.source[-frames:])
             else:
@@ -195,15 +195,6 @@ def _ends(settings: Settings) -> tuple[bool, bool]:
         is_head = settings.option("clip_at") == "head"
         return is_head, not is_head
     return settings.given_frames != ("last_image",), "last_image" in settings.given_frames
-
-
-def clip_length(config: VAEConfig, settings: Settings, available: int) -> int:
-    """Frames of a given video that are read: as asked, or the most that it has."""
-    wanted: int = settings.option("given_clip")
-    if available >= wanted:
-        return wanted
-    lengths = (config.nearest_frames(available)[0], config.nearest_frames(available + 1)[0], 1)
-    return max(length for length in lengths if length <= available)
 
 
 def _as_pixels(frames_THWC: Tensor | None, device: str) -> Tensor | None:
@@ -326,7 +317,7 @@ class DecodeStage(stages.DecodeStage[OpenSora2Context]):
         if source is None:
             yield from super().decode_video(module, guard, video, steps)
             return
-        known = clip_length(self.context.vae, settings, len(source))
+        known = settings.option("given_clip")
         is_head = settings.option("clip_at") == "head"
         if is_head:
             yield from _given(video, source)
@@ -341,7 +332,7 @@ def _blended(blender: vae.TileBlender, number: int, pixels_TCHW: Tensor) -> Tens
     frames = blender.add(blender.corners[number], tile)
     if frames is None:
         return torch.empty(0)
-    return stages.as_frames(rearrange(frames[0], "c t h w -> t c h w"))
+    return as_frames(rearrange(frames[0], "c t h w -> t c h w"))
 
 
 def _given(video: VideoState, source: Any) -> Iterator[FramesDecoded]:

@@ -16,7 +16,7 @@ from everyframe.runtime import tiling
 from everyframe.runtime.interface import DryRunCall, MemorySaving
 from everyframe.runtime.memory_fallbacks import cfg_batch_size, split_cfg_saving
 from everyframe.runtime.model_spec import NativeModelSpec
-from everyframe.runtime.rank_shares import key_of_rank
+from everyframe.runtime.rank_shares import decode_share, key_of_rank
 
 if TYPE_CHECKING:
     from everyframe.parallel.communicator import ParallelContext
@@ -39,7 +39,7 @@ def dry_run_calls(
     branches = 1 if settings.guidance_scale == 1 else 2
     step = (*shape, branches, cfg_batch_size(settings, branches), *key_of_rank(teams))
     pieces = len(spec.config.vae.pieces(settings.num_frames))
-    decodes = pieces * tiling.num_repeats(*shape[2:], tile)
+    decodes = pieces * tiling.num_repeats(*shape[2:], tile) * decode_share(pieces, teams)
     return (
         one("text", "step_llm", "stages.LLMEncodeStage", branches),
         one("clip text", "clip", "stages.CLIPEncodeStage", branches),

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import ClassVar, cast
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from everyframe.core.errors import InputError
@@ -27,6 +26,7 @@ from everyframe.ops.attention import keys_with_a_place_to_look
 from everyframe.ops.dtypes import upcast_to_float32
 from everyframe.ops.modulation import Modulate, ModulationTables
 from everyframe.ops.norm import LayerNorm
+from everyframe.ops.patches import patch_grid, unpatchify
 from everyframe.ops.rope import RotaryAxes
 from everyframe.ops.text_context import TextContext, context_of
 
@@ -118,7 +118,8 @@ class StepVideoModel(nn.Module):
         Returns:
             (B, out_channels, T, H, W) in float32 or wider.
         """
-        grid = self._grid(x, t, context)
+        config = self.config
+        grid = patch_grid(x, t, context, config.in_channels, config.patch_size)
         x_BNC = upcast_to_float32(self.pos_embed(x))
         t_BKC, t_BC = self.adaln_single(t.to(x_BNC.dtype))
         table = self.rope(grid, x_BNC.dtype, x.device)
@@ -126,22 +127,4 @@ class StepVideoModel(nn.Module):
             x_BNC = block(x_BNC, t_BKC, text, context.mask, table)
         shift, scale = self.modulation(self.scale_shift_table, t_BC[:, None])
         out = self.proj_out(self.modulate_out(self.norm_out(x_BNC), shift, scale))
-        pattern = "b (t h w) (ph pw c) -> b c t (h ph) (w pw)"
-        p = self.config.patch_size
-        sizes = {"t": grid[0], "h": grid[1], "w": grid[2], "ph": p, "pw": p}
-        return upcast_to_float32(rearrange(out, pattern, **sizes))
-
-    def _grid(self, x: Tensor, t: Tensor, context: TextContext) -> tuple[int, int, int]:
-        """Frames, rows and columns of patches."""
-        channels, p = self.config.in_channels, self.config.patch_size
-        if x.ndim != 5 or x.shape[1] != channels or x.shape[3] % p or x.shape[4] % p:
-            sides = f"rows and columns multiples of {p}" if p > 1 else "rows, columns"
-            raise InputError(
-                f"latents must be (batch, {channels}, frames, {sides}), got {tuple(x.shape)}"
-            )
-        if tuple(t.shape) != (len(x),) or context.batch_size != len(x):
-            raise InputError(
-                f"{len(x)} latents want as many timesteps and texts, got timesteps of shape "
-                f"{tuple(t.shape)} and texts of {context.batch_size}"
-            )
-        return x.shape[2], x.shape[3] // p, x.shape[4] // p
+        return unpatchify(out, grid, config.patch_size, "ph pw c")

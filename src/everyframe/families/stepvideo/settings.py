@@ -17,11 +17,10 @@ from everyframe.families.stepvideo.options import StepVideoOptions
 from everyframe.runtime.request_checks import (
     check_amount,
     check_latents,
-    check_prompt,
     check_size,
     check_used,
-    frames_in,
-    in_pieces,
+    nearest_length,
+    read_prompt,
     shorter_lengths,
     smaller_sizes,
     smaller_videos,
@@ -66,7 +65,7 @@ def resolve_settings(
 ) -> tuple[Settings, tuple[str, ...]]:
     """Resolve every value of the request; return settings, and notes for the user."""
     _check_request(title, request, options)
-    assert request.prompt is not None
+    prompt = read_prompt(title, request)
     notes: list[str] = []
     defaults = TURBO if config.is_turbo else BASE
     guidance = defaults.guidance if request.guidance_scale is None else request.guidance_scale
@@ -80,7 +79,7 @@ def resolve_settings(
     num_frames = _num_frames(config, request, fps, notes)
     check_amount(num_frames, height, width)
     settings = Settings(
-        prompt=request.prompt.strip(),
+        prompt=prompt,
         negative_prompt=negative,
         height=height,
         width=width,
@@ -113,9 +112,6 @@ def latent_shape(config: StepVideoConfig, settings: Settings) -> tuple[int, int,
 
 def _check_request(title: str, request: Request, options: StepVideoOptions) -> None:
     check_used(title, request, _NO_USE)
-    if request.prompt is None:
-        raise InputError(f"{title} draws what a prompt says; give one")
-    check_prompt(request.prompt)
     if options.llm_bias not in _BIASES:
         hint = did_you_mean(options.llm_bias, _BIASES)
         raise InputError(
@@ -134,11 +130,8 @@ def _num_frames(config: StepVideoConfig, request: Request, fps: float, notes: li
         frames = _FRAMES if request.num_frames is None else request.num_frames
         config.vae.pieces(frames)  # names the nearest that can be
         return frames
-    wanted, near = request.seconds * fps, config.vae.nearest_frames(frames_in(request.seconds, fps))
-    frames = min(near, key=lambda count: abs(count - wanted))
-    if frames != wanted:
-        notes.append(in_pieces(request.seconds, fps, frames, config.vae.frame_len))
-    return frames
+    nearest, piece = config.vae.nearest_frames, config.vae.frame_len
+    return nearest_length(request.seconds, fps, nearest, piece, notes)
 
 
 def smaller_settings(config: StepVideoConfig, settings: Settings) -> Iterator[Settings]:

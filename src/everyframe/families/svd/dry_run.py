@@ -17,7 +17,7 @@ from everyframe.runtime import tiling
 from everyframe.runtime.interface import DryRunCall, MemorySaving
 from everyframe.runtime.memory_fallbacks import cfg_batch_size, split_cfg_saving
 from everyframe.runtime.model_spec import NativeModelSpec
-from everyframe.runtime.rank_shares import key_of_rank
+from everyframe.runtime.rank_shares import decode_share, key_of_rank
 
 if TYPE_CHECKING:
     from everyframe.families.svd.options import SVDOptions
@@ -41,7 +41,8 @@ def dry_run_calls(
     branches = 1 if settings.guidance_scale <= 1 else 2
     step = (*size, frames, branches, cfg_batch_size(settings, branches), *key_of_rank(teams))
     encodes = tiling.num_repeats(*latents, given_tile)
-    decodes = ceil(frames / chunk) * tiling.num_repeats(*latents, tile)
+    chunks = ceil(frames / chunk)
+    decodes = chunks * tiling.num_repeats(*latents, tile) * decode_share(chunks, teams)
     return (
         one("image", "image_encoder", "stages.ImageEmbedStage", 1),
         one("given frames", "vae", "stages.ImageLatentStage", encodes, *size, given_tile),

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from everyframe.cli.output_files import OutputFiles
 from everyframe.core.errors import MediaError
 from everyframe.core.events import FramesDecoded, VideoDone
+from everyframe.engine.output_files import OutputFiles
 from everyframe.media import write
 from everyframe.media.read import read_video
 from everyframe.media.write import VideoWriter

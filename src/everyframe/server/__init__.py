@@ -1,0 +1,1 @@
+"""The server: HTTP API, durable queue, dispatcher and web page. Imports no torch."""

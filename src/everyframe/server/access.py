@@ -1,0 +1,133 @@
+"""Who asks: API keys, the page's session cookie, and the Host and Origin headers.
+
+Keys are held as SHA-256 and compared in constant time. A session cookie is signed with the key's
+hash: it outlives a restart, and ends with the key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from everyframe.server.errors import ApiError
+from everyframe.server.settings import ApiKey, Role, ServerSettings
+
+COOKIE = "everyframe_session"
+#: Seconds for which a session cookie is good.
+SESSION_SECONDS = 7 * 24 * 3600
+
+#: Paths that need no key.
+_OPEN = frozenset({"/health", "/ready", "/v1/session"})
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+@dataclass(frozen=True)
+class Principal:
+    """Who asks: the name of a key, empty without keys, and its role."""
+
+    name: str = ""
+    role: Role = "admin"
+
+    @property
+    def owner(self) -> str | None:
+        """Whose jobs it sees; None for all."""
+        return None if self.role == "admin" else self.name
+
+
+class Access:
+    """Checks of one server."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        self._keys = {key.name: key for key in settings.keys}
+
+    def needs_key(self, path: str) -> bool:
+        """Whether a path is for those with a key: not health, the login and the page's files."""
+        if not self._keys or path in _OPEN:
+            return False
+        if path == "/metrics":
+            return not self._settings.has_open_metrics
+        return path == "/v1" or path.startswith("/v1/")
+
+    def check_host(self, host: str) -> None:
+        """Raise `ApiError` for a Host header of another name, as DNS rebinding brings it."""
+        if _host_name(host) not in self._settings.host_names:
+            raise ApiError(
+                "invalid_host",
+                f"host {host[:80]!r} is not this server's; allow it with --allowed-hosts",
+            )
+
+    def check_origin(self, method: str, headers: Mapping[str, str]) -> None:
+        """Raise `ApiError` for a change that a page of another origin asks for."""
+        if method in _SAFE_METHODS:
+            return
+        origin = headers.get("origin")
+        is_own = origin is None or origin in self._settings.cors_origins
+        is_own = is_own or origin in self._own_origins(headers.get("host", ""))
+        if not is_own or (origin is None and headers.get("sec-fetch-site") == "cross-site"):
+            raise ApiError(
+                "foreign_origin",
+                f"origin {str(origin)[:80]!r} may not change anything here; allow it with "
+                "--cors-origin",
+            )
+
+    def _own_origins(self, host: str) -> tuple[str, str]:
+        return f"http://{host}", f"https://{host}"
+
+    def principal(self, headers: Mapping[str, str], cookies: Mapping[str, str]) -> Principal:
+        """Who asks. Raises `ApiError` without a good key."""
+        if not self._keys:
+            return Principal()
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and given:
+            key = self.find_key(given.strip())
+        else:
+            key = self._of_session(cookies.get(COOKIE, ""))
+        if key is None:
+            text = "the key is wrong" if given or cookies.get(COOKIE) else "there is no key"
+            raise ApiError(
+                "invalid_api_key",
+                f"{text}; send one as 'Authorization: Bearer KEY'",
+                headers={"www-authenticate": "Bearer"},
+            )
+        return Principal(key.name, key.role)
+
+    def find_key(self, given: str) -> ApiKey | None:
+        """The key that was given; every key is compared, each in constant time."""
+        digest = hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()
+        found = None
+        for key in self._keys.values():
+            if hmac.compare_digest(digest, key.sha256):
+                found = key
+        return found
+
+    def session_cookie(self, key: ApiKey) -> str:
+        """A cookie's value for this key: name, time of its end, and their signature."""
+        ends = str(int(time.time()) + SESSION_SECONDS)
+        return f"{key.name}:{ends}:{_signature(key, ends)}"
+
+    def _of_session(self, cookie: str) -> ApiKey | None:
+        name, _, rest = cookie.rpartition(":")[0].partition(":")
+        signature = cookie.rpartition(":")[2]
+        key = self._keys.get(name)
+        if key is None or not rest.isdigit() or not signature.isascii():
+            return None
+        is_signed = hmac.compare_digest(signature, _signature(key, rest))
+        return key if is_signed and int(rest) > time.time() else None
+
+
+def _signature(key: ApiKey, ends: str) -> str:
+    text = f"everyframe session {key.name} {ends}".encode()
+    return hmac.new(bytes.fromhex(key.sha256), text, hashlib.sha256).hexdigest()
+
+
+def _host_name(header: str) -> str:
+    """The name in a Host header, without its port."""
+    host = header.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    name, colon, port = host.rpartition(":")
+    return name if colon and port.isdigit() else host

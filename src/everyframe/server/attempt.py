@@ -1,0 +1,268 @@
+"""One attempt of a job: run it or resume its run, write its files, and keep its row current.
+
+The row gets progress at most twice a second and at each stage. `dispatcher.py` starts attempts and
+decides what follows from their errors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from everyframe.core.errors import CannotRunError, OutOfMemoryInfo, RunLockedError
+from everyframe.core.events import (
+    ComponentLoaded,
+    Event,
+    Note,
+    Planned,
+    Repaired,
+    RunSaved,
+    StageDone,
+    StageStarted,
+    Step,
+    VideoDone,
+)
+from everyframe.core.plan import Plan
+from everyframe.core.request import Request
+from everyframe.engine.executor import Executor
+from everyframe.engine.stop_switch import StopSwitch
+from everyframe.engine.worker_process import WorkerJob
+from everyframe.runs.folder import RunFolder, all_runs
+from everyframe.server.data_folder import DataFolder
+from everyframe.server.jobs import Job
+from everyframe.server.outputs import JobOutputs
+from everyframe.server.plan_summary import plan_summary, resolved_of
+from everyframe.server.progress import ProgressMeter
+from everyframe.server.store import JobStore
+
+#: Seconds between two writes of progress.
+_PAUSE = 0.5
+#: Seconds that the workers of a server that died have to end.
+_LOCK_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class AttemptOptions:
+    """How jobs are run.
+
+    Attributes:
+        retention_seconds: time until a finished job is deleted; None for never.
+        pace: how often run state is saved, as in `WorkerJob`; None for the default.
+        has_previews: whether pictures are made on the way.
+        on_preview: called with (job id, event) for each picture.
+    """
+
+    retention_seconds: float | None = None
+    pace: tuple[float, float] | None = None
+    has_previews: bool = True
+    on_preview: Callable[[str, Event], None] = lambda id, event: None  # noqa: A006
+
+
+class Attempt:
+    """One attempt of a job in a device group; `devices` are the group's, None for any.
+
+    Attributes:
+        stop: stops it, from any thread; the run stays.
+        reason: why it was stopped: ``cancel`` or ``drain``.
+        is_finished: whether its files are there and its row says so.
+        has_resumed: whether it resumed an earlier run.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        store: JobStore,
+        executor: Executor,
+        options: AttemptOptions,
+        devices: str | None = None,
+        scarcity: OutOfMemoryInfo | None = None,
+    ) -> None:
+        self.job = job
+        self.stop = StopSwitch()
+        self.reason = ""
+        self.is_finished = False
+        self.has_resumed = False
+        self._store = store
+        self._folder: DataFolder = store.folder
+        self._executor = executor
+        self._options = options
+        self._devices = devices
+        self._scarcity = scarcity
+        self._report: dict[str, Any] = {"warnings": [], "repairs": [], **job.report}
+        self._stages: dict[str, float] = dict(self._report.get("stage_durations", {}))
+        self._began = time.monotonic()
+        self._last_write = 0.0
+        self._is_to_say_where = False
+        # Beginnings of notes that warn of nothing.
+        self._routine: tuple[str, ...] = ("previews ",)
+        self._meter: ProgressMeter | None = None
+
+    def halt(self, reason: str) -> None:
+        """Stop it for this reason."""
+        self.reason = self.reason or reason
+        self.stop.set()
+
+    @property
+    def has_advanced(self) -> bool:
+        """Whether it came further than all attempts before it."""
+        return self._meter is not None and self._meter.percent > self.job.progress
+
+    def report(self) -> dict[str, Any]:
+        """The job's report so far."""
+        spent = self._report.get("inference_time_s", 0.0) + time.monotonic() - self._began
+        return {
+            **self._report,
+            "stage_durations": self._stage_durations(),
+            "inference_time_s": round(spent, 3),
+        }
+
+    def run(self) -> None:
+        """Make the job's video; the row is ``completed`` at the end.
+
+        Raises any error of the run; `RunStoppedError` once it is halted.
+        """
+        kept = self._kept_run()
+        self.has_resumed = self._is_to_say_where = kept is not None
+        if self.has_resumed:  # the job's own event says where
+            self._routine = (*self._routine, "resuming ", "starting ")
+        events = self._executor.run(self._worker_job(kept), None, self.stop)
+        with closing(events):
+            planned = next(events)
+            assert isinstance(planned, Planned), "the plan comes first"
+            if planned.plan.infeasible is not None:
+                raise CannotRunError(planned.plan.infeasible)
+            self._take_plan(planned.plan)
+            with JobOutputs(self._folder, self.job.id, planned.plan) as outputs:
+                for event in events:
+                    note = outputs.take(event)
+                    if note is not None:
+                        self._warn(note)
+                    self._take(event)
+                    if isinstance(event, VideoDone) and outputs.is_whole:
+                        self._finish(outputs)
+        self._folder.remove_runs(self.job.id)
+
+    def _worker_job(self, kept: RunFolder | None) -> WorkerJob:
+        id = self.job.id  # noqa: A001
+        common = WorkerJob(as_uint8=True, pace=self._options.pace)
+        if kept is not None:
+            # On other devices only rounding differs; they are named where they are others.
+            ranks = {"devices": self._devices} if self._has_moved() else None
+            return replace(common, run=kept.path, ranks=ranks, scarcity=self._scarcity)
+        options = dict(self.job.request)
+        if self._devices is not None:
+            options["devices"] = self._devices
+        if self._options.has_previews and "preview" in Request.model_fields:
+            options.setdefault("preview", True)
+        root = self._folder.runs_of(id)
+        root.mkdir(mode=0o700, exist_ok=True)
+        return replace(common, request=self._folder.request_of(options), root=root)
+
+    def _has_moved(self) -> bool:
+        return self._devices is not None and self.job.resolved.get("devices") != self._devices
+
+    def _kept_run(self) -> RunFolder | None:
+        """The run to resume, once the workers of a server that died have let it go."""
+        readable = [r for r in all_runs(self._folder.runs_of(self.job.id)) if r.is_readable()]
+        if not readable:
+            return None
+        until = time.monotonic() + _LOCK_SECONDS
+        while any(run.is_busy() for run in readable):
+            self.stop.check()
+            if time.monotonic() > until:
+                raise RunLockedError(f"the run of {self.job.id} is in use by another process")
+            time.sleep(0.05)
+        begun = [r for r in readable if any(r.path.glob("state*.json")) or r.num_answers()]
+        return (begun or readable)[-1]
+
+    def _take_plan(self, plan: Plan) -> None:
+        self._meter = ProgressMeter(plan, at_least=self.job.progress)
+        resolved = {**self.job.resolved, **resolved_of(plan)}
+        if self._devices is not None:
+            resolved["devices"] = self._devices
+        self._store.update(self.job.id, resolved=resolved, event=("planned", plan_summary(plan)))
+        for note in plan.notes:
+            self._warn(note)
+
+    def _take(self, event: Event) -> None:
+        assert self._meter is not None
+        if self.is_finished:
+            return
+        self._meter.take(event)
+        if isinstance(event, ComponentLoaded):
+            spent = self._report.get("load_seconds", 0.0) + event.seconds
+            self._report["load_seconds"] = round(spent, 4)
+        elif isinstance(event, StageDone) and event.peak_bytes is not None:
+            peak = max(self._report.get("peak_memory_mb") or 0, event.peak_bytes / 1e6)
+            self._report["peak_memory_mb"] = round(peak, 1)
+        elif isinstance(event, RunSaved):
+            run = Path(event.path).relative_to(self._folder.path)
+            self._store.update(self.job.id, run=str(run))
+        elif isinstance(event, StageStarted):
+            data = {"stage": event.stage, "num_steps": event.num_steps, "clip": event.clip,
+                    "num_clips": event.num_clips}  # fmt: skip
+            self._write("stage", data)
+        elif isinstance(event, Step):
+            self._step(event)
+        elif isinstance(event, Repaired):
+            shown = event.to_json()
+            del shown["type"]
+            self._report["repairs"] = [*self._report["repairs"], shown]
+            self._store.update(self.job.id, report=self.report(), event=("repaired", shown))
+        elif isinstance(event, Note) and not event.text.startswith(self._routine):
+            self._warn(event.text)
+        elif event.type == "preview":
+            self._options.on_preview(self.job.id, event)
+
+    def _step(self, event: Step) -> None:
+        assert self._meter is not None
+        if self._is_to_say_where:
+            self._is_to_say_where = False
+            self._report["resumed_from_step"] = event.step - 1
+            data = {"stage": event.stage, "step": event.step - 1}
+            self._store.update(self.job.id, report=self.report(), event=("resumed", data))
+        if time.monotonic() - self._last_write >= _PAUSE:
+            fields = self._meter.fields()
+            self._write("progress", {**fields, "s_per_step": round(event.seconds, 4)}, fields)
+
+    def _write(
+        self, kind: str, data: Mapping[str, Any], fields: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write progress into the row; a job that advances has no failed attempts behind it."""
+        assert self._meter is not None
+        values: dict[str, Any] = dict(self._meter.fields() if fields is None else fields)
+        if self.has_advanced:
+            values |= {"attempts": 1, "interruptions": 0}
+        self._store.update(self.job.id, event=(kind, data), **values)
+        self._last_write = time.monotonic()
+
+    def _warn(self, text: str) -> None:
+        if text not in self._report["warnings"]:
+            self._report["warnings"] = [*self._report["warnings"], text]
+            self._store.update(self.job.id, report=self.report(), event=("note", {"text": text}))
+
+    def _finish(self, outputs: JobOutputs) -> None:
+        assert self._meter is not None
+        checks = {"num_frames": outputs.num_frames, "is_finite": True, "is_read_back": True}
+        fields = outputs.publish({
+            "report": {**self.report(), "checks": checks},
+            "expires_at": expiry(self._options.retention_seconds),
+            **{name: self._meter.fields()[name] for name in ("step", "total_steps")},
+        })  # fmt: skip
+        self._store.finish(self.job.id, "completed", **fields)
+        self.is_finished = True
+
+    def _stage_durations(self) -> dict[str, float]:
+        """Seconds of each stage, over all attempts."""
+        now = {} if self._meter is None else self._meter.stage_durations
+        names = {**self._stages, **now}
+        return {name: round(self._stages.get(name, 0.0) + now.get(name, 0.0), 4) for name in names}
+
+
+def expiry(retention_seconds: float | None) -> float | None:
+    """When a job that ends now is deleted."""
+    return None if retention_seconds is None else time.time() + retention_seconds

@@ -1,0 +1,219 @@
+"""Read a request's body, JSON, multipart or form, into fields and uploads, within limits.
+
+`request_parser.py` gives the fields their meaning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import Request
+from python_multipart.exceptions import FormParserError
+from starlette.datastructures import UploadFile
+from starlette.formparsers import FormParser, MultiPartException, MultiPartParser
+from starlette.types import Message
+
+from everyframe.server.errors import ApiError
+from everyframe.server.settings import Limits
+
+#: ``name[]`` and ``name[key]``, as clients write lists and objects in forms.
+_BRACKETS = re.compile(r"([^\[\]]+)\[([^\[\]]*)\]")
+#: Bytes that a slow body must bring in `Limits.body_seconds`.
+_LEAST_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Body:
+    """A body that was read.
+
+    Attributes:
+        fields: values by name: texts of a form, any JSON of a JSON body.
+        files: uploads by the name of their field.
+        digest: SHA-256 of the body and its form, in hexadecimal.
+    """
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    digest: str = ""
+
+
+async def read_body(request: Request, limits: Limits) -> Body:
+    """Read and parse the body of a request.
+
+    Raises:
+        ApiError: it is too large or too slow, or none of the three forms.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise ApiError("not_supported", "compressed bodies are not read; send it as it is")
+    data = _CountedBody(request, limits)
+    if kind == "multipart/form-data":
+        fields, files = await _read_multipart(request, data, limits)
+    elif kind == "application/x-www-form-urlencoded":
+        fields, files = await _read_form(request, data, limits), {}
+    elif kind == "application/json" or kind.endswith("+json"):
+        fields, files = _read_json(await data.whole()), {}
+    else:
+        if await data.whole():
+            raise ApiError(
+                "not_supported",
+                f"the body must be application/json, multipart/form-data or a form, got {kind!r}",
+            )
+        fields, files = {}, {}
+    return Body(fields, files, _digest(fields, files))
+
+
+def _digest(fields: Mapping[str, Any], files: Mapping[str, bytes]) -> str:
+    """Hash of what was asked: a multipart body has another boundary each time."""
+    found = hashlib.sha256(json.dumps(fields, sort_keys=True).encode("utf-8", "surrogatepass"))
+    for name in sorted(files):
+        found.update(f"\0{name}\0".encode())
+        found.update(hashlib.sha256(files[name]).digest())
+    return found.hexdigest()
+
+
+class _CountedBody:
+    """The body as it comes, counted and timed."""
+
+    def __init__(self, request: Request, limits: Limits) -> None:
+        self._request, self._limits = request, limits
+        self._began, self._size = time.monotonic(), 0
+        length = request.headers.get("content-length", "")
+        if length.isdigit() and int(length) > limits.body_bytes:
+            raise self._too_large()
+
+    async def whole(self) -> bytes:
+        """All of it."""
+        return b"".join([chunk async for chunk in self.chunks()])
+
+    async def chunks(self) -> Any:
+        """Its pieces. Raises `ApiError` for a body that is too large or too slow."""
+        more = True
+        while more:
+            message = await self._next()
+            if message["type"] == "http.disconnect":
+                raise ApiError("invalid_value", "the connection ended within the body")
+            chunk: bytes = message.get("body", b"")
+            more = message.get("more_body", False)
+            self._size += len(chunk)
+            if self._size > self._limits.body_bytes:
+                raise self._too_large()
+            if chunk:
+                yield chunk
+
+    async def _next(self) -> Message:
+        allowed = self._limits.body_seconds
+        budget = allowed * (1 + self._size / _LEAST_BYTES) - (time.monotonic() - self._began)
+        try:
+            return await asyncio.wait_for(self._request.receive(), min(allowed, max(budget, 0)))
+        except (TimeoutError, asyncio.TimeoutError):
+            raise ApiError(
+                "too_slow",
+                f"the body came too slowly: {self._size} bytes in "
+                f"{time.monotonic() - self._began:.0f} seconds",
+                headers={"connection": "close"},
+            ) from None
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            "too_large",
+            f"the body is larger than {self._limits.body_bytes / 1024**2:.0f} MiB; send less",
+            headers={"connection": "close"},
+        )
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _read_json(data: bytes) -> dict[str, Any]:
+    if not data:
+        return {}
+    try:
+        found = json.loads(data, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ApiError("invalid_value", "the body nests too deeply") from None
+    except ValueError as error:
+        raise ApiError("invalid_value", f"the body is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ApiError("invalid_value", "the body must be a JSON object")
+    return found
+
+
+async def _read_multipart(
+    request: Request, data: _CountedBody, limits: Limits
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    parser = MultiPartParser(
+        request.headers,
+        data.chunks(),
+        max_files=limits.num_files,
+        max_fields=limits.num_fields,
+        max_part_size=limits.field_bytes,
+    )
+    try:
+        form = await parser.parse()
+    except MultiPartException as error:
+        code = "too_large" if "maximum" in error.message.lower() else "invalid_value"
+        text = error.message[:1].lower() + error.message[1:]
+        raise ApiError(code, f"the multipart body can't be read: {text}") from None
+    except (FormParserError, KeyError, UnicodeDecodeError, LookupError) as error:
+        raise ApiError("invalid_value", f"the multipart body can't be read: {error}") from None
+    files: dict[str, bytes] = {}
+    texts: list[tuple[str, str]] = []
+    try:
+        for name, value in form.multi_items():
+            if not isinstance(value, UploadFile):
+                texts.append((name, value))
+            elif name in files:
+                raise ApiError("invalid_value", f"{name} has two files; give one of them", name)
+            else:
+                files[name] = await value.read()
+    finally:
+        await form.close()
+    return _nested(texts), files
+
+
+async def _read_form(request: Request, data: _CountedBody, limits: Limits) -> dict[str, Any]:
+    whole = await data.whole()
+
+    async def stream() -> Any:
+        yield whole
+
+    try:
+        form = await FormParser(request.headers, stream()).parse()
+    except (FormParserError, UnicodeDecodeError) as error:
+        raise ApiError("invalid_value", f"the form can't be read: {error}") from None
+    texts = [(name, str(value)) for name, value in form.multi_items()]
+    if len(texts) > limits.num_fields:
+        raise ApiError("too_large", f"a form has at most {limits.num_fields} fields")
+    return _nested(texts)
+
+
+def _nested(texts: list[tuple[str, str]]) -> dict[str, Any]:
+    """Fields of a form, with ``name[]`` as a list and ``name[key]`` as an object."""
+    found: dict[str, Any] = {}
+    for name, value, put in _placed(texts):
+        if put is None:
+            if name in found:
+                raise ApiError("invalid_value", f"{name} is given twice; give it once", name)
+            found[name] = value
+        elif put == "" and isinstance(found.setdefault(name, []), list):
+            found[name].append(value)
+        elif put and isinstance(found.setdefault(name, {}), dict) and put not in found[name]:
+            found[name][put] = value
+        else:
+            raise ApiError("invalid_value", f"{name} is given in two forms; give it once", name)
+    return found
+
+
+def _placed(texts: list[tuple[str, str]]) -> Iterator[tuple[str, str, str | None]]:
+    for name, value in texts:
+        brackets = _BRACKETS.fullmatch(name)
+        yield (brackets[1], value, brackets[2]) if brackets else (name, value, None)

@@ -1,0 +1,86 @@
+"""Fields of the API's bodies as data: other names, what is noted, what is refused and why.
+
+The fields themselves are those of `everyframe.core.request.Request` and of the families' options.
+Names of OpenAI's client, vLLM-Omni, SGLang, FastVideo, TensorRT-LLM and LightX2V are read beside
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+#: Name in a body -> name of the option.
+OTHER_NAMES: Mapping[str, str] = {
+    "input_reference": "image",
+    "image_reference": "image",
+    "reference_url": "image",
+    "video_reference": "extend",
+    "video_url": "extend",
+    "video": "extend",
+    "n": "num_videos",
+    "num_outputs_per_prompt": "num_videos",
+    "short_edge": "resolution",
+    "aspect_ratio": "aspect",
+    "steps": "num_inference_steps",
+    "frames": "num_frames",
+    "cfg": "guidance_scale",
+    "lora": "loras",
+    "without": "disable",
+}
+
+#: Objects whose entries are fields like those beside them.
+MERGED = ("extra_body", "extra_params")
+
+#: Fields of peers that change nothing here; they are noted in ``warnings``, and why.
+NOTED: Mapping[str, str] = {
+    "quality": "quality is exact unless it is a budget such as 32dB",
+    "user": "",
+    "generator_device": "noise is the same on every device",
+    "enable_teacache": "step caches are asked for by quality, such as 32dB",
+    "enable_cache_dit": "step caches are asked for by quality, such as 32dB",
+    "cache_dit_params": "step caches are asked for by quality, such as 32dB",
+    "output_quality": "videos are written in one quality",
+    "output_compression": "videos are written in one quality",
+    "x264_preset": "videos are written in one quality",
+    "return_stage_metrics": "stage_durations is always there",
+    "response_format": "videos are fetched by /content",
+}
+#: Values of ``quality`` that peers' clients send, which are no budget of ours.
+PEERS_QUALITIES = frozenset({"standard", "hd", "low", "medium", "high", "lossless", "auto"})
+
+_PATH = "clients do not name paths of the server"
+_OPERATOR = "whoever runs the server decides this"
+
+#: Fields that are refused by name, and why.
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys((
+        "output", "output_path", "save_result_path", "file_path", "video_path", "image_path",
+        "perf_dump_path", "frame_interpolation_model_path", "upscaling_model_path", "components",
+        "compiled", "report", "vae", "text_encoder", "clip", "flux", "base",
+    ), _PATH),
+    **dict.fromkeys((
+        "device", "num_devices", "devices", "parallel", "shares", "shard_weights", "max_memory",
+        "max_host_memory", "compile", "forget_repairs", "force", "trust_remote_code", "variant",
+    ), _OPERATOR),
+    "latents": "start noise can't be sent; give a seed",
+    "paths": _OPERATOR,
+    "quantized": _OPERATOR,
+    "method": "give quality",
+    "remedies": _OPERATOR,
+    "family_options": "give each option by its own name",
+    "enable_frame_interpolation": "frames are not interpolated",
+    "enable_upscaling": "videos are not upscaled",
+    "enhance_prompt": "prompts are not rewritten",
+}  # fmt: skip
+
+#: Fields that hold a picture or a video: what may be an upload, a data URL or the id of a video.
+MEDIA: Mapping[str, str] = {
+    "image": "picture", "last_image": "picture", "extend": "video",
+    "source": "picture or video", "mask": "picture or video", "control": "picture or video",
+}  # fmt: skip
+
+
+def is_input(value: Any) -> bool:
+    """Whether an option's value is an upload in the data folder; clients can't write such a one."""
+    return isinstance(value, str) and value.startswith("inputs/")

@@ -1,0 +1,236 @@
+"""The server's folder on disk: the queue, run folders, uploads and finished videos.
+
+- ``jobs.sqlite``: the queue (`store.py`).
+- ``lock``: held by the server that uses the folder.
+- ``runs/<id>/``: run folders of one job, until its video is complete.
+- ``inputs/<sha256>.<ending>``: uploads, named by their content.
+- ``videos/<id>/``: the files of a finished job. The folder appears at once, by a rename, so that it
+  is complete wherever it exists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from everyframe.core.errors import InputError
+from everyframe.core.paths import expand_path, replace_file, state_folder
+from everyframe.core.request import Request
+from everyframe.runs.folder import Lock
+
+#: Environment variable: the server's folder.
+VARIABLE = "EVERYFRAME_SERVER_DIR"
+#: File systems whose locks and shared memory SQLite's write-ahead log can't rely on.
+NETWORK_FILE_SYSTEMS = frozenset({
+    "9p", "acfs", "afs", "beegfs", "ceph", "cifs", "davfs", "fuse.ceph", "fuse.davfs",
+    "fuse.glusterfs", "fuse.rclone", "fuse.s3fs", "fuse.sshfs", "glusterfs", "gpfs", "lustre",
+    "ncpfs", "nfs", "nfs4", "smb2", "smb3", "smbfs",
+})  # fmt: skip
+
+_ID = re.compile(r"video_[0-9a-f]{32}")
+_INPUT = re.compile(r"inputs/[0-9a-f]{64}\.[a-z0-9]{1,8}")
+_ENDING = re.compile(r"[a-z0-9]{1,8}")
+_PARTIAL = ".partial"
+_FIELDS = "job.json"
+
+
+def default_folder() -> Path:
+    """``EVERYFRAME_SERVER_DIR``, else ``server`` in the state folder."""
+    own = os.environ.get(VARIABLE)
+    return expand_path(own, VARIABLE) if own else state_folder() / "server"
+
+
+def is_video_id(text: str) -> bool:
+    """Whether the text is an id of ours; nothing else becomes a part of a path."""
+    return _ID.fullmatch(text) is not None
+
+
+@dataclass(frozen=True)
+class DataFolder:
+    """The server's folder; `open_folder` checks, makes and locks it."""
+
+    path: Path
+    lock: Lock
+
+    @property
+    def database(self) -> Path:
+        """The file of the queue."""
+        return self.path / "jobs.sqlite"
+
+    @property
+    def runs(self) -> Path:
+        """Run folders, in one folder for each job."""
+        return self.path / "runs"
+
+    @property
+    def inputs(self) -> Path:
+        """Uploads, named by their content."""
+        return self.path / "inputs"
+
+    @property
+    def videos(self) -> Path:
+        """Files of finished jobs, in one folder for each job."""
+        return self.path / "videos"
+
+    def runs_of(self, id: str) -> Path:  # noqa: A002 - the field's name
+        """Folder of the run folders of one job; it exists only while there are some."""
+        return self.runs / _checked(id)
+
+    def video(self, id: str) -> Path:  # noqa: A002
+        """Folder with the files of a finished job; it is complete if it exists."""
+        return self.videos / _checked(id)
+
+    def new_video(self, id: str) -> Path:  # noqa: A002
+        """An empty folder for the files of a job, which `publish` makes its `video`."""
+        self.discard(id)
+        folder = self.videos / f"{_checked(id)}{_PARTIAL}"
+        folder.mkdir(mode=0o700)
+        return folder
+
+    def publish(self, id: str, fields: Mapping[str, Any]) -> Path:  # noqa: A002
+        """Make the folder of `new_video` the job's `video`, durably. Raises `OSError`.
+
+        `fields` of the finished job, as JSON data, go with it: see `published`.
+        """
+        partial, whole = self.videos / f"{_checked(id)}{_PARTIAL}", self.video(id)
+        (partial / _FIELDS).write_text(json.dumps(fields, allow_nan=False))
+        for each in [*partial.iterdir(), partial]:
+            _to_disk(each)
+        shutil.rmtree(whole, ignore_errors=True)
+        os.rename(partial, whole)
+        _to_disk(self.videos)
+        return whole
+
+    def discard(self, id: str) -> None:  # noqa: A002
+        """Delete the unfinished files of a job."""
+        shutil.rmtree(self.videos / f"{_checked(id)}{_PARTIAL}", ignore_errors=True)
+
+    def published(self, id: str) -> dict[str, Any] | None:  # noqa: A002
+        """The fields that a finished job was published with; None for an unfinished one."""
+        place = self.video(id) / _FIELDS
+        return dict(json.loads(place.read_text())) if place.exists() else None
+
+    def sweep(self, ids: Collection[str], completed: Collection[str]) -> None:
+        """Delete files of jobs that are not among `ids`, and what `completed` ones need no more."""
+        for folder in (*self.videos.iterdir(), *self.runs.iterdir()):
+            id = folder.name  # noqa: A001
+            is_run = folder.parent == self.runs
+            if id not in ids or (is_run and id in completed):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def remove_runs(self, id: str) -> None:  # noqa: A002
+        """Delete the run folders of a job."""
+        shutil.rmtree(self.runs_of(id), ignore_errors=True)
+
+    def remove_inputs(self, used: Collection[str], before: float) -> None:
+        """Delete uploads that are not among `used` and were last given before that time."""
+        for place in self.inputs.iterdir():
+            if f"{self.inputs.name}/{place.name}" not in used and place.stat().st_mtime < before:
+                place.unlink(missing_ok=True)
+
+    def remove(self, id: str) -> None:  # noqa: A002
+        """Delete all files of a job: videos, unfinished ones, and run folders."""
+        self.discard(id)
+        self.remove_runs(id)
+        shutil.rmtree(self.video(id), ignore_errors=True)
+
+    def add_input(self, data: bytes, ending: str) -> str:
+        """Store an upload durably; its path relative to the folder, ``inputs/<sha256>.<ending>``.
+
+        `request_of` makes it a real path again. Raises `OSError`.
+        """
+        if not _ENDING.fullmatch(ending):
+            raise InputError(f"an input's ending must be letters and digits, got {ending!r}")
+        name = f"{hashlib.sha256(data).hexdigest()}.{ending}"
+        place = self.inputs / name
+        if not place.exists():
+            replace_file(place, data, is_durable=True)
+        # The age of an upload counts from its last use.
+        os.utime(place)
+        return f"{self.inputs.name}/{name}"
+
+    def request_of(self, options: Mapping[str, Any]) -> Request:
+        """The request of a job's options, with the real paths of its uploads."""
+        uploads = {
+            name: str(self.path / value)
+            for name, value in options.items()
+            if isinstance(value, str) and _INPUT.fullmatch(value)
+        }
+        return Request(**{**options, **uploads})
+
+    def free_bytes(self) -> int:
+        """Room on the disk of the folder, in bytes."""
+        return shutil.disk_usage(self.path).free
+
+    def close(self) -> None:
+        """Release the folder for another server."""
+        self.lock.release()
+
+
+def open_folder(path: str | Path | None = None) -> DataFolder:
+    """Make the server's folder if there is none, check it, and lock it for this process.
+
+    `path` None is `default_folder`. Only this user can read it.
+
+    Raises:
+        InputError: it can't be written, or lies on a network file system.
+        RunLockedError: another server uses it.
+    """
+    folder = default_folder() if path is None else expand_path(path, "the data folder")
+    folder = folder.absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _check_file_system(folder)
+        with suppress(PermissionError):  # somebody else's folder that we may write to
+            folder.chmod(0o700)
+        for name in ("runs", "inputs", "videos"):
+            (folder / name).mkdir(exist_ok=True, mode=0o700)
+        lock = Lock(folder / "lock", f"the data folder {str(folder)!r}")
+    except OSError as error:
+        raise InputError(
+            f"the data folder {str(folder)!r} can't be written ({error.strerror or error}); give "
+            f"another with --data-dir or {VARIABLE}"
+        ) from error
+    return DataFolder(folder, lock)
+
+
+def _check_file_system(folder: Path) -> None:
+    kind = file_system_of(folder)
+    if kind in NETWORK_FILE_SYSTEMS:
+        raise InputError(
+            f"the data folder {str(folder)!r} is on a network file system ({kind}), where the "
+            f"queue could be damaged; give a folder on a local disk with --data-dir or {VARIABLE}"
+        )
+
+
+def file_system_of(folder: Path) -> str:
+    """Name of the file system that holds the folder, such as ``ext4``; empty if unknown."""
+    import psutil
+
+    real, kind, longest = folder.resolve(), "", -1
+    for each in psutil.disk_partitions(all=True):
+        place = Path(each.mountpoint)
+        if len(place.parts) >= longest and (place == real or place in real.parents):
+            kind, longest = each.fstype, len(place.parts)
+    return kind
+
+
+def _checked(id: str) -> str:  # noqa: A002
+    assert is_video_id(id), id
+    return id
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,351 @@
+"""Dispatcher: a thread for each device group claims jobs, runs them, and decides what follows.
+
+A group runs one job at a time. An attempt that was stopped or died puts its job back into the
+queue with its run, so that the next attempt resumes it.
+
+Read next: `attempt.py`, `store.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from everyframe.core.errors import (
+    CannotRunError,
+    CorruptRunError,
+    DistributedOutOfMemoryError,
+    EveryframeError,
+    InputError,
+    OutOfMemoryInfo,
+    RunLockedError,
+    RunStoppedError,
+    StoreError,
+    WorkerDiedError,
+)
+from everyframe.core.events import Event
+from everyframe.core.paths import is_disk_full
+from everyframe.engine.executor import Executor
+from everyframe.server.attempt import Attempt, AttemptOptions, expiry
+from everyframe.server.jobs import Job
+from everyframe.server.retention import Cleaner
+from everyframe.server.store import JobStore
+
+_log = logging.getLogger(__name__)
+
+#: Failed attempts of a job, one after the other without a step between, after which it fails.
+MAX_ATTEMPTS = 3
+#: Room on the disk below which no job begins.
+MIN_FREE_BYTES = 256 * 2**20
+#: Jobs in a row that may go before older ones because their model is warm.
+WARM_AHEAD = 4
+#: Seconds between two looks whether an obstacle is gone, and whether a thread has ended.
+_PAUSE = 0.25
+#: Longest wait of an idle group, in seconds; a new job ends it at once.
+_IDLE_SECONDS = 1.0
+#: Seconds that stopped jobs have to end.
+_STOP_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class DispatcherOptions(AttemptOptions):
+    """How a dispatcher works.
+
+    Attributes:
+        groups: name of each group and its devices, such as ``0,1``; None is what a plan chooses.
+        max_attempts: failed attempts in a row after which a job fails.
+        warm_ahead: jobs in a row that may go first because their model is warm.
+        min_free_bytes: room on the disk below which no job begins.
+    """
+
+    groups: Mapping[str, str | None] = field(default_factory=lambda: {"default": None})
+    max_attempts: int = MAX_ATTEMPTS
+    warm_ahead: int = WARM_AHEAD
+    min_free_bytes: int = MIN_FREE_BYTES
+
+
+PreviewListener = Callable[[str, Event], None]
+
+
+class Dispatcher:
+    """Runs the jobs of a store on an executor. All methods are thread-safe."""
+
+    def __init__(
+        self, store: JobStore, executor: Executor, options: DispatcherOptions | None = None
+    ) -> None:
+        options = options or DispatcherOptions()
+        self._store = store
+        self._executor = executor
+        self._options = replace(options, on_preview=self._take_preview)
+        self._attempts: dict[str, Attempt] = {}
+        self._scarcity: dict[str, OutOfMemoryInfo] = {}
+        self._previews: dict[str, Event] = {}
+        self._listeners: list[PreviewListener] = []
+        self._lock = threading.Lock()
+        self._draining = threading.Event()
+        self._ended = threading.Event()
+        self._has_news = threading.Event()
+        self._trouble: str | None = None
+        self._cleaner = Cleaner(store)
+        self._threads = [
+            threading.Thread(target=self._work, args=(name, devices), name=f"group {name}")
+            for name, devices in options.groups.items()
+        ]
+
+    def start(self) -> list[Job]:
+        """Recover what an earlier server left, and begin; the jobs that were put back."""
+        back = self._store.recover()
+        self._store.keep_groups([*self._options.groups])
+        self._store.listen(lambda event: self._has_news.set() if event.type == "status" else None)
+        for thread in self._threads:
+            thread.start()
+        return back
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether no further job begins."""
+        return self._draining.is_set()
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no job begins, in a sentence; None while all is well."""
+        return self._trouble
+
+    @property
+    def groups(self) -> dict[str, str | None]:
+        """Name of each device group, and the id of the job that it runs."""
+        with self._lock:
+            running = {each.job.group: id for id, each in self._attempts.items()}  # noqa: A001
+        return {name: running.get(name) for name in self._options.groups}
+
+    def cancel(self, id: str, wait: float = 0.0) -> Job:  # noqa: A002
+        """Cancel a job; a running one is stopped, and `wait` bounds the seconds until it has.
+
+        Its run stays for a retry. Raises `LookupError` if there is no such job.
+        """
+        job = self._store.request_cancel(id)
+        with self._lock:
+            attempt = self._attempts.get(id)
+        if attempt is not None and not job.is_final:
+            attempt.halt("cancel")
+        until = time.monotonic() + wait
+        while not job.is_final and (left := until - time.monotonic()) > 0:
+            last = self._store.last_event
+            job = self._store.get(id) or job
+            if not job.is_final:
+                self._store.wait(last, left)
+        return job
+
+    def retry(self, id: str) -> Job:  # noqa: A002
+        """Queue a failed or cancelled job again; it resumes its run if there is one.
+
+        Raises:
+            LookupError: there is no such job.
+            InputError: it is neither failed nor cancelled.
+        """
+        job = self._store.get(id)
+        if job is None:
+            raise LookupError(f"there is no video {id!r}")
+        if job.status not in ("failed", "cancelled"):
+            raise InputError(
+                f"only a failed or cancelled video can be retried; {id} is {job.status}"
+            )
+        return self._store.requeue(id, counts_attempt=False, is_retry=True)
+
+    def preview(self, id: str) -> Event | None:  # noqa: A002
+        """The last preview of a running job."""
+        return self._previews.get(id)
+
+    def listen_previews(self, listener: PreviewListener) -> Callable[[], None]:
+        """Call `listener` with (id, `Preview`) for each new one; undo by the result.
+
+        It is called in the thread of the job, must not raise and must not block.
+        """
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    def drain(self, seconds: float = 0.0) -> None:
+        """Begin no further job, give running ones that long to finish, then stop them.
+
+        Stopped jobs are queued again with their run, and without a counted attempt. Returns once
+        all have ended, which takes at most `seconds` and a few more.
+        """
+        self._draining.set()
+        self._has_news.set()
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and any(thread.is_alive() for thread in self._threads):
+            if self._ended.wait(min(_PAUSE, max(until - time.monotonic(), 0.0))):
+                break
+        self.stop_now()
+        until = time.monotonic() + _STOP_SECONDS
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(until - time.monotonic(), 0.0))
+
+    def stop_now(self) -> None:
+        """End the time that a drain gives to running jobs."""
+        self._ended.set()
+        with self._lock:
+            attempts = [*self._attempts.values()]
+        for attempt in attempts:
+            attempt.halt("drain")
+
+    def _take_preview(self, id: str, event: Event) -> None:  # noqa: A002
+        self._previews[id] = event
+        for listener in tuple(self._listeners):
+            listener(id, event)
+
+    def _work(self, name: str, devices: str | None) -> None:
+        """Run jobs in one group until the server drains."""
+        warm, jumps = "", 0
+        while not self._draining.is_set():
+            self._has_news.clear()
+            try:
+                self._cleaner.clean()
+                self._trouble = self._obstacle()
+                prefers = warm if jumps < self._options.warm_ahead else None
+                job = None if self._trouble else self._store.claim(name, prefers)
+                jumps = jumps + 1 if job is not None and self._store.has_older(job) else 0
+            except (StoreError, OSError) as error:
+                self._trouble, job = str(error), None
+            if job is not None:
+                warm = job.model
+                self._run(job, devices)
+            elif self._trouble:
+                self._draining.wait(_PAUSE)
+            elif not self._draining.is_set():
+                self._has_news.wait(_IDLE_SECONDS)
+
+    def _obstacle(self) -> str | None:
+        free = self._store.folder.free_bytes()
+        if free >= self._options.min_free_bytes:
+            return None
+        return (
+            f"the disk of the data folder has {free / 2**20:.0f} MiB left; jobs wait until there "
+            f"are {self._options.min_free_bytes / 2**20:.0f} MiB"
+        )
+
+    def _run(self, job: Job, devices: str | None) -> None:
+        scarcity = self._scarcity.pop(job.id, None)
+        attempt = Attempt(job, self._store, self._executor, self._options, devices, scarcity)
+        with self._lock:
+            self._attempts[job.id] = attempt
+        try:
+            # Between the claim and here, nobody knew whom to halt.
+            now = self._store.get(job.id)
+            if now is not None and now.is_cancel_requested:
+                attempt.halt("cancel")
+            if self._ended.is_set():
+                attempt.halt("drain")
+            attempt.run()
+        except Exception as error:  # noqa: BLE001 - a job's error is the job's
+            if attempt.is_finished:
+                _log.warning("%s is completed, and its worker then failed: %s", job.id, error)
+            else:
+                self._settle(attempt, error)
+        finally:
+            with self._lock:
+                del self._attempts[job.id]
+            self._previews.pop(job.id, None)
+
+    def _settle(self, attempt: Attempt, error: Exception) -> None:
+        """Decide what follows an attempt that did not finish, and write it into the job's row."""
+        job, report = attempt.job, attempt.report()
+        if isinstance(error, RunStoppedError) and attempt.reason == "cancel":
+            expires = expiry(self._options.retention_seconds)
+            self._persist(lambda: self._store.finish(
+                job.id, "cancelled", report=report, expires_at=expires))  # fmt: skip
+            return
+        if isinstance(error, (RunStoppedError, RunLockedError, StoreError)) or is_disk_full(error):
+            if not isinstance(error, RunStoppedError):
+                self._trouble = str(error)
+                _log.error("%s waits: %s", job.id, error)
+                self._draining.wait(_PAUSE)
+            cause = attempt.reason or code_of(error)
+            self._persist(lambda: self._store.requeue(
+                job.id, counts_attempt=False, cause=cause, report=report))  # fmt: skip
+            return
+        attempts = 1 if attempt.has_advanced else job.attempts
+        if attempts < self._options.max_attempts and self._can_repeat(attempt, error):
+            _log.warning("%s is tried again (attempt %d failed): %s", job.id, attempts, error)
+            report["warnings"] = [*report["warnings"], f"an attempt failed: {message_of(error)}"]
+            self._persist(lambda: self._store.requeue(
+                job.id, counts_attempt=True, cause=code_of(error), attempts=attempts,
+                report=report))  # fmt: skip
+            return
+        _log.error("%s failed: %s", job.id, error, exc_info=not isinstance(error, EveryframeError))
+        data = {"code": code_of(error), "message": message_of(error)}
+        expires = expiry(self._options.retention_seconds)
+        self._persist(lambda: self._store.finish(
+            job.id, "failed", error=data, report=report, expires_at=expires))  # fmt: skip
+
+    def _can_repeat(self, attempt: Attempt, error: Exception) -> bool:
+        """Whether another attempt may succeed; prepares it."""
+        if isinstance(error, DistributedOutOfMemoryError):
+            self._scarcity[attempt.job.id] = error.scarcity
+            return True
+        if isinstance(error, WorkerDiedError):
+            return True
+        if attempt.has_resumed and isinstance(error, (InputError, CorruptRunError, CannotRunError)):
+            # The weights or the device changed, or the run is damaged: all of it is made anew.
+            self._store.folder.remove_runs(attempt.job.id)
+            return True
+        return False
+
+    def _persist(self, write: Callable[[], object]) -> None:
+        """Write into the store, again and again while it can't be written.
+
+        A server that ends before leaves the row as of a running job, which `recover` puts back.
+        """
+        while True:
+            try:
+                write()
+            except LookupError as error:
+                _log.warning("%s", error)
+            except StoreError as error:
+                self._trouble = str(error)
+                _log.error("%s", error)
+                if not self._ended.wait(_PAUSE):
+                    continue
+            return
+
+
+def parse_groups(text: str | None) -> dict[str, str | None]:
+    """Groups of ``0,1;2,3``; one group of what the plan chooses for None.
+
+    Raises:
+        InputError: a group is empty, or two share a device.
+    """
+    if text is None:
+        return {"default": None}
+    groups = [each.replace(" ", "") for each in text.split(";")]
+    devices = [device for group in groups for device in group.split(",")]
+    if not all(devices):
+        raise InputError(f"groups must be lists of devices such as 0,1;2,3, got {text!r}")
+    twice = [device for device in devices if devices.count(device) > 1 and device != "cpu"]
+    if twice:
+        raise InputError(f"device {twice[0]} is in two groups of {text!r}; a device runs one job")
+    found: dict[str, str | None] = {}
+    for group in groups:
+        number = [*found.values()].count(group)
+        found[f"{group} ({number + 1})" if number else group] = group
+    return found
+
+
+def code_of(error: Exception) -> str:
+    """Code of a failed job: our error's class in snake case, such as ``worker_died``."""
+    if isinstance(error, DistributedOutOfMemoryError):
+        return "out_of_memory"
+    if not isinstance(error, EveryframeError):
+        return "internal"
+    name = type(error).__name__.removesuffix("Error")
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+def message_of(error: Exception) -> str:
+    """The error's text without the advice to resume by hand, which the server does."""
+    return str(error).partition("; resume it: everyframe resume")[0] or type(error).__name__

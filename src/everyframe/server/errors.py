@@ -1,0 +1,113 @@
+"""Errors of the API: one table of codes, and the envelope.
+
+Every error is ``{"error": {"message", "type", "param", "code"}}``, as OpenAI's clients read it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from everyframe.core.errors import (
+    CannotRunError,
+    EveryframeError,
+    InputError,
+    QueueFullError,
+    StoreError,
+)
+
+#: Code -> (HTTP status, type), for every error that a route answers.
+CODES: Mapping[str, tuple[int, str]] = {
+    "invalid_value": (400, "invalid_request_error"),
+    "missing_required_parameter": (400, "invalid_request_error"),
+    "unknown_parameter": (400, "invalid_request_error"),
+    "not_supported": (400, "invalid_request_error"),
+    "invalid_host": (400, "invalid_request_error"),
+    "invalid_api_key": (401, "authentication_error"),
+    "forbidden": (403, "permission_error"),
+    "foreign_origin": (403, "permission_error"),
+    "not_found": (404, "invalid_request_error"),
+    "not_ready": (404, "invalid_request_error"),
+    "method_not_allowed": (405, "invalid_request_error"),
+    "too_slow": (408, "invalid_request_error"),
+    "conflict": (409, "invalid_request_error"),
+    "too_large": (413, "invalid_request_error"),
+    "plan_does_not_fit": (422, "invalid_request_error"),
+    "queue_full": (429, "rate_limit_error"),
+    "rate_limited": (429, "rate_limit_error"),
+    "server_error": (500, "server_error"),
+    "job_failed": (500, "server_error"),
+    "draining": (503, "server_error"),
+    "storage_unavailable": (503, "server_error"),
+}
+
+
+@dataclass(frozen=True)
+class ApiErrorBody:
+    """What an error says beside its code: the parameter, further data, and headers."""
+
+    param: str | None = None
+    details: Mapping[str, Any] | None = None
+    headers: Mapping[str, str] | None = None
+
+
+class ApiError(Exception):
+    """An answer with an error's code from `CODES` and a message for a person."""
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        param: str | None = None,
+        *,
+        details: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        assert code in CODES, code
+        super().__init__(message)
+        self.code = code
+        self.body = ApiErrorBody(param, details, headers)
+
+    @property
+    def status(self) -> int:
+        """The HTTP status."""
+        return CODES[self.code][0]
+
+    def to_json(self) -> dict[str, Any]:
+        """The envelope."""
+        error: dict[str, Any] = {
+            "message": str(self),
+            "type": CODES[self.code][1],
+            "param": self.body.param,
+            "code": self.code,
+        }
+        if self.body.details is not None:
+            error["details"] = dict(self.body.details)
+        return {"error": error}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer. Clients don't repeat a request by themselves."""
+        return {"x-should-retry": "false", **(self.body.headers or {})}
+
+
+def api_error(error: EveryframeError, names: Iterable[str] = ()) -> ApiError:
+    """The answer for an error of the library; `names` are the parameters that it may be about."""
+    text = str(error)
+    if isinstance(error, QueueFullError):
+        return ApiError("queue_full", text, headers={"retry-after": "10"})
+    if isinstance(error, StoreError):
+        return ApiError("storage_unavailable", text, headers={"retry-after": "30"})
+    if isinstance(error, CannotRunError):
+        return ApiError("plan_does_not_fit", text)
+    if isinstance(error, InputError):
+        return ApiError("invalid_value", text, param_of(text, names))
+    return ApiError("server_error", text)
+
+
+def param_of(message: str, names: Iterable[str]) -> str | None:
+    """The parameter that a message is about: the first of its words that is a name of one."""
+    known = frozenset(names)
+    return next((word for word in re.findall(r"[a-z_]+", message) if word in known), None)

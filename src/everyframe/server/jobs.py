@@ -1,0 +1,118 @@
+"""Jobs and events of the server, as frozen values; `store.py` keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+#: States of a job. ``queued -> in_progress -> completed | failed | cancelled``; a job whose run was
+#: interrupted goes back to ``queued``, and so does one that is retried.
+STATUSES = ("queued", "in_progress", "completed", "failed", "cancelled")
+#: States that a job leaves only by being retried.
+FINAL = ("completed", "failed", "cancelled")
+
+
+@dataclass(frozen=True)
+class NewJob:
+    """A job to be added to the queue.
+
+    Attributes:
+        request: options of the `Request` by name, as JSON data; files are relative to the data
+            folder. A seed is drawn if there is none, so that every attempt makes the same video.
+        owner: name of the key that asks; empty without keys.
+        model: name of the model, as `claim` compares it.
+        resolved: what the plan says of the video, as JSON data.
+        report: first entries of the job's report, such as ``warnings``.
+        priority: higher goes first.
+        idempotency: key of the client; the same key is the same job.
+        body_hash: hash of the request's body.
+        retry_count: which repetition of the request this is, by the client's own count; above 0 it
+            is the same job as one of the last ten minutes with that hash.
+        parent: id of the job that this one continues or repeats.
+        max_queued: `QueueFullError` if so many jobs are queued already.
+        max_queued_of_owner: the same for the jobs of this owner.
+    """
+
+    request: Mapping[str, Any]
+    owner: str = ""
+    model: str = ""
+    resolved: Mapping[str, Any] = field(default_factory=dict)
+    report: Mapping[str, Any] = field(default_factory=dict)
+    priority: int = 0
+    idempotency: str | None = None
+    body_hash: str | None = None
+    retry_count: int = 0
+    parent: str | None = None
+    max_queued: int | None = None
+    max_queued_of_owner: int | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of the queue. Times are seconds since the epoch.
+
+    Attributes:
+        seq: place in the order of arrival.
+        status: one of `STATUSES`.
+        owner, model, request, resolved, priority, parent: as in `NewJob`.
+        group: the device group that runs it, or ran it last.
+        expires_at: when its files are deleted; None for never.
+        attempts: starts since it last advanced, which a worker may have died of.
+        interruptions: deaths of the server since it last advanced.
+        progress: percent, over all stages; 100 only when completed.
+        phase: the current stage; `step` of `total_steps` in it are done.
+        eta_s: forecast of the seconds that are left.
+        run: path of its run folder; None before it has one.
+        error: ``{"code", "message"}`` of a failed job.
+        file: path of its video, relative to the data folder.
+        report: what its run reports: ``warnings``, ``repairs``, ``checks``, ``stage_durations``,
+            ``inference_time_s``, ``peak_memory_mb``, ``resumed_from_step``.
+        is_cancel_requested: whether it is to be stopped.
+    """
+
+    seq: int
+    id: str
+    status: str
+    priority: int
+    owner: str
+    model: str
+    group: str | None
+    created_at: float
+    started_at: float | None
+    completed_at: float | None
+    expires_at: float | None
+    attempts: int
+    interruptions: int
+    request: dict[str, Any]
+    resolved: dict[str, Any]
+    report: dict[str, Any]
+    progress: int
+    phase: str | None
+    step: int | None
+    total_steps: int | None
+    eta_s: float | None
+    run: str | None
+    error: dict[str, Any] | None
+    file: str | None
+    body_hash: str | None
+    idempotency: str | None
+    is_cancel_requested: bool
+    parent: str | None
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing more happens to it by itself."""
+        return self.status in FINAL
+
+
+@dataclass(frozen=True)
+class StoredEvent:
+    """An event of a job; `number` grows over all jobs and is the ``Last-Event-ID``."""
+
+    number: int
+    video: str
+    owner: str
+    type: str
+    data: dict[str, Any]
+    at: float

@@ -1,0 +1,143 @@
+"""Models and LoRAs that clients may name, by registered names alone.
+
+A client's name is looked up in a table; it never becomes a path or a hub id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from everyframe.checkpoints.locate import Location, locate, names_on_disk
+from everyframe.core.errors import InputError, closest_names, did_you_mean
+from everyframe.core.lora import parse_lora
+from everyframe.server.errors import ApiError
+
+#: Ending of the files of LoRAs.
+_LORA = ".safetensors"
+
+
+@dataclass(frozen=True)
+class RegisteredModel:
+    """A model that clients may ask for.
+
+    Attributes:
+        name: what clients call it.
+        target: name, folder or hub id, as the library takes it.
+        location: where its files are.
+    """
+
+    name: str
+    target: str
+    location: Location
+
+    @property
+    def family(self) -> str | None:
+        """Its family; None if only its configs tell."""
+        return self.location.known.family if self.location.known else None
+
+    @property
+    def title(self) -> str:
+        """What it is, in a line."""
+        return self.location.known.title if self.location.known else self.name
+
+    @property
+    def licence(self) -> str:
+        """Licence of the weights; empty if unknown."""
+        return self.location.known.licence if self.location.known else ""
+
+
+class ModelRegistry:
+    """The models of a server, by name; the first is the default."""
+
+    def __init__(self, models: Sequence[str]) -> None:
+        """`models` as in `ServerSettings`. Raises `InputError` for one that is not on this disk."""
+        found = [_registered(each) for each in models or names_on_disk()]
+        self._models = {each.name.casefold(): each for each in found}
+        if not found:
+            raise InputError("no model is on this disk; `everyframe models` lists what to fetch")
+        self.default = found[0]
+
+    def __iter__(self) -> Any:
+        return iter(self._models.values())
+
+    def get(self, name: str) -> RegisteredModel:
+        """The model of that name. Raises `ApiError` for any other."""
+        found = self._models.get(name.strip().casefold())
+        if found is None:
+            names = [each.name for each in self._models.values()]
+            hint = did_you_mean(name, names)
+            raise ApiError(
+                "invalid_value",
+                f"model {name[:80]!r} is not served here; served are {', '.join(names[:10])}{hint}",
+                "model",
+            )
+        return found
+
+
+def _registered(text: str) -> RegisteredModel:
+    name, equals, target = text.partition("=")
+    location = locate(target if equals else text)
+    if not location.complete:
+        raise InputError(
+            f"model {text!r} is not whole on this disk; `everyframe models` says what to fetch"
+        )
+    own = Path(location.name).name if location.path is not None else location.name
+    return RegisteredModel(name if equals else own, target if equals else text, location)
+
+
+class LoraRegistry:
+    """LoRAs in the server's folder, by the names of their files without ending."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def names(self) -> list[str]:
+        """Names of all LoRAs that are there now."""
+        return sorted(self._files())
+
+    def parse(self, given: Any) -> list[dict[str, Any]]:
+        """LoRAs of a request as data: ``NAME[:STRENGTH][@COMPONENT]``, or objects with a name.
+
+        Raises:
+            ApiError: an entry has another form, or names no LoRA of the folder.
+        """
+        listed = given if isinstance(given, list) else [given]
+        return [self._parse(each) for each in listed]
+
+    def _parse(self, given: Any) -> dict[str, Any]:
+        try:
+            read = parse_lora(_as_lora(given))
+        except InputError as error:
+            raise ApiError("invalid_value", str(error), "loras") from None
+        files = self._files()
+        path = files.get(read.file.removesuffix(_LORA))
+        if path is None:
+            there = ", ".join(closest_names(read.file, files, 5)) or ", ".join(sorted(files)[:5])
+            raise ApiError(
+                "invalid_value",
+                f"there is no LoRA {read.file[:80]!r}"
+                + (f"; there are {there}" if there else "; this server has none"),
+                "loras",
+            )
+        return {"file": str(path), "strength": read.strength, "component": read.component}
+
+    def _files(self) -> Mapping[str, Path]:
+        if self._folder is None:
+            return {}
+        found = (each for each in self._folder.iterdir() if each.suffix == _LORA)
+        return {each.stem: each.absolute() for each in found if each.is_file()}
+
+
+def _as_lora(given: Any) -> Any:
+    """A peer's object ``{name, scale}`` as ours."""
+    if not isinstance(given, Mapping):
+        return given
+    if "path" in given or "file" in given or "lora_path" in given:
+        raise ApiError(
+            "not_supported", "clients do not name paths of the server; give a LoRA's name", "loras"
+        )
+    names = {"name": "file", "lora_name": "file", "scale": "strength", "lora_strength": "strength"}
+    return {names.get(str(key), str(key)): value for key, value in given.items()}

@@ -1,0 +1,38 @@
+"""What the server says of a plan: the settings of the video, and the plan in short."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from everyframe.core.plan import Plan
+
+
+def resolved_of(plan: Plan) -> dict[str, Any]:
+    """Settings of the video as JSON data: size in pixels, frames, fps, steps, guidance, seed."""
+    settings = plan.settings
+    num_frames = settings.num_frames * settings.chain
+    return {
+        "model": plan.model,
+        "size": f"{settings.width}x{settings.height}",
+        "width": settings.width,
+        "height": settings.height,
+        "num_frames": num_frames,
+        "fps": settings.fps,
+        "seconds": num_frames / settings.fps,
+        "num_inference_steps": settings.num_inference_steps,
+        "guidance_scale": settings.guidance_scale,
+        "seed": settings.seed,
+        "num_videos": settings.num_videos,
+    }
+
+
+def plan_summary(plan: Plan) -> dict[str, Any]:
+    """The plan in short, as the ``planned`` event has it: precision, paths, memory, seconds."""
+    return {
+        "model": plan.model,
+        "device": plan.device.name,
+        "dtypes": {part.name: str(part.precision) for part in plan.components},
+        "fast_paths": {part.name: list(part.fast_paths or ()) for part in plan.components},
+        "memory_bytes": plan.peak_bytes,
+        "seconds": plan.seconds,
+    }

@@ -1,0 +1,237 @@
+"""Fields of a body as the options of a `Request`: renamed, checked, with files in the data folder.
+
+No torch: what needs the model's config is checked by the plan.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from everyframe.core.errors import InputError, did_you_mean
+from everyframe.core.options import Options, shown
+from everyframe.core.request import Request
+from everyframe.families.registry import all_options
+from everyframe.server.body import Body
+from everyframe.server.client_fields import (
+    MEDIA,
+    MERGED,
+    NOTED,
+    OTHER_NAMES,
+    PEERS_QUALITIES,
+    REFUSED,
+)
+from everyframe.server.errors import ApiError, api_error
+from everyframe.server.media_inputs import StoredMedia
+from everyframe.server.models import LoraRegistry, ModelRegistry, RegisteredModel
+from everyframe.server.settings import Limits
+
+#: Reads what a field says of a picture or video: (field, kind, value) to a stored file.
+MediaReader = Callable[[str, str, Any], StoredMedia]
+
+
+@dataclass(frozen=True)
+class ParsedBody:
+    """A body's meaning.
+
+    Attributes:
+        options: options of the `Request` by name, as JSON data, files relative to the data folder.
+        model: the model that it names, or the default.
+        warnings: notes on fields that change nothing.
+        shapes: by option, what a plan may depend on of a picture or video.
+    """
+
+    options: dict[str, Any]
+    model: RegisteredModel
+    warnings: tuple[str, ...] = ()
+    shapes: Mapping[str, str] = field(default_factory=dict)
+
+
+def option_owners() -> dict[str, type[Options]]:
+    """The class that defines each option; options that clients may not give are among them."""
+    owners: dict[str, type[Options]] = {}
+    classes: list[type[Options]] = [Request, *all_options().values()]
+    for options in classes:
+        for name in options.model_fields:
+            owners.setdefault(name, options)
+    return owners
+
+
+def client_options() -> list[str]:
+    """Names of the options that clients may give."""
+    return [name for name in option_owners() if name not in REFUSED]
+
+
+@dataclass(frozen=True)
+class RequestParser:
+    """Parse bodies for one server."""
+
+    models: ModelRegistry
+    loras: LoraRegistry
+    limits: Limits
+    read_media: MediaReader
+
+    def parse(self, body: Body, base: Mapping[str, Any] | None = None) -> ParsedBody:
+        """Parse a body, on top of the options `base` of an earlier request if given.
+
+        Raises:
+            ApiError: a field is unknown, refused or wrong.
+        """
+        values, warnings = self._named(body)
+        shapes: dict[str, str] = {}
+        for name in [*MEDIA]:
+            if name in values and not _is_word(name, values[name]):
+                stored = self.read_media(name, MEDIA[name], values[name])
+                values[name], shapes[name] = stored.file, stored.shape
+        if "loras" in values:
+            values["loras"] = self.loras.parse(values["loras"])
+        model = self.models.default
+        if "model" in values:
+            model = self.models.get(str(values["model"]))
+            values["model"] = model.target
+        elif base and base.get("model"):
+            model = next((m for m in self.models if m.target == base["model"]), model)
+        if base is not None:
+            values = _merged(base, values)
+        if model is not self.models.default or not _is_embedded(model):
+            # Without a name the embedded model refuses what it can't draw.
+            values["model"] = model.target
+        self._check(values)
+        return ParsedBody(values, model, tuple(warnings), shapes)
+
+    def _named(self, body: Body) -> tuple[dict[str, Any], list[str]]:
+        """Values by our names, and notes on those that change nothing."""
+        given: dict[str, Any] = {}
+        for name, value in {**body.fields, **body.files}.items():
+            if name in MERGED:
+                given |= _object(name, value)
+            else:
+                given[name] = value
+        values: dict[str, Any] = {}
+        warnings: list[str] = []
+        for name, value in given.items():
+            own = OTHER_NAMES.get(name, name)
+            if name in NOTED and not _is_budget(name, value):
+                warnings.append(_note(name, NOTED[name]))
+                continue
+            _check_name(name, own)
+            if value is None or (value == "" and own in MEDIA):
+                continue
+            if own in values:
+                raise ApiError("invalid_value", f"{name} and {own} are the same; give one", name)
+            is_json = own == "option" and isinstance(value, str) and value.startswith("{")
+            values[own] = _object(name, value) if is_json else value
+        return values, warnings
+
+    def _check(self, values: Mapping[str, Any]) -> None:
+        for name in ("prompt", "negative_prompt"):
+            text = values.get(name)
+            if isinstance(text, str) and len(text) > self.limits.prompt_letters:
+                raise ApiError(
+                    "invalid_value",
+                    f"{name} has {len(text)} letters, at most {self.limits.prompt_letters} are "
+                    "read",
+                    name,
+                )
+        if isinstance(values.get("prompt"), str) and not values["prompt"].strip():
+            raise ApiError("invalid_value", "prompt is empty; say what the video shows", "prompt")
+        _refuse_file_names(request_of(values).family_options.get("option"))
+
+
+def request_of(values: Mapping[str, Any]) -> Request:
+    """The request of JSON data, with every family's option checked by its own field.
+
+    Raises:
+        ApiError: a value is wrong.
+    """
+    owners = option_owners()
+    try:
+        request = Request(**values)
+        typed = {
+            name: getattr(owners[name](**{name: value}), name)
+            for name, value in request.family_options.items()
+        }
+        return request.model_copy(update={"family_options": typed}) if typed else request
+    except InputError as error:
+        raise api_error(error, owners) from None
+
+
+def _check_name(name: str, own: str) -> None:
+    """Raise `ApiError` for a field that is refused, or that nobody has."""
+    for each in (name, own):
+        if each in REFUSED:
+            raise ApiError("not_supported", f"{name} can't be set here: {REFUSED[each]}", name)
+    known = client_options()
+    if own not in known:
+        hint = did_you_mean(name, [*known, *OTHER_NAMES])
+        raise ApiError("unknown_parameter", f"there is no field {name[:80]!r}{hint}", name[:80])
+
+
+def _is_budget(name: str, value: Any) -> bool:
+    """Whether this is our own ``quality``, not one of the words of peers."""
+    return name == "quality" and str(value).lower() not in PEERS_QUALITIES
+
+
+def _note(name: str, why: str) -> str:
+    return f"{name} changes nothing here" + (f": {why}" if why else "")
+
+
+def _object(name: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, (str, bytes)):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise ApiError("invalid_value", f"{name} must be a JSON object", name) from None
+    if not isinstance(value, dict):
+        raise ApiError("invalid_value", f"{name} must be a JSON object", name)
+    return value
+
+
+def _is_word(name: str, value: Any) -> bool:
+    """Whether a media field holds what is no file: a mask's box, a control that is computed."""
+    from everyframe.families.inpaint.options import is_box, is_built_in
+
+    if name == "mask":
+        return isinstance(value, str) and is_box(value)
+    return name == "control" and is_built_in(value)
+
+
+def _is_embedded(model: RegisteredModel) -> bool:
+    return model.location.kind == "embedded"
+
+
+#: Options of which one replaces the others of its group.
+_GROUPS = (
+    {"size", "height", "width", "resolution", "aspect"},
+    {"num_frames", "seconds"},
+    {"image", "extend"},
+)
+
+
+def _merged(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` on top of `base`: a new size replaces the old one, however it was written."""
+    gone = set()
+    for group in _GROUPS:
+        if not group.isdisjoint(values):
+            gone |= group
+    return {**{k: v for k, v in base.items() if k not in gone}, **values}
+
+
+def _refuse_file_names(given: Any) -> None:
+    """Raise `ApiError` for a text in a pipeline's own parameters that could name a file."""
+    if isinstance(given, Mapping):
+        for value in given.values():
+            _refuse_file_names(value)
+    elif isinstance(given, (list, tuple)):
+        for value in given:
+            _refuse_file_names(value)
+    elif isinstance(given, str):
+        if set("/\\~.") & set(given):
+            raise ApiError(
+                "not_supported",
+                f"option: {shown(given)} could name a file; clients do not name paths of the "
+                "server",
+                "option",
+            )

@@ -1,0 +1,148 @@
+"""Routes about the server: queue, machine, doctor, health, readiness, login of the page."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+
+from everyframe._version import __version__
+from everyframe.core.errors import EveryframeError
+from everyframe.server.access import COOKIE, SESSION_SECONDS
+from everyframe.server.context import Context, GivenBody, ServerContext, Who, in_thread
+from everyframe.server.errors import ApiError
+from everyframe.server.metrics import MEDIA_TYPE
+from everyframe.server.resources import video_resource
+
+router = APIRouter(tags=["server"])
+
+#: Jobs that the queue's page shows.
+_SHOWN = 100
+
+
+@router.get("/v1/queue")
+async def show_queue(context: Context, who: Who) -> Any:
+    """How many jobs there are by status, and those that run or wait, in their order."""
+
+    def found() -> dict[str, Any]:
+        store = context.store
+        jobs = store.list(
+            limit=_SHOWN, order="asc", statuses=("in_progress", "queued"), owner=who.owner
+        )
+        jobs.sort(key=lambda job: (job.status == "queued", -job.priority, job.seq))
+        rows = [video_resource(job, store.queue_position(job)) for job in jobs]
+        return {"object": "queue", "counts": store.count(who.owner), "data": rows,
+                "is_draining": context.is_draining}  # fmt: skip
+
+    return JSONResponse(await in_thread(found))
+
+
+@router.get("/v1/system")
+async def show_system(context: Context) -> Any:
+    """The machine, what is warm on it, and the room on the server's disk."""
+
+    facts = await context.facts.get()
+    warm = await in_thread(context.executor.describe)
+    disk = shutil.disk_usage(context.folder.path)
+    return JSONResponse({
+        "object": "system",
+        "version": __version__,
+        "started_at": int(context.started_at),
+        "uptime_s": round(time.time() - context.started_at, 1),
+        **facts,
+        "warm": [{**asdict(each), "devices": list(each.devices)} for each in warm],
+        "groups": context.dispatcher.groups,
+        "disk": {"free_bytes": disk.free, "total_bytes": disk.total},
+        "limits": _limits(context),
+    })  # fmt: skip
+
+
+def _limits(context: ServerContext) -> dict[str, Any]:
+    limits = context.settings.limits
+    return {
+        "body_bytes": limits.body_bytes, "num_files": limits.num_files, "queued": limits.queued,
+        "queued_of_key": limits.queued_of_key if context.settings.limits_keys else None,
+        "picture_pixels": limits.picture_pixels, "prompt_letters": limits.prompt_letters,
+        "has_sync": context.settings.has_sync, "needs_key": bool(context.settings.keys),
+    }  # fmt: skip
+
+
+@router.get("/v1/doctor")
+async def show_doctor(context: Context) -> Any:
+    """Findings about this machine, as `everyframe doctor --json` has them."""
+    return JSONResponse(await context.doctor.get())
+
+
+@router.get("/health")
+async def show_health() -> Any:
+    """Whether the process answers."""
+    return JSONResponse({"status": "ok", "version": __version__})
+
+
+@router.get("/ready")
+async def show_readiness(context: Context) -> Any:
+    """Whether a job could be taken now; the body names what is missing."""
+    missing = await in_thread(_missing, context)
+    status = "ready" if not missing else "not_ready"
+    return JSONResponse({"status": status, "missing": missing}, 503 if missing else 200)
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def show_metrics(context: Context) -> Any:
+    """Metrics in Prometheus's text format."""
+    return Response(await in_thread(context.metrics.text), media_type=MEDIA_TYPE)
+
+
+def _missing(context: ServerContext) -> list[str]:
+    missing = []
+    if context.is_draining or context.dispatcher.is_draining:
+        missing.append("the server shuts down")
+    if context.dispatcher.trouble:
+        missing.append(context.dispatcher.trouble)
+    try:
+        context.store.is_writable()
+    except EveryframeError as error:
+        missing.append(str(error))
+    least = context.settings.min_free_bytes
+    free = context.folder.free_bytes()
+    if free < least:
+        missing.append(
+            f"the disk of the data folder has {free / 1e9:.1f} GB, and {least / 1e9:.1f} GB are "
+            "needed"
+        )
+    if not os.access(context.folder.path, os.W_OK):
+        missing.append("the data folder can't be written")
+    return missing
+
+
+@router.post("/v1/session")
+async def begin_session(request: Request, context: Context, body: GivenBody) -> Any:
+    """Log a page in: the key in the body, and a cookie in the answer."""
+    if not context.settings.keys:
+        return JSONResponse({"object": "session", "name": "", "role": "admin"})
+    context.logins.take("login")
+    given = body.fields.get("key")
+    if not isinstance(given, str) or not given:
+        raise ApiError("missing_required_parameter", "key is missing", "key")
+    key = context.access.find_key(given)
+    if key is None:
+        raise ApiError("invalid_api_key", "the key is wrong")
+    answer = JSONResponse({"object": "session", "name": key.name, "role": key.role})
+    answer.set_cookie(
+        COOKIE, context.access.session_cookie(key), max_age=SESSION_SECONDS, httponly=True,
+        samesite="strict", secure=request.url.scheme == "https", path="/",
+    )  # fmt: skip
+    return answer
+
+
+@router.delete("/v1/session")
+async def end_session() -> Any:
+    """Log a page out."""
+    answer = JSONResponse({"object": "session", "deleted": True})
+    answer.delete_cookie(COOKIE, path="/")
+    return answer

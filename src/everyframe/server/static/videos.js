@@ -1,0 +1,201 @@
+/** The videos as this page knows them: loaded by the API, held current by its events. */
+
+import { ApiError, call } from "./api.js";
+import { follow } from "./events.js";
+
+const PAGE_SIZE = 60;
+/** Hidden tabs give up their stream: a browser opens six connections to a server, for all tabs. */
+const POLL_WHILE_HIDDEN = 10_000;
+
+/**
+ * @typedef {object} Video A VideoResource of the API; see docs/how-to/serve.md.
+ * @property {string} id
+ * @property {"queued" | "in_progress" | "completed" | "failed" | "cancelled"} status
+ * @property {number} progress percent
+ * @property {number} created_at Unix time in seconds
+ * @property {number | null} completed_at
+ * @property {{code: string, message: string} | null} error
+ * @property {string} model
+ * @property {string | null} prompt
+ * @property {string} seconds
+ * @property {string} size
+ * @property {number} seed
+ * @property {number} num_frames
+ * @property {number} fps
+ * @property {number} num_inference_steps
+ * @property {string | null} phase
+ * @property {number | null} step
+ * @property {number | null} total_steps
+ * @property {number | null} eta_s
+ * @property {number | null} queue_position
+ * @property {number | null} inference_time_s
+ * @property {number | null} peak_memory_mb
+ * @property {number | null} resumed_from_step
+ * @property {string[]} warnings
+ * @property {any[]} repairs
+ * @property {Record<string, any>} [request] the fields that the client gave
+ */
+
+/** @param {Video} video */
+export const isActive = (video) => video.status === "queued" || video.status === "in_progress";
+
+/** @typedef {"connecting" | "open" | "lost" | "draining"} Connection */
+
+/**
+ * Emits `change` (a video changed: `detail.video`, `detail.before`), `remove` (`detail.id`) and
+ * `connection`.
+ */
+export class Videos extends EventTarget {
+  /** @type {Map<string, Video>} */
+  #all = new Map();
+  /** @type {Map<string, string>} the last preview of a running job: a data URL */
+  previews = new Map();
+  /** @type {Connection} */
+  connection = "connecting";
+  hasMore = false;
+  isLoaded = false;
+
+  /** All known videos, the newest first. */
+  get list() {
+    return [...this.#all.values()].sort((a, b) => b.created_at - a.created_at || (a.id < b.id ? 1 : -1));
+  }
+
+  /** @param {string} id */
+  get(id) {
+    return this.#all.get(id);
+  }
+
+  /** Load, and follow the server's events for as long as the page lives. */
+  start() {
+    /** @type {AbortController | null} */
+    let stream = null;
+    /** @type {ReturnType<typeof setInterval> | undefined} */
+    let poll;
+    const begin = () => {
+      clearInterval(poll);
+      if (document.hidden) {
+        stream?.abort();
+        stream = null;
+        poll = setInterval(() => this.#tryToLoad(), POLL_WHILE_HIDDEN);
+      } else if (!stream) {
+        stream = new AbortController();
+        this.#follow(stream.signal);
+      }
+    };
+    document.addEventListener("visibilitychange", begin);
+    begin();
+  }
+
+  /** @param {AbortSignal} signal */
+  #follow(signal) {
+    const on = {
+      event: (/** @type {import("./events.js").ServerEvent} */ event) => this.#apply(event),
+      open: () => {
+        this.#setConnection("open");
+        this.#tryToLoad();
+      },
+      lost: () => this.#setConnection(this.connection === "draining" ? "draining" : "lost"),
+    };
+    follow("events?preview=1", on, signal);
+  }
+
+  /** @param {Connection} connection */
+  #setConnection(connection) {
+    this.connection = connection;
+    this.dispatchEvent(new Event("connection"));
+  }
+
+  async #tryToLoad() {
+    try {
+      await this.load();
+    } catch (error) {
+      if (!(error instanceof ApiError)) throw error;
+      this.#setConnection("lost");
+    }
+  }
+
+  /** Load the newest videos; what the server no longer has among them goes. */
+  async load() {
+    const { data, has_more: hasMore } = await call("GET", `videos?limit=${PAGE_SIZE}&order=desc`);
+    const there = new Set(data.map((/** @type {Video} */ video) => video.id));
+    const oldest = hasMore && data.length ? data.at(-1).created_at : -Infinity;
+    for (const video of this.list) {
+      if (video.created_at >= oldest && !there.has(video.id)) this.remove(video.id);
+    }
+    if (!this.isLoaded || !hasMore) this.hasMore = hasMore;
+    this.isLoaded = true;
+    data.forEach((/** @type {Video} */ video) => this.put(video));
+    this.dispatchEvent(new CustomEvent("change", { detail: {} }));
+  }
+
+  /** Load the next older ones. */
+  async loadMore() {
+    const after = this.list.at(-1)?.id;
+    if (!after) return;
+    const { data, has_more: hasMore } = await call("GET", `videos?limit=${PAGE_SIZE}&order=desc&after=${encodeURIComponent(after)}`);
+    this.hasMore = hasMore;
+    data.forEach((/** @type {Video} */ video) => this.put(video));
+    this.dispatchEvent(new CustomEvent("change", { detail: {} }));
+  }
+
+  /**
+   * Add or replace a video.
+   * @param {Video} video
+   */
+  put(video) {
+    const before = this.#all.get(video.id);
+    this.#all.set(video.id, video);
+    if (!isActive(video)) this.previews.delete(video.id);
+    this.dispatchEvent(new CustomEvent("change", { detail: { video, before } }));
+  }
+
+  /** @param {string} id */
+  remove(id) {
+    this.previews.delete(id);
+    if (this.#all.delete(id)) this.dispatchEvent(new CustomEvent("remove", { detail: { id } }));
+  }
+
+  /**
+   * Load one again, as after an action.
+   * @param {string} id
+   */
+  async refresh(id) {
+    try {
+      this.put(await call("GET", `videos/${encodeURIComponent(id)}`));
+    } catch (error) {
+      if (!(error instanceof ApiError)) throw error;
+      if (error.status === 404) this.remove(id);
+    }
+  }
+
+  /** @param {import("./events.js").ServerEvent} event */
+  #apply({ type, data }) {
+    if (type === "draining") return this.#setConnection("draining");
+    const id = data?.video ?? data?.id;
+    if (!id) return;
+    if (type === "done") return this.put(data);
+    if (type === "deleted") return this.remove(id);
+    const known = this.#all.get(id);
+    if (!known || (type === "status" && data.status !== known.status)) return this.refresh(id);
+    if (type === "preview") this.previews.set(id, data.image);
+    this.put({ ...known, ...patchOf(type, data, known) });
+  }
+}
+
+/**
+ * What an event changes in its video.
+ * @param {string} type
+ * @param {any} data
+ * @param {Video} known
+ * @returns {Partial<Video>}
+ */
+function patchOf(type, data, known) {
+  if (type === "status") return { queue_position: data.queue_position ?? known.queue_position };
+  if (type === "stage") return { phase: data.stage, step: 0, total_steps: data.num_steps };
+  if (type === "note") return { warnings: [...(known.warnings ?? []), data.text] };
+  if (type === "repaired") return { repairs: [...(known.repairs ?? []), data] };
+  if (type === "resumed") return { resumed_from_step: data.step ?? known.resumed_from_step };
+  if (type !== "progress") return {};
+  const { phase, step, total_steps, eta_s } = data;
+  return { phase, step, total_steps, eta_s, progress: Math.max(known.progress, data.progress) };
+}

@@ -1,0 +1,356 @@
+"""The durable queue: jobs and their events in one SQLite file.
+
+Each method is one transaction. What a method returned is on disk. The state of the videos
+themselves is in their run folders; `dispatcher.py` runs the jobs.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+import uuid
+from collections.abc import Collection, Mapping
+from typing import Any, TypeAlias
+
+from everyframe.core.errors import InputError, QueueFullError
+from everyframe.core.limits import random_seed
+from everyframe.server.data_folder import DataFolder
+from everyframe.server.database import Database
+from everyframe.server.event_log import EventLog
+from everyframe.server.jobs import FINAL, STATUSES, Job, NewJob
+from everyframe.server.transaction import job_of, plain
+
+# A method of the store is called `list`.
+_Jobs: TypeAlias = list[Job]
+
+#: Seconds in which a client may repeat a request whose answer was lost.
+REPEAT_SECONDS = 600.0
+#: Deaths of the server, one after the other without a step between, after which a job fails.
+MAX_INTERRUPTIONS = 10
+
+#: Fields that `update` may set.
+_CHANGEABLE = frozenset({
+    "attempts", "error", "eta_s", "expires_at", "file", "interruptions", "phase", "progress",
+    "report", "resolved", "run", "started_at", "step", "total_steps",
+})  # fmt: skip
+
+
+class JobStore(EventLog):
+    """Jobs and events of one data folder. All methods are thread-safe.
+
+    Every method raises `StoreError` if the file can't be read or written.
+    """
+
+    def __init__(self, folder: DataFolder) -> None:
+        super().__init__(Database(folder.database))
+        self.folder = folder
+
+    def add(self, job: NewJob) -> Job:
+        """Add a job to the queue, or return the one that this request made already.
+
+        That is a job of the same owner with the same idempotency key, or for a repeated request
+        the same body within `REPEAT_SECONDS`.
+
+        Raises:
+            InputError: the idempotency key was used for another request.
+            QueueFullError: the queue is full.
+        """
+        request = dict(job.request)
+        if request.get("seed") is None:
+            request["seed"] = random_seed()
+        with self._writing() as changes:
+            same = _same_job(changes.connection, job)
+            if same is not None:
+                return same
+            _check_room(changes.connection, job)
+            values = {
+                "id": f"video_{uuid.uuid4().hex}", "status": "queued", "priority": job.priority,
+                "owner": job.owner, "model": job.model, "created_at": time.time(),
+                "request": request, "resolved": dict(job.resolved), "report": dict(job.report),
+                "body_hash": job.body_hash, "idempotency": job.idempotency, "parent": job.parent,
+            }  # fmt: skip
+            names, marks = ", ".join(values), ", ".join("?" * len(values))
+            added = changes.connection.execute(
+                f"INSERT INTO videos({names}) VALUES ({marks}) RETURNING *", plain(values)
+            ).fetchone()
+            return changes.job(added, "status", {"status": "queued"})
+
+    def get(self, id: str, owner: str | None = None) -> Job | None:  # noqa: A002
+        """The job, or None if there is none, or with `owner` if it is somebody else's."""
+        with self._database.read() as reading:
+            row = reading.execute("SELECT * FROM videos WHERE id = ?", (id,)).fetchone()
+        return None if row is None or owner not in (None, row["owner"]) else job_of(row)
+
+    def list(
+        self,
+        *,
+        limit: int = 20,
+        after: str | None = None,
+        order: str = "desc",
+        statuses: Collection[str] = (),
+        owner: str | None = None,
+    ) -> _Jobs:
+        """Jobs by their arrival, newest first for ``desc``; `after` is the id before the first.
+
+        Raises:
+            InputError: `order` or `statuses` is wrong, or `after` is no job of this owner.
+        """
+        if order not in ("asc", "desc"):
+            raise InputError(f"order must be asc or desc, got {order!r}")
+        if unknown := [each for each in statuses if each not in STATUSES]:
+            raise InputError(f"status must be one of {', '.join(STATUSES)}, got {unknown[0]!r}")
+        where = "1"
+        values: tuple[Any, ...] = ()
+        if owner is not None:
+            where, values = "owner = ?", (owner,)
+        if statuses:
+            where += f" AND status IN ({', '.join('?' * len(statuses))})"
+            values = (*values, *statuses)
+        if after is not None:
+            last = self.get(after, owner)
+            if last is None:
+                raise InputError(f"after must be the id of a video, got {after!r}")
+            where += " AND seq > ?" if order == "asc" else " AND seq < ?"
+            values = (*values, last.seq)
+        query = f"SELECT * FROM videos WHERE {where} ORDER BY seq {order} LIMIT ?"
+        with self._database.read() as reading:
+            return [job_of(row) for row in reading.execute(query, (*values, limit))]
+
+    def count(self, owner: str | None = None) -> dict[str, int]:
+        """Number of jobs by status, with an entry for each."""
+        where, values = ("WHERE owner = ?", (owner,)) if owner is not None else ("", ())
+        query = f"SELECT status, count(*) FROM videos {where} GROUP BY status"
+        with self._database.read() as reading:
+            found = {row[0]: row[1] for row in reading.execute(query, values)}
+        return {status: found.get(status, 0) for status in STATUSES}
+
+    def queue_position(self, job: Job) -> int | None:
+        """How many queued jobs go first; None for a job that is not queued."""
+        if job.status != "queued":
+            return None
+        query = (
+            "SELECT count(*) FROM videos WHERE status = 'queued' "
+            "AND (priority > ? OR (priority = ? AND seq < ?))"
+        )
+        with self._database.read() as reading:
+            return int(reading.execute(query, (job.priority, job.priority, job.seq)).fetchone()[0])
+
+    def has_older(self, job: Job) -> bool:
+        """Whether an older job of the same priority is queued."""
+        query = "SELECT 1 FROM videos WHERE status = 'queued' AND priority = ? AND seq < ? LIMIT 1"
+        with self._database.read() as reading:
+            return reading.execute(query, (job.priority, job.seq)).fetchone() is not None
+
+    def claim(self, group: str, prefers: str | None = None) -> Job | None:
+        """Begin the next queued job in this device group: by priority, then age; None without one.
+
+        Among jobs of one priority those of the model `prefers` go first. A job with a run goes on
+        in the group that began it.
+        """
+        if not self.count()["queued"]:
+            return None
+        query = (
+            "UPDATE videos SET status = 'in_progress', \"group\" = ?, attempts = attempts + 1, "
+            "started_at = coalesce(started_at, ?), error = NULL WHERE seq = ("
+            "SELECT seq FROM videos WHERE status = 'queued' AND (run IS NULL OR \"group\" IS NULL "
+            'OR "group" = ?) ORDER BY priority DESC, model IS NOT ?, seq LIMIT 1) RETURNING *'
+        )
+        with self._writing() as changes:
+            row = changes.connection.execute(
+                query, (group, time.time(), group, prefers or "")
+            ).fetchone()
+            return row and changes.job(row, "status", {"status": "in_progress"})
+
+    def update(
+        self,
+        id: str,  # noqa: A002
+        *,
+        event: tuple[str, Mapping[str, Any]] | None = None,
+        **values: Any,
+    ) -> Job:
+        """Set fields of a job, and add an event of (type, data) with them.
+
+        Raises:
+            LookupError: there is no such job.
+        """
+        assert _CHANGEABLE.issuperset(values), values
+        with self._writing() as changes:
+            row = changes.set(id, values)
+            return changes.job(row, *event) if event is not None else job_of(row)
+
+    def finish(
+        self,
+        id: str,  # noqa: A002
+        status: str,
+        *,
+        error: Mapping[str, Any] | None = None,
+        file: str | None = None,
+        **values: Any,
+    ) -> Job:
+        """End a job as ``completed`` (with its file), ``failed`` (with its error) or ``cancelled``.
+
+        `values` are fields of `update`. Raises `LookupError` if there is no such job.
+        """
+        assert status in FINAL, status
+        values |= {"status": status, "completed_at": time.time(), "error": error, "eta_s": None}
+        if status == "completed":
+            values |= {"progress": 100, "file": file, "phase": None}
+        with self._writing() as changes:
+            row = changes.set(id, values)
+            return changes.job(row, "done", {"status": status})
+
+    def requeue(
+        self,
+        id: str,  # noqa: A002
+        *,
+        counts_attempt: bool,
+        is_retry: bool = False,
+        cause: str = "",
+        **values: Any,
+    ) -> Job:
+        """Put a job back into the queue, at its place; its run is kept.
+
+        The event of it names the `cause`, such as ``worker_died``.
+
+        The last start is forgotten unless it `counts_attempt`; `is_retry` forgets all of them, and
+        that a cancellation was requested. Raises `LookupError` if there is no such job.
+        """
+        values |= {"status": "queued", "eta_s": None}
+        if is_retry:
+            values |= {"attempts": 0, "interruptions": 0, "is_cancel_requested": 0, "error": None,
+                       "completed_at": None, "expires_at": None}  # fmt: skip
+        with self._writing() as changes:
+            row = changes.set(id, values)
+            if not counts_attempt and not is_retry:
+                row = changes.set(id, {"attempts": max(row["attempts"] - 1, 0)})
+            data = {"status": "queued", "cause": cause} if cause else {"status": "queued"}
+            return changes.job(row, "status", data)
+
+    def request_cancel(self, id: str) -> Job:  # noqa: A002
+        """Cancel a queued job at once; mark a running one, which `Dispatcher.cancel` stops.
+
+        A finished job stays as it is. Raises `LookupError` if there is no such job.
+        """
+        with self._writing() as changes:
+            row = changes.set(id, {})
+            if row["status"] in FINAL:
+                return job_of(row)
+            row = changes.set(id, {"is_cancel_requested": 1})
+            if row["status"] == "in_progress":
+                return job_of(row)
+            values = {"status": "cancelled", "completed_at": time.time()}
+            return changes.job(changes.set(id, values), "done", {"status": "cancelled"})
+
+    def delete(self, id: str) -> bool:  # noqa: A002
+        """Delete a job, its events, then its files; False for one that runs, or is not there."""
+        with self._writing() as changes:
+            query = "DELETE FROM videos WHERE id = ? AND status != 'in_progress' RETURNING owner"
+            row = changes.connection.execute(query, (id,)).fetchone()
+            if row is None:
+                return False
+            changes.connection.execute("DELETE FROM events WHERE video = ?", (id,))
+            changes.event(id, row["owner"], "deleted", {})
+        self.folder.remove(id)
+        return True
+
+    def add_event(self, id: str, type: str, data: Mapping[str, Any]) -> int:  # noqa: A002
+        """Add an event of a job; its number. Raises `LookupError` if there is no such job."""
+        with self._writing() as changes:
+            row = changes.set(id, {})
+            return changes.event(id, row["owner"], type, data)
+
+    def keep_groups(self, groups: Collection[str]) -> None:
+        """Let any group go on with the jobs of groups that are no more."""
+        marks = ", ".join("?" * len(groups))
+        query = f'UPDATE videos SET "group" = NULL WHERE "group" NOT IN ({marks})'
+        with self._database.write() as writing:
+            writing.execute(query, (*groups,))
+
+    def inputs(self) -> set[str]:
+        """Uploads that jobs name, relative to the data folder."""
+        query = "SELECT value FROM videos, json_each(videos.request) WHERE value LIKE 'inputs/%'"
+        with self._database.read() as reading:
+            return {str(row[0]) for row in reading.execute(query)}
+
+    def expired(self, now: float) -> _Jobs:
+        """Finished jobs whose time to be deleted has come."""
+        query = "SELECT * FROM videos WHERE expires_at <= ? AND status NOT IN (?, ?)"
+        with self._database.read() as reading:
+            rows = reading.execute(query, (now, "queued", "in_progress"))
+            return [job_of(row) for row in rows]
+
+    def recover(self) -> _Jobs:
+        """Put every job that was running when the server died back into the queue; those jobs.
+
+        One whose files are complete is completed, one that was to be cancelled is, and one during
+        which the server died `MAX_INTERRUPTIONS` times in a row fails. To be called before any job
+        is claimed: who holds the lock on the data folder owns every running job. Files that belong
+        to no job are deleted.
+        """
+        back = []
+        for job in self.list(limit=-1, order="asc", statuses=("in_progress",)):
+            done = self.folder.published(job.id)
+            if done is not None:
+                self.finish(job.id, "completed", **done)
+            elif job.is_cancel_requested:
+                self.finish(job.id, "cancelled")
+            elif job.interruptions + 1 >= MAX_INTERRUPTIONS:
+                text = f"the server died {MAX_INTERRUPTIONS} times while it made this video"
+                self.finish(job.id, "failed", error={"code": "server_died", "message": text})
+            else:
+                deaths = job.interruptions + 1
+                back.append(
+                    self.requeue(
+                        job.id, counts_attempt=False, cause="server_died", interruptions=deaths
+                    )
+                )
+        with self._database.read() as reading:
+            ids = {row[0]: row[1] for row in reading.execute("SELECT id, status FROM videos")}
+        self.folder.sweep(ids, [each for each, status in ids.items() if status == "completed"])
+        return back
+
+    def is_writable(self) -> bool:
+        """Whether the file can be written now; `StoreError` says why not."""
+        with self._database.write() as writing:
+            writing.execute("UPDATE videos SET status = status WHERE 0")
+        return True
+
+    def close(self) -> None:
+        """Close the file; a wait for events ends at its timeout."""
+        self._database.close()
+
+
+def _same_job(connection: sqlite3.Connection, job: NewJob) -> Job | None:
+    """The job that this very request made before."""
+    if job.idempotency is not None:
+        query = "SELECT * FROM videos WHERE owner = ? AND idempotency = ?"
+        row = connection.execute(query, (job.owner, job.idempotency)).fetchone()
+        if row is not None and row["body_hash"] != job.body_hash:
+            raise InputError(
+                f"the idempotency key {job.idempotency!r} was used for another request; "
+                "give each request a key of its own"
+            )
+        return row and job_of(row)
+    if job.retry_count <= 0 or job.body_hash is None:
+        return None
+    query = (
+        "SELECT * FROM videos WHERE owner = ? AND body_hash = ? AND created_at > ? "
+        "ORDER BY seq DESC LIMIT 1"
+    )
+    since = time.time() - REPEAT_SECONDS
+    row = connection.execute(query, (job.owner, job.body_hash, since)).fetchone()
+    return row and job_of(row)
+
+
+def _check_room(connection: sqlite3.Connection, job: NewJob) -> None:
+    query = "SELECT count(*), coalesce(sum(owner = ?), 0) FROM videos WHERE status = 'queued'"
+    queued, own = connection.execute(query, (job.owner,)).fetchone()
+    for number, limit, whose in (
+        (queued, job.max_queued, ""),
+        (own, job.max_queued_of_owner, " of this key"),
+    ):
+        if limit is not None and number >= limit:
+            raise QueueFullError(
+                f"the queue is full: {number} jobs{whose} wait, at most {limit} may; try again "
+                "later"
+            )

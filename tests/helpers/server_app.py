@@ -1,0 +1,107 @@
+"""A server's application over a new data folder, without network, workers or torch."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from starlette.testclient import TestClient
+
+from everyframe.core.errors import CannotRunError, InputError
+from everyframe.core.plan import Plan
+from everyframe.core.request import Request
+from everyframe.engine.executor import WarmModel
+from everyframe.server.app import create_app
+from everyframe.server.data_folder import open_folder
+from everyframe.server.dispatcher import Dispatcher, DispatcherOptions
+from everyframe.server.settings import ApiKey, ServerSettings
+from everyframe.server.store import JobStore
+from helpers.fake_engine import plan_of
+
+ADDRESS = "http://127.0.0.1:8000"
+
+
+class PlanningExecutor:
+    """An executor that only plans; `requests` are those that it planned."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+
+    def plan(self, request: Request) -> Plan:
+        self.requests.append(request)
+        if request.size == "16384x64":
+            raise CannotRunError("this needs 900 GB of memory")
+        if request.num_frames == 7:
+            raise InputError("num_frames must be 1 or a multiple of 4, got 7; try 4 or 8")
+        return replace(plan_of(request), notes=())
+
+    def run(self, *arguments: Any) -> Any:
+        raise AssertionError("nothing runs here")
+
+    def describe(self) -> list[WarmModel]:
+        return [WarmModel("shapes", 1000, 1.0, ("cpu",))]
+
+    def close(self) -> None: ...
+
+
+class ServedApp:
+    """An application, its parts, and a client; a context manager. With `runs` its jobs run."""
+
+    def __init__(
+        self, folder: Path, executor: Any = None, *, runs: bool = False, **settings: Any
+    ) -> None:
+        self.folder = open_folder(folder)
+        self.store = JobStore(self.folder)
+        self.executor = executor = executor or PlanningExecutor()
+        self._runs = runs
+        self.settings = ServerSettings(**{"models": ("shapes",), **settings})
+        self.dispatcher = Dispatcher(self.store, executor, DispatcherOptions(min_free_bytes=0))
+        self.app = create_app(self.store, self.dispatcher, executor, self.settings)
+        self.context = self.app.state.context
+        self.client = TestClient(self.app, base_url=ADDRESS, raise_server_exceptions=False)
+
+    def __enter__(self) -> ServedApp:
+        self.client.__enter__()
+        if self._runs:
+            self.dispatcher.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.client.__exit__(*error)
+        self.dispatcher.drain()
+        self.store.close()
+        self.folder.close()
+
+    def finish(self, video: str) -> dict[str, bytes]:
+        """Complete a job with small files; their content by name."""
+        place = self.folder.new_video(video)
+        files = {
+            "video.mp4": b"\0\0\0\x18ftypmp42" + bytes(range(200)),
+            "thumbnail.webp": b"RIFFthumbnailWEBP",
+            "spritesheet.webp": b"RIFFspritesheetWEBP",
+            "video.json": b"{}\n",
+        }
+        for name, data in files.items():
+            (place / name).write_bytes(data)
+        fields = {"file": f"videos/{video}/video.mp4"}
+        self.folder.publish(video, fields)
+        self.store.claim("default")
+        self.store.finish(video, "completed", **fields)
+        return files
+
+
+def key(name: str, text: str, role: Any = "user") -> ApiKey:
+    """A key of the server's settings."""
+    import hashlib
+
+    return ApiKey(name, hashlib.sha256(text.encode()).hexdigest(), role)
+
+
+def png(width: int = 8, height: int = 8) -> bytes:
+    """A small picture."""
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), "red").save(file, "PNG")
+    return file.getvalue()

@@ -1,0 +1,221 @@
+"""Routes of videos: every form of body makes the same job, and every error has the envelope."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra [server] is not installed")
+
+from helpers.server_app import ServedApp, png
+
+PROMPT = "a red circle"
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[ServedApp]:
+    with ServedApp(tmp_path / "server") as app:
+        yield app
+
+
+def error_of(answer: Any, status: int) -> dict[str, Any]:
+    """The error of an answer with the envelope."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["x-should-retry"] == "false"
+    error = answer.json()["error"]
+    assert {"message", "type", "param", "code"} <= error.keys()
+    return error
+
+
+FIELDS = {"prompt": PROMPT, "seconds": "2.5", "size": "64x32", "seed": "7"}
+
+
+@pytest.mark.parametrize("form", ["json", "multipart", "form"])
+def test_every_form_of_body_makes_the_same_job(served: ServedApp, form: str) -> None:
+    send: dict[str, Any] = {
+        "json": {"json": {**FIELDS, "seed": 7, "seconds": 2.5}},
+        "multipart": {"files": {name: (None, value) for name, value in FIELDS.items()}},
+        "form": {"data": FIELDS},
+    }[form]
+    answer = served.client.post("/v1/videos", **send)
+    assert answer.status_code == 200, answer.text
+    video = answer.json()
+    assert (video["status"], video["progress"], video["object"]) == ("queued", 0, "video")
+    assert (video["size"], video["seed"], video["prompt"]) == ("64x32", 7, PROMPT)
+    assert (video["error"], video["expires_at"], video["queue_position"]) == (None, None, 0)
+    assert answer.headers["openai-poll-after-ms"] == "250"
+    job = served.store.get(video["id"])
+    assert job is not None
+    assert job.request == {"prompt": PROMPT, "seconds": job.request["seconds"],
+                           "size": "64x32", "seed": job.request["seed"]}  # fmt: skip
+    assert float(job.request["seconds"]) == 2.5
+
+
+def test_an_upload_is_named_by_its_content(served: ServedApp) -> None:
+    files = {"input_reference": ("../../../etc/x.sh", png(), "text/x-sh")}
+    answer = served.client.post("/v1/videos", data={"prompt": PROMPT}, files=files)
+    assert answer.status_code == 200, answer.text
+    job = served.store.get(answer.json()["id"])
+    assert job is not None
+    assert job.request["image"].startswith("inputs/")
+    assert job.request["image"].endswith(".png")
+    assert (served.folder.path / job.request["image"]).read_bytes() == png()
+    assert answer.json()["request"]["image"] is True
+    url = "data:image/jpeg;base64," + base64.b64encode(png()).decode()
+    fields = {"prompt": PROMPT, "image_reference": {"image_url": url}}
+    again = served.client.post("/v1/videos", json=fields)
+    second = served.store.get(again.json()["id"])
+    assert second is not None
+    assert second.request["image"] == job.request["image"]
+    assert len(list(served.folder.inputs.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param", "words"),
+    [
+        ({}, "missing_required_parameter", "prompt", "prompt"),
+        ({"prompt": " "}, "invalid_value", "prompt", "empty"),
+        ({"prompt": PROMPT, "size": "huge"}, "invalid_value", "size", "WIDTHxHEIGHT"),
+        ({"prompt": PROMPT, "promt": "x"}, "unknown_parameter", "promt", "'prompt'"),
+        ({"prompt": PROMPT, "seed": True}, "invalid_value", "seed", "whole number"),
+        ({"prompt": PROMPT, "device": "cuda"}, "not_supported", "device", "runs the server"),
+        ({"prompt": PROMPT, "output_path": "/x"}, "not_supported", "output_path", "paths"),
+        ({"prompt": PROMPT, "model": "sora-2"}, "invalid_value", "model", "shapes"),
+        ({"prompt": PROMPT, "model": "a/b"}, "invalid_value", "model", "not served"),
+        ({"prompt": PROMPT, "num_frames": 7}, "invalid_value", "num_frames", "multiple of 4"),
+        ({"prompt": PROMPT, "size": "16384x64"}, "plan_does_not_fit", None, "900 GB"),
+        ({"prompt": "a cat"}, "invalid_value", "prompt", "can't draw"),
+        ({"prompt": PROMPT, "image": "/etc/passwd"}, "invalid_value", "image", "data URL"),
+        ({"prompt": PROMPT, "image": "inputs/x.png"}, "invalid_value", "image", "data URL"),
+        ({"prompt": PROMPT, "image": "http://x/y.png"}, "not_supported", "image", "URLs"),
+        ({"prompt": PROMPT, "loras": ["x"]}, "invalid_value", "loras", "no LoRA"),
+        ({"prompt": PROMPT, "lora": {"path": "/x"}}, "not_supported", "loras", "paths"),
+        ({"prompt": "x" * 40_000}, "invalid_value", "prompt", "32000"),
+        ({"prompt": PROMPT, "motion_score": "x"}, "invalid_value", "motion_score", "number"),
+        ({"prompt": PROMPT, "extra_params": {"option": {"a": "/etc/passwd"}}},
+         "not_supported", "option", "name a file"),
+    ],
+)  # fmt: skip
+def test_wrong_fields_are_named(
+    served: ServedApp, fields: dict[str, Any], code: str, param: str | None, words: str
+) -> None:
+    answer = served.client.post("/v1/videos", json=fields)
+    error = error_of(answer, 422 if code == "plan_does_not_fit" else 400)
+    assert (error["code"], error["param"]) == (code, param), error
+    assert words in error["message"]
+    assert served.store.list() == []
+
+
+def test_fields_of_peers_are_noted(served: ServedApp) -> None:
+    fields = {"prompt": PROMPT, "quality": "high", "user": "me", "enable_teacache": True, "n": 1}
+    video = served.client.post("/v1/videos", json=fields).json()
+    assert [note.partition(" ")[0] for note in video["warnings"]] == [
+        "quality", "user", "enable_teacache",
+    ]  # fmt: skip
+    asked = served.client.post("/v1/videos", json={"prompt": PROMPT, "quality": "32dB"}).json()
+    assert asked["warnings"] == []
+    assert asked["request"]["quality"] == "32dB"
+
+
+def test_lists_have_pages_without_repeats(served: ServedApp) -> None:
+    made = [
+        served.client.post("/v1/videos", json={"prompt": PROMPT}).json()["id"] for _ in range(5)
+    ]
+    seen, after = [], None
+    while True:
+        page = served.client.get(
+            "/v1/videos", params={"limit": 2, "order": "asc", **({"after": after} if after else {})}
+        ).json()
+        seen += [video["id"] for video in page["data"]]
+        assert (page["first_id"], page["last_id"]) == (seen[-len(page["data"])], seen[-1])
+        after = page["last_id"]
+        if not page["has_more"]:
+            break
+    assert seen == made
+    assert error_of(served.client.get("/v1/videos?after=video_x"), 400)["param"] == "after"
+    assert error_of(served.client.get("/v1/videos?limit=0"), 400)["param"] == "limit"
+    assert error_of(served.client.get("/v1/videos?order=up"), 400)["param"] == "order"
+
+
+def test_content_comes_when_it_is_there(served: ServedApp) -> None:
+    video = served.client.post("/v1/videos", json={"prompt": PROMPT}).json()["id"]
+    early = error_of(served.client.get(f"/v1/videos/{video}/content"), 404)
+    assert early["code"] == "not_ready"
+    files = served.finish(video)
+    whole = served.client.get(f"/v1/videos/{video}/content")
+    assert (whole.status_code, whole.content) == (200, files["video.mp4"])
+    assert whole.headers["content-type"] == "video/mp4"
+    assert whole.headers["content-disposition"].startswith("inline")
+    part = served.client.get(f"/v1/videos/{video}/content", headers={"range": "bytes=0-9"})
+    assert (part.status_code, part.content) == (206, files["video.mp4"][:10])
+    thumbnail = served.client.get(f"/v1/videos/{video}/content?variant=thumbnail")
+    assert (thumbnail.content, thumbnail.headers["content-type"]) == (
+        files["thumbnail.webp"], "image/webp",
+    )  # fmt: skip
+    wrong = error_of(served.client.get(f"/v1/videos/{video}/content?variant=0"), 400)
+    assert wrong["param"] == "variant"
+
+
+def test_deleted_videos_are_gone(served: ServedApp) -> None:
+    video = served.client.post("/v1/videos", json={"prompt": PROMPT}).json()["id"]
+    answer = served.client.delete(f"/v1/videos/{video}")
+    assert answer.json() == {"id": video, "object": "video.deleted", "deleted": True}
+    for path in (f"/v1/videos/{video}", "/v1/videos/..%2f..%2fjobs.sqlite", "/v1/videos/x"):
+        assert error_of(served.client.get(path), 404)["code"] == "not_found"
+
+
+def test_a_remix_has_the_same_seed(served: ServedApp) -> None:
+    first = served.client.post(
+        "/v1/videos", json={"prompt": PROMPT, "size": "64x32", "num_frames": 8}
+    ).json()
+    answer = served.client.post(
+        f"/v1/videos/{first['id']}/remix", json={"prompt": "a blue circle", "seconds": 1}
+    )
+    remix = answer.json()
+    assert answer.status_code == 200, answer.text
+    assert remix["seed"] == first["seed"]
+    assert remix["remixed_from_video_id"] == first["id"]
+    assert remix["request"] == {
+        "prompt": "a blue circle", "size": "64x32", "seconds": 1, "seed": first["seed"],
+    }  # fmt: skip
+    missing = served.client.post(f"/v1/videos/{first['id']}/remix", json={})
+    assert error_of(missing, 400)["code"] == "missing_required_parameter"
+
+
+def test_a_repeated_request_makes_one_job(served: ServedApp) -> None:
+    def post(prompt: str = PROMPT, **headers: str) -> Any:
+        return served.client.post("/v1/videos", json={"prompt": prompt}, headers=headers)
+
+    first = post().json()["id"]
+    assert post(**{"x-stainless-retry-count": "1"}).json()["id"] == first
+    assert post(**{"x-stainless-retry-count": "0"}).json()["id"] != first
+    named = post(**{"idempotency-key": "k"}).json()["id"]
+    assert post(**{"idempotency-key": "k"}).json()["id"] == named
+    other = post("a blue circle", **{"idempotency-key": "k"})
+    assert error_of(other, 400)["code"] == "invalid_value"
+
+
+def test_failed_jobs_are_answers_and_can_be_retried(served: ServedApp) -> None:
+    video = served.client.post("/v1/videos", json={"prompt": PROMPT}).json()["id"]
+    assert error_of(served.client.post(f"/v1/videos/{video}/retry"), 409)["code"] == "conflict"
+    served.store.claim("default")
+    error = {"code": "worker_died", "message": "a worker died"}
+    served.store.finish(video, "failed", error=error)
+    answer = served.client.get(f"/v1/videos/{video}")
+    assert (answer.status_code, answer.json()["error"]) == (200, error)
+    again = served.client.post(f"/v1/videos/{video}/retry").json()
+    assert (again["id"], again["status"], again["error"]) == (video, "queued", None)
+    cancelled = served.client.post(f"/v1/videos/{video}/cancel").json()
+    assert cancelled["status"] == "cancelled"
+
+
+def test_only_the_first_request_of_a_kind_is_planned(served: ServedApp) -> None:
+    for prompt in ("a red circle", "a blue circle"):
+        for size in ("64x32", "32x64"):
+            fields = {"prompt": prompt, "size": size, "seed": 3}
+            served.client.post("/v1/videos", json=fields)
+    assert [request.size for request in served.executor.requests] == ["64x32", "32x64"]
