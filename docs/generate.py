@@ -257,6 +257,13 @@ def _argument(name: str) -> str:
     return textwrap.fill(text, 92, initial_indent="    ", subsequent_indent="        ") + "\n"
 
 
+def openapi() -> str:
+    """The server's OpenAPI document."""
+    from everyframe.server.app import routed_app
+
+    return json.dumps(routed_app().openapi(), indent=1, sort_keys=True) + "\n"
+
+
 #: Page -> what makes it.
 PAGES = {
     REFERENCE / "options.md": options_page,
@@ -265,6 +272,7 @@ PAGES = {
     REFERENCE / "exit-codes.md": exit_codes_page,
     REFERENCE / "known-issues.md": known_issues_page,
     REFERENCE / "doctor.schema.json": doctor_schema,
+    REFERENCE / "openapi.json": openapi,
     PICTURES / "packages.svg": diagrams.packages_and_imports,
     PICTURES / "request.svg": diagrams.request,
     PICTURES / "guard.svg": diagrams.guard,

@@ -131,7 +131,7 @@ def generator() -> Iterator[ModuleType]:
 PAGES_MADE = ("options.md", "api.md", "events.md", "exit-codes.md", "known-issues.md")
 DRAWN = ("packages", "request", "guard", "tokens", "memory", "plan", "doctor")
 MADE = (
-    *(f"reference/{name}" for name in (*PAGES_MADE, "doctor.schema.json")),
+    *(f"reference/{name}" for name in (*PAGES_MADE, "doctor.schema.json", "openapi.json")),
     *(f"pictures/{name}.svg" for name in DRAWN),
     "../src/everyframe/__init__.pyi",
     "man/everyframe.1",

@@ -191,3 +191,22 @@ def test_answers_carry_their_headers(bare: ServedApp) -> None:
     assert "unsafe-inline" not in headers["content-security-policy"]
     assert headers["x-content-type-options"] == "nosniff"
     assert headers["x-request-id"].startswith("req_")
+
+
+def test_only_an_admin_goes_ahead(guarded: ServedApp) -> None:
+    def ask(text: str, priority: object) -> Any:
+        body = {"prompt": "a red circle", "priority": priority}
+        return guarded.client.post("/v1/videos", json=body, headers=bearer(text))
+
+    answer = ask("secret-a", 1)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
+    first = ask("secret-a", -1).json()["id"]
+    ahead = ask("secret-r", "1").json()
+    assert ahead["queue_position"] == 0
+    assert (
+        guarded.client.get(f"/v1/videos/{first}", headers=bearer("secret-a")).json()[
+            "queue_position"
+        ]
+        == 1
+    )
+    assert ask("secret-r", "high").status_code == 400

@@ -15,11 +15,13 @@ from typing import Any
 
 from everyframe.core.errors import CannotRunError, OutOfMemoryInfo, RunLockedError
 from everyframe.core.events import (
+    ComponentLoaded,
     Event,
     Note,
     Planned,
     Repaired,
     RunSaved,
+    StageDone,
     StageStarted,
     Step,
     VideoDone,
@@ -191,7 +193,13 @@ class Attempt:
         if self.is_finished:
             return
         self._meter.take(event)
-        if isinstance(event, RunSaved):
+        if isinstance(event, ComponentLoaded):
+            spent = self._report.get("load_seconds", 0.0) + event.seconds
+            self._report["load_seconds"] = round(spent, 4)
+        elif isinstance(event, StageDone) and event.peak_bytes is not None:
+            peak = max(self._report.get("peak_memory_mb") or 0, event.peak_bytes / 1e6)
+            self._report["peak_memory_mb"] = round(peak, 1)
+        elif isinstance(event, RunSaved):
             run = Path(event.path).relative_to(self._folder.path)
             self._store.update(self.job.id, run=str(run))
         elif isinstance(event, StageStarted):

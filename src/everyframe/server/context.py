@@ -20,6 +20,7 @@ from everyframe.server.event_stream import EventHub
 from everyframe.server.jobs import Job
 from everyframe.server.machine import RememberedAnswer, doctor_answer, facts_answer
 from everyframe.server.media_inputs import StoredMedia, bytes_of_data_url, store_media
+from everyframe.server.metrics import Metrics
 from everyframe.server.models import LoraRegistry, ModelRegistry
 from everyframe.server.plans import PlanCache
 from everyframe.server.rate_limits import RateLimit
@@ -50,6 +51,7 @@ class ServerContext:
     creations: RateLimit = field(init=False)
     logins: RateLimit = field(init=False)
     urls: UrlFetcher = field(init=False)
+    metrics: Metrics = field(init=False)
     facts: RememberedAnswer = field(init=False)
     doctor: RememberedAnswer = field(init=False)
     parser: RequestParser = field(init=False)
@@ -66,6 +68,7 @@ class ServerContext:
         self.creations = RateLimit(limits.creations_a_minute if self.settings.limits_keys else None)
         self.logins = RateLimit(_LOGINS_A_MINUTE)
         self.urls = UrlFetcher(self.settings.url_hosts, limits.body_bytes)
+        self.metrics = Metrics(self.store)
         self.facts, self.doctor = facts_answer(), doctor_answer()
         self.parser = RequestParser(self.models, self.loras, limits, self.read_media)
 

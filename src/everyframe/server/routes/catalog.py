@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from everyframe.core.errors import EveryframeError
 from everyframe.server.body import Body
 from everyframe.server.context import Context, GivenBody, ServerContext, Who, in_thread
-from everyframe.server.creation import parse_body
+from everyframe.server.creation import parse_body, split_priority
 from everyframe.server.errors import ApiError
 from everyframe.server.models import RegisteredModel
 from everyframe.server.option_schema import option_schema
@@ -23,6 +23,7 @@ router = APIRouter(tags=["models"])
 async def make_plan(context: Context, who: Who, body: GivenBody) -> Any:
     """What would run, with how much memory and for how long; nothing is queued."""
     context.creations.take(f"plan {who.name}")
+    _, body = split_priority(who, body)
     parsed = await parse_body(context, body)
     plan = await context.plans.plan(parsed)
     return JSONResponse({
