@@ -79,6 +79,11 @@ class ServerProcess:
     def __exit__(self, *error: object) -> None:
         self.kill()
 
+    def next_line(self) -> str:
+        """The next line that it prints."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
     def ask(self, path: str, data: Any = None, method: str | None = None) -> tuple[int, Any]:
         """Status and JSON of an answer; `data` is posted as JSON."""
         body = None if data is None else json.dumps(data).encode()
@@ -86,7 +91,7 @@ class ServerProcess:
             self.url + path, body, {"content-type": "application/json"}, method=method
         )
         try:
-            with urllib.request.urlopen(asked, timeout=30) as answer:
+            with urllib.request.urlopen(asked, timeout=120) as answer:
                 status, text = answer.status, answer.read()
         except urllib.error.HTTPError as error:
             status, text = error.code, error.read()

@@ -143,8 +143,11 @@ def _announcer(settings: ServerSettings) -> Callable[[Started], None]:
     def announce(started: Started) -> None:
         print(one_line(f"serving on {started.url}; data in {started.folder}"), flush=True)
         if started.num_queued:
-            again = f", {started.num_recovered} of them interrupted" * bool(started.num_recovered)
-            print(f"{started.num_queued} jobs of before wait{again}", flush=True)
+            print(
+                f"jobs of an earlier server: {started.num_queued}, of which "
+                f"{started.num_recovered} were interrupted",
+                flush=True,
+            )
         if settings.is_open and not settings.keys and not settings.is_loopback:
             print("everybody who reaches this address may use it (--no-auth)", flush=True)
 

@@ -50,7 +50,12 @@ class ProcessOptions:
 
 @dataclass(frozen=True)
 class Started:
-    """A server that answers: its address, its folder, and the jobs that it found interrupted."""
+    """A server that answers: its address, its folder, and the jobs that it found there.
+
+    Attributes:
+        num_recovered: jobs that ran when an earlier server died.
+        num_queued: jobs that wait, with those.
+    """
 
     url: str
     folder: Path
@@ -82,9 +87,10 @@ def serve(
         dispatcher = Dispatcher(store, executor, options.dispatcher)
         stack.callback(dispatcher.drain)
         app = create_app(store, dispatcher, executor, settings)
+        num_queued = store.count()["queued"]
         back = dispatcher.start()
         url = _url(settings.host, listening)
-        started = Started(url, folder.path, len(back), store.count()["queued"])
+        started = Started(url, folder.path, len(back), num_queued + len(back))
         drain = _Drain(dispatcher, app.state.context.begin_drain, options.drain_seconds)
         server = _Server(_config(app), lambda: on_start(started))
         with drain.on_signals(server):
