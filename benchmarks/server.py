@@ -1,6 +1,6 @@
 """What does the server cost beside the bare engine, and does it lose a job when it is killed?
 
-    python benchmarks/server.py                          # both parts; half an hour on a free machine
+    python benchmarks/server.py                          # both parts, up to half an hour each
     python benchmarks/server.py --only throughput --jobs 200
     python benchmarks/server.py --only kills --kills 20
     python benchmarks/server.py --folder FOLDER          # goes on where that folder was left
@@ -164,7 +164,7 @@ def server_round(server: Server, seeds: range) -> dict[str, Any]:
                 if seed is None:
                     return
                 client.make({**TINY, "seed": seed})
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again in the main thread
             errors.append(error)
 
     used, began = Seconds(server.processes), time.perf_counter()
@@ -177,10 +177,13 @@ def server_round(server: Server, seeds: range) -> dict[str, Any]:
     if errors:
         raise errors[0]
     memory = [process.memory_info().rss / 2**20 for process in server.processes()]
+    latencies = {
+        kind: [seconds for client in clients for seconds in client.latencies[kind]]
+        for kind in ("create", "retrieve")
+    }
     return {
         "wall": wall / len(seeds), "cpu": used.spent() / len(seeds), "memory": memory,
-        "cpu_server": 0.0,
-        **{kind: [s for c in clients for s in c.latencies[kind]] for kind in ("create", "retrieve")},
+        **latencies,
     }  # fmt: skip
 
 
