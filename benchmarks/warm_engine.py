@@ -111,7 +111,7 @@ def page(ways: list[Way], model: str | None, rounds: int) -> str:
         f"# How soon a request begins, {date.today()}",
         "",
         f"From the call to the end of the denoiser's first step, `{model or 'shapes'}`, a request",
-        "of a plan that ran before; the bits of all videos are the same. The machine is shared: the",
+        "of a plan that ran before; all videos have the same bits. The machine is shared: the",
         "processor time says what a request costs.",
         "",
         "| way | first step, median | least | processor time, median | whole video, median |",
