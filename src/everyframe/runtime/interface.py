@@ -254,7 +254,7 @@ class InMemory(Protocol):
 
 @runtime_checkable
 class WarmSpec(Protocol):
-    """A model whose components can stay in memory between runs."""
+    """A model whose components can stay in memory between runs; a dataclass with this field."""
 
     @property
     def warm(self) -> WarmComponents | None:
@@ -265,8 +265,8 @@ class WarmSpec(Protocol):
         """What its components are built from, beside the weights that its digest identifies."""
         ...
 
-    def with_warm(self, warm: WarmComponents) -> ModelSpec:
-        """The same model, which lends components."""
+    def weight_files(self) -> tuple[str, ...]:
+        """Files whose digest identifies the weights."""
         ...
 
 
