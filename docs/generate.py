@@ -13,9 +13,11 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import diagrams
+import machine_pages
 import terminal
 from annotated_types import Ge, Gt, Le, Lt
 from api_pages import NOTE, api_page, events_page
@@ -282,6 +284,12 @@ PAGES = {
     PICTURES / "doctor.svg": terminal.doctor,
     STUB: stub,
     MAN: man_page,
+    REFERENCE / "machines.md": machine_pages.machines_page,
+    REFERENCE / "cards" / "README.md": machine_pages.cards_index,
+    **{
+        REFERENCE / "cards" / f"{make}.md": partial(machine_pages.card_page, make)
+        for make in machine_pages.MAKES
+    },
 }
 
 
