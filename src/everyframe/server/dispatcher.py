@@ -1,7 +1,7 @@
 """Dispatcher: a thread for each device group claims jobs, runs them, and decides what follows.
 
-A group runs one job at a time. An attempt that was stopped or died puts its job back into the
-queue with its run, so that the next attempt resumes it.
+A group runs one job at a time; the files of a job are finished while the next one runs. An attempt
+that was stopped or died puts its job back into the queue with its run, which the next one resumes.
 
 Read next: `attempt.py`, `store.py`.
 """
@@ -13,6 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from everyframe.core.errors import (
@@ -91,6 +92,7 @@ class Dispatcher:
         self._has_news = threading.Event()
         self._trouble: str | None = None
         self._cleaner = Cleaner(store)
+        self._finisher = ThreadPoolExecutor(len(options.groups), "files of jobs")
         self._threads = [
             threading.Thread(target=self._work, args=(name, devices), name=f"group {name}")
             for name, devices in options.groups.items()
@@ -185,6 +187,7 @@ class Dispatcher:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(until - time.monotonic(), 0.0))
+        self._finisher.shutdown()
 
     def stop_now(self) -> None:
         """End the time that a drain gives to running jobs."""
@@ -202,6 +205,7 @@ class Dispatcher:
     def _work(self, name: str, devices: str | None) -> None:
         """Run jobs in one group until the server drains."""
         warm, jumps = "", 0
+        ends: Future[None] | None = None
         while not self._draining.is_set():
             self._has_news.clear()
             try:
@@ -214,7 +218,10 @@ class Dispatcher:
                 self._trouble, job = str(error), None
             if job is not None:
                 warm = job.model
-                self._run(job, devices)
+                # One job may wait for its files while the next one runs, and no more.
+                ends, before = self._run(job, devices), ends
+                if before is not None:
+                    before.result()
             elif self._trouble:
                 self._draining.wait(_PAUSE)
             elif not self._draining.is_set():
@@ -229,7 +236,8 @@ class Dispatcher:
             f"are {self._options.min_free_bytes / 2**20:.0f} MiB"
         )
 
-    def _run(self, job: Job, devices: str | None) -> None:
+    def _run(self, job: Job, devices: str | None) -> Future[None] | None:
+        """Run a job; what is left to do then, if anything."""
         scarcity = self._scarcity.pop(job.id, None)
         attempt = Attempt(job, self._store, self._executor, self._options, devices, scarcity)
         with self._lock:
@@ -243,14 +251,24 @@ class Dispatcher:
                 attempt.halt("drain")
             attempt.run()
         except Exception as error:  # noqa: BLE001 - a job's error is the job's
-            if attempt.is_finished:
-                _log.warning("%s is completed, and its worker then failed: %s", job.id, error)
-            else:
-                self._settle(attempt, error)
+            self._settle(attempt, error)
+            self._leave(attempt)
+            return None
+        return self._finisher.submit(self._finish, attempt)
+
+    def _finish(self, attempt: Attempt) -> None:
+        """Write the files of a job whose devices are free again."""
+        try:
+            attempt.finish()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._settle(attempt, error)
         finally:
-            with self._lock:
-                del self._attempts[job.id]
-            self._previews.pop(job.id, None)
+            self._leave(attempt)
+
+    def _leave(self, attempt: Attempt) -> None:
+        with self._lock:
+            del self._attempts[attempt.job.id]
+        self._previews.pop(attempt.job.id, None)
 
     def _settle(self, attempt: Attempt, error: Exception) -> None:
         """Decide what follows an attempt that did not finish, and write it into the job's row."""
