@@ -65,11 +65,13 @@ def is_debug() -> bool:
 COMMANDS = {
     "generate": ("everyframe.cli.generate:COMMAND", "Make a video from a prompt."),
     "resume": ("everyframe.cli.resume:COMMAND", "Resume an interrupted run."),
+    "serve": ("everyframe.cli.serve:COMMAND", "Serve videos over HTTP from a durable queue."),
     "plan": ("everyframe.cli.plan:COMMAND", "Show what would run; nothing is loaded or fetched."),
     "compile": ("everyframe.cli.compile:COMMAND", "Compile a model's blocks ahead of its runs."),
     "fast-paths": ("everyframe.cli.fast_paths:COMMAND", "List fast paths and their certificates."),
     "calibrate": ("everyframe.cli.calibrate:COMMAND", "Measure what lossy methods cost in dB."),
     "doctor": ("everyframe.cli.doctor:COMMAND", "Check this machine, and name the fixes."),
+    "bench": ("everyframe.cli.bench:COMMAND", "Measure this machine, and compare two."),
     "save": ("everyframe.cli.save:COMMAND", "Write a model with merged or quantized weights."),
     "inspect": ("everyframe.cli.inspect:COMMAND", "Show how a video was made."),
     "pull": ("everyframe.cli.pull:COMMAND", "Fetch and verify what a model needs."),

@@ -15,11 +15,13 @@ from typing import Any
 
 from everyframe.core.errors import CannotRunError, OutOfMemoryInfo, RunLockedError
 from everyframe.core.events import (
+    ComponentLoaded,
     Event,
     Note,
     Planned,
     Repaired,
     RunSaved,
+    StageDone,
     StageStarted,
     Step,
     VideoDone,
@@ -95,6 +97,8 @@ class Attempt:
         self._began = time.monotonic()
         self._last_write = 0.0
         self._is_to_say_where = False
+        # Beginnings of notes that warn of nothing.
+        self._routine: tuple[str, ...] = ("previews ",)
         self._meter: ProgressMeter | None = None
 
     def halt(self, reason: str) -> None:
@@ -123,6 +127,8 @@ class Attempt:
         """
         kept = self._kept_run()
         self.has_resumed = self._is_to_say_where = kept is not None
+        if self.has_resumed:  # the job's own event says where
+            self._routine = (*self._routine, "resuming ", "starting ")
         events = self._executor.run(self._worker_job(kept), None, self.stop)
         with closing(events):
             planned = next(events)
@@ -187,7 +193,13 @@ class Attempt:
         if self.is_finished:
             return
         self._meter.take(event)
-        if isinstance(event, RunSaved):
+        if isinstance(event, ComponentLoaded):
+            spent = self._report.get("load_seconds", 0.0) + event.seconds
+            self._report["load_seconds"] = round(spent, 4)
+        elif isinstance(event, StageDone) and event.peak_bytes is not None:
+            peak = max(self._report.get("peak_memory_mb") or 0, event.peak_bytes / 1e6)
+            self._report["peak_memory_mb"] = round(peak, 1)
+        elif isinstance(event, RunSaved):
             run = Path(event.path).relative_to(self._folder.path)
             self._store.update(self.job.id, run=str(run))
         elif isinstance(event, StageStarted):
@@ -201,7 +213,7 @@ class Attempt:
             del shown["type"]
             self._report["repairs"] = [*self._report["repairs"], shown]
             self._store.update(self.job.id, report=self.report(), event=("repaired", shown))
-        elif isinstance(event, Note) and not self._is_of_resuming(event):
+        elif isinstance(event, Note) and not event.text.startswith(self._routine):
             self._warn(event.text)
         elif event.type == "preview":
             self._options.on_preview(self.job.id, event)
@@ -227,10 +239,6 @@ class Attempt:
             values |= {"attempts": 1, "interruptions": 0}
         self._store.update(self.job.id, event=(kind, data), **values)
         self._last_write = time.monotonic()
-
-    def _is_of_resuming(self, note: Note) -> bool:
-        """Whether it says where a run resumes, which the job's own event says."""
-        return self.has_resumed and note.text.startswith(("resuming ", "starting "))
 
     def _warn(self, text: str) -> None:
         if text not in self._report["warnings"]:

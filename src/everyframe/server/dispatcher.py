@@ -178,16 +178,21 @@ class Dispatcher:
         self._has_news.set()
         until = time.monotonic() + seconds
         while time.monotonic() < until and any(thread.is_alive() for thread in self._threads):
-            time.sleep(min(_PAUSE, max(until - time.monotonic(), 0.0)))
-        with self._lock:
-            attempts = [*self._attempts.values()]
-        for attempt in attempts:
-            attempt.halt("drain")
-        self._ended.set()
+            if self._ended.wait(min(_PAUSE, max(until - time.monotonic(), 0.0))):
+                break
+        self.stop_now()
         until = time.monotonic() + _STOP_SECONDS
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(until - time.monotonic(), 0.0))
+
+    def stop_now(self) -> None:
+        """End the time that a drain gives to running jobs."""
+        self._ended.set()
+        with self._lock:
+            attempts = [*self._attempts.values()]
+        for attempt in attempts:
+            attempt.halt("drain")
 
     def _take_preview(self, id: str, event: Event) -> None:  # noqa: A002
         self._previews[id] = event
@@ -205,7 +210,7 @@ class Dispatcher:
                 prefers = warm if jumps < self._options.warm_ahead else None
                 job = None if self._trouble else self._store.claim(name, prefers)
                 jumps = jumps + 1 if job is not None and self._store.has_older(job) else 0
-            except StoreError as error:
+            except (StoreError, OSError) as error:
                 self._trouble, job = str(error), None
             if job is not None:
                 warm = job.model
@@ -260,14 +265,17 @@ class Dispatcher:
                 self._trouble = str(error)
                 _log.error("%s waits: %s", job.id, error)
                 self._draining.wait(_PAUSE)
-            self._persist(lambda: self._store.requeue(job.id, counts_attempt=False, report=report))
+            cause = attempt.reason or code_of(error)
+            self._persist(lambda: self._store.requeue(
+                job.id, counts_attempt=False, cause=cause, report=report))  # fmt: skip
             return
         attempts = 1 if attempt.has_advanced else job.attempts
         if attempts < self._options.max_attempts and self._can_repeat(attempt, error):
             _log.warning("%s is tried again (attempt %d failed): %s", job.id, attempts, error)
             report["warnings"] = [*report["warnings"], f"an attempt failed: {message_of(error)}"]
             self._persist(lambda: self._store.requeue(
-                job.id, counts_attempt=True, attempts=attempts, report=report))  # fmt: skip
+                job.id, counts_attempt=True, cause=code_of(error), attempts=attempts,
+                report=report))  # fmt: skip
             return
         _log.error("%s failed: %s", job.id, error, exc_info=not isinstance(error, EveryframeError))
         data = {"code": code_of(error), "message": message_of(error)}
