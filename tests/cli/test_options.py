@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
 
 from everyframe.cli import generate, plan
+from everyframe.cli.executors import executor_flags
 from everyframe.cli.main import COMMANDS, main
 from everyframe.cli.options import RUN_FLAGS
 from everyframe.core.options import FamilyOptions, facts_of, option
@@ -29,7 +31,8 @@ def fields() -> set[str]:
 
 
 def test_every_field_is_a_flag() -> None:
-    assert flags_of(generate.COMMAND) == fields() | set(RUN_FLAGS)
+    own = {each.name for each in executor_flags()}
+    assert flags_of(generate.COMMAND) == fields() | set(RUN_FLAGS) | own
     assert flags_of(plan.COMMAND) == fields() | set(RUN_FLAGS) - {"dry_run", "run_dir"}
     assert "latents" not in flags_of(generate.COMMAND)
 
@@ -81,3 +84,20 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"everyframe {__version__}\n"
+
+
+def test_what_is_on_can_be_turned_off(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing else has a flag of its own for that."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", "--help"]) == 0
+    shown = set(re.findall(r"--no-[\w-]+", capsys.readouterr().out))
+    on = {
+        name
+        for model in [Request, *registry.all_options().values()]
+        for name, field in model.model_fields.items()
+        if field.default is True
+    }
+    assert "image_oscillation" in on
+    assert shown == {f"--no-{name.replace('_', '-')}" for name in on}

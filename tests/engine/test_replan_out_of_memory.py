@@ -35,9 +35,9 @@ from everyframe.core.facts import DeviceFacts
 from everyframe.core.parallel_plan import ParallelPlan, RankPlan
 from everyframe.core.plan import ComponentPlan, Plan, Precision, Settings
 from everyframe.engine import launcher, replan
+from everyframe.engine.error_transfer import error_data, error_from
 from everyframe.engine.launcher import EventDeduplicator
 from everyframe.engine.replan import relieved_of, remind, replan_with_less_memory
-from everyframe.engine.worker import _error_data
 from everyframe.engine.worker_process import WorkerJob, receive, send
 from everyframe.runs.folder import RunFolder
 from everyframe.runs.run_state import EVERY_STEP, RunState
@@ -65,7 +65,7 @@ class MadeUp:
         begins: list[Event] = [Planned(plan()), WeightsReady({}), RunSaved("this-run", str(path))]
         seven = [FramesDecoded(7, 4, pixels(4)), VideoDone(7, 4, {})]
         first = [*begins, *seven, FramesDecoded(5, 2, pixels(2))]
-        lost = _error_data(PeerLostError("rank 1 went away"))
+        lost = error_data(PeerLostError("rank 1 went away"))
         again = [
             *begins,
             Note("goes on"),
@@ -75,7 +75,7 @@ class MadeUp:
         self._said = [
             # Who waits for the other is heard first, and knows less.
             [[("event", each) for each in first] + [("error", lost)],
-             [("error", _error_data(SHORT))]],
+             [("error", error_data(SHORT))]],
             [[("event", each) for each in [*again, VideoDone(5, 5, {})]] + [("end", None)],
              [("end", None)]],
         ]  # fmt: skip
@@ -157,9 +157,8 @@ def test_an_error_that_is_reworded_says_where_memory_ran_out() -> None:
     again = SHORT.reworded("other words")
     assert (str(again), again.scarcity) == ("other words", SHORT.scarcity)
     ours, theirs = Pipe()
-    send(theirs, "error", _error_data(again))
-    worker: Any = SimpleNamespace(job=WorkerJob(rank=3))
-    found = launcher._raised_again(worker, receive(ours)[1])
+    send(theirs, "error", error_data(again))
+    found = error_from(receive(ours)[1], 3)
     assert isinstance(found, DistributedOutOfMemoryError)
     assert found.scarcity.rank == 3
     assert type(CannotRunError("so").reworded("other")) is CannotRunError
@@ -167,9 +166,8 @@ def test_an_error_that_is_reworded_says_where_memory_ran_out() -> None:
 
 def test_an_error_that_can_not_be_made_of_its_text_keeps_its_name_and_text() -> None:
     """In place of a TypeError of our own about the arguments of its class."""
-    worker: Any = SimpleNamespace(job=WorkerJob(rank=0))
     for error in (UnicodeDecodeError("utf-8", b"x", 0, 1, "no such byte"), KeyError("unet")):
-        again = launcher._raised_again(worker, _error_data(error))
+        again = error_from(error_data(error), 0)
         assert str(error) in str(again) or str(again) == repr(str(error))
         assert type(error).__name__ in (type(again).__name__, str(again).partition(":")[0])
         assert again.__cause__ is not None

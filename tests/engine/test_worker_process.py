@@ -6,15 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import cast
 
 import pytest
 
 from everyframe.core.errors import CorruptRunError, InputError
 from everyframe.core.request import Request
 from everyframe.engine import launcher
+from everyframe.engine.error_transfer import error_from
 from everyframe.engine.launcher import run_in_workers
-from everyframe.engine.worker_process import Worker, WorkerJob
+from everyframe.engine.worker_process import WorkerJob
 from everyframe.runs.atomic_write import write_json
 from everyframe.runs.folder import SCHEMA, RunFolder
 from helpers.shadowing_modules import plant
@@ -71,7 +71,7 @@ def test_a_worker_is_found_where_the_package_was_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["UnicodeDecodeError", "UnicodeEncodeError", "ExceptionGroup"])
 def test_errors_that_a_text_alone_does_not_make_keep_their_text(name: str) -> None:
     told = {"class": name, "text": "byte 0xff at 3", "trace": "Traceback"}
-    error = launcher._raised_again(cast("Worker", None), told)
+    error = error_from(told, 0)
     assert "byte 0xff at 3" in str(error)
     assert isinstance(error, Exception)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everyframe.cli import plan as plan_command
+from everyframe.cli.executors import RayChoice, chosen_ray, executor_flags
 from everyframe.cli.options import RUN_FLAGS, make_command
 from everyframe.cli.parse_request import ParsedRequest, parse_request
 from everyframe.cli.progress import Reporter, reporter
@@ -55,10 +56,16 @@ def generate(
     dry_run: bool = False,
     as_profile: str | None = None,
     run_dir: str | None = None,
+    executor: str | None = None,
+    ray_address: str | None = None,
+    place_timeout: str | None = None,
     **given: Any,
 ) -> int:
     """Make the video; the exit code. `given` holds the options of the request by name."""
     wanted = parse_request(given, from_record)
+    ray = chosen_ray(executor, ray_address, place_timeout)
+    if ray is not None and (dry_run or as_profile is not None):
+        raise InputError("a dry run plans for this machine; leave out --executor ray")
     check_output_option(wanted.request, output)
     if dry_run and is_silent():
         return int(ExitCode.DONE)
@@ -68,14 +75,17 @@ def generate(
         raise InputError(
             f"--as {as_profile} plans for another machine and can make nothing here; give --dry-run"
         )
-    check_input_files(wanted.request)
+    if ray is None:  # else the nodes check them, which have the models
+        check_input_files(wanted.request)
     if output is None:
         check_here()
-    return make(_events(wanted, output, run_dir), output, json=json)
+    return make(_events(wanted, output, run_dir, ray), output, json=json)
 
 
-def _events(wanted: ParsedRequest, output: str | None, run_dir: str | None) -> Callable[[], Events]:
-    """Starter of the engine, in worker processes if possible."""
+def _events(
+    wanted: ParsedRequest, output: str | None, run_dir: str | None, ray: RayChoice | None
+) -> Callable[[], Events]:
+    """Starter of the engine, on a cluster or in worker processes if possible."""
     place = None if output is None else absolute(output)
 
     def started() -> Events:
@@ -85,10 +95,11 @@ def _events(wanted: ParsedRequest, output: str | None, run_dir: str | None) -> C
         from everyframe.engine.worker_process import WorkerJob
 
         root = root_of(run_dir)
-        if is_possible():
+        if ray is not None or is_possible():
             job = WorkerJob(wanted.request, num_threads=wanted.num_threads, root=root, output=place,
                       as_uint8=True)  # fmt: skip
-            events = run_in_workers(job.of_ranks(wanted.request.num_ranks, under_torchrun()))
+            ranked = job.of_ranks(wanted.request.num_ranks, under_torchrun())
+            events = run_in_workers(ranked) if ray is None else ray.run(ranked, Path.cwd())
             return events if wanted.record is None else compare_with(wanted.record, events)
         from everyframe.engine.run import stream
         from everyframe.runs.run_state import SaveOptions
@@ -203,4 +214,4 @@ def _keep_sound(sink: OutputFiles, event: AudioDecoded, shown: Reporter) -> None
         shown.show(Note(why_not))
 
 
-COMMAND = make_command(generate, tuple(RUN_FLAGS), _HELP)
+COMMAND = make_command(generate, tuple(RUN_FLAGS), _HELP, executor_flags())

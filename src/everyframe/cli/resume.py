@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
+from everyframe.cli.executors import RayChoice, chosen_ray, executor_flags
 from everyframe.cli.generate import is_silent, make
 from everyframe.cli.options import command, flag, optional, request_flag, run_flag
 from everyframe.cli.tables import console, json_line, shortened, table
@@ -42,9 +43,13 @@ def resume(
     trust_remote_code: bool = False,
     model: str | None = None,
     option: Sequence[str] = (),
+    executor: str | None = None,
+    ray_address: str | None = None,
+    place_timeout: str | None = None,
     **devices: str,
 ) -> int:
     """Resume, list, or forget; the exit code. `devices` are options of the request about them."""
+    ray = chosen_ray(executor, ray_address, place_timeout)
     if list and (forget or run is not None):
         raise InputError("--list shows all runs; leave out the rest")
     root = root_of(run_dir)
@@ -86,6 +91,7 @@ def resume(
             devices,
             named,
             trusts=trust_remote_code,
+            ray=ray,
         ),
         place,
         json=json,
@@ -99,18 +105,20 @@ def _events(
     named: Mapping[str, Any],
     *,
     trusts: bool,
+    ray: RayChoice | None,
 ) -> Events:
     from everyframe.engine.launcher import is_possible, ranks_of, run_in_workers
     from everyframe.engine.worker_process import WorkerJob
 
     ranks, here = _other_ranks(found, devices, ranks_of(found)), under_torchrun()
-    if is_possible():
+    if ray is not None or is_possible():
         number = ranks_of(found) if ranks is None else Request(**ranks).num_ranks
         job = WorkerJob(run=found.path, skip=found.done(), as_uint8=True, ranks=ranks,
                   trust_remote_code=trusts, named=named)  # fmt: skip
-        return run_in_workers(
-            job.of_ranks(number, here), where if where is not None and where.is_dir() else None
-        )
+        place = where if where is not None and where.is_dir() else None
+        if ray is not None:
+            return ray.run(job.of_ranks(number), place or Path.cwd())
+        return run_in_workers(job.of_ranks(number, here), place)
     from everyframe.engine.resume import resume_run
 
     return resume_run(found, skip=found.done(), ranks=ranks, trust_remote_code=trusts, named=named)
@@ -193,6 +201,7 @@ COMMAND = command(
         run_flag("json"),
         run_flag("run_dir"),
         run_flag("log_level"),
+        *executor_flags(),
     ),
     _HELP,
 )

@@ -8,7 +8,6 @@ ends. The first worker reports for all ranks. Imports no torch. `worker.py` is t
 
 from __future__ import annotations
 
-import builtins
 import logging
 import os
 import tempfile
@@ -21,13 +20,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from everyframe.core import errors
-from everyframe.core.errors import (
-    CorruptRunError,
-    DistributedOutOfMemoryError,
-    EveryframeError,
-    WorkerDiedError,
-)
+from everyframe.core.errors import CorruptRunError, DistributedOutOfMemoryError, WorkerDiedError
 from everyframe.core.events import (
     Event,
     Events,
@@ -39,6 +32,7 @@ from everyframe.core.events import (
 )
 from everyframe.core.plan import Plan
 from everyframe.core.serialization import from_jsonable
+from everyframe.engine.error_transfer import error_from
 from everyframe.engine.stop_switch import StopSwitch
 from everyframe.engine.worker_monitor import HangDetector, crash_error, kept_in
 from everyframe.engine.worker_process import Worker, WorkerJob
@@ -211,7 +205,7 @@ def _events(workers: Sequence[Worker], stop: StopSwitch | None = None) -> Iterat
                 _log(value)
             elif name == "error":
                 worker, value = yield from _heard_out(worker, value, at_work, workers)
-                raise _raised_again(worker, value)
+                raise error_from(value, worker.job.rank)
             else:
                 assert name == "end", name
                 del at_work[connection]
@@ -281,39 +275,3 @@ class _GoneError(Exception):
     def __init__(self, worker: Worker) -> None:
         super().__init__()
         self.worker = worker
-
-
-class _InWorkerError(Exception):
-    """Wrapper that shows the worker's traceback above ours."""
-
-    def __str__(self) -> str:
-        return "in the worker:\n" + "".join(self.args)
-
-
-def _of_class(kind: type[Exception], text: str) -> Exception:
-    """Build a Python error of that class; some can't be built and are named in the text."""
-    try:
-        return kind(text)
-    except TypeError:
-        return RuntimeError(f"{kind.__name__}: {text}")
-
-
-def _raised_again(worker: Worker, data: dict[str, Any]) -> BaseException:
-    """Rebuild the error that a worker reported, in its own class if that is ours or Python's."""
-    name, text = data["class"], data["text"]
-    if "scarcity" in data:
-        return DistributedOutOfMemoryError(text, replace(data["scarcity"], rank=worker.job.rank))
-    own = getattr(errors, name, None)
-    if isinstance(own, type) and issubclass(own, EveryframeError):
-        return own(text)
-    pythons = getattr(builtins, name, None)
-    error: BaseException
-    if data.get("strerror"):
-        error = OSError(data["errno"], data["strerror"], data["file"])
-    elif isinstance(pythons, type) and issubclass(pythons, Exception):
-        error = _of_class(pythons, text)
-    else:
-        error = EveryframeError(text) if "trace" not in data else RuntimeError(f"{name}: {text}")
-    if "trace" in data:
-        error.__cause__ = _InWorkerError(data["trace"])
-    return error

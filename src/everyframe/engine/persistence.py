@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def create_run(
     folder: RunFolder | None = None
     lock = None
     try:
-        folder = new_run(how.root)
+        folder = new_run(how.root, how.name)
         lock = folder.locked()
         entries = {
             "began": time.time(),
@@ -121,6 +122,9 @@ def writer_for_rank(here: RankContext, how: SaveOptions, begun: RunStateWriter) 
     if not here.teams.team.is_lead or begun.folder is not None or not path:
         return begun
     folder = RunFolder(Path(path), here.group)
+    if not folder.path.is_dir() and how.parts is not None:
+        folder = replace(folder, path=how.parts / folder.name)
+        folder.path.mkdir(parents=True, mode=0o700)
     if folder.path.is_dir():
         return RunStateWriter(folder, how)
     keeper = RunStateWriter(None, how)

@@ -12,21 +12,17 @@ import logging
 import os
 import signal
 import threading
-import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from everyframe.checkpoints.read_progress import watch_reads
-from everyframe.core.errors import (
-    DistributedOutOfMemoryError,
-    EveryframeError,
-    WorkerDiedError,
-)
+from everyframe.core.errors import EveryframeError, WorkerDiedError
 from everyframe.core.events import (
     ComponentLoaded,
     Event,
@@ -38,6 +34,7 @@ from everyframe.core.events import (
     WeightsReady,
 )
 from everyframe.core.facts import MachineFacts
+from everyframe.engine.error_transfer import error_data
 from everyframe.engine.flight_recorder import FlightRecorder
 from everyframe.engine.worker_process import WorkerJob, receive, send
 
@@ -83,7 +80,7 @@ def _run_job(job: WorkerJob, inbox: _Inbox, desk: _Desk) -> bool:
         # After an error for the user all is as before; after another, or among ranks, who knows.
         is_ours = isinstance(error, EveryframeError) and not isinstance(error, WorkerDiedError)
         waits = job.stays and is_ours and len(job.weights) == 1
-        send(connection, "error", {**_error_data(error), "waits": waits, "warm": desk.warm()})
+        send(connection, "error", {**error_data(error), "waits": waits, "warm": desk.warm()})
         return waits
     return job.stays
 
@@ -219,7 +216,9 @@ def _events(job: WorkerJob, trail: FlightRecorder, desk: _Desk) -> Events:
             cache=cache,
         )  # fmt: skip
     keeps = job.root if job.rank == 0 else None
-    keep = SaveOptions(keeps, job.output, job.as_uint8, cleans=False, pace=pace)
+    keep = SaveOptions(keeps, job.output, job.as_uint8, cleans=False, pace=pace, name=job.run_name)
+    if job.run_name is not None:
+        keep = replace(keep, parts=job.root)
     assert job.request is not None
     if job.plans:
         return _plan(job, cache)
@@ -324,19 +323,3 @@ def _light(event: Event, as_uint8: bool) -> Event:
     from everyframe.media.pixels import to_uint8
 
     return FramesDecoded(event.seed, event.num_frames, to_uint8(event.frames))
-
-
-def _error_data(error: Exception) -> dict[str, Any]:
-    """What the parent needs to raise this error again."""
-    data: dict[str, Any] = {"class": type(error).__name__, "text": str(error)}
-    if isinstance(error, DistributedOutOfMemoryError):
-        data["scarcity"] = error.scarcity
-    if isinstance(error, OSError):
-        data |= {"errno": error.errno, "strerror": error.strerror, "file": _text(error.filename)}
-    if not isinstance(error, EveryframeError):
-        data["trace"] = "".join(traceback.format_exception(error))
-    return data
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else str(value)

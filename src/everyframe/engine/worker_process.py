@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -48,6 +48,8 @@ class WorkerJob:
         run: run folder, for a resumed run.
         num_threads: CPU threads; None for the default.
         root: folder of runs to save in.
+        run_name: name of the new run in `root`, given by whoever started ranks of several machines;
+            each machine saves the state of its own ranks. None if rank 0 names it.
         output: requested output path.
         as_uint8: save frames as uint8.
         skip: seeds whose videos are not wanted again.
@@ -76,6 +78,7 @@ class WorkerJob:
     run: Path | None = None
     num_threads: int | None = None
     root: Path | None = None
+    run_name: str | None = None
     output: str | None = None
     as_uint8: bool = False
     skip: tuple[int, ...] = ()
@@ -202,11 +205,19 @@ class Worker:
         self._process.kill()
 
 
+class Channel(Protocol):
+    """What messages travel through: a connection of processes, or a buffer in memory."""
+
+    def send_bytes(self, buf: Any, /) -> None: ...
+
+    def recv_bytes(self) -> bytes: ...
+
+
 #: Messages of several threads must not interleave.
 _SENDING = threading.Lock()
 
 
-def send(connection: Connection, name: str, value: Any = None) -> None:
+def send(connection: Channel, name: str, value: Any = None) -> None:
     """Send a message.
 
     Raises:
@@ -222,7 +233,7 @@ def send(connection: Connection, name: str, value: Any = None) -> None:
             connection.send_bytes(part)
 
 
-def receive(connection: Connection) -> tuple[str, Any]:
+def receive(connection: Channel) -> tuple[str, Any]:
     """Receive the next message.
 
     Raises:

@@ -266,10 +266,10 @@ def _lock(file: IO[bytes], *, is_shared: bool = False) -> None:
         msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
 
 
-def new_run(root: Path) -> RunFolder:
-    """Create an empty run folder in `root`. Raises `OSError`."""
+def new_run(root: Path, name: str | None = None) -> RunFolder:
+    """Create an empty run folder in `root`, named `name` or after its time. Raises `OSError`."""
     root.mkdir(parents=True, exist_ok=True)
-    began = time.strftime("%Y%m%d-%H%M%S")
+    began = name or time.strftime("%Y%m%d-%H%M%S")
     for number in range(1000):
         path = root / (f"{began}-{number}" if number else began)
         try:

@@ -86,6 +86,9 @@ class SaveOptions:
         as_uint8: save frames as uint8, if nothing finer is needed.
         cleans: delete the folder when the run is done; otherwise the consumer of its events does.
         pace: how often state is saved.
+        name: name of the new folder in `root`; None for its start time.
+        parts: folder of runs on this machine for the state of other video groups than the first,
+            used where this machine can't see the folder of rank 0.
     """
 
     root: Path | None
@@ -93,6 +96,8 @@ class SaveOptions:
     as_uint8: bool = False
     cleans: bool = True
     pace: SaveInterval = SaveInterval()
+    name: str | None = None
+    parts: Path | None = None
 
 
 @dataclass

@@ -38,6 +38,7 @@ class Component:
         working_bytes: peak memory beside the weights, from bytes per element; only for a model
             without dry runs, which measure it otherwise.
         has_precision: precision of a component that the caller has loaded; nothing is chosen then.
+        packed_bytes: bytes of each matrix that its file stores in blocks which can stay in memory.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Component:
     needs: ComponentNeeds
     working_bytes: Callable[[int], int] | None = None
     has_precision: Precision | None = None
+    packed_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -254,7 +256,7 @@ class InMemory(Protocol):
 
 @runtime_checkable
 class WarmSpec(Protocol):
-    """A model whose components can stay in memory between runs."""
+    """A model whose components can stay in memory between runs; a dataclass with this field."""
 
     @property
     def warm(self) -> WarmComponents | None:
@@ -263,10 +265,6 @@ class WarmSpec(Protocol):
 
     def identity(self) -> Hashable:
         """What its components are built from, beside the weights that its digest identifies."""
-        ...
-
-    def with_warm(self, warm: WarmComponents) -> ModelSpec:
-        """The same model, which lends components."""
         ...
 
 

@@ -1,0 +1,67 @@
+"""Errors between processes: plain data of an error, and the error from that data. Imports no torch.
+
+Nothing is unpickled: only classes of `everyframe.core.errors` and Python's own are rebuilt.
+"""
+
+from __future__ import annotations
+
+import builtins
+import traceback
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from everyframe.core import errors
+from everyframe.core.errors import DistributedOutOfMemoryError, EveryframeError
+
+
+def error_data(error: Exception) -> dict[str, Any]:
+    """What another process needs to raise this error again; see `error_from`."""
+    data: dict[str, Any] = {"class": type(error).__name__, "text": str(error)}
+    if isinstance(error, DistributedOutOfMemoryError):
+        data["scarcity"] = error.scarcity
+    if isinstance(error, OSError):
+        data |= {"errno": error.errno, "strerror": error.strerror, "file": _text(error.filename)}
+    if not isinstance(error, EveryframeError):
+        data["trace"] = "".join(traceback.format_exception(error))
+    return data
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+def error_from(data: Mapping[str, Any], rank: int) -> Exception:
+    """Rebuild the error that `rank` reported, in its own class if that is ours or Python's."""
+    name, text = data["class"], data["text"]
+    if "scarcity" in data:
+        return DistributedOutOfMemoryError(text, replace(data["scarcity"], rank=rank))
+    own = getattr(errors, name, None)
+    if isinstance(own, type) and issubclass(own, EveryframeError):
+        return own(text)
+    pythons = getattr(builtins, name, None)
+    error: Exception
+    if data.get("strerror"):
+        error = OSError(data["errno"], data["strerror"], data["file"])
+    elif isinstance(pythons, type) and issubclass(pythons, Exception):
+        error = _of_class(pythons, text)
+    else:
+        error = EveryframeError(text) if "trace" not in data else RuntimeError(f"{name}: {text}")
+    if "trace" in data:
+        error.__cause__ = _InWorkerError(data["trace"])
+    return error
+
+
+class _InWorkerError(Exception):
+    """Wrapper that shows the worker's traceback above ours."""
+
+    def __str__(self) -> str:
+        return "in the worker:\n" + "".join(self.args)
+
+
+def _of_class(kind: type[Exception], text: str) -> Exception:
+    """Build a Python error of that class; some can't be built and are named in the text."""
+    try:
+        return kind(text)
+    except TypeError:
+        return RuntimeError(f"{kind.__name__}: {text}")
