@@ -114,6 +114,7 @@ def test_a_second_signal_ends_that_time(tmp_path: Path) -> None:
         (["--groups", "0,;"], "groups must be lists of devices"),
         (["--executor", "magic"], "executor must be one of workers, ray, got 'magic'"),
         (["--ray-address", "auto"], "--ray-address needs --executor ray"),
+        (["--place-timeout", "9s"], "--place-timeout needs --executor ray"),
         (["--max-upload", "much"], "max-upload must be an amount"),
         (["--loras", "/no/such/folder"], "loras must be a folder"),
         (["--api-keys", "/no/such/file"], "the file of keys '/no/such/file' can't be read"),
