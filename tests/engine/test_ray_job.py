@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from everyframe.core.errors import (
-    CannotRunError,
+    DevicesBusyError,
     DistributedOutOfMemoryError,
     InputError,
     NumericsError,
@@ -23,7 +23,7 @@ from everyframe.core.request import Request
 from everyframe.core.serialization import to_jsonable
 from everyframe.engine import ray_job
 from everyframe.engine.message_bytes import from_bytes
-from everyframe.engine.ray_group import NoRoomError, RankFailedError, RankLostError
+from everyframe.engine.ray_group import RankFailedError, RankLostError
 from everyframe.engine.ray_job import run_on_cluster
 from everyframe.engine.run_transfer import RunChanges
 from everyframe.engine.worker_process import WorkerJob
@@ -32,7 +32,7 @@ from everyframe.runs.folder import SCHEMA, RunFolder
 
 REQUEST = Request(prompt="a red circle", num_devices=2, device="cpu")
 PLANNED, LOST = Planned(None), RankLostError("rank 1 on the node b was lost: it is gone")  # type: ignore[arg-type]
-NO_ROOM = NoRoomError("no room")
+NO_ROOM = DevicesBusyError("no room")
 Said = tuple[str, Any] | Exception
 
 
@@ -60,7 +60,7 @@ class Groups:
     @contextmanager
     def placed(self, number: int, *_: Any) -> Iterator[Groups]:
         self.sizes.append(number)
-        if isinstance(self.scripts[0], NoRoomError):
+        if isinstance(self.scripts[0], DevicesBusyError):
             raise self.scripts.pop(0)
         yield self
 
@@ -148,7 +148,7 @@ def test_fewer_devices_take_over_where_there_are_no_more(groups: Any, tmp_path: 
 
 def test_no_device_at_all_ends_the_run_and_keeps_it(groups: Any, tmp_path: Path) -> None:
     groups([*BEGIN, LOST], NO_ROOM, num_free=0)
-    with pytest.raises(WorkerDiedError, match="no device is free; resume it: everyframe resume"):
+    with pytest.raises(DevicesBusyError, match="no device is free; resume it: everyframe resume"):
         run(tmp_path, [])
     [path] = tmp_path.iterdir()
     assert not RunFolder(path).is_busy()
@@ -157,7 +157,7 @@ def test_no_device_at_all_ends_the_run_and_keeps_it(groups: Any, tmp_path: Path)
 
 def test_no_room_at_the_start_is_an_error_of_its_own(groups: Any, tmp_path: Path) -> None:
     groups(NO_ROOM, num_free=1)
-    with pytest.raises(CannotRunError, match="no room"):
+    with pytest.raises(DevicesBusyError, match="no room"):
         run(tmp_path, [])
     assert list(tmp_path.iterdir()) == []
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from everyframe.core.errors import (
+    DevicesBusyError,
     DistributedOutOfMemoryError,
     InputError,
     OutOfMemoryInfo,
@@ -26,7 +27,6 @@ from everyframe.engine.input_transfer import InputFiles, absolute_models, read_i
 from everyframe.engine.launcher import EventDeduplicator, ranks_of
 from everyframe.engine.message_bytes import to_bytes
 from everyframe.engine.ray_group import (
-    NoRoomError,
     RankFailedError,
     RankLostError,
     has_gpus,
@@ -50,9 +50,9 @@ def run_on_cluster(
     `place` is where relative paths are; each group of ranks waits `seconds` for free devices.
 
     Raises:
-        NoRoomError: there is no room for the ranks.
+        DevicesBusyError: no devices are free; the run folder is left.
         RunStoppedError: `stop` was set; the run folder is left.
-        WorkerDiedError: ranks are lost again and again, or no device is left.
+        WorkerDiedError: ranks are lost again and again; the run folder is left.
         EveryframeError: any error of a rank.
     """
     _check(job)
@@ -102,12 +102,12 @@ def _attempts(job: WorkerJob, run: _SavedRun, seconds: float, stop: StopSwitch |
                 ) from gone
             begins = "resumes from its last saved state" if run.is_saved else "begins again"
             notes.append(Note(f"{lost}; the run {begins} in a new group"))
-        except NoRoomError as full:
+        except DevicesBusyError as full:
             if not lost:
                 raise
             fewer = min(number - 1, num_free(_kind(asked)))
             if fewer < 1:
-                raise WorkerDiedError(f"{lost}, and no device is free{run.how()}") from full
+                raise DevicesBusyError(f"{lost}, and no device is free{run.how()}") from full
             notes.append(Note(f"no {number} devices are free within {seconds:g} s; the run resumes "
                               f"on {fewer}, which differs by rounding"))  # fmt: skip
             number = fewer

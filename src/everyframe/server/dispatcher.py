@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from everyframe.core.errors import (
     CannotRunError,
     CorruptRunError,
+    DevicesBusyError,
     DistributedOutOfMemoryError,
     EveryframeError,
     InputError,
@@ -255,9 +256,11 @@ class Dispatcher:
             self._persist(lambda: self._store.finish(
                 job.id, "cancelled", report=report, expires_at=expires))  # fmt: skip
             return
-        if isinstance(error, (RunStoppedError, RunLockedError, StoreError)) or is_disk_full(error):
+        waits = isinstance(error, (RunStoppedError, RunLockedError, StoreError, DevicesBusyError))
+        if waits or is_disk_full(error):
             if not isinstance(error, RunStoppedError):
-                self._trouble = str(error)
+                if not isinstance(error, DevicesBusyError):  # which is no trouble of the server
+                    self._trouble = str(error)
                 _log.error("%s waits: %s", job.id, error)
                 self._draining.wait(_PAUSE)
             self._persist(lambda: self._store.requeue(job.id, counts_attempt=False, report=report))
