@@ -104,16 +104,17 @@ class FakeExecutor:
             with_lock = run.locked()
             yield RunSaved(run.name, str(run.path))
             assert request.seed is not None
-            yield StageStarted("text", 1)
-            yield Step("text", 1, 1, request.seed, 0.0)
-            yield StageDone("text", 0.01)
+            if state is None:
+                yield StageStarted("text", 1)
+                yield Step("text", 1, 1, request.seed, 0.0)
+                yield StageDone("text", 0.01)
             yield StageStarted("denoise", NUM_STEPS)
             for step in range(done + 1, NUM_STEPS + 1):
                 self._wait(stop)
                 if failure is not None and step > failure[0]:
                     raise failure[1]
-                self.steps.append((request.seed, step))
                 run.write_state({"step": step})
+                self.steps.append((request.seed, step))
                 yield Step("denoise", step, NUM_STEPS, request.seed, self.pause)
             yield StageDone("denoise", 0.05)
             yield StageStarted("decode", 1)
@@ -123,7 +124,8 @@ class FakeExecutor:
                 record = {"request": {"prompt": request.prompt, "seed": seed}}
                 yield VideoDone(seed, len(frames), record)
             yield StageDone("decode", 0.01)
-            run.remove()
+            if not job.keeps_run:
+                run.remove()
         finally:
             if with_lock is not None:
                 with_lock.release()

@@ -48,7 +48,7 @@ def test_a_job_becomes_a_video_with_its_record(
     assert (done.progress, done.attempts, done.error, done.eta_s) == (100, 1, None, None)
     assert (done.resolved["width"], done.resolved["num_frames"]) == (64, 4)
     assert done.report["checks"] == {"num_frames": 4, "is_finite": True, "is_read_back": True}
-    assert done.report["stage_durations"] == {"text": 0.01, "denoise": 0.05}
+    assert done.report["stage_durations"] == {"text": 0.01, "denoise": 0.05, "decode": 0.01}
     assert done.report["inference_time_s"] > 0
     assert not list(folder.runs.iterdir()), "nothing is left of the run"
     seen = types(store, job)

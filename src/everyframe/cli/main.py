@@ -65,6 +65,7 @@ def is_debug() -> bool:
 COMMANDS = {
     "generate": ("everyframe.cli.generate:COMMAND", "Make a video from a prompt."),
     "resume": ("everyframe.cli.resume:COMMAND", "Resume an interrupted run."),
+    "serve": ("everyframe.cli.serve:COMMAND", "Serve videos over HTTP from a durable queue."),
     "plan": ("everyframe.cli.plan:COMMAND", "Show what would run; nothing is loaded or fetched."),
     "compile": ("everyframe.cli.compile:COMMAND", "Compile a model's blocks ahead of its runs."),
     "fast-paths": ("everyframe.cli.fast_paths:COMMAND", "List fast paths and their certificates."),

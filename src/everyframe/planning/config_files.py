@@ -47,7 +47,11 @@ SETTINGS = {
 _FOLDERS = ("runs", "cache", "lora_folder")
 
 #: Variables that are no defaults of options.
-OTHER_VARIABLES = (VARIABLE, "EVERYFRAME_DISABLE", "EVERYFRAME_WITHOUT", "EVERYFRAME_IN_PROCESS")
+OTHER_VARIABLES = (
+    VARIABLE, "EVERYFRAME_DISABLE", "EVERYFRAME_WITHOUT", "EVERYFRAME_IN_PROCESS",
+    "EVERYFRAME_API_KEYS", "EVERYFRAME_HOST", "EVERYFRAME_MODELS", "EVERYFRAME_PORT",
+    "EVERYFRAME_SERVER_DIR",
+)  # fmt: skip
 
 #: Option -> options of lower precedence that it displaces, as both set the same thing.
 _DISPLACES = {

@@ -1,0 +1,188 @@
+"""The server's process: its parts, its socket, and its orderly end.
+
+SIGTERM or Ctrl-C drains: no job begins, new ones are refused, event streams end, running jobs get
+their time and are then queued again with their run. A second signal ends that time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from everyframe.core.errors import InputError
+from everyframe.engine.executor import Executor
+from everyframe.server.app import create_app
+from everyframe.server.data_folder import open_folder
+from everyframe.server.dispatcher import Dispatcher, DispatcherOptions
+from everyframe.server.settings import ServerSettings
+from everyframe.server.store import JobStore
+
+#: Seconds that open connections have to end once the server stops. Without a limit one open event
+#: stream would keep it for ever.
+_GRACE_SECONDS = 5
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(frozen=True)
+class ProcessOptions:
+    """What a server's process needs beside `ServerSettings`.
+
+    Attributes:
+        data_folder: None for the default one.
+        dispatcher: how jobs are run.
+        drain_seconds: time that running jobs have to finish when the server stops.
+    """
+
+    data_folder: Path | None = None
+    dispatcher: DispatcherOptions = field(default_factory=DispatcherOptions)
+    drain_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Started:
+    """A server that answers: its address, its folder, and the jobs that it found there.
+
+    Attributes:
+        num_recovered: jobs that ran when an earlier server died.
+        num_queued: jobs that wait, with those.
+    """
+
+    url: str
+    folder: Path
+    num_recovered: int
+    num_queued: int
+
+
+def serve(
+    settings: ServerSettings,
+    options: ProcessOptions,
+    make_executor: Callable[[], Executor],
+    on_start: Callable[[Started], None],
+) -> None:
+    """Serve until a signal; `on_start` is called once requests are answered.
+
+    Raises:
+        InputError: the address or the data folder can't be used.
+        RunLockedError: another server uses the data folder.
+        StoreError: the queue can't be read or written.
+    """
+    with ExitStack() as stack:
+        folder = open_folder(options.data_folder)
+        stack.callback(folder.close)
+        listening = stack.enter_context(bind(settings.host, settings.port))
+        store = JobStore(folder)
+        stack.callback(store.close)
+        executor = make_executor()
+        stack.callback(executor.close)
+        dispatcher = Dispatcher(store, executor, options.dispatcher)
+        stack.callback(dispatcher.drain)
+        app = create_app(store, dispatcher, executor, settings)
+        num_queued = store.count()["queued"]
+        back = dispatcher.start()
+        url = _url(settings.host, listening)
+        started = Started(url, folder.path, len(back), num_queued + len(back))
+        drain = _Drain(dispatcher, app.state.context.begin_drain, options.drain_seconds)
+        server = _Server(_config(app), lambda: on_start(started))
+        with drain.on_signals(server):
+            asyncio.run(server.serve(sockets=[listening]))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens at that address; port 0 is any free one.
+
+    Raises `InputError` if the address can't be used.
+    """
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        family, address = found[0][0], found[0][4]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        # Python adds the address to the system's words, except where it could not be looked up.
+        known = error.errno is not None and not isinstance(error, socket.gaierror)
+        why = os.strerror(error.errno) if known and error.errno else error.strerror
+        raise InputError(
+            f"the server can't listen on {host} port {port} ({why}); give another --host or "
+            "--port, or --port 0 for any that is free"
+        ) from error
+
+
+def _url(host: str, listening: socket.socket) -> str:
+    shown = f"[{host.strip('[]')}]" if ":" in host else host
+    return f"http://{shown}:{listening.getsockname()[1]}"
+
+
+def _config(app: object) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        timeout_graceful_shutdown=_GRACE_SECONDS,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        # Clients' addresses are those of their connections: no proxy's header is believed.
+        proxy_headers=False,
+        lifespan="on",
+        ws="none",
+    )
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn, with signals handled by us and a call once it answers."""
+
+    def __init__(self, config: uvicorn.Config, on_start: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_start = on_start
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to `_Drain`."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_start()
+
+
+class _Drain:
+    """The orderly end of a server, which signals begin."""
+
+    def __init__(self, dispatcher: Dispatcher, begin: Callable[[], None], seconds: float) -> None:
+        self._dispatcher = dispatcher
+        self._begin = begin
+        self._seconds = seconds
+        self._thread: threading.Thread | None = None
+        self._is_urgent = False
+
+    @contextmanager
+    def on_signals(self, server: uvicorn.Server) -> Iterator[None]:
+        """Context: signals drain the server, and then end it."""
+
+        def run() -> None:
+            self._dispatcher.drain(self._seconds)
+            server.should_exit = True
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self._thread is None:
+                self._begin()
+                self._thread = threading.Thread(target=run, name="drain")
+                self._thread.start()
+            elif not self._is_urgent:
+                self._is_urgent = True
+                self._dispatcher.stop_now()
+
+        before = {number: signal.signal(number, handle) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
