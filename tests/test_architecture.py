@@ -24,6 +24,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "architecture.md"
 
 #: What `import everyframe` offers. A name is added here and in CHANGELOG.md, and then kept.
 PUBLIC_NAMES = {
+    "Engine",
     "EveryframeError",
     "EveryframeWarning",
     "InputError",
@@ -35,6 +36,7 @@ PUBLIC_NAMES = {
     "compile",
     "generate",
     "list_runs",
+    "load",
     "load_compiled",
     "plan",
     "quantize",

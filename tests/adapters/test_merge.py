@@ -23,7 +23,7 @@ from everyframe.core.errors import CheckpointError
 from everyframe.core.lora import Lora
 from everyframe.core.request import Request
 from everyframe.planning.resolve import PreparedPlan, prepare
-from everyframe.runtime.loading import on_component_loaded
+from everyframe.runtime.component_observers import on_component_loaded
 from helpers import plans as planned
 from helpers.loras import files as lora_files
 from helpers.loras.files import Factors, as_lora, factors_for

@@ -28,8 +28,8 @@ from everyframe.engine.run import stream
 from everyframe.numerics.tensor_stats import Magnitudes
 from everyframe.runs.folder import RunFolder
 from everyframe.runs.run_state import SaveOptions
+from everyframe.runtime.component_observers import notify_loaded
 from everyframe.runtime.guard import Guard
-from everyframe.runtime.loading import notify_loaded
 from helpers.guard_modules import Net, halved, inputs, plan, scaled
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 

@@ -82,10 +82,6 @@ class PipelineSpec(CompleteSpec):
         files = sorted(file for file in self.files.folder.rglob("*") if file.is_file())
         return self.name, tuple((str(file), file_state(file)) for file in files)
 
-    def with_warm(self, warm: WarmComponents) -> PipelineSpec:
-        """The same pipeline, which lends components; see `WarmSpec`."""
-        return replace(self, warm=warm)
-
     @property
     def component_names(self) -> tuple[str, ...]:
         """The components with weights, here or in a file that was given."""
@@ -220,7 +216,7 @@ class PipelineSpec(CompleteSpec):
     def stage(self, plan: Plan, teams: ParallelContext) -> Stage:
         """The only stage: load the components and make the call."""
         from everyframe.diffusers_pipelines.stage import PipelineStage
-        from everyframe.runtime.component_cache import warm_of
+        from everyframe.runtime.component_cache import WarmComponents
 
         interface = self.sizes.interface
         own = request_settings.check_options(interface, self.options.option)
@@ -233,7 +229,7 @@ class PipelineSpec(CompleteSpec):
             teams=teams,
             latents=self.latent_space,
             branches=self._dry.branches(plan.settings) if teams.groups > 1 else None,
-            warm=warm_of(self),
+            warm=self.warm or WarmComponents(),
         )
 
 

@@ -32,7 +32,7 @@ from everyframe.diffusers_pipelines.component_classes import (
 )
 from everyframe.diffusers_pipelines.component_tensors import load_from_file
 from everyframe.diffusers_pipelines.module_calls import encoders, without_weights
-from everyframe.diffusers_pipelines.patched_weights import merge_from_files
+from everyframe.diffusers_pipelines.patched_weights import merge_from_files, rewrite_from_files
 from everyframe.diffusers_pipelines.signature import CallSignature
 from everyframe.diffusers_pipelines.step_tracking import called_parts
 from everyframe.fast_paths.apply import apply_fast_paths, swap_modules
@@ -40,7 +40,8 @@ from everyframe.precision import cast_hooks
 from everyframe.precision.dtypes import torch_dtype
 from everyframe.runtime import offload, repairs
 from everyframe.runtime.component_cache import WarmComponents
-from everyframe.runtime.loading import notify_loaded, track_component
+from everyframe.runtime.component_observers import notify_loaded
+from everyframe.runtime.loading import track_component
 from everyframe.runtime.meta_init import BUILD_LOCK
 
 #: Submodules at which the results of an autoencoder are cast: its `encode` and `decode` are
@@ -76,7 +77,8 @@ def load(
         # The engine runs in inference mode; what is made in it can't be changed outside of it.
         with torch.inference_mode(False), torch.no_grad():
             load_part = partial(_component, files.where, part, plan)
-            modules[part.name] = warm.component(part.name, load_part)
+            rewrite = partial(rewrite_from_files, part, plan.component(part.name))
+            modules[part.name] = warm.component(part.name, load_part, rewrite, part.patches)
         notify_loaded(part.name, modules[part.name])
         yield ComponentLoaded(part.name, time.perf_counter() - began)
     _place(plan, modules)

@@ -7,7 +7,7 @@ in place for the run; afterwards its weights have the bits and the storages that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from everyframe.checkpoints.patched_file import PatchedTensorFile, Patches
 from everyframe.checkpoints.tensor_file import open_checkpoint
 from everyframe.core.errors import CheckpointError, InputError
+from everyframe.core.plan import ComponentPlan
 from everyframe.diffusers_pipelines.call import in_one_run, restore_after
 from everyframe.diffusers_pipelines.checkpoint import ComponentFolder, PipelineFiles
 from everyframe.diffusers_pipelines.component_tensors import tensor_files
 from everyframe.diffusers_pipelines.defaults import denoisers
+from everyframe.precision.dtypes import torch_dtype
 from everyframe.runtime.patchable import WeightTable
 
 
@@ -74,6 +76,30 @@ def merge_from_files(where: str, part: ComponentFolder, module: nn.Module) -> No
                 "pipeline anew with today's diffusers (save_pretrained)"
             )
         parameter.data.copy_(file.load(name))
+
+
+def rewrite_from_files(
+    part: ComponentFolder, planned: ComponentPlan, module: nn.Module, names: Collection[str]
+) -> bool:
+    """Read these parameters of a loaded component anew, with the patches of `part`.
+
+    False, and nothing is changed, if one did not come from its file in the plan's own dtype.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    opened = [PatchedTensorFile(open_checkpoint(file), part.patches) for file in part.weights]
+    dtype = torch_dtype(planned.precision.parameters)
+    pairs = []
+    for name in names:
+        file = next((each for each in opened if name in each), None)
+        parameter = _named(name, parameters)
+        if file is None or parameter is None or parameter.dtype != dtype:
+            return False
+        pairs.append((file, name, parameter))
+    if part.tensors is not None or planned.precision.weight_dtype or planned.repairs:
+        return False
+    for file, name, parameter in pairs:
+        parameter.copy_(file.load(name))
+    return True
 
 
 def _named(name: str, parameters: Mapping[str, nn.Parameter]) -> nn.Parameter | None:

@@ -33,14 +33,14 @@ from everyframe.core.request import DTYPES, Request
 from everyframe.core.serialization import from_jsonable, to_jsonable
 from everyframe.families.registry import stages_of
 from everyframe.hardware.device_loss import translate_device_loss
-from everyframe.hardware.facts import machine_facts
+from everyframe.hardware.facts import Freed, machine_facts
 from everyframe.media.pixels import to_uint8
 from everyframe.parallel.communicator import ONE, Communicator, ParallelContext
 from everyframe.parallel.pending import PendingSend
 from everyframe.parallel.rendezvous import check_equal_on_ranks, new_group, set_device, split
 from everyframe.planning.load_balancing import are_alike, measured, speed_dtype
 from everyframe.planning.parallelism import asked_devices
-from everyframe.planning.resolve import Freed, default_threads
+from everyframe.planning.resolve import default_threads
 from everyframe.runtime.interface import ModelSpec, ShardableSpec, Stage, VideoState
 from everyframe.runtime.rank_shares import branch_groups
 
@@ -87,8 +87,7 @@ def meet_peers(
     """
     if join is None:
         return None
-    facts = machine_facts(request.device)
-    facts = facts if freed is None else freed(facts)
+    facts = machine_facts(request.device, freed)
     place, count = (join.rank, request.num_ranks) if join.local is None else join.local
     here = request
     if join.local is not None:  # what was asked counts the ranks of all machines

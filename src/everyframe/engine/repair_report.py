@@ -25,8 +25,8 @@ from everyframe.core.plan import ComponentPlan, Plan
 from everyframe.numerics.heat_map import heat_map
 from everyframe.numerics.tensor_stats import Magnitudes
 from everyframe.runs.run_state import RunState
+from everyframe.runtime.component_observers import on_component_loaded
 from everyframe.runtime.interface import ModelSpec
-from everyframe.runtime.loading import on_component_loaded
 
 _NAME = "report.html"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -71,8 +71,7 @@ def resume_run(
     `skip` are seeds not wanted; `given_model` is an in-memory run's model. With `join` this is one
     of several ranks: all read the saved state before the first one writes. `ranks` replace the
     run's devices. `scarcity` asks for the next memory fallback. `named` are options given again, as
-    a stranger's run needs (`foreign_run`); None for a run that this very call began.
-    `cache` is that of `stream`; it is emptied first, as the saved plan may need all memory.
+    a stranger's run needs; None for a run that this call began. `cache`, of `stream`, is emptied.
     """
     lock = _locked(folder) if (leads := join is None or join.rank == 0) else None
     try:
@@ -94,13 +93,10 @@ def resume_run(
         record = make_record(run.plan, request, (model := model.fetch()).weight_files())
         yield from (*changes, *map(Note, _compared(run, record)), WeightsReady(record))
         if not left:
-            yield Note(f"all videos of {folder.name} were made")
-            folder.remove()
+            yield from _all_made(folder)
             return
         here = join_plan(run.plan, model, record, peers, skip)
-        if cache is not None:
-            cache.clear()
-            model = with_cache(model, cache, here, record)
+        model = with_cache(model, cache, here, record, empties=True)
         how = SaveOptions(folder.path.parent, run.output, run.as_uint8, cleans, pace)
         keeper = RunStateWriter(replace(folder, part=here.group) if here.leads else None, how, lock)
         progress, says = _read(keeper, run, here.mine(left))
@@ -109,14 +105,18 @@ def resume_run(
             peers.world.all_gather_object(None, "ranks read what was kept")
         if leads and changes:
             _write_anew(run, request, record)
-        events: Events = run_stages(here, model, record, keeper, progress)
+        before, events = repairs_of(progress), run_stages(here, model, record, keeper, progress)
         if place is not None:
-            before, loaded = repairs_of(progress), loaded_in(model)
-            events = with_repair_report(events, run.plan, record, place, loaded, before)
+            events = with_repair_report(events, run.plan, record, place, loaded_in(model), before)
         yield from events
     finally:
         if lock is not None:
             lock.release()
+
+
+def _all_made(folder: RunFolder) -> Iterator[Note]:
+    yield Note(f"all videos of {folder.name} were made")
+    folder.remove()
 
 
 def _locked(folder: RunFolder) -> Lock:

@@ -44,7 +44,7 @@ from everyframe.engine.persistence import create_run, saved_run, writer_for_rank
 from everyframe.engine.provenance import for_seed, make_record, recorded_loras
 from everyframe.engine.repair_report import loaded_in, with_repair_report
 from everyframe.engine.request_inputs import read_given, start_noise
-from everyframe.engine.warm_state import with_cache
+from everyframe.engine.warm_state import warm_of, with_cache
 from everyframe.hardware.cpu import cpu_threads
 from everyframe.hardware.device_loss import translate_device_loss
 from everyframe.hardware.memory import empty_cache, is_out_of_memory
@@ -56,7 +56,7 @@ from everyframe.planning.resolve import LoadedModel, check_feasible, prepare
 from everyframe.precision.strict_float32 import strict_float32
 from everyframe.runs.folder import runs_folder
 from everyframe.runs.run_state import RunState, RunStateWriter, SaveOptions
-from everyframe.runtime.component_cache import ComponentCache, warm_of
+from everyframe.runtime.component_cache import ComponentCache
 from everyframe.runtime.interface import ModelSpec, Stage, VideoState
 from everyframe.runtime.loading import check_contents, release_components
 from everyframe.runtime.patchable import digest_with_loras, patches_of
@@ -116,9 +116,7 @@ def stream(
     check_contents(model)
     patches_of(model).check()
     record = make_record(plan, request, model.weight_files())
-    key = _repairs_key(record, plan)
-    if request.forget_repairs and key is not None and delete_repairs(key):
-        yield Note("the saved repairs of this model on this device are removed")
+    yield from _repairs_forgotten(request, record, plan)
     yield WeightsReady(record)
     here = join_plan(plan, model, record, peers)
     model = with_cache(model, cache, here, record)
@@ -129,6 +127,12 @@ def stream(
         yield from events
     else:
         yield from with_repair_report(events, plan, record, place, loaded_in(model))
+
+
+def _repairs_forgotten(request: Request, record: dict[str, Any], plan: Plan) -> Iterator[Note]:
+    key = _repairs_key(record, plan)
+    if request.forget_repairs and key is not None and delete_repairs(key):
+        yield Note("the saved repairs of this model on this device are removed")
 
 
 def initial_videos(request: Request, plan: Plan) -> list[VideoState]:

@@ -36,8 +36,8 @@ from everyframe.planning.resolve import prepare
 from everyframe.precision.strict_float32 import strict_float32
 from everyframe.precision.upcast import held_in
 from everyframe.runs.run_state import SaveOptions
+from everyframe.runtime.component_observers import on_component_loaded
 from everyframe.runtime.interface import VideoState
-from everyframe.runtime.loading import on_component_loaded
 
 AnyPath = str | PathLike[str]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
@@ -26,8 +26,12 @@ from everyframe.hardware.software import software_facts, with_loaded
 _PACKAGES = ("torch", "diffusers", "transformers")
 
 
-def machine_facts(device: str = "auto") -> MachineFacts:
-    """Facts of this machine: accelerators first, the CPU last.
+Freed = Callable[[MachineFacts], MachineFacts]
+"""The facts of this machine with memory that is taken now and will be free for a run."""
+
+
+def machine_facts(device: str = "auto", freed: Freed | None = None) -> MachineFacts:
+    """Facts of this machine: accelerators first, the CPU last; with what will be `freed`, if given.
 
     `device` is the requested device: with ``"cpu"`` accelerators are not queried and torch is not
     imported. Free memory is that of this moment, in bytes. With nvidia-smi present, no CUDA context
@@ -38,11 +42,12 @@ def machine_facts(device: str = "auto") -> MachineFacts:
     if device != "cpu" and may_have_any(versions.get("torch", "")):
         devices = accelerator_facts()
         versions |= accelerator_versions()
-    return MachineFacts(
+    found = MachineFacts(
         devices=(*devices, processor_facts()),
         num_cores=num_usable_cores(),
         versions=versions,
     )
+    return found if freed is None else freed(found)
 
 
 def pick_device(facts: MachineFacts, asked: str = "auto") -> DeviceFacts:

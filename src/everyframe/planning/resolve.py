@@ -25,8 +25,8 @@ from everyframe.core.parallel_plan import ParallelPlan
 from everyframe.core.plan import Plan, Repair, Settings
 from everyframe.core.request import DTYPES, Request
 from everyframe.families.registry import check_option_names, family_options
-from everyframe.hardware.facts import machine_facts
-from everyframe.hardware.profiles import find_profile
+from everyframe.hardware.facts import Freed, machine_facts
+from everyframe.hardware.profiles import machine_of
 from everyframe.planning import component_certificates
 from everyframe.planning.blocked_paths import known
 from everyframe.planning.choose_fast_paths import FastPathChooser, pins_of
@@ -63,9 +63,6 @@ from everyframe.runtime.interface import ModelSpec, PromptReadingSpec
 from everyframe.runtime.patchable import notes_of, patches_of, saved_bytes_of
 from everyframe.runtime.repair_cache import cached_key, load_repairs, repair_notes
 
-Freed: TypeAlias = Callable[[MachineFacts], MachineFacts]
-"""The facts of this machine once memory is free that something gives back before a run."""
-
 _Fit: TypeAlias = tuple[BalancedPlan, MemoryFit, FitResult]
 
 
@@ -97,9 +94,8 @@ def resolve(
     """Resolve a request into a plan with a time forecast; nothing is loaded or fetched.
 
     `profile` names another machine or a file with its facts; None is this machine, with what will
-    be `freed` before the run. A machine that
-    is too small, or on which the run would fail, gives a plan with `infeasible`, so that it can
-    be shown. Raises `InputError` if the model can't do what is requested.
+    be `freed` before the run. A machine that is too small, or on which the run would fail, gives a
+    plan with `infeasible`, so that it can be shown. Raises `InputError` if the model can't do it.
     """
     return prepare(request, profile=profile, with_seconds=True, freed=freed).plan
 
@@ -122,8 +118,7 @@ def prepare(
     joined already; `given` is an in-memory model. `with_seconds` is for a plan that is shown: this
     machine is measured for up to a second to forecast times, and prompts are checked against local
     tokenizers, as in a run. `will_run` tries fast paths without a certificate, for some seconds at
-    most, so that the plan has only certified ones; otherwise it lists expected ones. `freed` adds
-    memory that is taken now and will be free for the run.
+    most, so that the plan has only certified ones; otherwise it lists expected ones.
     """
     # A class in memory, and the model inside of the package, are not somebody's files.
     is_foreign = given is None and request.model is not None
@@ -150,8 +145,7 @@ def _prepared(
     # Before the machine is looked at, which takes torch: what cannot be asked is refused at once.
     settings, notes = model.settle(request, random_seed() if request.seed is None else request.seed)
     _check_contents(request, settings, given)
-    facts = machine_facts(request.device) if profile is None else find_profile(profile).machine()
-    facts = facts if freed is None else freed(facts)
+    facts = machine_facts(request.device, freed) if profile is None else machine_of(profile)
     # Ranks that have met have begun, and what they take is no longer free.
     devices = _usable(devices or _before_ranks(asked_devices(request, facts)), request)
     check_division(request, model, settings, len(devices))

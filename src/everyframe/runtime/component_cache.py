@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
@@ -23,30 +23,39 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from everyframe.core.bytes import USABLE_SHARE
 from everyframe.core.events import Event, Repaired
 from everyframe.core.facts import MachineFacts
 from everyframe.core.plan import ComponentPlan, Plan
 from everyframe.hardware.memory import OutOfMemory, catch_out_of_memory, empty_cache
 from everyframe.precision.cast_hooks import map_tensors
+from everyframe.runtime.component_observers import is_component_awaited
 from everyframe.runtime.component_state import ComponentState
-from everyframe.runtime.interface import WarmSpec
-from everyframe.runtime.loading import is_component_awaited
 
 _log = logging.getLogger(__name__)
 _Module = TypeVar("_Module", bound=nn.Module)
+
+_Key = tuple[Hashable, Hashable]
+"""What a component is made of, without and with its LoRAs."""
 
 #: Bytes of encoded prompts that stay.
 _MOST_ENCODED = 64 * 2**20
 
 
+Rewrite = Callable[[nn.Module, Collection[str]], bool]
+"""Reads these parameters of a module anew, with the patches of now; False if that can't be done."""
+
+
 @dataclass
 class _Entry:
-    """A component that waits for its next run."""
+    """A component that waits for its next run; LoRAs are merged into the `patched` parameters."""
 
     model: str
     device: str
     module: nn.Module
     state: ComponentState
+    loras: Hashable
+    patched: frozenset[str]
     since: float = field(default_factory=time.time)
 
 
@@ -55,7 +64,7 @@ class ComponentCache:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._waiting: OrderedDict[_Key, _Entry] = OrderedDict()
         self._encoded: OrderedDict[Hashable, Any] = OrderedDict()
 
     def num_bytes(self) -> Mapping[str, int]:
@@ -87,12 +96,15 @@ class ComponentCache:
             self._encoded.clear()
         _collect()
 
-    def take(self, key: Hashable) -> _Entry | None:
-        """Take a component out; None if it is not there."""
+    def take(self, key: _Key) -> _Entry | None:
+        """Take a component out; None if it is not there. One with other LoRAs does as well."""
         with self._lock:
-            return self._waiting.pop(key, None)
+            others = [other for other in self._waiting if other[0] == key[0]]
+            if not others:
+                return None
+            return self._waiting.pop(key if key in others else others[-1])
 
-    def put(self, key: Hashable, entry: _Entry) -> None:
+    def put(self, key: _Key, entry: _Entry) -> None:
         """Put a component back, as the most recently used one."""
         with self._lock:
             entry.since = time.time()
@@ -137,30 +149,61 @@ class WarmComponents:
 
     Attributes:
         plan: the plan of the run.
-        identity: what the weights are: digests of the model, of LoRAs and of single components.
+        identity: what the weights are: digests of the model and of single components.
+        loras: the LoRAs that are merged into them.
     """
 
     cache: ComponentCache | None = None
     plan: Plan | None = None
     identity: Hashable = None
-    _lent: dict[str, tuple[Hashable, _Entry]] = field(default_factory=dict)
+    loras: Hashable = ()
+    _lent: dict[str, tuple[_Key, _Entry]] = field(default_factory=dict)
     _pending: dict[Hashable, tuple[str, Any]] = field(default_factory=dict)
 
-    def component(self, name: str, load: Callable[[], _Module]) -> _Module:
-        """A component in the plan's precision on its device, from the cache or loaded now."""
+    def component(
+        self,
+        name: str,
+        load: Callable[[], _Module],
+        rewrite: Rewrite,
+        patched: Collection[str] = (),
+    ) -> _Module:
+        """A component in the plan's precision on its device, from the cache or loaded now.
+
+        `patched` are its parameters that LoRAs change. One from the cache that has other LoRAs gets
+        the parameters that either changes from its files by `rewrite`.
+        """
         key = self._key(name)
         if self.cache is None or self.plan is None or key is None or is_component_awaited():
             return load()
         part = self.plan.component(name)
         entry = self.cache.take(key)
+        if entry is not None and entry.loras != self.loras:
+            entry = self._rewritten(entry, rewrite, patched)
         self._make_room(part, entry)
         if entry is None:
             # Inference tensors have no version by which a write to them would be seen.
             with torch.inference_mode(False), torch.no_grad():
                 module = self._loaded(load)
-            entry = _Entry(self.plan.model, part.device, module, ComponentState(module))
+            entry = _Entry(
+                self.plan.model,
+                part.device,
+                module,
+                ComponentState(module),
+                self.loras,
+                frozenset(patched),
+            )
         self._lent[name] = (key, entry)
         return entry.module  # type: ignore[return-value]
+
+    def _rewritten(
+        self, entry: _Entry, rewrite: Rewrite, patched: Collection[str]
+    ) -> _Entry | None:
+        """A component with the LoRAs of this run in place of its own; None if it can't be."""
+        with torch.inference_mode(False), torch.no_grad():
+            if not rewrite(entry.module, entry.patched.union(patched)):
+                return None
+        state = ComponentState(entry.module)
+        return replace(entry, state=state, loras=self.loras, patched=frozenset(patched))
 
     def _loaded(self, load: Callable[[], _Module]) -> _Module:
         found = catch_out_of_memory(load)
@@ -176,7 +219,8 @@ class WarmComponents:
         lent = sum(e.state.num_bytes for _, e in self._lent.values() if e.device == part.device)
         needed = lent + part.working_bytes
         needed += part.weight_bytes if entry is None else entry.state.num_bytes
-        self.cache.make_room(part.device, max(0, self.plan.device.free_memory - needed))
+        usable = int(self.plan.device.free_memory * USABLE_SHARE)
+        self.cache.make_room(part.device, max(0, usable - needed))
 
     def free_others(self) -> bool:
         """Free what other runs left, after running out of memory; whether there was anything."""
@@ -198,9 +242,9 @@ class WarmComponents:
                 _log.info("%s of %s does not stay in memory: %s", name, entry.model, changed)
             else:
                 self.cache.put(key, entry)
-        for key, (_, results) in self._pending.items():
+        for inputs, (_, results) in self._pending.items():
             assert self.cache is not None
-            self.cache.keep_encoded(key, results)
+            self.cache.keep_encoded(inputs, results)
         self.drop_all()
 
     def drop_all(self) -> None:
@@ -242,7 +286,7 @@ class WarmComponents:
         if key is not None:
             self._pending[key] = (component, results)
 
-    def _key(self, name: str) -> Hashable:
+    def _key(self, name: str) -> _Key | None:
         """What a component is made of; None for one that does not stay."""
         if self.cache is None or self.plan is None:
             return None
@@ -252,13 +296,7 @@ class WarmComponents:
         if moves or part.device != self.plan.device.torch_name:
             return None
         how = (part.name, part.device, part.precision, part.repairs, part.fast_paths)
-        return self.identity, self.plan.num_threads, repr(how)
-
-
-def warm_of(model: object) -> WarmComponents:
-    """What a run of this model lends; nothing for a model that can't."""
-    warm = model.warm if isinstance(model, WarmSpec) else None
-    return WarmComponents() if warm is None else warm
+        return (self.identity, self.plan.num_threads, repr(how)), self.loras
 
 
 def digest_of(value: object) -> str | None:

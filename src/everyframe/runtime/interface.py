@@ -254,7 +254,7 @@ class InMemory(Protocol):
 
 @runtime_checkable
 class WarmSpec(Protocol):
-    """A model whose components can stay in memory between runs."""
+    """A model whose components can stay in memory between runs; a dataclass with this field."""
 
     @property
     def warm(self) -> WarmComponents | None:
@@ -263,10 +263,6 @@ class WarmSpec(Protocol):
 
     def identity(self) -> Hashable:
         """What its components are built from, beside the weights that its digest identifies."""
-        ...
-
-    def with_warm(self, warm: WarmComponents) -> ModelSpec:
-        """The same model, which lends components."""
         ...
 
 

@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 
 import torch
@@ -37,6 +36,7 @@ from everyframe.precision.quantization import (
 )
 from everyframe.precision.upcast import as_raised
 from everyframe.runtime import offload, repairs
+from everyframe.runtime.component_observers import notify_loaded
 from everyframe.runtime.meta_init import ModuleT, build_on_meta
 from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.prefetch import LocalWeightsProvider
@@ -112,35 +112,6 @@ _log = logging.getLogger(__name__)
 _LOADED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _LOCK = threading.Lock()
 
-Look = Callable[[str, nn.Module], object]
-"""Called with each component's name and module right after loading, before its first call."""
-
-_LOOKS: ContextVar[tuple[Look, ...]] = ContextVar("looks", default=())
-
-
-@contextmanager
-def on_component_loaded(look: Look) -> Iterator[None]:
-    """Context: call `look` with every component that is loaded, of any family.
-
-    Traces use it to add their hooks from outside.
-    """
-    token = _LOOKS.set((*_LOOKS.get(), look))
-    try:
-        yield
-    finally:
-        _LOOKS.reset(token)
-
-
-def is_component_awaited() -> bool:
-    """Whether an `on_component_loaded` is active, which adds hooks to what is loaded."""
-    return bool(_LOOKS.get())
-
-
-def notify_loaded(component: str, module: nn.Module) -> None:
-    """Pass a loaded component to every active `on_component_loaded` callback."""
-    for look in _LOOKS.get():
-        look(component, module)
-
 
 def load_component(
     part: ComponentPlan,
@@ -198,6 +169,36 @@ def load_component(
         put_on.num_hooks,
     )  # fmt: skip
     return module
+
+
+def rewrite_parameters(
+    part: ComponentPlan,
+    weights: TensorFile,
+    keys: KeyMap,
+    module: nn.Module,
+    names: Collection[str],
+) -> bool:
+    """Read these parameters of a loaded component anew: the bits are those of a new component.
+
+    False, and nothing is changed, if one does not have the numbers of its file: it is quantised or
+    repaired.
+    """
+    if part.precision.weight_dtype or part.repairs:
+        return False
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    groups = {name: group for group in keys.tied for name in group}
+    sources: dict[str, nn.Parameter] = {}
+    for source in weights:
+        target = keys.target(source) or ""
+        for name in groups.get(target, (target,)):
+            if name in names and name in parameters:
+                sources[source] = parameters[name]
+    found = {id(parameter) for parameter in sources.values()}
+    if any(name not in parameters or id(parameters[name]) not in found for name in names):
+        return False
+    for source, parameter in sources.items():
+        parameter.copy_(weights.load(source, parameter.device, parameter.dtype))
+    return True
 
 
 def _held(

@@ -199,8 +199,7 @@ _Spec = TypeVar("_Spec", bound="NativeModelSpec")  # type: ignore[type-arg]
 class NativeModelSpec(LossySampling, ABC, Generic[_Options, _Files, _Config]):
     """One checkpoint of a family with its own stages: configs read, weights not.
 
-    Attributes:
-        led, ways, in_step, apart: see `ShardableSpec`.
+    Attributes `led`, `ways`, `in_step` and `apart` are those of `ShardableSpec`.
     """
 
     name: str
@@ -290,6 +289,8 @@ class NativeModelSpec(LossySampling, ABC, Generic[_Options, _Files, _Config]):
         """The components, in the order in which their files enter the model's digest."""
         return self.builder.parts
 
+    component_names = components_on_disk
+
     def components(self, settings: Settings) -> tuple[Component, ...]:
         """The components that run, in the order of their stages."""
         count, sources = self.builder.num_elements, self.files.sources
@@ -329,15 +330,6 @@ class NativeModelSpec(LossySampling, ABC, Generic[_Options, _Files, _Config]):
     def identity(self) -> Hashable:
         """Classes and configs of the components."""
         return type(self).__module__, repr(self.builder)
-
-    def with_warm(self: _Spec, warm: WarmComponents) -> _Spec:
-        """The same model, which lends components; see `WarmSpec`."""
-        return replace(self, warm=warm)
-
-    @property
-    def component_names(self) -> tuple[str, ...]:
-        """The components with weights."""
-        return self.builder.parts
 
     def component_table(self, component: str) -> WeightTable:
         return table_of_module(self.builder.empty(component))

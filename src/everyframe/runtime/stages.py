@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from everyframe.core.events import (
@@ -28,16 +27,15 @@ from everyframe.core.events import (
     FramesDecoded,
     Note,
     Step,
-    event_of,
 )
 from everyframe.core.plan import Plan, Settings
-from everyframe.parallel.communicator import ONE, Communicator, ParallelContext
-from everyframe.parallel.ordered_map import run_in_order
+from everyframe.parallel.communicator import ONE, ParallelContext
 from everyframe.parallel.uneven_split import assign_pieces
 from everyframe.runtime import tiling
+from everyframe.runtime.frame_pieces import as_frames, distribute_pieces
 from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import VideoState
-from everyframe.runtime.loading import load_component
+from everyframe.runtime.loading import load_component, rewrite_parameters
 from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.preview_fit import ColorFit
 from everyframe.runtime.previews import Previewer
@@ -77,7 +75,13 @@ class StageContext(Generic[_Model]):
             )
 
         warm = self.model.warm
-        module = load() if warm is None else warm.component(component, load)
+        if warm is None:
+            module = load()
+        else:
+            rewrite = partial(rewrite_parameters, part, *self.model.patched_weights(component))
+            module = warm.component(
+                component, load, rewrite, self.model.patched.patches.get(component, {})
+            )
         yield ComponentLoaded(component, time.perf_counter() - began)
         return module
 
@@ -375,30 +379,3 @@ class DecodeStage(ComponentStage[_Context, LatentPiece]):
             if len(frames):
                 yield FramesDecoded(video.seed, len(frames), frames.numpy())
             begun = time.perf_counter()
-
-
-def distribute_pieces(
-    team: Communicator, guard: Guard, owner: Iterable[int], decode: Callable[[int], Tensor]
-) -> Iterator[tuple[Tensor, list[Event]]]:
-    """Decode pieces across ranks; yield each with its events, in order, on the lead rank.
-
-    ``decode(number)`` runs for the pieces that `owner` assigns to this rank.
-    """
-
-    def make(number: int) -> tuple[Tensor, list[Any]]:
-        made = decode(number)
-        return made, [event.to_json() for event in guard.events()]
-
-    for made, events in run_in_order(team, owner, make, "frames are handed over"):
-        yield made, [event_of(each) for each in events]
-
-
-def as_floats(frames: Any) -> Tensor:
-    """8-bit frames as float32 in 0..1."""
-    return torch.from_numpy(frames).to(torch.float32) / 255
-
-
-def as_frames(pixels_TCHW: Tensor) -> Tensor:
-    """Frames (T, H, W, 3) in 0..1 on the host, from pixels around -1..1."""
-    frames_THWC = rearrange(pixels_TCHW, "t c h w -> t h w c").to("cpu", torch.float32)
-    return (frames_THWC / 2 + 0.5).clamp(0, 1).contiguous()

@@ -29,6 +29,7 @@ from everyframe.families.t5_tokenizer import load_tokenizer
 from everyframe.parallel.communicator import broadcastable
 from everyframe.runtime import stages
 from everyframe.runtime.denoise_stage import VideoDenoiseStage
+from everyframe.runtime.frame_pieces import as_floats
 from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.stages import (
@@ -37,7 +38,6 @@ from everyframe.runtime.stages import (
     PromptTokens,
     StageContext,
     VideoEncodeStage,
-    as_floats,
 )
 from everyframe.samplers import iddpm, noise, rectified_flow
 from everyframe.samplers.base import Step as SamplerStep

@@ -19,8 +19,9 @@ from everyframe.families.opensora2.guidance import time_shift
 from everyframe.families.opensora2.prompt_lengths import T5_LENGTH
 from everyframe.families.opensora2.stages import OpenSora2Context, SamplerInputs
 from everyframe.runtime.denoise_stage import VideoDenoiseStage
+from everyframe.runtime.frame_pieces import as_frames
 from everyframe.runtime.interface import VideoState
-from everyframe.runtime.stages import VideoEncodeStage, as_frames
+from everyframe.runtime.stages import VideoEncodeStage
 from everyframe.samplers import flow_matching, noise
 from everyframe.samplers.base import Step as SamplerStep
 

@@ -34,6 +34,7 @@ from everyframe.families.opensora2.spec import OpenSora2Spec
 from everyframe.families.opensora2.vae_config import VAEConfig
 from everyframe.runtime import stages
 from everyframe.runtime.denoise_stage import VideoDenoiseStage
+from everyframe.runtime.frame_pieces import as_floats, as_frames
 from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.stages import (
@@ -41,7 +42,6 @@ from everyframe.runtime.stages import (
     SharedEncodeStage,
     StageContext,
     VideoEncodeStage,
-    as_floats,
 )
 from everyframe.samplers import flow_matching, noise
 from everyframe.samplers.base import Step as SamplerStep
@@ -332,7 +332,7 @@ def _blended(blender: vae.TileBlender, number: int, pixels_TCHW: Tensor) -> Tens
     frames = blender.add(blender.corners[number], tile)
     if frames is None:
         return torch.empty(0)
-    return stages.as_frames(rearrange(frames[0], "c t h w -> t c h w"))
+    return as_frames(rearrange(frames[0], "c t h w -> t c h w"))
 
 
 def _given(video: VideoState, source: Any) -> Iterator[FramesDecoded]:

@@ -37,6 +37,7 @@ from everyframe.families.stepvideo.text import (
 from everyframe.families.stepvideo.vae import SeamBlender, StepVAE, decode_frames
 from everyframe.runtime import stages
 from everyframe.runtime.denoise_stage import VideoDenoiseStage
+from everyframe.runtime.frame_pieces import as_frames
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.request_checks import FrameChunk
 from everyframe.runtime.stages import LatentPiece, SharedEncodeStage, StageContext
@@ -232,4 +233,4 @@ class DecodeStage(stages.DecodeStage[StepVideoContext]):
 
     def _blended(self, seams: SeamBlender, number: int, pixels_TCHW: Tensor) -> Tensor:
         is_last = number + 1 == self.num_pieces
-        return stages.as_frames(seams.add(pixels_TCHW, is_last=is_last))
+        return as_frames(seams.add(pixels_TCHW, is_last=is_last))
