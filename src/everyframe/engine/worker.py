@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import threading
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
@@ -129,6 +130,9 @@ class _Inbox:
                     self.is_stopped.set()
         except (EOFError, OSError):
             os.kill(os.getpid(), signal.SIGKILL)
+        except Exception:  # noqa: BLE001 - the other threads would wait for ever
+            traceback.print_exc()
+            os._exit(1)
 
 
 class _Desk:
