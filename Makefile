@@ -21,10 +21,10 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-isa lint types format docs site clean
+.PHONY: help install run test test-isa test-openai lint types format docs site clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(READY)  ## set up .venv (once, and again when what it is made of changes)
 
@@ -49,6 +49,9 @@ test: $(READY)  ## run the tests
 # Each run of the tests is a process of its own, as instructions are chosen once in each.
 test-isa: $(READY)  ## run the tests once for each set of instructions that the CPU has (an hour)
 	@$(TEST_ENV) $(BIN)/python tests/helpers/instruction_sets.py -n $(JOBS) --dist loadfile $(ARGS)
+
+test-openai: $(READY)  ## run OpenAI's client of several versions against the server (minutes)
+	@$(TEST_ENV) $(BIN)/python tests/helpers/openai_versions.py $(ARGS)
 
 lint: $(READY)  ## check style and likely mistakes
 	@$(BIN)/ruff check .

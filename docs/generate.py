@@ -13,9 +13,11 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import diagrams
+import machine_pages
 import terminal
 from annotated_types import Ge, Gt, Le, Lt
 from api_pages import NOTE, api_page, events_page
@@ -257,6 +259,13 @@ def _argument(name: str) -> str:
     return textwrap.fill(text, 92, initial_indent="    ", subsequent_indent="        ") + "\n"
 
 
+def openapi() -> str:
+    """The server's OpenAPI document."""
+    from everyframe.server.app import routed_app
+
+    return json.dumps(routed_app().openapi(), indent=1, sort_keys=True) + "\n"
+
+
 #: Page -> what makes it.
 PAGES = {
     REFERENCE / "options.md": options_page,
@@ -265,6 +274,7 @@ PAGES = {
     REFERENCE / "exit-codes.md": exit_codes_page,
     REFERENCE / "known-issues.md": known_issues_page,
     REFERENCE / "doctor.schema.json": doctor_schema,
+    REFERENCE / "openapi.json": openapi,
     PICTURES / "packages.svg": diagrams.packages_and_imports,
     PICTURES / "request.svg": diagrams.request,
     PICTURES / "guard.svg": diagrams.guard,
@@ -274,6 +284,12 @@ PAGES = {
     PICTURES / "doctor.svg": terminal.doctor,
     STUB: stub,
     MAN: man_page,
+    REFERENCE / "machines.md": machine_pages.machines_page,
+    REFERENCE / "cards" / "README.md": machine_pages.cards_index,
+    **{
+        REFERENCE / "cards" / f"{make}.md": partial(machine_pages.card_page, make)
+        for make in machine_pages.MAKES
+    },
 }
 
 

@@ -131,21 +131,29 @@ def generator() -> Iterator[ModuleType]:
 PAGES_MADE = ("options.md", "api.md", "events.md", "exit-codes.md", "known-issues.md")
 DRAWN = ("packages", "request", "guard", "tokens", "memory", "plan", "doctor")
 MADE = (
-    *(f"reference/{name}" for name in (*PAGES_MADE, "doctor.schema.json")),
+    *(f"reference/{name}" for name in (*PAGES_MADE, "doctor.schema.json", "openapi.json")),
     *(f"pictures/{name}.svg" for name in DRAWN),
     "../src/everyframe/__init__.pyi",
     "man/everyframe.1",
+    "reference/machines.md",
+    "reference/cards/README.md",
 )
 
 
-@pytest.mark.parametrize("name", MADE)
+#: Pages of many plans, which take seconds each.
+PLANNED = tuple(f"reference/cards/{make}.md" for make in ("cpu", "nvidia", "amd", "apple"))
+
+
+@pytest.mark.parametrize(
+    "name", [*MADE, *(pytest.param(name, marks=pytest.mark.slow) for name in PLANNED)]
+)
 def test_a_made_page_or_picture_is_up_to_date(name: str, generator: ModuleType) -> None:
     page = Path(os.path.normpath(ROOT / "docs" / name))
     assert page.read_text(encoding="utf-8") == generator.PAGES[page](), "run `make docs`"
 
 
 def test_each_made_page_and_picture_is_compared(generator: ModuleType) -> None:
-    compared = {Path(os.path.normpath(ROOT / "docs" / name)) for name in MADE}
+    compared = {Path(os.path.normpath(ROOT / "docs" / name)) for name in (*MADE, *PLANNED)}
     assert compared == {Path(os.path.normpath(page)) for page in generator.PAGES}
 
 

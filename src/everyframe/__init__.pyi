@@ -201,8 +201,9 @@ def generate(
         edit_strength: How much given frames may change: 0 preserves them, 1 ignores them (≥ 0,
             ≤ 1).
         dtype: Precision: auto, fp32, bf16 or fp16.
-        quantize: Store the weights of linear layers in 8 bits (lossy): auto (int8, only if
-            nothing else makes it fit), none, int8 or fp8.
+        quantize: Store the weights of linear layers in 8 bits (lossy): auto (only if nothing
+            else makes it fit), none, int8 or fp8; or keep a GGUF file's own blocks (exact):
+            gguf.
         device: Device: auto, cpu, cuda, cuda:1 or mps.
         num_devices: Number of devices that work together, any number; CPU workers if the
             machine has fewer (> 0, ≤ 256).
@@ -461,8 +462,9 @@ def plan(
         edit_strength: How much given frames may change: 0 preserves them, 1 ignores them (≥ 0,
             ≤ 1).
         dtype: Precision: auto, fp32, bf16 or fp16.
-        quantize: Store the weights of linear layers in 8 bits (lossy): auto (int8, only if
-            nothing else makes it fit), none, int8 or fp8.
+        quantize: Store the weights of linear layers in 8 bits (lossy): auto (only if nothing
+            else makes it fit), none, int8 or fp8; or keep a GGUF file's own blocks (exact):
+            gguf.
         device: Device: auto, cpu, cuda, cuda:1 or mps.
         num_devices: Number of devices that work together, any number; CPU workers if the
             machine has fewer (> 0, ≤ 256).
@@ -727,8 +729,9 @@ def run(
         edit_strength: How much given frames may change: 0 preserves them, 1 ignores them (≥ 0,
             ≤ 1).
         dtype: Precision: auto, fp32, bf16 or fp16.
-        quantize: Store the weights of linear layers in 8 bits (lossy): auto (int8, only if
-            nothing else makes it fit), none, int8 or fp8.
+        quantize: Store the weights of linear layers in 8 bits (lossy): auto (only if nothing
+            else makes it fit), none, int8 or fp8; or keep a GGUF file's own blocks (exact):
+            gguf.
         device: Device: auto, cpu, cuda, cuda:1 or mps.
         num_devices: Number of devices that work together, any number; CPU workers if the
             machine has fewer (> 0, ≤ 256).

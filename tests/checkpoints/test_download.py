@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from pathlib import Path
@@ -171,6 +172,45 @@ def test_of_a_pipeline_only_what_it_is_loaded_from_is_fetched(
     # Where somebody knows which files are wanted, those are.
     fetch("o/n", ["*.ckpt"], hub_cache=tmp_path)
     assert asked["allow_patterns"] == ["*.ckpt"]
+
+
+def test_weights_of_replaced_components_are_not_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And without the replacement they are missed, and fetched then."""
+    snapshot = tmp_path / "models--o--n" / "snapshots" / ("0" * 40)
+    names = ["model_index.json", "transformer/config.json", "vae/config.json",
+             "transformer/m-00001-of-00002.safetensors", "vae/m.safetensors",
+             "transformer/m-00002-of-00002.safetensors", "tokenizer/config.json",
+             "transformer/m.safetensors.index.json", "transformer/model.py"]  # fmt: skip
+    index = {"_class_name": "P", "transformer": ["diffusers", "T"], "vae": ["diffusers", "V"],
+             "tokenizer": ["transformers", "T5TokenizerFast"]}  # fmt: skip
+
+    class Info:
+        sha = "0" * 40
+        siblings = tuple(SimpleNamespace(rfilename=name) for name in names)
+
+    def download(repo_id: str, *, allow_patterns: list[str] | None = None, **_: Any) -> str:
+        for name in allow_patterns or ():
+            (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+            shards = {"weight_map": {"a": names[3][12:], "b": names[5][12:]}}
+            text = json.dumps(index if name == "model_index.json" else shards)
+            (snapshot / name).write_text(text)
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: Info())
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    place = locate("o/n", without=("transformer",), hub_cache=tmp_path)
+    assert not place.complete
+    place = fetch_missing(place, hub_cache=tmp_path)
+    assert place.complete
+    there = {path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*.*")}
+    assert there == {"model_index.json", "transformer/config.json", "transformer/model.py",
+                     "vae/config.json", "vae/m.safetensors", "tokenizer/config.json"}  # fmt: skip
+    whole = locate("o/n", hub_cache=tmp_path)
+    assert whole.parts[0].missing == ("transformer/*.safetensors",)
+    assert fetch_missing(whole, hub_cache=tmp_path).complete
+    assert (snapshot / "transformer" / "m-00002-of-00002.safetensors").is_file()
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
 
@@ -83,3 +84,20 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"everyframe {__version__}\n"
+
+
+def test_what_is_on_can_be_turned_off(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing else has a flag of its own for that."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", "--help"]) == 0
+    shown = set(re.findall(r"--no-[\w-]+", capsys.readouterr().out))
+    on = {
+        name
+        for model in [Request, *registry.all_options().values()]
+        for name, field in model.model_fields.items()
+        if field.default is True
+    }
+    assert "image_oscillation" in on
+    assert shown == {f"--no-{name.replace('_', '-')}" for name in on}

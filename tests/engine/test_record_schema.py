@@ -94,8 +94,8 @@ def test_the_unbroken_record_is_taken(tmp_path: Path, monkeypatch: pytest.Monkey
 
 #: What a stranger may write, by option; each has to be said by a person.
 ASKED: dict[str, Any] = {
-    "trust_remote_code": True, "report": "/tmp/anywhere", "preview": True,
-    "preview_decoder": "/tmp/tae", "force": True, "forget_repairs": True,
+    "trust_remote_code": True, "report": "/tmp/anywhere", "force": True, "forget_repairs": True,
+    "preview": True, "preview_decoder": "/tmp/anywhere",
     "num_devices": 256, "devices": "cpu,cpu", "device": "cuda", "parallel": "cfg=2",
     "shares": "1,2", "shard_weights": True, "max_memory": "1GB", "max_host_memory": "1GB",
     "attention": "flash", "compile": True, "compiled": "/tmp/anywhere",

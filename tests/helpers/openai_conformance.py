@@ -200,18 +200,21 @@ class Conformance:
 
     def errors(self) -> None:
         """Each error has its code and its parameter."""
-        for name, code, param, call in (
-            ("an empty prompt", "invalid_value", "prompt", lambda: self.create("")),
-            ("a bad size", "invalid_value", "size", lambda: self.create(size="huge")),  # type: ignore[arg-type]
-            ("an unknown field", "unknown_parameter", "promt",
+        unknown = "video_" + "0" * 32
+        cases: list[tuple[str, tuple[str, ...], str, Callable[[], Any]]] = [
+            # Some versions leave an empty text out.
+            ("an empty prompt", ("invalid_value", "missing_required_parameter"), "prompt",
+             lambda: self.create("")),
+            ("a bad size", ("invalid_value",), "size", lambda: self.create(size="huge")),
+            ("an unknown field", ("unknown_parameter",), "promt",
              lambda: self.create(extra_body={"promt": "x"})),
-            ("an unknown id", "not_found", "id",
-             lambda: self.client.videos.retrieve("video_" + "0" * 32)),
-        ):  # fmt: skip
+            ("an unknown id", ("not_found",), "id", lambda: self.client.videos.retrieve(unknown)),
+        ]  # fmt: skip
+        for name, codes, param, call in cases:
             seen = self.error(call)
-            is_named = (getattr(seen, "code", 0), getattr(seen, "param", 0)) == (code, param)
-            self.check(name, is_named and (code != "unknown_parameter" or "'prompt'" in str(seen)),
-                       seen)  # fmt: skip
+            is_named = getattr(seen, "code", 0) in codes and getattr(seen, "param", 0) == param
+            has_hint = param != "promt" or "'prompt'" in str(seen)
+            self.check(name, is_named and has_hint, seen)
 
     def failure(self) -> None:
         """A job that fails is an answer, with its code."""

@@ -30,7 +30,9 @@ TESTS = Path(__file__).parents[1]
 class ServerProcess:
     """``everyframe serve`` over a data folder; `pause` seconds a step of a made-up executor."""
 
-    def __init__(self, folder: Path, *words: str, pause: float | None = None) -> None:
+    def __init__(
+        self, folder: Path, *words: str, pause: float | None = None, port: int = 0
+    ) -> None:
         self.folder = folder
         self.steps_file = folder.with_name("steps")
         program = ["-m", "everyframe"]
@@ -39,7 +41,16 @@ class ServerProcess:
         variables = {k: v for k, v in os.environ.items() if not k.startswith("EVERYFRAME_")}
         path = os.pathsep.join([str(SOURCE), str(TESTS), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
-            [sys.executable, *program, "serve", "--port", "0", "--data-dir", str(folder), *words],
+            [
+                sys.executable,
+                *program,
+                "serve",
+                "--port",
+                str(port),
+                "--data-dir",
+                str(folder),
+                *words,
+            ],
             env={**variables, "PYTHONPATH": path},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -29,7 +29,7 @@ from everyframe.adapters.unet_names import unet_renames
 from everyframe.adapters.weight_sites import Rows, Shape, WeightSites
 from everyframe.checkpoints.folder import listing
 from everyframe.checkpoints.scaled_file import with_scales
-from everyframe.checkpoints.tensor_file import TensorFile, open_checkpoint
+from everyframe.checkpoints.tensor_file import PackedRows, TensorFile, open_checkpoint
 from everyframe.core.errors import CheckpointError
 from everyframe.runtime.patchable import WeightTable
 
@@ -79,6 +79,16 @@ class ComponentTensors(TensorFile):
         piece = self._pieces[name]
         found = None if piece.rows is not None else self._stored.quantized(piece.name, kind)
         return None if found is None else (found[0].view(piece.shape), found[1])
+
+    def packed_bytes(self, name: str) -> int | None:
+        """See `TensorFile.packed_bytes`."""
+        piece = self._pieces[name]
+        is_whole = piece.rows is None and piece.shape == self._stored.shape(piece.name)
+        return self._stored.packed_bytes(piece.name) if is_whole else None
+
+    def packed(self, name: str) -> PackedRows:
+        """See `TensorFile.packed`."""
+        return self._stored.packed(self._pieces[name].name)
 
 
 @dataclass(frozen=True)

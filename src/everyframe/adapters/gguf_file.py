@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from everyframe.adapters.gguf_header import GgufTensor, read_gguf_header
-from everyframe.checkpoints.tensor_file import MANY_RUNS, TensorFile
+from everyframe.checkpoints.tensor_file import MANY_RUNS, PackedRows, TensorFile
 from everyframe.checkpoints.torch_file import TensorLocation, read_entry
 from everyframe.core.errors import CheckpointError, MissingPackageError, did_you_mean
 
@@ -97,6 +97,25 @@ class GgufFile(TensorFile):
         return self._values(name, 0, math.prod(self.shape(name)), dtype).view(
             self.shape(name)
         ).to(device)  # fmt: skip
+
+    def packed_bytes(self, name: str) -> int | None:
+        """See `TensorFile.packed_bytes`."""
+        shape = self.shape(name)
+        if name not in self._kinds or len(shape) != 2 or shape[1] % self._kinds[name].block:
+            return None
+        return self.entry(name).num_bytes
+
+    def packed(self, name: str) -> PackedRows:
+        """See `TensorFile.packed`."""
+        kind, entry, (num_rows, columns) = self._kinds[name], self.entry(name), self.shape(name)
+        width = columns // kind.block * kind.num_bytes
+        codes = read_entry(replace(entry, shape=(num_rows, width)), name).view(torch.int8)
+
+        def widen(rows: torch.Tensor) -> torch.Tensor:
+            blocks = rows.view(torch.uint8).reshape(-1, kind.num_bytes)
+            return torch.from_numpy(_dequantized(blocks, kind)).reshape(len(rows), columns)
+
+        return PackedRows(codes, widen)
 
     def load_rows(self, name: str, rows: Sequence[tuple[int, int]]) -> torch.Tensor:
         """See `TensorFile.load_rows`."""

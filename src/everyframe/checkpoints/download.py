@@ -32,16 +32,20 @@ FIRST_ANSWER_TIMEOUT_S = 4.0  # all of it: name lookup, connection, answer
 
 @dataclass(frozen=True)
 class Wanted:
-    """Files of one hub repository: shell patterns of names, at a branch, tag or commit."""
+    """Files of one hub repository: shell patterns of names, at a branch, tag or commit.
+
+    Of the folders in `without` no weights are wanted.
+    """
 
     repo_id: str
     patterns: tuple[str, ...]
     revision: str | None = None
+    without: tuple[str, ...] = ()
 
     @property
     def command(self) -> str:
         """Shell command that downloads the same files with the hub's own tool."""
-        return download_command(self.repo_id, self.patterns, self.revision)
+        return download_command(self.repo_id, self.patterns, self.revision, self.without)
 
 
 def fetch(
@@ -98,7 +102,8 @@ def fetch_parts(
     """
     whole = list(parts)
     lacking = [number for number, place in enumerate(whole) if not place.complete]
-    wanted = [Wanted(whole[n].part.repo_id, whole[n].part.patterns) for n in lacking]
+    parts_lacking = [whole[number].part for number in lacking]
+    wanted = [Wanted(each.repo_id, each.patterns, without=each.without) for each in parts_lacking]
     for done, number in enumerate(lacking):
         _fetch(tuple(wanted[done:]), hub_cache, hint)
         whole[number] = _fetched(whole[number], hub_cache, hint)
@@ -117,7 +122,7 @@ def _fetch(wanted: tuple[Wanted, ...], hub_cache: Path | None, hint: str) -> Pat
         folder = snapshot_download(
             first.repo_id,
             revision=first.revision,
-            allow_patterns=list(_of_pipeline(first.patterns, names) or first.patterns),
+            allow_patterns=list(_of_pipeline(first, names) or first.patterns),
             cache_dir=hub_cache,
             etag_timeout=ETAG_TIMEOUT_S,
         )
@@ -140,22 +145,30 @@ def _fetched(place: PartLocation, hub_cache: Path | None, hint: str) -> PartLoca
     return fetched
 
 
-def download_command(repo_id: str, patterns: Sequence[str], revision: str | None = None) -> str:
+def download_command(
+    repo_id: str,
+    patterns: Sequence[str],
+    revision: str | None = None,
+    without: Sequence[str] = (),
+) -> str:
     """Shell command that downloads the same files with the hub's own tool."""
     words = ["hf", "download", repo_id]
     for pattern in patterns:
         words += ["--include", pattern]
+    for folder in without:
+        words += ["--exclude", f"{folder}/*.safetensors*"]
     if revision is not None:
         words += ["--revision", revision]
     return shlex.join(words)
 
 
-def _of_pipeline(patterns: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+def _of_pipeline(wanted: Wanted, names: Sequence[str]) -> tuple[str, ...]:
     """Files among `names` that a diffusers pipeline loads; none if it is no pipeline.
 
     Repositories often hold the same weights twice: pickled, or in one file at the top for other
     programs. Used only if every kind of weights is wanted.
     """
+    patterns = wanted.patterns
     if "*.safetensors" not in patterns or not _INDEXES & set(names):
         return ()
     safe = {name.rpartition("/")[0] for name in names if name.endswith(".safetensors")}
@@ -164,7 +177,8 @@ def _of_pipeline(patterns: Sequence[str], names: Sequence[str]) -> tuple[str, ..
         folder = name.rpartition("/")[0]
         bare = name.removesuffix(".index.json")
         if bare.endswith(WEIGHT_SUFFIXES):
-            return bool(folder) and (bare.endswith(".safetensors") or folder not in safe)
+            is_read = bare.endswith(".safetensors") or folder not in safe
+            return bool(folder) and is_read and folder not in wanted.without
         # Code is fetched to be read; it runs only if that is allowed.
         return any(fnmatch.fnmatchcase(name, each) for each in (*patterns, "*.py"))
 

@@ -21,9 +21,9 @@ from everyframe.checkpoints.folder import (
     describe_missing,
     hub_cache_folder,
     package_folder,
-    read_json,
     weight_files,
 )
+from everyframe.checkpoints.missing_files import folders_without_weights, missing_shards
 from everyframe.checkpoints.model_zoo import (
     SUPPORTED_VERSIONS,
     HubPart,
@@ -39,10 +39,9 @@ Kind = Literal["embedded", "known", "folder", "file", "hub"]
 
 # What a hub id that nobody listed is taken to need, and what is fetched of it.
 _ANY_WEIGHTS = tuple(f"*{suffix}" for suffix in WEIGHT_SUFFIXES if suffix != ".ckpt")
+_WHOLE_MODEL = "model"
 _ANY_EXTRAS = ("*.json", "*.model", "*.txt", "*.jinja")
 
-# ``pytorch_model-00001-of-00002.bin``: the first of two says that there is a second.
-_SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})(?P<ending>\.\w+)")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*")
 
 
@@ -143,6 +142,7 @@ def locate(
     name: str,
     *,
     variant: str | None = None,
+    without: tuple[str, ...] = (),
     registry: Sequence[KnownModel] | None = None,
     hub_cache: Path | None = None,
 ) -> Location:
@@ -152,6 +152,7 @@ def locate(
         name: short name, alias, folder, file, or hub id.
         variant: of a hub model, which of several stored precisions, such as ``fp16``. Default:
             float32, or fp16 if only that is on disk.
+        without: components of a hub id whose weights are not needed.
         registry: the models with short names; by default `known_models`.
         hub_cache: the hub's cache folder; by default the user's own.
 
@@ -171,7 +172,7 @@ def locate(
         return _locate_path(given, path)
     _refuse_by_name(given, registry)
     if _HUB_ID.fullmatch(given) and path.suffix not in WEIGHT_SUFFIXES:
-        return _locate_hub(given, registry, hub_cache, variant)
+        return _locate_hub(given, registry, hub_cache, variant, without)
     raise InputError(_unknown(given, path, registry))
 
 
@@ -209,7 +210,9 @@ def find_part(part: HubPart, *, hub_cache: Path | None = None) -> PartLocation:
         for group in part.needs
         if not any(_matches(name, group) for name in mine)
     ]
-    missing += _missing_shards(mine)
+    missing += missing_shards(mine)
+    if part.role == _WHOLE_MODEL and folder is not None:
+        missing += folders_without_weights(folder, part.without)
     on_disk = sum(path.stat().st_size for path in mine.values())
     to_fetch = part.num_bytes
     if not missing:
@@ -289,9 +292,13 @@ def _locate_path(asked: str, path: Path) -> Location:
 
 
 def _locate_hub(
-    asked: str, registry: Sequence[KnownModel], hub_cache: Path | None, variant: str | None
+    asked: str,
+    registry: Sequence[KnownModel],
+    hub_cache: Path | None,
+    variant: str | None,
+    without: tuple[str, ...],
 ) -> Location:
-    part = HubPart(role="model", repo_id=asked, needs=(_ANY_WEIGHTS,), extras=_ANY_EXTRAS)
+    part = HubPart(_WHOLE_MODEL, asked, needs=(_ANY_WEIGHTS,), extras=_ANY_EXTRAS, without=without)
     if variant is not None:
         part = replace(part, needs=(("*.safetensors",),)).as_variant(variant)
     place = find_part(part, hub_cache=hub_cache)
@@ -350,32 +357,3 @@ def _files(folder: Path) -> dict[str, Path]:
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _missing_shards(files: dict[str, Path]) -> list[str]:
-    """Missing shards that an index among `files` or another shard's name refers to.
-
-    Empty if a whole file of the same format is present: some repositories hold both.
-    """
-    missing: list[str] = []
-    for name, path in files.items():
-        if not name.endswith(".index.json"):
-            continue
-        whole = name.removesuffix(".index.json")
-        if whole in files:
-            continue
-        folder = name.rpartition("/")[0]
-        shards = read_json(path).get("weight_map")
-        if not isinstance(shards, dict):
-            raise CheckpointError(f"{path} has no weight_map; it is no index of shards")
-        wanted = {f"{folder}/{shard}" if folder else str(shard) for shard in shards.values()}
-        missing += sorted(wanted - files.keys())
-    for name in files:
-        shard = _SHARD.fullmatch(name)
-        if shard is None or shard["stem"] + shard["ending"] in files:
-            continue
-        for number in range(1, int(shard["count"]) + 1):
-            sibling = f"{shard['stem']}-{number:05}-of-{shard['count']}{shard['ending']}"
-            if sibling not in files and sibling not in missing:
-                missing.append(sibling)
-    return missing

@@ -35,6 +35,7 @@ class HubPart:
         num_parameters: None if unknown (a hub id that is not listed).
         variant: which of several stored precisions of the weights, such as ``fp16``.
         parameter_bytes: bytes of a stored parameter without a variant.
+        without: folders of a diffusers pipeline whose weights come from files of their own.
     """
 
     role: str
@@ -44,6 +45,7 @@ class HubPart:
     num_parameters: int | None = None
     variant: str | None = None
     parameter_bytes: int = 4
+    without: tuple[str, ...] = ()
 
     def as_variant(self, variant: str) -> HubPart:
         """Copy with the weight files of that variant: ``*.fp16.safetensors``."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from everyframe.checkpoints.key_map import KeyMap
-from everyframe.checkpoints.tensor_file import TensorFile
+from everyframe.checkpoints.tensor_file import PackedRows, TensorFile
 from everyframe.core.errors import CheckpointError
 
 TensorPatch = Callable[[Tensor], Tensor]
@@ -41,6 +41,14 @@ class PatchedTensorFile(TensorFile):
     def quantized(self, name: str, kind: str) -> tuple[Tensor, Tensor] | None:
         """See `TensorFile.quantized`; a patched weight is quantized anew."""
         return None if name in self._patches else self._base.quantized(name, kind)
+
+    def packed_bytes(self, name: str) -> int | None:
+        """See `TensorFile.packed_bytes`; a patched weight is no longer what is stored."""
+        return None if name in self._patches else self._base.packed_bytes(name)
+
+    def packed(self, name: str) -> PackedRows:
+        """See `TensorFile.packed`."""
+        return self._base.packed(name)
 
     def load(
         self,

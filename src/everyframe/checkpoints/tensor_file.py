@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -61,6 +61,19 @@ _STANDARD_NAMES = (
     "*.pt",
     "*.bin",
 )
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows of a matrix in blocks of bytes.
+
+    Attributes:
+        codes: (rows, bytes of a row) int8, on the CPU.
+        widen: gives float32 (n, columns) of n rows of codes.
+    """
+
+    codes: torch.Tensor
+    widen: Callable[[torch.Tensor], torch.Tensor]
 
 
 class TensorFile:
@@ -145,6 +158,14 @@ class TensorFile:
         `kind` is ``int8`` or ``fp8``, as in `precision.quantization`.
         """
         return None
+
+    def packed_bytes(self, name: str) -> int | None:
+        """Bytes of a matrix whose rows the file stores in blocks of their own; None for others."""
+        return None
+
+    def packed(self, name: str) -> PackedRows:
+        """The rows of a matrix that has `packed_bytes`, as they are stored."""
+        raise AssertionError(f"{name} is not stored in blocks")
 
     def load_rows(self, name: str, rows: Sequence[tuple[int, int]]) -> torch.Tensor:
         """Read runs of rows (first, end) of one tensor, one after the other, in its own dtype.

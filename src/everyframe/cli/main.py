@@ -71,6 +71,7 @@ COMMANDS = {
     "fast-paths": ("everyframe.cli.fast_paths:COMMAND", "List fast paths and their certificates."),
     "calibrate": ("everyframe.cli.calibrate:COMMAND", "Measure what lossy methods cost in dB."),
     "doctor": ("everyframe.cli.doctor:COMMAND", "Check this machine, and name the fixes."),
+    "bench": ("everyframe.cli.bench:COMMAND", "Measure this machine, and compare two."),
     "save": ("everyframe.cli.save:COMMAND", "Write a model with merged or quantized weights."),
     "inspect": ("everyframe.cli.inspect:COMMAND", "Show how a video was made."),
     "pull": ("everyframe.cli.pull:COMMAND", "Fetch and verify what a model needs."),

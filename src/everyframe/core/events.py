@@ -111,11 +111,15 @@ class Preview(Event):
 
 @dataclass(frozen=True)
 class StageDone(Event):
-    """A stage is done and its components are freed."""
+    """A stage is done and its components are freed.
+
+    `peak_bytes` is the peak memory of its process on the device so far; None where it is unknown.
+    """
 
     type: ClassVar[str] = "stage_done"
     stage: str
     seconds: float
+    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)

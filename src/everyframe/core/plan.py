@@ -93,6 +93,10 @@ class Settings:
         return replace(self, savings=(*dict(self.savings, **{name: value}).items(),))
 
 
+#: `Precision.weight_dtype` of layers whose weights stay in the blocks of a GGUF file.
+PACKED = "gguf"
+
+
 @dataclass(frozen=True)
 class Precision:
     """Dtypes of one component, by torch's names.
@@ -101,7 +105,8 @@ class Precision:
         parameters: storage dtype of the parameters.
         compute: dtype of the computation.
         islands: modules that stay in float32 or wider.
-        weight_dtype: storage of linear layers' weights (``int8``, ``fp8``); empty for `parameters`.
+        weight_dtype: storage of linear layers' weights (``int8``, ``fp8``, ``gguf``); empty for
+            `parameters`.
     """
 
     parameters: str

@@ -33,7 +33,7 @@ DTYPES = {
 }
 
 #: Storage of linear layers' weights; with `auto` the planner chooses.
-QUANTIZE = ("auto", "none", "int8", "fp8")
+QUANTIZE = ("auto", "none", "int8", "fp8", "gguf")
 
 
 class Request(Options):
@@ -152,8 +152,8 @@ class Request(Options):
         accepts=("torch.dtype",),
     )
     quantize: str = option(
-        "Store the weights of linear layers in 8 bits (lossy): auto (int8, only if nothing else "
-        "makes it fit), none, int8 or fp8.",
+        "Store the weights of linear layers in 8 bits (lossy): auto (only if nothing else makes "
+        "it fit), none, int8 or fp8; or keep a GGUF file's own blocks (exact): gguf.",
         group="Machine",
         default="auto",
     )

@@ -227,9 +227,10 @@ def _part(
     weights, found = ((), None) if is_replaced else _weights(where, name, folder, variant)
     part = ComponentFolder(name, str(library), str(class_name), folder, weights, found, trust)
     if weights and (folder / OWN_WEIGHTS).is_file():
+        from everyframe.checkpoints.scaled_file import with_scales
         from everyframe.checkpoints.tensor_file import open_checkpoint
 
-        part = replace(part, tensors=open_checkpoint(weights[0]))
+        part = replace(part, tensors=with_scales(open_checkpoint(weights[0]))[0])
     if part.config().get("quantization_config"):
         raise CheckpointError(
             f"{where}: its {name} is quantised, which is not supported; take the checkpoint "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -41,12 +41,16 @@ _DTYPES = ("bfloat16", "float16")
 
 @dataclass(frozen=True)
 class ComponentWeights:
-    """A component's weights by its file headers: elements of each tensor, precision needs."""
+    """A component's weights by its file headers: elements of each tensor, precision needs.
+
+    `packed_bytes` are those of matrices that a GGUF file stores in blocks.
+    """
 
     name: str
     source: str
     num_elements: Mapping[str, int]
     needs: ComponentNeeds
+    packed_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 def held(files: PipelineFiles) -> tuple[ComponentWeights, ...]:
@@ -57,7 +61,13 @@ def held(files: PipelineFiles) -> tuple[ComponentWeights, ...]:
 def _held(part: ComponentFolder, files: PipelineFiles) -> ComponentWeights:
     opened = tensor_files(part)
     source = f"{files.where}/{part.name}" if part.tensors is None else part.weights[0].name
-    return ComponentWeights(part.name, source, _count(opened), needs_of(part, opened))
+    packed = {
+        name: size
+        for file in opened
+        for name in file
+        if name not in part.patches and (size := file.packed_bytes(name)) is not None
+    }
+    return ComponentWeights(part.name, source, _count(opened), needs_of(part, opened), packed)
 
 
 def needs_of(part: ComponentFolder, opened: Sequence[TensorFile]) -> ComponentNeeds:
@@ -91,6 +101,7 @@ def components(
             num_elements=part.num_elements,
             needs=part.needs,
             working_bytes=partial(working_bytes, part.name, sizes, settings),
+            packed_bytes=part.packed_bytes,
         )
         for part in parts
     )

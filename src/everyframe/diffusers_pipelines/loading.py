@@ -30,7 +30,7 @@ from everyframe.diffusers_pipelines.component_classes import (
     empty_modular,
     pipeline_class,
 )
-from everyframe.diffusers_pipelines.component_tensors import load_from_file
+from everyframe.diffusers_pipelines.component_tensors import has_own_names, load_from_file
 from everyframe.diffusers_pipelines.module_calls import encoders, without_weights
 from everyframe.diffusers_pipelines.patched_weights import merge_from_files, rewrite_from_files
 from everyframe.diffusers_pipelines.signature import CallSignature
@@ -38,6 +38,7 @@ from everyframe.diffusers_pipelines.step_tracking import called_parts
 from everyframe.fast_paths.apply import apply_fast_paths, swap_modules
 from everyframe.precision import cast_hooks
 from everyframe.precision.dtypes import torch_dtype
+from everyframe.precision.quantization import quantise_layers
 from everyframe.runtime import offload, repairs
 from everyframe.runtime.component_cache import WarmComponents
 from everyframe.runtime.component_observers import notify_loaded
@@ -89,8 +90,10 @@ def load(
 
 def _component(where: str, part: ComponentFolder, plan: Plan) -> nn.Module:
     planned = plan.component(part.name)
-    if part.tensors is None:
+    is_quantized = bool(planned.precision.weight_dtype)
+    if part.tensors is None and not (is_quantized and has_own_names(part)):
         module = _from_folder(where, part, planned)
+        quantise_layers(module, planned.precision)
     else:
         with BUILD_LOCK, foreign_errors(f"{where}: its {part.name} can't be made"):
             module = load_from_file(part, planned.precision)

@@ -2,46 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from everyframe.checkpoints.patched_file import PatchedTensorFile
-from everyframe.checkpoints.tensor_file import TensorFile
 from everyframe.core.errors import InputError
-from everyframe.diffusers_pipelines.checkpoint import (
-    OWN_WEIGHTS,
-    ComponentFolder,
-    PipelineFiles,
+from everyframe.core.plan import Precision
+from everyframe.diffusers_pipelines.checkpoint import OWN_WEIGHTS, ComponentFolder, PipelineFiles
+from everyframe.diffusers_pipelines.component_classes import component_class, empty_component
+from everyframe.diffusers_pipelines.component_tensors import (
+    has_own_names,
+    own_tensors,
+    tensor_files,
 )
-from everyframe.diffusers_pipelines.component_classes import component_class
-from everyframe.diffusers_pipelines.component_tensors import tensor_files
 from everyframe.diffusers_pipelines.components import needs_of
-from everyframe.precision.islands import in_island
+from everyframe.diffusers_pipelines.library_patches import quiet_libraries
+from everyframe.precision.islands import WORTH, in_island, weight_bytes
+from everyframe.precision.quantization import rows
+from everyframe.runtime.meta_init import build_on_meta
 from everyframe.runtime.saved_checkpoint import ChangedFile
-
-
-class _JoinedFile(TensorFile):
-    """The tensors of several files as those of one."""
-
-    def __init__(self, files: Sequence[TensorFile]) -> None:
-        owners = {name: file for file in files for name in file}
-        super().__init__(files[0].source, {name: each.entry(name) for name, each in owners.items()})
 
 
 def changed_files(files: PipelineFiles, quantize: str) -> list[ChangedFile]:
     """See `SavableSpec.changed_files`."""
-    if quantize:
+    found = []
+    for part in files.models:
+        layers = _layers(files, part, quantize) if quantize else set[str]()
+        if part.patches or part.tensors or layers:
+            found.append(_changed(files, part, dict.fromkeys(layers, quantize)))
+    if quantize and not any(each.quantized for each in found):
+        raise InputError(f"quantize has no effect on {files.where}: nothing of it is quantized")
+    return found
+
+
+def _layers(files: PipelineFiles, part: ComponentFolder, kind: str) -> set[str]:
+    """Names of the weights of a component that get eight bits, as a plan decides."""
+    needs = needs_of(part, tensor_files(part))
+    if needs.prefers == "float32":
+        return set()
+    with quiet_libraries():
+        module = build_on_meta(partial(empty_component, part))
+    count = {name: each.numel() for name, each in module.named_parameters()}
+    whole = Precision("bfloat16", "bfloat16", needs.islands)
+    found = rows(module, replace(whole, weight_dtype=kind))
+    if weight_bytes(count, whole, rows=found) >= WORTH * weight_bytes(count, whole):
+        return set()
+    if not has_own_names(part):
         raise InputError(
-            f"quantize has no effect on {files.where}: diffusers' pipelines are not quantized here"
+            f"the {part.name} of {files.where} is stored by names of an older diffusers, so it "
+            "can't be saved quantized; save it with diffusers first (pipe.save_pretrained)"
         )
-    return [_changed(files, part) for part in files.models if part.patches or part.tensors]
+    return {*found}
 
 
-def _changed(files: PipelineFiles, part: ComponentFolder) -> ChangedFile:
+def _changed(
+    files: PipelineFiles, part: ComponentFolder, quantized: Mapping[str, str]
+) -> ChangedFile:
     place = part.folder.relative_to(files.folder)
     opened = tensor_files(part)
-    joined = opened[0] if len(opened) == 1 else _JoinedFile(opened)
-    tensors = PatchedTensorFile(joined, part.patches)
+    tensors = PatchedTensorFile(own_tensors(part), part.patches)
     changed = {
         name
         for name in tensors
@@ -51,14 +72,15 @@ def _changed(files: PipelineFiles, part: ComponentFolder) -> ChangedFile:
     islands = (*needs.islands, *needs.range_islands)
     old = [file for file in sorted(part.folder.iterdir()) if _is_weights(file)]
     # What was not read by the libraries is not read by them again: they round float32 islands.
-    marker = {} if part.tensors is None else {place / OWN_WEIGHTS: "{}\n"}
+    is_ours = part.tensors is not None or bool(quantized)
     return ChangedFile(
-        place / _name(part),
+        place / _name(part, is_ours=is_ours),
         tensors,
         changed,
-        replaces=tuple(place / file.name for file in old),
-        beside=marker,
+        {name: kind for name, kind in quantized.items() if name in tensors},
         wide={name for name in tensors if in_island(name, islands)},
+        replaces=tuple(place / file.name for file in old),
+        beside={place / OWN_WEIGHTS: "{}\n"} if is_ours else {},
     )
 
 
@@ -66,9 +88,9 @@ def _is_weights(file: Path) -> bool:
     return file.suffix in (".safetensors", ".bin") or ".index." in file.name
 
 
-def _name(part: ComponentFolder) -> str:
+def _name(part: ComponentFolder, *, is_ours: bool) -> str:
     from diffusers import ModelMixin
 
     stem = "diffusion_pytorch_model" if issubclass(component_class(part), ModelMixin) else "model"
-    variant = f".{part.variant}" if part.variant and part.tensors is None else ""
+    variant = f".{part.variant}" if part.variant and not is_ours else ""
     return f"{stem}{variant}.safetensors"

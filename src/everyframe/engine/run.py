@@ -47,7 +47,7 @@ from everyframe.engine.request_inputs import read_given, start_noise
 from everyframe.engine.warm_state import warm_of, with_cache
 from everyframe.hardware.cpu import cpu_threads
 from everyframe.hardware.device_loss import translate_device_loss
-from everyframe.hardware.memory import empty_cache, is_out_of_memory
+from everyframe.hardware.memory import empty_cache, is_out_of_memory, peak_bytes
 from everyframe.hardware.switches import Turn
 from everyframe.hardware.thread_state import without_casts
 from everyframe.media.output_path import check_folder
@@ -276,7 +276,7 @@ def _run(
         empty_cache()
         seconds = time.perf_counter() - began
         _log.info("clip %d of %d: %s took %.2f s", clip + 1, num_clips, stage.name, seconds)
-        yield StageDone(stage.name, seconds)
+        yield StageDone(stage.name, seconds, peak_bytes(plan.device))
         yield from keeper.notes()
         for video in videos:
             video.begin_stage()

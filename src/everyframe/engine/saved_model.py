@@ -11,8 +11,7 @@ from everyframe.checkpoints.key_map import KeyMap
 from everyframe.checkpoints.tensor_file import TensorFile, open_checkpoint
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Precision
-from everyframe.planning.component_precision import WORTH
-from everyframe.precision.islands import in_island, weight_bytes
+from everyframe.precision.islands import WORTH, in_island, weight_bytes
 from everyframe.precision.quantization import rows
 from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.saved_checkpoint import ChangedFile

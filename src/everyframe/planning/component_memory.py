@@ -6,13 +6,13 @@ precision and makes the dry runs; `memory_fit.py` varies the settings until ever
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.parallel_plan import ParallelPlan
-from everyframe.core.plan import ComponentPlan, Precision, Repair, Settings
+from everyframe.core.plan import PACKED, ComponentPlan, Precision, Repair, Settings
 from everyframe.planning.choose_fast_paths import (
     FastPathChooser,
     fast_path_notes,
@@ -21,14 +21,13 @@ from everyframe.planning.choose_fast_paths import (
 )
 from everyframe.planning.component_precision import (
     WHOLE,
-    WORTH,
     PrecisionPlanner,
     QuantizationChoice,
     quantization_notes,
 )
 from everyframe.planning.dry_runs import DryRun
 from everyframe.precision.dtypes import num_bytes
-from everyframe.precision.islands import weight_bytes
+from everyframe.precision.islands import WORTH, weight_bytes
 from everyframe.runtime.interface import (
     Component,
     DryRunCall,
@@ -233,13 +232,17 @@ class ComponentPlanner:
 
     def kinds(self, component: Component, settings: Settings) -> tuple[str, ...]:
         """Possible weight formats, the most exact first; "" is the weights' own dtype."""
-        kinds = self.quantising.kinds(component.name)
-        last = kinds[-1]
+        asked = self.quantising.kinds(component.name)
         # What was made for float32 is the smaller part, and wants its digits.
-        if not last or component.has_precision or component.needs.prefers == "float32":
+        if not any(asked) or component.has_precision or component.needs.prefers == "float32":
             return ("",)
-        whole, less = (self.weights_alone(component, settings, kind) for kind in ("", last))
-        return kinds if less < WORTH * whole else ("",)
+        can_stay = bool(component.packed_bytes) and self.device.kind == "cpu"
+        narrow = [kind for kind in asked if kind and (kind != PACKED or can_stay)]
+        whole = self.weights_alone(component, settings, "") if narrow else 0
+        worth = [
+            kind for kind in narrow if self.weights_alone(component, settings, kind) < WORTH * whole
+        ]
+        return tuple(worth) if asked[0] and worth else ("", *worth)
 
     def _first_kind(self, component: Component, settings: Settings) -> str:
         first = self.quantising.kinds(component.name)[0]
@@ -277,10 +280,14 @@ class ComponentPlanner:
         remedies: Sequence[Repair] = (),
     ) -> int:
         """Bytes of its parameters, including scales of eight-bit weights."""
-        found: Mapping[str, int] = {}
+        count, found = component.num_elements, dict[str, int]()
         if precision.weight_dtype:
             found = _rows(self._precisions.dry_run_calls_of(component.name, settings), precision)
-        return weight_bytes(component.num_elements, precision, remedies, found)
+        if precision.weight_dtype != PACKED:
+            return weight_bytes(count, precision, remedies, found)
+        stays = {name: size for name, size in component.packed_bytes.items() if name in found}
+        rest = {name: number for name, number in count.items() if name not in stays}
+        return weight_bytes(rest, precision, remedies) + sum(stays.values())
 
     def _working_bytes(
         self, component: Component, runs: Sequence[DryRun], precision: Precision
@@ -308,9 +315,8 @@ def frame_bytes(settings: Settings) -> int:
     return settings.num_frames * settings.height * settings.width * 3 * (4 + 1)
 
 
-def _rows(stage_calls: Sequence[DryRunCall], precision: Precision) -> Mapping[str, int]:
-    """Eight-bit weights of a component that is loaded here; none for components of a pipeline."""
+def _rows(stage_calls: Sequence[DryRunCall], precision: Precision) -> dict[str, int]:
+    """Linear layers' weights of a component by name, with the number of scales of each."""
     from everyframe.precision.quantization import rows
 
-    alone = [each for each in stage_calls if not each.is_foreign]
-    return rows(alone[0].module(), precision) if alone else {}
+    return rows(stage_calls[0].module(), precision) if stage_calls else {}

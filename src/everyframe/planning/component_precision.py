@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts
-from everyframe.core.plan import ComponentPlan, FastPathChoice, Precision, Settings
+from everyframe.core.plan import PACKED, ComponentPlan, FastPathChoice, Precision, Settings
 from everyframe.core.request import Request
 from everyframe.planning.choose_fast_paths import FastPathChooser
 from everyframe.planning.dry_runs import DryRun, dry_run, not_followed
@@ -166,13 +166,10 @@ _OF_ITSELF = "int8"
 #: Device types on which torch lacks the dtype.
 _LACKS = {"fp8": ("mps",)}
 
-#: Quantize a component if its weights shrink to this ratio or less.
-WORTH = 0.9
-
 
 @dataclass(frozen=True)
 class QuantizationChoice:
-    """Requested quantization: ``auto``, ``none``, ``int8``, ``fp8``, or `exact` by component."""
+    """Requested quantization: an option of the request, or `exact` by component."""
 
     asked: str = "none"
     exact: Mapping[str, str] | None = None
@@ -181,7 +178,8 @@ class QuantizationChoice:
         """Formats to try for a component, the most exact first; "" is unquantized."""
         if self.exact is not None:
             return (self.exact.get(component, ""),)
-        return {"auto": ("", _OF_ITSELF), "none": ("",)}.get(self.asked, (self.asked,))
+        by_itself = ("", PACKED, _OF_ITSELF)
+        return {"auto": by_itself, "none": ("",)}.get(self.asked, (self.asked,))
 
 
 #: No quantization.
@@ -196,8 +194,14 @@ def quantising_of(request: Request, device: DeviceFacts) -> QuantizationChoice:
     """
     wanted = {request.quantize, *(request.quantized or {}).values()} - {"auto", "none", ""}
     for kind in sorted(wanted):
-        if kind not in ERRORS:  # out of a record that anybody may have made
-            raise InputError(f"weights are stored in {' or '.join(ERRORS)}, not in {kind!r}")
+        if kind not in (*ERRORS, PACKED):  # out of a record that anybody may have made
+            known = " or ".join((*ERRORS, PACKED))
+            raise InputError(f"weights are stored in {known}, not in {kind!r}")
+        if kind == PACKED and device.kind != "cpu":
+            raise InputError(
+                f"GGUF weights stay in their blocks on the CPU only, not on {device.name}; without "
+                "--quantize gguf they are widened as they are loaded"
+            )
         if device.kind in _LACKS.get(kind, ()):
             raise InputError(f"{device.name} has no {kind}; give --quantize int8")
     return QuantizationChoice(request.quantize, request.quantized)
@@ -205,11 +209,12 @@ def quantising_of(request: Request, device: DeviceFacts) -> QuantizationChoice:
 
 def check_effect(wanted: QuantizationChoice, title: str, parts: Sequence[ComponentPlan]) -> None:
     """Raise `InputError` if quantization was requested and no weight is quantized."""
-    asked = wanted.exact is None and wanted.asked in ERRORS
+    asked = wanted.exact is None and wanted.asked in (*ERRORS, PACKED)
     if asked and not any(part.precision.weight_dtype for part in parts):
         raise InputError(
             f"quantize has no effect on {title}: it is for linear layers of parts that are not "
-            "made for float32, in models that are loaded here (not by a diffusers pipeline)"
+            "made for float32, in models that are loaded here (not by their owner), and gguf for "
+            "those of a GGUF file"
         )
 
 
@@ -220,6 +225,11 @@ def quantization_notes(
     if not precision.weight_dtype:
         return ()
     by_itself = wanted.exact is None and wanted.asked == "auto"
+    if precision.weight_dtype == PACKED:
+        return (
+            f"{title}: weights of its linear layers stay in the blocks of their GGUF file and are "
+            "widened for each product: the same bits in less memory, and more time",
+        )
     why = ", as nothing else makes it fit; --quantize none prevents it" if by_itself else ""
     return (
         f"{title}: weights of its linear layers are stored in {precision.weight_dtype} (lossy: a "

@@ -49,8 +49,8 @@ _FOLDERS = ("runs", "cache", "lora_folder")
 #: Variables that are no defaults of options.
 OTHER_VARIABLES = (
     VARIABLE, "EVERYFRAME_DISABLE", "EVERYFRAME_WITHOUT", "EVERYFRAME_IN_PROCESS",
-    "EVERYFRAME_API_KEYS", "EVERYFRAME_HOST", "EVERYFRAME_MODELS", "EVERYFRAME_PORT",
-    "EVERYFRAME_SERVER_DIR",
+    "EVERYFRAME_API_KEYS", "EVERYFRAME_HOST", "EVERYFRAME_PORT", "EVERYFRAME_MODELS",
+    "EVERYFRAME_SERVER_DIR", "EVERYFRAME_COMFYUI",
 )  # fmt: skip
 
 #: Option -> options of lower precedence that it displaces, as both set the same thing.

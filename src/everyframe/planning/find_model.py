@@ -122,7 +122,8 @@ def find_model(request: Request, may_fetch: bool) -> tuple[ModelSpec, str]:
         raise InputError("give a prompt, or a model that needs none")
     # Before the family is known: what is fetched depends on it.
     variant = request.family_options.get("variant")
-    location = locate(request.model or EMBEDDED_MODEL, variant=variant)
+    replaced = tuple(request.components)
+    location = locate(request.model or EMBEDDED_MODEL, variant=variant, without=replaced)
     if location.kind == "embedded" and not location.complete:
         raise CheckpointError("the embedded model is not in this installation; install it again")
     if location.kind == "hub" and not location.complete:
@@ -133,7 +134,7 @@ def find_model(request: Request, may_fetch: bool) -> tuple[ModelSpec, str]:
                 f"or `hf download {location.asked}`"
             )
         location = fetch_missing(location)
-    location = replace(location, components=tuple(request.components))
+    location = replace(location, components=replaced)
     for name in family_names():
         found = family(name).recognise(location, _tolerant_options(name, request))
         if found is not None:

@@ -99,7 +99,9 @@ class MemoryFit:
                 self.parts.part(each, settings, where[each.name])
                 for each in self.model.components(settings)
             ]
-        if not self._hold(parts) and self.device.kind != "cpu":
+        if not self._hold(parts) and self.device.kind == "cpu":
+            parts = self._narrowed(parts, settings)
+        elif not self._hold(parts):
             parts, said = _by_turns(parts)
             says += said
         plans = tuple(part.plan for part in parts)
@@ -113,6 +115,26 @@ class MemoryFit:
             host_bytes=host,
             fits=self._hold(parts) and host <= self.host_memory,
         )
+
+    def _narrowed(
+        self, parts: Sequence[PlannedComponent], settings: Settings
+    ) -> list[PlannedComponent]:
+        """Components with weights in a narrower form, until those of one stage fit together.
+
+        The most exact form comes first, and the largest component. Unchanged if nothing suffices.
+        """
+        found = {part.plan.name: part for part in parts}
+        components = sorted(
+            self.model.components(settings), key=lambda each: -found[each.name].plan.weight_bytes
+        )
+        kinds = {each.name: self.parts.kinds(each, settings) for each in components}
+        for kind in self.parts.quantising.kinds("")[1:]:
+            for each in components:
+                if kind in kinds[each.name][1:]:
+                    found[each.name] = self.parts.part(each, settings, WeightPlacement(kind=kind))
+                    if self._hold([*found.values()]):
+                        return [*found.values()]
+        return list(parts)
 
     def certified_alone(self) -> MemoryFit:
         """The same without fast paths that are only expected."""

@@ -49,6 +49,10 @@ def parameter_dtype(name: str, precision: Precision) -> str:
     return precision.parameters
 
 
+#: A component is quantized if its weights shrink to this ratio or less.
+WORTH = 0.9
+
+
 def weight_bytes(
     num_elements: Mapping[str, int],
     precision: Precision,

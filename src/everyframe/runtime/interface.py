@@ -38,6 +38,7 @@ class Component:
         working_bytes: peak memory beside the weights, from bytes per element; only for a model
             without dry runs, which measure it otherwise.
         has_precision: precision of a component that the caller has loaded; nothing is chosen then.
+        packed_bytes: bytes of each matrix that its file stores in blocks which can stay in memory.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Component:
     needs: ComponentNeeds
     working_bytes: Callable[[int], int] | None = None
     has_precision: Precision | None = None
+    packed_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from everyframe.checkpoints.key_map import KeyMap
 from everyframe.checkpoints.strict_load import check_strictly, load_strictly
-from everyframe.checkpoints.tensor_file import TensorFile, open_checkpoint
-from everyframe.core.plan import ComponentPlan, Precision
+from everyframe.checkpoints.tensor_file import PackedRows, TensorFile, open_checkpoint
+from everyframe.core.plan import PACKED, ComponentPlan, Precision
 from everyframe.fast_paths.apply import apply_fast_paths, swap_modules
 from everyframe.parallel.communicator import Communicator
 from everyframe.precision import cast_hooks, quantization
 from everyframe.precision.dtypes import torch_dtype
 from everyframe.precision.islands import parameter_dtype
+from everyframe.precision.packed_linear import PackedLinear
 from everyframe.precision.quantization import (
     SCALE,
     QuantisedLinear,
@@ -63,6 +64,9 @@ def fill(
         name = target.removesuffix(".weight")
         if name not in found:
             continue
+        if precision.weight_dtype == PACKED:
+            swap(module, name, _packed(weights.packed(source), found[name], precision))
+            continue
         layer = without_numbers(found[name], precision.weight_dtype)
         if target not in left:
             values, scale = _quantized(weights, source, precision.weight_dtype, works)
@@ -70,6 +74,10 @@ def fill(
                 precision.weight_dtype, values.to(lies), scale.to(lies), found[name].bias
             )
         swap(module, name, layer)
+
+
+def _packed(rows: PackedRows, linear: nn.Linear, precision: Precision) -> PackedLinear:
+    return PackedLinear(rows, linear, torch_dtype(precision.parameters))
 
 
 def _quantized(

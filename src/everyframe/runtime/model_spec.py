@@ -111,6 +111,14 @@ class ModuleBuilder(ABC, Generic[_Config]):
     def _dry_run_components(self) -> set[str]:
         return set()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """State for another process, which builds modules of its own.
+
+        A trial casts them in inference mode, where those of another mode can't be cast.
+        """
+        own = ("_made", "_dry_run_components")
+        return {name: value for name, value in vars(self).items() if name not in own}
+
     def empty(self, component: str) -> nn.Module:
         """One component on meta. Every call returns the same module; do not change it."""
         if component not in self._made:

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio.to_thread
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -22,10 +23,14 @@ from everyframe.server.context import ServerContext
 from everyframe.server.dispatcher import Dispatcher
 from everyframe.server.errors import ApiError, api_error
 from everyframe.server.event_stream import EventHub
+from everyframe.server.job_follower import JobFollower
+from everyframe.server.metrics import Metrics
 from everyframe.server.middleware import AccessMiddleware
-from everyframe.server.routes import catalog, content, system, videos
+from everyframe.server.openapi import DocumentedApp
+from everyframe.server.routes import catalog, content, sync, system, videos
 from everyframe.server.settings import ServerSettings
 from everyframe.server.store import JobStore
+from everyframe.server.traces import JobTraces
 
 #: Files of the web page.
 STATIC = Path(__file__).parent / "static"
@@ -41,29 +46,31 @@ def create_app(
     """
     context = ServerContext(settings, store, store.folder, dispatcher, executor)
 
+    traces = JobTraces(store) if settings.has_traces else None
+    followers: list[Metrics | JobTraces] = [context.metrics]
+    if traces is not None:
+        followers.append(traces)
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         context.hub = EventHub(store, dispatcher)
+        follower = JobFollower(store, [each.follow for each in followers])
+        follower.start()
         try:
             yield
         finally:
             context.begin_drain()
+            await anyio.to_thread.run_sync(follower.stop)
+            if traces is not None:
+                await anyio.to_thread.run_sync(traces.close)
 
-    app = FastAPI(
-        title="Everyframe",
-        version=__version__,
-        summary="Video diffusion behind a durable queue.",
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-    )
+    app = routed_app(lifespan, has_sync=settings.has_sync)
     app.state.context = context
-    for routes in (videos, content, catalog, system):
-        app.include_router(routes.router)
     if STATIC.is_dir():
         app.mount("/", StaticFiles(directory=STATIC, html=True), name="page")
     _add_error_handlers(app)
-    app.add_middleware(AccessMiddleware, access=context.access, observe=lambda *_: None)
+    observe = context.metrics.observe_request
+    app.add_middleware(AccessMiddleware, access=context.access, observe=observe)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -72,6 +79,22 @@ def create_app(
             allow_headers=["authorization", "content-type", "idempotency-key", "last-event-id"],
             expose_headers=["openai-poll-after-ms", "retry-after", "x-request-id"],
         )
+    return app
+
+
+def routed_app(lifespan: Any = None, *, has_sync: bool = True) -> DocumentedApp:
+    """The routes without what answers them: enough for the OpenAPI document."""
+    app = DocumentedApp(
+        title="Everyframe",
+        version=__version__,
+        summary="Video diffusion behind a durable queue.",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    # Before the routes of one video, whose id would be "sync".
+    for routes in (*((sync,) if has_sync else ()), videos, content, catalog, system):
+        app.include_router(routes.router)
     return app
 
 

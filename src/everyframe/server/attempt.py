@@ -15,11 +15,13 @@ from typing import Any
 
 from everyframe.core.errors import CannotRunError, OutOfMemoryInfo, RunLockedError
 from everyframe.core.events import (
+    ComponentLoaded,
     Event,
     Note,
     Planned,
     Repaired,
     RunSaved,
+    StageDone,
     StageStarted,
     Step,
     VideoDone,
@@ -216,7 +218,13 @@ class Attempt:
     def _take(self, event: Event) -> None:
         assert self._meter is not None
         self._meter.take(event)
-        if isinstance(event, RunSaved):  # written with the stage that follows
+        if isinstance(event, ComponentLoaded):
+            spent = self._report.get("load_seconds", 0.0) + event.seconds
+            self._report["load_seconds"] = round(spent, 4)
+        elif isinstance(event, StageDone) and event.peak_bytes is not None:
+            peak = max(self._report.get("peak_memory_mb") or 0, event.peak_bytes / 1e6)
+            self._report["peak_memory_mb"] = round(peak, 1)
+        elif isinstance(event, RunSaved):  # written with the stage that follows
             self._run = str(Path(event.path).relative_to(self._folder.path))
         elif isinstance(event, StageStarted):
             data = {"stage": event.stage, "num_steps": event.num_steps, "clip": event.clip,

@@ -160,7 +160,7 @@ async def _read_multipart(
     try:
         form = await parser.parse()
     except MultiPartException as error:
-        code = "too_large" if "maximum" in error.message else "invalid_value"
+        code = "too_large" if "maximum" in error.message.lower() else "invalid_value"
         text = error.message[:1].lower() + error.message[1:]
         raise ApiError(code, f"the multipart body can't be read: {text}") from None
     except (FormParserError, KeyError, UnicodeDecodeError, LookupError) as error:

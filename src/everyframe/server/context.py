@@ -20,12 +20,14 @@ from everyframe.server.event_stream import EventHub
 from everyframe.server.jobs import Job
 from everyframe.server.machine import RememberedAnswer, doctor_answer, facts_answer
 from everyframe.server.media_inputs import StoredMedia, bytes_of_data_url, store_media
+from everyframe.server.metrics import Metrics
 from everyframe.server.models import LoraRegistry, ModelRegistry
 from everyframe.server.plans import PlanCache
 from everyframe.server.rate_limits import RateLimit
 from everyframe.server.request_parser import RequestParser
 from everyframe.server.settings import ServerSettings
 from everyframe.server.store import JobStore
+from everyframe.server.url_inputs import UrlFetcher
 
 #: Parameters of lists, which the store checks.
 _QUERIED = ("after", "order", "status")
@@ -48,6 +50,8 @@ class ServerContext:
     plans: PlanCache = field(init=False)
     creations: RateLimit = field(init=False)
     logins: RateLimit = field(init=False)
+    urls: UrlFetcher = field(init=False)
+    metrics: Metrics = field(init=False)
     facts: RememberedAnswer = field(init=False)
     doctor: RememberedAnswer = field(init=False)
     parser: RequestParser = field(init=False)
@@ -63,6 +67,8 @@ class ServerContext:
         limits = self.settings.limits
         self.creations = RateLimit(limits.creations_a_minute if self.settings.limits_keys else None)
         self.logins = RateLimit(_LOGINS_A_MINUTE)
+        self.urls = UrlFetcher(self.settings.url_hosts, limits.body_bytes)
+        self.metrics = Metrics(self.store)
         self.facts, self.doctor = facts_answer(), doctor_answer()
         self.parser = RequestParser(self.models, self.loras, limits, self.read_media)
 
@@ -80,7 +86,7 @@ class ServerContext:
             )
 
     def read_media(self, param: str, wanted: str, value: Any) -> StoredMedia:
-        """Store a picture or video that a field has: an upload, or a data URL."""
+        """Store a picture or video that a field has: an upload, a data URL, or an allowed URL."""
         if isinstance(value, dict) and len(value) == 1:
             value = next(iter(value.values()))
             if isinstance(value, dict):
@@ -92,9 +98,8 @@ class ServerContext:
             data = bytes_of_data_url(value, param, limits)
             return store_media(data, param, wanted, self.folder, limits)
         if isinstance(value, str) and value.startswith(("http://", "https://")):
-            raise ApiError(
-                "not_supported", f"{param}: this server fetches no URLs; send the file", param
-            )
+            data = self.urls.fetch(value, param)
+            return store_media(data, param, wanted, self.folder, limits)
         raise ApiError(
             "invalid_value",
             f"{param} must be a file of a multipart body, or a data URL",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request
@@ -16,6 +18,7 @@ from everyframe.server.errors import ApiError
 from everyframe.server.jobs import Job, NewJob
 from everyframe.server.plan_summary import resolved_of
 from everyframe.server.request_parser import ParsedBody
+from everyframe.server.traces import HEADER, trace_parent
 
 #: Header of OpenAI's clients: which repetition of a request this is.
 RETRY_COUNT = "x-stainless-retry-count"
@@ -66,6 +69,7 @@ async def create_job(
     """
     context.check_not_draining()
     context.creations.take(who.name)
+    priority, body = split_priority(who, body)
     parsed = await parse_body(context, body, base)
     plan = await context.plans.plan(parsed)
     limits = context.settings.limits
@@ -74,8 +78,8 @@ async def create_job(
         owner=who.name,
         model=parsed.model.name,
         resolved=resolved_of(plan),
-        report={"warnings": [*parsed.warnings, *plan.notes]},
-        priority=0,
+        report={"warnings": [*parsed.warnings, *plan.notes], **_trace(request)},
+        priority=priority,
         idempotency=_idempotency(request),
         body_hash=f"{request.url.path} {body.digest}",
         retry_count=_retry_count(request),
@@ -87,11 +91,30 @@ async def create_job(
     return job
 
 
+def split_priority(who: Principal, body: Body) -> tuple[int, Body]:
+    """The `priority` of a body, and the body without it."""
+    if "priority" not in body.fields:
+        return 0, body
+    text = str(body.fields["priority"])
+    if not re.fullmatch(r"-?\d{1,2}", text):
+        raise ApiError("invalid_value", "priority must be a whole number", "priority")
+    if int(text) > 0 and who.role != "admin":
+        raise ApiError("forbidden", "only an admin's key may go ahead of others", "priority")
+    rest = {name: value for name, value in body.fields.items() if name != "priority"}
+    return int(text), replace(body, fields=rest)
+
+
 def _idempotency(request: Request) -> str | None:
     key = request.headers.get(IDEMPOTENCY)
     if key is not None and not 0 < len(key) <= 255:
         raise ApiError("invalid_value", "the idempotency key must have 1 to 255 letters")
     return key
+
+
+def _trace(request: Request) -> dict[str, str]:
+    """The trace of who asks, for the job's report."""
+    parent = trace_parent(request.headers.get(HEADER))
+    return {HEADER: parent} if parent is not None else {}
 
 
 def _retry_count(request: Request) -> int:

@@ -286,14 +286,17 @@ class Dispatcher:
                     self._trouble = str(error)
                 _log.error("%s waits: %s", job.id, error)
                 self._draining.wait(_PAUSE)
-            self._persist(lambda: self._store.requeue(job.id, counts_attempt=False, report=report))
+            cause = attempt.reason or code_of(error)
+            self._persist(lambda: self._store.requeue(
+                job.id, counts_attempt=False, cause=cause, report=report))  # fmt: skip
             return
         attempts = 1 if attempt.has_advanced else job.attempts
         if attempts < self._options.max_attempts and self._can_repeat(attempt, error):
             _log.warning("%s is tried again (attempt %d failed): %s", job.id, attempts, error)
             report["warnings"] = [*report["warnings"], f"an attempt failed: {message_of(error)}"]
             self._persist(lambda: self._store.requeue(
-                job.id, counts_attempt=True, attempts=attempts, report=report))  # fmt: skip
+                job.id, counts_attempt=True, cause=code_of(error), attempts=attempts,
+                report=report))  # fmt: skip
             return
         _log.error("%s failed: %s", job.id, error, exc_info=not isinstance(error, EveryframeError))
         data = {"code": code_of(error), "message": message_of(error)}

@@ -38,6 +38,7 @@ CODES: Mapping[str, tuple[int, str]] = {
     "queue_full": (429, "rate_limit_error"),
     "rate_limited": (429, "rate_limit_error"),
     "server_error": (500, "server_error"),
+    "job_failed": (500, "server_error"),
     "draining": (503, "server_error"),
     "storage_unavailable": (503, "server_error"),
 }

@@ -69,7 +69,8 @@ class AccessMiddleware:
             else:
                 await self._app(scope, receive, send_with_headers)
         finally:
-            route = getattr(scope.get("route"), "path", "other")
+            # A mount of files and what no route knows are one label each, whatever was asked for.
+            route = getattr(scope.get("route"), "path", "") or "other"
             self._observe(scope["method"], route, status, time.monotonic() - began)
 
     def _refusal(self, scope: Scope) -> ApiError | None:

@@ -205,9 +205,12 @@ class JobStore(EventLog):
         *,
         counts_attempt: bool,
         is_retry: bool = False,
+        cause: str = "",
         **values: Any,
     ) -> Job:
         """Put a job back into the queue, at its place; its run is kept.
+
+        The event of it names the `cause`, such as ``worker_died``.
 
         The last start is forgotten unless it `counts_attempt`; `is_retry` forgets all of them, and
         that a cancellation was requested. Raises `LookupError` if there is no such job.
@@ -220,7 +223,8 @@ class JobStore(EventLog):
             row = changes.set(id, values)
             if not counts_attempt and not is_retry:
                 row = changes.set(id, {"attempts": max(row["attempts"] - 1, 0)})
-            return changes.job(row, "status", {"status": "queued"})
+            data = {"status": "queued", "cause": cause} if cause else {"status": "queued"}
+            return changes.job(row, "status", data)
 
     def request_cancel(self, id: str) -> Job:  # noqa: A002
         """Cancel a queued job at once; mark a running one, which `Dispatcher.cancel` stops.
@@ -295,7 +299,11 @@ class JobStore(EventLog):
                 self.finish(job.id, "failed", error={"code": "server_died", "message": text})
             else:
                 deaths = job.interruptions + 1
-                back.append(self.requeue(job.id, counts_attempt=False, interruptions=deaths))
+                back.append(
+                    self.requeue(
+                        job.id, counts_attempt=False, cause="server_died", interruptions=deaths
+                    )
+                )
         with self._database.read() as reading:
             ids = {row[0]: row[1] for row in reading.execute("SELECT id, status FROM videos")}
         self.folder.sweep(ids, [each for each, status in ids.items() if status == "completed"])

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from everyframe.core.plan import Plan, Precision
 from everyframe.core.request import Request
+from everyframe.engine.request_inputs import read_given
 from everyframe.engine.resume import resume_run
 from everyframe.engine.run import stream
+from everyframe.families.opensora2.denoiser import TextStates
+from everyframe.families.opensora2.settings import latent_shape
+from everyframe.families.opensora2.spec import OpenSora2Spec
+from everyframe.families.registry import stages_of
+from everyframe.parallel.communicator import Communicator, ParallelContext, SingleRank
+from everyframe.parallel.head_partition import ATTENDING
+from everyframe.planning.find_model import find_model
+from everyframe.planning.resolve import prepare
 from everyframe.runs.folder import RunFolder, all_runs
 from everyframe.runs.run_state import SaveOptions
+from everyframe.runtime.interface import VideoState
 from helpers.events import frames_by_seed
 from helpers.interrupted_ranks import begun, copied, gone_on, told, videos
+from helpers.pictures import smooth_picture
 from helpers.rank_pool import Group, group_of
 
 OPTIONS: dict[str, Any] = {
@@ -59,6 +73,47 @@ def test_one_video_on_several_ranks(
     found = ranks.run(size, begun, tmp_path, {**asked, "parallel": way}, 0)
     assert np.abs(videos(found)[5] - alone).max() < CLOSE
     assert alone.std() > 0.01
+
+
+def staged(team: Communicator, plan: Plan, options: dict[str, Any], way: str) -> torch.Tensor:
+    """One rank's latents by the plan's stages, from noise in float64."""
+    found, _ = find_model(Request(**options), may_fetch=False)
+    assert isinstance(found, OpenSora2Spec)
+    shape = (1, *latent_shape(found.config, plan.settings))
+    generator = torch.Generator().manual_seed(5)
+    video = VideoState(5, start_noise=torch.randn(shape, generator=generator, dtype=torch.float64))
+    video.inputs = read_given(Request(**options), plan.settings)
+    for stage in stages_of(found, plan, 0, ParallelContext(team, team, 1, way))[:-1]:
+        video.begin_stage()
+        if stage.name == "denoise":
+            texts = (TextStates(each.t5.double(), each.clip.double()) for each in video.text.texts)
+            video.text = replace(video.text, texts=tuple(texts))
+        list(stage.run([video]))
+    latents: torch.Tensor = video.latents
+    return latents
+
+
+@pytest.mark.parametrize("way", ATTENDING)
+@pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
+def test_in_float64_nothing_but_the_last_places_differs(
+    ranks: Group, asked: dict[str, Any], size: int, way: str
+) -> None:
+    """Twelve steps after a given picture, with three branches and with one."""
+    options = {**asked, "first_frame": None, "image": smooth_picture(32, 48)}
+    plan = prepare(Request(**options)).plan
+    wide = replace(
+        plan,
+        components=tuple(
+            replace(part, precision=Precision("float64", "float64"))
+            if part.name == "denoiser"
+            else part
+            for part in plan.components
+        ),
+    )
+    alone = staged(SingleRank(), wide, options, way)
+    assert alone.dtype == torch.float64
+    for found in ranks.run(size, staged, wide, options, way):
+        assert float((found - alone).abs().max()) < 1e-12 * float(alone.abs().max())
 
 
 @pytest.mark.slow

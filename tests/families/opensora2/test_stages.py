@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL
+from PIL import Image
 from safetensors.torch import load_file
 
 import everyframe
@@ -174,6 +176,21 @@ def test_a_short_clip_is_read_as_a_whole(folder: Path) -> None:
     assert len(run(folder, extend=source, num_frames=9)) == 7 + 9 - 5
 
 
+def test_oscillation_and_fading_are_turned_off_by_flags(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "picture.png"
+    Image.fromarray(smooth_picture(32, 48)).save(picture)
+    words = ["plan", "a", "--model", str(folder), "--image", str(picture), "--device", "cpu"]
+    words += ["--size", "48x32", "--num-frames", "9", "--json"]
+    off = ["--no-text-oscillation", "--no-image-oscillation", "--no-image-fading"]
+    for more, value in (([], True), (off, False)):
+        assert main([*words, *more]) == 0
+        options = dict(json.loads(capsys.readouterr().out)["plan"]["settings"]["options"])
+        names = ("text_oscillation", "image_oscillation", "image_fading")
+        assert [options[name] for name in names] == [value] * 3
+
+
 @pytest.mark.slow
 def test_options_reach_the_run(folder: Path) -> None:
     picture = smooth_picture(32, 48)
@@ -190,6 +207,16 @@ def test_options_reach_the_run(folder: Path) -> None:
         ("negative_prompt", "blue"), ("guidance_scale", 3.0), ("fps", 12), ("seed", 6),
     ):  # fmt: skip
         assert np.abs(run(folder, **{**asked, name: value}) - usual).max() > 1e-4, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_weights_in_eight_bits_give_a_video_near_the_exact_one(folder: Path, kind: str) -> None:
+    """T5, FLUX and the denoiser, whose layers' results differ by about 1 % and 3 %."""
+    asked = {"first_frame": "flux", "num_inference_steps": 12}
+    exact, rounded = run(folder, **asked), run(folder, **asked, quantize=kind)
+    error = float(np.sqrt(np.mean((rounded - exact) ** 2)))
+    assert 1e-5 < error < 0.1 * float(exact.std())
 
 
 def test_sequential_branches_give_the_same_video(folder: Path) -> None:

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from everyframe.core.errors import EveryframeError
 from everyframe.server.body import Body
 from everyframe.server.context import Context, GivenBody, ServerContext, Who, in_thread
-from everyframe.server.creation import parse_body
+from everyframe.server.creation import parse_body, split_priority
 from everyframe.server.errors import ApiError
 from everyframe.server.models import RegisteredModel
 from everyframe.server.option_schema import option_schema
@@ -23,6 +23,7 @@ router = APIRouter(tags=["models"])
 async def make_plan(context: Context, who: Who, body: GivenBody) -> Any:
     """What would run, with how much memory and for how long; nothing is queued."""
     context.creations.take(f"plan {who.name}")
+    _, body = split_priority(who, body)
     parsed = await parse_body(context, body)
     plan = await context.plans.plan(parsed)
     return JSONResponse({
@@ -38,30 +39,38 @@ async def list_models(context: Context) -> Any:
 
 
 @router.get("/v1/models/{name}")
-async def retrieve_model(name: str, context: Context) -> Any:
-    """A model's card: its options with limits and help, and what it makes by default."""
+async def retrieve_model(name: str, context: Context, defaults: bool = True) -> Any:
+    """A model's card: its options with limits and help, and what it makes by default.
+
+    Defaults come of a plan, which takes a while the first time; `defaults=false` leaves them out.
+    """
     try:
         model = context.models.get(name)
     except ApiError as error:
         raise ApiError("not_found", str(error), "model") from None
-    defaults, note = None, ""
-    try:
-        parsed = await in_thread(context.parser.parse, Body({
-            "model": model.name, "prompt": "a red circle",
-        }))  # fmt: skip
-        defaults = plan_data(await context.plans.plan(parsed))
-    except (ApiError, EveryframeError) as error:
-        note = str(error)
-    family = model.family or (defaults or {}).get("family")
+    planned, note = (await _plan_of(context, model)) if defaults else (None, "")
+    family = model.family or (planned or {}).get("family")
     return JSONResponse({
         **_row(context, model),
         "family": family,
         "licence": model.licence,
-        "defaults": defaults,
+        "defaults": planned,
         "note": note,
         "options": option_schema(family),
         "loras": context.loras.names(),
     })  # fmt: skip
+
+
+async def _plan_of(
+    context: ServerContext, model: RegisteredModel
+) -> tuple[dict[str, Any] | None, str]:
+    """The plan of a model's own values, or None and why there is none."""
+    body = Body({"model": model.name, "prompt": "a red circle"})
+    try:
+        parsed = await in_thread(context.parser.parse, body)
+        return plan_data(await context.plans.plan(parsed)), ""
+    except (ApiError, EveryframeError) as error:
+        return None, str(error)
 
 
 def _row(context: ServerContext, model: RegisteredModel) -> dict[str, Any]:

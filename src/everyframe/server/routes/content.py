@@ -56,7 +56,7 @@ async def video_events(
 ) -> Any:
     """Events of a job as they happen, until it is done; `Last-Event-ID` goes on after a break."""
     job = await context.job(video_id, who)
-    hub = _hub(context)
+    hub = open_hub(context)
     begin = _number(last_event_id) if after is None else after
     last = context.store.last_event
 
@@ -90,14 +90,15 @@ async def all_events(
         )
         return [event for job in jobs for event in job_snapshot(context.store, job)]
 
-    stream = _hub(context).stream(
+    stream = open_hub(context).stream(
         context.store.last_event if begin is None else begin, video=None, owner=who.owner,
         snapshot=snapshot, with_previews=preview,
     )  # fmt: skip
     return StreamingResponse(stream, media_type=MEDIA_TYPE, headers=HEADERS)
 
 
-def _hub(context: ServerContext) -> EventHub:
+def open_hub(context: ServerContext) -> EventHub:
+    """The hub, for one more stream. Raises `ApiError` if there are too many, or while draining."""
     hub = context.hub
     assert hub is not None, "the application runs"
     context.check_not_draining()

@@ -8,14 +8,15 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
 
 from everyframe._version import __version__
 from everyframe.core.errors import EveryframeError
 from everyframe.server.access import COOKIE, SESSION_SECONDS
 from everyframe.server.context import Context, GivenBody, ServerContext, Who, in_thread
 from everyframe.server.errors import ApiError
+from everyframe.server.metrics import MEDIA_TYPE
 from everyframe.server.resources import video_resource
 
 router = APIRouter(tags=["server"])
@@ -89,6 +90,12 @@ async def show_readiness(context: Context) -> Any:
     missing = await in_thread(_missing, context)
     status = "ready" if not missing else "not_ready"
     return JSONResponse({"status": status, "missing": missing}, 503 if missing else 200)
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def show_metrics(context: Context) -> Any:
+    """Metrics in Prometheus's text format."""
+    return Response(await in_thread(context.metrics.text), media_type=MEDIA_TYPE)
 
 
 def _missing(context: ServerContext) -> list[str]:

@@ -85,11 +85,13 @@ export class Composer {
    * @returns {Promise<string[]>}
    */
   async #choose(id, valuesNow) {
-    this.form.setAttribute("aria-busy", "true");
-    const card = await call("GET", `models/${encodeURIComponent(id)}`).finally(() => this.form.removeAttribute("aria-busy"));
+    const path = `models/${encodeURIComponent(id)}`;
+    let card = await call("GET", `${path}?defaults=false`);
+    if (!card.family) card = await call("GET", path); // only its configs tell which options it has
     const values = valuesNow();
     this.#model = this.models.value = id;
-    const usual = card.defaults ? { ...card.defaults, size: `${card.defaults.width}x${card.defaults.height}` } : {};
+    // They come of a plan, which takes a while the first time: the form is there before.
+    call("GET", path).then((whole) => this.#model === id && this.#showDefaults(whole.defaults ?? {}), (error) => this.plan.refuse(error));
     /** @type {import("./fields.js").Option[]} */
     const options = card.options;
     this.modelNote.textContent = [card.title, card.licence].filter(Boolean).join(" · ");
@@ -100,7 +102,7 @@ export class Composer {
     this.#fields = new Map();
     for (const option of options) {
       if (ELSEWHERE.has(option.name) || option.type === "file") continue;
-      const field = makeField(option, usual[option.name] ?? undefined, suggestionsOf(option.name, card));
+      const field = makeField(option, suggestionsOf(option.name, card));
       this.#fields.set(option.name, field);
       if (FIRST.includes(option.name)) continue;
       const group = option.group ?? "Other";
@@ -114,6 +116,16 @@ export class Composer {
     const unknown = this.#write(values);
     this.#changed();
     return unknown;
+  }
+
+  /** @param {Record<string, any>} defaults of the plan */
+  #showDefaults(defaults) {
+    const { width, height, seed, ...shown } = defaults; // the plan's seed is drawn, and is no default
+    if (width) shown.size = `${width}x${height}`;
+    for (const [name, value] of Object.entries(shown)) {
+      const input = this.#fields.get(name)?.input;
+      if (input instanceof HTMLInputElement && value !== null) input.placeholder = String(value);
+    }
   }
 
   /** @param {string} name */
@@ -150,7 +162,7 @@ export class Composer {
   /** What a person gave, without files: prompt, model and each option that is not its default. */
   values() {
     /** @type {Record<string, any>} */
-    const values = { prompt: this.prompt.value.trim() || undefined, model: this.#model === this.#usualModel ? undefined : this.#model };
+    const values = { prompt: this.prompt.value.trim() || undefined, model: this.#model && this.#model !== this.#usualModel ? this.#model : undefined };
     for (const field of this.#fields.values()) values[field.name] = field.read();
     return Object.fromEntries(Object.entries(values).filter(([, value]) => value !== undefined));
   }
@@ -261,8 +273,7 @@ export class Composer {
  */
 function suggestionsOf(name, card) {
   if (name === "loras") return card.loras ?? [];
-  if (name === "size") return card.sizes ?? (card.defaults ? [`${card.defaults.width}x${card.defaults.height}`] : []);
-  return name === "quality" ? (card.options.find((/** @type {any} */ option) => option.name === name).examples ?? []) : [];
+  return card.options.find((/** @type {any} */ option) => option.name === name).examples ?? [];
 }
 
 /**

@@ -45,7 +45,7 @@ export function openDetails(video, all, actions) {
         button("Reuse settings", "reuse", () => (dialog.close(), actions.reuse(video.id)), { kind: "primary" }),
         button("Another seed", "dice", () => (dialog.close(), actions.again(video.id))),
         last, save,
-        button("Delete", "bin", () => confirmDelete(dialog, video, actions), { kind: "quiet" })),
+        button("Delete", "bin", (event) => confirmDelete(event, dialog, video, actions), { kind: "quiet" })),
       facts(video),
       notes(video),
       copies(video)),
@@ -123,12 +123,13 @@ function copies(video) {
 
 /**
  * A second press deletes: no question in a window of its own.
+ * @param {Event} event
  * @param {HTMLDialogElement} dialog
  * @param {import("./videos.js").Video} video
  * @param {DetailActions} actions
  */
-function confirmDelete(dialog, video, actions) {
-  const pressed = /** @type {any} */ (document.activeElement);
+function confirmDelete(event, dialog, video, actions) {
+  const pressed = /** @type {any} */ (event.currentTarget);
   if (pressed.dataset.isSure) {
     dialog.close();
     return actions.remove(video.id);

@@ -37,7 +37,8 @@ export function takeDrops(composer, showForm) {
   });
   addEventListener("paste", (event) => {
     const file = event.clipboardData?.files[0];
-    if (file) attempt(() => take(file, null));
+    const isText = event.clipboardData?.types.includes("text/plain"); // tables bring a picture too
+    if (file && !isText) attempt(() => take(file, null));
   });
 
   /**

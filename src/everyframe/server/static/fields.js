@@ -43,16 +43,15 @@ const LABELS = {
 /**
  * Make the control of one option.
  * @param {Option} option
- * @param {any} [usual] the model's own value, shown where nothing is given
  * @param {string[]} [suggestions]
  * @returns {Field}
  */
-export function makeField(option, usual = option.default, suggestions = []) {
+export function makeField(option, suggestions = []) {
   const { name } = option;
   const id = `field-${name}`;
-  const { input, read, write } = controlOf(option, usual);
+  const { input, read, write } = controlOf(option);
   Object.assign(input, { id, name, autocomplete: "off" });
-  const help = make("span", { id: `${id}-help`, className: "unseen" }, option.help ?? "");
+  const help = make("span", { id: `${id}-help`, hidden: true }, option.help ?? "");
   const error = make("p", { id: `${id}-error`, className: "error", hidden: true });
   input.setAttribute("aria-describedby", `${id}-error ${id}-help`);
   const unit = option.unit && !LABELS_WITH_UNIT.has(name) ? make("span", { className: "unit" }, ` ${option.unit}`) : null;
@@ -76,10 +75,10 @@ const LABELS_WITH_UNIT = new Set(["num_frames", "size", "height", "width"]);
 
 /**
  * @param {Option} kind
- * @param {any} usual
  * @returns {any}
  */
-function controlOf(kind, usual) {
+function controlOf(kind) {
+  const usual = kind.default;
   if (kind.type === "boolean") return checkbox(Boolean(usual));
   if (kind.enum) return choice(usual === null || usual === undefined ? ["", ...kind.enum] : kind.enum, usual);
   if (kind.type === "array") return lines(kind, (given) => given, (value) => value);

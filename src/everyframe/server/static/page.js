@@ -87,6 +87,7 @@ function draw() {
   }, DRAW_EVERY);
 }
 
+let lookedFor = "";
 /** Show what the address names: the studio, the machine, or a video. */
 function route() {
   const { hash } = location;
@@ -102,6 +103,10 @@ function route() {
   if (isMachine && !wasMachine) drawMachine();
   const id = hash.startsWith("#/video/") ? decodeURIComponent(hash.slice("#/video/".length)) : "";
   const video = videos.get(id);
+  if (id && !video && videos.isLoaded && id !== lookedFor) {
+    lookedFor = id; // older than those that are listed, or deleted
+    videos.refresh(id);
+  }
   const dialog = byId("details");
   if (video?.status === "completed") {
     openDetails(video, videos.list.filter((each) => each.status === "completed"), actions);

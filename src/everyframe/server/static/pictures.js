@@ -4,7 +4,7 @@ import { button, icon, make } from "./dom.js";
 import { words } from "./format.js";
 
 /** Labels that say it better than the option's own name. */
-const LABELS = { image: "First frame", last_image: "Last frame", extend: "Continue a video", source: "Picture or video", mask: "Mask" };
+const LABELS = { image: "First frame", last_image: "Last frame", extend: "Extend a video", source: "Picture or video", mask: "Mask" };
 /** What an option takes -> kinds of files. Animated pictures are videos too. */
 const ACCEPTED = { picture: "image/*", video: "video/*,image/gif,image/webp", "picture or video": "image/*,video/*" };
 

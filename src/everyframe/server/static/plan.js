@@ -49,6 +49,7 @@ export class PlanLine {
     this.#asked?.abort();
     const asked = (this.#asked = new AbortController());
     this.element.classList.add("is-asking");
+    if (!this.#shown) this.#say("Planning…", "is-idle");
     try {
       const response = await send("POST", "plan", { body, signal: asked.signal });
       this.#show((await response.json()).details);
@@ -57,7 +58,7 @@ export class PlanLine {
       if (asked.signal.aborted) return;
       if (!(error instanceof ApiError)) throw error;
       this.#shown = "";
-      this.#refuse(error);
+      this.refuse(error);
     } finally {
       if (this.#asked === asked) this.element.classList.remove("is-asking");
     }
@@ -75,8 +76,11 @@ export class PlanLine {
     this.rest.replaceChildren();
   }
 
-  /** @param {ApiError} error */
-  #refuse(error) {
+  /**
+   * Say why there is no plan.
+   * @param {ApiError} error
+   */
+  refuse(error) {
     if (error.code === "plan_does_not_fit") {
       if (error.details?.components) return this.#show(error.details, error.message);
       return this.#say(error.message, "is-refused");

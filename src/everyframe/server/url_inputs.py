@@ -1,0 +1,144 @@
+"""Fetch pictures and videos that clients name by URL, from allowed hosts alone.
+
+The name is resolved once and the connection goes to that very address, so that a second answer of
+the name server (DNS rebinding) reaches nothing; private, loopback and link-local addresses are
+refused. Plain http.client: proxies of the environment are not used.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import socket
+import ssl
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from urllib.parse import SplitResult, urljoin, urlsplit
+
+from everyframe.server.errors import ApiError
+
+#: Seconds for one connection or read, and for the whole of a fetch.
+_READ_SECONDS, _WHOLE_SECONDS = 10.0, 60.0
+_MOST_REDIRECTS = 3
+_CHUNK = 1 << 16
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+
+#: Networks of IPv6 whose addresses stand for those of IPv4 (NAT64), private ones among them.
+_TRANSLATED = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48")))
+
+Resolve = Callable[[str, int], list[str]]
+Connect = Callable[[str, str, int], http.client.HTTPConnection]
+
+
+def resolve_name(host: str, port: int) -> list[str]:
+    """Addresses of a host. Raises `OSError` for an unknown one."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(each[4][0]) for each in found))
+
+
+class _PinnedConnection(http.client.HTTPSConnection):
+    """A connection to one address, whose certificate is that of the host's name."""
+
+    def __init__(self, host: str, address: str, port: int) -> None:
+        self._tls = ssl.create_default_context()
+        super().__init__(host, port, timeout=_READ_SECONDS, context=self._tls)
+        self._address = address
+
+    def connect(self) -> None:
+        """Connect to the address that was checked."""
+        plain = socket.create_connection((self._address, self.port), self.timeout)
+        self.sock = self._tls.wrap_socket(plain, server_hostname=self.host)
+
+
+@dataclass(frozen=True)
+class UrlFetcher:
+    """Fetches files of at most `most_bytes` from `hosts`; no hosts is no fetching."""
+
+    hosts: Collection[str]
+    most_bytes: int
+    resolve: Resolve = resolve_name
+    connect: Connect = _PinnedConnection
+
+    def fetch(self, url: str, param: str) -> bytes:
+        """The file at a URL.
+
+        Raises:
+            ApiError: the host or its address is not allowed, or the file can't be fetched.
+        """
+        if not self.hosts:
+            raise ApiError(
+                "not_supported", f"{param}: this server fetches no URLs; send the file", param
+            )
+        ends = time.monotonic() + _WHOLE_SECONDS
+        first = current = self._checked(url, param)
+        for _ in range(_MOST_REDIRECTS + 1):
+            try:
+                answer = self._get(current, ends, param)
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                text = f"{param}: {current.hostname} can't be read: {error}"
+                raise ApiError("invalid_value", text, param) from None
+            if isinstance(answer, bytes):
+                return answer
+            current = self._checked(urljoin(current.geturl(), answer), param)
+            if current.hostname != first.hostname:
+                text = f"{param}: {first.hostname} redirects to another host, which is not followed"
+                raise ApiError("not_supported", text, param)
+        raise ApiError("invalid_value", f"{param}: too many redirects", param)
+
+    def _checked(self, url: str, param: str) -> SplitResult:
+        try:
+            parts = urlsplit(url)
+            port = parts.port or 443
+        except ValueError as error:
+            raise ApiError("invalid_value", f"{param} is no URL: {error}", param) from None
+        if parts.scheme != "https" or parts.username or parts.password or port != 443:
+            text = f"{param}: only https URLs without user and port are fetched"
+            raise ApiError("not_supported", text, param)
+        allowed = {each.lower() for each in self.hosts}
+        if (parts.hostname or "").lower() not in allowed:
+            text = f"{param}: host {str(parts.hostname)[:80]!r} is not allowed; send the file"
+            raise ApiError("not_supported", text, param)
+        return parts
+
+    def _get(self, parts: SplitResult, ends: float, param: str) -> bytes | str:
+        """The body of an answer, or where it redirects to."""
+        host = parts.hostname or ""
+        connection = self.connect(host, self._address(host, param), 443)
+        try:
+            path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+            connection.request("GET", path, headers={"accept": "image/*, video/*"})
+            answer = connection.getresponse()
+            if answer.status in _REDIRECTS:
+                return answer.getheader("location", "")
+            if answer.status != 200:
+                raise http.client.HTTPException(f"status {answer.status}")
+            return self._body(answer, ends, param)
+        finally:
+            connection.close()
+
+    def _body(self, answer: http.client.HTTPResponse, ends: float, param: str) -> bytes:
+        data = bytearray()
+        while chunk := answer.read1(_CHUNK):
+            data += chunk
+            if len(data) > self.most_bytes:
+                text = f"{param} is larger than {self.most_bytes / 1024**2:.0f} MiB"
+                raise ApiError("too_large", text, param)
+            if time.monotonic() > ends:
+                raise http.client.HTTPException(f"no end within {_WHOLE_SECONDS:.0f} seconds")
+        return bytes(data)
+
+    def _address(self, host: str, param: str) -> str:
+        """The first address of a host; every one of them must be a public one."""
+        found = self.resolve(host, 443)
+        if not found or not all(_is_public(each) for each in found):
+            text = f"{param}: host {host!r} has a private address, which is not fetched from"
+            raise ApiError("not_supported", text, param)
+        return found[0]
+
+
+def _is_public(address: str) -> bool:
+    read = ipaddress.ip_address(address.partition("%")[0])
+    inner = getattr(read, "ipv4_mapped", None) or getattr(read, "sixtofour", None) or read
+    is_reachable = read.is_global and inner.is_global and not read.is_multicast
+    return is_reachable and not any(read in network for network in _TRANSLATED)

@@ -1,0 +1,77 @@
+"""OpenAI's own client drives every route that it has.
+
+`make test-openai` runs further versions of it, against a real server.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra [server] is not installed")
+pytest.importorskip("openai", reason="the package openai is not installed (extra [dev])")
+
+import uvicorn
+
+from everyframe.core.errors import InputError
+from everyframe.core.request import Request
+from everyframe.server.settings import Limits
+from helpers.fake_executor import FakeExecutor
+from helpers.openai_conformance import Conformance
+from helpers.server_app import ServedApp, key
+
+#: Checks that the script has.
+NUM_CHECKS = 27
+
+
+class ShortPrompts(FakeExecutor):
+    """Fails on long prompts as a tokenizer does, once the job runs."""
+
+    def run(self, job: Any, *rest: Any) -> Any:
+        events = super().run(job, *rest)
+        if job.request is not None and len(job.request.prompt or "") > 1000:
+            self.failures = [(0, InputError("the prompt has 1212 tokens, this model reads 40"))]
+            events = super().run(job, *rest)
+        return events
+
+    def plan(self, request: Request) -> Any:
+        return super().plan(request.model_copy(update={"num_frames": request.num_frames or 9}))
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    keys = (key("me", "secret"),)
+    limits = {"limits": Limits(creations_a_minute=None, queued_of_key=None)}
+    executor = ShortPrompts(pause=0.05)
+    with ServedApp(tmp_path / "server", executor, keys=keys, runs=True, **limits) as app:
+        listening = socket.create_server(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app.app, log_config=None, lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        server.should_exit = True
+        thread.join()
+
+
+def test_every_check_holds(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        checks = Conformance(address, "secret")
+        checks.run()
+    assert checks.misses == [], capsys.readouterr().out
+    assert checks.number == NUM_CHECKS
+
+
+def test_a_miss_is_seen(address: str) -> None:
+    checks = Conformance(address, "another key")
+    assert checks.run() > 0
+    assert "create_and_life ends" in checks.misses
