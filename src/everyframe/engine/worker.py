@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import threading
-import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
@@ -55,6 +54,8 @@ def serve(descriptor: int) -> None:
     own_output, desk = os.dup(2), _Desk()
     while True:
         job = inbox.jobs.get()
+        if isinstance(job, Exception):
+            raise job
         for number in (1, 2):  # standard output is the other process's
             os.dup2(own_output, number)
         if not _run_job(job, inbox, desk):
@@ -114,7 +115,7 @@ class _Inbox:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.jobs: SimpleQueue[WorkerJob] = SimpleQueue()
+        self.jobs: SimpleQueue[WorkerJob | Exception] = SimpleQueue()
         self.is_stopped = threading.Event()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -130,9 +131,8 @@ class _Inbox:
                     self.is_stopped.set()
         except (EOFError, OSError):
             os.kill(os.getpid(), signal.SIGKILL)
-        except Exception:  # noqa: BLE001 - the other threads would wait for ever
-            traceback.print_exc()
-            os._exit(1)
+        except Exception as error:  # noqa: BLE001 - raised where jobs are waited for
+            self.jobs.put(error)
 
 
 class _Desk:
