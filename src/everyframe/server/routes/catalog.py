@@ -46,12 +46,7 @@ async def retrieve_model(name: str, context: Context, defaults: bool = True) -> 
         model = context.models.get(name)
     except ApiError as error:
         raise ApiError("not_found", str(error), "model") from None
-    planned, note = None, ""
-    if defaults:
-        try:
-            planned = plan_data(await default_plan(context, model.name))
-        except (ApiError, EveryframeError) as error:
-            note = str(error)
+    planned, note = (await _plan_of(context, model)) if defaults else (None, "")
     family = model.family or (planned or {}).get("family")
     return JSONResponse({
         **_row(context, model),
@@ -62,6 +57,16 @@ async def retrieve_model(name: str, context: Context, defaults: bool = True) -> 
         "options": option_schema(family),
         "loras": context.loras.names(),
     })  # fmt: skip
+
+
+async def _plan_of(
+    context: ServerContext, model: RegisteredModel
+) -> tuple[dict[str, Any] | None, str]:
+    """The plan of a model's own values, or None and why there is none."""
+    try:
+        return plan_data(await default_plan(context, model.name)), ""
+    except (ApiError, EveryframeError) as error:
+        return None, str(error)
 
 
 def _row(context: ServerContext, model: RegisteredModel) -> dict[str, Any]:
