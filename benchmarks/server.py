@@ -56,7 +56,7 @@ CLIENTS = 20
 PROMPT = "a red circle moves to the right on a blue background"
 TINY = {"prompt": PROMPT, "num_frames": 1, "size": "16x16", "num_inference_steps": 1}
 #: A job that takes seconds, so that kills meet it at its steps.
-LONGER = {"prompt": PROMPT, "num_frames": 4, "size": "32x32", "num_inference_steps": 100}
+LONGER = {"prompt": PROMPT, "num_frames": 4, "size": "32x32", "num_inference_steps": 60}
 SEEDS = 5
 
 
@@ -213,14 +213,16 @@ def kills(folder: Path, number: int, num_jobs: int, until: float) -> dict[str, A
         client = Client(server)
         expected = [client.make({**LONGER, "seed": seed}) for seed in range(SEEDS)]
         whole = [client.ask("GET", f"/v1/videos/{job['id']}/content")[0] for job in expected]
-        pace = 2 * (time.monotonic() - began) / SEEDS
         ids = json_of(folder / "ids.json", [])
         for place in range(len(ids), num_jobs):
             job, _ = client.ask("POST", "/v1/videos", {**LONGER, "seed": place % SEEDS})
             ids.append(job["id"])
         (folder / "ids.json").write_text(json.dumps(ids))
         while sum(done_kills.values()) < number and time.monotonic() < until:
-            time.sleep(moments.uniform(0, pace))
+            # Half of them meet a job at its steps, the others whatever there is: a start, a pause.
+            if moments.random() < 0.5:
+                _wait_for_steps(server)
+            time.sleep(moments.uniform(0, 3))
             what = moments.choice(("server", "worker", "both"))
             workers = server.processes()[1:]
             if what != "server":
@@ -250,6 +252,16 @@ def kills(folder: Path, number: int, num_jobs: int, until: float) -> dict[str, A
         }  # fmt: skip
     finally:
         server.kill()
+
+
+def _wait_for_steps(server: Server) -> None:
+    """Until a job denoises, or none is left."""
+    client = Client(server)
+    while True:
+        queue = client.ask("GET", "/v1/queue")[0]
+        if not queue["data"] or any(job["phase"] == "denoise" for job in queue["data"]):
+            return
+        time.sleep(0.1)
 
 
 def _jobs(server: Server, ids: list[str]) -> list[dict[str, Any]]:

@@ -201,7 +201,7 @@ def test_finished_jobs_and_unused_uploads_expire(
     kept = add(store, request={"image": used})
     assert (folder.path / unused).exists(), "given a moment ago, its job may be on the way"
     monkeypatch.setattr(retention, "_UPLOAD_SECONDS", -1.0)
-    retention.Cleaner(store).clean()
+    retention.clean(store)
     assert store.get(job.id) is None
     assert not folder.video(job.id).exists()
     assert store.get(kept.id) is not None

@@ -33,7 +33,7 @@ from everyframe.core.paths import is_disk_full
 from everyframe.engine.executor import Executor
 from everyframe.server.attempt import Attempt, AttemptOptions, expiry
 from everyframe.server.jobs import Job
-from everyframe.server.retention import Cleaner
+from everyframe.server.retention import CLEAN_SECONDS, clean
 from everyframe.server.store import JobStore
 
 _log = logging.getLogger(__name__)
@@ -91,12 +91,11 @@ class Dispatcher:
         self._ended = threading.Event()
         self._has_news = threading.Event()
         self._trouble: str | None = None
-        self._cleaner = Cleaner(store)
         self._finisher = ThreadPoolExecutor(len(options.groups), "files of jobs")
         self._threads = [
             threading.Thread(target=self._work, args=(name, devices), name=f"group {name}")
             for name, devices in options.groups.items()
-        ]
+        ] + [threading.Thread(target=self._clean, name="retention")]
 
     def start(self) -> list[Job]:
         """Recover what an earlier server left, and begin; the jobs that were put back."""
@@ -209,12 +208,13 @@ class Dispatcher:
         while not self._draining.is_set():
             self._has_news.clear()
             try:
-                self._cleaner.clean()
                 self._trouble = self._obstacle()
                 prefers = warm if jumps < self._options.warm_ahead else None
                 job = None if self._trouble else self._store.claim(name, prefers)
                 jumps = jumps + 1 if job is not None and self._store.has_older(job) else 0
             except (StoreError, OSError) as error:
+                if str(error) != self._trouble:
+                    _log.error("no job begins: %s", error)
                 self._trouble, job = str(error), None
             if job is not None:
                 warm = job.model
@@ -226,6 +226,14 @@ class Dispatcher:
                 self._draining.wait(_PAUSE)
             elif not self._draining.is_set():
                 self._has_news.wait(_IDLE_SECONDS)
+
+    def _clean(self) -> None:
+        """Delete what has expired, every now and then, until the server drains."""
+        while not self._draining.wait(CLEAN_SECONDS):
+            try:
+                clean(self._store)
+            except (StoreError, OSError) as error:
+                _log.error("expired jobs can't be deleted: %s", error)
 
     def _obstacle(self) -> str | None:
         free = self._store.folder.free_bytes()
@@ -325,8 +333,9 @@ class Dispatcher:
             except LookupError as error:
                 _log.warning("%s", error)
             except StoreError as error:
+                if str(error) != self._trouble:
+                    _log.error("%s", error)
                 self._trouble = str(error)
-                _log.error("%s", error)
                 if not self._ended.wait(_PAUSE):
                     continue
             return
