@@ -43,6 +43,7 @@ def process_of(workers: WarmWorkers) -> int:
 
 
 def test_jobs_follow_each_other_in_one_process(workers: WarmWorkers, tmp_path: Path) -> None:
+    timers = sum(isinstance(each, threading.Timer) for each in threading.enumerate())
     executor: Executor = workers
     job = WorkerJob(REQUEST, as_uint8=True)
     begun = time.perf_counter()
@@ -68,6 +69,8 @@ def test_jobs_follow_each_other_in_one_process(workers: WarmWorkers, tmp_path: P
 
     assert kinds(again) == kinds(first)
     assert sum(isinstance(each, ComponentLoaded) for each in again) == 2
+    now = sum(isinstance(each, threading.Timer) for each in threading.enumerate())
+    assert now <= timers + 1, "one thread waits for the end of idle time, not one a job"
 
 
 def test_a_dead_worker_ends_its_job_alone(workers: WarmWorkers, tmp_path: Path) -> None:
