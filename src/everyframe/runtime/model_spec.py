@@ -22,7 +22,7 @@ from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Settings
 from everyframe.dry_run.call import DryRunCall
 from everyframe.precision.policy import ComponentNeeds
-from everyframe.runtime.component_files import CheckpointFiles
+from everyframe.runtime.component_files import CheckpointFiles, counted_elements
 from everyframe.runtime.interface import Component, MemorySaving
 from everyframe.runtime.latent_space import LatentSpace
 from everyframe.runtime.lossy_sampling import LossySampling
@@ -90,7 +90,7 @@ class ModuleBuilder(ABC, Generic[_Config]):
         checked against the saved counts.
         """
         file = self._count
-        saved = _counted(file.read(), self.parts)
+        saved = counted_elements(file.read(), self.parts)
         if saved is not None:
             return saved
         from everyframe.runtime.meta_init import count_elements
@@ -184,18 +184,6 @@ class ModuleBuilder(ABC, Generic[_Config]):
             self._outputs,
             denoises=stage == "denoise",
         )
-
-
-def _counted(data: Any, parts: Sequence[str]) -> dict[str, dict[str, int]] | None:
-    """Validate cached element counts by component and tensor; None if they do not fit."""
-    if not isinstance(data, dict) or list(data) != list(parts):
-        return None
-    for each in data.values():
-        if not isinstance(each, dict):
-            return None
-        if not all(type(number) is int and number >= 0 for number in each.values()):
-            return None
-    return data
 
 
 _Options = TypeVar("_Options", bound=FamilyOptions)
