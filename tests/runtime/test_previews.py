@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from everyframe.cli.output_files import OutputFiles
+from everyframe.engine.output_files import OutputFiles
 from PIL import Image
 
 import everyframe
