@@ -6,7 +6,7 @@ sources; what follows from both stands here. No weights are read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -117,15 +117,3 @@ class CheckpointFiles:
     def _places(self) -> list[PartLocation]:
         places = (source.place for source in self.sources.values())
         return list(dict.fromkeys(place for place in places if place is not None))
-
-
-def counted_elements(data: Any, parts: Sequence[str]) -> dict[str, dict[str, int]] | None:
-    """Validate cached element counts by component and tensor; None if they do not fit."""
-    if not isinstance(data, dict) or list(data) != list(parts):
-        return None
-    for each in data.values():
-        if not isinstance(each, dict):
-            return None
-        if not all(type(number) is int and number >= 0 for number in each.values()):
-            return None
-    return data
