@@ -300,6 +300,18 @@ def test_expired_jobs_are_named(store: JobStore) -> None:
     assert [job.id for job in store.expired(20.0)] == [old.id]
 
 
+def test_a_disk_that_became_read_only_is_an_error_for_people(store: JobStore) -> None:
+    job = store.add(new())
+    store._database._writer.execute("PRAGMA query_only=ON")
+    with pytest.raises(StoreError, match=r"readonly database.*make the folder writable"):
+        store.add(new())
+    with pytest.raises(StoreError):
+        store.is_writable()
+    assert store.get(job.id) == job
+    store._database._writer.execute("PRAGMA query_only=OFF")
+    assert store.is_writable()
+
+
 def test_a_full_disk_loses_nothing(store: JobStore) -> None:
     job = store.add(new())
     with store._database.write() as connection:

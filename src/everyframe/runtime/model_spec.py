@@ -15,7 +15,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from everyframe.checkpoints.cache_file import CacheFile
-from everyframe.checkpoints.locate import Location
 from everyframe.core.errors import CorruptRunError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Settings
@@ -361,32 +360,3 @@ class NativeModelSpec(LossySampling, ABC, Generic[_Options, _Files, _Config]):
         for name in self.components_on_disk:
             found |= dict.fromkeys(map(str, self.opened_weights(name)[0].files))
         return tuple(found)
-
-
-class NativeFamily(ABC, Generic[_Options, _Files]):
-    """Registry entry of a family with its own stages; see `Family`."""
-
-    name: str
-    title: str
-    options: type[FamilyOptions]
-    spec: type[NativeModelSpec[Any, Any, Any]]
-
-    @abstractmethod
-    def find_files(self, location: Location, options: _Options) -> _Files | None:
-        """Files of the model at that location; None if it is another family's."""
-
-    def variant(self, files: _Files) -> str:
-        """Name of the model's variant in its title."""
-        return self.title
-
-    def title_of(self, location: Location, files: _Files) -> str:
-        """Display name of a model: the known one, else its variant and the name as given."""
-        return location.title(self.variant(files))
-
-    def recognise(self, location: Location, options: FamilyOptions) -> Any:
-        """The model at that location if its configs are of this family; reads no weights."""
-        assert isinstance(options, self.options)
-        files = self.find_files(location, options)  # type: ignore[arg-type]
-        if files is None:
-            return None
-        return self.spec.read(location.name, self.title_of(location, files), files, options)

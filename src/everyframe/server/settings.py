@@ -136,6 +136,7 @@ class ServerSettings:
         url_hosts: hosts from which clients may name pictures and videos by URL; none by default.
         has_sync: whether ``/v1/videos/sync`` is there.
         has_open_metrics: whether ``/metrics`` needs no key.
+        plans_ahead: whether the default model is planned as the server begins.
         has_traces: whether spans are sent by OpenTelemetry.
         retention_seconds: seconds after which the files of a finished job are deleted.
         min_free_bytes: room on the disk below which the server is not ready.
@@ -153,6 +154,7 @@ class ServerSettings:
     limits: Limits = field(default_factory=Limits)
     has_sync: bool = True
     has_open_metrics: bool = False
+    plans_ahead: bool = True
     has_traces: bool = False
     retention_seconds: float | None = None
     min_free_bytes: int = 1 << 30
