@@ -101,8 +101,14 @@ class Client:
         if self._connection is None:
             self._connection = http.client.HTTPConnection(self._server.address, timeout=300)
         body = None if data is None else json.dumps(data)
-        self._connection.request(method, path, body, {"content-type": "application/json"})
-        answer = self._connection.getresponse()
+        try:
+            self._connection.request(method, path, body, {"content-type": "application/json"})
+            answer = self._connection.getresponse()
+        except ConnectionError:  # it was idle for too long
+            assert method == "GET", "what creates is not asked twice"
+            self._connection.close()
+            self._connection = None
+            return self.ask(method, path)
         text = answer.read()
         assert answer.status == 200, (answer.status, text[:500])
         is_json = answer.headers["content-type"].startswith("application/json")
