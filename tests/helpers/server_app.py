@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import io
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import av
 import numpy as np
+import uvicorn
 from PIL import Image
 from starlette.testclient import TestClient
 
@@ -60,7 +66,7 @@ class ServedApp:
         self.store = JobStore(self.folder)
         self.executor = executor = executor or PlanningExecutor()
         self._runs = runs
-        self.settings = ServerSettings(**{"models": ("shapes",), "plans_ahead": False, **settings})
+        self.settings = ServerSettings(**{"models": ("shapes",), **settings})
         self.dispatcher = Dispatcher(self.store, executor, DispatcherOptions(min_free_bytes=0))
         self.app = create_app(self.store, self.dispatcher, executor, self.settings)
         self.context = self.app.state.context
@@ -95,6 +101,20 @@ class ServedApp:
         self.store.claim("default")
         self.store.finish(video, "completed", **fields)
         return files
+
+
+@contextmanager
+def listening(app: ServedApp) -> Iterator[str]:
+    """Context: an application behind a real socket; its address."""
+    place = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app.app, log_config=None, lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [place]})
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{place.getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
 
 
 def key(name: str, text: str, role: Any = "user") -> ApiKey:

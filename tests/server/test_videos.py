@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import errno
 import io
+import os
 import time
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,9 @@ from PIL import Image
 
 pytest.importorskip("fastapi", reason="the extra [server] is not installed")
 
+from everyframe.checkpoints.locate import Location
+from everyframe.server.data_folder import DataFolder
+from everyframe.server.request_parser import _give_to_pipeline
 from helpers.server_app import ServedApp, mp4, png
 
 PROMPT = "a red circle"
@@ -300,3 +306,66 @@ def test_extensions_begin_with_a_video_of_ours(served: ServedApp) -> None:
     assert served.client.post("/v1/videos/extensions", data=form).status_code == 200
     lost = served.client.post("/v1/videos/extensions", json={"prompt": PROMPT})
     assert error_of(lost, 400)["param"] == "video"
+
+
+def parsed(served: ServedApp, **fields: Any) -> dict[str, Any]:
+    """The options of a job with these fields beside a prompt."""
+    answer = served.client.post("/v1/videos", json={"prompt": PROMPT, **fields})
+    assert answer.status_code == 200, answer.text
+    job = served.store.get(answer.json()["id"])
+    assert job is not None
+    return {name: value for name, value in job.request.items() if name not in ("prompt", "seed")}
+
+
+@pytest.mark.parametrize(
+    ("given", "own"),
+    [
+        ({"num_outputs_per_prompt": 2}, {"num_videos": 2}),
+        ({"n": "2"}, {"num_videos": "2"}),
+        ({"short_edge": "360p", "aspect_ratio": "16:9"}, {"resolution": "360p", "aspect": "16:9"}),
+        ({"steps": 5, "frames": 8, "cfg": 2}, {"num_inference_steps": 5, "num_frames": 8,
+                                                "guidance_scale": 2}),
+        ({"without": ["attention-flash"]}, {"disable": ["attention-flash"]}),
+        ({"extra_body": {"num_frames": 8}}, {"num_frames": 8}),
+        ({"extra_params": '{"motion_score": 3}'}, {"motion_score": 3}),
+        ({"output_format": "mp4", "width": 64, "height": 32}, {"width": 64, "height": 32}),
+        ({"input_reference": None, "negative_prompt": "x"}, {"negative_prompt": "x"}),
+    ],
+)  # fmt: skip
+def test_names_of_other_servers_are_read(
+    served: ServedApp, given: dict[str, Any], own: dict[str, Any]
+) -> None:
+    assert parsed(served, **given) == own
+
+
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [({"n": 2, "num_videos": 2}, "invalid_value"), ({"extra_body": "x"}, "invalid_value"),
+     ({"output_format": "gif"}, "not_supported"), ({"guidance_scale_2": 3}, "not_supported"),
+     ({"extra_body": {"device": "cuda"}}, "not_supported"),
+     ({"extra_params": {"promt": 1}}, "unknown_parameter"),
+     ({"upscaling_model_path": "x"}, "not_supported")],
+)  # fmt: skip
+def test_what_other_servers_take_and_this_one_does_not_is_named(
+    served: ServedApp, given: dict[str, Any], code: str
+) -> None:
+    answer = served.client.post("/v1/videos", json={"prompt": PROMPT, **given})
+    assert error_of(answer, 400)["code"] == code
+
+
+def test_parameters_of_a_pipeline_are_its_options(served: ServedApp) -> None:
+    model = replace(served.context.models.default, location=Location("x", "folder"))
+    values: dict[str, Any] = {"guidance_scale_2": "3.5", "boundary_ratio": 0.9}
+    _give_to_pipeline(values, model)
+    assert values == {"option": {"guidance_scale_2": 3.5, "boundary_ratio": 0.9}}
+
+
+def test_a_full_disk_is_said(served: ServedApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: object, data: bytes, ending: str) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(DataFolder, "add_input", full)
+    answer = served.client.post("/v1/videos", data={"prompt": PROMPT}, files={"image": png()})
+    error = error_of(answer, 503)
+    assert (error["code"], "No space" in error["message"]) == ("storage_unavailable", True)
+    assert answer.headers["retry-after"] == "30"
