@@ -225,6 +225,8 @@ def kills(folder: Path, number: int, num_jobs: int, until: float) -> dict[str, A
             time.sleep(moments.uniform(0, 3))
             what = moments.choice(("server", "worker", "both"))
             workers = server.processes()[1:]
+            if what == "worker" and not workers:
+                continue
             if what != "server":
                 for worker in workers:
                     worker.kill()

@@ -262,6 +262,8 @@ def test_recovery_gives_every_job_one_place(store: JobStore, folder: DataFolder)
     folder.new_video(interrupted.id)  # killed before it was whole
     store.request_cancel(cancelled.id)
     store.update(poison.id, interruptions=stores.MAX_INTERRUPTIONS - 1)
+    (folder.new_video(poison.id) / "half.mp4").write_bytes(b"frames")
+    store.update(interrupted.id, interruptions=stores.MAX_INTERRUPTIONS - 1)
     (folder.runs_of(interrupted.id) / "run").mkdir(parents=True)
     (folder.runs_of(finished.id) / "run").mkdir(parents=True)
     (folder.runs / ("video_" + "0" * 32)).mkdir()

@@ -97,6 +97,7 @@ def _settings(host: str, port: int, **given: Any) -> ServerSettings:
         url_hosts=_words(given.get("allow_url_inputs")),
         limits=limits,
         has_sync=not given.get("no_sync"),
+        plans_ahead=bool(given.get("plan_ahead")),
         has_open_metrics=bool(given.get("open_metrics")),
         has_traces=bool(given.get("traces")),
         retention_seconds=None if retention is None else parse_duration(retention, "retention"),
@@ -222,6 +223,8 @@ COMMAND = command(
              "by default.", group=_JOBS),
         flag("max_attempts", int, "Failed attempts in a row, without a step between, after which a "
              "job fails; 3 by default.", group=_JOBS),
+        flag("plan_ahead", bool, "Plan the first model's default video at the start, so that no "
+             "request waits for it.", group=_JOBS),
         flag("no_previews", bool, "Make no pictures while a video is made.", group=_JOBS),
         flag("drain", str, "Time that running jobs have to finish when the server stops; 0s by "
              "default: they stop at once and go on after the restart.", group=_JOBS),

@@ -1,9 +1,8 @@
 """Model specs, module builders and family objects of the families with stages of their own.
 
 Such a family defines where its files are (`checkpoint.py`), how each component is built
-(`components.py`) and how checkpoint keys map to the module's (key maps); the rest is here. Its
-stages load one component at a time. Torch is imported only when a component is built. Diffusers
-pipelines, which load all components together, have their own in `everyframe.diffusers_pipelines`.
+(`components.py`) and how checkpoint keys map to the module's (key maps); the rest is here. Torch is
+imported only when a component is built. `everyframe.diffusers_pipelines` has specs of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from everyframe.core.plan import Settings
 from everyframe.dry_run.call import DryRunCall
 from everyframe.precision.policy import ComponentNeeds
 from everyframe.runtime.component_files import CheckpointFiles
+from everyframe.runtime.element_counts import parse_counts
 from everyframe.runtime.interface import Component, MemorySaving
 from everyframe.runtime.latent_space import LatentSpace
 from everyframe.runtime.lossy_sampling import LossySampling
@@ -89,7 +89,7 @@ class ModuleBuilder(ABC, Generic[_Config]):
         checked against the saved counts.
         """
         file = self._count
-        saved = _counted(file.read(), self.parts)
+        saved = parse_counts(file.read(), self.parts)
         if saved is not None:
             return saved
         from everyframe.runtime.meta_init import count_elements
@@ -111,12 +111,8 @@ class ModuleBuilder(ABC, Generic[_Config]):
         return set()
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for another process, which builds modules of its own.
-
-        A trial casts them in inference mode, where those of another mode can't be cast.
-        """
-        own = ("_made", "_dry_run_components")
-        return {name: value for name, value in vars(self).items() if name not in own}
+        """State for another process, which can't cast modules of this one in inference mode."""
+        return {k: v for k, v in vars(self).items() if k not in ("_made", "_dry_run_components")}
 
     def empty(self, component: str) -> nn.Module:
         """One component on meta. Every call returns the same module; do not change it."""
@@ -183,18 +179,6 @@ class ModuleBuilder(ABC, Generic[_Config]):
             self._outputs,
             denoises=stage == "denoise",
         )
-
-
-def _counted(data: Any, parts: Sequence[str]) -> dict[str, dict[str, int]] | None:
-    """Validate cached element counts by component and tensor; None if they do not fit."""
-    if not isinstance(data, dict) or list(data) != list(parts):
-        return None
-    for each in data.values():
-        if not isinstance(each, dict):
-            return None
-        if not all(type(number) is int and number >= 0 for number in each.values()):
-            return None
-    return data
 
 
 _Options = TypeVar("_Options", bound=FamilyOptions)

@@ -237,7 +237,7 @@ class Attempt:
             del shown["type"]
             self._report["repairs"] = [*self._report["repairs"], shown]
             self._store.update(self.job.id, report=self.report(), event=("repaired", shown))
-        elif isinstance(event, Note) and not event.text.startswith(self._routine):
+        elif isinstance(event, Note):
             self._warn(event.text)
         elif event.type == "preview":
             self._options.on_preview(self.job.id, event)
@@ -265,7 +265,7 @@ class Attempt:
         self._last_write = time.monotonic()
 
     def _warn(self, text: str) -> None:
-        if text not in self._report["warnings"]:
+        if text not in self._report["warnings"] and not text.startswith(self._routine):
             self._report["warnings"] = [*self._report["warnings"], text]
             self._store.update(self.job.id, report=self.report(), event=("note", {"text": text}))
 
