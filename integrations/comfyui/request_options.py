@@ -8,7 +8,7 @@ from typing import Any
 
 #: Name of a node's input -> name of Everyframe's option, and the value that leaves it out.
 INPUTS: Mapping[str, tuple[str, Any]] = {
-    "prompt": ("prompt", None),
+    "prompt": ("prompt", ""),
     "model": ("model", ""),
     "negative": ("negative_prompt", ""),
     "width": ("width", 0),
