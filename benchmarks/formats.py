@@ -1,19 +1,21 @@
 """What does it cost to load a component from another form than plain safetensors?
 
     python benchmarks/formats.py                     # four minutes; needs gguf
+    python benchmarks/formats.py --layers 4          # a smaller transformer, on a busy machine
     python benchmarks/formats.py --no-page           # print only
 
-A transformer of LTX-Video's kind with 170 million parameters of random numbers is written in each
-form and loaded in bfloat16, each time in a process of its own: processor time of the loading alone
-(one thread; files are in the page cache), and the peak of resident memory above what the process
-had before, over the bytes of the loaded weights. Forms take turns; ratios are to bfloat16
-safetensors of the same round.
+A transformer of LTX-Video's kind with random numbers, 170 million parameters in 10 layers, is
+written in each form and loaded in bfloat16, each time in a process of its own: processor time of
+the loading alone (one thread; files are in the page cache), the bytes of the loaded weights, and
+the peak of resident memory above what the process had before. Forms take turns; ratios are to
+bfloat16 safetensors of the same round.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import shlex
 import statistics
@@ -37,16 +39,18 @@ SIZES = {
     "cross_attention_dim": 1024, "num_layers": 10, "caption_channels": 1024,
 }  # fmt: skip
 KINDS = ("Q8_0", "Q5_K", "Q4_K")
+#: Ends the name of a form whose blocks stay in memory (`--quantize gguf`).
+KEPT = ", blocks kept"
 
 
-def write_forms(folder: Path) -> Iterator[tuple[str, Path]]:
+def write_forms(folder: Path, layers: int) -> Iterator[tuple[str, Path]]:
     """(name, file) of each form."""
     from diffusers import LTXVideoTransformer3DModel
 
     from helpers.components import stored
 
     torch.manual_seed(0)
-    module = LTXVideoTransformer3DModel(**SIZES)
+    module = LTXVideoTransformer3DModel(**{**SIZES, "num_layers": layers})
     module.save_config(folder)
     state = {name: each.detach() for name, each in module.state_dict().items()}
     half = {name: each.bfloat16() for name, each in state.items()}
@@ -55,7 +59,9 @@ def write_forms(folder: Path) -> Iterator[tuple[str, Path]]:
     yield "fp8 without scales", stored.write(folder / "fp8.safetensors", stored.plain_fp8(half)[0])
     yield "fp8_scaled", stored.write(folder / "scaled.safetensors", stored.scaled(state)[0])
     for kind in KINDS:
-        yield f"GGUF, {kind}", _gguf(folder / f"{kind}.gguf", half, kind)
+        path = _gguf(folder / f"{kind}.gguf", half, kind)
+        yield f"GGUF, {kind}", path
+        yield f"GGUF, {kind}{KEPT}", path
 
 
 def _gguf(path: Path, state: dict[str, torch.Tensor], kind: str) -> Path:
@@ -79,8 +85,11 @@ def _gguf(path: Path, state: dict[str, torch.Tensor], kind: str) -> Path:
     return path
 
 
-def loaded(folder: str, file: str) -> tuple[float, int, int]:
-    """(processor seconds of loading, peak bytes above before, bytes of the weights)."""
+def loaded(folder: str, file: str, kind: str) -> tuple[float, int, int]:
+    """(processor seconds of loading, peak bytes above before, bytes of the weights).
+
+    `kind` is the storage of the linear layers' weights; empty for bfloat16.
+    """
     import threading
     import time
 
@@ -108,34 +117,37 @@ def loaded(folder: str, file: str) -> tuple[float, int, int]:
     watcher = threading.Thread(target=sample)
     watcher.start()
     began = time.thread_time()
-    module = load_from_file(part, Precision("bfloat16", "bfloat16"))
+    module = load_from_file(part, Precision("bfloat16", "bfloat16", (), kind))
     took = time.thread_time() - began
     stop.set()
     watcher.join()
     return took, peak[0], sum(each.nbytes for each in module.parameters())
 
 
-def measured(rounds: int) -> list[str]:
+def measured(rounds: int, layers: int) -> list[str]:
     """The lines of the table."""
     times: dict[str, list[float]] = {}
     peaks: dict[str, list[float]] = {}
+    held: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        forms = dict(write_forms(Path(folder)))
+        forms = dict(write_forms(Path(folder), layers))
         sizes = {name: path.stat().st_size for name, path in forms.items()}
         for _ in range(rounds):
             for name, path in forms.items():
-                command = [sys.executable, __file__, "--load", folder, str(path)]
+                command = [sys.executable, __file__, "--load", folder, str(path),
+                           "gguf" if name.endswith(KEPT) else ""]  # fmt: skip
                 ended = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
                 took, peak, weights = json.loads(ended.stdout.splitlines()[-1])
                 times.setdefault(name, []).append(took)
-                peaks.setdefault(name, []).append(peak / weights)
+                peaks.setdefault(name, []).append(peak / 1e6)
+                held[name] = weights / 1e6
     lines = []
     for name, own in times.items():
         ratios = [mine / plain for mine, plain in zip(own, times[PLAIN], strict=True)]
         lines.append(
             f"| {name} | {sizes[name] / 1e6:.0f} MB | {statistics.median(own):.2f} s "
             f"| {statistics.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f}) "
-            f"| {statistics.median(peaks[name]):.2f} |"
+            f"| {held[name]:.0f} MB | {statistics.median(peaks[name]):.0f} MB |"
         )
     return lines
 
@@ -146,12 +158,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=how)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-page", action="store_true")
-    parser.add_argument("--load", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--load", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--layers", type=int, default=SIZES["num_layers"])
     given = parser.parse_args()
     if given.load:
         print(json.dumps(loaded(*given.load)))
         return
-    lines = measured(given.rounds)
+    busy = os.getloadavg()[0]
+    lines = measured(given.rounds, given.layers)
     versions = ", ".join(
         f"{name} {metadata.version(name)}" for name in ("torch", "diffusers", "gguf", "safetensors")
     )
@@ -161,15 +175,18 @@ def main() -> None:
     )  # fmt: skip
     page = f"""# Loading a component from each form, {date.today().isoformat()}
 
-A transformer of 170 million parameters, loaded in bfloat16 in a process of its own: processor time
-of the loading, medians of {given.rounds} rounds; ratios within a round, least and most in brackets.
-The last column is the peak of resident memory over the bytes of the loaded weights.
+A transformer of {given.layers} layers of LTX-Video's kind, loaded in bfloat16 in a process of its
+own: processor time of the loading, medians of {given.rounds} rounds; ratios within a round, least
+and most in brackets. The last columns are the bytes of the loaded weights, and the peak of resident
+memory above what the process had before.
 
-| form | file | loading | safetensors in bfloat16 = 1.0 | peak over weights |
-| --- | --- | --- | --- | --- |
+| form | file | loading | safetensors in bfloat16 = 1.0 | weights | peak |
+| --- | --- | --- | --- | --- | --- |
 {chr(10).join(lines)}
 
-Hardware: {cpu}, one thread. Python {platform.python_version()}, {versions}.
+Hardware: {cpu}, {os.cpu_count()} cores, one thread; load average {busy:.0f} at the beginning and
+{os.getloadavg()[0]:.0f} at the end, so times are indications, and memory is not.
+Python {platform.python_version()}, {versions}.
 Command: `{shlex.join(["python", "benchmarks/formats.py", *sys.argv[1:]])}`.
 """
     print(page)

@@ -21,6 +21,7 @@ import machine_pages
 import terminal
 from annotated_types import Ge, Gt, Le, Lt
 from api_pages import NOTE, api_page, events_page
+from gallery_page import gallery_page
 from man_page import man_page
 from pydantic.fields import FieldInfo
 
@@ -284,6 +285,7 @@ PAGES = {
     PICTURES / "doctor.svg": terminal.doctor,
     STUB: stub,
     MAN: man_page,
+    Path(__file__).parent / "gallery.md": gallery_page,
     REFERENCE / "machines.md": machine_pages.machines_page,
     REFERENCE / "cards" / "README.md": machine_pages.cards_index,
     **{

@@ -135,6 +135,7 @@ MADE = (
     *(f"pictures/{name}.svg" for name in DRAWN),
     "../src/everyframe/__init__.pyi",
     "man/everyframe.1",
+    "gallery.md",
     "reference/machines.md",
     "reference/cards/README.md",
 )

@@ -99,11 +99,11 @@ def test_a_plan_says_what_was_set(models: Path, tmp_path: Path) -> None:
     found = plan("wan", model=str(model), loras=given)
     assert (bare.settings.num_inference_steps, bare.settings.guidance_scale) == (50, 5.0)
     assert (found.settings.num_inference_steps, found.settings.guidance_scale) == (4, 1.0)
-    (note,) = [note for note in found.notes if "is known by its name" in note]
+    (note,) = [note for note in found.notes if "is known as" in note]
     assert "sampled with 4 steps, guidance 1, shift 5 (https://" in note
     own = plan("wan", model=str(model), loras=given, num_inference_steps=6, guidance_scale=2.0)
     assert (own.settings.num_inference_steps, own.settings.guidance_scale) == (6, 2.0)
-    (note,) = [note for note in own.notes if "is known by its name" in note]
+    (note,) = [note for note in own.notes if "is known as" in note]
     assert "num_inference_steps and guidance_scale given here win" in note
     off = plan("wan", model=str(model), loras=f"{lora}:0@both")
     assert off.settings.num_inference_steps == 50

@@ -19,6 +19,7 @@ from everyframe.core.request import Request
         ("ab2@8", SamplingMethod("ab2", 8)),
         ("taylor2@12w4g50", SamplingMethod("taylor2", 12, 4, 50)),
         ("unipc@6g0", SamplingMethod("unipc", 6, 1, 0)),
+        ("abm2@7e130g33", SamplingMethod("abm2", 7, 1, 33, 130)),
     ],
 )
 def test_what_is_meant(text: str, meant: object) -> None:
@@ -27,7 +28,11 @@ def test_what_is_meant(text: str, meant: object) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_reads_as_it_is_written(name: str) -> None:
-    for method in (SamplingMethod(name, 9), SamplingMethod(name, 9, 3, 40)):
+    for method in (
+        SamplingMethod(name, 9),
+        SamplingMethod(name, 9, 3, 40),
+        SamplingMethod(name, 9, 1, 40, 125),
+    ):
         assert parse_quality(str(method)) == method
 
 
@@ -42,6 +47,8 @@ def test_a_method_reads_as_it_is_written(name: str) -> None:
         ("ab2@8w9", "no more warm steps"),
         ("ab2@8w0", "no more warm steps"),
         ("ab2@8g101", "a guided share of 0 to 100"),
+        ("ab2@8e99", "an exponent of 100 to 300 percent"),
+        ("ab2@8w2e120", "no warm steps"),
         ("lossless", "must be exact"),
     ],
 )
@@ -65,6 +72,17 @@ def test_so_many_steps_are_computed_as_are_named(num_steps: int) -> None:
             steps = SamplingMethod("ab2", count, warm).computed_steps(num_steps)
             assert len(steps) == count == len({*steps})
             assert steps[:warm] == tuple(range(warm))
+            assert steps[-1] < num_steps
+
+
+def test_an_exponent_crowds_steps_at_the_beginning() -> None:
+    crowded = SamplingMethod("abm2", 7, early_percent=130)
+    assert crowded.computed_steps(30) == (0, 2, 6, 10, 14, 19, 25)
+    for num_steps in (2, 3, 7, 30, 250):
+        for count in range(2, num_steps + 1):
+            steps = SamplingMethod("abm2", count, early_percent=300).computed_steps(num_steps)
+            assert len(steps) == count == len({*steps})
+            assert [0, *sorted(steps)[1:]] == [*steps]
             assert steps[-1] < num_steps
 
 

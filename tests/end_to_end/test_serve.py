@@ -5,7 +5,6 @@ A made-up executor takes the steps here; `test_serve_kills.py` kills real worker
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -115,6 +114,7 @@ def test_a_second_signal_ends_that_time(tmp_path: Path) -> None:
         (["--groups", "0,;"], "groups must be lists of devices"),
         (["--executor", "magic"], "executor must be one of workers, ray, got 'magic'"),
         (["--ray-address", "auto"], "--ray-address needs --executor ray"),
+        (["--place-timeout", "9s"], "--place-timeout needs --executor ray"),
         (["--max-upload", "much"], "max-upload must be an amount"),
         (["--loras", "/no/such/folder"], "loras must be a folder"),
         (["--api-keys", "/no/such/file"], "the file of keys '/no/such/file' can't be read"),
@@ -153,13 +153,37 @@ def test_a_second_server_of_a_folder_is_refused(tmp_path: Path) -> None:
     assert "is in use by another process" in result.stderr
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_cannot_be_written_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "data").mkdir(mode=0o500)
-    assert command_line.main(["serve", "--data-dir", str(tmp_path / "data")]) == 2
-    assert "can't be written" in capsys.readouterr().err
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a place where nobody may write")
+def test_a_folder_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["serve", "--data-dir", "/proc/everyframe"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: the data folder '/proc/everyframe' can't be written (")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.skipif(not hasattr(psutil.Process, "rlimit"), reason="needs Linux's limits")
+def test_a_full_disk_is_answered_and_loses_nothing(tmp_path: Path) -> None:
+    """No file may grow, which the system reports as it does a full quota."""
+    with ServerProcess(tmp_path / "data", pause=0.2) as server:
+        running, waiting = (server.create(seed=seed, **OPTIONS) for seed in (1, 2))
+        server.wait_for_steps(1)
+        process = psutil.Process(server.process.pid)
+        before = process.rlimit(psutil.RLIMIT_FSIZE)
+        process.rlimit(psutil.RLIMIT_FSIZE, (1, before[1]))
+        status, refused = server.ask("/v1/videos", {"prompt": "a red circle", **OPTIONS})
+        assert (status, refused["error"]["code"]) == (503, "storage_unavailable"), refused
+        assert server.ask("/ready")[0] == 503
+        assert server.ask("/health")[0] == 200
+        time.sleep(1)  # its next steps meet the full disk
+        for job in (running, waiting):
+            status, found = server.ask(f"/v1/videos/{job}")
+            assert status == 200
+            assert found["status"] in ("queued", "in_progress")
+        process.rlimit(psutil.RLIMIT_FSIZE, before)
+        assert server.wait_for(running, "completed")["error"] is None
+        server.wait_for(waiting, "completed")
+        assert server.ask("/ready")[0] == 200
+        assert server.create(seed=3, **OPTIONS)
 
 
 def test_without_the_extra_it_names_the_command(

@@ -86,10 +86,14 @@ def test_candidates_are_from_mild_to_bold() -> None:
     found = candidates(Request(), prepared.model, prepared.plan.settings)
     counts = [each.num_computed for each in found]
     assert counts == sorted(counts, reverse=True)
-    assert {each.name for each in found} == {*calibration.USUAL}
-    disabled = Request(disable=("ab2",))
+    solvers, predictors = calibration.USUAL
+    assert {each.name for each in found} == {*solvers}
+    assert {str(each) for each in found if each.num_computed == 8} == {
+        "abm2@8", "abm2@8g50", "abm2@8e130", "abm2@8e130g50", "abm2@8e130g33",
+    }  # fmt: skip
+    disabled = Request(disable=("abm2",))
     left = candidates(disabled, prepared.model, prepared.plan.settings)
-    assert {each.name for each in left} == {*calibration.USUAL} - {"ab2"}
+    assert {each.name for each in left} == {*predictors}
     only = candidates(Request(), prepared.model, prepared.plan.settings, ["dpm2m@9"])
     assert only == (SamplingMethod("dpm2m", 9),)
 

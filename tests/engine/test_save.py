@@ -159,7 +159,7 @@ def test_what_is_refused(models: Path, tmp_path: Path) -> None:
     for more, text in (
         ({}, "nothing of the model would change"),
         ({"seed": 3}, "seed has no effect on a saved checkpoint"),
-        ({"loras": loras, "quantize": "int8"}, "pipelines are not quantized here"),
+        ({"loras": loras, "chain": 2}, "chain has no effect on a saved checkpoint"),
     ):
         with pytest.raises(InputError, match=text):
             everyframe.save(model, tmp_path / "saved", **more)

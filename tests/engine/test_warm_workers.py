@@ -43,6 +43,7 @@ def process_of(workers: WarmWorkers) -> int:
 
 
 def test_jobs_follow_each_other_in_one_process(workers: WarmWorkers, tmp_path: Path) -> None:
+    timers = sum(isinstance(each, threading.Timer) for each in threading.enumerate())
     executor: Executor = workers
     job = WorkerJob(REQUEST, as_uint8=True)
     first = list(executor.run(job))
@@ -61,6 +62,8 @@ def test_jobs_follow_each_other_in_one_process(workers: WarmWorkers, tmp_path: P
     assert np.array_equal(frames_in(again), expected)
     # All but times is the same, and that the trail is written anew.
     assert [type(each) for each in again] == [type(each) for each in first]
+    now = sum(isinstance(each, threading.Timer) for each in threading.enumerate())
+    assert now <= timers + 1, "one thread waits for the end of idle time, not one a job"
 
 
 def test_a_dead_worker_ends_its_job_alone(workers: WarmWorkers, tmp_path: Path) -> None:

@@ -124,7 +124,8 @@ class FakeExecutor:
                 record = {"request": {"prompt": request.prompt, "seed": seed}}
                 yield VideoDone(seed, len(frames), record)
             yield StageDone("decode", 0.01)
-            run.remove()
+            if not job.keeps_run:
+                run.remove()
         finally:
             if with_lock is not None:
                 with_lock.release()

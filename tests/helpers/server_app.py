@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import av
+import numpy as np
+import uvicorn
 from PIL import Image
 from starlette.testclient import TestClient
 
-from everyframe.core.errors import CannotRunError, InputError
+from everyframe.core.errors import InputError
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
-from everyframe.engine.executor import WarmModel
+from everyframe.engine.executor import InfeasiblePlanError, WarmModel
 from everyframe.server.app import create_app
 from everyframe.server.data_folder import open_folder
 from everyframe.server.dispatcher import Dispatcher, DispatcherOptions
@@ -33,7 +42,7 @@ class PlanningExecutor:
     def plan(self, request: Request) -> Plan:
         self.requests.append(request)
         if request.size == "16384x64":
-            raise CannotRunError("this needs 900 GB of memory")
+            raise InfeasiblePlanError(plan_of(request, "this needs 900 GB of memory"))
         if request.num_frames == 7:
             raise InputError("num_frames must be 1 or a multiple of 4, got 7; try 4 or 8")
         return replace(plan_of(request), notes=())
@@ -75,14 +84,15 @@ class ServedApp:
         self.store.close()
         self.folder.close()
 
-    def finish(self, video: str) -> dict[str, bytes]:
-        """Complete a job with small files; their content by name."""
+    def finish(self, video: str, own: dict[str, bytes] | None = None) -> dict[str, bytes]:
+        """Complete a job with small files, or its `own`; their content by name."""
         place = self.folder.new_video(video)
         files = {
             "video.mp4": b"\0\0\0\x18ftypmp42" + bytes(range(200)),
             "thumbnail.webp": b"RIFFthumbnailWEBP",
             "spritesheet.webp": b"RIFFspritesheetWEBP",
             "video.json": b"{}\n",
+            **(own or {}),
         }
         for name, data in files.items():
             (place / name).write_bytes(data)
@@ -93,10 +103,22 @@ class ServedApp:
         return files
 
 
+@contextmanager
+def listening(app: ServedApp) -> Iterator[str]:
+    """Context: an application behind a real socket; its address."""
+    place = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app.app, log_config=None, lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [place]})
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{place.getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
 def key(name: str, text: str, role: Any = "user") -> ApiKey:
     """A key of the server's settings."""
-    import hashlib
-
     return ApiKey(name, hashlib.sha256(text.encode()).hexdigest(), role)
 
 
@@ -104,4 +126,18 @@ def png(width: int = 8, height: int = 8) -> bytes:
     """A small picture."""
     file = io.BytesIO()
     Image.new("RGB", (width, height), "red").save(file, "PNG")
+    return file.getvalue()
+
+
+def mp4(seconds: int, side: int = 16) -> bytes:
+    """A video of four frames a second, each in a grey of its own."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("h264", rate=4)
+        stream.width = stream.height = side
+        for number in range(4 * seconds):
+            grey = np.full((side, side, 3), 20 * number, np.uint8)
+            frame = av.VideoFrame.from_ndarray(grey, "rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
     return file.getvalue()

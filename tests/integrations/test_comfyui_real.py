@@ -48,8 +48,10 @@ class ComfyUI:
         folder = Path(str(FOLDER))
         own = [folder / name / "bin" / "python" for name in (".venv", "venv")]
         python = next((str(each) for each in own if each.exists()), sys.executable)
-        words = ["--cpu", "--listen", "127.0.0.1", "--port", str(port), "--disable-auto-launch",
-                 "--front-end-root", str(base / "front"), "--base-directory", str(base)]  # fmt: skip
+        words = [
+            "--cpu", "--listen", "127.0.0.1", "--port", str(port), "--disable-auto-launch",
+            "--front-end-root", str(base / "front"), "--base-directory", str(base),
+        ]  # fmt: skip
         variables = {k: v for k, v in os.environ.items() if k != IN_PROCESS}
         self.log = (base / "log").open("w+")
         self.process = subprocess.Popen(

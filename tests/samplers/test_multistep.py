@@ -113,7 +113,7 @@ def test_adams_bashforth_integrates_the_line_through_two_slopes() -> None:
     assert (solved(path, SamplingMethod("ab2", 3), x) - expected).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("name", [each for each in SOLVERS if each != "abm2"])
 def test_error_falls_with_the_square_of_the_step(name: str) -> None:
     x = start()
 
@@ -126,6 +126,40 @@ def test_error_falls_with_the_square_of_the_step(name: str) -> None:
     errors = [float((at(steps) - true).norm()) for steps in (20, 40, 80)]
     orders = [math.log2(a / b) for a, b in itertools.pairwise(errors)]
     assert min(orders) > 1.7, (errors, orders)
+
+
+def test_moulton_comes_to_the_samplers_own_steps_with_the_square_of_the_gap() -> None:
+    """Not to the differential equation: all steps computed are Euler's, but for rounding."""
+    x, sigmas = start(), torch.linspace(0.9, 0.1, 321, dtype=torch.float64)
+    for index in range(320):
+        x0 = clean(x, float(sigmas[index]))
+        x = x + (x - x0) * ((sigmas[index + 1] - sigmas[index]) / sigmas[index])
+    errors = [
+        float((solved(path_of(sigmas), SamplingMethod("abm2", steps), start()) - x).norm())
+        for steps in (20, 40, 80)
+    ]
+    orders = [math.log2(a / b) for a, b in itertools.pairwise(errors)]
+    assert min(orders) > 1.7, (errors, orders)
+    assert (solved(path_of(sigmas), SamplingMethod("abm2", 320), start()) - x).abs().max() < 1e-12
+
+
+def test_moulton_sums_the_line_through_both_slopes() -> None:
+    """A slope that is linear in sigma is known after two computed steps, whatever is left out."""
+    sigmas = rectified_flow.schedule(24)[:, 0] / 1000
+    x = start()
+
+    def predict(denoise: Denoise, x: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        level = sigmas[index]
+        return x.new_zeros(1), x - (2.0 - 3.0 * level) * level
+
+    path = DiffusionPath(
+        tuple((1 - sigmas).tolist()), tuple(sigmas.tolist()), predict, is_flow=True
+    )
+    expected = x
+    for here, then in itertools.pairwise(sigmas):
+        expected = expected + (2.0 - 3.0 * here) * (then - here)
+    for method in (SamplingMethod("abm2", 3), SamplingMethod("abm2", 5, early_percent=150)):
+        assert (solved(path, method, x) - expected).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("name", SOLVERS)

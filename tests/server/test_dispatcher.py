@@ -48,7 +48,7 @@ def test_a_job_becomes_a_video_with_its_record(
     assert (done.progress, done.attempts, done.error, done.eta_s) == (100, 1, None, None)
     assert (done.resolved["width"], done.resolved["num_frames"]) == (64, 4)
     assert done.report["checks"] == {"num_frames": 4, "is_finite": True, "is_read_back": True}
-    assert done.report["stage_durations"] == {"text": 0.01, "denoise": 0.05}
+    assert done.report["stage_durations"] == {"text": 0.01, "denoise": 0.05, "decode": 0.01}
     assert done.report["inference_time_s"] > 0
     assert not list(folder.runs.iterdir()), "nothing is left of the run"
     seen = types(store, job)
@@ -201,7 +201,7 @@ def test_finished_jobs_and_unused_uploads_expire(
     kept = add(store, request={"image": used})
     assert (folder.path / unused).exists(), "given a moment ago, its job may be on the way"
     monkeypatch.setattr(retention, "_UPLOAD_SECONDS", -1.0)
-    retention.Cleaner(store).clean()
+    retention.clean(store)
     assert store.get(job.id) is None
     assert not folder.video(job.id).exists()
     assert store.get(kept.id) is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ pytest.importorskip("fastapi", reason="the extra [server] is not installed")
 from everyframe.core.events import Preview
 from everyframe.server import event_stream
 from helpers.fake_executor import FakeExecutor
-from helpers.server_app import ServedApp
+from helpers.server_app import ServedApp, listening
 
 PROMPT = {"prompt": "a red circle"}
 
@@ -142,6 +143,25 @@ def test_sync_says_why_there_is_no_file(tmp_path: Path) -> None:
             )  # fmt: skip
     with ServedApp(tmp_path / "other", has_sync=False) as app:
         assert app.client.post("/v1/videos/sync", json=PROMPT).status_code in (404, 405)
+
+
+def test_a_client_that_leaves_cancels_what_it_waits_for(tmp_path: Path) -> None:
+    served = ServedApp(tmp_path / "server", FakeExecutor(pause=0.3), runs=True)
+    with served as app, listening(app) as address:
+        place = address.removeprefix("http://")
+        host, _, port = place.partition(":")
+        body = json.dumps(PROMPT)
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(
+                f"POST /v1/videos/sync HTTP/1.1\r\nhost: {place}\r\ncontent-type: "
+                f"application/json\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
+            )
+            while app.store.count()["in_progress"] == 0:
+                time.sleep(0.01)
+        ends = time.monotonic() + 10
+        while app.store.count()["cancelled"] == 0:
+            assert time.monotonic() < ends, app.store.count()
+            time.sleep(0.02)
 
 
 def test_open_streams_have_a_limit(running: ServedApp) -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import io
 import struct
 import zlib
 from pathlib import Path
 from typing import Any
 
-import av
-import numpy as np
 import pytest
 
 pytest.importorskip("fastapi", reason="the extra [server] is not installed")
@@ -22,7 +19,7 @@ from everyframe.server.body import read_body
 from everyframe.server.errors import ApiError
 from everyframe.server.rate_limits import RateLimit
 from everyframe.server.settings import Limits
-from helpers.server_app import ServedApp, key, png
+from helpers.server_app import ServedApp, key, mp4, png
 
 PROMPT = {"prompt": "a red circle"}
 
@@ -162,26 +159,14 @@ def test_a_picture_of_unpacked_text_is_refused(small: ServedApp) -> None:
     refused(answer, 400, "invalid_value", "damaged")
 
 
-def video(seconds: int, side: int = 16) -> bytes:
-    file = io.BytesIO()
-    with av.open(file, "w", format="mp4") as container:
-        stream = container.add_stream("h264", rate=4)
-        stream.width = stream.height = side
-        for _ in range(4 * seconds):
-            frame = av.VideoFrame.from_ndarray(np.zeros((side, side, 3), np.uint8), "rgb24")
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-    return file.getvalue()
-
-
 def test_videos_have_a_length_and_a_size(small: ServedApp) -> None:
-    long = small.client.post("/v1/videos/extensions", files={"video": ("x.mp4", video(3))},
+    long = small.client.post("/v1/videos/extensions", files={"video": ("x.mp4", mp4(3))},
                              data=PROMPT)  # fmt: skip
     refused(long, 413, "too_large", "3 seconds")
-    wide = small.client.post("/v1/videos/extensions", files={"video": ("x.mp4", video(1, 128))},
+    wide = small.client.post("/v1/videos/extensions", files={"video": ("x.mp4", mp4(1, 128))},
                              data=PROMPT)  # fmt: skip
     refused(wide, 413, "too_large", "128x128")
-    fine = small.client.post("/v1/videos/extensions", files={"video": ("x.mp4", video(1))},
+    fine = small.client.post("/v1/videos/extensions", files={"video": ("x.mp4", mp4(1))},
                              data=PROMPT)  # fmt: skip
     assert fine.status_code == 200, fine.text
 

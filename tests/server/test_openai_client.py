@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import socket
-import threading
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,14 +15,12 @@ import pytest
 pytest.importorskip("fastapi", reason="the extra [server] is not installed")
 pytest.importorskip("openai", reason="the package openai is not installed (extra [dev])")
 
-import uvicorn
-
 from everyframe.core.errors import InputError
 from everyframe.core.request import Request
 from everyframe.server.settings import Limits
 from helpers.fake_executor import FakeExecutor
 from helpers.openai_conformance import Conformance
-from helpers.server_app import ServedApp, key
+from helpers.server_app import ServedApp, key, listening
 
 #: Checks that the script has.
 NUM_CHECKS = 27
@@ -50,16 +45,9 @@ def address(tmp_path: Path) -> Iterator[str]:
     keys = (key("me", "secret"),)
     limits = {"limits": Limits(creations_a_minute=None, queued_of_key=None)}
     executor = ShortPrompts(pause=0.05)
-    with ServedApp(tmp_path / "server", executor, keys=keys, runs=True, **limits) as app:
-        listening = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app.app, log_config=None, lifespan="off"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        server.should_exit = True
-        thread.join()
+    served = ServedApp(tmp_path / "server", executor, keys=keys, runs=True, **limits)
+    with served as app, listening(app) as address:
+        yield address
 
 
 def test_every_check_holds(address: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -262,6 +262,8 @@ def test_recovery_gives_every_job_one_place(store: JobStore, folder: DataFolder)
     folder.new_video(interrupted.id)  # killed before it was whole
     store.request_cancel(cancelled.id)
     store.update(poison.id, interruptions=stores.MAX_INTERRUPTIONS - 1)
+    (folder.new_video(poison.id) / "half.mp4").write_bytes(b"frames")
+    store.update(interrupted.id, interruptions=stores.MAX_INTERRUPTIONS - 1)
     (folder.runs_of(interrupted.id) / "run").mkdir(parents=True)
     (folder.runs_of(finished.id) / "run").mkdir(parents=True)
     (folder.runs / ("video_" + "0" * 32)).mkdir()
@@ -298,6 +300,18 @@ def test_expired_jobs_are_named(store: JobStore) -> None:
         store.finish(job.id, "completed", expires_at=when)
     store.update(queued.id, expires_at=10.0)
     assert [job.id for job in store.expired(20.0)] == [old.id]
+
+
+def test_a_disk_that_became_read_only_is_an_error_for_people(store: JobStore) -> None:
+    job = store.add(new())
+    store._database._writer.execute("PRAGMA query_only=ON")
+    with pytest.raises(StoreError, match=r"readonly database.*make the folder writable"):
+        store.add(new())
+    with pytest.raises(StoreError):
+        store.is_writable()
+    assert store.get(job.id) == job
+    store._database._writer.execute("PRAGMA query_only=OFF")
+    assert store.is_writable()
 
 
 def test_a_full_disk_loses_nothing(store: JobStore) -> None:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import base64
+import errno
+import io
+import os
+import time
+import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 pytest.importorskip("fastapi", reason="the extra [server] is not installed")
 
-from helpers.server_app import ServedApp, png
+from everyframe.checkpoints.locate import Location
+from everyframe.server.data_folder import DataFolder
+from everyframe.server.request_parser import _give_to_pipeline
+from helpers.server_app import ServedApp, mp4, png
 
 PROMPT = "a red circle"
 
@@ -219,3 +229,143 @@ def test_only_the_first_request_of_a_kind_is_planned(served: ServedApp) -> None:
             fields = {"prompt": prompt, "size": size, "seed": 3}
             served.client.post("/v1/videos", json=fields)
     assert [request.size for request in served.executor.requests] == ["64x32", "32x64"]
+
+
+def test_several_videos_of_a_job_are_counted(served: ServedApp) -> None:
+    video = served.client.post("/v1/videos", json={"prompt": PROMPT, "n": 2}).json()
+    assert video["num_videos"] == 2
+    served.finish(video["id"], {"video-2.mp4": b"the second"})
+    own = f"/v1/videos/{video['id']}/content"
+    assert served.client.get(f"{own}?index=2").content == b"the second"
+    assert error_of(served.client.get(f"{own}?index=3"), 400)["param"] == "index"
+
+
+def test_previews_and_frames_are_made_of_the_file(served: ServedApp) -> None:
+    video = served.client.post("/v1/videos", json={"prompt": PROMPT}).json()["id"]
+    served.finish(video, {"video.mp4": mp4(seconds=1)})
+    own = f"/v1/videos/{video}/content?variant="
+    preview = served.client.get(f"{own}preview")
+    with Image.open(io.BytesIO(preview.content)) as picture:
+        assert (picture.format, picture.size, picture.n_frames) == ("WEBP", (16, 16), 4)
+    frames = served.client.get(f"{own}frames")
+    with zipfile.ZipFile(io.BytesIO(frames.content)) as archive:
+        assert archive.namelist() == [f"frame_{number:05d}.png" for number in range(4)]
+        with Image.open(io.BytesIO(archive.read("frame_00003.png"))) as frame:
+            assert frame.size == (16, 16)
+    assert not list(served.folder.inputs.iterdir()), "no archive stays"
+
+
+def test_a_plan_is_shown_before_the_run(served: ServedApp) -> None:
+    plan = served.client.post("/v1/plan", json={"prompt": PROMPT, "size": "64x32"}).json()
+    assert (plan["object"], plan["width"], plan["height"]) == ("plan", 64, 32)
+    assert plan["details"]["settings"]["width"] == 64
+    assert served.store.list() == []
+    missing = served.client.post("/v1/plan", json={"size": "64x32"})
+    assert (missing.status_code, missing.json()["size"]) == (200, "64x32")
+    large = error_of(served.client.post("/v1/plan", json={"size": "16384x64"}), 422)
+    assert large["details"]["infeasible"] == large["message"]
+
+
+def test_models_have_cards(served: ServedApp) -> None:
+    (row,) = served.client.get("/v1/models").json()["data"]
+    assert (row["id"], row["object"], row["is_default"]) == ("shapes", "model", True)
+    card = served.client.get("/v1/models/shapes").json()
+    options = {option["name"]: option for option in card["options"]}
+    assert card["defaults"]["num_frames"] == 4
+    assert options["num_frames"]["exclusiveMinimum"] == 0
+    assert options["image"]["type"] == "file"
+    assert "motion_score" in options
+    assert "mask" not in options, "of another family"
+    assert "device" not in options, "the operator's"
+    assert error_of(served.client.get("/v1/models/sora"), 404)["code"] == "not_found"
+
+
+def test_the_default_model_is_planned_ahead(tmp_path: Path) -> None:
+    with ServedApp(tmp_path / "server", plans_ahead=True) as app:
+        ends = time.monotonic() + 5
+        while not app.executor.requests:
+            assert time.monotonic() < ends
+            time.sleep(0.01)
+        app.client.post("/v1/videos", json={"prompt": PROMPT, "model": "shapes"})
+        assert len(app.executor.requests) == 1, "the first request waits for nothing"
+
+
+def test_extensions_begin_with_a_video_of_ours(served: ServedApp) -> None:
+    first = served.client.post("/v1/videos", json={"prompt": PROMPT}).json()["id"]
+    body = {"prompt": "a blue circle", "video": {"id": first}}
+    early = error_of(served.client.post("/v1/videos/extensions", json=body), 404)
+    assert early["code"] == "not_ready"
+    served.finish(first, {"video.mp4": mp4(seconds=1)})
+    answer = served.client.post("/v1/videos/extensions", json=body)
+    assert answer.status_code == 200, answer.text
+    job = served.store.get(answer.json()["id"])
+    assert job is not None
+    assert (served.folder.path / job.request["extend"]).read_bytes() == mp4(seconds=1)
+    assert answer.json()["remixed_from_video_id"] == first
+    form = {"prompt": PROMPT, "video[id]": first}
+    assert served.client.post("/v1/videos/extensions", data=form).status_code == 200
+    lost = served.client.post("/v1/videos/extensions", json={"prompt": PROMPT})
+    assert error_of(lost, 400)["param"] == "video"
+
+
+def parsed(served: ServedApp, **fields: Any) -> dict[str, Any]:
+    """The options of a job with these fields beside a prompt."""
+    answer = served.client.post("/v1/videos", json={"prompt": PROMPT, **fields})
+    assert answer.status_code == 200, answer.text
+    job = served.store.get(answer.json()["id"])
+    assert job is not None
+    return {name: value for name, value in job.request.items() if name not in ("prompt", "seed")}
+
+
+@pytest.mark.parametrize(
+    ("given", "own"),
+    [
+        ({"num_outputs_per_prompt": 2}, {"num_videos": 2}),
+        ({"n": "2"}, {"num_videos": "2"}),
+        ({"short_edge": "360p", "aspect_ratio": "16:9"}, {"resolution": "360p", "aspect": "16:9"}),
+        ({"steps": 5, "frames": 8, "cfg": 2}, {"num_inference_steps": 5, "num_frames": 8,
+                                                "guidance_scale": 2}),
+        ({"without": ["attention-flash"]}, {"disable": ["attention-flash"]}),
+        ({"extra_body": {"num_frames": 8}}, {"num_frames": 8}),
+        ({"extra_params": '{"motion_score": 3}'}, {"motion_score": 3}),
+        ({"output_format": "mp4", "width": 64, "height": 32}, {"width": 64, "height": 32}),
+        ({"input_reference": None, "negative_prompt": "x"}, {"negative_prompt": "x"}),
+    ],
+)  # fmt: skip
+def test_names_of_other_servers_are_read(
+    served: ServedApp, given: dict[str, Any], own: dict[str, Any]
+) -> None:
+    assert parsed(served, **given) == own
+
+
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [({"n": 2, "num_videos": 2}, "invalid_value"), ({"extra_body": "x"}, "invalid_value"),
+     ({"output_format": "gif"}, "not_supported"), ({"guidance_scale_2": 3}, "not_supported"),
+     ({"extra_body": {"device": "cuda"}}, "not_supported"),
+     ({"extra_params": {"promt": 1}}, "unknown_parameter"),
+     ({"upscaling_model_path": "x"}, "not_supported")],
+)  # fmt: skip
+def test_what_other_servers_take_and_this_one_does_not_is_named(
+    served: ServedApp, given: dict[str, Any], code: str
+) -> None:
+    answer = served.client.post("/v1/videos", json={"prompt": PROMPT, **given})
+    assert error_of(answer, 400)["code"] == code
+
+
+def test_parameters_of_a_pipeline_are_its_options(served: ServedApp) -> None:
+    model = replace(served.context.models.default, location=Location("x", "folder"))
+    values: dict[str, Any] = {"guidance_scale_2": "3.5", "boundary_ratio": 0.9}
+    _give_to_pipeline(values, model)
+    assert values == {"option": {"guidance_scale_2": 3.5, "boundary_ratio": 0.9}}
+
+
+def test_a_full_disk_is_said(served: ServedApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: object, data: bytes, ending: str) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(DataFolder, "add_input", full)
+    answer = served.client.post("/v1/videos", data={"prompt": PROMPT}, files={"image": png()})
+    error = error_of(answer, 503)
+    assert (error["code"], "No space" in error["message"]) == ("storage_unavailable", True)
+    assert answer.headers["retry-after"] == "30"

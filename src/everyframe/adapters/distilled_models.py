@@ -1,10 +1,13 @@
-"""Step-distilled models and LoRAs by the names of their files, as data, each with its source."""
+"""Step-distilled models and LoRAs by the names of their files or in their headers, as data."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
+from everyframe.checkpoints.safetensors_header import read_header
+from everyframe.core.errors import CheckpointError
 from everyframe.runtime.sampling_preset import SamplingPreset
 
 _WAN = ("WanTransformer3DModel", "WanVACETransformer3DModel", "WanAnimateTransformer3DModel",
@@ -45,6 +48,10 @@ PRESETS: tuple[SamplingPreset, ...] = (
         sigmas=(1.0, 0.9937, 0.9875, 0.9812, 0.975, 0.9094, 0.725, 0.4219),
     ),
     SamplingPreset(
+        "AnimateLCM-SVD", ("UNetSpatioTemporalConditionModel",), r"animate_?lcm", 4, 1.0,
+        "https://github.com/G-U-N/AnimateLCM/blob/main/animatelcm_svd/batch_inference.py",
+    ),
+    SamplingPreset(
         "LTX-2's distillation", ("LTX2VideoTransformer3DModel",), r"distill", 8, 1.0,
         "https://github.com/huggingface/diffusers/blob/main/src/diffusers/pipelines/ltx2/utils.py",
         sigmas=_LTX_SIGMAS,
@@ -52,11 +59,33 @@ PRESETS: tuple[SamplingPreset, ...] = (
 )  # fmt: skip
 
 
-def find_preset(files: Iterable[str], classes: Sequence[str]) -> tuple[SamplingPreset | None, str]:
-    """(preset of the first of these files that is known, its name); none for other denoisers."""
-    for file in files:
-        name = re.sub(r"[-. ]", "_", file.lower())
-        for preset in PRESETS:
-            if re.search(preset.file, name) and set(preset.classes) & set(classes):
-                return preset, file
+#: Keys of a file's header under which trainers and converters write what it is.
+_TITLES = ("modelspec.title", "ss_output_name", "general.name", "title", "name")
+
+
+def titles_in(path: Path) -> tuple[str, ...]:
+    """What a safetensors file calls itself in its header; nothing for other and broken files."""
+    if path.suffix != ".safetensors" or not path.is_file():
+        return ()
+    try:
+        metadata = read_header(path).metadata
+    except CheckpointError:
+        return ()  # named where it is read
+    return tuple(metadata[key] for key in _TITLES if metadata.get(key))
+
+
+def find_preset(
+    files: Mapping[str, Sequence[str]] | Iterable[str], classes: Sequence[str]
+) -> tuple[SamplingPreset | None, str]:
+    """(preset of the first of these files that is known, its name); none for other denoisers.
+
+    A file is known by its name, else by one of its titles, which a mapping gives.
+    """
+    titles = files if isinstance(files, Mapping) else dict.fromkeys(files, ())
+    for file, more in titles.items():
+        for text in (file, *more):
+            name = re.sub(r"[-. ]", "_", text.lower())
+            for preset in PRESETS:
+                if re.search(preset.file, name) and set(preset.classes) & set(classes):
+                    return preset, file
     return None, ""

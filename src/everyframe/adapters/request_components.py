@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path, PurePath
 
-from everyframe.adapters.distilled_models import find_preset
+from everyframe.adapters.distilled_models import find_preset, titles_in
 from everyframe.adapters.request_loras import with_loras
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.request import Request
@@ -30,9 +30,13 @@ def with_preset(model: ModelSpec, request: Request) -> ModelSpec:
     """The model with the settings of the step-distilled file that it is or has, if one is known."""
     if not isinstance(model, PresetSpec):
         return model
-    loras = (lora.name for lora in request.loras if lora.strength)
-    files = (PurePath(file).name for file in request.components.values())
-    preset, file = find_preset((*loras, *files, PurePath(model.name).name), model.denoiser_classes)
+    loras = {lora.name: titles_in(lora.path) for lora in request.loras if lora.strength}
+    files = {
+        PurePath(file).name: titles_in(Path(file).expanduser())
+        for file in request.components.values()
+    }
+    known = {**loras, **files, PurePath(model.name).name: ()}
+    preset, file = find_preset(known, model.denoiser_classes)
     if preset is None:
         return model
     found: ModelSpec = model.with_preset(preset, file)

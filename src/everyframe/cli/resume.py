@@ -60,15 +60,7 @@ def resume(
         raise InputError("name the run that every rank resumes: everyframe resume RUN")
     found = find_run(run, root)
     if forget:
-        if run is None:
-            raise InputError(f"name the run to remove: everyframe resume {found.name} "
-                             "--forget")  # fmt: skip
-        if found.is_busy():
-            raise RunLockedError(
-                f"the run {found.name} is in use by another process; end that process first"
-            )
-        found.remove()
-        return int(ExitCode.DONE)
+        return _forget(found, is_named=run is not None)
     # Checked as the options of a run, which they replace.
     Request(**devices)
     written, is_own = found.run(), found.is_own()
@@ -96,6 +88,18 @@ def resume(
         place,
         json=json,
     )
+
+
+def _forget(found: RunFolder, *, is_named: bool) -> int:
+    """Remove a run that the person named and nobody works on."""
+    if not is_named:
+        raise InputError(f"name the run to remove: everyframe resume {found.name} --forget")
+    if found.is_busy():
+        raise RunLockedError(
+            f"the run {found.name} is in use by another process; end that process first"
+        )
+    found.remove()
+    return int(ExitCode.DONE)
 
 
 def _events(

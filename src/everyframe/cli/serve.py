@@ -97,6 +97,7 @@ def _settings(host: str, port: int, **given: Any) -> ServerSettings:
         url_hosts=_words(given.get("allow_url_inputs")),
         limits=limits,
         has_sync=not given.get("no_sync"),
+        plans_ahead=bool(given.get("plan_ahead")),
         has_open_metrics=bool(given.get("open_metrics")),
         has_traces=bool(given.get("traces")),
         retention_seconds=None if retention is None else parse_duration(retention, "retention"),
@@ -123,14 +124,17 @@ def _executor(kind: str, given: Any) -> Callable[[], Executor]:
     if kind not in _EXECUTORS:
         raise InputError(f"executor must be one of {', '.join(_EXECUTORS)}, got {kind!r}")
     address, keep_warm = given.get("ray_address"), given.get("keep_warm")
-    if address is not None and kind != "ray":
-        raise InputError("--ray-address needs --executor ray")
+    timeout = given.get("place_timeout")
+    for name, value in (("--ray-address", address), ("--place-timeout", timeout)):
+        if value is not None and kind != "ray":
+            raise InputError(f"{name} needs --executor ray")
+    place_seconds = parse_duration("60s" if timeout is None else timeout, "place-timeout")
     warm_seconds = parse_duration("10m" if keep_warm is None else keep_warm, "keep-warm")
 
     def start() -> Executor:
         if kind == "ray":
             module = import_module("everyframe.engine.ray_executor")
-            found: Executor = module.ray_executor(address)
+            found: Executor = module.ray_executor(address, place_timeout=place_seconds)
             return found
         from everyframe.engine.warm_workers import WarmWorkers
 
@@ -219,11 +223,15 @@ COMMAND = command(
              "by default.", group=_JOBS),
         flag("max_attempts", int, "Failed attempts in a row, without a step between, after which a "
              "job fails; 3 by default.", group=_JOBS),
+        flag("plan_ahead", bool, "Plan the first model's default video at the start, so that no "
+             "request waits for it.", group=_JOBS),
         flag("no_previews", bool, "Make no pictures while a video is made.", group=_JOBS),
         flag("drain", str, "Time that running jobs have to finish when the server stops; 0s by "
              "default: they stop at once and go on after the restart.", group=_JOBS),
         flag("executor", str, "Where jobs run: workers of this machine, or ray.", group=_JOBS),
         flag("ray_address", str, "Address of the Ray cluster; auto by default.", group=_JOBS),
+        flag("place_timeout", str, "Time that a job waits for free devices of the cluster; 60s by "
+             "default.", group=_JOBS),
         flag("api_keys", Path, "File of keys, a line NAME SHA256 [user or admin] each; also "
              "EVERYFRAME_API_KEYS.", group=_ACCESS),
         flag("no_auth", bool, "Serve other machines without keys.", group=_ACCESS),

@@ -8,6 +8,7 @@ exact steps at any step. `everyframe.samplers.multistep` and `prediction` comput
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ SOLVERS = {
     "ab2": "Adams-Bashforth of second order, in the velocity",
     "dpm2m": "DPM-Solver++(2M)",
     "unipc": "UniPC of second order",
+    "abm2": "Adams-Bashforth-Moulton of second order, summed over the sampler's own steps",
 }
 #: Extrapolation of the denoiser's answers; the step formula is the sampler's own.
 PREDICTORS = {
@@ -34,18 +36,23 @@ METHODS = {**SOLVERS, **PREDICTORS}
 LOWEST_DB, HIGHEST_DB = 20.0, 50.0
 
 _DECIBELS = re.compile(r"(\d+(?:\.\d+)?)\s*db", re.IGNORECASE)
-_METHOD = re.compile(r"([a-z]\w*)@(\d{1,5})(?:w(\d{1,5}))?(?:g(\d{1,3}))?")
+_METHOD = re.compile(r"([a-z]\w*)@(\d{1,5})(?:w(\d{1,5}))?(?:e(\d{1,3}))?(?:g(\d{1,3}))?")
+#: Largest exponent by which computed steps may crowd at the beginning, in percent.
+_MOST_EARLY = 300
 
 
 @dataclass(frozen=True)
 class SamplingMethod:
-    """A lossy way through a sampler's steps, written ``ab2@8`` or ``taylor1@12w4g50``.
+    """A lossy way through a sampler's steps, such as ``ab2@8`` or ``abm2@7e130g33``.
 
     Attributes:
         name: one of `METHODS`.
         num_computed: steps in which the denoiser is computed.
         num_warm: of these, the first steps, without a gap; at least 1. The others lie evenly.
         guided_percent: share of the steps, from the first, that have classifier-free guidance.
+        early_percent: exponent of the computed steps' places, in percent: of K computed ones in N,
+            the k-th is at ``N (k / K) ** (early_percent / 100)``. Above 100, more are at the
+            beginning, where a video takes shape.
         limit: largest accumulated error estimate; from the step that passes it on, all are exact.
             None: no limit.
     """
@@ -54,12 +61,14 @@ class SamplingMethod:
     num_computed: int
     num_warm: int = 1
     guided_percent: int = 100
+    early_percent: int = 100
     limit: float | None = None
 
     def __str__(self) -> str:
         warm = f"w{self.num_warm}" if self.num_warm > 1 else ""
+        early = f"e{self.early_percent}" if self.early_percent != 100 else ""
         guided = f"g{self.guided_percent}" if self.guided_percent < 100 else ""
-        return f"{self.name}@{self.num_computed}{warm}{guided}"
+        return f"{self.name}@{self.num_computed}{warm}{early}{guided}"
 
     @property
     def is_solver(self) -> bool:
@@ -70,11 +79,23 @@ class SamplingMethod:
         """Indices of the computed steps, ascending; the first step is always one."""
         if self.num_computed >= num_steps:
             return tuple(range(num_steps))
+        if self.early_percent != 100:
+            return self._crowded_steps(num_steps)
         warm = min(self.num_warm, self.num_computed)
         rest, left = self.num_computed - warm, num_steps - warm
         if warm == 1:  # the first one begins an interval like the others
             return tuple(_round(each * num_steps, self.num_computed) for each in range(warm + rest))
         return (*range(warm), *(warm + _round(each * left, rest) for each in range(rest)))
+
+    def _crowded_steps(self, num_steps: int) -> tuple[int, ...]:
+        """Computed steps whose places follow the exponent; each at least 1 after the one before."""
+        found = [0]
+        for k in range(1, self.num_computed):
+            place = num_steps * (k / self.num_computed) ** (self.early_percent / 100)
+            # Rounded first: machines differ in the last bits of a power, and a half must not tip.
+            nearest = math.floor(round(place, 9) + 0.5)
+            found.append(min(max(nearest, found[-1] + 1), num_steps - self.num_computed + k))
+        return tuple(found)
 
     def guided_steps(self, num_steps: int) -> int:
         """Number of steps, from the first, that have guidance."""
@@ -111,7 +132,8 @@ def parse_quality(text: str) -> float | SamplingMethod | None:
 
 
 def _method(text: str, match: re.Match[str]) -> SamplingMethod:
-    name, computed, warm, guided = match[1], int(match[2]), int(match[3] or 1), int(match[4] or 100)
+    name, computed, warm = match[1], int(match[2]), int(match[3] or 1)
+    early, guided = int(match[4] or 100), int(match[5] or 100)
     if name not in METHODS:
         raise InputError(
             f"quality: there is no method {name!r} among {', '.join(METHODS)}"
@@ -122,7 +144,12 @@ def _method(text: str, match: re.Match[str]) -> SamplingMethod:
             f"quality {text!r}: NAME@COMPUTEDwWARMgPERCENT needs 2 or more computed steps, no more "
             "warm steps than these, and a guided share of 0 to 100"
         )
-    return SamplingMethod(name, computed, warm, guided)
+    if not 100 <= early <= _MOST_EARLY or (early > 100 and warm > 1):
+        raise InputError(
+            f"quality {text!r}: NAME@COMPUTEDePERCENT places steps by an exponent of 100 to "
+            f"{_MOST_EARLY} percent, and has no warm steps"
+        )
+    return SamplingMethod(name, computed, warm, guided, early)
 
 
 def check_methods(names: Iterable[str], place: str) -> frozenset[str]:

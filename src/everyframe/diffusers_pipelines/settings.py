@@ -346,7 +346,7 @@ def _preset_steps(sizes: PipelineDefaults, request: Request, notes: list[str]) -
     given = [name for name in _OF_PRESETS if getattr(request, name) is not None]
     wins = f"; {' and '.join(given)} given here win" if given else ""
     notes.append(
-        f"{sizes.preset_of} is known by its name as {preset.title}, so it is sampled with {preset}"
+        f"{sizes.preset_of} is known as {preset.title}, so it is sampled with {preset}"
         f"{wins} ({preset.source})"
     )
     return preset.num_inference_steps

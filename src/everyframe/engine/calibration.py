@@ -50,11 +50,15 @@ from everyframe.runtime.interface import LossySpec, ModelSpec
 #: Shares of the steps that a method computes, from mild to bold.
 SHARES = (2 / 3, 1 / 2, 2 / 5, 1 / 3, 4 / 15, 1 / 5, 1 / 6)
 
-#: Methods that are measured unless others are named: the best of each kind on the models tried.
-USUAL = ("unipc", "taylor1", "taylor2")
+#: Methods that are measured unless others are named: those of the first entry that a model can do
+#: all of. On the models tried, `abm2` is ahead of the other solvers and of predicted answers.
+USUAL = (("abm2",), ("taylor1", "taylor2"))
 
 #: With guidance in all steps, and in this share of them where a model can do that.
 GUIDED = (100, 50)
+
+#: Further placements of the computed steps and shares of guidance, by method: (early, guided).
+PLACED = {"abm2": ((130, 100), (130, 50), (130, 33))}
 
 #: What videos are made of where the request gives no prompts.
 PROMPTS = (
@@ -180,16 +184,16 @@ def candidates(
     if wrong:
         raise InputError(f"{title} can't do {', '.join(wrong)}; it can do {', '.join(can)}")
     if not methods:
-        named = [name for name in USUAL if name in can]
+        named = [*next((names for names in USUAL if {*names} <= {*can}), can)]
     steps = settings.num_inference_steps
     counts = sorted({max(2, round(steps * share)) for share in SHARES}, reverse=True)
     is_guided = settings.guidance_scale > 1 and can_guide_partly(model, request)
     found = [
-        SamplingMethod(name, count, guided_percent=percent)
+        SamplingMethod(name, count, guided_percent=guided, early_percent=early)
         for count in counts
         for name in named
-        for percent in (GUIDED if is_guided else GUIDED[:1])
-        if count < steps
+        for early, guided in (*((100, each) for each in GUIDED), *PLACED.get(name, ()))
+        if count < steps and (is_guided or guided == 100)
     ]
     found += [each for each in whole if isinstance(each, SamplingMethod)]
     if not found:

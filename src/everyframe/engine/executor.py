@@ -63,6 +63,18 @@ def warm_models(loaded: Iterable[LoadedComponent], *, is_busy: bool = False) -> 
     ]
 
 
+class InfeasiblePlanError(CannotRunError):
+    """This machine can't run the plan, which is `plan`."""
+
+    def __init__(self, plan: Plan, text: str | None = None) -> None:
+        super().__init__(text or plan.infeasible)
+        self.plan = plan
+
+    def reworded(self, text: str) -> InfeasiblePlanError:
+        """Copy of the error with another text."""
+        return InfeasiblePlanError(self.plan, text)
+
+
 class Executor(Protocol):
     """Runs jobs somewhere else than in the calling process. All methods are thread-safe."""
 
@@ -86,7 +98,7 @@ class Executor(Protocol):
 
         Raises:
             InputError: an option is invalid for this model.
-            CannotRunError: this machine can't run it.
+            InfeasiblePlanError: this machine can't run it.
         """
         ...
 
@@ -138,5 +150,5 @@ def feasible_plan(events: Events) -> Plan:
     """The plan among events; `CannotRunError` if it can't run here."""
     plan = next(event.plan for event in events if isinstance(event, Planned))
     if plan.infeasible is not None:
-        raise CannotRunError(plan.infeasible)
+        raise InfeasiblePlanError(plan)
     return plan

@@ -181,7 +181,7 @@ def _handed_on(
         again = replace(job, request=None, run=run.path, skip=skip, ranks=None, scarcity=scarcity,
                         named=named)  # fmt: skip
         stack, workers = _begun(again, start)
-    if run is not None:
+    if run is not None and not job.keeps_run:
         run.remove()
 
 

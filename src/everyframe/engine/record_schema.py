@@ -73,6 +73,7 @@ class _Method(_Data):
     num_computed: _Count
     num_warm: _Count = 1
     guided_percent: _Count = 100
+    early_percent: _Count = 100
     limit: float | None = None
 
 

@@ -44,7 +44,7 @@ from everyframe.engine.persistence import create_run, saved_run, writer_for_rank
 from everyframe.engine.provenance import for_seed, make_record, recorded_loras
 from everyframe.engine.repair_report import loaded_in, with_repair_report
 from everyframe.engine.request_inputs import read_given, start_noise
-from everyframe.engine.warm_state import warm_of, with_cache
+from everyframe.engine.warm_state import check_contents_once, warm_of, with_cache
 from everyframe.hardware.cpu import cpu_threads
 from everyframe.hardware.device_loss import translate_device_loss
 from everyframe.hardware.memory import empty_cache, is_out_of_memory, peak_bytes
@@ -58,7 +58,7 @@ from everyframe.runs.folder import runs_folder
 from everyframe.runs.run_state import RunState, RunStateWriter, SaveOptions
 from everyframe.runtime.component_cache import ComponentCache
 from everyframe.runtime.interface import ModelSpec, Stage, VideoState
-from everyframe.runtime.loading import check_contents, release_components
+from everyframe.runtime.loading import release_components
 from everyframe.runtime.patchable import digest_with_loras, patches_of
 from everyframe.runtime.repair_cache import RepairCacheKey, delete_repairs, key_of, save_repair
 
@@ -113,7 +113,7 @@ def stream(
     for note in (*notes, *(f"fetching {part}" for part in plan.downloads)):
         yield Note(note)
     model = model.fetch()
-    check_contents(model)
+    check_contents_once(model, cache)
     patches_of(model).check()
     record = make_record(plan, request, model.weight_files())
     yield from _repairs_forgotten(request, record, plan)

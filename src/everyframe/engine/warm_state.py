@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from everyframe.checkpoints.digest import file_state
 from everyframe.engine.distributed import RankContext
 from everyframe.engine.provenance import recorded_loras
 from everyframe.runtime.component_cache import ComponentCache, WarmComponents
 from everyframe.runtime.interface import ModelSpec, WarmSpec
+from everyframe.runtime.loading import check_contents
 
 
 def with_cache(
@@ -37,6 +40,22 @@ def with_cache(
     lending: Any = model
     warm: ModelSpec = replace(lending, warm=WarmComponents(cache, here.plan, identity, loras))
     return warm
+
+
+def check_contents_once(model: ModelSpec, cache: ComponentCache | None) -> None:
+    """`check_contents`, unless these very files were checked for this model before.
+
+    Raises:
+        CheckpointError: a tensor of any component is missing, extra or misshapen.
+    """
+    if cache is None or not isinstance(model, WarmSpec):
+        check_contents(model)
+        return
+    files = tuple((file, file_state(Path(file))) for file in model.weight_files())
+    key = model.identity(), files
+    if not cache.is_checked(key):
+        check_contents(model)
+        cache.note_checked(key)
 
 
 def warm_of(model: object) -> WarmComponents:

@@ -45,6 +45,7 @@ class WarmWorkers:
         self._busy: WeakSet[_Group] = WeakSet()
         self._free: dict[str, int] = {}
         self._is_closed = False
+        self._timer: threading.Timer | None = None
 
     def run(
         self, job: WorkerJob, place: Path | None = None, stop: StopSwitch | None = None
@@ -113,9 +114,7 @@ class WarmWorkers:
                     group.since = time.time()
                     self._idle.append(group)
             if keeps:
-                timer = threading.Timer(self._keep_warm, self._reap)
-                timer.daemon = True
-                timer.start()
+                self._reap_later()
             else:
                 group.kill()
 
@@ -147,14 +146,26 @@ class WarmWorkers:
             each.kill()
         return group
 
+    def _reap_later(self) -> None:
+        """Wait for the end of the longest idle time; one thread waits, however many jobs end."""
+        with self._lock:
+            if self._timer is not None or not self._idle or self._is_closed:
+                return
+            left = min(group.since for group in self._idle) + self._keep_warm - time.time()
+            self._timer = threading.Timer(max(left, 0.0), self._reap)
+            self._timer.daemon = True
+            self._timer.start()
+
     def _reap(self) -> None:
         """End the groups that were idle for long enough."""
         with self._lock:
+            self._timer = None
             until = time.time() - self._keep_warm
             old = [group for group in self._idle if group.since <= until]
             self._idle = [group for group in self._idle if group not in old]
         for group in old:
             group.kill()
+        self._reap_later()
 
     def _noted(self, events: Events) -> Events:
         """The events; the free memory that the plan found is noted."""

@@ -64,6 +64,7 @@ class WorkerJob:
         trust_remote_code: confirmed by the person who resumes the run.
         named: options of the resumed run that this person gave again; None for a run that this
             very call began.
+        keeps_run: the run folder stays when the run is done, until whoever asked removes it.
         plans: only plan the request: `Planned` is the one event.
         stays: the worker waits for another job afterwards, and keeps what it loaded.
         free_memory: bytes by device that count as free at least, since other workers free them
@@ -90,6 +91,7 @@ class WorkerJob:
     scarcity: OutOfMemoryInfo | None = None
     trust_remote_code: bool = False
     named: Mapping[str, Any] | None = field(default_factory=dict)
+    keeps_run: bool = False
     plans: bool = False
     stays: bool = False
     free_memory: Mapping[str, int] = field(default_factory=dict)

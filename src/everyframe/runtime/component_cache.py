@@ -66,6 +66,16 @@ class ComponentCache:
         self._lock = threading.Lock()
         self._waiting: OrderedDict[_Key, _Entry] = OrderedDict()
         self._encoded: OrderedDict[Hashable, Any] = OrderedDict()
+        self._checked: set[Hashable] = set()
+
+    def is_checked(self, files: Hashable) -> bool:
+        """Whether the headers of these files were found to fit their model."""
+        return files in self._checked
+
+    def note_checked(self, files: Hashable) -> None:
+        """Note that the headers of these files fit their model."""
+        with self._lock:
+            self._checked.add(files)
 
     def num_bytes(self) -> Mapping[str, int]:
         """Bytes of all that stays, by device."""

@@ -267,6 +267,10 @@ class WarmSpec(Protocol):
         """What its components are built from, beside the weights that its digest identifies."""
         ...
 
+    def weight_files(self) -> tuple[str, ...]:
+        """Files whose digest identifies the weights."""
+        ...
+
 
 @runtime_checkable
 class PromptReadingSpec(Protocol):

@@ -1,9 +1,8 @@
 """Model specs, module builders and family objects of the families with stages of their own.
 
 Such a family defines where its files are (`checkpoint.py`), how each component is built
-(`components.py`) and how checkpoint keys map to the module's (key maps); the rest is here. Its
-stages load one component at a time. Torch is imported only when a component is built. Diffusers
-pipelines, which load all components together, have their own in `everyframe.diffusers_pipelines`.
+(`components.py`) and how checkpoint keys map to the module's (key maps); the rest is here. Torch is
+imported only when a component is built. `everyframe.diffusers_pipelines` has specs of its own.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from everyframe.checkpoints.cache_file import CacheFile
-from everyframe.checkpoints.locate import Location
 from everyframe.core.errors import CorruptRunError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Settings
 from everyframe.dry_run.call import DryRunCall
 from everyframe.precision.policy import ComponentNeeds
 from everyframe.runtime.component_files import CheckpointFiles
+from everyframe.runtime.element_counts import parse_counts
 from everyframe.runtime.interface import Component, MemorySaving
 from everyframe.runtime.latent_space import LatentSpace
 from everyframe.runtime.lossy_sampling import LossySampling
@@ -90,7 +89,7 @@ class ModuleBuilder(ABC, Generic[_Config]):
         checked against the saved counts.
         """
         file = self._count
-        saved = _counted(file.read(), self.parts)
+        saved = parse_counts(file.read(), self.parts)
         if saved is not None:
             return saved
         from everyframe.runtime.meta_init import count_elements
@@ -112,12 +111,8 @@ class ModuleBuilder(ABC, Generic[_Config]):
         return set()
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for another process, which builds modules of its own.
-
-        A trial casts them in inference mode, where those of another mode can't be cast.
-        """
-        own = ("_made", "_dry_run_components")
-        return {name: value for name, value in vars(self).items() if name not in own}
+        """State for another process, which can't cast modules of this one in inference mode."""
+        return {k: v for k, v in vars(self).items() if k not in ("_made", "_dry_run_components")}
 
     def empty(self, component: str) -> nn.Module:
         """One component on meta. Every call returns the same module; do not change it."""
@@ -184,18 +179,6 @@ class ModuleBuilder(ABC, Generic[_Config]):
             self._outputs,
             denoises=stage == "denoise",
         )
-
-
-def _counted(data: Any, parts: Sequence[str]) -> dict[str, dict[str, int]] | None:
-    """Validate cached element counts by component and tensor; None if they do not fit."""
-    if not isinstance(data, dict) or list(data) != list(parts):
-        return None
-    for each in data.values():
-        if not isinstance(each, dict):
-            return None
-        if not all(type(number) is int and number >= 0 for number in each.values()):
-            return None
-    return data
 
 
 _Options = TypeVar("_Options", bound=FamilyOptions)
@@ -377,32 +360,3 @@ class NativeModelSpec(LossySampling, ABC, Generic[_Options, _Files, _Config]):
         for name in self.components_on_disk:
             found |= dict.fromkeys(map(str, self.opened_weights(name)[0].files))
         return tuple(found)
-
-
-class NativeFamily(ABC, Generic[_Options, _Files]):
-    """Registry entry of a family with its own stages; see `Family`."""
-
-    name: str
-    title: str
-    options: type[FamilyOptions]
-    spec: type[NativeModelSpec[Any, Any, Any]]
-
-    @abstractmethod
-    def find_files(self, location: Location, options: _Options) -> _Files | None:
-        """Files of the model at that location; None if it is another family's."""
-
-    def variant(self, files: _Files) -> str:
-        """Name of the model's variant in its title."""
-        return self.title
-
-    def title_of(self, location: Location, files: _Files) -> str:
-        """Display name of a model: the known one, else its variant and the name as given."""
-        return location.title(self.variant(files))
-
-    def recognise(self, location: Location, options: FamilyOptions) -> Any:
-        """The model at that location if its configs are of this family; reads no weights."""
-        assert isinstance(options, self.options)
-        files = self.find_files(location, options)  # type: ignore[arg-type]
-        if files is None:
-            return None
-        return self.spec.read(location.name, self.title_of(location, files), files, options)

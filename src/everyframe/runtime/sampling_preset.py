@@ -43,6 +43,11 @@ class SamplingPreset:
             return list(self.sigmas)
         return [1 - step / num_steps for step in range(num_steps)]
 
+    @property
+    def note(self) -> str:
+        """What it is and sets, for the user."""
+        return f"known as {self.title}, so it is sampled with {self} ({self.source})"
+
     def __str__(self) -> str:
         parts = [f"{self.num_inference_steps} steps"]
         if self.guidance_scale is not None:

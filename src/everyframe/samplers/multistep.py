@@ -9,6 +9,10 @@ needs one denoiser call a computed step and the answers of the last one or two.
 - ``dpm2m``: DPM-Solver++(2M), Lu et al. 2022 (arXiv 2211.01095), algorithm 2.
 - ``unipc``: UniPC of order 2 with B2(h) = expm1(h), Zhao et al. 2023 (arXiv 2302.04867): the same
   predictor, and a corrector that uses the next computed answer without a further call.
+- ``abm2``: Adams-Bashforth as above, corrected by Adams-Moulton's rule once the next slope is known
+  (Hairer, Norsett, Wanner 1993, section III.1); both sum the line through two slopes over the
+  sampler's own steps. So a step that computes every answer is the sampler's own, and what is left
+  out is approximated where the other solvers go to the solution of the differential equation.
 
 Coefficients are float64 numbers. A level without noise, or without signal, takes a step of first
 order, as does one without an earlier answer.
@@ -19,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -130,8 +135,9 @@ def sample(
             budget = budget.plus(_estimate(path, history, index, x, x0))
             if budget.is_spent and not was_spent:
                 note = budget.note(index)
-            if method.name == "unipc" and not budget.is_spent:
-                x = _where(path, _corrected(path, history, index, x, x0), x)
+            if method.name in _CORRECTORS and not budget.is_spent:
+                corrected, x0 = _CORRECTORS[method.name](path, history, index, x, x0)
+                x = _where(path, corrected, x)
             following = next((each for each in computed if each > index), num_steps)
             if budget.is_spent:
                 following = index + 1
@@ -185,23 +191,58 @@ def _dpm2m(
     return _first_order(path, history, level, after, x, x0 + slope)
 
 
+def _abm2(
+    path: DiffusionPath, history: _History, level: int, after: int, x: Tensor, x0: Tensor
+) -> Tensor:
+    if history.base is None:
+        return _first_order(path, history, level, after, x, x0)
+    before = history.levels[-1]
+    slope = _slope(path, level, x, x0)
+    change = slope - _slope(path, before, history.base, history.answers[-1])
+    last = path.tau(level) - path.tau(before)
+    step, rise = path.tau(after) - path.tau(level), _rise(path, level, after) / last
+    return (x / path.scale(level) + step * slope + rise * change) * path.scale(after)
+
+
+def _rise(path: DiffusionPath, level: int, after: int) -> float:
+    """The line through 0 at `level` with slope 1, summed over the sampler's steps to `after`."""
+    taus = [path.tau(each) for each in range(level, after + 1)]
+    return sum((here - taus[0]) * (then - here) for here, then in pairwise(taus))
+
+
 #: UniPC's predictor of order 2 with B2 is DPM-Solver++(2M)'s step.
-_FORMULAS = {"ab2": _ab2, "dpm2m": _dpm2m, "unipc": _dpm2m}
+_FORMULAS = {"ab2": _ab2, "dpm2m": _dpm2m, "unipc": _dpm2m, "abm2": _abm2}
 
 
-def _corrected(path: DiffusionPath, history: _History, level: int, x: Tensor, x0: Tensor) -> Tensor:
+def _moulton(
+    path: DiffusionPath, history: _History, level: int, x: Tensor, x0: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Adams-Moulton's corrector: the state at `level` again, and the x0 that keeps its slope."""
+    if history.base is None:
+        return x, x0
+    before = history.levels[-1]
+    slope, step = _slope(path, level, x, x0), path.tau(level) - path.tau(before)
+    old = _slope(path, before, history.base, history.answers[-1])
+    z = history.base / path.scale(before) + step * old
+    z = z + (slope - old) * (_rise(path, before, level) / step)
+    return z * path.scale(level), z - slope * path.tau(level)
+
+
+def _unified(
+    path: DiffusionPath, history: _History, level: int, x: Tensor, x0: Tensor
+) -> tuple[Tensor, Tensor]:
     """UniPC's corrector: the state at `level` again, now that its own answer `x0` is known."""
     if history.base is None:
-        return x
+        return x, x0
     before = history.levels[-1]
     h = path.log_snr(level) - path.log_snr(before)
     if math.isinf(h):
-        return x
+        return x, x0
     newest = history.answers[-1]
     b = -math.expm1(-h)
     first = _first_order(path, history, before, level, history.base, newest)
     if len(history.levels) < 2 or math.isinf(path.log_snr(history.levels[-2])):
-        return first + path.alphas[level] * b * 0.5 * (x0 - newest)
+        return first + path.alphas[level] * b * 0.5 * (x0 - newest), x0
     # Coefficients of both differences, of the conditions of order 1 and 2 at r and 1.
     r = (path.log_snr(history.levels[-2]) - path.log_snr(before)) / h
     phi_1 = math.expm1(-h) / -h - 1
@@ -210,7 +251,11 @@ def _corrected(path: DiffusionPath, history: _History, level: int, x: Tensor, x0
     weight_old = (b_1 - b_2) / (1 - r)
     weight_new = b_1 - weight_old
     older = (history.answers[-2] - newest) / r
-    return first + path.alphas[level] * b * (weight_old * older + weight_new * (x0 - newest))
+    change = weight_old * older + weight_new * (x0 - newest)
+    return first + path.alphas[level] * b * change, x0
+
+
+_CORRECTORS = {"unipc": _unified, "abm2": _moulton}
 
 
 def _estimate(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +22,7 @@ from everyframe.core.errors import EveryframeError
 from everyframe.core.options import shown
 from everyframe.engine.executor import Executor
 from everyframe.server.context import ServerContext
+from everyframe.server.creation import default_plan
 from everyframe.server.dispatcher import Dispatcher
 from everyframe.server.errors import ApiError, api_error
 from everyframe.server.event_stream import EventHub
@@ -31,6 +34,8 @@ from everyframe.server.routes import catalog, content, sync, system, videos
 from everyframe.server.settings import ServerSettings
 from everyframe.server.store import JobStore
 from everyframe.server.traces import JobTraces
+
+_log = logging.getLogger(__name__)
 
 #: Files of the web page.
 STATIC = Path(__file__).parent / "static"
@@ -56,10 +61,13 @@ def create_app(
         context.hub = EventHub(store, dispatcher)
         follower = JobFollower(store, [each.follow for each in followers])
         follower.start()
+        ahead = asyncio.create_task(_plan_ahead(context)) if settings.plans_ahead else None
         try:
             yield
         finally:
             context.begin_drain()
+            if ahead is not None:
+                ahead.cancel()
             await anyio.to_thread.run_sync(follower.stop)
             if traces is not None:
                 await anyio.to_thread.run_sync(traces.close)
@@ -80,6 +88,14 @@ def create_app(
             expose_headers=["openai-poll-after-ms", "retry-after", "x-request-id"],
         )
     return app
+
+
+async def _plan_ahead(context: ServerContext) -> None:
+    """Plan the default model's default video, so that nobody's first request waits for it."""
+    try:
+        await default_plan(context)
+    except ApiError as error:
+        _log.info("the default model is not planned ahead: %s", error)
 
 
 def routed_app(lifespan: Any = None, *, has_sync: bool = True) -> DocumentedApp:

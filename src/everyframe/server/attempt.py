@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,6 @@ class Attempt:
     Attributes:
         stop: stops it, from any thread; the run stays.
         reason: why it was stopped: ``cancel`` or ``drain``.
-        is_finished: whether its files are there and its row says so.
         has_resumed: whether it resumed an earlier run.
     """
 
@@ -84,7 +83,6 @@ class Attempt:
         self.job = job
         self.stop = StopSwitch()
         self.reason = ""
-        self.is_finished = False
         self.has_resumed = False
         self._store = store
         self._folder: DataFolder = store.folder
@@ -95,8 +93,11 @@ class Attempt:
         self._report: dict[str, Any] = {"warnings": [], "repairs": [], **job.report}
         self._stages: dict[str, float] = dict(self._report.get("stage_durations", {}))
         self._began = time.monotonic()
-        self._last_write = 0.0
+        self._last_write = self._ended = 0.0
         self._is_to_say_where = False
+        self._run = job.run
+        self._open = ExitStack()
+        self._last: VideoDone | None = None
         # Beginnings of notes that warn of nothing.
         self._routine: tuple[str, ...] = ("previews ",)
         self._meter: ProgressMeter | None = None
@@ -113,7 +114,8 @@ class Attempt:
 
     def report(self) -> dict[str, Any]:
         """The job's report so far."""
-        spent = self._report.get("inference_time_s", 0.0) + time.monotonic() - self._began
+        until = self._ended or time.monotonic()
+        spent = self._report.get("inference_time_s", 0.0) + until - self._began
         return {
             **self._report,
             "stage_durations": self._stage_durations(),
@@ -121,7 +123,7 @@ class Attempt:
         }
 
     def run(self) -> None:
-        """Make the job's video; the row is ``completed`` at the end.
+        """Make the frames of the job's video; `finish` writes what is left of its files.
 
         Raises any error of the run; `RunStoppedError` once it is halted.
         """
@@ -130,25 +132,50 @@ class Attempt:
         if self.has_resumed:  # the job's own event says where
             self._routine = (*self._routine, "resuming ", "starting ")
         events = self._executor.run(self._worker_job(kept), None, self.stop)
-        with closing(events):
+        with closing(events), ExitStack() as stack:
             planned = next(events)
             assert isinstance(planned, Planned), "the plan comes first"
             if planned.plan.infeasible is not None:
                 raise CannotRunError(planned.plan.infeasible)
             self._take_plan(planned.plan)
-            with JobOutputs(self._folder, self.job.id, planned.plan) as outputs:
-                for event in events:
-                    note = outputs.take(event)
-                    if note is not None:
-                        self._warn(note)
-                    self._take(event)
-                    if isinstance(event, VideoDone) and outputs.is_whole:
-                        self._finish(outputs)
+            self._outputs = JobOutputs(self._folder, self.job.id, planned.plan)
+            stack.enter_context(self._outputs)
+            for event in events:
+                if isinstance(event, VideoDone) and self._outputs.is_last(event):
+                    self._last = event
+                    continue
+                note = self._outputs.take(event)
+                if note is not None:
+                    self._warn(note)
+                self._take(event)
+            assert self._last is not None, "a run ends with its video"
+            self._open = stack.pop_all()
+        self._ended = time.monotonic()
+
+    def finish(self) -> None:
+        """Write the files and complete the row, while the devices may work for another job.
+
+        The run stays until then, so that an error here or a crash costs no step.
+
+        Raises:
+            MediaError: the files can't be written; `OSError` likewise.
+            StoreError: the row can't be.
+        """
+        assert self._last is not None
+        with self._open:
+            self._outputs.take(self._last)
+            checks = {"num_frames": self._outputs.num_frames, "is_finite": True,
+                      "is_read_back": True}  # fmt: skip
+            fields = self._outputs.publish({
+                "report": {**self.report(), "checks": checks},
+                "expires_at": expiry(self._options.retention_seconds),
+            })  # fmt: skip
+        self._store.finish(self.job.id, "completed", **fields)
         self._folder.remove_runs(self.job.id)
 
     def _worker_job(self, kept: RunFolder | None) -> WorkerJob:
         id = self.job.id  # noqa: A001
-        common = WorkerJob(as_uint8=True, pace=self._options.pace)
+        common = WorkerJob(as_uint8=True, pace=self._options.pace, keeps_run=True)
         if kept is not None:
             # On other devices only rounding differs; they are named where they are others.
             ranks = {"devices": self._devices} if self._has_moved() else None
@@ -190,8 +217,6 @@ class Attempt:
 
     def _take(self, event: Event) -> None:
         assert self._meter is not None
-        if self.is_finished:
-            return
         self._meter.take(event)
         if isinstance(event, ComponentLoaded):
             spent = self._report.get("load_seconds", 0.0) + event.seconds
@@ -199,9 +224,8 @@ class Attempt:
         elif isinstance(event, StageDone) and event.peak_bytes is not None:
             peak = max(self._report.get("peak_memory_mb") or 0, event.peak_bytes / 1e6)
             self._report["peak_memory_mb"] = round(peak, 1)
-        elif isinstance(event, RunSaved):
-            run = Path(event.path).relative_to(self._folder.path)
-            self._store.update(self.job.id, run=str(run))
+        elif isinstance(event, RunSaved):  # written with the stage that follows
+            self._run = str(Path(event.path).relative_to(self._folder.path))
         elif isinstance(event, StageStarted):
             data = {"stage": event.stage, "num_steps": event.num_steps, "clip": event.clip,
                     "num_clips": event.num_clips}  # fmt: skip
@@ -213,7 +237,7 @@ class Attempt:
             del shown["type"]
             self._report["repairs"] = [*self._report["repairs"], shown]
             self._store.update(self.job.id, report=self.report(), event=("repaired", shown))
-        elif isinstance(event, Note) and not event.text.startswith(self._routine):
+        elif isinstance(event, Note):
             self._warn(event.text)
         elif event.type == "preview":
             self._options.on_preview(self.job.id, event)
@@ -234,27 +258,16 @@ class Attempt:
     ) -> None:
         """Write progress into the row; a job that advances has no failed attempts behind it."""
         assert self._meter is not None
-        values: dict[str, Any] = dict(self._meter.fields() if fields is None else fields)
+        values = {"run": self._run, **(self._meter.fields() if fields is None else fields)}
         if self.has_advanced:
             values |= {"attempts": 1, "interruptions": 0}
         self._store.update(self.job.id, event=(kind, data), **values)
         self._last_write = time.monotonic()
 
     def _warn(self, text: str) -> None:
-        if text not in self._report["warnings"]:
+        if text not in self._report["warnings"] and not text.startswith(self._routine):
             self._report["warnings"] = [*self._report["warnings"], text]
             self._store.update(self.job.id, report=self.report(), event=("note", {"text": text}))
-
-    def _finish(self, outputs: JobOutputs) -> None:
-        assert self._meter is not None
-        checks = {"num_frames": outputs.num_frames, "is_finite": True, "is_read_back": True}
-        fields = outputs.publish({
-            "report": {**self.report(), "checks": checks},
-            "expires_at": expiry(self._options.retention_seconds),
-            **{name: self._meter.fields()[name] for name in ("step", "total_steps")},
-        })  # fmt: skip
-        self._store.finish(self.job.id, "completed", **fields)
-        self.is_finished = True
 
     def _stage_durations(self) -> dict[str, float]:
         """Seconds of each stage, over all attempts."""

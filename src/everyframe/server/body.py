@@ -26,7 +26,7 @@ from everyframe.server.settings import Limits
 #: ``name[]`` and ``name[key]``, as clients write lists and objects in forms.
 _BRACKETS = re.compile(r"([^\[\]]+)\[([^\[\]]*)\]")
 #: Bytes that a slow body must bring in `Limits.body_seconds`.
-_LEAST_BYTES = 64 * 1024
+_LEAST_BYTES = 512 * 1024
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,12 @@ OTHER_NAMES: Mapping[str, str] = {
     "without": "disable",
 }
 
+#: Options of diffusers pipelines that peers take beside the common ones; other models have none.
+PIPELINE_FIELDS = ("guidance_scale_2", "true_cfg_scale", "boundary_ratio", "max_sequence_length")
+
+#: Formats of `output_format`: what the server writes.
+FORMATS = ("mp4",)
+
 #: Objects whose entries are fields like those beside them.
 MERGED = ("extra_body", "extra_params")
 
@@ -45,6 +51,7 @@ NOTED: Mapping[str, str] = {
     "x264_preset": "videos are written in one quality",
     "return_stage_metrics": "stage_durations is always there",
     "response_format": "videos are fetched by /content",
+    "attention_backend_override": "kernels are chosen by certificates; attention names one",
 }
 #: Values of ``quality`` that peers' clients send, which are no budget of ours.
 PEERS_QUALITIES = frozenset({"standard", "hd", "low", "medium", "high", "lossless", "auto"})

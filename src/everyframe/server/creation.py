@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import Request
 
 from everyframe.checkpoints.shapes_prompts import CAN_DRAW, Refusal, read_prompt
+from everyframe.core.plan import Plan
 from everyframe.planning.find_model import EMBEDDED_MODEL
 from everyframe.server.access import Principal
 from everyframe.server.body import Body
@@ -20,6 +21,8 @@ from everyframe.server.plan_summary import resolved_of
 from everyframe.server.request_parser import ParsedBody
 from everyframe.server.traces import HEADER, trace_parent
 
+#: A prompt that every model with prompts can read.
+_ANY_PROMPT = "a red circle"
 #: Header of OpenAI's clients: which repetition of a request this is.
 RETRY_COUNT = "x-stainless-retry-count"
 IDEMPOTENCY = "idempotency-key"
@@ -51,6 +54,29 @@ def _refuse_if_not_drawable(context: ServerContext, prompt: str) -> None:
             f"model {EMBEDDED_MODEL!r} tries anyway",
             "prompt",
         )
+
+
+async def default_plan(context: ServerContext, model: str | None = None) -> Plan:
+    """The plan of a model's default video. Raises `ApiError` if it needs more than a prompt."""
+    name = model or context.models.default.name
+    body = Body({"model": name, "prompt": _ANY_PROMPT})
+    return await context.plans.plan(await in_thread(context.parser.parse, body))
+
+
+async def plan_of(context: ServerContext, body: Body) -> tuple[ParsedBody, Plan]:
+    """A body and its plan; any prompt stands for a missing one, which no plan depends on.
+
+    Raises:
+        ApiError: the body is wrong, or its plan does not fit.
+    """
+    try:
+        parsed = await parse_body(context, body)
+        return parsed, await context.plans.plan(parsed)
+    except ApiError as error:
+        if error.body.param != "prompt" or "prompt" in body.fields:
+            raise
+    parsed = await parse_body(context, replace(body, fields={**body.fields, "prompt": _ANY_PROMPT}))
+    return parsed, await context.plans.plan(parsed)
 
 
 async def create_job(

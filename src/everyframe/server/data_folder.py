@@ -109,6 +109,11 @@ class DataFolder:
         _to_disk(self.videos)
         return whole
 
+    def has_frames(self, id: str) -> bool:  # noqa: A002
+        """Whether there are unfinished files of a job with frames in them."""
+        folder = self.videos / f"{_checked(id)}{_PARTIAL}"
+        return folder.is_dir() and any(folder.iterdir())
+
     def discard(self, id: str) -> None:  # noqa: A002
         """Delete the unfinished files of a job."""
         shutil.rmtree(self.videos / f"{_checked(id)}{_PARTIAL}", ignore_errors=True)

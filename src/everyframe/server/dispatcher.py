@@ -1,7 +1,7 @@
 """Dispatcher: a thread for each device group claims jobs, runs them, and decides what follows.
 
-A group runs one job at a time. An attempt that was stopped or died puts its job back into the
-queue with its run, so that the next attempt resumes it.
+A group runs one job at a time; the files of a job are finished while the next one runs. An attempt
+that was stopped or died puts its job back into the queue with its run, which the next one resumes.
 
 Read next: `attempt.py`, `store.py`.
 """
@@ -13,11 +13,13 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from everyframe.core.errors import (
     CannotRunError,
     CorruptRunError,
+    DevicesBusyError,
     DistributedOutOfMemoryError,
     EveryframeError,
     InputError,
@@ -32,7 +34,7 @@ from everyframe.core.paths import is_disk_full
 from everyframe.engine.executor import Executor
 from everyframe.server.attempt import Attempt, AttemptOptions, expiry
 from everyframe.server.jobs import Job
-from everyframe.server.retention import Cleaner
+from everyframe.server.retention import CLEAN_SECONDS, clean
 from everyframe.server.store import JobStore
 
 _log = logging.getLogger(__name__)
@@ -90,11 +92,11 @@ class Dispatcher:
         self._ended = threading.Event()
         self._has_news = threading.Event()
         self._trouble: str | None = None
-        self._cleaner = Cleaner(store)
+        self._finisher = ThreadPoolExecutor(len(options.groups), "files of jobs")
         self._threads = [
             threading.Thread(target=self._work, args=(name, devices), name=f"group {name}")
             for name, devices in options.groups.items()
-        ]
+        ] + [threading.Thread(target=self._clean, name="retention")]
 
     def start(self) -> list[Job]:
         """Recover what an earlier server left, and begin; the jobs that were put back."""
@@ -185,6 +187,7 @@ class Dispatcher:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(until - time.monotonic(), 0.0))
+        self._finisher.shutdown()
 
     def stop_now(self) -> None:
         """End the time that a drain gives to running jobs."""
@@ -202,23 +205,36 @@ class Dispatcher:
     def _work(self, name: str, devices: str | None) -> None:
         """Run jobs in one group until the server drains."""
         warm, jumps = "", 0
+        ends: Future[None] | None = None
         while not self._draining.is_set():
             self._has_news.clear()
             try:
-                self._cleaner.clean()
                 self._trouble = self._obstacle()
                 prefers = warm if jumps < self._options.warm_ahead else None
                 job = None if self._trouble else self._store.claim(name, prefers)
                 jumps = jumps + 1 if job is not None and self._store.has_older(job) else 0
             except (StoreError, OSError) as error:
+                if str(error) != self._trouble:
+                    _log.error("no job begins: %s", error)
                 self._trouble, job = str(error), None
             if job is not None:
                 warm = job.model
-                self._run(job, devices)
+                # One job may wait for its files while the next one runs, and no more.
+                ends, before = self._run(job, devices), ends
+                if before is not None:
+                    before.result()
             elif self._trouble:
                 self._draining.wait(_PAUSE)
             elif not self._draining.is_set():
                 self._has_news.wait(_IDLE_SECONDS)
+
+    def _clean(self) -> None:
+        """Delete what has expired, every now and then, until the server drains."""
+        while not self._draining.wait(CLEAN_SECONDS):
+            try:
+                clean(self._store)
+            except (StoreError, OSError) as error:
+                _log.error("expired jobs can't be deleted: %s", error)
 
     def _obstacle(self) -> str | None:
         free = self._store.folder.free_bytes()
@@ -229,7 +245,8 @@ class Dispatcher:
             f"are {self._options.min_free_bytes / 2**20:.0f} MiB"
         )
 
-    def _run(self, job: Job, devices: str | None) -> None:
+    def _run(self, job: Job, devices: str | None) -> Future[None] | None:
+        """Run a job; what is left to do then, if anything."""
         scarcity = self._scarcity.pop(job.id, None)
         attempt = Attempt(job, self._store, self._executor, self._options, devices, scarcity)
         with self._lock:
@@ -243,14 +260,24 @@ class Dispatcher:
                 attempt.halt("drain")
             attempt.run()
         except Exception as error:  # noqa: BLE001 - a job's error is the job's
-            if attempt.is_finished:
-                _log.warning("%s is completed, and its worker then failed: %s", job.id, error)
-            else:
-                self._settle(attempt, error)
+            self._settle(attempt, error)
+            self._leave(attempt)
+            return None
+        return self._finisher.submit(self._finish, attempt)
+
+    def _finish(self, attempt: Attempt) -> None:
+        """Write the files of a job whose devices are free again."""
+        try:
+            attempt.finish()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._settle(attempt, error)
         finally:
-            with self._lock:
-                del self._attempts[job.id]
-            self._previews.pop(job.id, None)
+            self._leave(attempt)
+
+    def _leave(self, attempt: Attempt) -> None:
+        with self._lock:
+            del self._attempts[attempt.job.id]
+        self._previews.pop(attempt.job.id, None)
 
     def _settle(self, attempt: Attempt, error: Exception) -> None:
         """Decide what follows an attempt that did not finish, and write it into the job's row."""
@@ -260,9 +287,11 @@ class Dispatcher:
             self._persist(lambda: self._store.finish(
                 job.id, "cancelled", report=report, expires_at=expires))  # fmt: skip
             return
-        if isinstance(error, (RunStoppedError, RunLockedError, StoreError)) or is_disk_full(error):
+        waits = isinstance(error, (RunStoppedError, RunLockedError, StoreError, DevicesBusyError))
+        if waits or is_disk_full(error):
             if not isinstance(error, RunStoppedError):
-                self._trouble = str(error)
+                if not isinstance(error, DevicesBusyError):  # which is no trouble of the server
+                    self._trouble = str(error)
                 _log.error("%s waits: %s", job.id, error)
                 self._draining.wait(_PAUSE)
             cause = attempt.reason or code_of(error)
@@ -307,8 +336,9 @@ class Dispatcher:
             except LookupError as error:
                 _log.warning("%s", error)
             except StoreError as error:
+                if str(error) != self._trouble:
+                    _log.error("%s", error)
                 self._trouble = str(error)
-                _log.error("%s", error)
                 if not self._ended.wait(_PAUSE):
                     continue
             return

@@ -17,6 +17,7 @@ from everyframe.core.errors import (
     QueueFullError,
     StoreError,
 )
+from everyframe.engine.executor import InfeasiblePlanError
 
 #: Code -> (HTTP status, type), for every error that a route answers.
 CODES: Mapping[str, tuple[int, str]] = {
@@ -101,7 +102,8 @@ def api_error(error: EveryframeError, names: Iterable[str] = ()) -> ApiError:
     if isinstance(error, StoreError):
         return ApiError("storage_unavailable", text, headers={"retry-after": "30"})
     if isinstance(error, CannotRunError):
-        return ApiError("plan_does_not_fit", text)
+        details = error.plan.to_json() if isinstance(error, InfeasiblePlanError) else None
+        return ApiError("plan_does_not_fit", text, details=details)
     if isinstance(error, InputError):
         return ApiError("invalid_value", text, param_of(text, names))
     return ApiError("server_error", text)

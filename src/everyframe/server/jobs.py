@@ -59,7 +59,7 @@ class Job:
         group: the device group that runs it, or ran it last.
         expires_at: when its files are deleted; None for never.
         attempts: starts since it last advanced, which a worker may have died of.
-        interruptions: deaths of the server since it last advanced.
+        interruptions: deaths of the server while it wrote the job's frames.
         progress: percent, over all stages; 100 only when completed.
         phase: the current stage; `step` of `total_steps` in it are done.
         eta_s: forecast of the seconds that are left.

@@ -75,14 +75,22 @@ def store_media(
         ending = _picture(data, param, limits)
         if ending is not None:
             name, size = ending
-            return StoredMedia(folder.add_input(data, name), size)
+            return StoredMedia(_stored(folder, data, name), size)
     if "video" in wanted:
         ending = _video(data, param, limits)
         if ending is not None:
             name, size = ending
-            file = folder.add_input(data, name)
+            file = _stored(folder, data, name)
             return StoredMedia(file, f"{size} {file}")
     raise ApiError("invalid_value", f"{param} is no {wanted} that can be read", param)
+
+
+def _stored(folder: DataFolder, data: bytes, ending: str) -> str:
+    try:
+        return folder.add_input(data, ending)
+    except OSError as error:
+        text = f"the server can't store uploads: {error.strerror or error}"
+        raise ApiError("storage_unavailable", text, headers={"retry-after": "30"}) from error
 
 
 def _picture(data: bytes, param: str, limits: Limits) -> tuple[str, str] | None:

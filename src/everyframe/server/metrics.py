@@ -118,9 +118,9 @@ class Metrics:
         if job.status not in FINAL:
             return
         self._jobs.labels(job.model, job.status).inc()
-        code = (job.error or {}).get("code")
-        if code in _DEATHS:
-            self._deaths.labels(str(code)).inc()
+        cause = (job.error or {}).get("code")
+        if cause in _DEATHS:
+            self._deaths.labels(str(cause)).inc()
         if job.status != "completed" or job.started_at is None or job.completed_at is None:
             return
         self._job_seconds.labels(job.model).observe(job.completed_at - job.started_at)

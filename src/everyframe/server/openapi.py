@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from everyframe.core.request import Request
-from everyframe.server.client_fields import MEDIA
+from everyframe.server.client_fields import FORMATS, MEDIA, PIPELINE_FIELDS
 from everyframe.server.errors import CODES
 from everyframe.server.option_schema import option_schema
 
@@ -71,6 +71,8 @@ def _fields_schema() -> dict[str, Any]:
     properties |= {
         "input_reference": {"description": "The same as image.", **_media("picture")},
         "video": {"description": "The same as extend.", **_media("video")},
+        "output_format": {"enum": [*FORMATS]},
+        **{name: {"description": "Of diffusers pipelines."} for name in PIPELINE_FIELDS},
         "priority": {"type": "integer", "description": "Higher goes first; above 0 for admins."},
     }
     return {

@@ -67,17 +67,16 @@ class JobOutputs:
             self._left.discard(event.seed)
         return None
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether every video of the job is written."""
-        return not self._left
+    def is_last(self, event: VideoDone) -> bool:
+        """Whether the job is whole with this video."""
+        return self._left == {event.seed}
 
     def publish(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Make the files appear, with these fields of the job; all fields of the finished job.
 
         Raises `OSError`.
         """
-        assert self.is_whole
+        assert not self._left
         self._pictures.write(self._place)
         report = {**fields.get("report", {}), "files": list(self.files.values())}
         file = self._folder.video(self._id) / VIDEO

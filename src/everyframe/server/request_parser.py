@@ -6,6 +6,7 @@ No torch: what needs the model's config is checked by the plan.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,11 +17,13 @@ from everyframe.core.request import Request
 from everyframe.families.registry import all_options
 from everyframe.server.body import Body
 from everyframe.server.client_fields import (
+    FORMATS,
     MEDIA,
     MERGED,
     NOTED,
     OTHER_NAMES,
     PEERS_QUALITIES,
+    PIPELINE_FIELDS,
     REFUSED,
 )
 from everyframe.server.errors import ApiError, api_error
@@ -80,6 +83,7 @@ class RequestParser:
             ApiError: a field is unknown, refused or wrong.
         """
         values, warnings = self._named(body)
+        _check_format(values.pop("output_format", None))
         shapes: dict[str, str] = {}
         for name in [*MEDIA]:
             if name in values and not _is_word(name, values[name]):
@@ -93,6 +97,7 @@ class RequestParser:
             values["model"] = model.target
         elif base and base.get("model"):
             model = next((m for m in self.models if m.target == base["model"]), model)
+        _give_to_pipeline(values, model)
         if base is not None:
             values = _merged(base, values)
         if model is not self.models.default or not _is_embedded(model):
@@ -163,10 +168,34 @@ def _check_name(name: str, own: str) -> None:
     for each in (name, own):
         if each in REFUSED:
             raise ApiError("not_supported", f"{name} can't be set here: {REFUSED[each]}", name)
-    known = client_options()
+    known = [*client_options(), *PIPELINE_FIELDS, "output_format"]
     if own not in known:
         hint = did_you_mean(name, [*known, *OTHER_NAMES])
         raise ApiError("unknown_parameter", f"there is no field {name[:80]!r}{hint}", name[:80])
+
+
+def _check_format(given: Any) -> None:
+    if given is not None and str(given).lower() not in FORMATS:
+        text = f"output_format must be {' or '.join(FORMATS)}, got {shown(given)}"
+        raise ApiError("not_supported", text, "output_format")
+
+
+def _give_to_pipeline(values: dict[str, Any], model: RegisteredModel) -> None:
+    """Make peers' names of a pipeline's parameters entries of `option`."""
+    for name in PIPELINE_FIELDS:
+        if name not in values:
+            continue
+        if model.family not in (None, "pipeline"):
+            text = f"{name} is a parameter of diffusers pipelines; {model.name} has none"
+            raise ApiError("not_supported", text, name)
+        value = values.pop(name)
+        option = values.get("option") or {}
+        number = json.loads(value) if isinstance(value, str) and _is_number(value) else value
+        values["option"] = {**option, name: number}
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"-?\d{1,9}(\.\d{1,9})?", text) is not None
 
 
 def _is_budget(name: str, value: Any) -> bool:

@@ -20,6 +20,8 @@ VARIANTS = {
     "spritesheet": ("spritesheet.webp", "image/webp"),
     "metadata": ("video.json", "application/json"),
 }
+#: Variants that are made when they are asked for -> media type.
+MADE_VARIANTS = {"preview": "image/webp", "frames": "application/zip"}
 
 
 class VideoError(BaseModel):
@@ -165,7 +167,8 @@ def _links(job: Job) -> dict[str, str]:
     links = {"self": own, "events": f"{own}/events"}
     if job.status == "completed":
         links |= {"content": f"{own}/content"}
-        links |= {name: f"{own}/content?variant={name}" for name in VARIANTS if name != "video"}
+        variants = [*VARIANTS, *MADE_VARIANTS]
+        links |= {name: f"{own}/content?variant={name}" for name in variants if name != "video"}
     elif job.status in ("failed", "cancelled"):
         links |= {"retry": f"{own}/retry"}
     else:

@@ -102,7 +102,7 @@ class Limits:
         queued: jobs that wait; None for any number.
         queued_of_key: jobs of one key that wait; None for any number.
         creations_a_minute: jobs and plans that one key may ask for in a minute; None for any.
-        body_seconds: longest pause within a body, and the time for 64 KiB of it on average.
+        body_seconds: longest pause within a body, and the time for 512 KiB of it on average.
         event_streams: open event streams.
     """
 
@@ -136,6 +136,7 @@ class ServerSettings:
         url_hosts: hosts from which clients may name pictures and videos by URL; none by default.
         has_sync: whether ``/v1/videos/sync`` is there.
         has_open_metrics: whether ``/metrics`` needs no key.
+        plans_ahead: whether the default model is planned as the server begins.
         has_traces: whether spans are sent by OpenTelemetry.
         retention_seconds: seconds after which the files of a finished job are deleted.
         min_free_bytes: room on the disk below which the server is not ready.
@@ -153,6 +154,7 @@ class ServerSettings:
     limits: Limits = field(default_factory=Limits)
     has_sync: bool = True
     has_open_metrics: bool = False
+    plans_ahead: bool = False
     has_traces: bool = False
     retention_seconds: float | None = None
     min_free_bytes: int = 1 << 30

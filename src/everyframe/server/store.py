@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from everyframe.core.errors import InputError, QueueFullError
 from everyframe.core.limits import random_seed
 from everyframe.server.data_folder import DataFolder
-from everyframe.server.database import Database
+from everyframe.server.database import VERSION, Database
 from everyframe.server.event_log import EventLog
 from everyframe.server.jobs import FINAL, STATUSES, Job, NewJob
 from everyframe.server.transaction import job_of, plain
@@ -151,7 +151,8 @@ class JobStore(EventLog):
             return None
         query = (
             "UPDATE videos SET status = 'in_progress', \"group\" = ?, attempts = attempts + 1, "
-            "started_at = coalesce(started_at, ?), error = NULL WHERE seq = ("
+            "started_at = coalesce(started_at, ?), error = NULL, phase = NULL, step = NULL, "
+            "total_steps = NULL WHERE seq = ("
             "SELECT seq FROM videos WHERE status = 'queued' AND (run IS NULL OR \"group\" IS NULL "
             'OR "group" = ?) ORDER BY priority DESC, model IS NOT ?, seq LIMIT 1) RETURNING *'
         )
@@ -282,23 +283,23 @@ class JobStore(EventLog):
     def recover(self) -> _Jobs:
         """Put every job that was running when the server died back into the queue; those jobs.
 
-        One whose files are complete is completed, one that was to be cancelled is, and one during
-        which the server died `MAX_INTERRUPTIONS` times in a row fails. To be called before any job
-        is claimed: who holds the lock on the data folder owns every running job. Files that belong
-        to no job are deleted.
+        One whose files are complete is completed, and one that was to be cancelled is. One whose
+        frames were being written each time that the server died, `MAX_INTERRUPTIONS` times in a
+        row, fails: at other times the server only listens to a worker, and the job is not to
+        blame. To be called before any job is claimed: who holds the lock on the data folder owns
+        every running job. Files that belong to no job are deleted.
         """
         back = []
         for job in self.list(limit=-1, order="asc", statuses=("in_progress",)):
-            done = self.folder.published(job.id)
+            done, has_frames = self.folder.published(job.id), self.folder.has_frames(job.id)
             if done is not None:
                 self.finish(job.id, "completed", **done)
             elif job.is_cancel_requested:
                 self.finish(job.id, "cancelled")
-            elif job.interruptions + 1 >= MAX_INTERRUPTIONS:
+            elif (deaths := job.interruptions + has_frames) >= MAX_INTERRUPTIONS:
                 text = f"the server died {MAX_INTERRUPTIONS} times while it made this video"
                 self.finish(job.id, "failed", error={"code": "server_died", "message": text})
             else:
-                deaths = job.interruptions + 1
                 back.append(
                     self.requeue(
                         job.id, counts_attempt=False, cause="server_died", interruptions=deaths
@@ -312,7 +313,8 @@ class JobStore(EventLog):
     def is_writable(self) -> bool:
         """Whether the file can be written now; `StoreError` says why not."""
         with self._database.write() as writing:
-            writing.execute("UPDATE videos SET status = status WHERE 0")
+            # What it is already; a page of the file is written nevertheless.
+            writing.execute(f"PRAGMA user_version={VERSION}")
         return True
 
     def close(self) -> None:

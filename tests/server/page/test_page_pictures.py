@@ -34,7 +34,7 @@ VIDEOS = {
     "a purple star turns on a black background": 1,
     "a red circle moves to the right on a blue background": 7,
 }
-RUNNING = "an orange star moves to the left on a brown background"
+RUNNING = "a red circle moves to the left on a black background"
 WAITING = "a green square turns on a grey background"
 DRAFT = "a cyan circle shrinks on a black background"
 
@@ -74,6 +74,7 @@ def test_a_picture_is_taken(name: str, browser: Any, filled: PageServer, tmp_pat
     expect(page.locator(".card")).to_have_count(len(VIDEOS))
     job = page.get_by_role("article", name=RUNNING)
     expect(job.get_by_role("img", name=re.compile(r"Preview after step 1[5-9]\d"))).to_be_visible()
+    expect(job.get_by_role("listitem"), "routine notes warn of nothing").to_have_count(0)
     page.wait_for_function("() => [...document.images].every((each) => each.complete)")
     file = tmp_path / f"{name}.png"
     page.evaluate("document.activeElement.blur()")

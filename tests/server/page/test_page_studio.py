@@ -114,14 +114,14 @@ def test_two_tabs_see_the_same_and_a_cancelled_job_goes_on(tabs: Tabs) -> None:
     second = tabs.tab(first.context)
     begin(first, num_inference_steps=str(MANY))
     job = second.get_by_role("article", name=PROMPT)
-    wait_for_step(second, 3)
+    wait_for_step(second, 20)
     job.get_by_role("button", name="Cancel").click()
     here = first.get_by_role("article", name=PROMPT)
     expect(here).to_contain_text(
         "Cancelled",
     )
     here.get_by_role("button", name="Retry").click()
-    wait_for_step(second, 5)
+    wait_for_step(second, 25)
     expect(job).to_contain_text("Resumed")
     job.get_by_role("button", name="Cancel").click()
     expect(here).to_contain_text(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Tell = Callable[[str], None]
 
 #: Seconds that a part may take, and those of all fast paths together.
-_PART_SECONDS, _PATHS_SECONDS = 180.0, 45.0
+_PART_SECONDS, _PATHS_SECONDS = 180.0, 90.0
 #: A larger size is left out if a step of it would take longer, in seconds.
 _LONGEST_STEP = 6.0
 _PRODUCTS = ("float32", "bfloat16", "float16")

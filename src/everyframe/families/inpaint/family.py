@@ -11,7 +11,7 @@ from everyframe.families.inpaint.checkpoint import InpaintFiles, find_files
 from everyframe.families.inpaint.options import InpaintOptions
 from everyframe.families.inpaint.spec import InpaintSpec
 from everyframe.runtime.interface import ModelSpec, Stage
-from everyframe.runtime.model_spec import NativeFamily
+from everyframe.runtime.native_family import NativeFamily
 
 if TYPE_CHECKING:
     from everyframe.parallel.communicator import ParallelContext

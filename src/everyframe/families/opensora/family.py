@@ -11,7 +11,7 @@ from everyframe.families.opensora.checkpoint import OpenSoraFiles, find_files
 from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.families.opensora.spec import OpenSoraSpec
 from everyframe.runtime.interface import ModelSpec, Stage
-from everyframe.runtime.model_spec import NativeFamily
+from everyframe.runtime.native_family import NativeFamily
 
 if TYPE_CHECKING:
     from everyframe.parallel.communicator import ParallelContext

@@ -12,7 +12,7 @@ from everyframe.families.opensora2.options import OpenSora2Options
 from everyframe.families.opensora2.settings import is_conditioned
 from everyframe.families.opensora2.spec import OpenSora2Spec
 from everyframe.runtime.interface import ModelSpec, Stage
-from everyframe.runtime.model_spec import NativeFamily
+from everyframe.runtime.native_family import NativeFamily
 
 if TYPE_CHECKING:
     from everyframe.parallel.communicator import ParallelContext

@@ -11,7 +11,7 @@ from everyframe.families.stepvideo.checkpoint import StepVideoFiles, find_files
 from everyframe.families.stepvideo.options import StepVideoOptions
 from everyframe.families.stepvideo.spec import StepVideoSpec
 from everyframe.runtime.interface import ModelSpec, Stage
-from everyframe.runtime.model_spec import NativeFamily
+from everyframe.runtime.native_family import NativeFamily
 
 if TYPE_CHECKING:
     from everyframe.parallel.communicator import ParallelContext

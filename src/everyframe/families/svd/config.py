@@ -14,6 +14,7 @@ from everyframe.checkpoints.config_errors import check_classes, check_positive
 from everyframe.checkpoints.folder import read_package_data
 from everyframe.core.errors import CheckpointError
 from everyframe.runtime.request_checks import AutoencoderSizes
+from everyframe.runtime.sampling_preset import SamplingPreset
 
 #: Autoencoder classes of these pipelines: Stability's, which decodes frames together, and the image
 #: autoencoder (the "image decoder" variants).
@@ -51,7 +52,8 @@ def released() -> Mapping[str, Mapping[str, Any]]:
 class SVDConfig(AutoencoderSizes):
     """Configs of the components, as their libraries take them, and scheduler and image numbers.
 
-    `starts_scaled` is whether initial noise is scaled by ``sqrt(sigma^2 + 1)`` instead of sigma.
+    `starts_scaled` is whether initial noise is scaled by ``sqrt(sigma^2 + 1)`` instead of sigma;
+    `preset` are the settings of a step-distilled UNet.
     """
 
     unet: Mapping[str, Any]
@@ -62,6 +64,7 @@ class SVDConfig(AutoencoderSizes):
     starts_scaled: bool
     image_mean: tuple[float, ...]
     image_std: tuple[float, ...]
+    preset: SamplingPreset | None = None
 
     @classmethod
     def from_json(cls, source: str, configs: Mapping[str, Mapping[str, Any]]) -> SVDConfig:

@@ -11,7 +11,7 @@ from everyframe.families.svd.checkpoint import SVDFiles, find_files
 from everyframe.families.svd.options import SVDOptions
 from everyframe.families.svd.spec import SVDSpec
 from everyframe.runtime.interface import ModelSpec, Stage
-from everyframe.runtime.model_spec import NativeFamily
+from everyframe.runtime.native_family import NativeFamily
 
 if TYPE_CHECKING:
     from everyframe.parallel.communicator import ParallelContext

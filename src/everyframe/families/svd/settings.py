@@ -31,6 +31,8 @@ from everyframe.runtime.request_checks import (
 SIZE = (576, 1024)
 FPS = 7.0
 STEPS = 25
+#: Noise levels that AnimateLCM-SVD was distilled on (`samplers.consistency`).
+CONSISTENCY_LEVELS = 40
 
 _NO_USE = {
     "prompt": "it takes no text; leave the prompt out",
@@ -62,6 +64,16 @@ def resolve_settings(
     _note_decoding(config, request, (chunk, num_frames), notes)
     _note_fit(request, (height, width), options.fit or DEFAULT_FIT, notes)
     check_amount(num_frames, height, width)
+    guidance, steps = options.max_guidance_scale, STEPS
+    if config.preset is not None:
+        steps = config.preset.num_inference_steps
+        is_own = "max_guidance_scale" in options.model_fields_set
+        guidance = guidance if is_own else config.preset.guidance_scale or guidance
+        if (request.num_inference_steps or steps) > CONSISTENCY_LEVELS:
+            raise InputError(
+                f"num_inference_steps must be 1 to {CONSISTENCY_LEVELS} for a consistency model, "
+                f"got {request.num_inference_steps}"
+            )
     settings = Settings(
         prompt="",
         negative_prompt=None,
@@ -69,8 +81,8 @@ def resolve_settings(
         width=width,
         num_frames=num_frames,
         fps=fps,
-        num_inference_steps=request.num_inference_steps or STEPS,
-        guidance_scale=options.max_guidance_scale,
+        num_inference_steps=request.num_inference_steps or steps,
+        guidance_scale=guidance,
         seed=seed,
         num_videos=request.num_videos,
         given_frames=("image",),
@@ -79,7 +91,7 @@ def resolve_settings(
             ("motion_bucket_id", options.motion_bucket_id),
             ("noise_aug_strength", options.noise_aug_strength),
             ("min_guidance_scale", options.min_guidance_scale),
-            ("max_guidance_scale", options.max_guidance_scale),
+            ("max_guidance_scale", guidance),
             ("decode_chunk_size", chunk),
             ("fit", options.fit or DEFAULT_FIT),
         ),

@@ -9,7 +9,7 @@ memory), `stages.py` (the run).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from everyframe.core.plan import Settings
@@ -26,6 +26,7 @@ from everyframe.runtime.interface import DryRunCall, MemorySaving, RankShare, Vi
 from everyframe.runtime.latent_space import LatentSpace, vae_latents
 from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.rank_shares import grid_share
+from everyframe.runtime.sampling_preset import SamplingPreset
 
 if TYPE_CHECKING:
     from everyframe.checkpoints.key_map import KeyMap
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDConfig]):
     """One Stable Video Diffusion checkpoint: configs read, weights not loaded."""
+
+    preset_of: str = ""
 
     methods = tuple(METHODS)
     led = ("image_encoder",)
@@ -56,6 +59,25 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDConfig]):
             layout="b t c h w",
         )
 
+    @property
+    def denoiser_classes(self) -> tuple[str, ...]:
+        """See `PresetSpec`."""
+        return (str(self.config.unet["_class_name"]),)
+
+    def with_preset(self, preset: SamplingPreset, file: str) -> SVDSpec:
+        """The same model with the preset's defaults and sampler; see `PresetSpec`."""
+        config = replace(self.config, preset=preset)
+        return replace(self, builder=replace(self.builder, config=config), preset_of=file)
+
+    @property
+    def is_distilled(self) -> bool:
+        """See `LossySpec`."""
+        return self.config.preset is not None
+
+    def sampling_methods(self, settings: Settings) -> tuple[str, ...]:
+        """See `LossySpec`: a consistency model's steps draw noise, and no solver follows them."""
+        return () if self.is_distilled else super().sampling_methods(settings)
+
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         settings, notes = resolve_settings(self.config, self.title, request, self.options, seed)
         frames = self.files.assumed_frames
@@ -64,6 +86,8 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDConfig]):
                 f"{self.files.where} does not tell whether it was trained on 14 or 25 frames; by "
                 f"its name it is taken for {frames} (num_frames sets another length)",
             )
+        if self.config.preset is not None:
+            notes += (f"{self.preset_of} is {self.config.preset.note}",)
         if self.files.stands_in is not None:
             notes += (f"its {self.files.stands_in} weights are read: no others are on this disk",)
         return settings, notes

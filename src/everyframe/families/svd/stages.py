@@ -30,7 +30,7 @@ from everyframe.runtime.stages import (
     StageContext,
     VideoEncodeStage,
 )
-from everyframe.samplers import euler_karras, noise
+from everyframe.samplers import consistency, euler_karras, noise
 from everyframe.samplers.base import Step as SamplerStep
 from everyframe.samplers.multistep import DiffusionPath
 
@@ -133,10 +133,11 @@ class ImageLatentStage(VideoEncodeStage[SVDContext, Tensor]):
 
 @dataclass(frozen=True)
 class SamplerInputs:
-    """What sampling begins with: x (1, T, C, h, w) and the image."""
+    """What sampling begins with: x (1, T, C, h, w), the image, and the seed of later noise."""
 
     x: Tensor
     picture: ImageConditioning
+    seed: int = 0
 
 
 class DenoiseStage(VideoDenoiseStage[SVDContext, SamplerInputs]):
@@ -151,19 +152,22 @@ class DenoiseStage(VideoDenoiseStage[SVDContext, SamplerInputs]):
 
     def _sigmas(self) -> Tensor:
         config, steps = self.context.config, self.context.settings.num_inference_steps
+        if config.preset is not None:
+            return consistency.schedule(steps, config.sigma_min, config.sigma_max)
         return euler_karras.schedule(steps, config.sigma_min, config.sigma_max)
 
     def inputs(self, video: VideoState, device: str) -> SamplerInputs:
         """The video's noise and image."""
         context, config = self.context, self.context.config
         if video.step:
-            return SamplerInputs(video.latents.to(device), video.conditioning)
+            return SamplerInputs(video.latents.to(device), video.conditioning, video.seed)
         sigmas = self._sigmas()
-        scale = euler_karras.start_scale(sigmas) if config.starts_scaled else sigmas[0].float()
+        is_scaled = config.starts_scaled and config.preset is None
+        scale = euler_karras.start_scale(sigmas) if is_scaled else sigmas[0].float()
         start = video.start_noise
         if start is None:
             start = noise.start_noise(video.seed, latent_shape(config, context.settings))[None]
-        return SamplerInputs(start.to(device) * scale, video.conditioning)
+        return SamplerInputs(start.to(device) * scale, video.conditioning, video.seed)
 
     def example_inputs(self, device: str) -> SamplerInputs:
         """Latents and image of the plan's size."""
@@ -182,7 +186,14 @@ class DenoiseStage(VideoDenoiseStage[SVDContext, SamplerInputs]):
     def sample(
         self, denoise: Callable[..., Tensor], inputs: SamplerInputs, start: int
     ) -> Iterator[SamplerStep]:
-        """Euler steps over Karras' sigmas."""
+        """Euler steps over Karras' sigmas, or a consistency model's."""
+        if self.context.config.preset is not None:
+            shape = tuple(inputs.x.shape[1:])
+
+            def draw(step: int) -> Tensor:
+                return noise.step_noise(inputs.seed, step, shape)[None]
+
+            return consistency.sample(denoise, inputs.x, self._sigmas(), draw, start=start)
         return euler_karras.sample(denoise, inputs.x, self._sigmas(), start=start)
 
     def path(self, inputs: SamplerInputs) -> DiffusionPath:

@@ -8,9 +8,8 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
 from everyframe.core.errors import EveryframeError
-from everyframe.server.body import Body
-from everyframe.server.context import Context, GivenBody, ServerContext, Who, in_thread
-from everyframe.server.creation import parse_body, split_priority
+from everyframe.server.context import Context, GivenBody, ServerContext, Who
+from everyframe.server.creation import default_plan, plan_of, split_priority
 from everyframe.server.errors import ApiError
 from everyframe.server.models import RegisteredModel
 from everyframe.server.option_schema import option_schema
@@ -24,8 +23,7 @@ async def make_plan(context: Context, who: Who, body: GivenBody) -> Any:
     """What would run, with how much memory and for how long; nothing is queued."""
     context.creations.take(f"plan {who.name}")
     _, body = split_priority(who, body)
-    parsed = await parse_body(context, body)
-    plan = await context.plans.plan(parsed)
+    parsed, plan = await plan_of(context, body)
     return JSONResponse({
         "object": "plan", **plan_data(plan), "model": parsed.model.name,
         "warnings": [*parsed.warnings], "details": plan.to_json(),
@@ -65,10 +63,8 @@ async def _plan_of(
     context: ServerContext, model: RegisteredModel
 ) -> tuple[dict[str, Any] | None, str]:
     """The plan of a model's own values, or None and why there is none."""
-    body = Body({"model": model.name, "prompt": "a red circle"})
     try:
-        parsed = await in_thread(context.parser.parse, body)
-        return plan_data(await context.plans.plan(parsed)), ""
+        return plan_data(await default_plan(context, model.name)), ""
     except (ApiError, EveryframeError) as error:
         return None, str(error)
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query
-from fastapi.responses import FileResponse, StreamingResponse
+from fastapi.responses import FileResponse, Response, StreamingResponse
+from starlette.background import BackgroundTask
 
+from everyframe.server.content_variants import frames_archive, preview_bytes
 from everyframe.server.context import Context, ServerContext, Who, in_thread
 from everyframe.server.errors import ApiError
 from everyframe.server.event_stream import HEADERS, MEDIA_TYPE, EventHub, job_snapshot
-from everyframe.server.resources import VARIANTS
+from everyframe.server.resources import MADE_VARIANTS, VARIANTS
 
 router = APIRouter(tags=["videos"])
+
+#: Files of a finished video do not change.
+_CACHED = "private, max-age=3600"
 
 
 @router.get("/v1/videos/{video_id}/content", response_class=FileResponse)
@@ -21,27 +27,51 @@ async def download_content(
     context: Context,
     who: Who,
     variant: str = "video",
+    index: Annotated[int, Query(ge=1, le=10_000)] = 1,
 ) -> Any:
-    """The video, or one of its variants; ranges are answered."""
+    """The video, or one of its variants; ranges are answered. `index` counts several videos."""
     job = await context.job(video_id, who)
-    if variant not in VARIANTS:
-        raise ApiError(
-            "invalid_value", f"variant must be one of {', '.join(VARIANTS)}, got {variant[:80]!r}",
-            "variant",
-        )  # fmt: skip
+    if variant not in VARIANTS and variant not in MADE_VARIANTS:
+        names = ", ".join([*VARIANTS, *MADE_VARIANTS])
+        text = f"variant must be one of {names}, got {variant[:80]!r}"
+        raise ApiError("invalid_value", text, "variant")
     if job.status != "completed":
         raise ApiError("not_ready", f"video {video_id} is {job.status}; it has no content yet")
-    name, kind = VARIANTS[variant]
-    path = context.folder.video(video_id) / name
+    number = int(job.resolved.get("num_videos", 1))
+    if index > number:
+        text = f"index must be 1 to {number}, the videos of this job, got {index}"
+        raise ApiError("invalid_value", text, "index")
+    shown, kind = VARIANTS.get(variant, VARIANTS["video"])
+    path = context.folder.video(video_id) / _numbered(shown, index)
     if not await in_thread(path.is_file):
-        raise ApiError("not_found", f"the files of video {video_id} were deleted")
-    ending = name.rpartition(".")[2]
+        raise ApiError("not_found", f"there is no such file of video {video_id}")
+    name = f"{video_id}{'' if variant == 'video' else f'-{variant}'}"
+    if variant in MADE_VARIANTS:
+        return await _made(context, path, variant, name)
     return FileResponse(
         path,
         media_type=kind,
-        filename=f"{video_id}{'' if variant == 'video' else f'-{variant}'}.{ending}",
+        filename=f"{name}{path.suffix}",
         content_disposition_type="inline",
-        headers={"cache-control": "private, max-age=3600"},
+        headers={"cache-control": _CACHED},
+    )
+
+
+def _numbered(name: str, index: int) -> str:
+    """Name of the file of the second, third, ... video of a job; pictures are of the first."""
+    stem, _, ending = name.partition(".")
+    return name if index == 1 or stem != "video" else f"{stem}-{index}.{ending}"
+
+
+async def _made(context: ServerContext, path: Path, variant: str, name: str) -> Response:
+    """A variant that is made of the video's file."""
+    kind = MADE_VARIANTS[variant]
+    if variant == "preview":
+        data = await in_thread(preview_bytes, path)
+        return Response(data, media_type=kind, headers={"cache-control": _CACHED})
+    archive = await in_thread(frames_archive, path, context.folder.inputs)
+    return FileResponse(
+        archive, media_type=kind, filename=f"{name}.zip", background=BackgroundTask(archive.unlink)
     )
 
 

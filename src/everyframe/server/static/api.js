@@ -89,8 +89,11 @@ export async function call(method, path, body, signal) {
  * Address of a file of a video.
  * @param {string} id
  * @param {string} [variant]
+ * @param {number} [index] from 1, of a job that makes several videos
  */
-export function contentAddress(id, variant = "video") {
-  const path = `videos/${encodeURIComponent(id)}/content`;
-  return address(variant === "video" ? path : `${path}?variant=${variant}`);
+export function contentAddress(id, variant = "video", index = 1) {
+  const query = new URLSearchParams();
+  if (variant !== "video") query.set("variant", variant);
+  if (index > 1) query.set("index", String(index));
+  return address(`videos/${encodeURIComponent(id)}/content${query.size ? `?${query}` : ""}`);
 }

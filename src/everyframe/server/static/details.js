@@ -1,6 +1,6 @@
 /** One video, large: how it was made, and what can be made of it. */
 
-import { contentAddress, send } from "./api.js";
+import { contentAddress } from "./api.js";
 import { button, byId, icon, make } from "./dom.js";
 import { bytes, duration, length, size, time, words } from "./format.js";
 import { attempt, show } from "./messages.js";
@@ -38,7 +38,7 @@ export function openDetails(video, all, actions) {
   const save = make("a", { href: contentAddress(video.id), download: fileName(video), className: "button" }, icon("save"), "Save");
   dialog.replaceChildren(
     make("div", { className: "details-bar" }, newer, older, make("span", { className: "soft" }, `${place + 1} of ${all.length}`), close),
-    make("div", { className: "details-screen" }, player),
+    make("div", { className: "details-screen" }, player, numbers(video, player, save)),
     make("div", { className: "details-text" },
       make("h2", {}, video.prompt || "Without prompt"),
       make("div", { className: "actions" },
@@ -81,6 +81,24 @@ function makePlayer(video) {
     className: isSmall ? "is-small" : "",
     "aria-label": video.prompt || "Video",
   });
+}
+
+/**
+ * The way through the videos of one job, each of its own seed.
+ * @param {import("./videos.js").Video} video
+ * @param {HTMLVideoElement} player
+ * @param {HTMLAnchorElement} save
+ */
+function numbers(video, player, save) {
+  const count = video.num_videos ?? 1;
+  if (count === 1) return null;
+  const choose = (/** @type {number} */ index) => {
+    player.poster = contentAddress(video.id, "thumbnail", index);
+    player.src = save.href = contentAddress(video.id, "video", index);
+    save.download = fileName({ ...video, seed: video.seed + index - 1 });
+  };
+  const options = Array.from({ length: count }, (_, index) => make("option", { value: index + 1 }, `Video ${index + 1} of ${count}, seed ${video.seed + index}`));
+  return make("select", { "aria-label": "Which of its videos", on: { change: (/** @type {any} */ event) => choose(Number(event.target.value)) } }, ...options);
 }
 
 /** @param {import("./videos.js").Video} video */
@@ -150,7 +168,7 @@ function confirmDelete(event, dialog, video, actions) {
  * @param {DetailActions} actions
  */
 async function startFromLastFrame(player, video, actions) {
-  const picture = await lastFrame(await (await send("GET", `videos/${encodeURIComponent(video.id)}/content`)).blob(), video.fps);
+  const picture = await lastFrame(await (await fetch(player.currentSrc || player.src)).blob(), video.fps);
   const isTaken = actions.start(new File([picture], `last frame of ${video.seed}.png`, { type: "image/png" }));
   if (!isTaken) throw new Error(`The model that is chosen takes no picture.`);
   player.closest("dialog")?.close();

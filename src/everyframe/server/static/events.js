@@ -1,6 +1,7 @@
 /**
  * Server-sent events over `fetch`, which unlike `EventSource` shows why a connection fails and
- * connects again after any failure. `Last-Event-ID` asks for what was missed.
+ * connects again after any failure. What was missed is not asked for: who follows loads all anew when
+ * the stream is open again, which is right also at a server with another data folder.
  */
 
 import { ApiError, send } from "./api.js";
@@ -26,20 +27,16 @@ const SILENCE = 40_000;
  * @param {AbortSignal} signal
  */
 export async function follow(path, on, signal) {
-  let lastId = "";
   let wait = FIRST_WAIT;
   while (!signal.aborted) {
     const attempt = new AbortController();
     const stop = () => attempt.abort();
     signal.addEventListener("abort", stop);
     try {
-      /** @type {Record<string, string>} */
-      const headers = { accept: "text/event-stream", ...(lastId && { "last-event-id": lastId }) };
-      const response = await send("GET", path, { headers, signal: attempt.signal });
+      const response = await send("GET", path, { headers: { accept: "text/event-stream" }, signal: attempt.signal });
       on.open();
       wait = FIRST_WAIT;
       for await (const event of parse(chunks(response, attempt))) {
-        if (event.id) lastId = event.id;
         on.event(event);
       }
       throw new ApiError(0, { message: "the server closed the stream" });
@@ -72,7 +69,7 @@ async function* chunks(response, attempt) {
 /**
  * Parse the event stream format of the HTML standard.
  * @param {AsyncIterable<string>} texts
- * @returns {AsyncGenerator<ServerEvent & {id: string}>}
+ * @returns {AsyncGenerator<ServerEvent>}
  */
 export async function* parse(texts) {
   let rest = "";
@@ -88,17 +85,16 @@ export async function* parse(texts) {
 
 /** @param {string} block */
 function eventOf(block) {
-  const fields = { id: "", event: "message", data: /** @type {string[]} */ ([]) };
+  const fields = { event: "message", data: /** @type {string[]} */ ([]) };
   for (const line of block.split("\n")) {
     const colon = line.indexOf(":");
     const value = line.slice(colon + 1).replace(/^ /, "");
     if (line.startsWith("data:")) fields.data.push(value);
     else if (line.startsWith("event:")) fields.event = value;
-    else if (line.startsWith("id:")) fields.id = value;
   }
   if (!fields.data.length && fields.event === "message") return null;
   const data = fields.data.join("\n");
-  return { id: fields.id, type: fields.event, data: data ? JSON.parse(data) : null };
+  return { type: fields.event, data: data ? JSON.parse(data) : null };
 }
 
 /**

@@ -21,6 +21,7 @@ const POLL_WHILE_HIDDEN = 10_000;
  * @property {string} size
  * @property {number} seed
  * @property {number} num_frames
+ * @property {number} [num_videos]
  * @property {number} fps
  * @property {number} num_inference_steps
  * @property {string | null} phase
