@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from everyframe.cli.main import main
+from everyframe.engine.launcher import IN_PROCESS
 from everyframe.media.read import read_video
 from helpers import ray_cluster
 from helpers.shadowing_modules import plant
@@ -78,11 +80,14 @@ def test_a_command_makes_the_video_of_this_machine_on_a_cluster(
     """Started as a person does; what lies in the current folder is imported nowhere."""
     trace = plant(tmp_path)
 
+    environment = {name: text for name, text in os.environ.items() if name != IN_PROCESS}
+
     def make(name: str, *flags: str) -> Any:
         command = [sys.executable, "-m", "everyframe", "generate", *ASKED, "--num-devices", "2"]
         done = subprocess.run(
-            [*command, "-o", name, *flags], cwd=tmp_path, capture_output=True, text=True
-        )
+            [*command, "-o", name, *flags], cwd=tmp_path, env=environment, capture_output=True,
+            text=True,
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip() == name
         return read_video(tmp_path / name)[0]

@@ -15,7 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from everyframe.core.errors import InputError, MissingPackageError, RunStoppedError
+from everyframe.core.errors import (
+    DevicesBusyError,
+    InputError,
+    MissingPackageError,
+    RunStoppedError,
+)
 from everyframe.core.events import Event, FramesDecoded, Note, RunSaved, Step, VideoDone
 from everyframe.core.request import Request
 from everyframe.engine import ray_group
@@ -24,6 +29,7 @@ from everyframe.engine.ray_executor import RayExecutor, ray_executor
 from everyframe.engine.stop_switch import StopSwitch
 from everyframe.engine.worker_process import WorkerJob
 from helpers import ray_cluster
+from helpers.events import frames_by_seed
 from helpers.interrupted_ranks import ROUNDING
 
 REQUEST = Request(
@@ -181,6 +187,28 @@ def test_a_killed_node_leaves_the_run_to_fewer_ranks_up_to_rounding(
     assert "begun on 2 devices, resumed on one device" in notes_of(events)
 
 
+@pytest.mark.slow
+def test_groups_of_several_videos_resume_each_its_own(
+    cluster: Any, executor: RayExecutor, tmp_path: Path
+) -> None:
+    """Each group saves its part of the run; what is done is not made again."""
+    asked = Request(**{**REQUEST.given(), "num_videos": 2, "parallel": "data=2"})
+    whole = frames_by_seed(list(FreshWorkers().run(WorkerJob(asked, as_uint8=True))))
+
+    def kill_one() -> None:
+        os.kill(ray_cluster.actor_processes()[-1], signal.SIGKILL)
+
+    with ray_cluster.node(cluster, num_cpus=1):
+        events = broken(executor.run(job(tmp_path, asked)), kill_one)
+    found = frames_by_seed(events)
+    assert found.keys() == whole.keys() == {3, 4}
+    for seed, frames in whole.items():
+        assert np.array_equal(found[seed], frames)
+    assert "resumes from its last saved state" in notes_of(events)
+    assert sorted(each.seed for each in events if isinstance(each, VideoDone)) == [3, 4]
+    assert list(tmp_path.iterdir()) == []
+
+
 #: A driver that is killed after its third step.
 _DRIVER = """
 import os, sys
@@ -227,7 +255,7 @@ def test_errors_come_back_in_their_own_class_and_leave_nothing(
             list(executor.run(job(tmp_path, wrong)))
         # More ranks than the cluster will ever have.
         more = Request(**{**REQUEST.given(), "num_devices": 5})
-        with pytest.raises(ray_group.NoRoomError, match=r"no 5 free CPUs within 6 s: .* has 3"):
+        with pytest.raises(DevicesBusyError, match=r"no 5 free CPUs within 6 s: .* has 3"):
             list(executor.run(job(tmp_path, more)))
         with pytest.raises(InputError, match="--num-devices N"):
             list(executor.run(job(tmp_path, Request(prompt="a", devices="cpu,cpu"))))

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from everyframe.core.errors import CorruptRunError
+from everyframe.core.events import Note
 from everyframe.core.request import Request
 from everyframe.core.serialization import from_jsonable, to_jsonable
 from everyframe.engine.input_transfer import absolute_models, read_inputs
 from everyframe.engine.message_bytes import from_bytes, to_bytes
+from everyframe.engine.persistence import writer_for_rank
 from everyframe.engine.run_transfer import RunChanges, RunReader, with_texts, write_changes
 from everyframe.runs.folder import RunFolder, new_run
-from everyframe.runs.run_state import SaveOptions
+from everyframe.runs.run_state import RunStateWriter, SaveOptions
 from everyframe.runs.tensor_store import TensorStore, hashes_in
 
 
@@ -170,6 +173,25 @@ def test_models_and_loras_are_named_by_their_place_and_listed_ones_by_name(tmp_p
     assert there.loras[0].strength == 0.5
     listed = Request(prompt="a", model="shapes")
     assert absolute_models(listed, tmp_path) == {}
+
+
+def test_the_first_rank_of_another_group_saves_where_it_is(tmp_path: Path) -> None:
+    """The folder of rank 0 is on another machine; under a name of ours it has a place here too."""
+    world = SimpleNamespace(broadcast_object=lambda *given: "/on/another/machine/a-run")
+    parallel = SimpleNamespace(videos_per_group=(1, 1))
+    here: Any = SimpleNamespace(
+        plan=SimpleNamespace(parallel=parallel), group=1, videos=[1],
+        teams=SimpleNamespace(world=world, team=SimpleNamespace(is_lead=True)),
+    )  # fmt: skip
+    for parts in (tmp_path, None):
+        how = SaveOptions(None, parts=parts)
+        writer = writer_for_rank(here, how, RunStateWriter(None, how))
+        if parts is None:
+            assert writer.folder is None
+            assert [type(each) for each in writer.notes()] == [Note]
+        else:
+            assert writer.folder == RunFolder(tmp_path / "a-run", 1)
+            assert writer.folder.path.is_dir()
 
 
 def test_a_named_run_has_its_name_once(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from everyframe.core.request import Request
 from everyframe.engine import launcher
 from everyframe.engine.error_transfer import error_from
 from everyframe.engine.launcher import run_in_workers
-from everyframe.engine.worker_process import WorkerJob
+from everyframe.engine.worker_process import Worker, WorkerJob
 from everyframe.runs.atomic_write import write_json
 from everyframe.runs.folder import SCHEMA, RunFolder
 from helpers.shadowing_modules import plant
@@ -80,3 +80,16 @@ def test_a_run_whose_plan_is_none_is_damaged(tmp_path: Path) -> None:
     write_json(tmp_path / "run.json", {"schema": SCHEMA, "plan": {"parallel": 1}})
     with pytest.raises(CorruptRunError, match="holds no plan"):
         launcher.ranks_of(RunFolder(tmp_path))
+
+
+def test_a_message_that_a_worker_can_not_read_ends_it() -> None:
+    """In place of a process that waits for a job for ever, and of a parent that waits for it."""
+    worker = Worker()
+    try:
+        worker.connection.send_bytes(b'{"name": "job"}')
+        assert worker.connection.poll(60), "it is still there"
+        with pytest.raises(EOFError):
+            worker.connection.recv_bytes()
+        assert worker.end() == 1
+    finally:
+        worker.kill()

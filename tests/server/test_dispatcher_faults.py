@@ -12,6 +12,7 @@ import pytest
 
 from everyframe.core.errors import (
     CorruptRunError,
+    DevicesBusyError,
     DistributedOutOfMemoryError,
     InputError,
     NumericsError,
@@ -20,6 +21,7 @@ from everyframe.core.errors import (
     WorkerDiedError,
 )
 from everyframe.runs.folder import RunFolder, all_runs
+from everyframe.server import dispatcher
 from everyframe.server.data_folder import DataFolder
 from everyframe.server.jobs import Job
 from everyframe.server.store import JobStore
@@ -124,6 +126,23 @@ def test_a_full_disk_makes_jobs_wait(store: JobStore, dispatch: Start) -> None:
     done = ended(store, job)
     assert done.attempts == 1
     assert executor.steps == [(3, step) for step in range(1, NUM_STEPS + 1)]
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_devices_in_use_by_others_make_jobs_wait_with_their_steps(
+    store: JobStore, dispatch: Start, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """However often: neither fails a job nor begins one again that has a run."""
+    monkeypatch.setattr(dispatcher, "_PAUSE", 0.01)
+    busy = DevicesBusyError("no 4 free GPUs within 60 s")
+    executor = FakeExecutor(failures=[(2, busy), *[(steps, busy)] * 4])
+    job = add(store)
+    found = dispatch(executor, max_attempts=1)
+    done = ended(store, job)
+    assert done.attempts == 1
+    assert executor.steps == [(3, step) for step in range(1, NUM_STEPS + 1)], "no step twice"
+    assert all(each.run is not None for each in executor.jobs[1:])
+    assert found.trouble is None
 
 
 def test_no_job_begins_on_a_disk_without_room(

@@ -91,6 +91,7 @@ def resume(
 
 
 def _forget(found: RunFolder, *, is_named: bool) -> int:
+    """Remove a run that the person named and nobody works on."""
     if not is_named:
         raise InputError(f"name the run to remove: everyframe resume {found.name} --forget")
     if found.is_busy():

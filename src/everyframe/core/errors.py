@@ -104,6 +104,12 @@ class DistributedOutOfMemoryError(CannotRunError):
         return DistributedOutOfMemoryError(text, self.scarcity)
 
 
+class DevicesBusyError(EveryframeError):
+    """Others use the devices of a cluster; the same job can run later. Nothing saved is lost."""
+
+    exit_code = ExitCode.CANNOT_RUN_HERE
+
+
 class NumericsError(EveryframeError):
     """Values are not finite and can't be repaired; the text names step, module and operation."""
 

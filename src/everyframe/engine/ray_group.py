@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from everyframe.core.errors import CannotRunError, CorruptRunError, InputError
+from everyframe.core.errors import CannotRunError, CorruptRunError, DevicesBusyError, InputError
 from everyframe.engine.error_transfer import error_from
 from everyframe.engine.message_bytes import from_bytes, to_bytes
 from everyframe.engine.rank_layout import Rank, RankJob, RankPlace, check_software, lay_out
@@ -37,10 +37,6 @@ class RankLostError(Exception):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.text = text
-
-
-class NoRoomError(CannotRunError):
-    """The cluster has no room for the ranks of a job now."""
 
 
 class RankFailedError(Exception):
@@ -189,7 +185,7 @@ def placed_group(
     All on one node if one has room within half of `seconds`, else on several.
 
     Raises:
-        NoRoomError: there is no room within `seconds`.
+        DevicesBusyError: there is no room within `seconds`.
         RunStoppedError: `stop` was set.
     """
     import ray
@@ -236,7 +232,7 @@ def _placed(bundles: list[dict[str, float]], seconds: float, stop: StopSwitch | 
             return found
     kind = "GPU" if "GPU" in bundles[0] else "CPU"
     total = sum(int(node.get(kind, 0)) for node in _nodes())
-    raise NoRoomError(
+    raise DevicesBusyError(
         f"no {len(bundles)} free {kind}s within {seconds:g} s: the Ray cluster has {total} and "
         f"{num_free(kind)} are free; wait for other jobs, add nodes, or give a smaller "
         "--num-devices"

@@ -7,11 +7,13 @@ a new one from what came, on fewer devices where there are no more.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 from everyframe.core.errors import (
+    DevicesBusyError,
     DistributedOutOfMemoryError,
     InputError,
     OutOfMemoryInfo,
@@ -25,7 +27,6 @@ from everyframe.engine.input_transfer import InputFiles, absolute_models, read_i
 from everyframe.engine.launcher import EventDeduplicator, ranks_of
 from everyframe.engine.message_bytes import to_bytes
 from everyframe.engine.ray_group import (
-    NoRoomError,
     RankFailedError,
     RankLostError,
     has_gpus,
@@ -49,9 +50,9 @@ def run_on_cluster(
     `place` is where relative paths are; each group of ranks waits `seconds` for free devices.
 
     Raises:
-        NoRoomError: there is no room for the ranks.
+        DevicesBusyError: no devices are free; the run folder is left.
         RunStoppedError: `stop` was set; the run folder is left.
-        WorkerDiedError: ranks are lost again and again, or no device is left.
+        WorkerDiedError: ranks are lost again and again; the run folder is left.
         EveryframeError: any error of a rank.
     """
     _check(job)
@@ -69,6 +70,8 @@ def _attempts(job: WorkerJob, run: _SavedRun, seconds: float, stop: StopSwitch |
     scarcity: OutOfMemoryInfo | None = None
     notes, losses, is_planned = run.notes, 0, False
     while True:
+        if is_planned:
+            yield from run.taken_notes()
         asked = run.job_now(job, number, handed.done, scarcity)
         try:
             with closing(_group_events(asked, run, seconds, stop)) as events:
@@ -77,8 +80,8 @@ def _attempts(job: WorkerJob, run: _SavedRun, seconds: float, stop: StopSwitch |
                     if new is not None:
                         yield new
                     is_planned |= isinstance(event, Planned)
-                    while notes and is_planned:
-                        yield notes.pop(0)
+                    if is_planned:
+                        yield from run.taken_notes()
             return
         except RankFailedError as failed:
             error = failed.error
@@ -87,7 +90,10 @@ def _attempts(job: WorkerJob, run: _SavedRun, seconds: float, stop: StopSwitch |
                     run.remove()
                 raise error from error.__cause__
             scarcity = error.scarcity
+            run.has_new_plan()
         except RankLostError as gone:
+            if run.has_new_plan():  # it needs less already
+                scarcity = None
             losses = 1 if run.has_news() else losses + 1
             lost = gone.text
             if losses >= _MOST_LOSSES:
@@ -96,17 +102,18 @@ def _attempts(job: WorkerJob, run: _SavedRun, seconds: float, stop: StopSwitch |
                 ) from gone
             begins = "resumes from its last saved state" if run.is_saved else "begins again"
             notes.append(Note(f"{lost}; the run {begins} in a new group"))
-        except NoRoomError as full:
+        except DevicesBusyError as full:
             if not lost:
                 raise
             fewer = min(number - 1, num_free(_kind(asked)))
             if fewer < 1:
-                raise WorkerDiedError(f"{lost}, and no device is free{run.how()}") from full
+                raise DevicesBusyError(f"{lost}, and no device is free{run.how()}") from full
             notes.append(Note(f"no {number} devices are free within {seconds:g} s; the run resumes "
                               f"on {fewer}, which differs by rounding"))  # fmt: skip
             number = fewer
             continue
-        handed.again()
+        if is_planned:  # else nothing was handed on that would come again
+            handed.again()
 
 
 def _group_events(
@@ -122,7 +129,8 @@ def _group_events(
             if name == "state":
                 run.write(value)
             elif isinstance(value, RunSaved):
-                yield RunSaved(run.name, str(run.path))
+                if run.is_saved:
+                    yield RunSaved(run.name, str(run.path))
             else:
                 yield value
 
@@ -160,11 +168,12 @@ class _SavedRun:
 
     def __init__(self, job: WorkerJob, place: Path) -> None:
         self.notes: list[Event] = []
+        self._said: set[str] = set()
         self._place = place
         self._named = job.named if job.run is not None else None
         self._folder: RunFolder | None = None
         self._lock: Lock | None = None
-        self._has_news = self._has_run = False
+        self._has_news = self._has_run = self._has_plan = False
         try:
             if job.run is not None:
                 self._folder = RunFolder(job.run)
@@ -212,7 +221,8 @@ class _SavedRun:
                 asked = Request(**{**asked.given(), "num_devices": number})
             if asked is not None:
                 asked = with_texts(asked, absolute_models(asked, self._place))
-            return replace(job, request=asked, weights=(1.0,) * number, skip=skip)
+            root = None if self._folder is None else job.root
+            return replace(job, request=asked, root=root, weights=(1.0,) * number, skip=skip)
         assert self._folder is not None
         trusts = job.trust_remote_code
         if job.request is not None:
@@ -257,12 +267,23 @@ class _SavedRun:
             )
             return
         self._has_run |= changes.run is not None
+        self._has_plan |= changes.run is not None
         self._has_news |= bool(changes.files)
+
+    def taken_notes(self) -> Iterator[Event]:
+        """Yield the notes that nobody has seen."""
+        while self.notes:
+            yield self.notes.pop(0)
 
     def has_news(self) -> bool:
         """Whether a state was saved since the last call."""
         news, self._has_news = self._has_news, False
         return news
+
+    def has_new_plan(self) -> bool:
+        """Whether a rank wrote the constant data since the last call."""
+        has_plan, self._has_plan = self._has_plan, False
+        return has_plan
 
     def remove(self) -> None:
         """Delete what is saved."""
@@ -277,5 +298,6 @@ class _SavedRun:
             self._lock.release()
 
     def _note(self, text: str) -> None:
-        if all(not isinstance(each, Note) or each.text != text for each in self.notes):
+        if text not in self._said:
+            self._said.add(text)
             self.notes.append(Note(text))

@@ -54,6 +54,8 @@ def serve(descriptor: int) -> None:
     own_output, desk = os.dup(2), _Desk()
     while True:
         job = inbox.jobs.get()
+        if isinstance(job, Exception):
+            raise job
         for number in (1, 2):  # standard output is the other process's
             os.dup2(own_output, number)
         if not _run_job(job, inbox, desk):
@@ -113,7 +115,7 @@ class _Inbox:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.jobs: SimpleQueue[WorkerJob] = SimpleQueue()
+        self.jobs: SimpleQueue[WorkerJob | Exception] = SimpleQueue()
         self.is_stopped = threading.Event()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -129,6 +131,8 @@ class _Inbox:
                     self.is_stopped.set()
         except (EOFError, OSError):
             os.kill(os.getpid(), signal.SIGKILL)
+        except Exception as error:  # noqa: BLE001 - raised where jobs are waited for
+            self.jobs.put(error)
 
 
 class _Desk:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from everyframe.core.errors import (
     CannotRunError,
     CorruptRunError,
+    DevicesBusyError,
     DistributedOutOfMemoryError,
     EveryframeError,
     InputError,
@@ -286,9 +287,11 @@ class Dispatcher:
             self._persist(lambda: self._store.finish(
                 job.id, "cancelled", report=report, expires_at=expires))  # fmt: skip
             return
-        if isinstance(error, (RunStoppedError, RunLockedError, StoreError)) or is_disk_full(error):
+        waits = isinstance(error, (RunStoppedError, RunLockedError, StoreError, DevicesBusyError))
+        if waits or is_disk_full(error):
             if not isinstance(error, RunStoppedError):
-                self._trouble = str(error)
+                if not isinstance(error, DevicesBusyError):  # which is no trouble of the server
+                    self._trouble = str(error)
                 _log.error("%s waits: %s", job.id, error)
                 self._draining.wait(_PAUSE)
             cause = attempt.reason or code_of(error)
