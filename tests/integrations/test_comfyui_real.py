@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from everyframe.engine.launcher import IN_PROCESS
@@ -166,3 +167,23 @@ def test_error_of_the_worker_is_its_message(comfyui: ComfyUI) -> None:
     prompt = comfyui.ask("/prompt", _prompt(model="no-such-model"))["prompt_id"]
     messages = dict(comfyui.wait_for(prompt)["status"]["messages"])
     assert "no-such-model" in messages["execution_error"]["exception_message"]
+
+
+def test_killed_worker_is_a_message_with_what_to_do(comfyui: ComfyUI) -> None:
+    prompt = comfyui.ask("/prompt", _prompt(seed=5, steps=200))["prompt_id"]
+    until = time.monotonic() + 60
+    while not (workers := _workers(comfyui)):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    time.sleep(1.0)
+    workers[0].kill()
+    messages = dict(comfyui.wait_for(prompt)["status"]["messages"])
+    error = messages["execution_error"]
+    assert error["exception_type"].endswith("WorkerDiedError")
+    assert "SIGKILL" in error["exception_message"]
+    assert comfyui.process.poll() is None
+
+
+def _workers(comfyui: ComfyUI) -> list[psutil.Process]:
+    children = psutil.Process(comfyui.process.pid).children(recursive=True)
+    return [each for each in children if "everyframe.engine.worker" in " ".join(each.cmdline())]
