@@ -117,15 +117,17 @@ export class Videos extends EventTarget {
 
   /** Load the newest videos; what the server no longer has among them goes. */
   async load() {
+    const before = new Map(this.#all);
     const { data, has_more: hasMore } = await call("GET", `videos?limit=${PAGE_SIZE}&order=desc`);
     const there = new Set(data.map((/** @type {Video} */ video) => video.id));
     const oldest = hasMore && data.length ? data.at(-1).created_at : -Infinity;
     for (const video of this.list) {
-      if (video.created_at >= oldest && !there.has(video.id)) this.remove(video.id);
+      const isOld = before.get(video.id) === video;
+      if (isOld && video.created_at >= oldest && !there.has(video.id)) this.remove(video.id);
     }
     if (!this.isLoaded || !hasMore) this.hasMore = hasMore;
     this.isLoaded = true;
-    data.forEach((/** @type {Video} */ video) => this.put(video));
+    data.forEach((/** @type {Video} */ video) => this.#putUnlessNewer(video, before.get(video.id)));
     this.dispatchEvent(new CustomEvent("change", { detail: {} }));
   }
 
@@ -150,6 +152,25 @@ export class Videos extends EventTarget {
     this.dispatchEvent(new CustomEvent("change", { detail: { video, before } }));
   }
 
+  /**
+   * Put what was asked for, unless an event came in between: that is newer than the answer.
+   * @param {Video} video
+   * @param {Video | undefined} before the video as it was known when the request was sent
+   */
+  #putUnlessNewer(video, before) {
+    if (this.#all.get(video.id) === before) this.put(video);
+  }
+
+  /**
+   * Put the answer of a request about a video.
+   * @param {string} id
+   * @param {() => Promise<Video>} ask
+   */
+  async update(id, ask) {
+    const before = this.#all.get(id);
+    this.#putUnlessNewer(await ask(), before);
+  }
+
   /** @param {string} id */
   remove(id) {
     this.previews.delete(id);
@@ -162,7 +183,7 @@ export class Videos extends EventTarget {
    */
   async refresh(id) {
     try {
-      this.put(await call("GET", `videos/${encodeURIComponent(id)}`));
+      await this.update(id, () => call("GET", `videos/${encodeURIComponent(id)}`));
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
       if (error.status === 404) this.remove(id);
@@ -177,7 +198,7 @@ export class Videos extends EventTarget {
     if (type === "done") return this.put(data);
     if (type === "deleted") return this.remove(id);
     const known = this.#all.get(id);
-    if (!known || (type === "status" && data.status !== known.status)) return this.refresh(id);
+    if (!known) return this.refresh(id);
     if (type === "preview") this.previews.set(id, data.image);
     this.put({ ...known, ...patchOf(type, data, known) });
   }
@@ -191,7 +212,7 @@ export class Videos extends EventTarget {
  * @returns {Partial<Video>}
  */
 function patchOf(type, data, known) {
-  if (type === "status") return { queue_position: data.queue_position ?? known.queue_position };
+  if (type === "status") return { status: data.status, queue_position: data.queue_position ?? null, ...(data.status === "queued" && { error: null }) };
   if (type === "stage") return { phase: data.stage, step: 0, total_steps: data.num_steps };
   if (type === "note") return { warnings: [...(known.warnings ?? []), data.text] };
   if (type === "repaired") return { repairs: [...(known.repairs ?? []), data] };
