@@ -178,16 +178,21 @@ export class Videos extends EventTarget {
   }
 
   /**
-   * Load one again, as after an action.
+   * Load one, again if an event came in between.
    * @param {string} id
+   * @returns {Promise<void>}
    */
   async refresh(id) {
     try {
-      await this.update(id, () => call("GET", `videos/${encodeURIComponent(id)}`));
+      const before = this.#all.get(id);
+      const video = await call("GET", `videos/${encodeURIComponent(id)}`);
+      if (this.#all.get(id) !== before) return await this.refresh(id);
+      this.put(video);
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
       if (error.status === 404) this.remove(id);
     }
+    return undefined;
   }
 
   /** @param {import("./events.js").ServerEvent} event */
@@ -219,5 +224,5 @@ function patchOf(type, data, known) {
   if (type === "resumed") return { resumed_from_step: data.step ?? known.resumed_from_step };
   if (type !== "progress") return {};
   const { phase, step, total_steps, eta_s } = data;
-  return { phase, step, total_steps, eta_s, progress: Math.max(known.progress, data.progress) };
+  return { status: "in_progress", phase, step, total_steps, eta_s, progress: Math.max(known.progress, data.progress) };
 }
