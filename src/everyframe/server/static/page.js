@@ -26,7 +26,7 @@ const CONNECTIONS = {
 };
 
 const videos = new Videos();
-const composer = new Composer(byId("composer"), (video) => videos.put(video));
+const composer = new Composer(byId("composer"), (video) => videos.get(video.id) ?? videos.put(video));
 
 const actions = {
   cancel: (/** @type {string} */ id) => attempt(() => act("POST", id, "/cancel")),
@@ -51,7 +51,7 @@ const actions = {
  * @param {string} action
  */
 async function act(method, id, action) {
-  videos.put(await call(method, `videos/${encodeURIComponent(id)}${action}`));
+  await videos.update(id, () => call(method, `videos/${encodeURIComponent(id)}${action}`));
 }
 
 /**

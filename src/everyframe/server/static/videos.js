@@ -117,15 +117,17 @@ export class Videos extends EventTarget {
 
   /** Load the newest videos; what the server no longer has among them goes. */
   async load() {
+    const before = new Map(this.#all);
     const { data, has_more: hasMore } = await call("GET", `videos?limit=${PAGE_SIZE}&order=desc`);
     const there = new Set(data.map((/** @type {Video} */ video) => video.id));
     const oldest = hasMore && data.length ? data.at(-1).created_at : -Infinity;
     for (const video of this.list) {
-      if (video.created_at >= oldest && !there.has(video.id)) this.remove(video.id);
+      const isOld = before.get(video.id) === video;
+      if (isOld && video.created_at >= oldest && !there.has(video.id)) this.remove(video.id);
     }
     if (!this.isLoaded || !hasMore) this.hasMore = hasMore;
     this.isLoaded = true;
-    data.forEach((/** @type {Video} */ video) => this.put(video));
+    data.forEach((/** @type {Video} */ video) => this.#putUnlessNewer(video, before.get(video.id)));
     this.dispatchEvent(new CustomEvent("change", { detail: {} }));
   }
 
@@ -150,6 +152,25 @@ export class Videos extends EventTarget {
     this.dispatchEvent(new CustomEvent("change", { detail: { video, before } }));
   }
 
+  /**
+   * Put what was asked for, unless an event came in between: that is newer than the answer.
+   * @param {Video} video
+   * @param {Video | undefined} before the video as it was known when the request was sent
+   */
+  #putUnlessNewer(video, before) {
+    if (this.#all.get(video.id) === before) this.put(video);
+  }
+
+  /**
+   * Put the answer of a request about a video.
+   * @param {string} id
+   * @param {() => Promise<Video>} ask
+   */
+  async update(id, ask) {
+    const before = this.#all.get(id);
+    this.#putUnlessNewer(await ask(), before);
+  }
+
   /** @param {string} id */
   remove(id) {
     this.previews.delete(id);
@@ -157,16 +178,21 @@ export class Videos extends EventTarget {
   }
 
   /**
-   * Load one again, as after an action.
+   * Load one, again if an event came in between.
    * @param {string} id
+   * @returns {Promise<void>}
    */
   async refresh(id) {
     try {
-      this.put(await call("GET", `videos/${encodeURIComponent(id)}`));
+      const before = this.#all.get(id);
+      const video = await call("GET", `videos/${encodeURIComponent(id)}`);
+      if (this.#all.get(id) !== before) return await this.refresh(id);
+      this.put(video);
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
       if (error.status === 404) this.remove(id);
     }
+    return undefined;
   }
 
   /** @param {import("./events.js").ServerEvent} event */
@@ -177,7 +203,7 @@ export class Videos extends EventTarget {
     if (type === "done") return this.put(data);
     if (type === "deleted") return this.remove(id);
     const known = this.#all.get(id);
-    if (!known || (type === "status" && data.status !== known.status)) return this.refresh(id);
+    if (!known) return this.refresh(id);
     if (type === "preview") this.previews.set(id, data.image);
     this.put({ ...known, ...patchOf(type, data, known) });
   }
@@ -191,12 +217,12 @@ export class Videos extends EventTarget {
  * @returns {Partial<Video>}
  */
 function patchOf(type, data, known) {
-  if (type === "status") return { queue_position: data.queue_position ?? known.queue_position };
+  if (type === "status") return { status: data.status, queue_position: data.queue_position ?? null, ...(data.status === "queued" && { error: null }) };
   if (type === "stage") return { phase: data.stage, step: 0, total_steps: data.num_steps };
   if (type === "note") return { warnings: [...(known.warnings ?? []), data.text] };
   if (type === "repaired") return { repairs: [...(known.repairs ?? []), data] };
   if (type === "resumed") return { resumed_from_step: data.step ?? known.resumed_from_step };
   if (type !== "progress") return {};
   const { phase, step, total_steps, eta_s } = data;
-  return { phase, step, total_steps, eta_s, progress: Math.max(known.progress, data.progress) };
+  return { status: "in_progress", phase, step, total_steps, eta_s, progress: Math.max(known.progress, data.progress) };
 }
