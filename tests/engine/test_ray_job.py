@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,8 @@ from everyframe.runs import signature
 from everyframe.runs.folder import SCHEMA, RunFolder
 
 REQUEST = Request(prompt="a red circle", num_devices=2, device="cpu")
-PLANNED, LOST = Planned(None), RankLostError("rank 1 on the node b was lost: it is gone")  # type: ignore[arg-type]
+PLANNED: Any = Planned(SimpleNamespace(settings=SimpleNamespace(num_videos=1)))  # type: ignore[arg-type]
+LOST = RankLostError("rank 1 on the node b was lost: it is gone")
 NO_ROOM = DevicesBusyError("no room")
 Said = tuple[str, Any] | Exception
 
@@ -135,6 +137,13 @@ def test_the_plan_comes_first_also_where_a_rank_is_lost_before_it(
     assert isinstance(events[0], Planned)
     assert notes(events) == [f"{LOST.text}; the run begins again in a new group"]
     assert made.jobs[1].request == REQUEST
+
+
+def test_a_loss_after_the_last_video_starts_nothing(groups: Any, tmp_path: Path) -> None:
+    made = groups([*BEGIN, ("event", VideoDone(3, 1, {})), LOST])
+    assert isinstance(run(tmp_path, [])[-1], VideoDone)
+    assert len(made.jobs) == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_fewer_devices_take_over_where_there_are_no_more(groups: Any, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def _attempts(job: WorkerJob, run: _SavedRun, seconds: float, stop: StopSwitch |
     """The events of all groups, each once; `Planned` is the first of them."""
     handed, number, lost = EventDeduplicator(), len(job.weights), ""
     scarcity: OutOfMemoryInfo | None = None
-    notes, losses, is_planned = run.notes, 0, False
+    notes, losses, is_planned, num_videos = run.notes, 0, False, 0
     while True:
         if is_planned:
             yield from run.taken_notes()
@@ -79,7 +79,8 @@ def _attempts(job: WorkerJob, run: _SavedRun, seconds: float, stop: StopSwitch |
                     new = handed.new(event)
                     if new is not None:
                         yield new
-                    is_planned |= isinstance(event, Planned)
+                    if isinstance(event, Planned):
+                        is_planned, num_videos = True, event.plan.settings.num_videos
                     if is_planned:
                         yield from run.taken_notes()
             return
@@ -92,6 +93,8 @@ def _attempts(job: WorkerJob, run: _SavedRun, seconds: float, stop: StopSwitch |
             scarcity = error.scarcity
             run.has_new_plan()
         except RankLostError as gone:
+            if num_videos and len({*job.skip, *handed.done}) >= num_videos:
+                return  # all of it was handed on before the loss was seen
             if run.has_new_plan():  # it needs less already
                 scarcity = None
             losses = 1 if run.has_news() else losses + 1
