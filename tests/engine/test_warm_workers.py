@@ -46,18 +46,13 @@ def test_jobs_follow_each_other_in_one_process(workers: WarmWorkers, tmp_path: P
     timers = sum(isinstance(each, threading.Timer) for each in threading.enumerate())
     executor: Executor = workers
     job = WorkerJob(REQUEST, as_uint8=True)
-    begun = time.perf_counter()
     first = list(executor.run(job))
-    cold = time.perf_counter() - begun
     process = process_of(workers)
     with pytest.raises(InputError, match="height"):
         list(executor.run(WorkerJob(Request(prompt="a red circle", height=33))))
     plan = executor.plan(REQUEST)
-    begun = time.perf_counter()
     again = list(executor.run(job, tmp_path))
-    seconds = time.perf_counter() - begun
     assert process_of(workers) == process
-    assert seconds < cold / 2  # most of which is the import of torch
     assert plan.settings.num_frames == 4
     expected = everyframe.generate(**GIVEN, run_dir="off").frames
     assert np.array_equal(frames_in(first), expected)
