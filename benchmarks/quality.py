@@ -34,17 +34,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--videos", type=int, default=16, help="videos in the set")
     parser.add_argument("--bars", type=int, default=0, help="clips to read at 32 dB")
+    parser.add_argument("--methods", default="", help="of these alone, such as abm2,unipc@12")
     parser.add_argument("--note", default="", help="a line for the page")
     given = parser.parse_args()
     found: Calibration | None = None
     for progress in calibrate(
-        Request(), num_videos=given.videos, methods=[*METHODS], lowest_db=27.0
+        Request(),
+        num_videos=given.videos,
+        methods=given.methods.split(",") if given.methods else [*METHODS],
+        lowest_db=27.0,
     ):
         print(progress.text, flush=True)
         found = progress.calibration
     found = found or calibration_of(Request(), given.videos)
     facts = machine_facts()
-    page = result_page("quality", facts.devices[0])
+    chosen = "".join(f"-{each.partition('@')[0]}" for each in given.methods.split(",")[:1] if each)
+    page = result_page(f"quality{chosen}", facts.devices[0])
     picture = page.with_suffix(".png")
     lines = [*_page(found), *_bars(given.bars), "", hardware(facts, facts.devices[0])]
     if given.note:
@@ -52,7 +57,9 @@ def main() -> int:
     if _draw(found, picture):
         lines += ["", f"![Speed against decibels]({picture.name})"]
     command = f"python benchmarks/quality.py --videos {given.videos}"
-    lines += ["", f"Command: `{command}{f' --bars {given.bars}' if given.bars else ''}`"]
+    command += f" --bars {given.bars}" if given.bars else ""
+    command += f" --methods {given.methods}" if given.methods else ""
+    lines += ["", f"Command: `{command}`"]
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(page.relative_to(RESULTS.parent))
     return 0

@@ -62,7 +62,7 @@ def _machine(result: BenchResult, file: str) -> Iterator[str]:
     yield f"## {machine.device}, {format_bytes(machine.memory)} ({result.date})"
     yield ""
     versions = ", ".join(f"{name} {text}" for name, text in machine.versions.items())
-    yield f"{machine.processor} with {machine.instructions}, {machine.num_threads} threads of " \
+    yield f"{machine.processor} with {machine.instructions}, threads: {machine.num_threads} of " \
           f"{machine.num_cores} cores; {versions}; Everyframe {result.everyframe}; load " \
           f"{result.load:g} a core; `{file}`."  # fmt: skip
     yield from ("", "| peak | rate |", "|---|---|")

@@ -39,6 +39,7 @@ def test_a_plan_is_made_in_a_worker() -> None:
         executor.plan(Request(**{**REQUEST.given(), "max_memory": "1 MB"}))
 
 
+@pytest.mark.slow
 def test_a_stopped_job_leaves_a_run_that_a_job_resumes(tmp_path: Path) -> None:
     executor, folder = FreshWorkers(), None
     job = WorkerJob(REQUEST, root=tmp_path, as_uint8=True, pace=(0.0, 1.0))

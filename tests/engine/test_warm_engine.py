@@ -93,7 +93,7 @@ def test_the_embedded_model(loads: list[int]) -> None:
         engine.generate(**SHAPES)
 
 
-FAST = ("opensora-1.2", "ltx")
+FAST = ("ltx",)
 
 
 @pytest.mark.parametrize(

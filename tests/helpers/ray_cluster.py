@@ -13,13 +13,15 @@ import everyframe
 
 #: CPUs are numbers by hand: a rank takes one, however many this machine has.
 _NODE = {"object_store_memory": 80_000_000}
+#: One for all clusters of this process: Ray reads it once.
+_TOKEN = secrets.token_hex(32)
 
 
 @contextmanager
 def token(monkeypatch: Any) -> Iterator[None]:
-    """Context: this process and those it starts know a new token, and find this very package."""
+    """Context: this process and those it starts know one token, and find this very package."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", _TOKEN)
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("PYTHONPATH", str(Path(everyframe.__file__).parents[1]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from everyframe.cli.output_files import OutputFiles
 from PIL import Image
 
 import everyframe
 from everyframe.core.events import Event, FramesDecoded, Note, Preview, Step, VideoDone
 from everyframe.core.plan import PreviewPlan
+from everyframe.engine.output_files import OutputFiles
 from everyframe.media.preview_picture import encode_preview
 from everyframe.runtime.latent_space import LatentColors, LatentSpace
 from everyframe.runtime.preview_fit import ColorFit

@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,9 +132,9 @@ def _executor(kind: str, given: Any) -> Callable[[], Executor]:
 
     def start() -> Executor:
         if kind == "ray":
-            module = import_module("everyframe.engine.ray_executor")
-            found: Executor = module.ray_executor(address, place_timeout=place_seconds)
-            return found
+            from everyframe.engine.ray_executor import ray_executor
+
+            return ray_executor(address, place_timeout=place_seconds)
         from everyframe.engine.warm_workers import WarmWorkers
 
         return WarmWorkers(warm_seconds, stop_seconds=5.0)

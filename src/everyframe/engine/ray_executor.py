@@ -78,7 +78,7 @@ def _connect(address: str) -> None:
     It takes over SIGTERM, and puts our current folder on its workers' import path.
     """
     import ray
-    from ray.exceptions import RayError
+    from ray.exceptions import AuthenticationError, RayError
 
     here, handler = os.getcwd(), signal.getsignal(signal.SIGTERM)
     # The place of this package is the only folder that we want there.
@@ -86,16 +86,25 @@ def _connect(address: str) -> None:
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR",
                  include_dashboard=False if address == "local" else None)  # fmt: skip
+    except AuthenticationError as error:
+        raise InputError(
+            f"no Ray cluster can be joined at {address!r}: its token is not known here; copy it to "
+            "~/.ray/auth_token (`ray get-auth-token` prints it on a machine of the cluster)"
+        ) from error
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         raise InputError(
-            f"no Ray cluster can be joined at {address!r}: {str(error).strip().splitlines()[0]} "
-            "Start one (RAY_AUTH_MODE=token ray start --head), give --ray-address HOST:PORT, or "
-            "copy the cluster's token to ~/.ray/auth_token"
+            f"no Ray cluster can be joined at {address!r} ({_first_line(error)}); start one "
+            "(RAY_AUTH_MODE=token ray start --head), give --ray-address HOST:PORT, or compare the "
+            "token in ~/.ray/auth_token, since a wrong one is refused like this"
         ) from error
     finally:
         os.chdir(here)
-        if threading.current_thread() is threading.main_thread():
+        if handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(" .")
 
 
 class RayExecutor:

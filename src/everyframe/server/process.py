@@ -125,6 +125,8 @@ def _config(app: object) -> uvicorn.Config:
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
         timeout_graceful_shutdown=_GRACE_SECONDS,
+        # Clients that poll come every five seconds at the latest.
+        timeout_keep_alive=30,
         log_config=None,
         access_log=False,
         server_header=False,
