@@ -43,7 +43,7 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Reader]:
 
 
 #: Pages whose commands take half a minute and more.
-LONG = ("fast-paths.md", "trace.md", "devices.md", "tutorial.md")
+LONG = ("cluster.md", "devices.md", "fast-paths.md", "trace.md", "tutorial.md", "warm-engine.md")
 
 
 @pytest.mark.parametrize(

@@ -319,6 +319,7 @@ def test_repairs_are_remembered_for_weights_with_their_loras(model: Path, lora: 
     assert digest_with_loras("a", ()) == "a"
 
 
+@pytest.mark.slow
 def test_the_command_line_from_end_to_end(model: Path, lora: Path, tmp_path: Path) -> None:
     def run(*arguments: str) -> str:
         command = [sys.executable, "-m", "everyframe", "generate", *arguments]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from everyframe.core.errors import CannotRunError, DeviceLostError, WorkerDiedEr
 from everyframe.core.events import Event, Step
 from everyframe.engine import launcher, resume, run
 from everyframe.engine.launcher import run_in_workers
-from everyframe.engine.worker_process import WorkerJob, send
+from everyframe.engine.worker_process import WorkerJob, receive, send
 from everyframe.families.opensora import stdit3, vae
 from everyframe.runs.folder import all_runs
 from everyframe.runs.run_state import EVERY_STEP, SaveOptions
@@ -188,7 +189,12 @@ def test_the_rank_whose_device_was_lost_has_the_word() -> None:
     """Also where another's word, that it lost a peer, is heard before."""
     ours, theirs = zip(*(Pipe() for _ in range(2)), strict=True)
     workers: list[Any] = [
-        SimpleNamespace(connection=each, has_died=lambda: False, job=SimpleNamespace(weights=(1,)))
+        SimpleNamespace(
+            connection=each,
+            receive=partial(receive, each),
+            has_died=lambda: False,
+            job=SimpleNamespace(weights=(1,)),
+        )
         for each in ours
     ]
     for each, name in zip(theirs, ("PeerLostError", "DeviceLostError"), strict=True):

@@ -81,23 +81,28 @@ class MadeUp:
         ]  # fmt: skip
         monkeypatch.setattr(launcher, "Worker", self._worker)
 
-    def _worker(self, job: WorkerJob, place: Path | None) -> Any:
-        assert place is None
-        number = len(self.jobs)
-        self.jobs.append(job)
+    def _worker(self) -> Any:
         ours, theirs = Pipe()
 
-        def say() -> None:
-            for name, value in self._said[number // 2][number % 2]:
-                send(theirs, name, value)
+        def give(job: WorkerJob) -> None:
+            assert job.place is None
+            number = len(self.jobs)
+            self.jobs.append(job)
 
-        # The second is heard after the first, which waits for it.
-        threading.Timer(0.3 * (number % 2), say).start()
-        return SimpleNamespace(
-            job=job, connection=ours, theirs=theirs, process_id=os.getpid(),
-            trail=job.folder / f"trail-{job.rank}", has_died=lambda: False, end=lambda: 0,
-            kill=lambda: self.killed.append(number),
+            def say() -> None:
+                for name, value in self._said[number // 2][number % 2]:
+                    send(theirs, name, value)
+
+            worker.job, worker.trail = job, job.folder / f"trail-{job.rank}"
+            worker.kill = lambda: self.killed.append(number)
+            # The second is heard after the first, which waits for it.
+            threading.Timer(0.3 * (number % 2), say).start()
+
+        worker = SimpleNamespace(
+            give=give, connection=ours, theirs=theirs, process_id=os.getpid(), has_ended=True,
+            receive=lambda: receive(ours), has_died=lambda: False, end=lambda: 0,
         )  # fmt: skip
+        return worker
 
 
 @pytest.fixture

@@ -76,6 +76,7 @@ def check(
         assert np.array_equal(frames(made), frames(expected)), (number, request)
 
 
+@pytest.mark.slow
 def test_the_embedded_model(loads: list[int]) -> None:
     again = {**SHAPES, "seed": 4, "prompt": "a blue square"}
     others = ({"height": 48}, {"dtype": "bf16"}, {"num_videos": 2})

@@ -68,6 +68,7 @@ def test_jobs_follow_each_other_in_one_process(workers: WarmWorkers, tmp_path: P
     assert now <= timers + 1, "one thread waits for the end of idle time, not one a job"
 
 
+@pytest.mark.slow
 def test_a_dead_worker_ends_its_job_alone(workers: WarmWorkers, tmp_path: Path) -> None:
     runs: list[str] = []
 
@@ -101,6 +102,7 @@ def test_an_idle_worker_that_died_is_replaced(workers: WarmWorkers) -> None:
     assert process_of(workers) != process
 
 
+@pytest.mark.slow
 def test_a_closed_job_stops_at_its_next_step(workers: WarmWorkers, tmp_path: Path) -> None:
     run = ""
     with closing(workers.run(WorkerJob(LONG, root=tmp_path, as_uint8=True))) as events:

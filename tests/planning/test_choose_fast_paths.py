@@ -161,7 +161,7 @@ def test_half_precision_is_used_where_it_is_certified(
     card = DeviceFacts("a card", "cuda", 0, 10**10, 10**10, (9, 0), True, True)
     cpu = DeviceFacts("a processor", "cpu", None, 10**10, 10**10)
     facts = MachineFacts((card, cpu), 2, {})
-    monkeypatch.setattr(resolver, "machine_facts", lambda device="auto": facts)
+    monkeypatch.setattr(resolver, "machine_facts", lambda device="auto", freed=None: facts)
     tried: list[MissingCertificates] = []
 
     def make(

@@ -146,6 +146,7 @@ def test_a_link_that_is_known_is_forecast_with() -> None:
     assert nominal.seconds - found.seconds == pytest.approx(less)
 
 
+@pytest.mark.slow
 def test_in_a_ring_keys_are_sent_while_attention_computes() -> None:
     options = {"model": "opensora-2.0", "size": "256x256", "num_frames": 17, "parallel": "ring=3"}
 

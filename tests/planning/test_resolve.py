@@ -36,7 +36,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def put(*devices: DeviceFacts, cores: int = 4) -> None:
         processor = () if devices[-1].kind == "cpu" else (CPU,)
         facts = MachineFacts((*devices, *processor), cores, {})
-        monkeypatch.setattr(resolver, "machine_facts", lambda device="auto": facts)
+        monkeypatch.setattr(resolver, "machine_facts", lambda device="auto", freed=None: facts)
 
     return put
 

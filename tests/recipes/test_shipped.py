@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from recipes.shapes import evaluate, reader, shipped, temporal, text, world
 
 import everyframe
@@ -74,6 +75,7 @@ def test_its_own_defaults_are_those_it_was_made_for() -> None:
     assert defaults["num_inference_steps"] <= 30
 
 
+@pytest.mark.slow
 def test_it_draws_large_videos_too() -> None:
     prompt = "an orange circle moves down on a black background"
     video = everyframe.generate(

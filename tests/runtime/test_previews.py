@@ -168,6 +168,7 @@ def test_a_run_shows_itself_and_keeps_its_bits() -> None:
     assert any(isinstance(each, Note) and "previews each step" in each.text for each in events)
 
 
+@pytest.mark.slow
 def test_previews_come_out_of_a_worker() -> None:
     here, _ = run(preview=True)
     there, _ = run(preview=True, isolate=True)

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +111,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     restore = _leave_orderly()
     prepare_streams()
     try:
-        code = _parsed(words)()
+        command, values = _parsed(words)
+        with _settings_of(command):
+            set_up(values.pop("log_level", None))
+            code = command(**values)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt as stop:
@@ -145,8 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         restore()
 
 
-def _parsed(words: list[str]) -> Callable[[], int]:
-    """The command with its arguments."""
+def _parsed(words: list[str]) -> tuple[Callable[..., int], dict[str, Any]]:
+    """The command and its arguments; help and version are printed here."""
     from cyclopts import CycloptsError
 
     from everyframe.cli import help_format
@@ -163,18 +166,22 @@ def _parsed(words: list[str]) -> Callable[[], int]:
         help_format.raise_usage_error(error, words, tuple(COMMANDS))
     values = {key: "-" if value == _DASH else value for key, value in bound.arguments.items()}
     if _is_own(command):
-        return partial(_configured, command, values)
+        return command, values
     command(*bound.args, **bound.kwargs)  # help or version
-    return lambda: int(ExitCode.DONE)
+    return _nothing, {}
 
 
-def _configured(command: Callable[..., int], values: dict[str, Any]) -> int:
-    """Call the command with the settings of the user's file."""
+def _nothing() -> int:
+    return int(ExitCode.DONE)
+
+
+def _settings_of(command: Callable[..., int]) -> AbstractContextManager[None]:
+    """Context: the settings of the user's file, for a command that reads any."""
+    if command is _nothing:
+        return nullcontext()
     from everyframe.cli.config import applied_settings
 
-    with applied_settings():
-        set_up(values.pop("log_level", None))
-        return command(**values)
+    return applied_settings()
 
 
 def build_app() -> App:

@@ -14,7 +14,6 @@ from everyframe.core.plan import Settings
 from everyframe.core.request import Request
 from everyframe.families.opensora2.config import OpenSora2Config
 from everyframe.families.opensora2.options import OpenSora2Options
-from everyframe.media.read import count_frames
 from everyframe.runtime.request_checks import (
     check_amount,
     check_latents,
@@ -228,6 +227,9 @@ def _clip(
     trained = _CLIPS[config.is_high_compression]
     asked = trained[0] if options.clip_frames is None else options.clip_frames
     config.vae.latent_frames(asked)  # names the nearest that can be
+    # Not on top: this brings NumPy, and most requests have no video.
+    from everyframe.media.read import count_frames
+
     there = count_frames(request.extend, asked, what="extend")
     lengths = (asked, *config.vae.nearest_frames(there), 1)
     frames = max(length for length in lengths if length <= max(there, 1))
