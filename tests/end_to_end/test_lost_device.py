@@ -193,7 +193,7 @@ def test_the_rank_whose_device_was_lost_has_the_word() -> None:
             connection=each,
             receive=partial(receive, each),
             has_died=lambda: False,
-            job=SimpleNamespace(weights=(1,)),
+            job=SimpleNamespace(weights=(1,), rank=0),
         )
         for each in ours
     ]
