@@ -67,6 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("form", ["wide.safetensors", "scaled.safetensors", "blocks.gguf"])
 def test_loading_peaks_at_the_weights_and_a_tensor(form: str, dtype: str, folder: Path) -> None:

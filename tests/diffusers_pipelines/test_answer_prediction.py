@@ -156,6 +156,7 @@ def test_a_distilled_scheduler_has_no_number(pipe: Any) -> None:
         everyframe.run(pipe, **{**ASKED, "num_inference_steps": 4, "quality": "32dB"})
 
 
+@pytest.mark.slow
 def test_two_ranks_give_one_rank_s_video(folder: Path) -> None:
     asked = {**ASKED, "model": str(folder), "method": SamplingMethod("taylor1", 4, limit=1e9)}
     one = everyframe.generate(**asked).frames

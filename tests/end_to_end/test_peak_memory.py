@@ -157,10 +157,12 @@ def test_what_a_stage_loaded_goes_with_it(
         gc.enable()
 
 
+@pytest.mark.slow
 def test_the_stages_are_large_enough_to_tell(measured: dict[str, dict[str, int]]) -> None:
     assert all(size > 300e6 for size in measured["weights"].values()), measured
 
 
+@pytest.mark.slow
 def test_memory_peaks_at_the_largest_stage(measured: dict[str, dict[str, int]]) -> None:
     peaks, weights = measured["peaks"], measured["weights"]
     largest, total = max(weights.values()), sum(weights.values())
@@ -172,6 +174,7 @@ def test_memory_peaks_at_the_largest_stage(measured: dict[str, dict[str, int]]) 
     assert all(peaks[stage] > 0.9 * weights[stage] for stage in weights), measured
 
 
+@pytest.mark.slow
 def test_forecasts_are_what_is_measured(measured: dict[str, dict[str, int]]) -> None:
     for stage, forecast in measured["forecasts"].items():
         assert 0.75 < forecast / measured["peaks"][stage] < 1.15, (stage, measured)

@@ -225,6 +225,7 @@ def test_a_loaded_pipeline_runs_as_it_is_and_is_left_as_it_was(tiny_one: Tiny) -
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiny_one", NAMED, indirect=True)
 def test_bfloat16_is_close_and_no_dtypes_clash(tiny_one: Tiny) -> None:
     request = everyframe.Request(model=str(tiny_one.folder), dtype="bf16", **tiny_one.asked)

@@ -248,6 +248,7 @@ def test_a_stream_that_is_collected_in_the_middle_of_another_run(
     assert not left
 
 
+@pytest.mark.slow
 @WHICH
 def test_an_interrupt_at_any_time(folders: dict[str, Path], which: str) -> None:
     pipe, before = loaded(folders["wan"]), state()

@@ -45,6 +45,7 @@ def frames(events: list[Event]) -> np.ndarray[Any, Any]:
     return np.concatenate([e.frames for e in events if isinstance(e, FramesDecoded)])
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_named_and_its_run_goes_on(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

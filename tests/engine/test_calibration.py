@@ -37,6 +37,7 @@ def done(**more: Any) -> list[Calibration]:
     return [each.calibration for each in calibrate(REQUEST, **{**options, **more})]
 
 
+@pytest.mark.slow
 def test_it_measures_goes_on_and_is_used_by_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     videos = []
     made = calibration._made

@@ -126,6 +126,7 @@ def test_begun_on_one_device(ranks: Group, model: str, tmp_path: Path) -> None:
     check_close(videos(found), whole["frames"])
 
 
+@pytest.mark.slow
 def test_each_group_keeps_its_own_videos(ranks: Group, model: str, tmp_path: Path) -> None:
     """Three ranks make a video each, a chain of two clips; one of them is done elsewhere."""
     options = asked(model, num_videos=3, chain=2, num_inference_steps=2)

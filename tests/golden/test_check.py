@@ -61,6 +61,7 @@ def test_golden(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[1:]
 
 
+@pytest.mark.slow
 def test_as_a_command() -> None:
     folder = HERE / "opensora_rflow_10"
     done = subprocess.run(

@@ -298,6 +298,7 @@ def test_frames_with_an_empty_mask_are_the_source_and_are_not_denoised(
         everyframe.plan(source=frames, num_frames=1, **given)
 
 
+@pytest.mark.slow
 def test_the_sound_of_a_video_comes_along(folders: dict[int, Path], tmp_path: Path) -> None:
     frames = np.stack([picture(32, 48)] * 4)
     tone = np.sin(2 * np.pi * 440 * np.arange(16000) / 16000, dtype=np.float32)[None] / 2

@@ -67,12 +67,14 @@ def test_frames_are_those_of_the_folder(file: Path, of_the_folder: np.ndarray[An
     assert np.array_equal(frames(file), of_the_folder)
 
 
+@pytest.mark.slow
 def test_a_decoder_of_single_pictures(tmp_path: Path) -> None:
     folder = tiny_svd.svd(tmp_path / "tiny", image_vae=True, heads_as_released=True)
     file = svd_single_file.write(folder, tmp_path / "svd_image_decoder.safetensors")
     assert np.array_equal(frames(file), frames(folder))
 
 
+@pytest.mark.slow
 def test_half_precision_files_load(
     folder: Path, of_the_folder: np.ndarray[Any, Any], tmp_path: Path
 ) -> None:
