@@ -15,7 +15,7 @@ from torch import Tensor
 
 from everyframe.core.errors import InputError
 from everyframe.samplers.base import Denoise, Noise, Step, as_state, check_start
-from everyframe.samplers.euler_karras import RHO
+from everyframe.samplers.euler_karras import RHO, predict_clean
 
 #: Levels of the distillation.
 NUM_LEVELS = 40
@@ -48,10 +48,7 @@ def sample(
 
     for index in range(start, num_steps):
         sigma, following = levels[index], levels[index + 1]
-        variance = sigma**2 + 1
-        t = (0.25 * sigma.log()).expand(x.shape[0]).to(x.device)
-        v = denoise(x / variance**0.5, t).to(x.dtype)
-        x0 = v * (-sigma / variance**0.5) + x / variance
+        t, x0 = predict_clean(denoise, x, sigma)
         is_last = index + 1 == num_steps
         x = x0 if is_last else x0 + noise(index).to(x.device, x.dtype) * following
         yield Step(index, num_steps, t, x, clean=clean)

@@ -60,12 +60,17 @@ def sample(denoise: Denoise, x: Tensor, sigmas: Tensor, *, start: int = 0) -> It
 
     for index in range(start, num_steps):
         sigma, following = levels[index], levels[index + 1]
-        variance = sigma**2 + 1
-        t = (0.25 * sigma.log()).expand(x.shape[0]).to(x.device)
-        v = denoise(x / variance**0.5, t).to(x.dtype)
-        x0 = v * (-sigma / variance**0.5) + x / variance
+        t, x0 = predict_clean(denoise, x, sigma)
         x = x + (x - x0) / sigma * (following - sigma)
         yield Step(index, num_steps, t, x, clean=clean)
+
+
+def predict_clean(denoise: Denoise, x: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    """Timestep (B,) and x0 of the state x (B, ...) at the level `sigma`, a number on the CPU."""
+    variance = sigma**2 + 1
+    t = (0.25 * sigma.log()).expand(x.shape[0]).to(x.device)
+    v = denoise(x / variance**0.5, t).to(x.dtype)
+    return t, v * (-sigma / variance**0.5) + x / variance
 
 
 def path(sigmas: Tensor) -> DiffusionPath:
