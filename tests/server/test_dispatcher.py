@@ -15,7 +15,7 @@ from everyframe.core.errors import (
     InputError,
     WorkerDiedError,
 )
-from everyframe.core.events import Event, Step
+from everyframe.core.events import Event, Preview, Step
 from everyframe.media.read import read_video
 from everyframe.media.record import read_record
 from everyframe.server import attempt as attempts
@@ -210,15 +210,12 @@ def test_finished_jobs_and_unused_uploads_expire(
 
 
 def test_previews_reach_listeners_and_are_not_stored(store: JobStore, dispatch: Start) -> None:
-    class Picture(Event):
-        type = "preview"
-
     class WithPreviews(FakeExecutor):
         def _events(self, *args: Any) -> Any:
             for event in super()._events(*args):
                 yield event
                 if isinstance(event, Step):
-                    yield Picture()
+                    yield Preview(event.seed, event.step, event.num_steps, 1, 1, b"")
 
     seen: list[tuple[str, Event]] = []
     job = add(store)

@@ -19,6 +19,7 @@ from everyframe.core.events import (
     Event,
     Note,
     Planned,
+    Preview,
     Repaired,
     RunSaved,
     StageDone,
@@ -27,7 +28,6 @@ from everyframe.core.events import (
     VideoDone,
 )
 from everyframe.core.plan import Plan
-from everyframe.core.request import Request
 from everyframe.engine.executor import Executor
 from everyframe.engine.stop_switch import StopSwitch
 from everyframe.engine.worker_process import WorkerJob
@@ -183,7 +183,7 @@ class Attempt:
         options = dict(self.job.request)
         if self._devices is not None:
             options["devices"] = self._devices
-        if self._options.has_previews and "preview" in Request.model_fields:
+        if self._options.has_previews:
             options.setdefault("preview", True)
         root = self._folder.runs_of(id)
         root.mkdir(mode=0o700, exist_ok=True)
@@ -239,7 +239,7 @@ class Attempt:
             self._store.update(self.job.id, report=self.report(), event=("repaired", shown))
         elif isinstance(event, Note):
             self._warn(event.text)
-        elif event.type == "preview":
+        elif isinstance(event, Preview):
             self._options.on_preview(self.job.id, event)
 
     def _step(self, event: Step) -> None:
