@@ -2,8 +2,9 @@
 
 Write-ahead log with ``synchronous=FULL``: what a durable transaction wrote survives a power cut.
 What can be lost without harm is written without a wait for the disk; it survives the death of the
-process, and a power cut takes it only with all that was written after it. One process uses the file (the data folder is locked), so writers queue on a lock of that process and
-never on SQLite's, whose waiting sleeps.
+process, and a power cut takes it only with all that was written after it. One process uses the file
+(the data folder is locked), so writers queue on a lock of that process and never on SQLite's, whose
+waiting sleeps.
 """
 
 from __future__ import annotations
