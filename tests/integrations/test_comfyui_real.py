@@ -51,19 +51,19 @@ class ComfyUI:
         self.url = f"http://127.0.0.1:{port}"
         folder = Path(str(FOLDER))
         own = [folder / name / "bin" / "python" for name in (".venv", "venv")]
-        python = next((str(each) for each in own if each.exists()), sys.executable)
+        self.python = next((str(each) for each in own if each.exists()), sys.executable)
         words = [
             "--cpu", "--listen", "127.0.0.1", "--port", str(port), "--disable-auto-launch",
             "--base-directory", str(base),
         ]  # fmt: skip
-        looked_for = [python, "-c", "import comfyui_frontend_package"]
+        looked_for = [self.python, "-c", "import comfyui_frontend_package"]
         self.has_page = not subprocess.run(looked_for, capture_output=True, check=False).returncode
         if not self.has_page:
             words += ["--front-end-root", str(base / "front")]
         variables = {k: v for k, v in os.environ.items() if k != IN_PROCESS}
         self.log = (base / "log").open("w+")
         self.process = subprocess.Popen(
-            [python, str(folder / "main.py"), *words],
+            [self.python, str(folder / "main.py"), *words],
             env={**variables, "PYTHONPATH": str(SOURCE)},
             stdout=self.log, stderr=self.log,
         )  # fmt: skip
@@ -123,6 +123,23 @@ def _prompt(**given: Any) -> dict[str, Any]:
             "2": {"class_type": "SaveVideo", "inputs": save},
         }
     }
+
+
+def test_its_own_reader_takes_the_project_file(comfyui: ComfyUI) -> None:
+    """It leaves out a list of classifiers where one of them is unknown."""
+    program = f"""if True:
+        import json, sys
+        sys.path.insert(0, {str(FOLDER)!r})
+        from comfy_config.config_parser import extract_node_configuration
+        print(json.dumps(extract_node_configuration({str(PACK)!r}).model_dump()))
+    """
+    done = subprocess.run([comfyui.python, "-c", program], capture_output=True, check=True)
+    read = json.loads(done.stdout)
+    assert read["tool_comfy"]["display_name"] == "Everyframe"
+    assert read["project"]["license"]["file"] == "LICENSE"
+    assert len(read["project"]["supported_os"]) == 3
+    assert len(read["project"]["supported_accelerators"]) == 3
+    assert read["project"]["supported_comfyui_version"] == ">=0.3.64"
 
 
 def test_nodes_are_there(comfyui: ComfyUI) -> None:
