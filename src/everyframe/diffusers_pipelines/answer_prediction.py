@@ -21,9 +21,9 @@ from everyframe.core.events import Event, Note
 from everyframe.core.plan import Plan
 from everyframe.core.quality import SamplingMethod
 from everyframe.diffusers_pipelines.cfg_detection import CfgBranches
-from everyframe.diffusers_pipelines.module_calls import override_call
 from everyframe.diffusers_pipelines.step_tracking import StepTracker, notify_step_tracker
 from everyframe.numerics.tensor_stats import iter_tensors, value_range
+from everyframe.ops.call_override import override_call
 from everyframe.parallel.communicator import ParallelContext
 from everyframe.precision.cast_hooks import map_tensors
 from everyframe.samplers.error_budget import ErrorBudget

@@ -34,6 +34,7 @@ from everyframe.diffusers_pipelines.cfg_detection import CfgBranches
 from everyframe.diffusers_pipelines.cfg_parallel import CfgParallel
 from everyframe.diffusers_pipelines.checkpoint import PipelineFiles
 from everyframe.diffusers_pipelines.components import STAGE
+from everyframe.diffusers_pipelines.constant_results import cache_constants
 from everyframe.diffusers_pipelines.defaults import denoisers
 from everyframe.diffusers_pipelines.global_generators import (
     GlobalGenerators,
@@ -270,6 +271,7 @@ class PipelineStage:
             watch,
             nullcontext() if previews is None else previews.listening(scheduler),
             float32_noise(),
+            cache_constants(self.plan, denoising, watch, self.teams),
             CfgParallel(denoising, branches, self.teams, around) if branches else nullcontext(),
             DenoiserReplay(denoising, watch, video, at_once=branches is None),
             predict_answers(self.plan, denoising, watch, self.teams, branches, video.seed, emit),
