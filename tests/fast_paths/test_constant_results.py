@@ -174,6 +174,13 @@ def test_numbers_of_the_latents_and_random_ones_vary() -> None:
     assert [each.name for each in found] == ["first"]
 
 
+def test_a_hook_that_looks_at_the_timestep_changes_nothing(model: nn.Module) -> None:
+    model.register_forward_pre_hook(lambda _, args: print(float(args[1])))
+    with CachedConstants(model) as cache:
+        answer(model, 0, text())
+    assert cache.modules
+
+
 def test_a_view_of_what_varies_varies() -> None:
     class Writing(nn.Module):
         def __init__(self) -> None:

@@ -41,6 +41,9 @@ class ConstantModule:
 class _Dependencies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that marks as constant what is computed from constant tensors alone."""
 
+    #: Torch asks each mode this for operators such as flex_attention.
+    supports_higher_order_operators = True
+
     def __init__(self, constants: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._constant = WeakTensorKeyDictionary()
@@ -159,7 +162,10 @@ def _watched(
         else:
             found.setdefault(name, set()).update(varying)
 
-    handles = []
+    def begin(*_: object) -> None:
+        mode.has_read_varying = False  # a hook that looks at the timestep changes no result
+
+    handles = [model.register_forward_pre_hook(begin)]
     for name, module in model.named_modules():
         if name:
             before = module.register_forward_pre_hook(
