@@ -38,6 +38,7 @@ SVD = {
             marks=pytest.mark.slow,
         ),
         pytest.param(tiny_svd.svd, SVD, "ab2", marks=pytest.mark.slow),
+        pytest.param(tiny_svd.svd, SVD, "deepcache", marks=pytest.mark.slow),
     ],
 )
 def test_several_ranks_give_one_rank_s_video(

@@ -63,6 +63,16 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
         {"image": PICTURE, "height": 32, "width": 32, "num_frames": 3, "seed": 3,
          "num_inference_steps": 8, "quality": "unipc@5g50"},
     ),
+    "svd-deepcache": (
+        tiny_svd.svd,
+        {"image": PICTURE, "height": 32, "width": 32, "num_frames": 3, "seed": 3,
+         "num_inference_steps": 8, "quality": "deepcache@3g50"},
+    ),
+    "svd-deepcache-over-limit": (
+        tiny_svd.svd,
+        {"image": PICTURE, "height": 32, "width": 32, "num_frames": 3, "seed": 3,
+         "num_inference_steps": 8, "method": SamplingMethod("deepcache", 3, limit=1e-9)},
+    ),
     "opensora-1.2-lossy": (
         tiny_opensora.opensora_1_2,
         {**OPEN_SORA, "num_videos": 2, "num_inference_steps": 7, "quality": "taylor1@4"},
