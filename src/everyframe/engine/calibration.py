@@ -52,7 +52,9 @@ SHARES = (2 / 3, 1 / 2, 2 / 5, 1 / 3, 4 / 15, 1 / 5, 1 / 6)
 
 #: Methods that are measured unless others are named: those of the first entry that a model can do
 #: all of. On the models tried, `abm2` is ahead of the other solvers and of predicted answers.
-USUAL = (("abm2",), ("taylor1", "taylor2"))
+USUAL = (
+    ("abm2", "deepcache"), ("abm2",), ("taylor1", "taylor2", "deepcache"), ("taylor1", "taylor2"),
+)  # fmt: skip
 
 #: With guidance in all steps, and in this share of them where a model can do that.
 GUIDED = (100, 50)

@@ -92,9 +92,13 @@ class DeepFeatures:
         """Whether a shallow step has something to take."""
         return bool(self._calls)
 
-    def begin(self) -> None:
-        """Begin a step, or begin it again."""
-        self._number = 0
+    def has(self, number: int) -> bool:
+        """Whether the call of that number has something to take."""
+        return number in self._calls
+
+    def begin(self, number: int = 0) -> None:
+        """Begin a step, or begin it again, with its call of that number."""
+        self._number = number
 
     def clear(self) -> None:
         """Drop all results."""
