@@ -3,8 +3,8 @@
     python benchmarks/constants.py             # three video sizes; six minutes
 
 The same module with and without `cached-constants`, by turns, in float32 with one thread
-(OMP_NUM_THREADS=1) and its processor time: a step after the first two, guided, four blocks as wide as
-Wan 2.1 1.3B. The larger the video, the smaller is the text's share. Answers are compared bit by
+(OMP_NUM_THREADS=1) and its processor time: a step after the first two, guided, four blocks as wide
+as Wan 2.1 1.3B. The larger the video, the smaller is the text's share. Answers are compared bit by
 bit. Writes a dated page into `benchmarks/results/` unless told not to.
 """
 

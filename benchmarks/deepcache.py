@@ -2,7 +2,7 @@
 
     python benchmarks/deepcache.py             # a part of the released sizes; four minutes
 
-Our UNet with random weights, a quarter as wide as the released one. Whole and shallow calls take
+Our UNet with random weights, a fifth as wide as the released one. Whole and shallow calls take
 turns, in float32 and bfloat16, with one thread (OMP_NUM_THREADS=1) and its processor time. The
 error is that of one shallow call whose features are of a level one of 25 Karras steps before, over
 the norm of the answer: random weights say what a step costs and nothing of a trained model's
@@ -32,7 +32,7 @@ WHOLE = (13, 9, 5)
 
 def row(dtype: torch.dtype, rounds: int) -> str:
     """One line of the table."""
-    stack = svd((80, 160, 320, 320), 8, 32, 32, "cpu")
+    stack = svd((64, 128, 256, 256), 8, 32, 32, "cpu")
     model = stack.ours(dtype, ())
     given = stack.inputs(torch.float32)
 
@@ -78,9 +78,10 @@ def main() -> None:
     device = pick_device(facts, "cpu")
     lines = "\n".join(rows)
     counts = " | ".join(f"x at {n} of 25 whole" for n in WHOLE)
-    text = f"""# DeepCache in Stable Video Diffusion's UNet on {where(device)}, {date.today().isoformat()}
+    day = date.today().isoformat()
+    text = f"""# DeepCache in Stable Video Diffusion's UNet on {where(device)}, {day}
 
-A quarter of the released width, 8 frames of 32x32 latents, two branches, random weights; medians of
+A fifth of the released width, 8 frames of 32x32 latents, two branches, random weights; medians of
 {asked.rounds} rounds by turns. The gain of a run counts its steps by these times. The error is one
 shallow call's, a step after a whole one: of random weights, which says nothing of trained ones.
 

@@ -35,7 +35,7 @@ CACHES = {"deepcache": "deep layers of a UNet taken from the last whole step"}
 METHODS = {**SOLVERS, **PREDICTORS, **CACHES}
 
 #: Share of a call that is computed in a step that a cache leaves shallow: measured on SVD's UNet.
-SHALLOW_SHARE = 0.25
+SHALLOW_SHARE = 0.29
 
 #: Budgets in dB that can be asked for. Above, the frames' own 8 bits are the larger error.
 LOWEST_DB, HIGHEST_DB = 20.0, 50.0
