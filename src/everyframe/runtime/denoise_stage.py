@@ -78,6 +78,10 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
         """The sampler's noise levels, for a family whose spec lists multistep solvers."""
         raise AssertionError(f"{type(self).__module__} lists no solvers")
 
+    def completed(self, step: SamplerStep, inputs: _Inputs) -> SamplerStep:
+        """A solver's step as `sample` gives it, where that changes the last one."""
+        return step
+
     def shard(self, modules: Mapping[str, Any]) -> ModelPatch:
         """Patch the denoiser for the run, until removed; nothing by default."""
         return ModelPatch(SingleRank(), 1)
@@ -86,6 +90,11 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
     def steps_per_video(self) -> int:
         """Number of steps of one video."""
         return self.context.settings.num_inference_steps
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Number of steps of one batch of a video."""
+        return self.steps_per_video
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -122,7 +131,7 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
         make_unguided = partial(make, guidance_scale=1.0)
         if method is None:
             return self.sample(GuardedDenoiser(guard, make, start), inputs, start)
-        is_guided = start < method.guided_steps(self.steps_per_video)
+        is_guided = start < method.guided_steps(self.steps_per_batch)
         guarded = GuardedDenoiser(guard, make if is_guided else make_unguided, start)
         return self._lossy_steps(method, guarded, make_unguided, inputs, start, memory, features)
 
@@ -137,7 +146,7 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
         features: DeepFeatures | None,
     ) -> Iterator[SamplerStep]:
         """Steps of a method that computes the denoiser in some of them."""
-        num_steps, agree = self.steps_per_video, self._agree
+        num_steps, agree = self.steps_per_batch, self._agree
         resumed = {"start": start, "memory": memory, "agree": agree}
         predicted: PredictedDenoise | DeepCachedDenoise | None = None
         if method.is_solver:
@@ -155,10 +164,13 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
             steps = self.sample(predicted, inputs, start)
         with features or nullcontext():
             for step in steps:
-                if predicted is not None:
-                    step = replace(step, memory=predicted.memory, note=predicted.take_note())
+                if predicted is None:
+                    yield self.completed(step, inputs)
+                else:
+                    own = {} if step.memory is None else {"sampler": step.memory}
+                    memory = {**predicted.memory, **own}
+                    yield replace(step, memory=memory, note=predicted.take_note())
                     predicted.step = step.index + 1
-                yield step
                 guarded.num_done = step.index + 1
                 if guarded.num_done == method.guided_steps(num_steps) < num_steps:
                     guarded.make_by(make_unguided)
