@@ -86,13 +86,9 @@ def openvino(stack: Stack, dtype: str) -> Call:
 
     given = stack.inputs(torch.float32)
     wrapped = _Traced(stack, stack.theirs(torch.float32))
-    try:
-        converted = library.convert_model(
-            wrapped, example_input=given, input=[tuple(each.shape) for each in given]
-        )
-    except Exception:  # noqa: BLE001 - tracing gives up on sizes that a model computes with
-        program = torch.export.export(wrapped.eval(), given, strict=False).run_decompositions()
-        converted = library.convert_model(program)
+    converted = library.convert_model(
+        wrapped, example_input=given, input=[tuple(each.shape) for each in given]
+    )
     hint = {"float32": "f32", "bfloat16": "bf16"}[dtype]
     own = {"INFERENCE_PRECISION_HINT": hint, "INFERENCE_NUM_THREADS": torch.get_num_threads()}
     network = library.compile_model(converted, "CPU", own)
