@@ -119,6 +119,25 @@ def test_a_planted_map_is_found_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
     assert mine.colors(reads=True) is None
 
 
+def test_small_weights_are_known_before_they_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The embedded model's colours come with it: its first run on a machine has previews too."""
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path / "cache"))
+    plan = everyframe.plan(PROMPT, preview=True)
+    assert plan.preview is not None
+    assert plan.preview.source.startswith("factors fitted")
+    # Large ones are hashed by the run alone, which then knows them.
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path / "other"))
+    monkeypatch.setattr("everyframe.runtime.latent_space._READ_AT_ONCE", 0)
+    unread = everyframe.plan(PROMPT, num_inference_steps=3, preview=True)
+    assert unread.preview == PreviewPlan(1, "")
+    events, _ = run(preview=True)
+    assert sum(isinstance(each, Preview) for each in events) == 3
+    assert not any("next runs" in each.text for each in events if isinstance(each, Note))
+    assert not (tmp_path / "other" / "latent_colors").exists()
+
+
 def test_what_no_map_explains_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path / "cache"))
     mine = LatentSpace("VideoVAE", 4, own_digest=lambda: "ab")
