@@ -93,6 +93,7 @@ def cogvideox(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_video_to_video_by_either_name(cogvideox: Path, tmp_path: Path) -> None:
     clip = np.random.default_rng(0).integers(0, 255, (9, 16, 16, 3), np.uint8)
     short = {"max_sequence_length": 16}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -185,6 +186,29 @@ def test_a_run_shows_itself_and_keeps_its_bits() -> None:
         assert isinstance(before, Step)
         assert before.step == each.step
     assert any(isinstance(each, Note) and "previews each step" in each.text for each in events)
+
+
+@pytest.mark.slow
+def test_previews_take_under_a_hundredth_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the fastest steps that there are, those of the embedded model on one thread."""
+    import time
+
+    spent = []
+    make = Previewer.preview
+
+    def timed(self: Previewer, *given: Any) -> Preview | None:
+        began = time.thread_time()
+        made = make(self, *given)
+        spent.append((time.thread_time() - began, made is not None))
+        return made
+
+    monkeypatch.setattr(Previewer, "preview", timed)
+    events: list[Event] = []
+    everyframe.generate(PROMPT, seed=1, num_inference_steps=24, preview=True, run_dir="off",
+                        on_event=events.append)  # fmt: skip
+    assert sum(is_made for _, is_made in spent) >= 12
+    steps = sum(each.seconds for each in events if isinstance(each, Step))
+    assert sum(seconds for seconds, _ in spent) < 0.01 * steps
 
 
 @pytest.mark.slow
