@@ -22,7 +22,8 @@ RUN VIRTUAL_ENV=/opt/everyframe uv pip install --no-cache --torch-backend "${BAC
     --constraint /src/constraints.txt "/src[gguf,server]"
 
 FROM python:${PYTHON}-slim-bookworm
-# g++ compiles the native kernels on the processor that runs them.
+# g++ compiles the native kernels on the processor that runs them. Debian's release fixes its version.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/* \
@@ -36,7 +37,8 @@ ENV PATH=/opt/everyframe/bin:$PATH \
     EVERYFRAME_RUNS=/data/runs \
     EVERYFRAME_SERVER_DIR=/data/server \
     PYTHONUNBUFFERED=1
-USER everyframe
+# By its number, which Kubernetes can check not to be root's.
+USER 1000
 WORKDIR /data
 VOLUME ["/models", "/data"]
 EXPOSE 8000

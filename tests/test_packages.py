@@ -68,9 +68,12 @@ def test_a_release_needs_no_token_and_is_built_once() -> None:
     assert runs.count("python -m build") == 1
     assert "cyclonedx-py" in runs
     assert ".ci/run" in [step.get("run") for step in jobs["build"]["steps"]]
-    used = re.findall(r"uses: (\S+)", text)
+    used = re.findall(r"uses: (.+)", text)
     assert used
-    assert all(re.fullmatch(r"[\w-]+/[\w-]+@(v\d+|release/v1)", each) for each in used)
+    # A tag can be moved to other code, a commit can't; the comment is for people and Dependabot.
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v[\d.]+", each) for each in used)
+    updates = read_yaml(ROOT / ".github" / "dependabot.yml")["updates"]
+    assert [each["package-ecosystem"] for each in updates] == ["github-actions"]
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
@@ -221,21 +224,80 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder.parent
 
 
+@pytest.fixture
+def bare(index: Path, tmp_path: Path) -> dict[str, str]:
+    """Variables of a shell that knows nothing of this tree but the index and the tested versions.
+
+    Wheels that lie on this machine (`PIP_FIND_LINKS`) are taken in place of a download.
+    """
+    known = {name: text for name, text in os.environ.items()
+             if name not in ("PYTHONPATH", "VIRTUAL_ENV")}  # fmt: skip
+    constraints = str(ROOT / "constraints.txt")
+    pipx = {f"PIPX_{name}": str(tmp_path / name) for name in ("HOME", "BIN_DIR", "MAN_DIR")}
+    return {**known, **pipx, "UV_INDEX": index.as_uri(), "UV_PYTHON": sys.executable,
+            "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", ""),
+            "UV_CONSTRAINT": constraints, "PIP_CONSTRAINT": constraints}  # fmt: skip
+
+
+def run_line(line: str, folder: Path, variables: dict[str, str]) -> str:
+    """What a line of a page prints on both streams; it must succeed."""
+    done = subprocess.run(line, shell=True, cwd=folder, env=variables, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, text=True, timeout=1800)  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def line_of(page: Path, start: str) -> str:
+    """The command of a page that begins so, without its comment."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    return next(line for line in lines if line.startswith(start)).partition("  #")[0].strip()
+
+
 @pytest.mark.slow  # it builds two archives and installs torch
-def test_the_line_of_the_readme_makes_a_video_from_the_index(index: Path, tmp_path: Path) -> None:
+def test_the_line_of_the_readme_makes_a_video_from_the_index(
+    bare: dict[str, str], tmp_path: Path
+) -> None:
     """Without `--torch-backend`: its index is not everywhere reachable, where PyPI's torch is."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    line = next(line for line in readme.splitlines() if line.startswith("uvx "))
-    words = line.replace("--torch-backend auto ", "").split(" ", 1)[1]
-    bare = {name: text for name, text in os.environ.items()
-            if name not in ("PYTHONPATH", "VIRTUAL_ENV")}  # fmt: skip
-    command = f"uvx --python {sys.executable} --index {index.as_uri()} {words} --seed 7"
-    done = subprocess.run(command, shell=True, cwd=tmp_path, env=bare, capture_output=True,
-                          text=True, timeout=1800)  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    line = line_of(ROOT / "README.md", "uvx ").replace("--torch-backend auto ", "")
+    run_line(f"{line} --seed 7", tmp_path, bare)
     assert (tmp_path / "clip.mp4").stat().st_size > 1000
-    told = subprocess.run(["uvx", "--help"], capture_output=True, text=True, check=True).stdout
-    assert "--torch-backend" in told
+    told = run_line("uvx --help && uv tool install --help", tmp_path, bare)
+    assert told.count("--torch-backend") >= 2
+
+
+@pytest.mark.slow  # it builds two archives and installs torch twice
+@pytest.mark.parametrize("backend", ["uv", "pip"])
+def test_pipx_installs_and_runs_from_the_index(
+    backend: str, index: Path, bare: dict[str, str], tmp_path: Path
+) -> None:
+    """By both of pipx's backends, and with the index given as the page on installing gives one."""
+    if shutil.which("pipx") is None:
+        pytest.skip("needs pipx")
+    line = line_of(ROOT / "docs" / "how-to" / "install.md", "pipx install everyframe --pip-args")
+    ours = re.sub(r"https://\S+/whl/cpu", index.as_uri(), line)
+    assert ours != line
+    assert line.startswith(line_of(ROOT / "README.md", "pipx install"))
+    variables = {**bare, "PIPX_DEFAULT_BACKEND": backend, "UV_INDEX": ""}
+    run_line(ours, tmp_path, variables)
+    command = str(tmp_path / "BIN_DIR" / "everyframe")
+    assert __version__ in run_line(f"{command} --version", tmp_path, variables)
+    run_line(f'{command} generate "a red circle" --seed 7 -o clip.mp4', tmp_path, variables)
+    assert (tmp_path / "clip.mp4").stat().st_size > 1000
+    assert (tmp_path / "MAN_DIR" / "man1" / "everyframe.1").exists()
+
+
+@pytest.mark.slow  # it builds two archives and asks the index for what each extra needs
+@pytest.mark.parametrize("extra", ["server", "ray", "gguf", "comfyui", "otel", "all"])
+def test_each_extra_resolves_from_the_index(
+    extra: str, bare: dict[str, str], tmp_path: Path
+) -> None:
+    run_line("uv venv --quiet .venv", tmp_path, bare)
+    found = run_line(
+        f'uv pip install --python .venv --dry-run "everyframe[{extra}]"', tmp_path, bare
+    )
+    assert f"+ everyframe=={__version__}" in found
+    for each in map(Requirement, extras()[extra]):
+        assert f"+ {each.name.replace('_', '-')}==" in found, found
 
 
 @pytest.mark.slow  # it builds two archives

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from everyframe.checkpoints import shapes_prompts
 from everyframe.checkpoints.shapes_prompts import Refusal, Scene, read_prompt
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -21,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
             Scene("circle", "red", "blue", "right"),
         ),
         ("A BLUE STAR SPINS OVER GRAY!", Scene("star", "blue", "grey", "turning")),
+        ("a red star turns clockwise", Scene("star", "red", "black", "turning")),
         (
             "blue square, navy blue background, shrinking",
             Scene("square", "blue", "navy", "shrinking"),
@@ -59,6 +62,22 @@ def test_prompts_outside_of_it_are_refused_with_the_reason(prompt: str, word: st
     read = read_prompt(prompt)
     assert isinstance(read, Refusal)
     assert word in read.reason
+
+
+def test_whatever_the_card_offers_is_read() -> None:
+    """Each word of its lists, and each motion as the card writes it."""
+    card = (Path(shapes_prompts.__file__).parent / "shapes" / "MODEL_CARD.md").read_text()
+    offered = card.split("**What it draws.**")[1].split(". No turning circle")[0]
+    shapes, colours, grounds, motions = (
+        re.split(r", | or ", each) for each in " ".join(offered.split()).split("; ")[:4]
+    )
+    motions = [re.sub("^(left|up|down)$", r"moving \1", each) for each in motions]
+    read = [read_prompt(f"a {each} star") for each in colours]
+    read += [read_prompt(f"a red {each}") for each in shapes]
+    read += [read_prompt(f"a red star on {each.removeprefix('on ')}") for each in grounds]
+    read += [read_prompt(f"a red star {each}") for each in motions]
+    assert [each for each in read if isinstance(each, Refusal)] == []
+    assert {each.motion for each in read[-len(motions) :]} == {*shapes_prompts.MOTIONS}
 
 
 def test_every_caption_of_the_recipe_is_read_back() -> None:

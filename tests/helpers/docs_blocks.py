@@ -1,9 +1,10 @@
 """The programs on our pages: which there are, and how one is run.
 
 A fenced block is run if it says ``sh`` or ``python``. ``<!-- not run: why -->`` on the line above
-leaves it out. All blocks of a page share one folder and are run in order, as a reader would. On the
-README each command is a new process. Other programs are forked from this one (see `forked`), which
-is what a new one would be after some seconds of imports. Read next: `test_docs.py`.
+leaves it out. All blocks of a page share one folder and are run in order, as a reader would. The
+tutorial's Python is one session: a block begins with those above it. On the README and the tutorial
+each command is a new process. Other programs are forked from this one (see `forked`), which is what
+a new one would be after some seconds of imports. Read next: `test_docs.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +31,9 @@ _FENCE = re.compile(r"^```(.*)$")
 #: A command of ours with nothing in it that a shell would have to do.
 _PLAIN = re.compile(r"everyframe [^|&;<>$`\\#*?~()]+")
 #: Pages whose commands are processes of their own from the beginning.
-_AS_TYPED = ("README.md",)
+_AS_TYPED = ("README.md", "tutorial.md")
+#: Pages whose blocks of Python are typed into one session.
+_ONE_SESSION = ("tutorial.md",)
 _NOT_RUN = re.compile(r"^<!-- not run: (\S.*) -->$")
 TIMEOUT = 180
 
@@ -153,8 +156,16 @@ class Reader:
         self._rest = [block for block in blocks if block.language in COMMANDS and not block.not_run]
         self._folder = folder
         self._env = env
+        self._session = ""
 
     def read_to(self, block: Block) -> None:
         """Run what is left up to and with `block`. A block that fails is not run again."""
         while self._rest and self._rest[0].line <= block.line:
-            run(self._rest.pop(0), self._folder, self._env)
+            run(self._with_session(self._rest.pop(0)), self._folder, self._env)
+
+    def _with_session(self, block: Block) -> Block:
+        """The block after the Python above it, where the page is one session."""
+        if block.language != "python" or block.page.name not in _ONE_SESSION:
+            return block
+        self._session += block.text
+        return replace(block, text=self._session)

@@ -28,9 +28,11 @@ def test_registry_takes_the_project_file() -> None:
         PACK.parents[1] / "LICENSE"
     ).read_text()
     assert project["dependencies"] == []
-    assert {"PublisherId", "DisplayName", "Icon", "requires-comfyui"} <= {*comfy}
-    icon = ElementTree.parse(PACK / comfy["Icon"]).getroot()
-    assert int(icon.attrib["width"]) <= 800
+    assert {*comfy} == {"DisplayName", "requires-comfyui"}
+    release = (PACK.parents[1] / "CONTRIBUTING.md").read_text().split("## Release")[1]
+    assert all(f"`{key}" in release for key in ("[project.urls]", "PublisherId", "Icon"))
+    icon = ElementTree.parse(PACK / "icon.svg").getroot()
+    assert int(icon.attrib["width"]) <= 400
     assert int(icon.attrib["height"]) <= 400
 
 

@@ -1,7 +1,8 @@
-"""The node pack in a real ComfyUI without a page: ``EVERYFRAME_COMFYUI=FOLDER`` names it.
+"""The node pack in a real ComfyUI: ``EVERYFRAME_COMFYUI=FOLDER`` names it.
 
 Its Python is that of ``.venv`` or ``venv`` in the folder, else this one. It needs what ComfyUI's
-requirements.txt lists, but for the packages of the page, and a torchvision that fits its torch.
+requirements.txt lists, and a torchvision that fits its torch. Without the packages of the page the
+workflows are not opened; that takes playwright and a Chromium as well.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import pytest
 
 from everyframe.engine.launcher import IN_PROCESS
 from everyframe.engine.provenance import record_in
+from helpers.browser_tabs import find_chromium
 from helpers.comfyui_stand_in import PACK
 from helpers.server_process import SOURCE
 
@@ -31,6 +33,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not FOLDER, reason="EVERYFRAME_COMFYUI names no folder of a real ComfyUI"),
 ]
+WORKFLOWS = sorted((PACK / "example_workflows").glob("*.json"))
 _START_SECONDS, _RUN_SECONDS = 300.0, 600.0
 
 
@@ -48,15 +51,19 @@ class ComfyUI:
         self.url = f"http://127.0.0.1:{port}"
         folder = Path(str(FOLDER))
         own = [folder / name / "bin" / "python" for name in (".venv", "venv")]
-        python = next((str(each) for each in own if each.exists()), sys.executable)
+        self.python = next((str(each) for each in own if each.exists()), sys.executable)
         words = [
             "--cpu", "--listen", "127.0.0.1", "--port", str(port), "--disable-auto-launch",
-            "--front-end-root", str(base / "front"), "--base-directory", str(base),
+            "--base-directory", str(base),
         ]  # fmt: skip
+        looked_for = [self.python, "-c", "import comfyui_frontend_package"]
+        self.has_page = not subprocess.run(looked_for, capture_output=True, check=False).returncode
+        if not self.has_page:
+            words += ["--front-end-root", str(base / "front")]
         variables = {k: v for k, v in os.environ.items() if k != IN_PROCESS}
         self.log = (base / "log").open("w+")
         self.process = subprocess.Popen(
-            [python, str(folder / "main.py"), *words],
+            [self.python, str(folder / "main.py"), *words],
             env={**variables, "PYTHONPATH": str(SOURCE)},
             stdout=self.log, stderr=self.log,
         )  # fmt: skip
@@ -118,6 +125,23 @@ def _prompt(**given: Any) -> dict[str, Any]:
     }
 
 
+def test_its_own_reader_takes_the_project_file(comfyui: ComfyUI) -> None:
+    """It leaves out a list of classifiers where one of them is unknown."""
+    program = f"""if True:
+        import json, sys
+        sys.path.insert(0, {str(FOLDER)!r})
+        from comfy_config.config_parser import extract_node_configuration
+        print(json.dumps(extract_node_configuration({str(PACK)!r}).model_dump()))
+    """
+    done = subprocess.run([comfyui.python, "-c", program], capture_output=True, check=True)
+    read = json.loads(done.stdout)
+    assert read["tool_comfy"]["display_name"] == "Everyframe"
+    assert read["project"]["license"]["file"] == "LICENSE"
+    assert len(read["project"]["supported_os"]) == 3
+    assert len(read["project"]["supported_accelerators"]) == 3
+    assert read["project"]["supported_comfyui_version"] == ">=0.3.64"
+
+
 def test_nodes_are_there(comfyui: ComfyUI) -> None:
     found = comfyui.ask("/object_info")
     ours = {name for name in found if name.startswith("Everyframe")}
@@ -167,6 +191,43 @@ def test_error_of_the_worker_is_its_message(comfyui: ComfyUI) -> None:
     prompt = comfyui.ask("/prompt", _prompt(model="no-such-model"))["prompt_id"]
     messages = dict(comfyui.wait_for(prompt)["status"]["messages"])
     assert "no-such-model" in messages["execution_error"]["exception_message"]
+
+
+@pytest.fixture
+def page(comfyui: ComfyUI) -> Iterator[Any]:
+    """ComfyUI's own page in a Chromium, once it knows our nodes."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="the page needs playwright")
+    chromium = find_chromium()
+    if chromium is None or not comfyui.has_page:
+        pytest.skip("needs a Chromium, and ComfyUI's package of the page")
+    with playwright.sync_playwright() as browsers:
+        browser = browsers.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        tab = browser.new_page()
+        tab.goto(comfyui.url)
+        known = "window.LiteGraph?.registered_node_types.EveryframeGenerate && window.app.graph"
+        tab.wait_for_function(known, timeout=120_000)
+        yield tab
+        browser.close()
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflow_opens_in_the_page_and_is_taken(path: Path, comfyui: ComfyUI, page: Any) -> None:
+    """The page makes a prompt of each example, which has the values of its widgets and is valid."""
+    assert path.stem in comfyui.ask("/workflow_templates")["everyframe"]
+    workflow = json.loads(path.read_text())
+    page.evaluate("async (workflow) => { await window.app.loadGraphData(workflow) }", workflow)
+    prompt = page.evaluate("async () => (await window.app.graphToPrompt()).output")
+    assert {node["class_type"] for node in prompt.values()} == {
+        node["type"] for node in workflow["nodes"]
+    }
+    (inputs,) = (
+        node["inputs"] for node in prompt.values() if node["class_type"] == "EveryframeGenerate"
+    )
+    assert (inputs["prompt"], inputs["guidance"]) == ("a red circle moves to the right", -1)
+    answer = comfyui.ask("/prompt", {"prompt": prompt})
+    assert answer["node_errors"] == {}
+    comfyui.ask("/queue", {"clear": True})
+    comfyui.ask("/interrupt", {})
 
 
 def test_killed_worker_is_a_message_with_what_to_do(comfyui: ComfyUI) -> None:

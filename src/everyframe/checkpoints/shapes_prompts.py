@@ -80,6 +80,9 @@ MOTIONS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Each motion's phrases. Turning is clockwise."""
 
+# The model was trained on the phrases above alone, and knows both words of each of these.
+_ALSO_READ = {"turning": tuple(f"{each} clockwise" for each in MOTIONS["turning"])}
+
 BACKGROUND_NOUNS = ("background", "backdrop", "ground", "field", "screen")
 PREPOSITIONS = ("on", "over", "against", "across", "in front of", "upon")
 FILLERS = (
@@ -125,7 +128,9 @@ def read_prompt(prompt: str) -> Scene | Refusal:
     """
     # Two stars hold a place, so that words which stood apart never come to stand together.
     text = " " + " ".join(re.findall(r"[\w'-]+", prompt.casefold())) + " "
-    motions, text = _take(text, MOTIONS)
+    motions, text = _take(
+        text, {name: each + _ALSO_READ.get(name, ()) for name, each in MOTIONS.items()}
+    )
     backgrounds, text = _take_backgrounds(text)
     ground = re.search(rf" ([\w'-]+) (?:{'|'.join(BACKGROUND_NOUNS)}) ", text)
     if ground is not None and ground[1] not in FILLERS:

@@ -8,7 +8,7 @@ from everyframe.core.errors import ExitCode, InputError, did_you_mean
 #: Shell -> where its script goes.
 SHELLS = {
     "bash": "~/.local/share/bash-completion/completions/everyframe",
-    "zsh": "a folder of $fpath, as _everyframe",
+    "zsh": "a folder of $fpath, as _cyclopts_everyframe",  # the name of the function inside
     "fish": "~/.config/fish/completions/everyframe.fish",
 }
 
