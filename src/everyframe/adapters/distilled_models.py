@@ -69,14 +69,13 @@ def titles_in(path: Path) -> tuple[str, ...]:
 
     Tensors say nothing: those of a distillation have the names, shapes and ranks of any adapter.
     """
-    read = {".safetensors": read_header, ".gguf": read_gguf_header}.get(path.suffix)
-    if read is None or not path.is_file():
+    if path.suffix not in (".safetensors", ".gguf") or not path.is_file():
         return ()
     try:
-        metadata = read(path).metadata
+        header = read_gguf_header(path) if path.suffix == ".gguf" else read_header(path)
     except CheckpointError:
         return ()  # named where it is read
-    return tuple(str(metadata[key]) for key in _TITLES if metadata.get(key))
+    return tuple(str(header.metadata[key]) for key in _TITLES if header.metadata.get(key))
 
 
 def find_preset(
