@@ -10,51 +10,46 @@ int8, compiled; cache-dit's compiler settings without a cache; OpenVINO in float
 ONNX Runtime (both on a CPU); ours as written (exact), with the fast paths of `everyframe
 fast-paths` (rounding), and with compiled blocks besides. Open-Sora has no diffusers class: there
 "diffusers" is our model without any fast path. What is not installed, or fails, is a line with the
-reason. Each is prepared once, and its first call is timed from there; then all take turns, round
-after round, with the best matrix product before each round. On a CPU one thread's processor time
-counts (OMP_NUM_THREADS=1), on a card wall time. `--seconds` skips what no time is left for.
+reason. Each has a process of its own, in which it is prepared once, and its first call is timed
+from there; then all take turns, round after round, with the best matrix product before each round.
+On a CPU one thread's processor time counts (OMP_NUM_THREADS=1), on a card wall time. `--limit` ends
+the process of one that takes longer to prepare, and `--seconds` skips what no time is left for;
+what is slow to prepare comes last. The page is written after each model.
 Writes a dated page into `benchmarks/results/` unless told not to.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib.metadata
+import multiprocessing
 import os
 import shlex
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
-from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from block_stacks import SIZES, Call, Stack
 from measuring import finish, hardware, peak, relative, result_page, where
-from torch import Tensor, nn
+from peer_candidates import BASE, SkippedError, candidates, needs
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-import everyframe
-from everyframe.core.facts import DeviceFacts
-from everyframe.fast_paths.apply import applies_to
-from everyframe.fast_paths.compilation import compiled_blocks
-from everyframe.fast_paths.registry import for_device
+from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.hardware import machine_facts, pick_device
-from everyframe.precision.strict_float32 import strict_float32
-
-#: What every ratio is to.
-BASE = "diffusers float32"
-
-
-class SkippedError(Exception):
-    """A candidate can't take part; the text says why."""
 
 
 @dataclass
@@ -69,163 +64,12 @@ class Result:
     times: list[float] = field(default_factory=list)
 
 
-def needs(package: str) -> None:
-    """Raise `SkippedError` if a package isn't installed."""
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        raise SkippedError("not installed") from None
-
-
 def clock(device: str) -> float:
     """Processor time of this process on one thread, also of threads that a library starts."""
     finish(device)
     if device == "cpu" and torch.get_num_threads() == 1:
         return time.process_time()
     return time.perf_counter()
-
-
-def compiled_by_torch(model: nn.Module, stack: Stack) -> nn.Module:
-    """Each block compiled, as diffusers' `compile_repeated_blocks` does."""
-    for name in stack.blocks:
-        for block in getattr(model, name):
-            block.compile()
-    return model
-
-
-def diffusers(stack: Stack, dtype: str, *, compiled: bool = False) -> Call:
-    model = stack.theirs(getattr(torch, dtype))
-    if compiled:
-        compiled_by_torch(model, stack)
-    return partial(stack.call, model, stack.inputs(getattr(torch, dtype)))
-
-
-def cache_dit(stack: Stack) -> Call:
-    needs("cache-dit")
-    import cache_dit as library
-
-    library.set_compile_configs()
-    return diffusers(stack, "bfloat16", compiled=True)
-
-
-def torchao(stack: Stack) -> Call:
-    needs("torchao")
-    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
-
-    model = stack.theirs(torch.bfloat16)
-    for name in stack.blocks:
-        quantize_(getattr(model, name), Int8DynamicActivationInt8WeightConfig())
-    compiled_by_torch(model, stack)
-    return partial(stack.call, model, stack.inputs(torch.bfloat16))
-
-
-class _Traced(nn.Module):
-    """Takes tensors and returns one, for converters."""
-
-    def __init__(self, stack: Stack, model: nn.Module) -> None:
-        super().__init__()
-        self.model, self.run = model, stack.call
-
-    def forward(self, *given: Tensor) -> Tensor:
-        return self.run(self.model, given)
-
-
-def openvino(stack: Stack, dtype: str) -> Call:
-    needs("openvino")
-    import openvino as library
-
-    given = stack.inputs(torch.float32)
-    wrapped = _Traced(stack, stack.theirs(torch.float32))
-    converted = library.convert_model(
-        wrapped, example_input=given, input=[tuple(each.shape) for each in given]
-    )
-    hint = {"float32": "f32", "bfloat16": "bf16"}[dtype]
-    own = {"INFERENCE_PRECISION_HINT": hint, "INFERENCE_NUM_THREADS": torch.get_num_threads()}
-    network = library.compile_model(converted, "CPU", own)
-    arrays = [each.numpy() for each in given]
-    return lambda: torch.from_numpy(network(arrays)[0])
-
-
-def onnxruntime(stack: Stack) -> Call:
-    needs("onnxruntime")
-    needs("onnxscript")
-    import onnxruntime as library
-
-    given = stack.inputs(torch.float32)
-    wrapped = _Traced(stack, stack.theirs(torch.float32)).eval()
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder, "model.onnx"))
-        torch.onnx.export(wrapped, given, path, dynamo=True, external_data=True)
-        options = library.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()
-        session = library.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    names = [each.name for each in session.get_inputs()]
-    arrays = dict(zip(names, (each.numpy() for each in given), strict=True))
-    return lambda: torch.from_numpy(session.run(None, arrays)[0])
-
-
-def paths_of(stack: Stack, device: DeviceFacts) -> tuple[str, ...]:
-    """Fast paths that the model has a place for, other than half precision and compiling."""
-    kinds = [path for path in for_device(device) if path.group not in ("precision", "compile")]
-    first = next((path.name for path in kinds if path.group == "attention"), None)
-    others = [path.name for path in kinds if path.group != "attention"]
-    probe = stack.ours(torch.float32, ())
-    found = [name for name in others if applies_to(name, probe)]
-    return tuple(name for name in (first, *found) if name)
-
-
-def ours(stack: Stack, dtype: str, device: DeviceFacts, *, fast: bool, compiled: bool) -> Call:
-    paths = paths_of(stack, device) if fast else ()
-    model = stack.ours(getattr(torch, dtype), paths)
-    if compiled:
-        everyframe.compile(model)
-    run = partial(_strictly, stack, model, stack.inputs(getattr(torch, dtype)))
-    if compiled:
-        run()
-        blocks = compiled_blocks(model).values()
-        if not any(block.is_compiled for block in blocks):
-            notes = sorted({note for block in blocks for note in block.report.notes})
-            raise SkippedError("; ".join(notes) or "no block is called")
-    return run
-
-
-def _strictly(stack: Stack, model: nn.Module, given: tuple[Tensor, ...]) -> Tensor:
-    with strict_float32():
-        return stack.call(model, given)
-
-
-def candidates(stack: Stack, device: DeviceFacts) -> dict[str, tuple[str, Callable[[], Call]]]:
-    """Name -> dtype of its products, and what prepares it."""
-    half = "bfloat16"
-    found: dict[str, tuple[str, Callable[[], Call]]] = {
-        BASE: ("float32", partial(diffusers, stack, "float32")),
-        f"diffusers {half}": (half, partial(diffusers, stack, half)),
-        f"ours {half}, exact": (
-            half, partial(ours, stack, half, device, fast=False, compiled=False)),
-        f"ours {half}, fast paths": (
-            half, partial(ours, stack, half, device, fast=True, compiled=False)),
-        f"ours {half}, fast paths and compiled": (
-            half, partial(ours, stack, half, device, fast=True, compiled=True)),
-        f"diffusers {half} compiled": (half, partial(diffusers, stack, half, compiled=True)),
-        f"cache-dit {half} compiled, no cache": (half, partial(cache_dit, stack)),
-        "torchao int8 dynamic compiled": (half, partial(torchao, stack)),
-    }  # fmt: skip
-    if device.kind != "cpu":
-        return found
-    single: dict[str, tuple[str, Callable[[], Call]]] = {
-        "ours float32, exact": (
-            "float32", partial(ours, stack, "float32", device, fast=False, compiled=False)),
-        "ours float32, fast paths": (
-            "float32", partial(ours, stack, "float32", device, fast=True, compiled=False)),
-        "ours float32, fast paths and compiled": (
-            "float32", partial(ours, stack, "float32", device, fast=True, compiled=True)),
-        "OpenVINO float32": ("float32", partial(openvino, stack, "float32")),
-        f"OpenVINO {half}": (half, partial(openvino, stack, half)),
-        "ONNX Runtime float32": ("float32", partial(onnxruntime, stack)),
-        "diffusers float32 compiled": (
-            "float32", partial(diffusers, stack, "float32", compiled=True)),
-    }  # fmt: skip
-    return {**found, **single}
 
 
 def held(device: str) -> int:
@@ -235,9 +79,16 @@ def held(device: str) -> int:
     return int(torch.cuda.max_memory_allocated())
 
 
-def prepared(
-    make: Callable[[], Call], dtype: str, device: str, base: Tensor | None
-) -> tuple[Call, Result, Tensor]:
+@dataclass(frozen=True)
+class Ready:
+    """What a candidate's process says when it is prepared: first call, bytes and its answer."""
+
+    first: float
+    bytes: int
+    answer: np.ndarray[Any, Any]
+
+
+def prepared(make: Callable[[], Call], device: str) -> tuple[Call, Ready]:
     """Prepare a candidate and call it once; raises whatever goes wrong with it."""
     gc.collect()
     before = held(device)
@@ -250,10 +101,64 @@ def prepared(
     answer = run()
     finish(device)
     first = time.perf_counter() - began
-    error = 0.0 if base is None else relative(answer.float().cpu(), base)
-    if not error < 0.2:
-        raise SkippedError(f"its answer is off by {error:.1e}")
-    return run, Result(dtype, first, error, held(device) - before), answer.float().cpu()
+    return run, Ready(first, held(device) - before, answer.float().cpu().numpy())
+
+
+@torch.inference_mode()
+def serve(pipe: Connection, model: str, name: str, device: DeviceFacts, threads: int) -> None:
+    """A candidate's process: prepare it, then time a call whenever asked."""
+    there = device.torch_name
+    if there == "cpu":
+        torch.set_num_threads(threads)
+    stack = SIZES[model][device.kind](there)
+    try:
+        run, ready = prepared(candidates(stack, device)[name][1], there)
+    except Exception as error:  # noqa: BLE001 - a peer may fail in any way, and that is a result
+        pipe.send(" ".join(str(error).split())[:160] or type(error).__name__)
+        return
+    pipe.send(ready)
+    while pipe.recv():
+        began = clock(there)
+        run()
+        pipe.send(clock(there) - began)
+
+
+class Candidate:
+    """A candidate in a process of its own, which ends with this object."""
+
+    def __init__(self, model: str, name: str, device: DeviceFacts) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        given = (theirs, model, name, device, torch.get_num_threads())
+        self._process = context.Process(target=serve, args=given, daemon=False)
+        self._process.start()
+        theirs.close()
+
+    def answer(self, seconds: float) -> Any:
+        """What the process says next. Raises `SkippedError` if it says nothing or failed."""
+        if not self._pipe.poll(max(seconds, 0.0)):
+            raise SkippedError(f"not ready within {seconds:.0f} s")
+        try:
+            said = self._pipe.recv()
+        except EOFError:
+            self._process.join(10)
+            raise SkippedError(f"its process ended with {self._process.exitcode}") from None
+        if isinstance(said, str):
+            raise SkippedError(said)
+        return said
+
+    def timed(self) -> float:
+        """Seconds of one call."""
+        self._pipe.send(True)
+        return float(self.answer(600.0))
+
+    def close(self) -> None:
+        """End the process and what it started."""
+        for child in psutil.Process(self._process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        self._process.kill()
+        self._process.join()
 
 
 def count_flops(stack: Stack, device: str) -> int:
@@ -266,40 +171,62 @@ def count_flops(stack: Stack, device: str) -> int:
     return int(counter.get_total_flops())
 
 
-def measure(stack: Stack, device: DeviceFacts, asked: argparse.Namespace, ends: float) -> str:
+def measure(model: str, device: DeviceFacts, asked: argparse.Namespace, ends: float) -> str:
     """All candidates by turns; the section of the page."""
-    there, runs, results = device.torch_name, {}, {}
+    there = device.torch_name
+    stack = SIZES[model][device.kind](there)
+    runs: dict[str, Candidate] = {}
+    results: dict[str, Result] = {}
     skipped: dict[str, str] = {}
     base: Tensor | None = None
-    flops = count_flops(stack, there)
-    for name, (dtype, make) in candidates(stack, device).items():
-        wanted = not asked.only or any(each in name.lower() for each in asked.only)
-        if name != BASE and not wanted:
-            continue
-        if name != BASE and time.monotonic() > ends - asked.reserve:
-            skipped[name] = "no time left"
-            continue
-        try:
-            runs[name], results[name], answer = prepared(make, dtype, there, base)
-        except Exception as error:  # noqa: BLE001 - a peer may fail in any way, and that is a result
-            said = " ".join(str(error).split())[:160] or type(error).__name__
-            skipped[name] = said
-            torch._dynamo.reset()
-            continue
-        base = answer if base is None else base
-        shown = results[name]
-        print(f"{name}: first call {shown.first:.1f} s, error {shown.error:.1e}", flush=True)
+    try:
+        for name, (dtype, _) in candidates(stack, device).items():
+            if name != BASE and asked.only and not any(each in name.lower() for each in asked.only):
+                continue
+            left = ends - asked.reserve - time.monotonic()
+            if name != BASE and left <= 0:
+                skipped[name] = "no time left"
+                continue
+            candidate = runs[name] = Candidate(model, name, device)
+            try:
+                ready = candidate.answer(asked.limit if name == BASE else min(asked.limit, left))
+                answer = torch.from_numpy(ready.answer)
+                base = answer if base is None else base
+                error = relative(answer, base)
+                if not error < 0.2:
+                    raise SkippedError(f"its answer is off by {error:.1e}")
+            except SkippedError as reason:
+                skipped[name] = str(reason)
+                runs.pop(name).close()
+                continue
+            results[name] = Result(dtype, ready.first, error, ready.bytes)
+            print(f"{name}: first call {ready.first:.1f} s, error {error:.1e}", flush=True)
+        peaks = take_turns(runs, results, there, asked.rounds, ends)
+    finally:
+        for candidate in runs.values():
+            candidate.close()
+    if BASE not in results:
+        raise SystemExit(f"{BASE} failed: {skipped[BASE]}")
+    return page_section(stack, results, peaks, count_flops(stack, there), skipped)
+
+
+def take_turns(
+    runs: Mapping[str, Candidate],
+    results: Mapping[str, Result],
+    device: str,
+    rounds: int,
+    ends: float,
+) -> dict[str, list[float]]:
+    """Time each candidate once a round; the peaks of the same rounds."""
     peaks: dict[str, list[float]] = {"float32": [], "bfloat16": []}
-    for number in range(asked.rounds):
+    for number in range(rounds):
         if number and time.monotonic() > ends:
             break
         for dtype, found in peaks.items():
-            found.append(peak(dtype, there))
+            found.append(peak(dtype, device))
         for name, run in runs.items():
-            began = clock(there)
-            run()
-            results[name].times.append(clock(there) - began)
-    return page_section(stack, results, peaks, flops, skipped)
+            results[name].times.append(run.timed())
+    return peaks
 
 
 def page_section(
@@ -342,6 +269,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", action="append", default=[], help="part of candidates' names")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--limit", type=float, default=300.0, help="seconds to prepare one candidate"
+    )
     parser.add_argument("--seconds", type=float, help="for all; 330 on a card, 3600 on a CPU")
     parser.add_argument("--no-page", action="store_true", help="print only")
     return parser.parse_args()
@@ -363,12 +293,16 @@ def main() -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache, "inductor"))
         for number, name in enumerate(names, 1):
             asked.reserve = 0.1 * total / len(names)
-            stack = SIZES[name][device.kind](device.torch_name)
             ends = began + total * number / len(names)
-            sections.append(measure(stack, device, asked, ends))
+            sections.append(measure(name, device, asked, ends))
             print(sections[-1], flush=True)
-            gc.collect()
-            torch._dynamo.reset()
+            write_page(sections, facts, device, asked)
+
+
+def write_page(
+    sections: Sequence[str], facts: MachineFacts, device: DeviceFacts, asked: argparse.Namespace
+) -> None:
+    """The page of the models so far."""
     packages = ", ".join(
         f"{name} {importlib.metadata.version(name)}"
         for name in ("openvino", "onnxruntime", "torchao", "cache-dit")

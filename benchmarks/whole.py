@@ -1,6 +1,7 @@
 """What does a whole run take, from the command to the file, beside a script of diffusers?
 
-    python benchmarks/whole.py                  # videos of a small Wan; some minutes
+    python benchmarks/whole.py                  # videos of a small Wan; twenty minutes at most
+    python benchmarks/whole.py --folder DIR     # the same, which goes on where it was broken off
     python benchmarks/whole.py --device cuda    # a larger one, on a card; five minutes
 
 A Wan 2.1 pipeline with random weights is written to disk first: its transformer as wide as asked,
@@ -9,24 +10,32 @@ nothing loaded, and ends with an .mp4: a script of diffusers in float32 and in b
 blocks compiled where that is asked, and `everyframe generate` as it is, exact (no fast path), and
 with compiled blocks that `everyframe compile` made before, whose time stands apart. All take turns,
 round after round. Wall time and processor time with all child processes; the median over rounds.
+A command that takes longer than `--limit` is a line with the reason, and no round begins after
+`--seconds`. Everything that was measured, and what was compiled, stays in `--folder`.
 Writes a dated page into `benchmarks/results/` unless told not to.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
 import resource
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+COMPILED = "everyframe, compiled before"
 
 #: What a user of diffusers writes.
 SCRIPT = """
@@ -54,11 +63,38 @@ with av.open(output, "w") as file:
 
 
 @dataclass
-class Times:
-    """Wall and processor seconds by round."""
+class Measured:
+    """What was measured so far; the first round of each command, which fills caches, apart.
 
-    wall: list[float] = field(default_factory=list)
-    processor: list[float] = field(default_factory=list)
+    Attributes:
+        asked: sizes that it is valid for.
+        first: (wall, processor) seconds of each command's first round.
+        rounds: the same of each later round.
+        skipped: why a command is not measured.
+        compiled: seconds of `everyframe compile`.
+    """
+
+    asked: dict[str, Any]
+    first: dict[str, list[float]] = field(default_factory=dict)
+    rounds: dict[str, list[list[float]]] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    compiled: float | None = None
+
+    def keep(self, file: Path) -> None:
+        """Write it whole or not at all."""
+        fresh = file.with_suffix(".new")
+        fresh.write_text(json.dumps(asdict(self), indent=1))
+        fresh.replace(file)
+
+    @classmethod
+    def find(cls, file: Path, asked: dict[str, Any]) -> Measured:
+        """What an earlier start with the same sizes has measured. Raises `SystemExit` else."""
+        if not file.is_file():
+            return cls(asked)
+        found = cls(**json.loads(file.read_text()))
+        if found.asked != asked:
+            raise SystemExit(f"{file} was measured with {found.asked}; give another --folder")
+        return found
 
 
 def pipeline(folder: Path, heads: int, layers: int) -> None:
@@ -95,23 +131,43 @@ def pipeline(folder: Path, heads: int, layers: int) -> None:
     ).save_pretrained(folder)
 
 
-def timed(command: list[str], cache: Path) -> tuple[float, float]:
-    """Wall and processor seconds of a command with all that it starts."""
+def timed(command: list[str], place: Path, limit: float) -> tuple[float, float]:
+    """Wall and processor seconds of a command with all that it starts.
+
+    Raises:
+        RuntimeError: it failed, or did not end within so many seconds.
+    """
+    env = {
+        **os.environ, "EVERYFRAME_CACHE": str(place / "cache"), "HF_HUB_OFFLINE": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(place / "inductor"),
+    }  # fmt: skip
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.perf_counter()
-    ended = subprocess.run(
-        command, check=False, capture_output=True, text=True,
-        env={**os.environ, "EVERYFRAME_CACHE": str(cache), "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
+    with open(place / "output.txt", "w+") as output:
+        started = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
+        try:
+            code = started.wait(limit)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"not done within {limit:.0f} s") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)  # and what it left behind
+            started.wait()
+        output.seek(0)
+        said = output.read().strip()
     wall = time.perf_counter() - began
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if ended.returncode:
-        raise RuntimeError(f"{shlex.join(command[:4])}: {ended.stderr.strip()[-600:]}")
+    if code:
+        raise RuntimeError((said.splitlines() or [f"exit code {code}"])[-1][-300:])
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return wall, used
 
 
 def commands(asked: argparse.Namespace, place: Path) -> dict[str, list[str]]:
+    from everyframe.fast_paths.registry import CATALOGUE
+
     folder, output = str(place / "wan"), str(place / "out.mp4")
     script = place / "diffusers_script.py"
     script.write_text(SCRIPT)
@@ -128,48 +184,48 @@ def commands(asked: argparse.Namespace, place: Path) -> dict[str, list[str]]:
         "--device", asked.device, "--height", height, "--width", width, "--num-frames", frames,
         "--num-inference-steps", steps, "--seed", "1", "--run-dir", "off", "-o", output,
     ]  # fmt: skip
-    off = [each for name in asked.off for each in ("--disable", name)]
+    off = [each for name in CATALOGUE for each in ("--disable", name)]
     found["everyframe, no fast path"] = [*ours, *off, "--dtype", "fp32"]
     found["everyframe"] = [*ours, "--disable", "compile"]
-    found["everyframe, compiled before"] = ours
+    found[COMPILED] = ours
     return found
 
 
-def measure(asked: argparse.Namespace, place: Path) -> tuple[dict[str, Times], dict[str, str], str]:
-    from everyframe.fast_paths.registry import CATALOGUE
-
-    asked.off = list(CATALOGUE)
-    pipeline(place / "wan", asked.heads, asked.layers)
+def measure(asked: argparse.Namespace, place: Path, found: Measured) -> Iterator[None]:
+    """Fill `found`, command by command; yields after each."""
+    if not (place / "wan" / "model_index.json").is_file():
+        pipeline(place / "wan", asked.heads, asked.layers)
     runs = commands(asked, place)
     ahead = [
         sys.executable, "-m", "everyframe", "compile", *runs["everyframe"][6:-4],
         "--prompt", "a red ball", "-o", str(place / "compiled"),
     ]  # fmt: skip
     ahead = [each for each in ahead if each not in ("--seed", "--run-dir", "off")]
-    skipped, cache = {}, place / "cache"
-    prepared = ""
-    results: dict[str, Times] = {name: Times() for name in runs}
+    ends = time.monotonic() + asked.seconds
     for number in range(asked.rounds + 1):
         for name, command in runs.items():
-            if name in skipped:
+            done = len(found.rounds.get(name, ())) + (name in found.first)
+            if name in found.skipped or done > number:
                 continue
-            if number == 0 and name == "everyframe, compiled before":
-                try:
-                    prepared = f"{timed(ahead, cache)[0]:.0f} s"
-                except RuntimeError as error:
-                    skipped[name] = str(error).splitlines()[-1]
-                    continue
+            left = min(asked.limit, ends - time.monotonic())
+            if left <= 0:
+                return
             try:
-                wall, processor = timed(command, cache)
+                if name == COMPILED and found.compiled is None:
+                    found.compiled = timed(ahead, place, left)[0]
+                    found.keep(place / "measured.json")
+                times = list(timed(command, place, asked.limit))
             except RuntimeError as error:
-                skipped[name] = str(error).splitlines()[-1]
-                continue
-            # The first round fills caches: certificates, torch's compiler, the files' pages.
-            print(f"{number} {name}: {wall:.1f} s, processor {processor:.1f} s", flush=True)
-            if number:
-                results[name].wall.append(wall)
-                results[name].processor.append(processor)
-    return {name: each for name, each in results.items() if each.wall}, skipped, prepared
+                found.skipped[name] = str(error)
+            else:
+                # The first round fills caches: certificates, torch's compiler, the files' pages.
+                if number:
+                    found.rounds.setdefault(name, []).append(times)
+                else:
+                    found.first[name] = times
+                print(f"{number} {name}: {times[0]:.1f} s, processor {times[1]:.1f} s", flush=True)
+            found.keep(place / "measured.json")
+            yield
 
 
 def arguments() -> argparse.Namespace:
@@ -179,6 +235,9 @@ def arguments() -> argparse.Namespace:
         "--compiled", action="store_true", help="diffusers with compiled blocks too"
     )
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--folder", type=Path, help="keep what is measured, and go on with it")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for one command")
+    parser.add_argument("--seconds", type=float, default=1200.0, help="for all")
     for name in ("heads", "layers", "height", "width", "frames", "steps"):
         parser.add_argument(f"--{name}", type=int, help="default: by device")
     parser.add_argument("--no-page", action="store_true", help="print only")
@@ -194,37 +253,54 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     asked = arguments()
-    with tempfile.TemporaryDirectory() as place:
-        results, skipped, prepared = measure(asked, Path(place))
+    kept = ("device", "heads", "layers", "height", "width", "frames", "steps", "compiled")
+    sizes = {name: getattr(asked, name) for name in kept}
+    with contextlib.ExitStack() as stack:
+        place = asked.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        place.mkdir(parents=True, exist_ok=True)
+        found = Measured.find(place / "measured.json", sizes)
+        for _ in measure(asked, place, found):
+            pass
+    if not found.rounds:
+        raise SystemExit(f"nothing could be measured: {found.skipped or 'no time was left'}")
+    write_page(asked, found)
+
+
+def row(name: str, found: Measured, base: list[list[float]]) -> str:
+    """One line of the table."""
+    own = found.rounds[name]
+    cells = []
+    for kind in (0, 1):
+        ratios = [before[kind] / after[kind] for before, after in zip(base, own, strict=False)]
+        took = statistics.median(times[kind] for times in own)
+        cells.append(f"{took:.1f} s | {statistics.median(ratios):.2f}")
+    return f"| {name} | {' | '.join(cells)} | {found.first[name][0]:.1f} s |"
+
+
+def write_page(asked: argparse.Namespace, found: Measured) -> None:
     from measuring import hardware, result_page, where
 
     from everyframe.hardware import machine_facts, pick_device
 
     facts = machine_facts(asked.device)
     device = pick_device(facts, asked.device)
-    if not results:
-        raise SystemExit("nothing could be measured: " + "; ".join(skipped.values()))
-    base = results.get("diffusers float32") or next(iter(results.values()))
-    rows = []
-    for name, own in results.items():
-        wall = statistics.median(a / b for a, b in zip(base.wall, own.wall, strict=False))
-        used = statistics.median(a / b for a, b in zip(base.processor, own.processor, strict=False))
-        rows.append(
-            f"| {name} | {statistics.median(own.wall):.1f} s | {wall:.2f} | "
-            f"{statistics.median(own.processor):.1f} s | {used:.2f} |"
-        )
-    lines = "".join(f"\n- {name}: not measured ({why})" for name, why in skipped.items())
+    base = found.rounds.get("diffusers float32") or next(iter(found.rounds.values()))
+    rows = "\n".join(row(name, found, base) for name in found.rounds)
+    lines = "".join(f"\n- {name}: not measured ({why})" for name, why in found.skipped.items())
+    fewest = min(map(len, found.rounds.values()))
+    took = "was not run" if found.compiled is None else f"took {found.compiled:.0f} s, once, before"
     command = shlex.join(["python", "benchmarks/whole.py", *sys.argv[1:]])
     text = f"""# From the command to the file on {where(device)}, {date.today().isoformat()}
 
 Wan 2.1, random weights, {asked.heads} heads of 128, {asked.layers} blocks; {asked.frames} frames
-of {asked.width}x{asked.height}, {asked.steps} steps, guided. Medians of {asked.rounds} rounds.
+of {asked.width}x{asked.height}, {asked.steps} steps, guided. Medians of {fewest} rounds or more,
+after a first one that fills caches.
 
-| command | wall | x diffusers float32 | processor | x diffusers float32 |
-| --- | --- | --- | --- | --- |
-{chr(10).join(rows)}
+| command | wall | x diffusers float32 | processor | x diffusers float32 | first, wall |
+| --- | --- | --- | --- | --- | --- |
+{rows}
 
-`everyframe compile` took {prepared or "no time, as it wasn't run"}, once, before.{lines}
+`everyframe compile` {took}.{lines}
 
 {hardware(facts, device)}
 

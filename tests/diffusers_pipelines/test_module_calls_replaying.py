@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everyframe.diffusers_pipelines.module_calls import DenoiserReplay, override_call
+from everyframe.diffusers_pipelines.module_calls import DenoiserReplay
 from everyframe.diffusers_pipelines.step_tracking import StepTracker
+from everyframe.ops.call_override import override_call
 from everyframe.runtime.interface import VideoState
 
 

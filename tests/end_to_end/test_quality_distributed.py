@@ -13,9 +13,20 @@ import everyframe
 from everyframe.core.errors import EveryframeWarning
 from everyframe.core.quality import SamplingMethod
 from helpers.interrupted_runs import OPEN_SORA, PICTURE
+from helpers.tiny_checkpoints import inpaint as tiny_inpaint
 from helpers.tiny_checkpoints import opensora as tiny_opensora
+from helpers.tiny_checkpoints import opensora2 as tiny_opensora2
 from helpers.tiny_checkpoints import svd as tiny_svd
 
+OPENSORA2 = {
+    "prompt": "a red circle", "size": "48x32", "num_frames": 9, "seed": 5,
+    "num_inference_steps": 8, "image": PICTURE,
+}  # fmt: skip
+INPAINT = {
+    "prompt": "a red ball", "num_inference_steps": 8, "seed": 3, "control": "canny",
+    "mask": "4,4,20,20", "source": np.stack([PICTURE, PICTURE[::-1], PICTURE[:, ::-1]]),
+    "frames_at_once": 1,
+}  # fmt: skip
 SVD = {
     "image": PICTURE, "height": 32, "width": 32, "num_frames": 3, "seed": 3,
     "num_inference_steps": 8,
@@ -38,6 +49,10 @@ SVD = {
             marks=pytest.mark.slow,
         ),
         pytest.param(tiny_svd.svd, SVD, "ab2", marks=pytest.mark.slow),
+        pytest.param(tiny_opensora2.opensora2, OPENSORA2, "abm2", marks=pytest.mark.slow),
+        pytest.param(tiny_opensora2.opensora2, OPENSORA2, "taylor1", marks=pytest.mark.slow),
+        pytest.param(tiny_inpaint.inpaint, INPAINT, "taylor1", marks=pytest.mark.slow),
+        pytest.param(tiny_svd.svd, SVD, "deepcache", marks=pytest.mark.slow),
     ],
 )
 def test_several_ranks_give_one_rank_s_video(

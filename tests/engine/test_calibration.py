@@ -26,8 +26,10 @@ from everyframe.engine.calibration import (
 from everyframe.fast_paths.calibrations import LEAST_VIDEOS, Calibration
 from everyframe.numerics.psnr import frame_psnr
 from everyframe.planning.resolve import prepare
+from helpers.interrupted_runs import PICTURE
 from helpers.loras import files as lora_files
 from helpers.loras.files import as_lora, factors_for
+from helpers.tiny_checkpoints import svd as tiny_svd
 
 REQUEST = Request(num_inference_steps=4)
 
@@ -97,6 +99,16 @@ def test_candidates_are_from_mild_to_bold() -> None:
     assert {each.name for each in left} == {*predictors}
     only = candidates(Request(), prepared.model, prepared.plan.settings, ["dpm2m@9"])
     assert only == (SamplingMethod("dpm2m", 9),)
+
+
+def test_a_unets_cache_is_a_candidate_beside_the_solver(tmp_path: Path) -> None:
+    request = Request(model=str(tiny_svd.svd(tmp_path / "svd")), image=PICTURE, size="32x32")
+    prepared = prepare(request)
+    found = {str(each) for each in candidates(request, prepared.model, prepared.plan.settings)}
+    assert {"abm2@10", "deepcache@10", "deepcache@10g50"} <= found
+    request = Request(**{**request.given(), "disable": ("deepcache",)})
+    left = candidates(request, prepared.model, prepared.plan.settings)
+    assert {each.name for each in left} == {"abm2"}
 
 
 @pytest.mark.parametrize(

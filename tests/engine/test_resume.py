@@ -21,8 +21,14 @@ from everyframe.runs.folder import all_runs
 from helpers.interrupted_runs import OPEN_SORA, PICTURE, STEPS, begun, broken_off, same
 from helpers.tiny_checkpoints import inpaint as tiny_inpaint
 from helpers.tiny_checkpoints import opensora as tiny_opensora
+from helpers.tiny_checkpoints import opensora2 as tiny_opensora2
 from helpers.tiny_checkpoints import stepvideo as tiny_stepvideo
 from helpers.tiny_checkpoints import svd as tiny_svd
+
+OPENSORA2: dict[str, Any] = {
+    "prompt": "a red circle", "size": "48x32", "num_frames": 9, "seed": 5,
+    "text_oscillation": False,
+}  # fmt: skip
 
 INPAINT: dict[str, Any] = {
     "prompt": "a red ball", "num_inference_steps": 4, "seed": 3, "control": "canny",
@@ -63,6 +69,16 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
         {"image": PICTURE, "height": 32, "width": 32, "num_frames": 3, "seed": 3,
          "num_inference_steps": 8, "quality": "unipc@5g50"},
     ),
+    "svd-deepcache": (
+        tiny_svd.svd,
+        {"image": PICTURE, "height": 32, "width": 32, "num_frames": 3, "seed": 3,
+         "num_inference_steps": 8, "quality": "deepcache@3g50"},
+    ),
+    "svd-deepcache-over-limit": (
+        tiny_svd.svd,
+        {"image": PICTURE, "height": 32, "width": 32, "num_frames": 3, "seed": 3,
+         "num_inference_steps": 8, "method": SamplingMethod("deepcache", 3, limit=1e-9)},
+    ),
     "opensora-1.2-lossy": (
         tiny_opensora.opensora_1_2,
         {**OPEN_SORA, "num_videos": 2, "num_inference_steps": 7, "quality": "taylor1@4"},
@@ -80,7 +96,22 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
         {"prompt": "a red circle", "size": "16x16", "num_frames": 1, "seed": 3,
          "num_inference_steps": 9, "method": SamplingMethod("ab2", 4, limit=1e-9)},
     ),
+    "opensora2-solver": (
+        tiny_opensora2.opensora2,
+        {**OPENSORA2, "image": PICTURE, "num_inference_steps": 7, "quality": "abm2@4"},
+    ),
+    "opensora2-predicted": (
+        tiny_opensora2.opensora2,
+        {**OPENSORA2, "first_frame": "flux", "num_inference_steps": 6, "quality": "taylor1@3"},
+    ),
     "inpaint-pndm": (tiny_inpaint.inpaint, INPAINT),
+    "inpaint-lossy": (
+        tiny_inpaint.inpaint, {**INPAINT, "num_inference_steps": 7, "quality": "taylor1@4"}
+    ),
+    "inpaint-over-limit": (
+        lambda folder: _scheduled(folder, "UniPCMultistepScheduler"),
+        {**INPAINT, "num_inference_steps": 7, "method": SamplingMethod("taylor2", 4, limit=1e-9)},
+    ),
     "inpaint-ancestral": (
         lambda folder: _scheduled(folder, "EulerAncestralDiscreteScheduler"), INPAINT
     ),

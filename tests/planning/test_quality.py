@@ -22,7 +22,7 @@ from everyframe.fast_paths.calibrations import (
 )
 from everyframe.planning.quality import calibration_key, size_of
 from everyframe.planning.resolve import prepare
-from helpers.tiny_checkpoints import inpaint, stepvideo
+from helpers.tiny_checkpoints import inpaint, opensora, stepvideo
 
 PROMPT = "a red circle moves right"
 
@@ -113,16 +113,26 @@ def test_what_can_t_be_done_is_an_error(options: dict[str, Any], says: str) -> N
         plan(**options)
 
 
-def test_a_model_without_lossy_methods_says_so(tmp_path: Path) -> None:
+def test_a_model_without_solvers_says_so(tmp_path: Path) -> None:
     model = inpaint.inpaint(tmp_path / "model")
     video = np.zeros((2, 24, 24, 3), np.uint8)
     given: dict[str, Any] = {
         "model": str(model), "source": video, "mask": "4,4,20,20",
         "control": "canny", "num_inference_steps": 3,
     }  # fmt: skip
-    with pytest.raises(InputError, match="it has no lossy methods"):
-        everyframe.plan("a", quality="taylor1@2", **given)
+    with pytest.raises(InputError, match="can't do ab2 here; it can do taylor1, taylor2"):
+        everyframe.plan("a", quality="ab2@2", **given)
+    with pytest.raises(InputError, match="works with our own model families"):
+        everyframe.plan("a", quality="taylor1@2g50", **given)
+    assert everyframe.plan("a", quality="taylor1@2", **given).settings.method is not None
     assert everyframe.plan("a", quality="32dB", **given).settings.method is None
+
+
+def test_frames_that_are_edited_have_no_lossy_methods(tmp_path: Path) -> None:
+    model = opensora.opensora_1_2(tmp_path / "model")
+    given: dict[str, Any] = {"model": str(model), "image": np.zeros((16, 16, 3), np.uint8)}
+    with pytest.raises(InputError, match="it has no lossy methods"):
+        everyframe.plan("a", quality="taylor1@2", size="16x16", edit_strength=0.5, **given)
 
 
 def test_a_distilled_model_has_no_number(tmp_path: Path) -> None:

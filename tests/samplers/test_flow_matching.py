@@ -12,7 +12,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
 from everyframe.core.errors import InputError
-from everyframe.samplers import flow_matching, rectified_flow
+from everyframe.core.quality import SamplingMethod
+from everyframe.samplers import flow_matching, multistep, rectified_flow
 
 
 def velocity(x: Tensor, t: Tensor) -> Tensor:
@@ -31,6 +32,19 @@ def test_schedule_is_diffusers_with_time_turned(steps: int, shift: float) -> Non
     assert (float(sigmas[0]), float(sigmas[-1])) == (0.0, 1.0)
     reverse = flow_matching.schedule(steps, shift, reverse=True)
     torch.testing.assert_close(reverse, 1 - sigmas, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_path_leads_where_the_steps_do(reverse: bool) -> None:
+    """Adams-Bashforth-Moulton with all steps computed is the sampler itself."""
+    sigmas = flow_matching.schedule(9, 3.0, reverse=reverse)
+    x = torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    path = flow_matching.path(sigmas)
+    *_, here = flow_matching.sample(velocity, x, sigmas)
+    *_, there = multistep.sample(velocity, x, path, SamplingMethod("abm2", 9))
+    assert (there.x - here.x).abs().max() < 1e-12
+    assert (path.alphas[0], path.sigmas[0]) == (0, 1)
+    assert (path.alphas[-1], path.sigmas[-1]) == (1, 0)
 
 
 def test_is_rflow_walked_the_other_way() -> None:

@@ -83,6 +83,14 @@ def test_a_stream_goes_on_after_a_break(running: ServedApp) -> None:
     assert [kind for _, kind, _ in strange] == ["done"]
 
 
+def test_a_number_that_no_event_has_yet_counts_as_none(running: ServedApp) -> None:
+    # The client has it from another data folder, or from before a power cut.
+    video = create(running)
+    seen = read(running, f"/v1/videos/{video}/events", **{"last-event-id": "1000000"})
+    assert (seen[0][1], seen[-1][1]) == ("status", "done")
+    assert all(number is not None and number < 1000 for number, _, _ in seen)
+
+
 def test_all_jobs_are_in_one_stream_and_draining_ends_it(running: ServedApp) -> None:
     first = create(running)
     threading.Timer(1.0, running.context.begin_drain).start()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -44,6 +46,30 @@ def test_the_file_is_safe_against_a_power_cut(store: JobStore, folder: DataFolde
         assert connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
         assert connection.execute("PRAGMA synchronous").fetchone()[0] == 2
         assert connection.execute("PRAGMA user_version").fetchone()[0] == 1
+
+
+def test_only_what_can_be_lost_does_not_wait_for_the_disk(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without a wait, the loss of a claim or of progress is that of a server that died.
+    levels: list[int] = []
+    write = store._database.write
+
+    @contextmanager
+    def noted(**values: Any) -> Iterator[sqlite3.Connection]:
+        with write(**values) as connection:
+            levels.append(connection.execute("PRAGMA synchronous").fetchone()[0])
+            yield connection
+
+    monkeypatch.setattr(store._database, "write", noted)
+    job, other = store.add(new()), store.add(new())
+    assert store.claim("default") is not None
+    store.update(job.id, progress=7)
+    store.requeue(job.id, counts_attempt=False)
+    store.finish(job.id, "completed", file="v.mp4")
+    store.request_cancel(other.id)
+    store.delete(other.id)
+    assert levels == [2, 2, 1, 1, 2, 2, 2, 2]
 
 
 def test_another_schema_is_refused(folder: DataFolder) -> None:
@@ -176,13 +202,15 @@ def test_event_numbers_go_on_after_a_restart(store: JobStore, folder: DataFolder
     store.close()
     again = JobStore(folder)
     assert again.last_event == 1
-    assert again.add_event(job.id, "note", {"text": "hello"}) == 2
+    again.update(job.id, event=("note", {"text": "hello"}))
+    assert again.last_event == 2
     again.close()
 
 
 def test_waiting_ends_with_an_event(store: JobStore) -> None:
     job = store.add(new())
-    timer = threading.Timer(0.05, store.add_event, (job.id, "note", {}))
+    note = {"event": ("note", {})}
+    timer = threading.Timer(0.05, store.update, (job.id,), note)
     timer.start()
     began = time.monotonic()
     store.wait(store.last_event, 10)
@@ -200,13 +228,13 @@ def test_old_events_go(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(transaction, "_PRUNE_EVERY", 5)
     job = store.add(new())
     for number in range(29):
-        store.add_event(job.id, "note", {"number": number})
+        store.update(job.id, event=("note", {"number": number}))
     assert len(store.events()) == 10
     store.finish(job.id, "completed")
     monkeypatch.setattr(transaction, "EVENT_SECONDS", -1.0)
     other = store.add(new())
     for _ in range(5):
-        store.add_event(other.id, "note", {})
+        store.update(other.id, event=("note", {}))
     assert store.events(video=job.id) == []
 
 

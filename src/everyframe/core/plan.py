@@ -60,10 +60,10 @@ class Settings:
     method: SamplingMethod | None = None
 
     @property
-    def num_denoiser_calls(self) -> int:
-        """Steps in which the denoiser is computed."""
+    def num_denoiser_calls(self) -> float:
+        """Steps in which the denoiser is computed; a share of one where a part of it is."""
         steps = self.num_inference_steps
-        return steps if self.method is None else len(self.method.computed_steps(steps))
+        return steps if self.method is None else self.method.num_calls(steps)
 
     @property
     def conditioned_size(self) -> tuple[int, int]:

@@ -30,7 +30,12 @@ PREDICTORS = {
     "taylor1": "answers extrapolated linearly",
     "taylor2": "answers extrapolated quadratically",
 }
-METHODS = {**SOLVERS, **PREDICTORS}
+#: Features of the denoiser itself, for UNets; the step formula is the sampler's own.
+CACHES = {"deepcache": "deep layers of a UNet taken from the last whole step"}
+METHODS = {**SOLVERS, **PREDICTORS, **CACHES}
+
+#: Share of a call that is computed in a step that a cache leaves shallow: measured on SVD's UNet.
+SHALLOW_SHARE = 0.29
 
 #: Budgets in dB that can be asked for. Above, the frames' own 8 bits are the larger error.
 LOWEST_DB, HIGHEST_DB = 20.0, 50.0
@@ -74,6 +79,16 @@ class SamplingMethod:
     def is_solver(self) -> bool:
         """Whether it replaces the sampler's step formula."""
         return self.name in SOLVERS
+
+    @property
+    def is_cache(self) -> bool:
+        """Whether it computes a part of the denoiser in every step."""
+        return self.name in CACHES
+
+    def num_calls(self, num_steps: int) -> float:
+        """Calls of the denoiser in so many steps; shallow ones count by their share."""
+        whole = len(self.computed_steps(num_steps))
+        return whole + SHALLOW_SHARE * (num_steps - whole) if self.is_cache else whole
 
     def computed_steps(self, num_steps: int) -> tuple[int, ...]:
         """Indices of the computed steps, ascending; the first step is always one."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from fractions import Fraction
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,7 @@ def _marked(data: Mapping[str, Any], fetch: Fetch) -> Any:
     raise ValueError(f"an unknown mark, {mark!r}")
 
 
+@lru_cache(maxsize=256)
 def _class(name: str) -> type[Any]:
     module, _, place = name.partition(":")
     if module.partition(".")[0] != _PACKAGE:

@@ -11,20 +11,17 @@ computed answer yet, such as a second expert, is computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from everyframe.core.events import Event, Note
-from everyframe.core.plan import Plan
 from everyframe.core.quality import SamplingMethod
-from everyframe.diffusers_pipelines.cfg_detection import CfgBranches
-from everyframe.diffusers_pipelines.module_calls import override_call
 from everyframe.diffusers_pipelines.step_tracking import StepTracker, notify_step_tracker
 from everyframe.numerics.tensor_stats import iter_tensors, value_range
-from everyframe.parallel.communicator import ParallelContext
+from everyframe.ops.call_override import override_call
 from everyframe.precision.cast_hooks import map_tensors
 from everyframe.samplers.error_budget import ErrorBudget
 from everyframe.samplers.prediction import AnswerHistory
@@ -118,35 +115,3 @@ class PredictedAnswers:
         self.budget = self.budget.plus(history.step_estimate(time, answer))
         if self.budget.is_spent:
             self._emit(Note(self.budget.note(step), in_record=True, seed=self._seed))
-
-
-def predict_answers(
-    plan: Plan,
-    denoisers: Mapping[str, nn.Module],
-    watch: StepTracker,
-    teams: ParallelContext,
-    branches: CfgBranches | None,
-    seed: int,
-    emit: Callable[[Event], None],
-) -> AbstractContextManager[object]:
-    """Context of the plan's lossy method, if it has one; `branches` are those split across ranks.
-
-    Split branches have no whole answers on each rank, so all steps are exact then, with a note.
-    """
-    method, team = plan.settings.method, teams.team
-    if method is None:
-        return nullcontext()
-    if branches is not None:
-        why = "guidance branches are on different devices, so all steps are exact"
-        emit(Note(f"quality {method}: {why}", in_record=True, seed=seed))
-        return nullcontext()
-
-    def agree(is_over: bool) -> bool:
-        return (
-            bool(team.broadcast_object(is_over, 0, "the error budget"))
-            if team.size > 1
-            else is_over
-        )
-
-    steps = plan.settings.num_inference_steps
-    return PredictedAnswers(denoisers, watch, method, steps, agree, seed, emit)

@@ -21,9 +21,10 @@ from torch.utils import _pytree as pytree
 from everyframe.core.facts import DeviceFacts
 from everyframe.diffusers_pipelines.defaults import denoisers
 from everyframe.diffusers_pipelines.lazy_tensor import LazyTensor
-from everyframe.diffusers_pipelines.module_calls import encoders, override_call
+from everyframe.diffusers_pipelines.module_calls import encoders
 from everyframe.diffusers_pipelines.step_tracking import bind_arguments, called_parts
 from everyframe.dry_run.executor import DryRunModule, dry_run_modules
+from everyframe.ops.call_override import override_call
 
 Shape = tuple[int, ...]
 

@@ -26,8 +26,8 @@ from torch.utils import _pytree as pytree
 from everyframe.core.errors import CannotRunError
 from everyframe.diffusers_pipelines.cfg_detection import CfgBranches
 from everyframe.diffusers_pipelines.lazy_tensor import LazyTensor
-from everyframe.diffusers_pipelines.module_calls import override_call
 from everyframe.diffusers_pipelines.step_tracking import bind_arguments
+from everyframe.ops.call_override import override_call
 from everyframe.parallel.cfg_groups import CfgGroups
 from everyframe.parallel.communicator import Communicator, ParallelContext, memory_order
 

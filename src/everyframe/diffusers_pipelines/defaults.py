@@ -91,6 +91,13 @@ Configs = Mapping[str, Mapping[str, Any]]
 _DENOISER_NAMES = ("transformer", "unet")
 
 
+#: Classes of UNets, as configs have them, whose blocks `fast_paths.deep_features` knows.
+UNETS = (
+    "UNet2DConditionModel", "UNet3DConditionModel", "UNetMotionModel", "I2VGenXLUNet",
+    "UNetSpatioTemporalConditionModel",
+)  # fmt: skip
+
+
 def denoisers(names: Any) -> tuple[str, ...]:
     """The names of denoisers among the components: one, or two for two experts."""
     return tuple(name for name in names if name.startswith(_DENOISER_NAMES))

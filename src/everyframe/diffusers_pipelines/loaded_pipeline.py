@@ -17,14 +17,14 @@ from everyframe.core.bytes import format_bytes
 from everyframe.core.errors import InputError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Precision, Settings, Switches
-from everyframe.core.quality import PREDICTORS
+from everyframe.core.quality import CACHES, PREDICTORS
 from everyframe.core.request import Request
 from everyframe.diffusers_pipelines import call_options, media
 from everyframe.diffusers_pipelines import settings as request_settings
 from everyframe.diffusers_pipelines.call_thread import Beside, InThread, Tell
 from everyframe.diffusers_pipelines.component_classes import checked
 from everyframe.diffusers_pipelines.components import STAGE, prefers, working_bytes
-from everyframe.diffusers_pipelines.defaults import PipelineDefaults
+from everyframe.diffusers_pipelines.defaults import UNETS, PipelineDefaults, denoisers
 from everyframe.diffusers_pipelines.digests import digest_component, digest_pipeline
 from everyframe.diffusers_pipelines.image_forms import form_of
 from everyframe.diffusers_pipelines.oom_fallback import chunk_savings
@@ -68,8 +68,10 @@ class CompleteSpec:
         return False
 
     def sampling_methods(self, settings: Settings) -> tuple[str, ...]:
-        """See `LossySpec`: its own scheduler does the steps, so answers alone are predicted."""
-        return tuple(PREDICTORS)
+        """See `LossySpec`: its own scheduler does the steps, so no solver replaces it."""
+        names = denoisers(self.sizes.configs)
+        is_unet = len(names) == 1 and self.sizes.denoiser.get("_class_name") in UNETS
+        return (*PREDICTORS, *(CACHES if is_unet else ()))
 
     def missing(self) -> tuple[str, ...]:
         return ()

@@ -11,8 +11,8 @@ With several ranks per video, the lead rank reads the answers and broadcasts the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from everyframe.diffusers_pipelines.digests import digest_call
 from everyframe.diffusers_pipelines.global_generators import is_same, states_of_torch
 from everyframe.diffusers_pipelines.step_tracking import StepTracker, notify_step_tracker
 from everyframe.numerics.tensor_stats import iter_tensors
+from everyframe.ops.call_override import override_call
 from everyframe.parallel.communicator import Communicator
 from everyframe.precision.cast_hooks import map_tensors
 from everyframe.runtime.interface import VideoState
@@ -133,28 +134,6 @@ class DenoiserReplay:
         if self._at_once and self._can_keep:
             answers.keep(answer, self._video.repairs)
         return answer
-
-
-@contextmanager
-def override_call(
-    module: nn.Module, answer: Callable[[type[nn.Module], nn.Module, Any, Any], Any]
-) -> Iterator[None]:
-    """Context: calls of that module return ``answer(class, module, args, kwargs)``.
-
-    A hook can't skip a module's computation, so the module gets a temporary subclass. Its original
-    class is not changed.
-    """
-    base = type(module)
-
-    def call(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return answer(base, own, args, kwargs)
-
-    kind = type(base.__name__, (base,), {"__call__": call, "__module__": base.__module__})
-    module.__class__ = kind
-    try:
-        yield
-    finally:
-        module.__class__ = base
 
 
 _ENCODED = "what is encoded is broadcast"

@@ -24,7 +24,6 @@ from everyframe.core.events import AudioDecoded, Event, Events, FramesDecoded, N
 from everyframe.core.options import shown
 from everyframe.core.plan import Plan, Settings
 from everyframe.diffusers_pipelines import call_options, sequence_parallel
-from everyframe.diffusers_pipelines.answer_prediction import predict_answers
 from everyframe.diffusers_pipelines.call import no_progress_bars
 from everyframe.diffusers_pipelines.call_arguments import arguments
 from everyframe.diffusers_pipelines.call_results import Made, OutOfMemory, generators_in
@@ -34,6 +33,7 @@ from everyframe.diffusers_pipelines.cfg_detection import CfgBranches
 from everyframe.diffusers_pipelines.cfg_parallel import CfgParallel
 from everyframe.diffusers_pipelines.checkpoint import PipelineFiles
 from everyframe.diffusers_pipelines.components import STAGE
+from everyframe.diffusers_pipelines.constant_results import cache_constants
 from everyframe.diffusers_pipelines.defaults import denoisers
 from everyframe.diffusers_pipelines.global_generators import (
     GlobalGenerators,
@@ -45,6 +45,7 @@ from everyframe.diffusers_pipelines.guarded_calls import GuardedCallHooks
 from everyframe.diffusers_pipelines.image_forms import call_with_pictures, to_rgb
 from everyframe.diffusers_pipelines.library_patches import float32_noise, quietly
 from everyframe.diffusers_pipelines.loading import load, set_guidance
+from everyframe.diffusers_pipelines.lossy_calls import lossy_calls
 from everyframe.diffusers_pipelines.media import (
     Array,
     beyond_range,
@@ -266,13 +267,18 @@ class PipelineStage:
         watch = StepTracker(denoising, others, scheduler, settings.num_inference_steps, on_step)
         guard = partial(PipelineGuard, keeps_storage=ready.reliefs.keeps_storage)
         around, branches = GuardedCallHooks(watch, video), self.branches
+        inner, outer = lossy_calls(
+            self.plan, denoising, watch, self.teams, branches, video.seed, emit
+        )
         with (
             watch,
             nullcontext() if previews is None else previews.listening(scheduler),
             float32_noise(),
+            cache_constants(self.plan, denoising, watch, self.teams),
+            inner,
             CfgParallel(denoising, branches, self.teams, around) if branches else nullcontext(),
             DenoiserReplay(denoising, watch, video, at_once=branches is None),
-            predict_answers(self.plan, denoising, watch, self.teams, branches, video.seed, emit),
+            outer,
             guard(self.plan, modules, watch, video, watch.read_by(emit), ready.apart) as guarded,
         ):
             around.guarded = guarded

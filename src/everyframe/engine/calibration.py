@@ -29,7 +29,7 @@ from everyframe.checkpoints.shapes_prompts import (
 from everyframe.core.errors import CannotRunError, InputError
 from everyframe.core.events import ErrorEstimated, FramesDecoded, StageDone, Step
 from everyframe.core.plan import Settings
-from everyframe.core.quality import EXACT, SamplingMethod, parse_quality
+from everyframe.core.quality import CACHES, EXACT, SamplingMethod, parse_quality
 from everyframe.core.request import Request
 from everyframe.engine.run import stream
 from everyframe.fast_paths.calibrations import (
@@ -51,7 +51,8 @@ from everyframe.runtime.interface import LossySpec, ModelSpec
 SHARES = (2 / 3, 1 / 2, 2 / 5, 1 / 3, 4 / 15, 1 / 5, 1 / 6)
 
 #: Methods that are measured unless others are named: those of the first entry that a model can do
-#: all of. On the models tried, `abm2` is ahead of the other solvers and of predicted answers.
+#: all of, and every cache that it can do. On the models tried, `abm2` is ahead of the other solvers
+#: and of predicted answers.
 USUAL = (("abm2",), ("taylor1", "taylor2"))
 
 #: With guidance in all steps, and in this share of them where a model can do that.
@@ -185,6 +186,7 @@ def candidates(
         raise InputError(f"{title} can't do {', '.join(wrong)}; it can do {', '.join(can)}")
     if not methods:
         named = [*next((names for names in USUAL if {*names} <= {*can}), can)]
+        named += [each for each in CACHES if each in can and each not in named]
     steps = settings.num_inference_steps
     counts = sorted({max(2, round(steps * share)) for share in SHARES}, reverse=True)
     is_guided = settings.guidance_scale > 1 and can_guide_partly(model, request)

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from everyframe.fast_paths import cpu_modules
+from everyframe.fast_paths.constant_results import can_cache
 from everyframe.fast_paths.fast_modules import embedders, fuse, keep, pairs
 from everyframe.fast_paths.registry import kernel_of
 from everyframe.ops.attention import PLAIN, attend_by
@@ -97,6 +98,10 @@ def _pairs(module: nn.Module) -> Sequence[Any]:
     return pairs(module, block_names(module))
 
 
+def _conditioned(module: nn.Module) -> Sequence[nn.Module]:
+    return [module] if can_cache(module) else []
+
+
 def _keep(module: nn.Module, blocks: tuple[str, ...]) -> None:
     keep(module, embedders(module))
 
@@ -105,6 +110,7 @@ def _keep(module: nn.Module, blocks: tuple[str, ...]) -> None:
 _PLACES: Mapping[str, Callable[[nn.Module], Sized]] = {
     "linear-gelu": _pairs,
     "kept-embeddings": embedders,
+    "cached-constants": _conditioned,  # the call of a pipeline puts it on, for each video
     **{name: partial(cpu_modules.places, name) for name in cpu_modules.KINDS},
 }
 #: Paths that swap linear layers.

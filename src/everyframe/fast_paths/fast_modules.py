@@ -97,7 +97,7 @@ class CachedEmbedding(nn.Module):
         if self.is_plain or not is_looked_at:
             plain: Tensor = super().forward(number_B)
             return plain
-        key = (number_B.dtype, tuple(number_B.tolist()), tuple(_made_of(self)))
+        key = (number_B.dtype, tuple(number_B.tolist()), tuple(state_key(self)))
         found = self._kept.get(key)
         if found is not None:
             return found[0].clone()
@@ -111,7 +111,7 @@ class CachedEmbedding(nn.Module):
         return made
 
 
-def _made_of(module: nn.Module) -> Iterator[Hashable]:
+def state_key(module: nn.Module) -> Iterator[Hashable]:
     """Cache key of a module's state: its weights and hooks.
 
     Evaluated at every call; `parameters` and `modules` would take as long as a small embedding.
@@ -123,7 +123,7 @@ def _made_of(module: nn.Module) -> Iterator[Hashable]:
     yield from module._forward_hooks
     for part in module._modules.values():
         if part is not None:
-            yield from _made_of(part)
+            yield from state_key(part)
 
 
 def embedders(module: nn.Module) -> Mapping[str, bool]:

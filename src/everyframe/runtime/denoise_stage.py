@@ -22,8 +22,10 @@ from torch import Tensor
 from everyframe.core.events import Events, Note, Step
 from everyframe.core.plan import Settings
 from everyframe.core.quality import SamplingMethod
+from everyframe.fast_paths.deep_features import DeepFeatures
 from everyframe.numerics.tensor_stats import value_range
 from everyframe.parallel.communicator import SingleRank
+from everyframe.runtime.deep_cache import DeepCachedDenoise
 from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.model_sharding import ModelPatch
@@ -76,6 +78,10 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
         """The sampler's noise levels, for a family whose spec lists multistep solvers."""
         raise AssertionError(f"{type(self).__module__} lists no solvers")
 
+    def completed(self, step: SamplerStep, inputs: _Inputs) -> SamplerStep:
+        """A solver's step as `sample` gives it, where that changes the last one."""
+        return step
+
     def shard(self, modules: Mapping[str, Any]) -> ModelPatch:
         """Patch the denoiser for the run, until removed; nothing by default."""
         return ModelPatch(SingleRank(), 1)
@@ -84,6 +90,11 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
     def steps_per_video(self) -> int:
         """Number of steps of one video."""
         return self.context.settings.num_inference_steps
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Number of steps of one batch of a video."""
+        return self.steps_per_video
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -108,21 +119,21 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
 
         `memory` is the state of a lossy method after the step before.
         """
-        device = self.context.device(self.component)
+        device, method = self.context.device(self.component), self.context.settings.method
+        is_cache = method is not None and method.is_cache
+        features = DeepFeatures(modules[self.component]) if is_cache else None
 
-        def make() -> Callable[..., Tensor]:
-            return self.denoiser(modules, inputs, device, guard.settings)
+        def make(**changed: Any) -> Callable[..., Tensor]:
+            settings = replace(guard.settings, **changed)
+            denoise = self.denoiser(modules, inputs, device, settings)
+            return denoise if features is None else features.beginning(denoise)
 
-        def make_unguided() -> Callable[..., Tensor]:
-            settings = replace(guard.settings, guidance_scale=1.0)
-            return self.denoiser(modules, inputs, device, settings)
-
-        method = self.context.settings.method
+        make_unguided = partial(make, guidance_scale=1.0)
         if method is None:
             return self.sample(GuardedDenoiser(guard, make, start), inputs, start)
-        is_guided = start < method.guided_steps(self.steps_per_video)
+        is_guided = start < method.guided_steps(self.steps_per_batch)
         guarded = GuardedDenoiser(guard, make if is_guided else make_unguided, start)
-        return self._lossy_steps(method, guarded, make_unguided, inputs, start, memory)
+        return self._lossy_steps(method, guarded, make_unguided, inputs, start, memory, features)
 
     def _lossy_steps(
         self,
@@ -132,26 +143,39 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
         inputs: _Inputs,
         start: int,
         memory: Any,
+        features: DeepFeatures | None,
     ) -> Iterator[SamplerStep]:
         """Steps of a method that computes the denoiser in some of them."""
-        num_steps, agree = self.steps_per_video, self._agree
+        num_steps, agree = self.steps_per_batch, self._agree
         resumed = {"start": start, "memory": memory, "agree": agree}
-        predicted = None
+        predicted: PredictedDenoise | DeepCachedDenoise | None = None
         if method.is_solver:
             x: Any = inputs
             steps = multistep.sample(guarded, x.x, self.path(inputs), method, **resumed)
+        elif features is not None:
+            repeat = guarded.repeat
+            predicted = DeepCachedDenoise(
+                guarded, features, method, num_steps, repeat=repeat, **resumed
+            )
+            steps = self.sample(predicted, inputs, start)
         else:
             skipped = guarded.check_prediction
             predicted = PredictedDenoise(guarded, method, num_steps, skipped=skipped, **resumed)
             steps = self.sample(predicted, inputs, start)
-        for step in steps:
-            if predicted is not None:
-                step = replace(step, memory=predicted.memory, note=predicted.take_note())
-                predicted.step = step.index + 1
-            yield step
-            guarded.num_done = step.index + 1
-            if guarded.num_done == method.guided_steps(num_steps) < num_steps:
-                guarded.make_by(make_unguided)
+        with features or nullcontext():
+            for step in steps:
+                if predicted is None:
+                    yield self.completed(step, inputs)
+                else:
+                    own = {} if step.memory is None else {"sampler": step.memory}
+                    memory = {**predicted.memory, **own}
+                    yield replace(step, memory=memory, note=predicted.take_note())
+                    predicted.step = step.index + 1
+                guarded.num_done = step.index + 1
+                if guarded.num_done == method.guided_steps(num_steps) < num_steps:
+                    guarded.make_by(make_unguided)
+                    if isinstance(predicted, DeepCachedDenoise):
+                        predicted.forget()
 
     def _agree(self, is_over: bool) -> bool:
         """What the lead rank sees: all ranks of a video take the same steps."""
@@ -272,6 +296,12 @@ class GuardedDenoiser:
         """Build another denoiser for the remaining steps."""
         self._make = make
         self._denoise = self._guard.spared(self.num_done + 1, make)
+
+    def repeat(self, *given: Tensor) -> None:
+        """Make a call of an earlier step again, which is not counted."""
+        done = self.num_done
+        self(*given)
+        self.num_done = done
 
     def check_prediction(self, answer: Tensor) -> None:
         """Note an answer that was predicted for the next step; the state after it is checked."""

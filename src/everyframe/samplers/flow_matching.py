@@ -57,12 +57,14 @@ def sample(denoise: Denoise, x: Tensor, sigmas: Tensor, *, start: int = 0) -> It
 
 
 def path(sigmas: Tensor) -> DiffusionPath:
-    """The path of `sample` along rising `sigmas`, for the solvers of `multistep`."""
-    alphas = tuple(sigmas.tolist())
-    levels = tuple((1 - sigmas).tolist())
+    """The path of `sample` along `sigmas`, rising or falling, for the solvers of `multistep`."""
+    is_rising = bool(sigmas[-1] > sigmas[0])
+    ahead = (1 - sigmas if is_rising else -sigmas).tolist()  # from each level to the data
+    levels = tuple(map(abs, ahead))
 
     def predict(denoise: Denoise, x: Tensor, index: int) -> tuple[Tensor, Tensor]:
         t = sigmas[index].expand(x.shape[0]).to(x.dtype).to(x.device)
-        return t, x + denoise(x, t).to(x.dtype) * levels[index]
+        return t, x + denoise(x, t).to(x.dtype) * ahead[index]
 
+    alphas = tuple((sigmas if is_rising else 1 - sigmas).tolist())
     return DiffusionPath(alphas, levels, predict, is_flow=True)

@@ -128,13 +128,13 @@ async def in_thread(function: Any, *arguments: Any, **named: Any) -> Any:
         raise api_error(error, _QUERIED) from error
 
 
-def context_of(request: Request) -> ServerContext:
+async def context_of(request: Request) -> ServerContext:
     """The context of the application that answers."""
     found: ServerContext = request.app.state.context
     return found
 
 
-def principal_of(request: Request) -> Principal:
+async def principal_of(request: Request) -> Principal:
     """Who asks, as the middleware found out."""
     found: Principal = request.scope["principal"]
     return found
@@ -142,9 +142,10 @@ def principal_of(request: Request) -> Principal:
 
 async def body_of(request: Request) -> Body:
     """The body of the request."""
-    return await read_body(request, context_of(request).settings.limits)
+    return await read_body(request, (await context_of(request)).settings.limits)
 
 
+# Coroutines, as FastAPI calls a function in a thread, and a switch costs more than these do.
 Context = Annotated[ServerContext, Depends(context_of)]
 Who = Annotated[Principal, Depends(principal_of)]
 GivenBody = Annotated[Body, Depends(body_of)]

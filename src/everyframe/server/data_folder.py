@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,8 +103,9 @@ class DataFolder:
         """
         partial, whole = self.videos / f"{_checked(id)}{_PARTIAL}", self.video(id)
         (partial / _FIELDS).write_text(json.dumps(fields, allow_nan=False))
-        for each in [*partial.iterdir(), partial]:
-            _to_disk(each)
+        # At once: the disk then writes them together.
+        with ThreadPoolExecutor() as pool:
+            [*pool.map(_to_disk, [*partial.iterdir(), partial])]
         shutil.rmtree(whole, ignore_errors=True)
         os.rename(partial, whole)
         _to_disk(self.videos)

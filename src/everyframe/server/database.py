@@ -1,8 +1,10 @@
 """The SQLite file of the queue: schema, connections and transactions.
 
-Write-ahead log with ``synchronous=FULL``: what a transaction wrote survives a power cut. One
-process uses the file (the data folder is locked), so writers queue on a lock of that process and
-never on SQLite's, whose waiting sleeps.
+Write-ahead log with ``synchronous=FULL``: what a durable transaction wrote survives a power cut.
+What can be lost without harm is written without a wait for the disk; it survives the death of the
+process, and a power cut takes it only with all that was written after it. One process uses the file
+(the data folder is locked), so writers queue on a lock of that process and never on SQLite's, whose
+waiting sleeps.
 """
 
 from __future__ import annotations
@@ -109,9 +111,13 @@ class Database:
                         self._idle.append(connection)
 
     @contextmanager
-    def write(self) -> Iterator[sqlite3.Connection]:
-        """Context: a transaction, durable at the end of the block; an error undoes all of it."""
+    def write(self, *, is_durable: bool = True) -> Iterator[sqlite3.Connection]:
+        """Context: a transaction, written at the end of the block; an error undoes all of it.
+
+        One that is not durable may be lost in a power cut, until a durable one follows.
+        """
         with self._writing, _explained(self._path):
+            self._writer.execute(f"PRAGMA synchronous={'FULL' if is_durable else 'NORMAL'}")
             self._writer.execute("BEGIN IMMEDIATE")
             try:
                 yield self._writer

@@ -53,14 +53,14 @@ class EventLog:
     def listen(self, listener: Callable[[StoredEvent], None]) -> Callable[[], None]:
         """Call `listener` with each new event, in the thread that added it; undo by the result.
 
-        It is called after the event is on disk, must not raise and must not block.
+        It is called after the event is written, must not raise and must not block.
         """
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
-    def _writing(self) -> Transaction:
-        """A transaction whose events are announced once they are on disk."""
-        return Transaction(self._database, self._announce)
+    def _writing(self, *, is_durable: bool = True) -> Transaction:
+        """A transaction whose events are announced once they are written."""
+        return Transaction(self._database, self._announce, is_durable=is_durable)
 
     def _announce(self, events: list[StoredEvent]) -> None:
         with self._changed:

@@ -6,7 +6,6 @@ their time and are then queued again with their run. A second signal ends that t
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
@@ -94,7 +93,7 @@ def serve(
         drain = _Drain(dispatcher, app.state.context.begin_drain, options.drain_seconds)
         server = _Server(_config(app), lambda: on_start(started))
         with drain.on_signals(server):
-            asyncio.run(server.serve(sockets=[listening]))
+            server.run(sockets=[listening])
 
 
 def bind(host: str, port: int) -> socket.socket:

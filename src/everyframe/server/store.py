@@ -1,6 +1,8 @@
 """The durable queue: jobs and their events in one SQLite file.
 
-Each method is one transaction. What a method returned is on disk. The state of the videos
+Each method is one transaction. What a method returned is on disk, except for `claim` and `update`,
+which don't wait for it: a power cut may put a running job back into the queue, which goes on with
+its run as after any other death of the server. The state of the videos
 themselves is in their run folders; `dispatcher.py` runs the jobs.
 """
 
@@ -156,7 +158,7 @@ class JobStore(EventLog):
             "SELECT seq FROM videos WHERE status = 'queued' AND (run IS NULL OR \"group\" IS NULL "
             'OR "group" = ?) ORDER BY priority DESC, model IS NOT ?, seq LIMIT 1) RETURNING *'
         )
-        with self._writing() as changes:
+        with self._writing(is_durable=False) as changes:
             row = changes.connection.execute(
                 query, (group, time.time(), group, prefers or "")
             ).fetchone()
@@ -175,7 +177,7 @@ class JobStore(EventLog):
             LookupError: there is no such job.
         """
         assert _CHANGEABLE.issuperset(values), values
-        with self._writing() as changes:
+        with self._writing(is_durable=False) as changes:
             row = changes.set(id, values)
             return changes.job(row, *event) if event is not None else job_of(row)
 
@@ -253,12 +255,6 @@ class JobStore(EventLog):
             changes.event(id, row["owner"], "deleted", {})
         self.folder.remove(id)
         return True
-
-    def add_event(self, id: str, type: str, data: Mapping[str, Any]) -> int:  # noqa: A002
-        """Add an event of a job; its number. Raises `LookupError` if there is no such job."""
-        with self._writing() as changes:
-            row = changes.set(id, {})
-            return changes.event(id, row["owner"], type, data)
 
     def keep_groups(self, groups: Collection[str]) -> None:
         """Let any group go on with the jobs of groups that are no more."""

@@ -24,12 +24,18 @@ _COLUMNS = tuple(field.name for field in fields(Job))
 
 
 class Transaction:
-    """Context: a transaction; `announce` gets its events once they are on disk."""
+    """Context: a transaction; `announce` gets its events once they are written."""
 
-    def __init__(self, database: Database, announce: Callable[[list[StoredEvent]], None]) -> None:
+    def __init__(
+        self,
+        database: Database,
+        announce: Callable[[list[StoredEvent]], None],
+        *,
+        is_durable: bool = True,
+    ) -> None:
         self._announce = announce
         self._events: list[StoredEvent] = []
-        self._transaction = database.write()
+        self._transaction = database.write(is_durable=is_durable)
 
     def __enter__(self) -> Transaction:
         self.connection = self._transaction.__enter__()

@@ -20,6 +20,7 @@ from everyframe.core.events import AudioDecoded as SoundMade
 from everyframe.core.events import ComponentLoaded, Note, StageDone, Step
 from everyframe.core.events import FramesDecoded as FramesMade
 from everyframe.core.request import Request
+from everyframe.families.inpaint.denoiser import Denoiser
 from everyframe.media.audio import Audio
 from everyframe.media.canny import canny
 from everyframe.samplers import noise
@@ -341,3 +342,33 @@ def test_stages_and_steps_are_events(folders: dict[int, Path]) -> None:
         *[("denoise", n, 4) for n in (1, 2, 3, 4)],
         *[("decode", n, 2) for n in (1, 2)],
     ]
+
+
+def test_predicted_answers_leave_the_scheduler_alone(
+    folders: dict[int, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PNDM with its state: each batch computes its own steps, from its own answers."""
+    calls: list[int] = []
+    real = Denoiser.__call__
+
+    def counted(self: Any, x: Any, t: Any) -> Any:
+        calls.append(len(x))
+        return real(self, x, t)
+
+    monkeypatch.setattr(Denoiser, "__call__", counted)
+    source = np.random.default_rng(0).integers(0, 255, (3, 24, 24, 3), dtype=np.uint8)
+    asked: dict[str, Any] = {
+        "prompt": "a red ball", "model": str(folders[9]), "source": source, "mask": "4,4,20,20",
+        "control": "canny", "num_inference_steps": 8, "seed": 3, "frames_at_once": 2,
+        "output": "float", "device": "cpu",
+    }  # fmt: skip
+    everyframe.plan(**{name: each for name, each in asked.items() if name != "output"})
+    calls.clear()
+    exact = everyframe.generate(**asked).frames
+    assert len(calls) >= 16
+    calls.clear()
+    found = everyframe.generate(**asked, quality="taylor1@4").frames
+    assert calls == [2] * 4 + [1] * 4
+    assert np.abs(found - exact).max() > 1e-4
+    apart = everyframe.generate(**{**asked, "frames_at_once": 1}, quality="taylor1@4").frames
+    np.testing.assert_allclose(apart, found, atol=1e-4)

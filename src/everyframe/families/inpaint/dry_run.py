@@ -46,7 +46,10 @@ def dry_run_calls(
     latents = latent_shape(config, settings)[1:]
     size = (*geometry_of(config, settings).padded, together)
     strength = float(settings.option("strength"))
-    steps = num_timesteps(config.scheduler, settings.num_inference_steps, strength) * num_batches
+    steps: float = num_timesteps(config.scheduler, settings.num_inference_steps, strength)
+    if settings.method is not None:
+        steps = settings.method.num_calls(int(steps))
+    steps *= num_batches
     branches = 1 if settings.guidance_scale <= 1 else 2
     step = (branches, cfg_batch_size(settings, branches), bool(settings.option("guess_mode")))
     networks = (*map(controlnet_name, range(len(config.controlnets))), "unet")

@@ -14,6 +14,7 @@ from math import ceil, prod
 from typing import TYPE_CHECKING
 
 from everyframe.core.plan import Settings
+from everyframe.core.quality import PREDICTORS
 from everyframe.core.request import Request
 from everyframe.families.inpaint.checkpoint import InpaintFiles, keys_of
 from everyframe.families.inpaint.components import InpaintBuilder
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
 class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintConfig]):
     """One inpainting checkpoint: configs read, weights not loaded."""
 
-    methods = ()  # its schedulers have a state of their own
+    methods = tuple(PREDICTORS)  # its schedulers make their own steps
+    has_partial_guidance = False
     led = ("text_encoder",)
     in_step = False
 

@@ -72,16 +72,19 @@ def in_round(
         return
     events: list[Event] = []
     last: Step | None = None
+    error = None
     for step in steps:
         events += () if team.is_lead else guard.events()
         if step.index + 1 == num_steps:
-            last = step
+            last, error = step, (step.memory or {}).get("error")
         else:
             yield step
-    made = [team.broadcast_tree(last and last.x, rank, HANDED) for rank in ranks]
+    made = [team.broadcast_tree((last and last.x, error), rank, HANDED) for rank in ranks]
     hear(team, guard, events)
-    whole = torch.cat(made)
-    yield Step(num_steps - 1, num_steps, last.t if last else torch.zeros(1), whole)
+    whole = torch.cat([x for x, _ in made])
+    errors = [each for _, each in made if each is not None]  # of a lossy method
+    memory = {"error": max(errors, key=abs)} if errors else None
+    yield Step(num_steps - 1, num_steps, last.t if last else torch.zeros(1), whole, memory)
 
 
 class TextEncodeStage(PromptEncodeStage[InpaintContext]):
@@ -152,6 +155,15 @@ class DenoiseStage(denoise_stage.DenoiseStage[InpaintContext, SamplerInputs]):
         """Scheduler steps of all batches."""
         return self.context.num_batches * self.context.num_timesteps
 
+    @property
+    def steps_per_batch(self) -> int:
+        """Scheduler steps of a batch."""
+        return self.context.num_timesteps
+
+    def _agree(self, is_over: bool) -> bool:
+        """Ranks have batches of their own, each with its own error budget."""
+        return is_over
+
     def batches(
         self, modules: Mapping[str, Any], guard: Guard, video: VideoState
     ) -> Iterator[SamplerBatch]:
@@ -168,7 +180,11 @@ class DenoiseStage(denoise_stage.DenoiseStage[InpaintContext, SamplerInputs]):
                 step
                 for numbered in mine
                 for step in self.guarded_steps(
-                    modules, guard, self._inputs(video, *numbered, begun), begun
+                    modules,
+                    guard,
+                    self._inputs(video, *numbered, begun),
+                    begun,
+                    video.sampler_state if begun else None,
                 )
             )
             last, count = batches[-1][0], len(batches)
@@ -197,11 +213,12 @@ class DenoiseStage(denoise_stage.DenoiseStage[InpaintContext, SamplerInputs]):
         if not takes_mask:
             assert source is not None, "encoded for a UNet that takes no mask"
             put_back = diffusers_scheduler.KnownLatents(source, mask, noised)
+        memory = None
         if start:
-            x = video.latents.to(device)
-        return SamplerInputs(
-            x, networks, put_back, video.seed, video.sampler_state if start else None
-        )
+            x, memory = video.latents.to(device), video.sampler_state
+            if context.settings.method is not None:  # whose own state is around the scheduler's
+                memory = memory["sampler"]
+        return SamplerInputs(x, networks, put_back, video.seed, memory)
 
     def _begin(self, video: VideoState, source: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
         """Initial latents and their noise, (F, 4, h, w) each; the same for every frame."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Settings
-from everyframe.core.quality import METHODS
+from everyframe.core.quality import PREDICTORS, SOLVERS
 from everyframe.core.request import Request
 from everyframe.families.opensora.checkpoint import OpenSoraFiles, keys_of
 from everyframe.families.opensora.components import (
@@ -51,7 +51,7 @@ _RELEASED_1_0 = {256: ((16, 32, 32), 0.5), 512: ((16, 64, 64), 1.0)}
 class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraConfig]):
     """One Open-Sora checkpoint: configs read, weights not loaded."""
 
-    methods = tuple(METHODS)
+    methods = (*SOLVERS, *PREDICTORS)
     led = ("text_encoder",)
 
     @classmethod

@@ -44,7 +44,7 @@ def dry_run_calls(
     if first:
         size = (settings.height, settings.width)
         name = "first_picture_stages."
-        count = settings.num_inference_steps
+        count = settings.num_denoiser_calls
         calls += [
             one("first picture", "first_denoiser", f"{name}FirstDenoiseStage", count, *size),
             one("decode first picture", "first_vae", f"{name}FirstDecodeStage", 1, *size),
@@ -92,9 +92,11 @@ def most_branches(config: OpenSora2Config, settings: Settings) -> int:
 
 
 def evaluations(config: OpenSora2Config, settings: Settings) -> int:
-    """Branches of all steps of a run."""
+    """Branches of all steps in which the denoiser is computed."""
     guidance = guidance_of(settings, is_conditioned=is_conditioned(settings))
-    return guidance.num_evaluations(latent_shape(config, settings)[1])
+    method = settings.method
+    steps = None if method is None else method.computed_steps(settings.num_inference_steps)
+    return guidance.num_evaluations(latent_shape(config, settings)[1], steps)
 
 
 def _tiles(settings: Settings) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from everyframe.runtime.interface import VideoState
 from everyframe.runtime.stages import VideoEncodeStage
 from everyframe.samplers import flow_matching, noise
 from everyframe.samplers.base import Step as SamplerStep
+from everyframe.samplers.multistep import DiffusionPath
 
 #: The context of a dry run; see `NativeModelSpec.stage_call`.
 Context = OpenSora2Context
@@ -74,11 +75,17 @@ class FirstDenoiseStage(VideoDenoiseStage[OpenSora2Context, SamplerInputs]):
         self, denoise: Callable[..., Tensor], inputs: SamplerInputs, start: int
     ) -> Iterator[SamplerStep]:
         """Euler steps of flow matching."""
+        return flow_matching.sample(denoise, inputs.x, self._times(), start=start)
+
+    def path(self, inputs: SamplerInputs) -> DiffusionPath:
+        """The timesteps of flow matching."""
+        return flow_matching.path(self._times())
+
+    def _times(self) -> Tensor:
         _, _, height, width = _latent_shape(self.context)
         shift = time_shift(height // 2 * (width // 2), 1)
         steps = self.context.settings.num_inference_steps
-        times = flow_matching.schedule(steps, shift, reverse=True)
-        return flow_matching.sample(denoise, inputs.x, times, start=start)
+        return flow_matching.schedule(steps, shift, reverse=True)
 
 
 class FirstDecodeStage(VideoEncodeStage[OpenSora2Context, Tensor]):

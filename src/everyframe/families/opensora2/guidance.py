@@ -10,7 +10,7 @@ three in every step: of 150 in 50 steps 110 are needed with given frames, and 80
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -84,10 +84,10 @@ class Guidance:
             branches = branches[:1] if text == 1 else branches[:2]
         return StepGuidance(branches, text, picture)
 
-    def num_evaluations(self, latent_frames: int) -> int:
-        """Branches that a whole run computes."""
-        steps = (self.at(step, latent_frames) for step in range(self.num_steps))
-        return sum(len(each.branches) for each in steps)
+    def num_evaluations(self, latent_frames: int, steps: Iterable[int] | None = None) -> int:
+        """Branches that these steps compute, by default all of a run."""
+        computed = range(self.num_steps) if steps is None else steps
+        return sum(len(self.at(step, latent_frames).branches) for step in computed)
 
 
 def guidance_of(settings: Settings, *, is_conditioned: bool) -> Guidance:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Settings
+from everyframe.core.quality import PREDICTORS, SOLVERS
 from everyframe.core.request import Request
 from everyframe.families.opensora2.checkpoint import OpenSora2Files, keys_of
 from everyframe.families.opensora2.components import OpenSora2Builder, rank_share
@@ -68,7 +69,7 @@ _TITLES = {
 class OpenSora2Spec(NativeModelSpec[OpenSora2Options, OpenSora2Files, OpenSora2Config]):
     """One Open-Sora 2.0 checkpoint: configs read, weights not loaded."""
 
-    methods = ()  # nothing of them was tried here: its guidance varies from step to step
+    methods = (*SOLVERS, *PREDICTORS)
     led = ("text_encoder", "clip")
     ways = ATTENDING
 

@@ -45,6 +45,7 @@ from everyframe.runtime.stages import (
 )
 from everyframe.samplers import flow_matching, noise
 from everyframe.samplers.base import Step as SamplerStep
+from everyframe.samplers.multistep import DiffusionPath
 
 #: Frames of a given video that are handed over at once.
 _SOURCE_FRAMES = 16
@@ -260,11 +261,18 @@ class DenoiseStage(VideoDenoiseStage[OpenSora2Context, SamplerInputs]):
         """Euler steps of flow matching; given pictures are written over the last one's result."""
         times = timesteps_of(self.context.settings, self.context.model.config)
         for step in flow_matching.sample(denoise, inputs.x, times, start=start):
-            is_last = step.index + 1 == step.num_steps
-            if is_last and inputs.given is not None and not self._has_clip():
-                yield replace(step, x=inputs.given.pasted(step.x))
-            else:
-                yield step
+            yield self.completed(step, inputs)
+
+    def path(self, inputs: SamplerInputs) -> DiffusionPath:
+        """The timesteps of flow matching."""
+        return flow_matching.path(timesteps_of(self.context.settings, self.context.model.config))
+
+    def completed(self, step: SamplerStep, inputs: SamplerInputs) -> SamplerStep:
+        """The last step has the given pictures in its result."""
+        is_last = step.index + 1 == step.num_steps
+        if is_last and inputs.given is not None and not self._has_clip():
+            return replace(step, x=inputs.given.pasted(step.x))
+        return step
 
     def _has_clip(self) -> bool:
         return bool(self.context.settings.option("given_clip"))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Settings
-from everyframe.core.quality import METHODS
+from everyframe.core.quality import PREDICTORS, SOLVERS
 from everyframe.core.request import Request
 from everyframe.families.stepvideo.checkpoint import KEYS, StepVideoFiles
 from everyframe.families.stepvideo.components import (
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoConfig]):
     """One Step-Video checkpoint: configs read, weights not loaded."""
 
-    methods = tuple(METHODS)
+    methods = (*SOLVERS, *PREDICTORS)
     led = ("step_llm", "clip")
     ways = ATTENDING
 

@@ -87,7 +87,7 @@ async def video_events(
     """Events of a job as they happen, until it is done; `Last-Event-ID` goes on after a break."""
     job = await context.job(video_id, who)
     hub = open_hub(context)
-    begin = _number(last_event_id) if after is None else after
+    begin = _begin(context, last_event_id, after)
     last = context.store.last_event
 
     def snapshot() -> list[tuple[str, dict[str, Any]]]:
@@ -110,7 +110,7 @@ async def all_events(
     after: Annotated[int | None, Query(ge=0)] = None,
 ) -> Any:
     """Events of all jobs of the key as they happen; each names its video."""
-    begin = _number(last_event_id) if after is None else after
+    begin = _begin(context, last_event_id, after)
 
     def snapshot() -> list[tuple[str, dict[str, Any]]]:
         if begin is not None:
@@ -140,6 +140,12 @@ def open_hub(context: ServerContext) -> EventHub:
     return hub
 
 
-def _number(text: str | None) -> int | None:
-    """The number of an event; a header that is none counts as no header."""
-    return int(text) if text and text.isascii() and text.isdigit() and len(text) < 19 else None
+def _begin(context: ServerContext, header: str | None, after: int | None) -> int | None:
+    """The number of the event after which a stream begins; None for now, with a snapshot.
+
+    A header that is no number counts as none. So does a number that no event has yet, which the
+    client has from before a power cut or from another data folder.
+    """
+    if after is None and header and header.isascii() and header.isdigit() and len(header) < 19:
+        after = int(header)
+    return None if after is None or after > context.store.last_event else after

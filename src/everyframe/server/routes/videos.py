@@ -29,7 +29,8 @@ _STOP_SECONDS = 10.0
 
 async def answer(context: ServerContext, job: Job) -> JSONResponse:
     """A job as an answer, with the time until a client should ask again."""
-    position = await in_thread(context.store.queue_position, job)
+    is_queued = job.status == "queued"
+    position = await in_thread(context.store.queue_position, job) if is_queued else None
     headers = {}
     if not job.is_final:
         headers["openai-poll-after-ms"] = str(poll_after_ms(job, time.time()))

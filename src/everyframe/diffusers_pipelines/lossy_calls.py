@@ -1,0 +1,54 @@
+"""Put the lossy method of a plan around a pipeline's denoisers, for one video."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import nn
+
+from everyframe.core.events import Event, Note
+from everyframe.core.plan import Plan
+from everyframe.diffusers_pipelines.answer_prediction import PredictedAnswers
+from everyframe.diffusers_pipelines.cfg_detection import CfgBranches
+from everyframe.diffusers_pipelines.deep_cache import DeepCachedCalls
+from everyframe.diffusers_pipelines.step_tracking import StepTracker
+from everyframe.parallel.communicator import ParallelContext
+
+Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
+
+
+def lossy_calls(
+    plan: Plan,
+    denoisers: Mapping[str, nn.Module],
+    watch: StepTracker,
+    teams: ParallelContext,
+    branches: CfgBranches | None,
+    seed: int,
+    emit: Callable[[Event], None],
+) -> Contexts:
+    """Contexts inside and outside of that of saved answers; `branches` are split across ranks.
+
+    Split branches have no whole answers on each rank, so all steps are exact then, with a note.
+    """
+    method, team = plan.settings.method, teams.team
+    if method is None:
+        return nullcontext(), nullcontext()
+    if branches is not None:
+        why = "guidance branches are on different devices, so all steps are exact"
+        emit(Note(f"quality {method}: {why}", in_record=True, seed=seed))
+        return nullcontext(), nullcontext()
+
+    def agree(is_over: bool) -> bool:
+        return (
+            bool(team.broadcast_object(is_over, 0, "the error budget"))
+            if team.size > 1
+            else is_over
+        )
+
+    steps = plan.settings.num_inference_steps
+    if method.is_cache:
+        (unet,) = denoisers.values()  # what the spec allows has one
+        deep = DeepCachedCalls(unet, watch, method, steps, agree, seed, emit)
+        return deep.computing(), deep
+    return nullcontext(), PredictedAnswers(denoisers, watch, method, steps, agree, seed, emit)

@@ -1,0 +1,82 @@
+"""Trial of `cached-constants`: a component's blocks with and without their constant results.
+
+See `trials` for the others, and for the process that it runs in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from everyframe.fast_paths.benchmark import Comparison
+from everyframe.fast_paths.constant_modules import ConstantModule, find_constant_modules
+from everyframe.fast_paths.constant_results import CachedConstants
+from everyframe.fast_paths.extract_blocks import (
+    BlockInputs,
+    BlockLocation,
+    ExtractedBlock,
+    blocks_of,
+)
+from everyframe.fast_paths.registry import FastPath
+from everyframe.fast_paths.target import CertificationTarget, TargetCall
+from everyframe.ops.call_override import override_call
+
+
+def constants(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
+    """Compare whole blocks, as in the second and later steps of a video.
+
+    Raises:
+        RuntimeError: nothing in the component is constant.
+    """
+    for call in subject.calls:
+        found = _constant_modules(subject, call)
+        if not found:
+            raise RuntimeError("nothing in this model is the same in every step")
+        for each in blocks_of(replace(subject, calls=(call,))):
+            plain = each.alone(())
+            yield Comparison(
+                f"block {each.name}, one of {each.count}",
+                truth=partial(_called, each.alone((), in_float32=True), each.wide),
+                plain=partial(_called, plain, each.given),
+                fast=partial(_called, _caching(each, found) or plain, each.given),
+                weight=each.count,
+            )
+
+
+def _constant_modules(subject: CertificationTarget, call: TargetCall) -> tuple[ConstantModule, ...]:
+    """The modules whose results no step changes, seen in a dry run of the call."""
+    seen: list[tuple[ConstantModule, ...]] = []
+
+    def follow(base: type[nn.Module], own: nn.Module, args: Any, kwargs: Any) -> Any:
+        compute = partial(base.__call__, own, *args, **kwargs)
+        result, found = find_constant_modules(own, args, kwargs, compute)
+        seen.append(found)
+        return result
+
+    with override_call(call.module(), follow):
+        call.dry_run(subject.precision, subject.device)
+    return seen[0] if seen else ()
+
+
+def _caching(block: ExtractedBlock, found: tuple[ConstantModule, ...]) -> BlockLocation | None:
+    """The block with its constant results stored; None if it has none."""
+    inside = tuple(
+        replace(one, name=f"blocks.0{one.name.removeprefix(block.name)}")
+        for one in found
+        if one.name.startswith(f"{block.name}.")
+    )
+    if not inside:
+        return None
+    alone = block.alone(())
+    CachedConstants(alone, modules=inside).__enter__()  # it ends with the process
+    for _ in range(2):  # the second call confirms tables of positions
+        _called(alone, block.given)
+    return alone
+
+
+def _called(module: nn.Module, given: BlockInputs) -> Any:
+    return module(*given.args, **given.kwargs)
