@@ -180,6 +180,27 @@ def test_the_compose_file_starts_what_the_dockerfile_builds() -> None:
     assert services["amd"]["group_add"] == ["video", "render"]
 
 
+FORM = "check-jsonschema --builtin-schema vendor."
+LINTERS = {
+    "Dockerfile": "hadolint Dockerfile",
+    "workflow": "zizmor --offline --quiet .github",
+    "compose": f"{FORM}compose-spec compose.yaml",
+    "citation": f"{FORM}citation-file-format CITATION.cff",
+    "dependabot": f"{FORM}dependabot .github/dependabot.yml",
+    "forms": f"{FORM}github-issue-forms .github/ISSUE_TEMPLATE/*_*.yml",
+    "forms' config": f"{FORM}github-issue-config .github/ISSUE_TEMPLATE/config.yml",
+}
+
+
+@pytest.mark.slow  # programs of others, which the extra `dev` does not have
+@pytest.mark.parametrize("name", LINTERS)
+def test_linters_of_others_find_nothing(name: str) -> None:
+    program = LINTERS[name].split()[0]
+    if shutil.which(program) is None:
+        pytest.skip(f"needs {program}")
+    run_line(LINTERS[name], ROOT, dict(os.environ))
+
+
 def test_the_model_card_has_the_hubs_head() -> None:
     card = ROOT / "src" / "everyframe" / "checkpoints" / "shapes" / "MODEL_CARD.md"
     head = re.match(r"---\n(.*?)\n---\n", card.read_text(encoding="utf-8"), re.DOTALL)

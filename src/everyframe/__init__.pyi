@@ -202,8 +202,9 @@ def generate(
             ≤ 1).
         dtype: Precision: auto, fp32, bf16 or fp16.
         quantize: Store the weights of linear layers in 8 bits (lossy): auto (only if nothing
-            else makes it fit), none, int8 or fp8; or keep a GGUF file's own blocks (exact):
-            gguf.
+            else makes it fit), none, int8 or fp8; multiply in 8 bits too, by torchao, where
+            that is certified here: int8-dynamic or fp8-scaled; or keep a GGUF file's own blocks
+            (exact): gguf.
         device: Device: auto, cpu, cuda, cuda:1 or mps.
         num_devices: Number of devices that work together, any number; CPU workers if the
             machine has fewer (> 0, ≤ 256).
@@ -283,8 +284,9 @@ def generate(
             svd, inpaint, pipeline.
         variant: Which stored precision of the weights to load if a model has several, such as
             fp16. For models of svd, pipeline.
-        source: Source to repaint in part: a picture, a folder of frames or a video. For models
-            of inpaint.
+        source: Video, folder of frames or picture to change: inpainting repaints its masked
+            part, a diffusers pipeline has it as its parameter video. For models of inpaint,
+            pipeline.
         mask: What to repaint: white in an image, folder or video of the source's size, or a box
             LEFT,TOP,RIGHT,BOTTOM in pixels. For models of inpaint.
         controlnet: Folder, hub id or short name (canny, inpaint, depth, …) of the ControlNet,
@@ -292,8 +294,8 @@ def generate(
         control: What the ControlNet sees: an image, folder or video, or canny or inpaint, which
             are made from the source; with commas for several ControlNets. For models of
             inpaint.
-        strength: How much the repainted part may differ from the source; 1 ignores the source
-            (> 0, ≤ 1). For models of inpaint.
+        strength: How much what is made may differ from the source; 1 ignores the source (> 0, ≤
+            1). For models of inpaint, pipeline.
         controlnet_conditioning_scale: How strongly the ControlNet steers; with commas for
             several. For models of inpaint.
         control_guidance_start: Share of the steps after which the ControlNet begins to steer.
@@ -463,8 +465,9 @@ def plan(
             ≤ 1).
         dtype: Precision: auto, fp32, bf16 or fp16.
         quantize: Store the weights of linear layers in 8 bits (lossy): auto (only if nothing
-            else makes it fit), none, int8 or fp8; or keep a GGUF file's own blocks (exact):
-            gguf.
+            else makes it fit), none, int8 or fp8; multiply in 8 bits too, by torchao, where
+            that is certified here: int8-dynamic or fp8-scaled; or keep a GGUF file's own blocks
+            (exact): gguf.
         device: Device: auto, cpu, cuda, cuda:1 or mps.
         num_devices: Number of devices that work together, any number; CPU workers if the
             machine has fewer (> 0, ≤ 256).
@@ -544,8 +547,9 @@ def plan(
             svd, inpaint, pipeline.
         variant: Which stored precision of the weights to load if a model has several, such as
             fp16. For models of svd, pipeline.
-        source: Source to repaint in part: a picture, a folder of frames or a video. For models
-            of inpaint.
+        source: Video, folder of frames or picture to change: inpainting repaints its masked
+            part, a diffusers pipeline has it as its parameter video. For models of inpaint,
+            pipeline.
         mask: What to repaint: white in an image, folder or video of the source's size, or a box
             LEFT,TOP,RIGHT,BOTTOM in pixels. For models of inpaint.
         controlnet: Folder, hub id or short name (canny, inpaint, depth, …) of the ControlNet,
@@ -553,8 +557,8 @@ def plan(
         control: What the ControlNet sees: an image, folder or video, or canny or inpaint, which
             are made from the source; with commas for several ControlNets. For models of
             inpaint.
-        strength: How much the repainted part may differ from the source; 1 ignores the source
-            (> 0, ≤ 1). For models of inpaint.
+        strength: How much what is made may differ from the source; 1 ignores the source (> 0, ≤
+            1). For models of inpaint, pipeline.
         controlnet_conditioning_scale: How strongly the ControlNet steers; with commas for
             several. For models of inpaint.
         control_guidance_start: Share of the steps after which the ControlNet begins to steer.
@@ -682,6 +686,8 @@ def run(
     method: SamplingMethod | None = None,
     remedies: Sequence[Repair] | None = None,
     option: Mapping[str, Any] | Sequence[str] = {},
+    source: Any = None,
+    strength: float | None = None,
     fit: str | None = None,
     vae_tiling: bool = False,
     variant: str | None = None,
@@ -730,8 +736,9 @@ def run(
             ≤ 1).
         dtype: Precision: auto, fp32, bf16 or fp16.
         quantize: Store the weights of linear layers in 8 bits (lossy): auto (only if nothing
-            else makes it fit), none, int8 or fp8; or keep a GGUF file's own blocks (exact):
-            gguf.
+            else makes it fit), none, int8 or fp8; multiply in 8 bits too, by torchao, where
+            that is certified here: int8-dynamic or fp8-scaled; or keep a GGUF file's own blocks
+            (exact): gguf.
         device: Device: auto, cpu, cuda, cuda:1 or mps.
         num_devices: Number of devices that work together, any number; CPU workers if the
             machine has fewer (> 0, ≤ 256).
@@ -766,6 +773,11 @@ def run(
         option: A parameter that only this pipeline has, as NAME=VALUE; may be given several
             times. A video, picture or .npy of numbers is named by its file. For models of
             pipeline.
+        source: Video, folder of frames or picture to change: inpainting repaints its masked
+            part, a diffusers pipeline has it as its parameter video. For models of inpaint,
+            pipeline.
+        strength: How much what is made may differ from the source; 1 ignores the source (> 0, ≤
+            1). For models of inpaint, pipeline.
         fit: Fit given images and videos to the video's size: crop, pad or stretch; by default
             our own models crop, and a diffusers pipeline gets them unchanged. For models of
             svd, inpaint, pipeline.

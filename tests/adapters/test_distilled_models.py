@@ -13,7 +13,7 @@ import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 
 import everyframe
-from everyframe.adapters.distilled_models import PRESETS, find_preset
+from everyframe.adapters.distilled_models import PRESETS, find_preset, titles_in
 from everyframe.checkpoints.tensor_file import open_checkpoint
 from everyframe.core.request import Request
 from everyframe.diffusers_pipelines.family import PipelineSpec
@@ -62,6 +62,37 @@ def test_each_has_its_source_and_a_schedule_that_falls(preset: Any) -> None:
     assert preset.source.startswith("https://")
     assert preset.sigmas in ((), tuple(sorted(preset.sigmas, reverse=True)))
     assert not preset.sigmas or len(preset.sigmas) == preset.num_inference_steps
+
+
+def test_files_by_what_they_call_themselves(tmp_path: Path) -> None:
+    """Under any file name: safetensors by its trainer's words, GGUF by its converter's."""
+    from safetensors.torch import save_file
+
+    gguf = pytest.importorskip("gguf", reason="the package that writes GGUF is not installed")
+    save_file({"x": torch.zeros(1)}, tmp_path / "a.safetensors",
+              metadata={"ss_output_name": "Wan21_CausVid_14B"})  # fmt: skip
+    writer = gguf.GGUFWriter(str(tmp_path / "b.gguf"), "ltxv")
+    writer.add_name("LTX-Video 0.9.8 distilled")
+    writer.add_tensor("x", torch.zeros(1).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (tmp_path / "c.gguf").write_bytes(b"GGUF")
+    (tmp_path / "d.pt").write_bytes(b"")
+    found = {path.name: titles_in(path) for path in tmp_path.iterdir()}
+    assert found == {
+        "a.safetensors": ("Wan21_CausVid_14B",), "b.gguf": ("LTX-Video 0.9.8 distilled",),
+        "c.gguf": (), "d.pt": (),
+    }  # fmt: skip
+    names = [find_preset({name: titles}, [cls])[0] for name, titles, cls in (
+        ("a.safetensors", found["a.safetensors"], "WanTransformer3DModel"),
+        ("b.gguf", found["b.gguf"], "LTXVideoTransformer3DModel"),
+        ("b.gguf", (), "LTXVideoTransformer3DModel"),
+    )]  # fmt: skip
+    assert [preset and preset.title for preset in names] == [
+        "CausVid", "LTX-Video's distillation", None
+    ]  # fmt: skip
 
 
 def test_sigmas_of_lightx2v() -> None:

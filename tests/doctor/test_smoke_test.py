@@ -93,7 +93,8 @@ def test_a_path_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_a_processor_every_path_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = plant(monkeypatch, took=5.0)  # all of them within the limit
     smoking.smoke(DoctorInput(MachineFacts((CPU,), 4)))
-    paths = ["attention-flash", "linear-gelu", *cpu_modules.KINDS, "kept-embeddings"]
+    paths = ["attention-flash", "linear-gelu", *cpu_modules.KINDS, "kept-embeddings",
+             "cached-constants"]  # fmt: skip
     assert asked == [("cpu", way) for way in ("float32", "bfloat16", *paths)]
 
 

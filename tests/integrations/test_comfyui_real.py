@@ -26,7 +26,7 @@ from everyframe.engine.launcher import IN_PROCESS
 from everyframe.engine.provenance import record_in
 from helpers.browser_tabs import find_chromium
 from helpers.comfyui_stand_in import PACK
-from helpers.server_process import SOURCE
+from helpers.server_process import SOURCE, ServerProcess
 
 FOLDER = os.environ.get("EVERYFRAME_COMFYUI")
 pytestmark = [
@@ -174,6 +174,20 @@ def test_video_is_saved_with_its_record_which_loads_again(comfyui: ComfyUI) -> N
     assert done["status"]["status_str"] == "success", done["status"]
     (second,) = (comfyui.base / "output").glob("made*.mp4")
     assert record_in(second)["settings"] == record["settings"]
+
+
+def test_server_makes_the_video_and_its_record_is_saved(comfyui: ComfyUI, tmp_path: Path) -> None:
+    with ServerProcess(tmp_path / "data") as server:
+        prompt = _prompt(server=["3", 0], seed=6)
+        address = {"url": server.url, "key_name": ""}
+        prompt["prompt"]["3"] = {"class_type": "EveryframeServer", "inputs": address}
+        prompt["prompt"]["2"]["inputs"]["filename_prefix"] = "served"
+        done = comfyui.wait_for(comfyui.ask("/prompt", prompt)["prompt_id"])
+        assert done["status"]["status_str"] == "success", done["status"]
+        (job,) = server.ask("/v1/videos")[1]["data"]
+    assert (job["status"], job["seed"]) == ("completed", 6)
+    (saved,) = (comfyui.base / "output").glob("served*.mp4")
+    assert record_in(saved)["settings"]["seed"] == 6
 
 
 def test_interrupt_ends_the_node_within_two_seconds(comfyui: ComfyUI) -> None:

@@ -128,13 +128,14 @@ def test_what_a_record_says_is_taken_exactly(model: ModelSpec) -> None:
 
 
 def test_what_can_t_be_had_is_said() -> None:
-    with pytest.raises(InputError, match="one of auto, none, int8, fp8, gguf, got 'int4'"):
+    kinds = "int8, fp8, int8-dynamic, fp8-scaled, gguf"
+    with pytest.raises(InputError, match=f"one of auto, none, {kinds}, got 'int4'"):
         Request(prompt="a", quantize="int4")
     mps = device("mps")
     with pytest.raises(InputError, match="has no fp8; give --quantize int8"):
         quantising_of(Request(prompt="a", quantize="fp8"), mps)
     assert quantising_of(Request(prompt="a", quantize="int8"), mps).asked == "int8"
-    with pytest.raises(InputError, match="int8 or fp8 or gguf, not in 'int7'"):
+    with pytest.raises(InputError, match=f"{kinds.replace(', ', ' or ')}, not in 'int7'"):
         quantising_of(Request(prompt="a", quantized={"denoiser": "int7"}), mps)
     parts = ComponentPlanner(config_only_models.stepvideo(), mps, "auto", False, GB)
     whole = [parts.named("clip", SETTINGS).plan]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -119,6 +120,25 @@ def test_a_planted_map_is_found_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
     assert mine.colors(reads=True) is None
 
 
+def test_small_weights_are_known_before_they_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The embedded model's colours come with it: its first run on a machine has previews too."""
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path / "cache"))
+    plan = everyframe.plan(PROMPT, preview=True)
+    assert plan.preview is not None
+    assert plan.preview.source.startswith("factors fitted")
+    # Large ones are hashed by the run alone, which then knows them.
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path / "other"))
+    monkeypatch.setattr("everyframe.runtime.latent_space._READ_AT_ONCE", 0)
+    unread = everyframe.plan(PROMPT, num_inference_steps=3, preview=True)
+    assert unread.preview == PreviewPlan(1, "")
+    events, _ = run(preview=True)
+    assert sum(isinstance(each, Preview) for each in events) == 3
+    assert not any("next runs" in each.text for each in events if isinstance(each, Note))
+    assert not (tmp_path / "other" / "latent_colors").exists()
+
+
 def test_what_no_map_explains_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path / "cache"))
     mine = LatentSpace("VideoVAE", 4, own_digest=lambda: "ab")
@@ -166,6 +186,29 @@ def test_a_run_shows_itself_and_keeps_its_bits() -> None:
         assert isinstance(before, Step)
         assert before.step == each.step
     assert any(isinstance(each, Note) and "previews each step" in each.text for each in events)
+
+
+@pytest.mark.slow
+def test_previews_take_under_a_hundredth_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the fastest steps that there are, those of the embedded model on one thread."""
+    import time
+
+    spent = []
+    make = Previewer.preview
+
+    def timed(self: Previewer, *given: Any) -> Preview | None:
+        began = time.thread_time()
+        made = make(self, *given)
+        spent.append((time.thread_time() - began, made is not None))
+        return made
+
+    monkeypatch.setattr(Previewer, "preview", timed)
+    events: list[Event] = []
+    everyframe.generate(PROMPT, seed=1, num_inference_steps=24, preview=True, run_dir="off",
+                        on_event=events.append)  # fmt: skip
+    assert sum(is_made for _, is_made in spent) >= 12
+    steps = sum(each.seconds for each in events if isinstance(each, Step))
+    assert sum(seconds for seconds, _ in spent) < 0.01 * steps
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from everyframe.adapters.gguf_header import read_gguf_header
 from everyframe.checkpoints.safetensors_header import read_header
 from everyframe.core.errors import CheckpointError
 from everyframe.runtime.sampling_preset import SamplingPreset
@@ -64,14 +65,17 @@ _TITLES = ("modelspec.title", "ss_output_name", "general.name", "title", "name")
 
 
 def titles_in(path: Path) -> tuple[str, ...]:
-    """What a safetensors file calls itself in its header; nothing for other and broken files."""
-    if path.suffix != ".safetensors" or not path.is_file():
+    """What a safetensors or GGUF file calls itself in its header; nothing for others.
+
+    Tensors say nothing: those of a distillation have the names, shapes and ranks of any adapter.
+    """
+    if path.suffix not in (".safetensors", ".gguf") or not path.is_file():
         return ()
     try:
-        metadata = read_header(path).metadata
+        header = read_gguf_header(path) if path.suffix == ".gguf" else read_header(path)
     except CheckpointError:
         return ()  # named where it is read
-    return tuple(metadata[key] for key in _TITLES if metadata.get(key))
+    return tuple(str(header.metadata[key]) for key in _TITLES if header.metadata.get(key))
 
 
 def find_preset(

@@ -15,7 +15,7 @@ from cyclopts import Parameter
 
 from everyframe.cli.options import command, flag, request_flag, run_flag
 from everyframe.cli.streams import tell
-from everyframe.cli.tables import console, json_line, one_line, table
+from everyframe.cli.tables import console, counted, json_line, one_line, table
 from everyframe.core.bytes import format_bytes
 from everyframe.core.errors import ExitCode, InputError
 
@@ -94,8 +94,9 @@ def print_comparison(found: BenchComparison, first: str, second: str) -> None:
 def print_result(result: BenchResult) -> None:
     """Print a result as tables."""
     out, machine = console(sys.stdout), result.machine
-    out.print(f"{machine.device}, {format_bytes(machine.memory)}; {machine.num_threads} threads "
-              f"of {machine.processor} ({machine.instructions})", style="bold")  # fmt: skip
+    threads = f"{counted(machine.num_threads, 'thread')} of {machine.processor}"
+    memory = format_bytes(machine.memory)
+    out.print(f"{machine.device}, {memory}; {threads} ({machine.instructions})", style="bold")
     rows = table(("peak", "left"), ("rate", "right"), wraps="peak")
     for peak in result.peaks:
         unit = "FLOP/s" if peak.kind == "product" else "B/s"

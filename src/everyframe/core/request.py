@@ -17,7 +17,7 @@ from everyframe.core.lora import Lora
 from everyframe.core.option_values import REPEATED, SPELLED, option_text, with_current_names
 from everyframe.core.options import Options, option
 from everyframe.core.parallel_plan import parse_ways
-from everyframe.core.plan import Repair
+from everyframe.core.plan import PRODUCTS, Repair
 from everyframe.core.quality import EXACT, SamplingMethod, parse_quality
 from everyframe.core.video_size import check_sizes, parse_size
 
@@ -33,7 +33,7 @@ DTYPES = {
 }
 
 #: Storage of linear layers' weights; with `auto` the planner chooses.
-QUANTIZE = ("auto", "none", "int8", "fp8", "gguf")
+QUANTIZE = ("auto", "none", "int8", "fp8", *PRODUCTS, "gguf")
 
 
 class Request(Options):
@@ -153,7 +153,8 @@ class Request(Options):
     )
     quantize: str = option(
         "Store the weights of linear layers in 8 bits (lossy): auto (only if nothing else makes "
-        "it fit), none, int8 or fp8; or keep a GGUF file's own blocks (exact): gguf.",
+        "it fit), none, int8 or fp8; multiply in 8 bits too, by torchao, where that is certified "
+        "here: int8-dynamic or fp8-scaled; or keep a GGUF file's own blocks (exact): gguf.",
         group="Machine",
         default="auto",
     )

@@ -9,12 +9,20 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 
 from everyframe.core.errors import InputError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.options import option as an_option
-from everyframe.runtime.shared_options import fit_option, variant_option
+from everyframe.runtime.shared_options import (
+    fit_option,
+    source_option,
+    strength_option,
+    variant_option,
+)
+
+#: Options that other families have too, with the parameters that pipelines have in their place.
+SHARED: Mapping[str, str] = {"source": "video", "strength": "strength"}
 
 #: What people write for JSON's words on a command line.
 _WORDS = {"True": True, "False": False, "None": None}
@@ -30,6 +38,8 @@ class PipelineOptions(FamilyOptions):
         names_files=True,
         accepts=("Sequence[str]",),
     )
+    source: Any = source_option()
+    strength: float | None = strength_option()
     fit: str | None = fit_option()
     vae_tiling: bool = an_option(
         "Decode in tiles: far less memory for large frames, and faint seams.", default=False
@@ -46,12 +56,32 @@ class PipelineOptions(FamilyOptions):
     @classmethod
     def _named(cls, given: Any) -> Any:
         """Accept a mapping, or ``NAME=VALUE`` texts whose values are JSON where they parse."""
-        if isinstance(given, Mapping):
-            return dict(given)
-        texts = [given] if isinstance(given, str) else given
-        if not isinstance(texts, (list, tuple)):
-            raise InputError(f"option must be a mapping or NAME=VALUE, got {given!r}")
-        return dict(_split(text) for text in texts)
+        return _by_name(given)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shared(cls, values: Any) -> Any:
+        """Put shared options among the pipeline's parameters.
+
+        Raises:
+            InputError: the parameter is given as well.
+        """
+        found = {name: own for name, own in SHARED.items() if values.get(name) is not None}
+        option = _by_name(values.get("option", {})) if found else {}
+        for name, own in found.items():
+            if own in option:
+                raise InputError(f"{name} and option {own} are the same; give one of them")
+            option[own] = values[name]
+        return {**values, "option": option} if found else values
+
+
+def _by_name(given: Any) -> dict[str, Any]:
+    if isinstance(given, Mapping):
+        return dict(given)
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, (list, tuple)):
+        raise InputError(f"option must be a mapping or NAME=VALUE, got {given!r}")
+    return dict(_split(text) for text in texts)
 
 
 def _split(text: Any) -> tuple[str, Any]:

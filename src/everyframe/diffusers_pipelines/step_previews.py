@@ -49,7 +49,8 @@ class StepPreviews:
     def __init__(self, plan: Plan, space: LatentSpace) -> None:
         assert plan.preview is not None
         self._space, self._settings = space, plan.settings
-        self._fits = not plan.preview.source
+        # A plan knows those colours alone whose weights were hashed before.
+        self._fits = not plan.preview.source and space.colors(reads=True) is None
         self._previewer = Previewer(plan.preview, space)
         self._heard: tuple[Any, Mapping[str, Any]] | None = None
         self._is_understood = True

@@ -17,7 +17,7 @@ from torch import nn
 
 from everyframe.core.errors import EveryframeWarning, InputError, did_you_mean
 from everyframe.core.options import shown
-from everyframe.core.plan import Precision
+from everyframe.core.plan import PRODUCTS, Precision
 from everyframe.fast_paths import package_store
 from everyframe.fast_paths.apply import block_names
 from everyframe.fast_paths.compilation import compile_blocks, compiled_blocks
@@ -120,7 +120,7 @@ def quantize(
         InputError: an unknown kind, or it is quantized already.
         MissingPackageError: torchao isn't installed.
     """
-    kinds = (*_WEIGHTS, *dynamic_quantization.KINDS)
+    kinds = (*_WEIGHTS, *PRODUCTS)
     if kind not in kinds:
         raise InputError(
             f"kind must be one of {', '.join(kinds)}, got {shown(kind)}{did_you_mean(kind, kinds)}"

@@ -22,6 +22,7 @@ from everyframe.core.events import (
     Events,
     FramesDecoded,
     Note,
+    Preview,
     Repaired,
     VideoDone,
     event_of,
@@ -239,6 +240,9 @@ def _plain(value: Any) -> Any:
 
 _WHAT = "videos are handed over"
 
+#: Events of other video groups that rank 0 yields after its own.
+_HANDED_OVER = (FramesDecoded, AudioDecoded, VideoDone, Note, Repaired, Preview)
+
 
 def gathered(events: Iterator[Event], here: RankContext) -> Events:
     """On rank 0, yield the events of all video groups in turn; elsewhere this rank's own."""
@@ -252,7 +256,7 @@ def gathered(events: Iterator[Event], here: RankContext) -> Events:
         # Not awaited before all is done: rank 0 has work of its own.
         sent: list[PendingSend] = []
         for event in events:
-            if isinstance(event, FramesDecoded | AudioDecoded | VideoDone | Note | Repaired):
+            if isinstance(event, _HANDED_OVER):
                 sent.append(_sent(world, event))
             yield event
         sent.append(world.send([], None, 0, _WHAT))
@@ -270,6 +274,9 @@ def _sent(world: Communicator, event: Event) -> PendingSend:
     if isinstance(event, AudioDecoded):
         samples = torch.from_numpy(np.ascontiguousarray(event.samples))
         return world.send([samples], event.to_json(), 0, _WHAT)
+    if isinstance(event, Preview):
+        image = torch.frombuffer(bytearray(event.image), dtype=torch.uint8)
+        return world.send([image], event.to_json(), 0, _WHAT)
     return world.send([], event.to_json(), 0, _WHAT)
 
 
@@ -283,6 +290,9 @@ def _received(world: Communicator, source: int) -> Event | None:
         return FramesDecoded(data["seed"], len(tensors[0]), tensors[0].numpy())
     if kind == AudioDecoded.type:
         return AudioDecoded(data["seed"], data["rate"], data["seconds"], tensors[0].numpy())
+    if kind == Preview.type:
+        own = {name: value for name, value in data.items() if name != "type"}
+        return Preview(**own, image=tensors[0].numpy().tobytes())
     if kind == VideoDone.type:
         return VideoDone(data["seed"], data["num_frames"], data["record"])
     return event_of(data)

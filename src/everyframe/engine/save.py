@@ -7,6 +7,7 @@ from typing import Any
 
 from everyframe.core.errors import InputError
 from everyframe.core.paths import expand_path
+from everyframe.core.plan import PRODUCTS
 from everyframe.core.request import DTYPES, Request
 from everyframe.engine.saved_model import SavableNative
 from everyframe.families.registry import check_option_names
@@ -48,6 +49,11 @@ def save(model: str | Path, output: str | Path, **options: Any) -> Path:
     assert isinstance(savable, SavableSpec), "every family is one or the other"
     check_contents(found)
     patches_of(found).check()
+    if request.quantize in PRODUCTS:
+        raise InputError(
+            f"quantize={request.quantize} is how products are computed, which no file holds; save "
+            f"with {PRODUCTS[request.quantize]}, and run the folder with {request.quantize}"
+        )
     kind = request.quantize if request.quantize in ("int8", "fp8") else ""
     dtype = None if request.dtype == "auto" else torch_dtype(DTYPES[request.dtype])
     folder = expand_path(output, "output")

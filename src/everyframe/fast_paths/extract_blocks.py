@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from everyframe.core.plan import Precision
+from everyframe.core.plan import PRODUCTS, Precision
 from everyframe.fast_paths.apply import apply_fast_paths, block_names, swap_modules
 from everyframe.fast_paths.target import CertificationTarget, TargetCall
 from everyframe.precision import cast_hooks
@@ -79,7 +79,8 @@ class ExtractedBlock:
         swap_modules(alone, paths)
         wide = Precision("float32", "float32")
         if not in_float32:
-            quantise_layers(alone, self.precision)
+            kind = next((path for path in paths if path in PRODUCTS), self.precision.weight_dtype)
+            quantise_layers(alone, replace(self.precision, weight_dtype=kind))
         cast_hooks.add_cast_hooks(alone, wide if in_float32 else self.precision, outputs=())
         apply_fast_paths(alone, paths, compiles=True)
         return alone

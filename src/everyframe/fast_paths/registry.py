@@ -34,8 +34,8 @@ class FastPath:
         kinds: torch device types that have it.
         trial: function, as ``module:name``, that makes comparisons from a `CertificationTarget`.
         uses: tags of known issues about it.
-        closeness: "exact" if results equal plain torch to the bit, else "rounding"; trials check
-            it.
+        closeness: "exact" if results equal plain torch to the bit, which trials check; "lossy" of
+            products in fewer bits, else "rounding".
         at_once: tried in the first run of a plan, from the sizes of its dry run alone.
         on_demand: tried only on request.
         in_long_runs: tried in the first run of a plan that computes for many minutes.
@@ -48,7 +48,7 @@ class FastPath:
     kinds: tuple[str, ...]
     trial: str
     uses: tuple[str, ...] = ()
-    closeness: Literal["exact", "rounding"] = "rounding"
+    closeness: Literal["exact", "rounding", "lossy"] = "rounding"
     at_once: bool = False
     on_demand: bool = False
     needs_c: bool = False
@@ -94,6 +94,12 @@ _ALL = (
              "convolution", ("cpu",), f"{_TRIALS}:modules", in_long_runs=True),
     FastPath("kept-embeddings", "cached embeddings of repeated numbers",
              "embeddings", ("cpu",), f"{_TRIALS}:embeddings", closeness="exact"),
+    FastPath("int8-dynamic", "products of linear layers in int8, by torchao",
+             "products", ("cpu", "cuda"), f"{_TRIALS}:modules",
+             closeness="lossy", on_demand=True),
+    FastPath("fp8-scaled", "products of linear layers in fp8, by torchao",
+             "products", ("cuda",), f"{_TRIALS}:modules",
+             closeness="lossy", on_demand=True),
     FastPath("cached-constants", "keys and values of prompts and tables of positions, once a video",
              "constants", ("cpu",), "everyframe.fast_paths.constant_trial:constants",
              closeness="exact", in_long_runs=True),

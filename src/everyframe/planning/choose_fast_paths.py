@@ -9,10 +9,12 @@ paths as expected. `everyframe.fast_paths.certify` makes certificates;
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 
+from everyframe.core.errors import InputError, MissingPackageError
 from everyframe.core.facts import DeviceFacts
-from everyframe.core.plan import FastPathChoice, Precision
+from everyframe.core.plan import PRODUCTS, FastPathChoice, Precision
 from everyframe.core.request import DTYPES, Request
 from everyframe.fast_paths.certificates import Certificate
 from everyframe.fast_paths.registry import (
@@ -73,8 +75,16 @@ def pins_of(request: Request, device: DeviceFacts, *, is_here: bool = True) -> F
 
     Raises:
         InputError: no kernel or path of that name; names the nearest. Or a folder of compiled
-            blocks that this device didn't compile.
+            blocks that this device didn't compile. Or products in eight bits of compiled blocks.
+        MissingPackageError: products in eight bits are requested, and torchao isn't installed.
     """
+    products = {request.quantize, *(request.quantized or {}).values()} & PRODUCTS.keys()
+    for kind in sorted(products):
+        if request.compile or request.compiled is not None:
+            raise InputError(f"quantize={kind} and compile: give one of them; blocks are compiled "
+                             "with their layers as they are")  # fmt: skip
+        if is_here and find_spec("torchao") is None:
+            raise MissingPackageError(f"{kind} needs torchao: pip install torchao")
     if request.compiled is not None and is_here:
         # Not on top: this brings torch.
         from everyframe.fast_paths.package_store import check
@@ -154,10 +164,21 @@ class FastPathChooser:
         certificates = self._certificates(component, precision, runs)
         found = [
             self._judge(component, path, certificates, runs)
-            for path in candidates(runs, self.device, is_quantised=bool(precision.weight_dtype))
+            for path in candidates(runs, self.device, precision.weight_dtype)
             if not path.on_demand or self._demands(component, path, runs, certificates)
         ]
         return tuple(sorted(found, key=lambda choice: -(choice.gain or 0.0)))
+
+    def products(
+        self, component: str, precision: Precision, runs: Sequence[DryRun]
+    ) -> FastPathChoice:
+        """The verdict on products in eight bits, which were requested."""
+        path = CATALOGUE[precision.weight_dtype]
+        choice = self._judge(component, path, self._certificates(component, precision, runs), runs)
+        is_right = choice.error is not None and choice.error <= (choice.limit or 0.0)
+        if self.pins.force and choice.verdict == "refused" and is_right:
+            return replace(choice, verdict="pinned", reason=f"by --force: {choice.reason}")
+        return choice
 
     def on_demand(self, component: str, runs: Sequence[DryRun]) -> tuple[FastPathChoice, ...]:
         """On-demand paths that could be requested for a component, for a list of all paths."""
@@ -265,18 +286,19 @@ def _precision(precision: Precision) -> str | None:
 
 
 def candidates(
-    runs: Sequence[DryRun], device: DeviceFacts, *, is_quantised: bool = False
+    runs: Sequence[DryRun], device: DeviceFacts, weight_dtype: str = ""
 ) -> tuple[FastPath, ...]:
-    """Paths other than precisions that suit the device and the computation."""
+    """Paths other than precisions that suit the device, the computation and quantized weights."""
     has_attention = any(
         product.kind == "attention" for run in runs for product, _ in run.found.work.products
     )
     return tuple(
         path
         for path in for_device(device)
-        if path.group != "precision"
+        if path.group not in ("precision", "products")
         and (path.group != "attention" or has_attention)
-        and runs[0].has_place(path.name, is_quantised=is_quantised)
+        and (path.group != "compile" or weight_dtype not in PRODUCTS)
+        and runs[0].has_place(path.name, is_quantised=bool(weight_dtype))
     )
 
 
@@ -305,6 +327,8 @@ def fast_path_notes(
         if choice.despite:
             what = precision.compute if choice.path in PRECISIONS else choice.path
             lines.append(f"{title}: {what}, {choice.reason}, in spite of {choice.despite}")
+        if choice.path in PRODUCTS and choice.verdict in ("untried", "off"):
+            lines.append(f"{title}: without {choice.path}: {choice.reason}")
         if choice.verdict in ("refused", "avoided"):
             says = choice.verdict if choice.verdict == "refused" else "is avoided"
             if choice.path in PRECISIONS:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from everyframe.core.facts import DeviceFacts
-from everyframe.core.plan import ComponentPlan, FastPathChoice, Precision
+from everyframe.core.plan import PRODUCTS, ComponentPlan, FastPathChoice, Precision
 from everyframe.fast_paths.certificates import Certificate, device_key, plan_key
 from everyframe.fast_paths.certificates import find as stored
 from everyframe.fast_paths.registry import CATALOGUE, PRECISIONS, FastPath
@@ -67,6 +67,8 @@ class Certificates:
             for product, operations in run.found.work.products:
                 total = operations * run.stage_call.num_calls
                 work[product] = work.get(product, 0.0) + total
+        if precision.weight_dtype in PRODUCTS:  # a path of the plain layers, like any other
+            precision = replace(precision, weight_dtype="")
         heaviest = sorted(work.items(), key=lambda pair: pair[1], reverse=True)
         return CertificationTarget(
             component=component,

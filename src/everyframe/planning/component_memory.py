@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.parallel_plan import ParallelPlan
-from everyframe.core.plan import PACKED, ComponentPlan, Precision, Repair, Settings
+from everyframe.core.plan import PACKED, PRODUCTS, ComponentPlan, Precision, Repair, Settings
 from everyframe.planning.choose_fast_paths import (
     FastPathChooser,
     fast_path_notes,
@@ -236,6 +236,8 @@ class ComponentPlanner:
         # What was made for float32 is the smaller part, and wants its digits.
         if not any(asked) or component.has_precision or component.needs.prefers == "float32":
             return ("",)
+        if asked[0] in PRODUCTS and not self._denoises(component, settings):
+            return ("",)
         can_stay = bool(component.packed_bytes) and self.device.kind == "cpu"
         narrow = [kind for kind in asked if kind and (kind != PACKED or can_stay)]
         whole = self.weights_alone(component, settings, "") if narrow else 0
@@ -243,6 +245,11 @@ class ComponentPlanner:
             kind for kind in narrow if self.weights_alone(component, settings, kind) < WORTH * whole
         ]
         return tuple(worth) if asked[0] and worth else ("", *worth)
+
+    def _denoises(self, component: Component, settings: Settings) -> bool:
+        """Whether it runs at every step."""
+        calls = self._precisions.dry_run_calls_of(component.name, settings)
+        return any(call.denoises for call in calls)
 
     def _first_kind(self, component: Component, settings: Settings) -> str:
         first = self.quantising.kinds(component.name)[0]

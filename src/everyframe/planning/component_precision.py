@@ -13,9 +13,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts
-from everyframe.core.plan import PACKED, ComponentPlan, FastPathChoice, Precision, Settings
+from everyframe.core.plan import (
+    PACKED,
+    PRODUCTS,
+    ComponentPlan,
+    FastPathChoice,
+    Precision,
+    Settings,
+)
 from everyframe.core.request import Request
-from everyframe.planning.choose_fast_paths import FastPathChooser
+from everyframe.fast_paths.registry import CATALOGUE
+from everyframe.planning.choose_fast_paths import USED, FastPathChooser
 from everyframe.planning.dry_runs import DryRun, dry_run, not_followed
 from everyframe.precision.policy import choose
 from everyframe.runtime.interface import (
@@ -83,12 +91,16 @@ class PrecisionPlanner:
         With `roughly`, whole calls of a pipeline get no dry run, since that takes seconds.
         """
         found = self._weighed(component, settings, kind, roughly=roughly)
-        precision, tried = found.precision, found.tried
+        precision, tried, choices = found.precision, found.tried, found.choices
         if tried is None:
             tried = self._tried(component, settings, precision, self._all_weighed, roughly=roughly)
         runs = tuple(run for run in tried if isinstance(run, DryRun))
         whys = (not_followed(component.title, why) for why in tried if isinstance(why, str))
-        return ComponentPrecision(precision, (*found.notes, *whys), found.choices, runs)
+        if kind in PRODUCTS and not roughly:
+            choices = (*choices, self.chooser.products(component.name, precision, runs))
+            if choices[-1].verdict not in USED:
+                precision = replace(precision, weight_dtype="")
+        return ComponentPrecision(precision, (*found.notes, *whys), choices, runs)
 
     def _weighed(
         self, component: Component, settings: Settings, kind: str, *, roughly: bool = False
@@ -158,10 +170,13 @@ class _Weighed(NamedTuple):
 
 #: Relative error (norm) of a layer's result with quantized weights, for weights as trained, with
 #: few large values per row (tests/precision/test_quantization.py).
-ERRORS = {"int8": 0.01, "fp8": 0.03}
+ERRORS = {"int8": 0.01, "fp8": 0.03, "int8-dynamic": 0.01, "fp8-scaled": 0.04}
 
 #: Format tried by default: the more accurate of the two; the other saves no more.
 _OF_ITSELF = "int8"
+
+#: First compute capability with products of fp8.
+_FP8_PRODUCTS = (8, 9)
 
 #: Device types on which torch lacks the dtype.
 _LACKS = {"fp8": ("mps",)}
@@ -204,13 +219,28 @@ def quantising_of(request: Request, device: DeviceFacts) -> QuantizationChoice:
             )
         if device.kind in _LACKS.get(kind, ()):
             raise InputError(f"{device.name} has no {kind}; give --quantize int8")
+        if kind in PRODUCTS and not _multiplies(device, kind):
+            needs = "a CPU or a CUDA card"
+            if kind == "fp8-scaled":
+                needs = "a CUDA card of compute capability 8.9 or later"
+            raise InputError(
+                f"{kind} needs {needs}, not {device.name}; give --quantize {PRODUCTS[kind]}, which "
+                "stores the weights alone in 8 bits"
+            )
     return QuantizationChoice(request.quantize, request.quantized)
+
+
+def _multiplies(device: DeviceFacts, kind: str) -> bool:
+    """Whether the device has products of that kind."""
+    is_old = (device.capability or (0, 0)) < _FP8_PRODUCTS
+    return device.kind in CATALOGUE[kind].kinds and not (kind == "fp8-scaled" and is_old)
 
 
 def check_effect(wanted: QuantizationChoice, title: str, parts: Sequence[ComponentPlan]) -> None:
     """Raise `InputError` if quantization was requested and no weight is quantized."""
     asked = wanted.exact is None and wanted.asked in (*ERRORS, PACKED)
-    if asked and not any(part.precision.weight_dtype for part in parts):
+    tried = {choice.path for part in parts for choice in part.choices}
+    if asked and wanted.asked not in tried and not any(p.precision.weight_dtype for p in parts):
         raise InputError(
             f"quantize has no effect on {title}: it is for linear layers of parts that are not "
             "made for float32, in models that are loaded here (not by their owner), and gguf for "
@@ -229,6 +259,11 @@ def quantization_notes(
         return (
             f"{title}: weights of its linear layers stay in the blocks of their GGUF file and are "
             "widened for each product: the same bits in less memory, and more time",
+        )
+    if precision.weight_dtype in PRODUCTS:
+        return (
+            f"{title}: its linear layers are stored and multiplied in {precision.weight_dtype} "
+            f"(lossy: a layer's result differs by about {ERRORS[precision.weight_dtype]:.0%})",
         )
     why = ", as nothing else makes it fit; --quantize none prevents it" if by_itself else ""
     return (

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everyframe.core.errors import InputError, MissingPackageError
+from everyframe.core.errors import InputError
 from everyframe.core.plan import Precision
 from everyframe.precision.quantization import layers
-
-KINDS = ("int8-dynamic", "fp8-scaled")
+from everyframe.precision.quantized_products import torchao
 
 #: Allowed error of a quantized product; int8 and fp8 were measured at 0.7 to 3 %.
 _LIMIT = 5e-2
@@ -66,10 +65,7 @@ def quantize_products(module: nn.Module, kind: str) -> Iterator[str]:
 
 
 def _torchao(kind: str) -> tuple[Any, Any]:
-    try:
-        from torchao import quantization
-    except ImportError as error:
-        raise MissingPackageError(f"{kind} needs torchao: pip install torchao") from error
+    quantization = torchao(kind)
     config = (
         quantization.Int8DynamicActivationInt8WeightConfig()
         if kind == "int8-dynamic"

@@ -1,11 +1,12 @@
-"""Weight-only quantization: linear layers with int8 or fp8 weights and one scale per row.
+"""Quantization: linear layers with int8 or fp8 weights and one scale per row.
 
 Replaces plain `nn.Linear` layers from outside. Each call widens the weights to the compute dtype
 and multiplies as usual, so every device that has the wide dtype can run it, and only the weights
-are rounded. Values and scales equal torchao's bit for bit (pytorch/ao 0.18, Int8Tensor and
-Float8Tensor by rows). They are plain tensors, as torchao's subclasses report the size of the
-unquantized weight and lack the operations that offloading copies with. `everyframe.runtime.loading`
-quantizes while reading files; `everyframe.planning.component_precision` decides when.
+are rounded; `quantized_products` multiplies in eight bits, where that is asked for. Values and
+scales equal torchao's bit for bit (pytorch/ao 0.18, Int8Tensor and Float8Tensor by rows). They are
+plain tensors, as torchao's subclasses report the size of the unquantized weight and lack the
+operations that offloading copies with. `everyframe.runtime.loading` quantizes while reading files;
+`everyframe.planning.component_precision` decides when.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from everyframe.core.plan import Precision
+from everyframe.core.plan import PRODUCTS, Precision
 from everyframe.precision.islands import in_island
+from everyframe.precision.quantized_products import can_multiply, multiply
 
 #: Name of a layer's scales, beside `weight` and `bias`.
 SCALE = "weight_scale"
@@ -32,7 +34,8 @@ class QuantisedLinear(nn.Module):
     """``x W^T + b`` with W in eight bits.
 
     Attributes:
-        kind: ``int8`` or ``fp8`` (float8_e4m3fn).
+        kind: ``int8`` or ``fp8`` (float8_e4m3fn), or one of `PRODUCTS`.
+        is_plain: set by a repair that wants plain kernels; None where there are no others.
         weight: (out, in) int8; for fp8 its bits, so that casts of floating parameters skip it.
         weight_scale: (out, 1) in the compute dtype.
         bias: (out) in the compute dtype, or None.
@@ -41,6 +44,7 @@ class QuantisedLinear(nn.Module):
     def __init__(self, kind: str, weight: Tensor, scale: Tensor, bias: nn.Parameter | None) -> None:
         super().__init__()
         self.kind = kind
+        self.is_plain = False if kind in PRODUCTS else None
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.weight_scale = nn.Parameter(scale, requires_grad=False)
         self.bias = bias
@@ -57,11 +61,14 @@ class QuantisedLinear(nn.Module):
 
     def wide(self) -> Tensor:
         """Dequantize W (out, in) to the dtype of the scales, which holds every code exactly."""
-        values = self.weight if self.kind == "int8" else self.weight.view(torch.float8_e4m3fn)
+        is_int8 = PRODUCTS.get(self.kind, self.kind) == "int8"
+        values = self.weight if is_int8 else self.weight.view(torch.float8_e4m3fn)
         # Before the product: sums of values that are not scaled yet would overflow float16.
         return values.to(self.weight_scale.dtype).mul_(self.weight_scale)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.is_plain is False and can_multiply(self.kind, x, self.weight):
+            return multiply(self.kind, x, self.weight, self.weight_scale, self.bias)
         return F.linear(x, self.wide(), self.bias)
 
     def extra_repr(self) -> str:
@@ -139,7 +146,7 @@ def quantise(weight: Tensor, kind: str, device: torch.device) -> tuple[Tensor, T
 
     Rows are processed in batches, so a weight from the host is never whole on the device.
     """
-    rounded = _ROUNDINGS[kind]
+    rounded = _ROUNDINGS[PRODUCTS.get(kind, kind)]
     values = torch.empty(weight.shape, dtype=torch.int8, device=device)
     scale = torch.empty(len(weight), 1, dtype=torch.float32, device=device)
     step = max(1, _AT_ONCE // max(1, weight.shape[1]))

@@ -22,6 +22,9 @@ from everyframe.core.paths import replace_file
 _log = logging.getLogger(__name__)
 _SCHEMA = "everyframe.latent_colors/1"
 
+#: Bytes of weights that a plan hashes, in a tenth of a second.
+_READ_AT_ONCE = 64 * 2**20
+
 
 @dataclass(frozen=True)
 class LatentColors:
@@ -61,12 +64,13 @@ class LatentSpace:
     own_digest: Callable[[], str] | None = None
 
     def digest(self, *, reads: bool) -> str | None:
-        """Digest of its weights; without `reads` None if their files were not hashed yet."""
+        """Digest of its weights; without `reads` None for large files that were not hashed yet."""
         if self.own_digest is not None:
             return self.own_digest()
         if not self.files:
             return None
-        return digest(self.files) if reads else known_digest(self.files)
+        is_small = sum(Path(file).stat().st_size for file in self.files) <= _READ_AT_ONCE
+        return digest(self.files) if reads or is_small else known_digest(self.files)
 
     def colors(self, *, reads: bool = False) -> LatentColors | None:
         """The map that is known for it: one fitted to its weights, else the published one."""

@@ -18,6 +18,25 @@ def fit_option() -> Any:
     )
 
 
+def source_option() -> Any:
+    """What video to video begins with."""
+    return option(
+        "Video, folder of frames or picture to change: inpainting repaints its masked part, a "
+        "diffusers pipeline has it as its parameter video.",
+        names_files=True,
+    )
+
+
+def strength_option(default: float | None = None) -> Any:
+    """How far video to video goes from its source."""
+    return option(
+        "How much what is made may differ from the source; 1 ignores the source.",
+        default=default,
+        gt=0,
+        le=1,
+    )
+
+
 def variant_option() -> Any:
     """Which stored precision of the weights is read, if there are several."""
     return option(

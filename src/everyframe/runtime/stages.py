@@ -339,6 +339,8 @@ class DecodeStage(ComponentStage[_Context, LatentPiece]):
         if not is_wanted or context.clip or video.inputs.source is not None:
             return None
         space = context.model.latent_space
+        if space.colors(reads=True) is not None:  # its weights had not been hashed
+            return None
         return ColorFit(space, video.latents, context.settings.num_frames)
 
     def decode_video(

@@ -14,7 +14,12 @@ from pydantic import BeforeValidator
 
 from everyframe.core.errors import MediaError
 from everyframe.core.options import FamilyOptions, option
-from everyframe.runtime.shared_options import fit_option, truncate_prompt_option
+from everyframe.runtime.shared_options import (
+    fit_option,
+    source_option,
+    strength_option,
+    truncate_prompt_option,
+)
 
 #: Controls that are computed from the source.
 BUILT_IN = ("canny", "inpaint")
@@ -64,9 +69,7 @@ OneOrEach = Annotated[float | tuple[float, ...], BeforeValidator(_split)]
 class InpaintOptions(FamilyOptions):
     """Options of inpainting: source, mask, ControlNets and strength."""
 
-    source: Any = option(
-        "Source to repaint in part: a picture, a folder of frames or a video.", names_files=True
-    )
+    source: Any = source_option()
     mask: Any = option(
         "What to repaint: white in an image, folder or video of the source's size, or a box "
         "LEFT,TOP,RIGHT,BOTTOM in pixels.",
@@ -82,12 +85,7 @@ class InpaintOptions(FamilyOptions):
         "from the source; with commas for several ControlNets.",
         names_files=True,
     )
-    strength: float = option(
-        "How much the repainted part may differ from the source; 1 ignores the source.",
-        default=1.0,
-        gt=0,
-        le=1,
-    )
+    strength: float = strength_option(1.0)
     controlnet_conditioning_scale: OneOrEach = option(
         "How strongly the ControlNet steers; with commas for several.", default=0.5
     )
