@@ -37,6 +37,10 @@ from typing import Any
 
 COMPILED = "everyframe, compiled before"
 
+#: Everyframe's names of the sizes, and ours.
+SHORT = {"height": "height", "width": "width", "num_frames": "frames",
+         "num_inference_steps": "steps"}  # fmt: skip
+
 #: What a user of diffusers writes.
 SCRIPT = """
 import sys
@@ -94,6 +98,7 @@ class Measured:
         found = cls(**json.loads(file.read_text()))
         if found.asked != asked:
             raise SystemExit(f"{file} was measured with {found.asked}; give another --folder")
+        found.skipped = {}  # they are tried again
         return found
 
 
@@ -165,6 +170,14 @@ def timed(command: list[str], place: Path, limit: float) -> tuple[float, float]:
     return wall, used
 
 
+def own_sizes(asked: argparse.Namespace) -> list[str]:
+    """Device and sizes as arguments of ours."""
+    found = ["--device", asked.device]
+    for name, short in SHORT.items():
+        found += [f"--{name.replace('_', '-')}", str(getattr(asked, short))]
+    return found
+
+
 def commands(asked: argparse.Namespace, place: Path) -> dict[str, list[str]]:
     from everyframe.fast_paths.registry import CATALOGUE
 
@@ -178,11 +191,9 @@ def commands(asked: argparse.Namespace, place: Path) -> dict[str, list[str]]:
         found[f"diffusers {dtype}"] = [*theirs, "False", output, *sizes]
         if asked.compiled:
             found[f"diffusers {dtype}, compiled"] = [*theirs, "True", output, *sizes]
-    height, width, frames, steps = sizes
     ours = [
         sys.executable, "-m", "everyframe", "generate", "a red ball", "--model", folder,
-        "--device", asked.device, "--height", height, "--width", width, "--num-frames", frames,
-        "--num-inference-steps", steps, "--seed", "1", "--run-dir", "off", "-o", output,
+        *own_sizes(asked), "--seed", "1", "--run-dir", "off", "-o", output,
     ]  # fmt: skip
     off = [each for name in CATALOGUE for each in ("--disable", name)]
     found["everyframe, no fast path"] = [*ours, *off, "--dtype", "fp32"]
@@ -197,10 +208,9 @@ def measure(asked: argparse.Namespace, place: Path, found: Measured) -> Iterator
         pipeline(place / "wan", asked.heads, asked.layers)
     runs = commands(asked, place)
     ahead = [
-        sys.executable, "-m", "everyframe", "compile", *runs["everyframe"][6:-4],
-        "--prompt", "a red ball", "-o", str(place / "compiled"),
+        sys.executable, "-m", "everyframe", "compile", str(place / "wan"), "--prompt", "a red ball",
+        *own_sizes(asked), "-o", str(place / "compiled"),
     ]  # fmt: skip
-    ahead = [each for each in ahead if each not in ("--seed", "--run-dir", "off")]
     ends = time.monotonic() + asked.seconds
     for number in range(asked.rounds + 1):
         for name, command in runs.items():

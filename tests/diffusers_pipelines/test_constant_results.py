@@ -49,7 +49,10 @@ def theirs(name: str, folder: Path, prompt: str, **more: Any) -> np.ndarray[Any,
     return frames
 
 
-@pytest.mark.parametrize("name", ["wan", "ltx", "hunyuan", "cogvideox"])
+SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in ("wan", "hunyuan", "cogvideox")]
+
+
+@pytest.mark.parametrize("name", ["ltx", *SLOW])
 def test_it_has_diffusers_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / name
     getattr(tiny_pipelines, name)(folder)

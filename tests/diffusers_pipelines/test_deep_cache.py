@@ -98,8 +98,11 @@ class _EnoughError(Exception):
     pass
 
 
-@pytest.mark.parametrize("limit", [None, 1e-9])
-@pytest.mark.parametrize("after", [1, 4, 7])
+SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in (1, 7)]
+
+
+@pytest.mark.parametrize("limit", [None, pytest.param(1e-9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("after", [4, *SLOW])
 def test_resumed_equals_unbroken(
     pipe: Any, after: int, limit: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

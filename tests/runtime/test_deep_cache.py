@@ -70,6 +70,7 @@ def test_shallow_steps_compute_the_full_resolution_alone(model: str, num_blocks:
     assert np.array_equal(second.frames, frames(model, quality="deepcache@2", seed=4)), "reset"
 
 
+@pytest.mark.slow
 def test_guidance_in_part_of_the_steps(model: str, num_blocks: list[int]) -> None:
     """Features with guidance are none of a step without."""
     one, other = (frames(model, quality=f"deepcache@{n}g50") for n in (2, STEPS))
@@ -103,6 +104,7 @@ def test_it_is_planned_named_and_refused(model: str, tmp_path: Path) -> None:
         everyframe.plan("a red circle", model=other, quality="deepcache@2")
 
 
+@pytest.mark.slow
 def test_a_dtype_that_a_repair_widens_goes_on(model: str) -> None:
     torch.manual_seed(0)
     assert np.isfinite(frames(model, quality="deepcache@3", dtype="bf16")).all()
