@@ -93,6 +93,12 @@ def cogvideox(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_pipeline_that_takes_a_video_says_by_which_option(cogvideox: Path) -> None:
+    clip = np.zeros((9, 16, 16, 3), np.uint8)
+    with pytest.raises(InputError, match="give the video as source"):
+        everyframe.plan("a fox", model=str(cogvideox), extend=clip)
+
+
 @pytest.mark.slow
 def test_video_to_video_by_either_name(cogvideox: Path, tmp_path: Path) -> None:
     clip = np.random.default_rng(0).integers(0, 255, (9, 16, 16, 3), np.uint8)

@@ -166,7 +166,8 @@ def _check_request(
     sizes: PipelineDefaults, title: str, request: Request, options: PipelineOptions
 ) -> None:
     interface = sizes.interface
-    check_used(title, request, _NO_USE)
+    takes_video = {"extend": "give the video as source"} if "video" in interface.parameters else {}
+    check_used(title, request, {**_NO_USE, **takes_video})
     for name in NAMES:
         if getattr(request, name) is None or interface.name_of(name):
             continue
