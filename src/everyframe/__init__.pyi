@@ -143,7 +143,7 @@ def generate(
     mask: Any = None,
     controlnet: Any = None,
     control: Any = None,
-    strength: float = 1.0,
+    strength: float | None = None,
     controlnet_conditioning_scale: float | Sequence[float] = 0.5,
     control_guidance_start: float | Sequence[float] = 0.0,
     control_guidance_end: float | Sequence[float] = 1.0,
@@ -294,8 +294,8 @@ def generate(
         control: What the ControlNet sees: an image, folder or video, or canny or inpaint, which
             are made from the source; with commas for several ControlNets. For models of
             inpaint.
-        strength: How much what is made may differ from the source; 1 ignores the source (> 0, ≤
-            1). For models of inpaint, pipeline.
+        strength: How much what is made may differ from the source; 1 ignores it, as inpainting
+            does by default (> 0, ≤ 1). For models of inpaint, pipeline.
         controlnet_conditioning_scale: How strongly the ControlNet steers; with commas for
             several. For models of inpaint.
         control_guidance_start: Share of the steps after which the ControlNet begins to steer.
@@ -412,7 +412,7 @@ def plan(
     mask: Any = None,
     controlnet: Any = None,
     control: Any = None,
-    strength: float = 1.0,
+    strength: float | None = None,
     controlnet_conditioning_scale: float | Sequence[float] = 0.5,
     control_guidance_start: float | Sequence[float] = 0.0,
     control_guidance_end: float | Sequence[float] = 1.0,
@@ -557,8 +557,8 @@ def plan(
         control: What the ControlNet sees: an image, folder or video, or canny or inpaint, which
             are made from the source; with commas for several ControlNets. For models of
             inpaint.
-        strength: How much what is made may differ from the source; 1 ignores the source (> 0, ≤
-            1). For models of inpaint, pipeline.
+        strength: How much what is made may differ from the source; 1 ignores it, as inpainting
+            does by default (> 0, ≤ 1). For models of inpaint, pipeline.
         controlnet_conditioning_scale: How strongly the ControlNet steers; with commas for
             several. For models of inpaint.
         control_guidance_start: Share of the steps after which the ControlNet begins to steer.
@@ -776,8 +776,8 @@ def run(
         source: Video, folder of frames or picture to change: inpainting repaints its masked
             part, a diffusers pipeline has it as its parameter video. For models of inpaint,
             pipeline.
-        strength: How much what is made may differ from the source; 1 ignores the source (> 0, ≤
-            1). For models of inpaint, pipeline.
+        strength: How much what is made may differ from the source; 1 ignores it, as inpainting
+            does by default (> 0, ≤ 1). For models of inpaint, pipeline.
         fit: Fit given images and videos to the video's size: crop, pad or stretch; by default
             our own models crop, and a diffusers pipeline gets them unchanged. For models of
             svd, inpaint, pipeline.

@@ -27,11 +27,11 @@ def source_option() -> Any:
     )
 
 
-def strength_option(default: float | None = None) -> Any:
+def strength_option() -> Any:
     """How far video to video goes from its source."""
     return option(
-        "How much what is made may differ from the source; 1 ignores the source.",
-        default=default,
+        "How much what is made may differ from the source; 1 ignores it, as inpainting does by "
+        "default.",
         gt=0,
         le=1,
     )

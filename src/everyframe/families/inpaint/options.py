@@ -85,7 +85,7 @@ class InpaintOptions(FamilyOptions):
         "from the source; with commas for several ControlNets.",
         names_files=True,
     )
-    strength: float = strength_option(1.0)
+    strength: float | None = strength_option()
     controlnet_conditioning_scale: OneOrEach = option(
         "How strongly the ControlNet steers; with commas for several.", default=0.5
     )

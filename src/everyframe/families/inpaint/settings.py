@@ -82,7 +82,7 @@ def resolve_settings(
             ("source", inputs.source.name),
             ("mask", f"box {inputs.mask}" if isinstance(inputs.mask, Box) else inputs.mask.name),
             ("control", ", ".join(_name(control) for control in inputs.controls)),
-            ("strength", options.strength),
+            ("strength", 1.0 if options.strength is None else options.strength),
             *_steering(config, options),
             ("guess_mode", options.guess_mode or config.pools_control),
             ("frames_at_once", options.frames_at_once),
