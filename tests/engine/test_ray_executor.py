@@ -32,8 +32,9 @@ from helpers import ray_cluster
 from helpers.events import frames_by_seed
 from helpers.interrupted_ranks import ROUNDING
 
+# Steps of a quarter of a second: what is killed at the third one has not ended yet.
 REQUEST = Request(
-    prompt="a red circle", num_frames=9, height=32, width=32, seed=3, num_inference_steps=8,
+    prompt="a red circle", num_frames=17, height=96, width=96, seed=3, num_inference_steps=8,
     num_devices=2, device="cpu",
 )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,6 +62,7 @@ def nodes(found: Any) -> Iterator[list[Any]]:
         for each in added:
             if each in found.worker_nodes:
                 kill(found, each)
+        _wait_until_seen(found)
 
 
 def add(found: Any, num_cpus: int) -> Any:
@@ -71,6 +73,18 @@ def add(found: Any, num_cpus: int) -> Any:
 def kill(found: Any, node: Any) -> None:
     """Kill a node with all of its processes at once, as a power cut would."""
     found.remove_node(node, allow_graceful=False)
+
+
+def _wait_until_seen(found: Any) -> None:
+    """Wait until Ray counts the nodes that are left: it learns of a death by and by."""
+    import ray
+
+    until = time.monotonic() + 30
+    while ray.is_initialized():
+        if sum(each["Alive"] for each in ray.nodes()) <= len(found.list_all_nodes()):
+            return
+        assert time.monotonic() < until, "Ray still counts a node that was killed"
+        time.sleep(0.1)
 
 
 def actor_processes() -> list[int]:
