@@ -20,7 +20,7 @@ from functools import partial
 
 import torch
 from denoiser import Sizes, build
-from measuring import hardware, relative, result_page, seconds, where
+from measuring import hardware, publish, relative, seconds, where
 from torch import Tensor
 
 from everyframe.core.facts import DeviceFacts
@@ -104,9 +104,7 @@ def main() -> None:
             for row in measure(sizes, dtype, asked.rounds, device.torch_name)
         ]
     text = page(rows, device)
-    print(text)
-    if not asked.no_page:
-        result_page("batches", device).write_text(text)
+    publish(text, "batches", device, is_page=not asked.no_page)
 
 
 if __name__ == "__main__":

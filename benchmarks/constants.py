@@ -10,7 +10,6 @@ bit. Writes a dated page into `benchmarks/results/` unless told not to.
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import statistics
 import sys
@@ -19,7 +18,7 @@ from functools import partial
 
 import torch
 from block_stacks import wan
-from measuring import hardware, result_page, seconds, where
+from measuring import hardware, publish, rounds_and_page, seconds, where
 
 from everyframe.fast_paths.constant_results import CachedConstants
 from everyframe.hardware import machine_facts, pick_device
@@ -54,10 +53,7 @@ def row(size: tuple[int, int, int], rounds: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-page", action="store_true", help="print only")
-    asked = parser.parse_args()
+    asked = rounds_and_page(__doc__).parse_args()
     with torch.inference_mode():
         rows = [row(size, asked.rounds) for size in SIZES]
     facts = machine_facts("cpu")
@@ -77,9 +73,7 @@ Wan 2.1, four blocks of 12 heads of 128, random weights, two branches with
 
 Command: `{shlex.join(["python", "benchmarks/constants.py", *sys.argv[1:]])}`
 """
-    print(text)
-    if not asked.no_page:
-        result_page("constants", device).write_text(text)
+    publish(text, "constants", device, is_page=not asked.no_page)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ quality. Writes a dated page into `benchmarks/results/` unless told not to.
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import statistics
 import sys
@@ -19,7 +18,7 @@ from datetime import date
 
 import torch
 from block_stacks import svd
-from measuring import hardware, relative, result_page, seconds, where
+from measuring import hardware, publish, relative, rounds_and_page, seconds, where
 from torch import Tensor
 
 from everyframe.fast_paths.deep_features import DeepFeatures
@@ -68,10 +67,7 @@ def row(dtype: torch.dtype, rounds: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-page", action="store_true", help="print only")
-    asked = parser.parse_args()
+    asked = rounds_and_page(__doc__).parse_args()
     with torch.inference_mode():
         rows = [row(dtype, asked.rounds) for dtype in (torch.float32, torch.bfloat16)]
     facts = machine_facts("cpu")
@@ -93,9 +89,7 @@ shallow call's, a step after a whole one: of random weights, which says nothing 
 
 Command: `{shlex.join(["python", "benchmarks/deepcache.py", *sys.argv[1:]])}`
 """
-    print(text)
-    if not asked.no_page:
-        result_page("deepcache", device).write_text(text)
+    publish(text, "deepcache", device, is_page=not asked.no_page)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from datetime import date
 from functools import partial
 
 import torch
-from measuring import SQUARES, hardware, peak, relative, result_page, seconds, where
+from measuring import SQUARES, hardware, peak, publish, relative, seconds, where
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -269,9 +269,7 @@ def main() -> None:
             return
         measured = measure(sizes, asked.rounds, device.torch_name)
     text = page(sizes, count_flops(sizes), *measured, device)
-    print(text)
-    if not asked.no_page:
-        result_page("denoiser", device).write_text(text)
+    publish(text, "denoiser", device, is_page=not asked.no_page)
 
 
 if __name__ == "__main__":

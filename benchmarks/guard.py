@@ -30,7 +30,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from measuring import clock, hardware, result_page
+from measuring import clock, hardware, publish
 
 import everyframe
 from everyframe.core.events import Repaired, WeightsReady
@@ -223,9 +223,7 @@ def main() -> None:
             if device.kind != "cpu":
                 bare.append(one_run(request, looks=False)[1])
         text = page(request, runs, bare, device, asked.note)
-    print(text)
-    if not asked.no_page:
-        result_page("guard", device).write_text(text)
+    publish(text, "guard", device, is_page=not asked.no_page)
 
 
 if __name__ == "__main__":

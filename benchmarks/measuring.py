@@ -6,6 +6,7 @@ finished. Not here: what is compared, and how often.
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import time
@@ -93,3 +94,18 @@ def result_page(name: str, device: DeviceFacts) -> Path:
     words = device.name.lower().split()
     card = "" if device.kind == "cpu" else "-" + "-".join(words[1:2] or words)
     return RESULTS / f"{name}{card}-{date.today().isoformat()}.md"
+
+
+def rounds_and_page(text: str) -> argparse.ArgumentParser:
+    """Parser of ``--rounds`` and ``--no-page``, for a benchmark with that docstring."""
+    parser = argparse.ArgumentParser(description=text.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-page", action="store_true", help="print only")
+    return parser
+
+
+def publish(text: str, name: str, device: DeviceFacts, *, is_page: bool) -> None:
+    """Print a result, and write it to its dated page."""
+    print(text)
+    if is_page:
+        result_page(name, device).write_text(text)

@@ -41,7 +41,7 @@ from diffusers import (
     StableVideoDiffusionPipeline,
     UNetSpatioTemporalConditionModel,
 )
-from measuring import clock, hardware, peak, relative, result_page, seconds, where
+from measuring import clock, hardware, peak, publish, relative, seconds, where
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -524,9 +524,7 @@ def main() -> None:
             whole = measure_pipeline(asked.pipeline_side, asked.frames, 5, asked.rounds, device)
         profiles = profile(sizes, device) if asked.profile else ""
     text = page(sizes, found, whole, device) + profiles
-    print(text)
-    if not asked.no_page:
-        result_page("svd", device).write_text(text)
+    publish(text, "svd", device, is_page=not asked.no_page)
 
 
 if __name__ == "__main__":

@@ -288,7 +288,7 @@ def row(name: str, found: Measured, base: list[list[float]]) -> str:
 
 
 def write_page(asked: argparse.Namespace, found: Measured) -> None:
-    from measuring import hardware, result_page, where
+    from measuring import hardware, publish, where
 
     from everyframe.hardware import machine_facts, pick_device
 
@@ -316,9 +316,7 @@ after a first one that fills caches.
 
 Command: `{command}`
 """
-    print(text)
-    if not asked.no_page:
-        result_page("whole", device).write_text(text)
+    publish(text, "whole", device, is_page=not asked.no_page)
 
 
 if __name__ == "__main__":

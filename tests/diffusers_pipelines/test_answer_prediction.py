@@ -15,7 +15,7 @@ import everyframe
 from everyframe.core.errors import EveryframeWarning, InputError
 from everyframe.core.events import ErrorEstimated, Event, Step
 from everyframe.core.quality import SamplingMethod
-from everyframe.runs.folder import all_runs
+from helpers.resumed_pipelines import check_resumed_equals_unbroken
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
 STEPS = 8
@@ -115,10 +115,6 @@ def test_the_pipeline_in_files_gives_the_same(pipe: Any, folder: Path) -> None:
     np.testing.assert_allclose(found, frames(pipe, quality=str(METHOD)), atol=1e-5)
 
 
-class _EnoughError(Exception):
-    pass
-
-
 @pytest.mark.parametrize("limit", [None, 1e-9])
 @pytest.mark.parametrize("after", [1, 4, 6])
 def test_resumed_equals_unbroken(
@@ -126,22 +122,7 @@ def test_resumed_equals_unbroken(
 ) -> None:
     monkeypatch.setenv("EVERYFRAME_RUNS", str(tmp_path / "runs"))
     method = SamplingMethod("taylor2", 4, limit=limit)
-
-    def stop(event: Event) -> None:
-        if isinstance(event, Step) and event.step == after:
-            raise _EnoughError
-
-    with pytest.raises(_EnoughError):
-        everyframe.run(pipe, **{**ASKED, "method": method}, on_event=stop)
-    (run,) = all_runs()
-    with pytest.warns(EveryframeWarning):
-        resumed = everyframe.resume(run.name, pipe=pipe, output="float")
-    if limit is None:
-        np.testing.assert_array_equal(resumed.frames, frames(pipe, method=method))
-    else:
-        with pytest.warns(EveryframeWarning, match="all steps from here are exact"):
-            whole = frames(pipe, method=method)
-        np.testing.assert_array_equal(resumed.frames, whole)
+    check_resumed_equals_unbroken(pipe, ASKED, method, after)
 
 
 def test_solvers_are_refused_by_name(pipe: Any) -> None:

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import everyframe
-from everyframe.core.errors import EveryframeWarning, InputError
+from everyframe.core.errors import InputError
 from everyframe.core.events import ErrorEstimated, Event, Step
 from everyframe.core.quality import SamplingMethod
 from everyframe.fast_paths.deep_features import DeepFeatures
-from everyframe.runs.folder import all_runs
+from helpers.resumed_pipelines import check_resumed_equals_unbroken
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
 STEPS = 8
@@ -94,10 +94,6 @@ def test_it_is_the_shallow_unet_in_the_pipelines_own_loop(pipe: Any, computed: l
     np.testing.assert_array_equal(two[1].frames, frames(pipe, seed=2, quality=str(METHOD)))
 
 
-class _EnoughError(Exception):
-    pass
-
-
 SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in (1, 7)]
 
 
@@ -108,22 +104,7 @@ def test_resumed_equals_unbroken(
 ) -> None:
     monkeypatch.setenv("EVERYFRAME_RUNS", str(tmp_path / "runs"))
     method = SamplingMethod("deepcache", 3, limit=limit)
-
-    def stop(event: Event) -> None:
-        if isinstance(event, Step) and event.step == after:
-            raise _EnoughError
-
-    with pytest.raises(_EnoughError):
-        everyframe.run(pipe, **{**ASKED, "method": method}, on_event=stop)
-    (run,) = all_runs()
-    with pytest.warns(EveryframeWarning):
-        resumed = everyframe.resume(run.name, pipe=pipe, output="float")
-    if limit is None:
-        np.testing.assert_array_equal(resumed.frames, frames(pipe, method=method))
-    else:
-        with pytest.warns(EveryframeWarning, match="all steps from here are exact"):
-            whole = frames(pipe, method=method)
-        np.testing.assert_array_equal(resumed.frames, whole)
+    check_resumed_equals_unbroken(pipe, ASKED, method, after)
 
 
 def test_a_transformer_is_refused_by_name(tmp_path: Path) -> None:

@@ -10,28 +10,26 @@ computed answer yet, such as a second expert, is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from everyframe.core.events import Event, Note
 from everyframe.core.quality import SamplingMethod
+from everyframe.diffusers_pipelines.call_budget import CallBudget
 from everyframe.diffusers_pipelines.step_tracking import StepTracker, notify_step_tracker
 from everyframe.numerics.tensor_stats import iter_tensors, value_range
 from everyframe.ops.call_override import override_call
 from everyframe.precision.cast_hooks import map_tensors
-from everyframe.samplers.error_budget import ErrorBudget
 from everyframe.samplers.prediction import AnswerHistory
 
 
 class PredictedAnswers:
     """Context: calls of these denoisers, by name, are computed in some steps and else predicted.
 
-    Attributes:
-        budget: the accumulated error estimate, of each step's first call.
+    The error estimates in `budget` are those of each step's first call.
     """
 
     def __init__(
@@ -39,16 +37,10 @@ class PredictedAnswers:
         denoisers: Mapping[str, nn.Module],
         watch: StepTracker,
         method: SamplingMethod,
-        num_steps: int,
-        agree: Callable[[bool], bool],
-        seed: int,
-        emit: Callable[[Event], None],
+        budget: CallBudget,
     ) -> None:
         self._denoisers, self._watch = dict(denoisers), watch
-        self._method, self._seed, self._emit = method, seed, emit
-        self._computed = frozenset(method.computed_steps(num_steps))
-        self._num_steps = num_steps
-        self.budget = ErrorBudget(method.limit, agree)
+        self._method, self._budget = method, budget
         self._histories: dict[tuple[str, int], list[AnswerHistory]] = {}
         self._last: dict[tuple[str, int], Any] = {}
         self._num_calls: dict[str, int] = {}
@@ -62,7 +54,7 @@ class PredictedAnswers:
     def __exit__(self, kind: object, *_: object) -> None:
         self._on.close()
         if kind is None:
-            self._emit(self.budget.event(self._seed))
+            self._budget.close()
 
     def _called(
         self,
@@ -81,7 +73,7 @@ class PredictedAnswers:
         self._num_calls[name] = call[1] + 1
         # The tracker counts from 1, and this call after it is made.
         step = self._watch.begun - 1 + is_new
-        is_predicted = time is not None and call in self._last and self._is_skipped(step)
+        is_predicted = time is not None and call in self._last and self._budget.leaves_out(step)
         if is_predicted:
             assert time is not None
             answer = self._predicted(call, time)
@@ -93,9 +85,6 @@ class PredictedAnswers:
             self._add(call, time, answer, step)
         return answer
 
-    def _is_skipped(self, step: int) -> bool:
-        return step < self._num_steps and step not in self._computed and not self.budget.is_spent
-
     def _predicted(self, call: tuple[str, int], time: float) -> Any:
         tensors = iter([each.predict(time) for each in self._histories[call]])
         return map_tensors(self._last[call], lambda _: next(tensors))
@@ -105,13 +94,8 @@ class PredictedAnswers:
         histories = self._histories.setdefault(call, [])
         if len(histories) != len(found):
             histories[:] = [AnswerHistory(self._method) for _ in found]
-        if call[1] == 0 and histories and not self.budget.is_spent:
-            self._check(histories[0], time, found[0], step)
+        if call[1] == 0 and histories and not self._budget.is_spent:
+            self._budget.add(histories[0].step_estimate(time, found[0]), step)
         for history, tensor in zip(histories, found, strict=True):
             history.add(time, tensor)
         self._last[call] = answer
-
-    def _check(self, history: AnswerHistory, time: float, answer: Tensor, step: int) -> None:
-        self.budget = self.budget.plus(history.step_estimate(time, answer))
-        if self.budget.is_spent:
-            self._emit(Note(self.budget.note(step), in_record=True, seed=self._seed))

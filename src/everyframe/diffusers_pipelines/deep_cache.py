@@ -15,13 +15,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from everyframe.core.events import Event, Note
-from everyframe.core.quality import SamplingMethod
+from everyframe.diffusers_pipelines.call_budget import CallBudget
 from everyframe.diffusers_pipelines.step_tracking import StepTracker
 from everyframe.fast_paths.deep_features import DeepFeatures
 from everyframe.numerics.tensor_stats import iter_tensors
 from everyframe.ops.call_override import override_call
-from everyframe.samplers.error_budget import ErrorBudget
 
 
 class DeepCachedCalls:
@@ -35,16 +33,9 @@ class DeepCachedCalls:
         self,
         unet: nn.Module,
         watch: StepTracker,
-        method: SamplingMethod,
-        num_steps: int,
-        agree: Callable[[bool], bool],
-        seed: int,
-        emit: Callable[[Event], None],
+        budget: CallBudget,
     ) -> None:
-        self._unet, self._watch, self._seed, self._emit = unet, watch, seed, emit
-        self._computed = frozenset(method.computed_steps(num_steps))
-        self._num_steps = num_steps
-        self.budget = ErrorBudget(method.limit, agree)
+        self._unet, self._watch, self._budget = unet, watch, budget
         self._features = DeepFeatures(unet, lambda: watch.is_paused and not self._is_filling)
         self._is_filling = False
         self._num_calls = 0
@@ -69,7 +60,7 @@ class DeepCachedCalls:
     def __exit__(self, kind: object, *_: object) -> None:
         self._on.close()
         if kind is None:
-            self._emit(self.budget.event(self._seed))
+            self._budget.close()
 
     def _called(
         self, base: type[nn.Module], own: nn.Module, args: Any, kwargs: dict[str, Any]
@@ -91,8 +82,7 @@ class DeepCachedCalls:
     def _begin(self, step: int) -> None:
         if self._is_whole and self._given:
             self._last, self._given = self._given, []
-        is_left_out = step < self._num_steps and step not in self._computed
-        self._is_whole = not is_left_out or self.budget.is_spent or not self._last
+        self._is_whole = not self._budget.leaves_out(step) or not self._last
         self._num_calls = 0
 
     def _compute(self, base: type[nn.Module], own: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -118,9 +108,7 @@ class DeepCachedCalls:
     def _check(self, time: float, answer: Tensor, step: int) -> None:
         before, self._answer = self._answer, (time, answer)
         self._longest = max(self._longest, abs(time))
-        if before is None or not self._is_whole or self.budget.is_spent:
+        if before is None or not self._is_whole or self._budget.is_spent:
             return
         change = float((answer.double() - before[1].double()).norm() / answer.double().norm())
-        self.budget = self.budget.plus(change * abs(time - before[0]) / (self._longest or 1.0))
-        if self.budget.is_spent:
-            self._emit(Note(self.budget.note(step), in_record=True, seed=self._seed))
+        self._budget.add(change * abs(time - before[0]) / (self._longest or 1.0), step)

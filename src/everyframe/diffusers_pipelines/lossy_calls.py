@@ -10,6 +10,7 @@ from torch import nn
 from everyframe.core.events import Event, Note
 from everyframe.core.plan import Plan
 from everyframe.diffusers_pipelines.answer_prediction import PredictedAnswers
+from everyframe.diffusers_pipelines.call_budget import CallBudget
 from everyframe.diffusers_pipelines.cfg_detection import CfgBranches
 from everyframe.diffusers_pipelines.deep_cache import DeepCachedCalls
 from everyframe.diffusers_pipelines.step_tracking import StepTracker
@@ -40,15 +41,11 @@ def lossy_calls(
         return nullcontext(), nullcontext()
 
     def agree(is_over: bool) -> bool:
-        return (
-            bool(team.broadcast_object(is_over, 0, "the error budget"))
-            if team.size > 1
-            else is_over
-        )
+        return bool(team.broadcast_object(is_over, 0, "the error budget"))
 
-    steps = plan.settings.num_inference_steps
+    budget = CallBudget(method, plan.settings.num_inference_steps, agree, seed, emit)
     if method.is_cache:
         (unet,) = denoisers.values()  # what the spec allows has one
-        deep = DeepCachedCalls(unet, watch, method, steps, agree, seed, emit)
+        deep = DeepCachedCalls(unet, watch, budget)
         return deep.computing(), deep
-    return nullcontext(), PredictedAnswers(denoisers, watch, method, steps, agree, seed, emit)
+    return nullcontext(), PredictedAnswers(denoisers, watch, method, budget)

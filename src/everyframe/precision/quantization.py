@@ -30,6 +30,11 @@ SCALE = "weight_scale"
 _AT_ONCE = 1 << 22
 
 
+def storage_of(kind: str) -> str:
+    """How weights of a kind are stored: ``int8`` or ``fp8``."""
+    return PRODUCTS.get(kind, kind)
+
+
 class QuantisedLinear(nn.Module):
     """``x W^T + b`` with W in eight bits.
 
@@ -61,7 +66,7 @@ class QuantisedLinear(nn.Module):
 
     def wide(self) -> Tensor:
         """Dequantize W (out, in) to the dtype of the scales, which holds every code exactly."""
-        is_int8 = PRODUCTS.get(self.kind, self.kind) == "int8"
+        is_int8 = storage_of(self.kind) == "int8"
         values = self.weight if is_int8 else self.weight.view(torch.float8_e4m3fn)
         # Before the product: sums of values that are not scaled yet would overflow float16.
         return values.to(self.weight_scale.dtype).mul_(self.weight_scale)
@@ -146,7 +151,7 @@ def quantise(weight: Tensor, kind: str, device: torch.device) -> tuple[Tensor, T
 
     Rows are processed in batches, so a weight from the host is never whole on the device.
     """
-    rounded = _ROUNDINGS[PRODUCTS.get(kind, kind)]
+    rounded = _ROUNDINGS[storage_of(kind)]
     values = torch.empty(weight.shape, dtype=torch.int8, device=device)
     scale = torch.empty(len(weight), 1, dtype=torch.float32, device=device)
     step = max(1, _AT_ONCE // max(1, weight.shape[1]))

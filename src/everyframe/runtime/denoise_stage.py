@@ -180,11 +180,7 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
     def _agree(self, is_over: bool) -> bool:
         """What the lead rank sees: all ranks of a video take the same steps."""
         team = self.context.teams.team
-        return (
-            bool(team.broadcast_object(is_over, 0, "the error budget"))
-            if team.size > 1
-            else is_over
-        )
+        return bool(team.broadcast_object(is_over, 0, "the error budget"))
 
     def dry_run(self, modules: Mapping[str, Any], device: str) -> object:
         """Make the first step on example inputs."""

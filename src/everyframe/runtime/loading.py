@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from everyframe.checkpoints.key_map import KeyMap
 from everyframe.checkpoints.strict_load import check_strictly, load_strictly
 from everyframe.checkpoints.tensor_file import PackedRows, TensorFile, open_checkpoint
-from everyframe.core.plan import PACKED, PRODUCTS, ComponentPlan, Precision
+from everyframe.core.plan import PACKED, ComponentPlan, Precision
 from everyframe.fast_paths.apply import apply_fast_paths, swap_modules
 from everyframe.parallel.communicator import Communicator
 from everyframe.precision import cast_hooks, quantization
@@ -84,7 +84,7 @@ def _quantized(
     weights: TensorFile, source: str, kind: str, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales of a weight on `device`: as the file has them, else rounded here."""
-    stored = weights.quantized(source, PRODUCTS.get(kind, kind))
+    stored = weights.quantized(source, quantization.storage_of(kind))
     if stored is None:
         return quantise(weights.load(source), kind, device)
     return stored[0].to(device), stored[1].to(device)
