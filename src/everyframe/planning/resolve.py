@@ -28,6 +28,7 @@ from everyframe.families.registry import check_option_names, family_options
 from everyframe.hardware.facts import Freed, machine_facts
 from everyframe.hardware.profiles import machine_of
 from everyframe.planning import component_certificates
+from everyframe.planning.batches import with_batch
 from everyframe.planning.blocked_paths import known
 from everyframe.planning.choose_fast_paths import FastPathChooser, pins_of
 from everyframe.planning.component_memory import ComponentPlanner
@@ -188,7 +189,8 @@ def _prepared(
     )
     # What somebody has in memory is there already: what is free says nothing against it.
     reason = None if given is not None else infeasible_reason(plan, fit_used, fitted, facts)
-    return PreparedPlan(replace(plan, infeasible=reason), model, fitted, chooser)
+    plan = replace(plan, infeasible=reason)
+    return PreparedPlan(with_batch(plan, model) if is_own else plan, model, fitted, chooser)
 
 
 def _notes(model: ModelSpec, shares: BalancedPlan, fitted: FitResult) -> tuple[str, ...]:
