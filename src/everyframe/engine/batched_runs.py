@@ -26,7 +26,7 @@ from everyframe.core.errors import LeftBatchError
 from everyframe.core.events import Event, Events, Planned
 from everyframe.core.plan import Plan
 from everyframe.engine.run import torch_set_by
-from everyframe.fast_paths.batch_certificates import BatchTrial
+from everyframe.fast_paths.batch_certificates import BatchTrial, batched_components
 from everyframe.hardware.memory import is_out_of_memory
 from everyframe.hardware.switches import Turn
 from everyframe.runtime.batch_member import MEMBER
@@ -170,12 +170,12 @@ class BatchedRuns:
     def _answers(self, signature: Hashable, calls: Sequence[ModuleCall]) -> Sequence[Any]:
         assert self._plan is not None
         one_by_one = [_ALONE] * len(calls)
-        if len(calls) == 1:
+        if len(calls) == 1 or not batched_components(self._plan):
             return one_by_one
         key = signature, len(calls)
         trial = self._trials.get(key)
         if trial is None:
-            trial = self._trials[key] = BatchTrial.of(self._plan, len(calls))
+            trial = self._trials[key] = BatchTrial(self._plan, len(calls))
         if trial.is_refused:
             return one_by_one
         module = self._module_of(calls[0])

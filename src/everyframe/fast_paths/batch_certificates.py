@@ -28,37 +28,32 @@ LEAST_GAIN = 1.08
 _STAGE = "denoise"
 
 
-def batched_component(plan: Plan) -> ComponentPlan | None:
-    """The component whose calls are made as one; None for a plan without a batch.
+def batched_components(plan: Plan) -> tuple[ComponentPlan, ...]:
+    """The components whose calls are made as one; none for a plan without a batch.
 
-    Its calls meet where one module denoises, whole, on one device, and nothing is stored in it from
-    step to step.
+    Calls meet where modules denoise whole, on one device, and store nothing from step to step.
     """
-    found = [part for part in plan.components if part.stage == _STAGE]
+    found = tuple(part for part in plan.components if part.stage == _STAGE)
     method = plan.settings.method
-    if len(found) != 1 or plan.parallel is not None or plan.switches is not None:
-        return None
-    part = found[0]
-    moves = part.block_offload or part.model_offload or part.num_weight_shards > 1
-    if moves or plan.infeasible is not None or (method is not None and method.is_cache):
-        return None
-    return part
+    is_alone = plan.parallel is None and plan.switches is None and plan.infeasible is None
+    moves = any(p.block_offload or p.model_offload or p.num_weight_shards > 1 for p in found)
+    return found if is_alone and not moves and (method is None or not method.is_cache) else ()
 
 
-def certificates_of(plan: Plan, part: ComponentPlan) -> dict[int, Certificate]:
+def certificates_of(plan: Plan) -> dict[int, Certificate]:
     """What is known of batches of this plan, by their number of videos."""
-    return {
-        number: each
-        for number in range(2, MOST_VIDEOS + 1)
-        if (each := find(*_keys(plan, part)).get(_name(number))) is not None
-    }
+    known = find(*_keys(plan))
+    names = {number: _name(number) for number in range(2, MOST_VIDEOS + 1)}
+    return {number: known[name] for number, name in names.items() if name in known}
 
 
-def _keys(plan: Plan, part: ComponentPlan) -> tuple[str, str]:
-    settings = plan.settings
+def _keys(plan: Plan) -> tuple[str, str]:
+    settings, parts = plan.settings, batched_components(plan)
     size = (settings.num_frames, settings.height, settings.width, settings.guidance_scale != 1)
-    run = (plan.family, plan.title, part.num_parameters, part.fast_paths, part.repairs, size)
-    return device_key(plan.device, plan.num_threads), plan_key(part.name, part.precision, [run])
+    paths = tuple((part.num_parameters, part.fast_paths, part.repairs) for part in parts)
+    run = (plan.family, plan.title, size, paths)
+    name = "+".join(part.name for part in parts)
+    return device_key(plan.device, plan.num_threads), plan_key(name, parts[0].precision, [run])
 
 
 def _name(number: int) -> str:
@@ -68,18 +63,11 @@ def _name(number: int) -> str:
 class BatchTrial:
     """The trial of batches of one size, or what a stored certificate says of them."""
 
-    def __init__(self, plan: Plan, part: ComponentPlan, num_videos: int) -> None:
-        self._device, self._plan = _keys(plan, part)
-        self._part, self._num_videos = part, num_videos
+    def __init__(self, plan: Plan, num_videos: int) -> None:
+        self._device, self._plan = _keys(plan)
+        self._component, self._num_videos = batched_components(plan)[0].name, num_videos
         self._gains: list[float] = []
         self._certificate = find(self._device, self._plan).get(_name(num_videos))
-
-    @classmethod
-    def of(cls, plan: Plan, num_videos: int) -> BatchTrial:
-        """The trial for a plan."""
-        part = batched_component(plan)
-        assert part is not None, "a plan without a batch"
-        return cls(plan, part, num_videos)
 
     @property
     def is_refused(self) -> bool:
@@ -114,7 +102,7 @@ class BatchTrial:
         self, verdict: str, why: str, gain: float | None, *, is_lasting: bool = True
     ) -> None:
         made = Certificate(
-            what=_name(self._num_videos), component=self._part.name, device=self._device,
+            what=_name(self._num_videos), component=self._component, device=self._device,
             plan=self._plan, verdict="refused", reason=why, error=0.0 if gain else None,
             limit=0.0, gain=gain, date=date.today().isoformat(),
         )  # fmt: skip

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from everyframe.core.bytes import USABLE_SHARE
-from everyframe.core.plan import BatchPlan, ComponentPlan, Plan
+from everyframe.core.plan import BatchPlan, Plan
 from everyframe.fast_paths.batch_certificates import (
     MOST_VIDEOS,
-    batched_component,
+    batched_components,
     certificates_of,
 )
 from everyframe.runtime.interface import ModelSpec, WarmSpec
@@ -16,11 +16,10 @@ from everyframe.runtime.interface import ModelSpec, WarmSpec
 
 def with_batch(plan: Plan, model: ModelSpec) -> Plan:
     """The plan with its batches: as many videos as pay, as far as that is known, and have room."""
-    part = batched_component(plan) if isinstance(model, WarmSpec) else None
-    if part is None:
+    if not isinstance(model, WarmSpec) or not batched_components(plan):
         return plan
-    known = certificates_of(plan, part)
-    room = range(2, min(MOST_VIDEOS, _most_by_memory(plan, part)) + 1)
+    known = certificates_of(plan)
+    room = range(2, min(MOST_VIDEOS, _most_by_memory(plan)) + 1)
     numbers = [each for each in room if each not in known or known[each].verdict == "certified"]
     if not room:
         batch = BatchPlan(1, "memory has room for one video at a time")
@@ -37,9 +36,10 @@ def with_batch(plan: Plan, model: ModelSpec) -> Plan:
     return replace(plan, batch=batch)
 
 
-def _most_by_memory(plan: Plan, part: ComponentPlan) -> int:
+def _most_by_memory(plan: Plan) -> int:
     """Videos that fit: runs of a batch may be in any stage, so all components stay loaded."""
     usable = plan.device.free_memory * USABLE_SHARE
     weights = sum(each.weight_bytes for each in plan.components)
     left = usable - weights - max(each.working_bytes for each in plan.components)
-    return 1 + max(0, int(left / max(part.working_bytes, 1)))
+    each = sum(part.working_bytes for part in batched_components(plan))
+    return 1 + max(0, int(left / max(each, 1)))
