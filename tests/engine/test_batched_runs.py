@@ -7,7 +7,7 @@ that would change the module of all, a run of another plan.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from everyframe.core.errors import InputError, LeftBatchError
-from everyframe.core.events import Event, FramesDecoded, Planned, Step
+from everyframe.core.events import Events, FramesDecoded, Planned, Step
 from everyframe.core.request import Request
 from everyframe.engine.batched_runs import BatchedRuns, RunEnded
 from everyframe.engine.run import stream
-from everyframe.fast_paths import batch_certificates, certificates
 from everyframe.families.opensora.layers import SelfAttention
+from everyframe.fast_paths import batch_certificates, certificates
 from everyframe.planning import batches
 from everyframe.planning.resolve import resolve
 from everyframe.runs.run_state import SaveOptions
@@ -38,7 +38,7 @@ PROMPTS = ("a red circle", "a blue square moves left on a black background", "a 
 
 
 @pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of the calls that were made as one; each pays, however long it took, and is new."""
     shutil.rmtree(certificates.folder(), ignore_errors=True)
     sizes: list[int] = []
@@ -50,12 +50,12 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     monkeypatch.setattr(BatchedModule, "compute", counting)
     monkeypatch.setattr(batch_certificates, "LEAST_GAIN", 0.0)
-    yield sizes
+    return sizes
 
 
-def events_of(requests: Sequence[Request], cache: ComponentCache) -> dict[Hashable, list[Any]]:
+def events_of(requests: Sequence[Request], cache: ComponentCache) -> dict[int, list[Any]]:
     """Events of each run of one batch."""
-    batch, found = BatchedRuns(), dict[Hashable, list[Any]]()
+    batch, found = BatchedRuns(), dict[int, list[Any]]()
     for number, request in enumerate(requests):
         batch.add(number, begin(request, cache))
     for name, event in batch.events():
@@ -63,7 +63,7 @@ def events_of(requests: Sequence[Request], cache: ComponentCache) -> dict[Hashab
     return found
 
 
-def begin(request: Request, cache: ComponentCache) -> Callable[[], Iterator[Event]]:
+def begin(request: Request, cache: ComponentCache) -> Callable[[], Events]:
     return lambda: stream(request, keep=SaveOptions(None), cache=cache)
 
 
@@ -112,7 +112,7 @@ def test_every_family(name: str, tiny_models: Models, joined: list[int]) -> None
 
 
 def test_a_run_joins_and_leaves_at_any_step(joined: list[int]) -> None:
-    cache, batch, found = ComponentCache(), BatchedRuns(), dict[Hashable, list[Any]]()
+    cache, batch, found = ComponentCache(), BatchedRuns(), dict[int, list[Any]]()
     batch.add(0, begin(of_shapes(0), cache))
     for name, event in batch.events():
         found.setdefault(name, []).append(event)
@@ -231,5 +231,3 @@ def test_a_batch_is_planned_by_memory(joined: list[int]) -> None:
     plan = resolve(of_shapes(0, max_memory=f"{(weights + working) / 0.92 / 1e3:.0f}kB"))
     assert plan.batch is not None
     assert (plan.batch.num_videos, plan.batch.why) == (1, "memory has room for one video at a time")
-
-

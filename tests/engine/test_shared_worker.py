@@ -56,7 +56,7 @@ class Listener(threading.Thread):
             for event in self._workers.run(self._job):
                 self.events.append(event)
                 self._look(event)
-        except Exception as error:  # noqa: BLE001 - looked at by the test
+        except Exception as error:
             self.error = error
 
     def frames(self) -> np.ndarray[Any, Any]:

@@ -104,7 +104,8 @@ def _settings(host: str, port: int, **given: Any) -> ServerSettings:
 
 
 def _dispatcher_options(settings: ServerSettings, given: Any) -> DispatcherOptions:
-    from everyframe.server.dispatcher import DispatcherOptions, parse_groups
+    from everyframe.server.device_groups import parse_groups
+    from everyframe.server.dispatcher import DispatcherOptions
 
     names = ("warm_ahead", "max_attempts", "max_batch")
     counts: Any = {

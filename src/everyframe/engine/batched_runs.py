@@ -62,24 +62,24 @@ class BatchedRuns:
 
     def __init__(self) -> None:
         self.is_closed = False
-        self._runs: dict[Hashable, _Member] = {}
+        self._runs: dict[int, _Member] = {}
         self._plan: Plan | None = None
         self._turn, self._settings = Turn(is_alone=True), ExitStack()
         self._modules: dict[tuple[int, ...], _SharedModule] = {}
         self._trials: dict[Hashable, BatchTrial] = {}
 
-    def add(self, name: Hashable, begin: Callable[[], Events]) -> None:
+    def add(self, name: int, begin: Callable[[], Events]) -> None:
         """Add a run; ``begin()`` gives its events."""
         assert name not in self._runs, name
         assert not self.is_closed, "a closed batch"
         self._runs[name] = _Member(self, begin)
 
-    def stop(self, name: Hashable) -> None:
+    def stop(self, name: int) -> None:
         """Stop a run after its next event; what it saved stays."""
         if name in self._runs:
             self._runs[name].is_stopped = True
 
-    def events(self) -> Iterator[tuple[Hashable, Event | RunEnded]]:
+    def events(self) -> Iterator[tuple[int, Event | RunEnded]]:
         """Events of all runs by name, each run's in order and `RunEnded` last, until all ended."""
         try:
             # Around all runs, so that the turn of each is a part of it.
@@ -195,7 +195,7 @@ class BatchedRuns:
 def _tried(
     trial: BatchTrial, module: _SharedModule, signature: Hashable, calls: Sequence[ModuleCall]
 ) -> list[Any]:
-    """Results of calls made one by one; whether those of one call are the same goes to the trial."""
+    """Results of calls made one by one; the trial takes how those of one call compare."""
     began = time.perf_counter()
     alone = [call.compute() for call in calls]
     between = time.perf_counter()

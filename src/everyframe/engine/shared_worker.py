@@ -53,7 +53,9 @@ class SharedWorker:
             self.worker.job, self.worker.waits, self.worker.has_ended = job, False, False
             if not self._is_read:
                 self._is_read = True
-                threading.Thread(target=self._hand_on, name="messages of a batch", daemon=True).start()
+                threading.Thread(
+                    target=self._hand_on, name="messages of a batch", daemon=True
+                ).start()
         send(self.worker.connection, "job", job)
         return mine
 

@@ -126,6 +126,7 @@ def _run_batch(first: WorkerJob, inbox: _Inbox, desk: _Desk) -> bool:
         except EveryframeError as error:
             _send_end(error, job, inbox, desk)
             return
+        assert job.tag is not None, "a job of a batch"
         jobs[job.tag] = job, trail
         batch.add(job.tag, lambda: _watched(_events(job, trail, desk), trail, desk))
 
@@ -320,7 +321,7 @@ def _plan(job: WorkerJob, cache: ComponentCache | None) -> Events:
     yield Planned(resolve(job.request, freed=freed))
 
 
-def _watched(events: Iterator[Event], trail: FlightRecorder, desk: _Desk) -> Iterator[Event]:
+def _watched(events: Iterator[Event], trail: FlightRecorder, desk: _Desk) -> Events:
     """Pass events through and record stages and steps in the flight recorder."""
     watch = desk.watch(trail)
     stage, num_steps = "", 0

@@ -188,8 +188,8 @@ def _prepared(
         preview=preview,
     )
     # What somebody has in memory is there already: what is free says nothing against it.
-    reason = None if given is not None else infeasible_reason(plan, fit_used, fitted, facts)
-    plan = replace(plan, infeasible=reason)
+    if given is None:
+        plan = replace(plan, infeasible=infeasible_reason(plan, fit_used, fitted, facts))
     return PreparedPlan(with_batch(plan, model) if is_own else plan, model, fitted, chooser)
 
 

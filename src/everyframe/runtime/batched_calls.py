@@ -155,9 +155,7 @@ class BatchedModule:
         return torch.cat(made)
 
 
-def _video_dim(
-    shape: tuple[int, ...], known: set[tuple[int, ...]], num_videos: int
-) -> int | None:
+def _video_dim(shape: tuple[int, ...], known: set[tuple[int, ...]], num_videos: int) -> int | None:
     """The dimension along which the videos lie; None for a tensor that is not of several."""
     if shape in known:
         return None

@@ -1,25 +1,24 @@
 """Components and encoded prompts that stay in memory from one run to the next.
 
 A `ComponentCache` is shared by runs, also of several threads and models. Each run has a
-`WarmComponents` of its own, which lends components from it: one run at a time has a component,
-or the runs of one batch (`batch_member.py`). After its stage a component goes back only if it is as it was right after loading, bit for bit
-(`component_state.py`). The least recently used go first when the next stage needs their memory.
+`WarmComponents` of its own, which lends components from it: one run at a time has a component, or
+the runs of one batch (`batch_member.py`). After its stage a component goes back only if it is as it
+was right after loading, bit for bit (`component_state.py`). The least recently used go first when
+the next stage needs their memory.
 """
 
 from __future__ import annotations
 
 import gc
-import hashlib
 import logging
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,6 +31,7 @@ from everyframe.precision.cast_hooks import map_tensors
 from everyframe.runtime.batch_member import MEMBER
 from everyframe.runtime.component_observers import is_component_awaited
 from everyframe.runtime.component_state import ComponentState
+from everyframe.runtime.input_digest import digest_of
 
 _log = logging.getLogger(__name__)
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -354,41 +354,6 @@ class WarmComponents:
             return None
         how = (part.name, part.device, part.precision, part.repairs, part.fast_paths)
         return (self.identity, self.plan.num_threads, repr(how)), self.loras
-
-
-def digest_of(value: object) -> str | None:
-    """Hash of tensors, arrays and plain values in containers; None if it holds anything else."""
-    hasher = hashlib.sha256()
-    for each in _leaves(value):
-        if each is _UNKNOWN:
-            return None
-        hasher.update(each)
-    return hasher.hexdigest()
-
-
-_UNKNOWN: Any = object()
-
-
-def _leaves(value: Any) -> Iterator[bytes]:
-    if isinstance(value, Tensor):
-        flat = value.detach().to("cpu").contiguous()
-        yield f"tensor {value.dtype} {tuple(value.shape)} {value.device}".encode()
-        yield flat.reshape(-1).view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, np.ndarray):
-        yield f"array {value.dtype} {value.shape}".encode()
-        yield np.ascontiguousarray(value).tobytes()
-    elif value is None or isinstance(value, (bool, int, float, str)):
-        yield f"{type(value).__name__} {value!r};".encode()
-    elif isinstance(value, (tuple, list)):
-        yield f"{type(value).__name__} {len(value)}:".encode()
-        for each in value:
-            yield from _leaves(each)
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield f"{type(value).__qualname__}:".encode()
-        for part in fields(value):
-            yield from _leaves(getattr(value, part.name))
-    else:
-        yield _UNKNOWN
 
 
 def _tensors(results: Any) -> list[Tensor]:

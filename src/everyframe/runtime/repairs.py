@@ -24,8 +24,8 @@ from everyframe.ops import attention
 from everyframe.precision import cast_hooks
 from everyframe.precision.cast_hooks import CastHooks
 from everyframe.precision.dtypes import dtype_name, torch_dtype
-from everyframe.runtime.batch_member import change_modules
 from everyframe.precision.upcast import Upcast, is_below, narrowest, next_rung
+from everyframe.runtime.batch_member import change_modules
 
 #: Undoes a repair.
 Undo = Callable[[], None]

@@ -36,7 +36,7 @@ from everyframe.core.paths import is_disk_full
 from everyframe.core.plan import Plan
 from everyframe.engine.executor import Executor
 from everyframe.server.attempt import Attempt, AttemptOptions, expiry
-from everyframe.server.device_groups import Claim, DeviceGroup
+from everyframe.server.device_groups import Claim, DeviceGroup, News
 from everyframe.server.jobs import Job
 from everyframe.server.retention import CLEAN_SECONDS, clean
 from everyframe.server.store import JobStore
@@ -98,7 +98,7 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._draining = threading.Event()
         self._ended = threading.Event()
-        self._news = _News()
+        self._news = News()
         self._trouble: str | None = None
         most = options.max_batch if executor.has_batches else 1
         self._groups = [
@@ -366,47 +366,6 @@ class Dispatcher:
                 if not self._ended.wait(_PAUSE):
                     continue
             return
-
-
-class _News:
-    """Something that threads wait for, each of them until it happens once more."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self.count = 0
-
-    def note(self) -> None:
-        """It happened."""
-        with self._condition:
-            self.count += 1
-            self._condition.notify_all()
-
-    def wait(self, seen: int, seconds: float) -> None:
-        """Wait until it has happened more often than `seen`, for some seconds at most."""
-        with self._condition:
-            self._condition.wait_for(lambda: self.count != seen, seconds)
-
-
-def parse_groups(text: str | None) -> dict[str, str | None]:
-    """Groups of ``0,1;2,3``; one group of what the plan chooses for None.
-
-    Raises:
-        InputError: a group is empty, or two share a device.
-    """
-    if text is None:
-        return {"default": None}
-    groups = [each.replace(" ", "") for each in text.split(";")]
-    devices = [device for group in groups for device in group.split(",")]
-    if not all(devices):
-        raise InputError(f"groups must be lists of devices such as 0,1;2,3, got {text!r}")
-    twice = [device for device in devices if devices.count(device) > 1 and device != "cpu"]
-    if twice:
-        raise InputError(f"device {twice[0]} is in two groups of {text!r}; a device runs one job")
-    found: dict[str, str | None] = {}
-    for group in groups:
-        number = [*found.values()].count(group)
-        found[f"{group} ({number + 1})" if number else group] = group
-    return found
 
 
 def code_of(error: Exception) -> str:
