@@ -163,10 +163,9 @@ def _prepared(
 
     (shares, fit_used, fitted), quality = _fit_to_quality(fit, request, model, settings, device)
     preview, preview_notes = plan_previews(request, model, fitted.settings)
-    notes = (*notes, *quality.notes, *preview_notes)
+    unread = model.unread(settings) if with_seconds and isinstance(model, PromptReadingSpec) else ()
+    notes = (*notes, *quality.notes, *preview_notes, *unread)
     rates = rates_of(fitted, devices[shares.rank], num_threads) if with_seconds else None
-    if with_seconds and isinstance(model, PromptReadingSpec):
-        notes = (*notes, *model.unread(settings))
     plan = Plan(
         model=model.name,
         family=family_name,
