@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from everyframe.core.errors import InputError, did_you_mean
@@ -52,7 +53,8 @@ class ParsedBody:
     shapes: Mapping[str, str] = field(default_factory=dict)
 
 
-def option_owners() -> dict[str, type[Options]]:
+@cache
+def option_owners() -> Mapping[str, type[Options]]:
     """The class that defines each option; options that clients may not give are among them."""
     owners: dict[str, type[Options]] = {}
     classes: list[type[Options]] = [Request, *all_options().values()]
@@ -62,9 +64,10 @@ def option_owners() -> dict[str, type[Options]]:
     return owners
 
 
-def client_options() -> list[str]:
+@cache
+def client_options() -> tuple[str, ...]:
     """Names of the options that clients may give."""
-    return [name for name in option_owners() if name not in REFUSED]
+    return tuple(name for name in option_owners() if name not in REFUSED)
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,14 @@ class RequestParser:
     loras: LoraRegistry
     limits: Limits
     read_media: MediaReader
+
+    def is_quick(self, body: Body) -> bool:
+        """Whether `parse` neither reads or writes files, nor takes longer than a few milliseconds.
+
+        Then it may run in the event loop: a switch to another thread costs as much as the parsing.
+        """
+        slow = {*MEDIA, *MERGED, "loras"}
+        return body.is_small and not any(OTHER_NAMES.get(n, n) in slow for n in body.fields)
 
     def parse(self, body: Body, base: Mapping[str, Any] | None = None) -> ParsedBody:
         """Parse a body, on top of the options `base` of an earlier request if given.
