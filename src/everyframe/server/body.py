@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import re
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import anyio
 import anyio.to_thread
 from fastapi import Request
 from python_multipart.exceptions import FormParserError
@@ -130,8 +130,9 @@ class _CountedBody:
         allowed = self._limits.body_seconds
         budget = allowed * (1 + self._size / _LEAST_BYTES) - (time.monotonic() - self._began)
         try:
-            return await asyncio.wait_for(self._request.receive(), min(allowed, max(budget, 0)))
-        except (TimeoutError, asyncio.TimeoutError):
+            with anyio.fail_after(min(allowed, max(budget, 0))):
+                return await self._request.receive()
+        except TimeoutError:
             raise ApiError(
                 "too_slow",
                 f"the body came too slowly: {self._size} bytes in "
