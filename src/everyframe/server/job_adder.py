@@ -43,10 +43,18 @@ class JobAdder:
         """Write all that wait. While one group is written, the next one gathers."""
         try:
             while self._waiting:
+                await self._gather()
                 group, self._waiting = self._waiting[:_MOST], self._waiting[_MOST:]
                 await self._write_group(group)
         finally:
             self._writing = None
+
+    async def _gather(self) -> None:
+        """Wait while every turn of the loop brings another job."""
+        number = 0
+        while number < len(self._waiting) < _MOST:
+            number = len(self._waiting)
+            await asyncio.sleep(0)
 
     async def _write_group(
         self, group: list[tuple[NewJob, asyncio.Future[tuple[Job, int | None]]]]

@@ -35,6 +35,9 @@ from everyframe.server.settings import Limits
 #: Reads what a field says of a picture or video: (field, kind, value) to a stored file.
 MediaReader = Callable[[str, str, Any], StoredMedia]
 
+#: Fields for which files are read or written, or which may hold such fields.
+_SLOW = frozenset({*MEDIA, *MERGED, "loras"})
+
 
 @dataclass(frozen=True)
 class ParsedBody:
@@ -84,8 +87,7 @@ class RequestParser:
 
         Then it may run in the event loop: a switch to another thread costs as much as the parsing.
         """
-        slow = {*MEDIA, *MERGED, "loras"}
-        return body.is_small and not any(OTHER_NAMES.get(n, n) in slow for n in body.fields)
+        return body.is_small and not any(OTHER_NAMES.get(n, n) in _SLOW for n in body.fields)
 
     def parse(self, body: Body, base: Mapping[str, Any] | None = None) -> ParsedBody:
         """Parse a body, on top of the options `base` of an earlier request if given.
@@ -174,14 +176,19 @@ def request_of(values: Mapping[str, Any]) -> Request:
         raise api_error(error, owners) from None
 
 
+@cache
+def _known_names() -> Mapping[str, None]:
+    """Names of the fields of a body, beside `OTHER_NAMES`."""
+    return dict.fromkeys([*client_options(), *PIPELINE_FIELDS, "output_format"])
+
+
 def _check_name(name: str, own: str) -> None:
     """Raise `ApiError` for a field that is refused, or that nobody has."""
     for each in (name, own):
         if each in REFUSED:
             raise ApiError("not_supported", f"{name} can't be set here: {REFUSED[each]}", name)
-    known = [*client_options(), *PIPELINE_FIELDS, "output_format"]
-    if own not in known:
-        hint = did_you_mean(name, [*known, *OTHER_NAMES])
+    if own not in _known_names():
+        hint = did_you_mean(name, [*_known_names(), *OTHER_NAMES])
         raise ApiError("unknown_parameter", f"there is no field {name[:80]!r}{hint}", name[:80])
 
 
