@@ -68,13 +68,17 @@ def limited_protocol(limits: Limits) -> type[asyncio.Protocol]:
             self._end_head()
             if self.transport.is_closing():
                 return
-            error = ApiError(code, message)
-            body = json.dumps(error.to_json()).encode()
-            head = (
-                f"HTTP/1.1 {error.status} {code}\r\ncontent-type: application/json\r\n"
-                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-            )
-            self.transport.write(head.encode() + body)
+            self.transport.write(_answer(ApiError(code, message)))
             self.transport.close()
 
     return LimitedProtocol
+
+
+def _answer(error: ApiError) -> bytes:
+    """The last answer of a connection."""
+    body = json.dumps(error.to_json()).encode()
+    head = (
+        f"HTTP/1.1 {error.status} {error.code}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode() + body
