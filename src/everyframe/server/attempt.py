@@ -35,7 +35,7 @@ from everyframe.runs.folder import RunFolder, all_runs
 from everyframe.server.data_folder import DataFolder
 from everyframe.server.jobs import Job
 from everyframe.server.outputs import JobOutputs
-from everyframe.server.plan_summary import plan_summary, resolved_of
+from everyframe.server.plan_summary import plan_data, resolved_of
 from everyframe.server.progress import ProgressMeter
 from everyframe.server.store import JobStore
 
@@ -220,7 +220,7 @@ class Attempt:
         if self._devices is not None:
             resolved["devices"] = self._devices
         self._on_plan(plan)
-        self._store.update(self.job.id, resolved=resolved, event=("planned", plan_summary(plan)))
+        self._store.update(self.job.id, resolved=resolved, event=("planned", plan_data(plan)))
         for note in plan.notes:
             self._warn(note)
 
