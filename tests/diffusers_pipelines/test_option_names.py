@@ -1,4 +1,7 @@
-"""First and last frame, video to video and negative prompt have the same options in all models."""
+"""First and last frame, video to video and negative prompt have the same options in all models.
+
+A clip to continue, `extend`, is in `test_clip_continuation.py`.
+"""
 
 from __future__ import annotations
 
