@@ -2,7 +2,7 @@
 
 On a command line a driving video, a mask or a camera track is given as a file name. The pipeline's
 signature (`signature.py`) determines the form it is passed in. In Python the objects themselves may
-be given; they are passed on unchanged. The first and last image, which every request can have, are
+be given; they are passed on unchanged, 8-bit frames as Pillow images. The first and last image, which every request can have, are
 not handled here but in `image_forms.py`.
 """
 
@@ -143,6 +143,9 @@ def _opened(
         found = _of_file(interface, parameter, value, settings)
         is_alone = parameter.is_list and not isinstance(found, (list, torch.Tensor))
         return [found] if is_alone else found
+    if parameter.form == "pictures" and _are_bytes(value):
+        # Diffusers takes the numbers of an array for 0..1, whatever their type.
+        return in_form(interface, parameter, value)
     if parameter.record is None:
         return value
     if isinstance(value, (list, tuple)):
@@ -199,6 +202,12 @@ def in_form(
         return pictures[0]
     lists = defaults.of(defaults.LISTS_OF_VIDEOS, interface.class_name) or ()
     return [pictures] if parameter.name in lists else pictures
+
+
+def _are_bytes(value: Any) -> bool:
+    """Whether it is the frames of a video, uint8 (T, H, W, 3)."""
+    is_bytes = isinstance(value, np.ndarray) and value.dtype == np.uint8
+    return is_bytes and value.ndim == 4 and value.shape[-1] == 3
 
 
 def _is_picture(path: str | os.PathLike[str]) -> bool:

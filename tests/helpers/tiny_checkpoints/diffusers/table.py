@@ -42,7 +42,7 @@ UNTRIED = (
 REMARKS = {
     "AllegroPipeline": "needs `--vae-tiling`, and frames no smaller than a tile (320x320)",
     "AnyFlowPipeline": "refused on mps: its schedule is in float64 there",
-    "AnyFlowFARPipeline": "float32 only; refused on mps",
+    "AnyFlowFARPipeline": "refused on mps, too",
     "EasyAnimatePipeline": "without a negative prompt it is given an empty one",
     "HeliosModularPipeline": "draws its own progress bar",
     "HeliosPyramidModularPipeline": "draws its own progress bar",
