@@ -2,8 +2,8 @@
 
 On a command line a driving video, a mask or a camera track is given as a file name. The pipeline's
 signature (`signature.py`) determines the form it is passed in. In Python the objects themselves may
-be given; they are passed on unchanged, 8-bit frames as Pillow images. The first and last image, which every request can have, are
-not handled here but in `image_forms.py`.
+be given; they are passed on unchanged, and 8-bit frames as Pillow images. The first and last image,
+which every request can have, are not handled here but in `image_forms.py`.
 """
 
 from __future__ import annotations
