@@ -1,0 +1,117 @@
+"""The blocks of the commonest GGUF kinds widened by torch, to the bits of the `gguf` package.
+
+The package computes in NumPy with an array for each operation; here each is written once into the
+result. Same operations in the same order: a product, then a difference, each rounded to float32.
+Layouts: https://github.com/ggml-org/ggml, `src/ggml-common.h` and `ggml-quants.c`.
+
+Shapes: N blocks of B bytes and E elements; K kinds of 256 elements have groups of 32 or 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+#: Elements of one pass: what it holds besides the result stays in a core's own cache.
+_AT_ONCE = 1 << 16
+
+
+def widen_blocks(blocks_NB: Tensor, kind: str, out: Tensor) -> None:
+    """Write the values of blocks, uint8 (N, B), into `out`, float32 (N, E); kinds in `WIDENED`."""
+    step = max(1, _AT_ONCE // out.shape[1])
+    for first in range(0, len(out), step):
+        WIDENED[kind](blocks_NB[first : first + step], out[first : first + step])
+
+
+def _half(blocks: Tensor, first: int) -> Tensor:
+    """float16 numbers at a byte of each block, as float32 (N, 1)."""
+    return blocks[:, first : first + 2].contiguous().view(torch.float16).float()
+
+
+def _write_nibbles(codes: Tensor, out: Tensor, groups: int) -> None:
+    """Low halves of each group of bytes, then its high halves."""
+    codes = codes.reshape(len(codes), groups, -1)
+    halves = out.view(len(out), groups, 2, -1)
+    halves[:, :, 0].copy_(codes & 15)
+    halves[:, :, 1].copy_(codes >> 4)
+
+
+def _add_bits(out: Tensor, bits: Tensor, weight: int) -> None:
+    out.view(bits.shape).add_(bits, alpha=weight)
+
+
+def _bits(packed: Tensor, bits: int) -> Tensor:
+    """Fields of so many bits of each byte, lowest first, (N, fields, bytes)."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8).view(1, -1, 1)
+    return (packed.unsqueeze(1) >> shifts) & ((1 << bits) - 1)
+
+
+def _q8_0(blocks: Tensor, out: Tensor) -> None:
+    out.copy_(blocks[:, 2:].view(torch.int8)).mul_(_half(blocks, 0))
+
+
+def _q4_0(blocks: Tensor, out: Tensor) -> None:
+    _write_nibbles(blocks[:, 2:], out, 1)
+    out.sub_(8).mul_(_half(blocks, 0))
+
+
+def _q4_1(blocks: Tensor, out: Tensor) -> None:
+    _write_nibbles(blocks[:, 4:], out, 1)
+    out.mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+
+
+def _fifth_bits(blocks: Tensor, first: int, out: Tensor) -> None:
+    """Add the fifth bits of Q5_0 and Q5_1, one for each element in order."""
+    fields = _bits(blocks[:, first : first + 4], 1).transpose(1, 2)
+    _add_bits(out, fields.reshape(len(out), -1), 16)
+
+
+def _q5_0(blocks: Tensor, out: Tensor) -> None:
+    _write_nibbles(blocks[:, 6:], out, 1)
+    _fifth_bits(blocks, 2, out)
+    out.sub_(16).mul_(_half(blocks, 0))
+
+
+def _q5_1(blocks: Tensor, out: Tensor) -> None:
+    _write_nibbles(blocks[:, 8:], out, 1)
+    _fifth_bits(blocks, 4, out)
+    out.mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+
+
+def _scale_and_shift(blocks: Tensor, out: Tensor) -> None:
+    """Q4_K and Q5_K: each of 8 groups has a scale and a least value, of 6 bits in 12 bytes."""
+    low, high, both = (blocks[:, first : first + 4] for first in (4, 8, 12))
+    scales = torch.cat([low & 63, (both & 15) | ((low >> 2) & 48)], 1)
+    least = torch.cat([high & 63, (both >> 4) | ((high >> 2) & 48)], 1)
+    groups = out.view(len(out), 8, 32)
+    groups.mul_((_half(blocks, 0) * scales).unsqueeze(2))
+    groups.sub_((_half(blocks, 2) * least).unsqueeze(2))
+
+
+def _q4_k(blocks: Tensor, out: Tensor) -> None:
+    _write_nibbles(blocks[:, 16:], out, 4)
+    _scale_and_shift(blocks, out)
+
+
+def _q5_k(blocks: Tensor, out: Tensor) -> None:
+    _write_nibbles(blocks[:, 48:], out, 4)
+    _add_bits(out, _bits(blocks[:, 16:48], 1), 16)
+    _scale_and_shift(blocks, out)
+
+
+def _q6_k(blocks: Tensor, out: Tensor) -> None:
+    _write_nibbles(blocks[:, :128], out, 2)
+    for half in range(2):
+        fields = _bits(blocks[:, 128 + 32 * half : 160 + 32 * half], 2)
+        _add_bits(out.view(len(out), 2, 128)[:, half], fields.reshape(len(out), -1), 16)
+    scales = blocks[:, 192:208].view(torch.int8)
+    out.sub_(32).view(len(out), 16, 16).mul_((_half(blocks, 208) * scales).unsqueeze(2))
+
+
+#: Kind -> the function that writes its values.
+WIDENED: Mapping[str, Callable[[Tensor, Tensor], None]] = {
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q5_K": _q5_k,
+    "Q6_K": _q6_k, "Q8_0": _q8_0,
+}  # fmt: skip
