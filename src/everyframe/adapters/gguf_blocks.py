@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-#: Elements of one pass: what it holds besides the result stays in a core's own cache.
-_AT_ONCE = 1 << 16
+#: Elements of one pass: its codes stay in a core's own cache, and the calls for scales are few.
+_AT_ONCE = 1 << 18
 
 
 def widen_blocks(blocks_NB: Tensor, kind: str, out: Tensor) -> None:
@@ -30,22 +30,17 @@ def _half(blocks: Tensor, first: int) -> Tensor:
     return blocks[:, first : first + 2].contiguous().view(torch.float16).float()
 
 
-def _write_nibbles(codes: Tensor, out: Tensor, groups: int) -> None:
-    """Low halves of each group of bytes, then its high halves."""
-    codes = codes.reshape(len(codes), groups, -1)
-    halves = out.view(len(out), groups, 2, -1)
-    halves[:, :, 0].copy_(codes & 15)
-    halves[:, :, 1].copy_(codes >> 4)
+def _nibbles(codes: Tensor, groups: int) -> Tensor:
+    """Low halves of each group of bytes, then its high halves, uint8 (N, E)."""
+    codes = codes.reshape(len(codes), groups, 1, -1)
+    halves = torch.cat([codes & 15, codes >> 4], 2)
+    return halves.view(len(codes), -1)
 
 
-def _add_bits(out: Tensor, bits: Tensor, weight: int) -> None:
-    out.view(bits.shape).add_(bits, alpha=weight)
-
-
-def _bits(packed: Tensor, bits: int) -> Tensor:
-    """Fields of so many bits of each byte, lowest first, (N, fields, bytes)."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8).view(1, -1, 1)
-    return (packed.unsqueeze(1) >> shifts) & ((1 << bits) - 1)
+def _fields(packed: Tensor, bits: int) -> Tensor:
+    """Fields of so many bits of each byte, lowest first, moved up by 4: (N, fields, bytes)."""
+    mask = (1 << bits) - 1
+    return torch.stack([((packed >> shift) & mask) << 4 for shift in range(0, 8, bits)], 1)
 
 
 def _q8_0(blocks: Tensor, out: Tensor) -> None:
@@ -53,31 +48,25 @@ def _q8_0(blocks: Tensor, out: Tensor) -> None:
 
 
 def _q4_0(blocks: Tensor, out: Tensor) -> None:
-    _write_nibbles(blocks[:, 2:], out, 1)
-    out.sub_(8).mul_(_half(blocks, 0))
+    out.copy_(_nibbles(blocks[:, 2:], 1)).sub_(8).mul_(_half(blocks, 0))
 
 
 def _q4_1(blocks: Tensor, out: Tensor) -> None:
-    _write_nibbles(blocks[:, 4:], out, 1)
-    out.mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+    out.copy_(_nibbles(blocks[:, 4:], 1)).mul_(_half(blocks, 0)).add_(_half(blocks, 2))
 
 
-def _fifth_bits(blocks: Tensor, first: int, out: Tensor) -> None:
-    """Add the fifth bits of Q5_0 and Q5_1, one for each element in order."""
-    fields = _bits(blocks[:, first : first + 4], 1).transpose(1, 2)
-    _add_bits(out, fields.reshape(len(out), -1), 16)
+def _five_bits(blocks: Tensor, first: int) -> Tensor:
+    """Codes of Q5_0 and Q5_1: their fifth bits are 4 bytes, one bit for each element in order."""
+    fifth = _fields(blocks[:, first : first + 4], 1).transpose(1, 2).reshape(len(blocks), -1)
+    return fifth.bitwise_or_(_nibbles(blocks[:, first + 4 :], 1))
 
 
 def _q5_0(blocks: Tensor, out: Tensor) -> None:
-    _write_nibbles(blocks[:, 6:], out, 1)
-    _fifth_bits(blocks, 2, out)
-    out.sub_(16).mul_(_half(blocks, 0))
+    out.copy_(_five_bits(blocks, 2)).sub_(16).mul_(_half(blocks, 0))
 
 
 def _q5_1(blocks: Tensor, out: Tensor) -> None:
-    _write_nibbles(blocks[:, 8:], out, 1)
-    _fifth_bits(blocks, 4, out)
-    out.mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+    out.copy_(_five_bits(blocks, 4)).mul_(_half(blocks, 0)).add_(_half(blocks, 2))
 
 
 def _scale_and_shift(blocks: Tensor, out: Tensor) -> None:
@@ -91,23 +80,22 @@ def _scale_and_shift(blocks: Tensor, out: Tensor) -> None:
 
 
 def _q4_k(blocks: Tensor, out: Tensor) -> None:
-    _write_nibbles(blocks[:, 16:], out, 4)
+    out.copy_(_nibbles(blocks[:, 16:], 4))
     _scale_and_shift(blocks, out)
 
 
 def _q5_k(blocks: Tensor, out: Tensor) -> None:
-    _write_nibbles(blocks[:, 48:], out, 4)
-    _add_bits(out, _bits(blocks[:, 16:48], 1), 16)
+    codes = _nibbles(blocks[:, 48:], 4)
+    out.copy_(codes.bitwise_or_(_fields(blocks[:, 16:48], 1).view(codes.shape)))
     _scale_and_shift(blocks, out)
 
 
 def _q6_k(blocks: Tensor, out: Tensor) -> None:
-    _write_nibbles(blocks[:, :128], out, 2)
-    for half in range(2):
-        fields = _bits(blocks[:, 128 + 32 * half : 160 + 32 * half], 2)
-        _add_bits(out.view(len(out), 2, 128)[:, half], fields.reshape(len(out), -1), 16)
-    scales = blocks[:, 192:208].view(torch.int8)
-    out.sub_(32).view(len(out), 16, 16).mul_((_half(blocks, 208) * scales).unsqueeze(2))
+    codes = _nibbles(blocks[:, :128], 2)
+    high = [_fields(blocks[:, first : first + 32], 2) for first in (128, 160)]
+    codes.bitwise_or_(torch.cat(high, 1).view(codes.shape))
+    scales = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8)
+    out.copy_(codes).sub_(32).view(len(out), 16, 16).mul_(scales.unsqueeze(2))
 
 
 #: Kind -> the function that writes its values.
