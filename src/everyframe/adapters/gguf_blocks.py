@@ -1,7 +1,8 @@
 """The blocks of the commonest GGUF kinds widened by torch, to the bits of the `gguf` package.
 
-The package computes in NumPy with an array for each operation; here each is written once into the
-result. Same operations in the same order: a product, then a difference, each rounded to float32.
+The package computes in NumPy with a large array for each operation. Here codes are put together as
+bytes and then widened into the result, by the same operations in the same order: a product, then a
+difference, each rounded to float32.
 Layouts: https://github.com/ggml-org/ggml, `src/ggml-common.h` and `ggml-quants.c`.
 
 Shapes: N blocks of B bytes and E elements; K kinds of 256 elements have groups of 32 or 16.
