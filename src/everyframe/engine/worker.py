@@ -36,6 +36,7 @@ from everyframe.engine.error_transfer import error_data
 from everyframe.engine.flight_recorder import FlightRecorder
 from everyframe.engine.module_watch import ModuleWatch
 from everyframe.engine.worker_process import WorkerJob, receive, send
+from everyframe.hardware.import_logs import mute_torchao_imports
 
 if TYPE_CHECKING:
     from everyframe.runtime.component_cache import ComponentCache
@@ -269,6 +270,7 @@ def _log_to(connection: Connection) -> None:
             send(connection, "log", [record.name, record.levelno, self.format(record)])
 
     logging.getLogger().addHandler(ToTheOther())
+    mute_torchao_imports()
     logging.captureWarnings(True)
 
 
