@@ -77,6 +77,7 @@ def swapped(model: nn.Module) -> set[str]:
         ("onednn-linear", {"OneDNNLinear"}),
         ("temporal-conv", {"TemporalConv2d"}),
         ("channels-last", {"ChannelsLastConv2d"}),
+        ("winograd", {"WinogradConv2d"}),
     ],
 )
 def test_names_and_numbers_stay(plain: unet.VideoUNet, path: str, kinds: set[str]) -> None:
@@ -225,6 +226,39 @@ def test_diffusers_own_gated_gelu_is_replaced() -> None:
     torch.testing.assert_close(layer(x), want, atol=1e-5, rtol=1e-5)
 
 
+def test_convolutions_by_winograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 3x3 with channels enough, of images large enough; the others stay as they are."""
+    layers = nn.Sequential(
+        nn.Conv2d(8, 32, 3, padding=1),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.Conv2d(64, 64, 3, padding="same"),
+        nn.Conv2d(64, 64, 3, padding=1, groups=2),
+        nn.Conv2d(64, 64, 3, padding=1, padding_mode="reflect"),
+        nn.Conv2d(64, 64, 3, 2, padding=1),
+        nn.Conv2d(64, 64, 3, padding=0),
+        nn.Conv2d(64, 64, 1),
+    ).requires_grad_(False)
+    x = torch.randn(2, 8, 30, 41, generator=torch.Generator().manual_seed(0))
+    want = layers(x)
+    swap_modules(layers, ("channels-last", "winograd"))
+    kinds = [type(each).__name__ for each in layers]
+    assert kinds == [
+        "ChannelsLastConv2d", *["WinogradChannelsLastConv2d"] * 2, *["ChannelsLastConv2d"] * 5
+    ]  # fmt: skip
+    called = []
+    right = kernels.winograd
+    monkeypatch.setattr(kernels, "winograd", lambda *a: called.append(a[0].shape) or right(*a))
+    torch.testing.assert_close(layers(x), want, atol=1e-5, rtol=1e-5)
+    assert called == [(2, 32, 30, 41), (2, 64, 30, 41)]
+    # Images of two pixels a side would be padded to four; weights take longer than a few tiles.
+    small, few = torch.randn(500, 32, 2, 2), torch.randn(1, 32, 8, 8)
+    for each in (small, few):
+        torch.testing.assert_close(
+            layers[1](each), nn.Conv2d.forward(layers[1], each), atol=1e-5, rtol=1e-5
+        )
+    assert len(called) == 2
+
+
 def tried(path: str) -> ComparisonResult:
     contests = trials.modules(native_paths.subject(), CATALOGUE[path])
     return run_comparisons(contests, "cpu", time.monotonic() + 100)
@@ -247,6 +281,21 @@ def test_a_wrong_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = tried("native-norm")
     assert not outcome.is_right
     assert outcome.error == pytest.approx(1e-3, rel=0.1)
+
+
+def test_a_wrong_convolution_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One output pixel of each image is computed wrong."""
+    right = kernels.winograd
+
+    def wrong(*given: Any) -> Tensor:
+        y = right(*given)
+        y[..., -1, -1] *= 1.1
+        return y
+
+    monkeypatch.setattr(kernels, "winograd", wrong)
+    outcome = tried("winograd")
+    assert not outcome.is_right
+    assert 1e-3 < outcome.error < 1e-1
 
 
 def test_one_that_crashes_is_refused_with_the_signal(

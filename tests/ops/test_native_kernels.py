@@ -69,6 +69,43 @@ def test_one_value_far_from_all_others_costs_no_digits(is_last: bool) -> None:
     check(kernels.group_norm(x, 1, weight, bias, 1e-5), want, size=10.0)
 
 
+@pytest.mark.parametrize(
+    ("shape", "outputs"),
+    [((1, 3, 1, 1), 5), ((2, 32, 8, 12), 32), ((1, 40, 7, 9), 70), ((3, 5, 2, 17), 16),
+     ((5, 64, 33, 6), 33), ((2, 700, 5, 4), 300)],
+)  # fmt: skip
+def test_winograd(shape: tuple[int, ...], outputs: int, dtype: torch.dtype) -> None:
+    """Of every rest of tiles, rows and lanes, and of more than one block of weights."""
+    x, bias = numbers(*shape, dtype=dtype), numbers(outputs, dtype=dtype)
+    weight = (numbers(outputs, shape[1], 3, 3) / (9 * shape[1]) ** 0.5).to(dtype)
+    want = F.conv2d(x.double(), weight.double(), bias.double(), padding=1)
+    got = kernels.winograd(x, weight, bias)
+    check(got, want, size=8.0)  # intermediate numbers are larger than the result
+    assert kernels.is_channels_last(got)
+    last = torch.channels_last
+    again = kernels.winograd(x.contiguous(memory_format=last), weight.to(memory_format=last), bias)
+    assert torch.equal(got, again)
+    without = kernels.winograd(x, weight, None)
+    check(without, want - bias.double()[:, None, None], size=8.0)
+
+
+def test_a_tile_of_winograd_depends_on_itself_alone() -> None:
+    x, weight = numbers(9, 48, 10, 21), numbers(40, 48, 3, 3)
+    whole = kernels.winograd(x, weight, None)
+    assert torch.equal(kernels.winograd(x[4:5], weight, None), whole[4:5])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(kernels.winograd(x, weight, None), whole)
+    finally:
+        torch.set_num_threads(threads)
+    x[3, 7, 0, 0] = float("nan")
+    seen = kernels.winograd(x, weight, None)
+    assert not seen[3, :, :2, :2].isfinite().any()
+    assert torch.equal(seen[:3], whole[:3])
+    assert torch.equal(seen[3, :, 4:], whole[3, :, 4:])
+
+
 @pytest.mark.parametrize("value", [0.0, 1e6, -3e4 / 7])
 def test_equal_values_have_no_variance(value: float) -> None:
     x = torch.full((1, 4, 300, 5), value)
@@ -184,6 +221,12 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         kernels.geglu(x)
     with pytest.raises(ValueError, match="shapes"):
         kernels.gated_add(x, x[:1], torch.ones(3))
+    with pytest.raises(
+        ValueError, match=r"a weight \(O, 8, 3, 3\) in torch.float32 is needed, got"
+    ):
+        kernels.winograd(x, torch.ones(4, 7, 3, 3), None)
+    with pytest.raises(ValueError, match="8 values on the CPU are needed, got 4"):
+        kernels.winograd(x, torch.ones(8, 8, 3, 3), four)
     with pytest.raises(ValueError, match="heads of"):
         kernels.frame_attention(x, x[:1], x, 1, 1.0)
 

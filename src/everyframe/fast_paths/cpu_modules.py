@@ -224,6 +224,38 @@ class ChannelsLastConv2d(nn.Conv2d):
         return super().forward(x)
 
 
+class WinogradConv2d(nn.Conv2d):
+    """A convolution of 3x3 by Winograd's algorithm, where the images are large enough for it."""
+
+    is_plain = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        suits = x.ndim == 4 and x.dtype == self.weight.dtype and kernels.takes(x, self.weight)
+        if self.is_plain or not suits or not _saves_products(x):
+            return super().forward(x)
+        return kernels.winograd(x, self.weight, self.bias)
+
+
+class WinogradChannelsLastConv2d(WinogradConv2d, ChannelsLastConv2d):
+    """The same for one whose weight lies as oneDNN reads it, which computes small images."""
+
+
+#: Multiplications that take as long as to transform one weight, as measured.
+_WEIGHT_COST = 1600
+
+#: Share of a convolution's multiplications that Winograd's may have. Its own are float32: oneDNN
+#: computes two in bfloat16 in that time.
+_MOST_PRODUCTS = {torch.float32: 0.9, torch.bfloat16: 0.45}
+
+
+def _saves_products(x_NCHW: Tensor) -> bool:
+    """Whether tiles of 4x4, whole at the edges too, need fewer multiplications than pixels do."""
+    images, _, height, width = x_NCHW.shape
+    tiles = images * -(-height // 4) * -(-width // 4)
+    most = _MOST_PRODUCTS[x_NCHW.dtype] * 9 * images * height * width
+    return 36 * tiles + _WEIGHT_COST < most
+
+
 def _multiplies(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN's kernels suit: on a CPU, in a dtype of theirs, in a run."""
     return (
@@ -254,6 +286,10 @@ KINDS: Mapping[str, Mapping[type[nn.Module], type[nn.Module]]] = {
     "onednn-linear": {nn.Linear: OneDNNLinear},
     "temporal-conv": {TemporalConv: TemporalConv2d},
     "channels-last": {nn.Conv2d: ChannelsLastConv2d},
+    "winograd": {
+        nn.Conv2d: WinogradConv2d,
+        ChannelsLastConv2d: WinogradChannelsLastConv2d,
+    },
 }
 
 
@@ -277,11 +313,24 @@ def _new_kind(path: str, part: nn.Module) -> type[nn.Module] | None:
     if foreign is not None:
         found: type[nn.Module] = getattr(import_module(_DIFFUSERS), foreign)
         return found
-    return KINDS[path].get(own) if _has_parameters(part) else None
+    return KINDS[path].get(own) if _suits(path, part) else None
 
 
-def _has_parameters(part: nn.Module) -> bool:
-    """False for a norm without the weights that it is called for."""
+#: Fewest channels of a convolution by Winograd's algorithm: fewer leave lanes of it empty.
+_FEWEST_CHANNELS = 32
+
+
+def _suits(path: str, part: nn.Module) -> bool:
+    """False for a norm without the weights that it is called for, and for most convolutions."""
+    if path == "winograd":
+        return (
+            isinstance(part, nn.Conv2d)
+            and (part.kernel_size, part.stride, part.dilation) == ((3, 3), (1, 1), (1, 1))
+            and part.padding in ((1, 1), "same")
+            and part.padding_mode == "zeros"
+            and part.groups == 1
+            and min(part.in_channels, part.out_channels) >= _FEWEST_CHANNELS
+        )
     if isinstance(part, nn.GroupNorm):
         return bool(part.affine)
     return not isinstance(part, nn.RMSNorm) or part.weight is not None

@@ -173,8 +173,8 @@ def modules(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison
         yield Comparison(
             f"{each.name}, one of {each.count}",
             truth=partial(_called, each.alone((), in_float32=True), each.wide),
-            plain=partial(_called, each.alone(()), each.given),
-            fast=partial(_called, each.alone((path.name,)), each.given),
+            plain=partial(_called, each.alone(path.rivals), each.given),
+            fast=partial(_called, each.alone((*path.rivals, path.name)), each.given),
             allowed=_ALLOWED.get(path.name),
             weight=each.count * each.cut,
         )

@@ -4,3 +4,4 @@
 #include "frame_attention.c"
 #include "group_norm.c"
 #include "row_norm.c"
+#include "winograd.c"

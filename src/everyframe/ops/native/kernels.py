@@ -29,6 +29,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gelu_all": (_P, _P, _L, _I, _I, _I),
     "gated_sum": (_P, _P, _P, _P, _L, _L, _L, _I, _I, _I),
     "frame_attention": (_P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _D, _I, _I),
+    "winograd": (_P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _L, _L, _L, _I, _I),
 }
 
 #: Most frames and channels of a head of `frame_attention`; heads are multiples of 16 wide.
@@ -156,6 +157,26 @@ def frame_attention(
     _call(
         "frame_attention", *parts, y, batches, frames, pixels, num_heads, channels // num_heads,
         step, scale, _is_bf16(y),
+    )  # fmt: skip
+    return y
+
+
+def winograd(x_NCHW: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Convolution with a weight (O, C, 3, 3), stride 1 and padding 1, by Winograd's algorithm.
+
+    Returns (N, O, H, W), channels last. All is computed in float32, with a quarter of the
+    multiplications: the error is 1e-6 to 3e-6 in float32, and that of its rounding in bfloat16.
+    """
+    images, channels, height, width = x_NCHW.shape
+    outputs = weight.shape[0]
+    if weight.shape[1:] != (channels, 3, 3) or weight.dtype != x_NCHW.dtype:
+        given = f"{tuple(weight.shape)} in {weight.dtype}"
+        raise ValueError(f"a weight (O, {channels}, 3, 3) in {x_NCHW.dtype} is needed, got {given}")
+    x_NCHW = x_NCHW.contiguous(memory_format=torch.channels_last)
+    y = torch.empty((images, height, width, outputs), dtype=x_NCHW.dtype).permute(0, 3, 1, 2)
+    _call(
+        "winograd", x_NCHW, weight, None if bias is None else _floats(bias, outputs), y, images,
+        height, width, channels, outputs, *weight.stride(), _is_bf16(y),
     )  # fmt: skip
     return y
 
