@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from everyframe.core.plan import Precision
 from everyframe.families.svd import unet
 from everyframe.families.svd.components import UNET_ISLANDS
-from everyframe.fast_paths import cpu_modules, trials
+from everyframe.fast_paths import cpu_modules, gated_linear, trials
 from everyframe.fast_paths.apply import applies_to, swap_modules
 from everyframe.fast_paths.benchmark import ComparisonResult, relative_error, run_comparisons
 from everyframe.fast_paths.certify import certify
@@ -34,7 +34,12 @@ from helpers.tiny_checkpoints import opensora as tiny_opensora
 pytestmark = pytest.mark.skipif(bool(missing := library.why_not()), reason=str(missing))
 
 #: Those that find something in this UNet, which has no gated branches and no GELU by itself.
-PATHS = tuple(path for path in cpu_modules.KINDS if path not in ("native-gate", "native-gelu"))
+PATHS = (
+    *(path for path in cpu_modules.KINDS if path not in ("native-gate", "native-gelu")),
+    "native-gated-linear",
+)
+#: Modules of the classes that fast paths put in.
+MODULES = (cpu_modules.__name__, cpu_modules._DIFFUSERS, gated_linear.__name__)
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +69,7 @@ def answer(model: unet.VideoUNet) -> Tensor:
 
 def swapped(model: nn.Module) -> set[str]:
     return {type(part).__name__ for part in model.modules()
-            if type(part).__module__ in (cpu_modules.__name__, cpu_modules._DIFFUSERS)}  # fmt: skip
+            if type(part).__module__ in MODULES}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -78,6 +83,7 @@ def swapped(model: nn.Module) -> set[str]:
         ("temporal-conv", {"TemporalConv2d"}),
         ("channels-last", {"ChannelsLastConv2d"}),
         ("winograd", {"WinogradConv2d"}),
+        ("native-gated-linear", {"NativeGatedLinear"}),
     ],
 )
 def test_names_and_numbers_stay(plain: unet.VideoUNet, path: str, kinds: set[str]) -> None:
@@ -226,6 +232,18 @@ def test_diffusers_own_gated_gelu_is_replaced() -> None:
     torch.testing.assert_close(layer(x), want, atol=1e-5, rtol=1e-5)
 
 
+def test_a_gated_linear_without_its_kernel_computes_the_same(
+    plain: unet.VideoUNet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no compiler, and for what it does not take."""
+    model = fast(plain, "native-geglu", "onednn-linear", "native-gated-linear")
+    assert swapped(model) == {"NativeGatedLinear", "OneDNNLinear", "NativeGEGLU"}
+    assert not applies_to("native-gated-linear", model)
+    monkeypatch.setattr(kernels, "takes", lambda *_: False)
+    monkeypatch.setattr(kernels, "gated_linear", lambda *_: pytest.fail("the kernel was called"))
+    assert relative_error(answer(model), answer(plain)) < 1e-5
+
+
 def test_convolutions_by_winograd(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of 3x3 with channels enough, of images large enough; the others stay as they are."""
     layers = nn.Sequential(
@@ -296,6 +314,17 @@ def test_a_wrong_convolution_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     outcome = tried("winograd")
     assert not outcome.is_right
     assert 1e-3 < outcome.error < 1e-1
+
+
+def test_a_wrong_gated_linear_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and gates change places."""
+    right = kernels.gated_linear
+
+    def wrong(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return right(x, weight.roll(len(weight) // 2, 0), bias.roll(len(bias) // 2, 0))
+
+    monkeypatch.setattr(kernels, "gated_linear", wrong)
+    assert not tried("native-gated-linear").is_right
 
 
 def test_one_that_crashes_is_refused_with_the_signal(

@@ -89,6 +89,47 @@ def test_winograd(shape: tuple[int, ...], outputs: int, dtype: torch.dtype) -> N
     check(without, want - bias.double()[:, None, None], size=8.0)
 
 
+@pytest.mark.parametrize(
+    ("rows", "depth", "width"),
+    [((2, 5, 7), 32, 16), ((1,), 2, 1), ((3, 41), 50, 37), ((115,), 64, 96), ((600,), 18, 32)],
+)
+def test_gated_linear(rows: tuple[int, ...], depth: int, width: int, dtype: torch.dtype) -> None:
+    """Of every rest of rows, columns and lanes, with and without bias, of strided rows too."""
+    x = numbers(*rows, 2 * depth, dtype=dtype)[..., ::2]
+    weight = (numbers(2 * width, depth) / depth**0.5).to(dtype)
+    bias = numbers(2 * width, dtype=dtype)
+    if not kernels.multiplies(x, weight):
+        pytest.skip(f"no products in {dtype} here")
+    for own in (bias, None):
+        exact = F.linear(x.double(), weight.double(), None if own is None else own.double())
+        value, gate = exact.chunk(2, -1)
+        got = kernels.gated_linear(x, weight, own)
+        check(got, value * F.gelu(gate), size=4.0 if dtype == torch.float32 else 1.0)
+
+
+def test_a_row_of_a_gated_linear_depends_on_itself_alone() -> None:
+    x, weight = numbers(333, 24), numbers(64, 24)
+    whole = kernels.gated_linear(x, weight, None)
+    assert torch.equal(kernels.gated_linear(x[100:150], weight, None), whole[100:150])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(kernels.gated_linear(x, weight, None), whole)
+    finally:
+        torch.set_num_threads(threads)
+    x[7, 3] = float("nan")
+    seen = kernels.gated_linear(x, weight, None)
+    assert seen[7].isnan().all()
+    assert torch.equal(seen[8:], whole[8:])
+
+
+def test_odd_depths_are_no_pairs_of_bfloat16() -> None:
+    x = numbers(4, 5)
+    assert kernels.multiplies(x, x)
+    assert not kernels.multiplies(x.bfloat16(), x.bfloat16())
+    assert not kernels.multiplies(x, x.bfloat16())
+
+
 def test_a_tile_of_winograd_depends_on_itself_alone() -> None:
     x, weight = numbers(9, 48, 10, 21), numbers(40, 48, 3, 3)
     whole = kernels.winograd(x, weight, None)
@@ -200,6 +241,9 @@ def test_the_largest_numbers_do_not_overflow_on_the_way(dtype: torch.dtype) -> N
     for approximate in ("none", "tanh"):
         got = kernels.gelu(x, approximate)
         check(got, F.gelu(x.double(), approximate=approximate))
+    gate = torch.tensor([[0.0], [1.0]]).to(dtype)
+    got = kernels.gated_linear(x.float()[:, None], gate.float(), torch.tensor([1.0, 0.0]))
+    check(got[:, 0], F.gelu(x.double()))
     one = torch.ones(len(x))
     for layout in (x.view(1, -1, 1, 1), x.view(1, -1, 1)):  # normed to zero, then the bias
         got = kernels.group_norm(layout * 0, 4, one, x, 1e-5, has_silu=True)

@@ -2,6 +2,7 @@
 
 #include "activation.c"
 #include "frame_attention.c"
+#include "gated_linear.c"
 #include "group_norm.c"
 #include "row_norm.c"
 #include "winograd.c"

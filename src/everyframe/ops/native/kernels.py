@@ -29,6 +29,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gelu_all": (_P, _P, _L, _I, _I, _I),
     "gated_sum": (_P, _P, _P, _P, _L, _L, _L, _I, _I, _I),
     "frame_attention": (_P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _D, _I, _I),
+    "gated_linear": (_P, _P, _P, _P, _L, _L, _L, _I, _I),
+    "has_halves": (),
     "winograd": (_P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _L, _L, _L, _I, _I),
 }
 
@@ -115,6 +117,31 @@ def geglu(x: Tensor) -> Tensor:
     y = x.new_empty((*x.shape[:-1], width))
     _call("geglu", x, y, y.numel() // width, width, _is_bf16(x))
     return y
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`geglu` (..., C) of ``x W^T + b`` (..., 2 C), which is not rounded on the way.
+
+    The weight (2 C, D) has the dtype of `x` (..., D); see `multiplies` for bfloat16.
+    """
+    depth, width = x.shape[-1], weight.shape[0] // 2
+    if weight.shape != (2 * width, depth) or weight.dtype != x.dtype:
+        given = f"{tuple(weight.shape)} in {weight.dtype}"
+        raise ValueError(f"a weight (2 C, {depth}) in {x.dtype} is needed, got {given}")
+    x, weight = x.contiguous(), weight.contiguous()
+    y = x.new_empty((*x.shape[:-1], width))
+    own = None if bias is None else _floats(bias, 2 * width)
+    _call("gated_linear", x, weight, own, y, x.numel() // depth, depth, width, _is_bf16(x))
+    return y
+
+
+def multiplies(x: Tensor, weight: Tensor) -> bool:
+    """Whether `gated_linear` takes these: bfloat16 with its instructions only, and even depths."""
+    if x.dtype != weight.dtype or not takes(x, weight):
+        return False
+    library = _library()
+    assert library is not None
+    return x.dtype != torch.bfloat16 or (x.shape[-1] % 2 == 0 and bool(library.has_halves()))
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:

@@ -10,20 +10,9 @@
    A tile's result depends on its own numbers alone: neither the number of threads nor the batch
    changes a bit. A value that is not finite reaches all of its tile. */
 
-#include "numbers.h"
+#include "product.h"
 
-#ifdef _OPENMP
-int omp_get_thread_num(void);
-#endif
-
-/* Rows (tiles) and columns (output channels) of a product in registers. */
-#ifdef __AVX512F__
-enum { ROWS = 14, COLUMNS = 2 };
-#else
-enum { ROWS = 6, COLUMNS = 1 };
-#endif
-
-enum { OUT = 4, SIDE = 6, AREA = SIDE * SIDE, PANEL = COLUMNS * LANES };
+enum { OUT = 4, SIDE = 6, AREA = SIDE * SIDE };
 
 /* What a piece of work holds, by trial: transformed weights of 4 MB, or of 128 output channels where
    that is more, and transformed tiles of 0.8 MB, more where the weights don't stay in the cache. */
@@ -154,31 +143,6 @@ INLINE void write_tile(const Convolution *job, long tile, const float *from, lon
   }
 }
 
-/* ROWS rows of a times a panel of b. */
-INLINE void product(const float *a, long a_step, const float *b, long depth, float *c, long c_step) {
-  floats sum[ROWS][COLUMNS];
-  for (int r = 0; r < ROWS; r++)
-    for (int j = 0; j < COLUMNS; j++) sum[r][j] = all(0);
-  for (long k = 0; k < depth; k++) {
-    floats own[COLUMNS];
-    for (int j = 0; j < COLUMNS; j++) own[j] = load16(b + k * PANEL + j * LANES, 0);
-#pragma GCC unroll 14
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 2
-      for (int j = 0; j < COLUMNS; j++) sum[r][j] += all(a[r * a_step + k]) * own[j];
-  }
-  for (int r = 0; r < ROWS; r++)
-    for (int j = 0; j < COLUMNS; j++)
-      memcpy(c + r * c_step + j * LANES, &sum[r][j], sizeof sum[r][j]);
-}
-
-/* Rounded up to an odd number of cache lines: planes so far apart don't share places in the cache. */
-static long odd_lines(long number) { return ((number + LANES - 1) / LANES | 1) * LANES; }
-
-static long round_up(long number, long multiple) {
-  return (number + multiple - 1) / multiple * multiple;
-}
-
 INLINE int convolve(const Convolution *job, int is_bf16, int threads) {
   long block = MOST_WEIGHTS / (AREA * job->inputs) / PANEL * PANEL;
   block = smaller(block < LEAST_PANELS * PANEL ? LEAST_PANELS * PANEL : block,
@@ -198,11 +162,7 @@ INLINE int convolve(const Convolution *job, int is_bf16, int threads) {
   }
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    int me = 0;
-#ifdef _OPENMP
-    me = omp_get_thread_num();
-#endif
-    float *a = scratch + me * AREA * (a_plane + c_plane), *c = a + AREA * a_plane;
+    float *a = scratch + this_thread() * AREA * (a_plane + c_plane), *c = a + AREA * a_plane;
     for (long first = 0; first < job->outputs; first += block) {
       long count = smaller(block, job->outputs - first), panels = (count + PANEL - 1) / PANEL;
       long plane = odd_lines(job->inputs * panels * PANEL);
