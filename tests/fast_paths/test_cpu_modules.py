@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from diffusers.models.activations import GEGLU
 from diffusers.models.normalization import FP32LayerNorm
 from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
@@ -22,6 +23,7 @@ from everyframe.fast_paths.apply import applies_to, swap_modules
 from everyframe.fast_paths.benchmark import ComparisonResult, relative_error, run_comparisons
 from everyframe.fast_paths.certify import certify
 from everyframe.fast_paths.registry import CATALOGUE
+from everyframe.ops.attention import AttentionCore
 from everyframe.ops.modulation import GatedAdd
 from everyframe.ops.native import kernels, library
 from everyframe.ops.norm import GroupNormSiLU, LayerNorm, RMSNorm, WideLayerNorm
@@ -83,6 +85,7 @@ def swapped(model: nn.Module) -> set[str]:
         ("temporal-conv", {"TemporalConv2d"}),
         ("channels-last", {"ChannelsLastConv2d"}),
         ("winograd", {"WinogradConv2d"}),
+        ("native-flash", {"NativeSelfAttention"}),
         ("native-gated-linear", {"NativeGatedLinear"}),
     ],
 )
@@ -230,6 +233,39 @@ def test_diffusers_own_gated_gelu_is_replaced() -> None:
     swap_modules(layer, PATHS)
     assert swapped(layer) == {"NativeGEGLU", "OneDNNLinear"}
     torch.testing.assert_close(layer(x), want, atol=1e-5, rtol=1e-5)
+
+
+def test_attention_that_does_not_suit_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, causal = nn.Sequential(AttentionCore()), nn.Sequential(AttentionCore(is_causal=True))
+    for each in (core, causal):
+        swap_modules(each, ("native-flash",))
+        assert swapped(each) == {"NativeAttentionCore"}
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, count, 20, generator=generator) for count in (5, 9, 9))
+    called = []
+    right = kernels.attention
+    monkeypatch.setattr(kernels, "attention", lambda *a: called.append(0) or right(*a))
+    torch.testing.assert_close(core[0](q, k, v), AttentionCore()(q, k, v))
+    torch.testing.assert_close(core[0](q.double(), k, v), AttentionCore()(q, k, v))
+    assert len(called) == 2
+    mask = torch.arange(9)[None] < 7
+    torch.testing.assert_close(core[0](q, k, v, mask), AttentionCore()(q, k, v, mask))
+    torch.testing.assert_close(core[0](q[:0], k[:0], v[:0]), q[:0])
+    torch.testing.assert_close(core[0](q, k[..., :9, :], v.half()), AttentionCore()(q, k, v.half()))
+    want = F.scaled_dot_product_attention(k, k, v, is_causal=True)
+    torch.testing.assert_close(causal[0](k, k, v), want)
+    assert len(called) == 2
+
+
+def test_a_wrong_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last key of each query is left out."""
+    right = kernels.attention
+
+    def wrong(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return right(q, k[:, :, :-1], v[:, :, :-1], scale)
+
+    monkeypatch.setattr(kernels, "attention", wrong)
+    assert not tried("native-flash").is_right
 
 
 def test_a_gated_linear_without_its_kernel_computes_the_same(

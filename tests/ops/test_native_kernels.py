@@ -123,6 +123,44 @@ def test_a_row_of_a_gated_linear_depends_on_itself_alone() -> None:
     assert torch.equal(seen[8:], whole[8:])
 
 
+@pytest.mark.parametrize(
+    ("sizes", "width"),
+    [((2, 3, 37, 300), 72), ((1, 1, 1, 1), 2), ((1, 2, 500, 33), 64), ((3, 1, 14, 600), 130)],
+)
+def test_attention(sizes: tuple[int, int, int, int], width: int, dtype: torch.dtype) -> None:
+    """Of every rest of queries, keys and channels, and of more than one block of each."""
+    batch, heads, queries, keys = sizes
+    q, k, v = (
+        numbers(batch, count, heads * width + own, dtype=dtype)[..., : heads * width]
+        .unflatten(-1, (heads, width)).transpose(1, 2)
+        for own, count in enumerate((queries, keys, keys))
+    )  # fmt: skip
+    if not kernels.attends(q, k, v):
+        assert dtype == torch.bfloat16  # of odd rows, or without its products
+        q, k, v = (each.contiguous() for each in (q, k, v))
+    if not kernels.attends(q, k, v):
+        pytest.skip(f"no products in {dtype} here")
+    q = q * 4  # so that some keys weigh far more than others
+    got = kernels.attention(q, k, v, width**-0.5).transpose(1, 2)
+    want = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    # Shares are rounded too.
+    check(got, want, size=4.0 if dtype == torch.bfloat16 else 2.0)
+
+
+def test_attention_of_large_scores_is_finite_and_of_nan_is_not() -> None:
+    q, k, v = (numbers(1, 2, rows, 32) for rows in (40, 300, 300))
+    want = F.scaled_dot_product_attention(3e4 * q.double(), k.double(), v.double())
+    check(kernels.attention(3e4 * q, k, v, 32**-0.5).transpose(1, 2), want, size=50.0)
+    whole = kernels.attention(q, k, v, 32**-0.5)
+    assert torch.equal(kernels.attention(q[:, :, 5:19], k, v, 32**-0.5), whole[:, 5:19])
+    q[0, 1, 3, 4] = float("nan")
+    seen = kernels.attention(q, k, v, 32**-0.5)
+    assert seen[0, 3, 1].isnan().all()
+    assert torch.equal(seen[:, :, 0], whole[:, :, 0])
+    v[0, 0, 299, 7] = float("inf")
+    assert not kernels.attention(q, k, v, 32**-0.5)[0, :, 0, 7].isfinite().any()
+
+
 def test_odd_depths_are_no_pairs_of_bfloat16() -> None:
     x = numbers(4, 5)
     assert kernels.multiplies(x, x)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from everyframe.ops.activation import GatedGELU
+from everyframe.ops.attention import AttentionCore, attention, merge_heads, split_heads
 from everyframe.ops.convolution import TemporalConv
 from everyframe.ops.modulation import GatedAdd
 from everyframe.ops.native import kernels
@@ -27,7 +28,7 @@ from everyframe.ops.norm import (
     WideGroupNorm,
     WideLayerNorm,
 )
-from everyframe.ops.self_attention import TemporalAttention
+from everyframe.ops.self_attention import SelfAttention, TemporalAttention
 
 
 class NativeGroupNorm(WideGroupNorm):
@@ -154,6 +155,38 @@ class NativeGELU(nn.GELU):
         if self.is_plain or not kernels.takes(x):
             return super().forward(x)
         return kernels.gelu(x, self.approximate)
+
+
+class NativeSelfAttention(SelfAttention):
+    """Self-attention in blocks, by the processor's products for bfloat16 where it has them."""
+
+    is_plain = False
+
+    def forward(self, rows_NLC: Tensor) -> Tensor:
+        if self.is_plain or not kernels.takes(rows_NLC):
+            return super().forward(rows_NLC)
+        q, k, v = (
+            split_heads(project(rows_NLC), self.heads)
+            for project in (self.to_q, self.to_k, self.to_v)
+        )
+        if not kernels.attends(q, k, v):
+            return self.out(merge_heads(attention(q, k, v, scale=self.scale)))
+        return self.out(kernels.attention(q, k, v, self.scale).flatten(2))
+
+
+class NativeAttentionCore(AttentionCore):
+    """The same between projections of other makes, if every query sees every key."""
+
+    is_plain = False
+
+    def forward(
+        self, q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        q, k = (each.to(v_BHLD.dtype) for each in (q_BHQD, k_BHLD))
+        is_masked = self.is_causal or mask is not None
+        if self.is_plain or is_masked or not kernels.attends(q, k, v_BHLD):
+            return super().forward(q_BHQD, k_BHLD, v_BHLD, mask)
+        return kernels.attention(q, k, v_BHLD, q.shape[-1] ** -0.5).transpose(1, 2)
 
 
 class NativeTemporalAttention(TemporalAttention):
@@ -283,6 +316,7 @@ KINDS: Mapping[str, Mapping[type[nn.Module], type[nn.Module]]] = {
     "native-gelu": {nn.GELU: NativeGELU},
     "native-geglu": {GatedGELU: NativeGatedGELU},
     "native-attention": {TemporalAttention: NativeTemporalAttention},
+    "native-flash": {SelfAttention: NativeSelfAttention, AttentionCore: NativeAttentionCore},
     "onednn-linear": {nn.Linear: OneDNNLinear},
     "temporal-conv": {TemporalConv: TemporalConv2d},
     "channels-last": {nn.Conv2d: ChannelsLastConv2d},

@@ -1,6 +1,7 @@
 /* All kernels, as one source. */
 
 #include "activation.c"
+#include "attention.c"
 #include "frame_attention.c"
 #include "gated_linear.c"
 #include "group_norm.c"

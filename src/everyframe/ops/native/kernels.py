@@ -29,6 +29,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gelu_all": (_P, _P, _L, _I, _I, _I),
     "gated_sum": (_P, _P, _P, _P, _L, _L, _L, _I, _I, _I),
     "frame_attention": (_P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _D, _I, _I),
+    "attention": (_P, _P, _P, _P, _L, _L, _L, _L, _L, _P, _D, _I, _I),
     "gated_linear": (_P, _P, _P, _P, _L, _L, _L, _I, _I),
     "has_halves": (),
     "winograd": (_P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _L, _L, _L, _I, _I),
@@ -163,6 +164,38 @@ def gated_add(x: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
     _call("gated_sum", x, branch, _floats(gate, size), y, rows, width,
           _rows_a_table(rows, width, size), _is_bf16(x), _is_bf16(branch))  # fmt: skip
     return y
+
+
+def attention(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, scale: float) -> Tensor:
+    """``softmax(q k^T scale) v`` (B, Q, heads, D), without the matrix of scores; see `attends`."""
+    (batches, heads, queries, width), keys = q_BHQD.shape, k_BHLD.shape[2]
+    given = [q_BHQD, k_BHLD, v_BHLD]
+    if any(each.shape != (batches, heads, keys, width) for each in given[1:]) or scale <= 0:
+        raise ValueError(f"queries, keys and values of {[tuple(x.shape) for x in given]}, {scale}")
+    strides = [step for each in given for step in each.stride()[:3]]
+    y = torch.empty((batches, queries, heads, width), dtype=q_BHQD.dtype)
+    _call(
+        "attention", *given, y, batches, heads, queries, keys, width, (c_long * 9)(*strides),
+        scale, _is_bf16(y),
+    )  # fmt: skip
+    return y
+
+
+def attends(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor) -> bool:
+    """Whether `attention` takes these: rows without gaps, and bfloat16 as in `multiplies`."""
+    given = (q_BHQD, k_BHLD, v_BHLD)
+    return (
+        len({(each.dtype, each.shape[-1], each.stride(-1)) for each in given}) == 1
+        and q_BHQD.stride(-1) == 1
+        and k_BHLD.shape == v_BHLD.shape
+        and q_BHQD.shape[:2] == k_BHLD.shape[:2]
+        and multiplies(q_BHQD, k_BHLD)
+        and takes(v_BHLD)
+        and (
+            q_BHQD.dtype != torch.bfloat16
+            or not any(step % 2 for each in given for step in each.stride()[:3])
+        )
+    )
 
 
 def frame_attention(

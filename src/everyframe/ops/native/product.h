@@ -8,14 +8,10 @@
 #include "numbers.h"
 
 #ifdef __AVX512BF16__
-#include <immintrin.h>
 #define HAS_HALVES
-#endif
-
-#ifdef __has_builtin
-#if __has_builtin(__builtin_shufflevector)
-#define CAN_SHUFFLE
-#endif
+enum { CAN_MULTIPLY_HALVES = 1 };
+#else
+enum { CAN_MULTIPLY_HALVES = 0 };
 #endif
 
 #ifdef _OPENMP
@@ -80,3 +76,6 @@ static long odd_lines(long number) { return ((number + LANES - 1) / LANES | 1) *
 static long round_up(long number, long multiple) {
   return (number + multiple - 1) / multiple * multiple;
 }
+
+/* Whether products of bfloat16 are computed here. */
+EXPORT int has_halves(void) { return CAN_MULTIPLY_HALVES; }
