@@ -122,12 +122,13 @@ INLINE float sum_lanes(floats x) {
   x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
   x += __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
   return x[0] + x[1];
-#endif
+#else
   float lanes[LANES];
   memcpy(lanes, &x, sizeof lanes);
   for (int width = LANES / 2; width; width /= 2)
     for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
   return lanes[0];
+#endif
 }
 
 /* e^x within 2 units in the last place: infinity from 88.37 on, 1.2e-38 below -87.33. */
