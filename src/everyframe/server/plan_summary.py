@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from everyframe.core.plan import Plan
@@ -42,6 +43,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         "host_memory_mb": round(plan.host_bytes / 1e6),
         "seconds_forecast": plan.seconds,
         "stages": {stage.name: stage.seconds for stage in plan.stages},
+        "batch": None if plan.batch is None else asdict(plan.batch),
         "downloads": list(plan.downloads),
         "notes": list(plan.notes),
     }
