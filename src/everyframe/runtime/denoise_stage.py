@@ -27,12 +27,14 @@ from everyframe.numerics.tensor_stats import value_range
 from everyframe.parallel.communicator import SingleRank
 from everyframe.runtime.deep_cache import DeepCachedDenoise
 from everyframe.runtime.guard import Guard
+from everyframe.runtime.held_guidance import HeldGuidanceDenoise
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.model_sharding import ModelPatch
 from everyframe.runtime.stages import ComponentStage, StageContext
 from everyframe.samplers import multistep
 from everyframe.samplers.base import Step as SamplerStep
 from everyframe.samplers.error_budget import ErrorBudget
+from everyframe.samplers.guidance import GuidanceShare
 from everyframe.samplers.multistep import DiffusionPath
 from everyframe.samplers.prediction import PredictedDenoise
 
@@ -125,7 +127,9 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
 
         def make(**changed: Any) -> Callable[..., Tensor]:
             settings = replace(guard.settings, **changed)
-            denoise = self.denoiser(modules, inputs, device, settings)
+            denoise: Any = self.denoiser(modules, inputs, device, settings)
+            if method is not None and method.holds_guidance:
+                denoise.share = GuidanceShare()
             return denoise if features is None else features.beginning(denoise)
 
         make_unguided = partial(make, guidance_scale=1.0)
@@ -133,7 +137,28 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
             return self.sample(GuardedDenoiser(guard, make, start), inputs, start)
         is_guided = start < method.guided_steps(self.steps_per_batch)
         guarded = GuardedDenoiser(guard, make if is_guided else make_unguided, start)
+        if method.holds_guidance:
+            held = HeldGuidanceDenoise(
+                guarded, make, make_unguided, method.held_steps(self.steps_per_batch), memory
+            )
+            return self._held_steps(method, held, inputs, start, memory)
         return self._lossy_steps(method, guarded, make_unguided, inputs, start, memory, features)
+
+    def _held_steps(
+        self,
+        method: SamplingMethod,
+        held: HeldGuidanceDenoise,
+        inputs: Any,
+        start: int,
+        memory: Any,
+    ) -> Iterator[SamplerStep]:
+        """Steps of a solver that holds what guidance adds."""
+        path, agree = self.path(inputs), self._agree
+        resumed = {"start": start, "memory": memory, "agree": agree}
+        for step in multistep.sample(held, inputs.x, path, method, **resumed):
+            done = self.completed(step, inputs)
+            yield replace(done, memory={**done.memory, **held.memory})
+            held.finish(step)
 
     def _lossy_steps(
         self,
@@ -292,6 +317,12 @@ class GuardedDenoiser:
         """Build another denoiser for the remaining steps."""
         self._make = make
         self._denoise = self._guard.spared(self.num_done + 1, make)
+
+    @property
+    def share(self) -> Tensor | None:
+        """What guidance added in the last call; see `everyframe.samplers.guidance`."""
+        share: GuidanceShare = getattr(self._denoise, "share")  # noqa: B009
+        return share.value
 
     def repeat(self, *given: Tensor) -> None:
         """Make a call of an earlier step again, which is not counted."""

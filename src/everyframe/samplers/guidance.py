@@ -6,9 +6,17 @@ Ho and Salimans 2022 (arXiv 2207.12598). The denoiser of a sampler applies it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass
+class GuidanceShare:
+    """What guidance added to the prompt's own prediction in the last call; None before one."""
+
+    value: Tensor | None = None
 
 
 def guided(
@@ -19,12 +27,13 @@ def guided(
     *,
     channels: int | None = None,
     prompt_first: bool = False,
+    share: GuidanceShare | None = None,
 ) -> Tensor:
     """Guided prediction (B, C, ...) from one branch or two, `batch_size` of them in one call.
 
     ``predict(start, stop)`` is the model's output for these branches, ((stop - start) B, C, ...).
     With two, the unconditional branch comes first, or with `prompt_first` the conditional one. See
-    `guide`.
+    `guide`. Two branches fill `share`.
     """
     if num_branches <= batch_size:
         output = predict(0, num_branches)
@@ -35,7 +44,10 @@ def guided(
         return output
     first, second = output.chunk(2)
     cond, uncond = (first, second) if prompt_first else (second, first)
-    return guide(cond, uncond, scale, channels)
+    answer = guide(cond, uncond, scale, channels)
+    if share is not None:
+        share.value = answer - cond
+    return answer
 
 
 def guide(
