@@ -27,7 +27,6 @@ from everyframe.numerics.tensor_stats import value_range
 from everyframe.parallel.communicator import SingleRank
 from everyframe.runtime.deep_cache import DeepCachedDenoise
 from everyframe.runtime.guard import Guard
-from everyframe.runtime.held_guidance import HeldGuidanceDenoise
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.model_sharding import ModelPatch
 from everyframe.runtime.stages import ComponentStage, StageContext
@@ -124,12 +123,13 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
         device, method = self.context.device(self.component), self.context.settings.method
         is_cache = method is not None and method.is_cache
         features = DeepFeatures(modules[self.component]) if is_cache else None
+        share = GuidanceShare() if method is not None and method.holds_guidance else None
 
         def make(**changed: Any) -> Callable[..., Tensor]:
             settings = replace(guard.settings, **changed)
             denoise: Any = self.denoiser(modules, inputs, device, settings)
-            if method is not None and method.holds_guidance:
-                denoise.share = GuidanceShare()
+            if share is not None:
+                denoise.share = share
             return denoise if features is None else features.beginning(denoise)
 
         make_unguided = partial(make, guidance_scale=1.0)
@@ -137,28 +137,35 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
             return self.sample(GuardedDenoiser(guard, make, start), inputs, start)
         is_guided = start < method.guided_steps(self.steps_per_batch)
         guarded = GuardedDenoiser(guard, make if is_guided else make_unguided, start)
-        if method.holds_guidance:
-            held = HeldGuidanceDenoise(
-                guarded, make, make_unguided, method.held_steps(self.steps_per_batch), memory
-            )
-            return self._held_steps(method, held, inputs, start, memory)
+        if share is not None:
+            return self._held_steps(method, guarded, share, inputs, start, memory)
         return self._lossy_steps(method, guarded, make_unguided, inputs, start, memory, features)
 
     def _held_steps(
         self,
         method: SamplingMethod,
-        held: HeldGuidanceDenoise,
+        guarded: GuardedDenoiser,
+        share: GuidanceShare,
         inputs: Any,
         start: int,
         memory: Any,
     ) -> Iterator[SamplerStep]:
-        """Steps of a solver that holds what guidance adds."""
+        """Steps of a solver that holds what guidance adds; none is held past the error's limit."""
+        held = frozenset(method.held_steps(self.steps_per_batch))
+        if memory is not None:
+            share.value = memory["guidance"]
+        is_exact = memory is not None and memory["error"] < 0
+
+        def denoise(*given: Tensor) -> Tensor:
+            share.is_held = guarded.num_done in held and not is_exact
+            return guarded(*given)
+
         path, agree = self.path(inputs), self._agree
         resumed = {"start": start, "memory": memory, "agree": agree}
-        for step in multistep.sample(held, inputs.x, path, method, **resumed):
+        for step in multistep.sample(denoise, inputs.x, path, method, **resumed):
             done = self.completed(step, inputs)
-            yield replace(done, memory={**done.memory, **held.memory})
-            held.finish(step)
+            yield replace(done, memory={**done.memory, "guidance": share.value})
+            guarded.num_done, is_exact = step.index + 1, step.memory["error"] < 0
 
     def _lossy_steps(
         self,
@@ -317,12 +324,6 @@ class GuardedDenoiser:
         """Build another denoiser for the remaining steps."""
         self._make = make
         self._denoise = self._guard.spared(self.num_done + 1, make)
-
-    @property
-    def share(self) -> Tensor | None:
-        """What guidance added in the last call; see `everyframe.samplers.guidance`."""
-        share: GuidanceShare = getattr(self._denoise, "share")  # noqa: B009
-        return share.value
 
     def repeat(self, *given: Tensor) -> None:
         """Make a call of an earlier step again, which is not counted."""

@@ -241,7 +241,7 @@ class LossySpec(Protocol):
 
     @property
     def has_held_guidance(self) -> bool:
-        """Whether its denoiser tells what guidance adds; see `HeldGuidanceDenoise`."""
+        """Whether its denoiser can hold what guidance adds; see `GuidanceShare`."""
         ...
 
     def sampling_methods(self, settings: Settings) -> tuple[str, ...]:

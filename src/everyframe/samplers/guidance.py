@@ -14,9 +14,15 @@ from torch import Tensor
 
 @dataclass
 class GuidanceShare:
-    """What guidance added to the prompt's own prediction in the last call; None before one."""
+    """What guidance adds to the prompt's own prediction, to be held over some steps.
+
+    Attributes:
+        value: what it added in the last call that computed both branches; None before one.
+        is_held: whether the next call computes the prompt's branch alone and adds `value`.
+    """
 
     value: Tensor | None = None
+    is_held: bool = False
 
 
 def guided(
@@ -33,8 +39,12 @@ def guided(
 
     ``predict(start, stop)`` is the model's output for these branches, ((stop - start) B, C, ...).
     With two, the unconditional branch comes first, or with `prompt_first` the conditional one. See
-    `guide`. Two branches fill `share`.
+    `guide`. Of two branches, `share` remembers what guidance added, or holds it.
     """
+    if num_branches == 2 and share is not None and share.is_held and share.value is not None:
+        prompt = 0 if prompt_first else 1
+        own = predict(prompt, prompt + 1)
+        return own.to(torch.promote_types(own.dtype, torch.float32)) + share.value.to(own.device)
     if num_branches <= batch_size:
         output = predict(0, num_branches)
     else:

@@ -35,7 +35,7 @@ class Denoiser:
     If memory is short, the plan runs the branches one after the other.
     """
 
-    #: What guidance adds, for whoever wants to know; set from outside.
+    #: Set from outside for a method that holds what guidance adds.
     share: GuidanceShare | None = None
 
     def __init__(

@@ -40,7 +40,7 @@ class Denoiser:
     other.
     """
 
-    #: What guidance adds, for whoever wants to know; set from outside.
+    #: Set from outside for a method that holds what guidance adds.
     share: GuidanceShare | None = None
 
     def __init__(
