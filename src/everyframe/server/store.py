@@ -164,6 +164,38 @@ class JobStore(EventLog):
             ).fetchone()
             return row and changes.job(row, "status", {"status": "in_progress"})
 
+    def claim_alike(
+        self,
+        group: str,
+        job: Job,
+        but: Collection[str] = (),
+        *,
+        may_jump: bool = True,
+    ) -> Job | None:
+        """Begin the next new job that differs from this one in prompt and seed alone.
+
+        None without one, while a job of higher priority waits, or unless it `may_jump`, while an
+        older one does. Jobs `but` these.
+        """
+        others = ", ".join("?" * len(but))
+        own = "json_remove({}, '$.prompt', '$.negative_prompt', '$.seed')"
+        first = "" if may_jump else "AND seq = (SELECT min(seq) FROM first) "
+        query = (
+            "WITH first AS (SELECT * FROM videos WHERE status = 'queued' AND priority = "
+            "(SELECT max(priority) FROM videos WHERE status = 'queued')) "
+            "UPDATE videos SET status = 'in_progress', \"group\" = ?, attempts = 1, "
+            "started_at = coalesce(started_at, ?), error = NULL WHERE seq = ("
+            "SELECT seq FROM first WHERE run IS NULL AND attempts = 0 AND model = ? "
+            f"AND {own.format('request')} = {own.format('?')} {first}AND id NOT IN ({others}) "
+            "ORDER BY seq LIMIT 1) RETURNING *"
+        )
+        request = plain({"request": dict(job.request)})[0]
+        with self._writing(is_durable=False) as changes:
+            row = changes.connection.execute(
+                query, (group, time.time(), job.model, request, *but)
+            ).fetchone()
+            return row and changes.job(row, "status", {"status": "in_progress"})
+
     def update(
         self,
         id: str,  # noqa: A002
