@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("--videos", type=int, default=16, help="videos in the set")
     parser.add_argument("--bars", type=int, default=0, help="clips to read at 32 dB")
     parser.add_argument("--methods", default="", help="of these alone, such as abm2,unipc@12")
+    parser.add_argument("--name", default="", help="of the page, such as held-guidance")
     parser.add_argument("--note", default="", help="a line for the page")
     given = parser.parse_args()
     found: Calibration | None = None
@@ -48,8 +49,8 @@ def main() -> int:
         found = progress.calibration
     found = found or calibration_of(Request(), given.videos)
     facts = machine_facts()
-    chosen = "".join(f"-{each.partition('@')[0]}" for each in given.methods.split(",")[:1] if each)
-    page = result_page(f"quality{chosen}", facts.devices[0])
+    name = given.name or given.methods.partition(",")[0].partition("@")[0]
+    page = result_page(f"quality-{name}" if name else "quality", facts.devices[0])
     picture = page.with_suffix(".png")
     lines = [*_page(found), *_bars(given.bars), "", hardware(facts, facts.devices[0])]
     if given.note:
@@ -59,6 +60,7 @@ def main() -> int:
     command = f"python benchmarks/quality.py --videos {given.videos}"
     command += f" --bars {given.bars}" if given.bars else ""
     command += f" --methods {given.methods}" if given.methods else ""
+    command += f" --name {given.name}" if given.name else ""
     lines += ["", f"Command: `{command}`"]
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(page.relative_to(RESULTS.parent))

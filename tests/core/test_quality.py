@@ -20,6 +20,7 @@ from everyframe.core.request import Request
         ("taylor2@12w4g50", SamplingMethod("taylor2", 12, 4, 50)),
         ("unipc@6g0", SamplingMethod("unipc", 6, 1, 0)),
         ("abm2@7e130g33", SamplingMethod("abm2", 7, 1, 33, 130)),
+        ("abm2@10e130h", SamplingMethod("abm2", 10, 1, 100, 130, True)),
     ],
 )
 def test_what_is_meant(text: str, meant: object) -> None:
@@ -49,6 +50,8 @@ def test_a_method_reads_as_it_is_written(name: str) -> None:
         ("ab2@8g101", "a guided share of 0 to 100"),
         ("ab2@8e99", "an exponent of 100 to 300 percent"),
         ("ab2@8w2e120", "no warm steps"),
+        ("ab2@8g50h", "must be exact, a budget"),
+        ("taylor1@8h", "h needs a solver (ab2, dpm2m, unipc, abm2), not taylor1"),
         ("lossless", "must be exact"),
     ],
 )
@@ -84,6 +87,16 @@ def test_an_exponent_crowds_steps_at_the_beginning() -> None:
             assert len(steps) == count == len({*steps})
             assert [0, *sorted(steps)[1:]] == [*steps]
             assert steps[-1] < num_steps
+
+
+def test_guidance_is_held_in_every_second_computed_step_from_the_fourth() -> None:
+    method = SamplingMethod("abm2", 10, early_percent=130, holds_guidance=True)
+    assert method.computed_steps(30) == (0, 2, 4, 6, 9, 12, 15, 19, 22, 26)
+    assert method.held_steps(30) == (6, 12, 19, 26)
+    assert method.has_partial_guidance
+    assert str(method) == "abm2@10e130h"
+    assert SamplingMethod("abm2", 10).held_steps(30) == ()
+    assert SamplingMethod("abm2", 3, holds_guidance=True).held_steps(30) == ()
 
 
 def test_guided_steps_are_rounded_up() -> None:

@@ -93,6 +93,7 @@ def test_candidates_are_from_mild_to_bold() -> None:
     assert {each.name for each in found} == {*solvers}
     assert {str(each) for each in found if each.num_computed == 8} == {
         "abm2@8", "abm2@8g50", "abm2@8e130", "abm2@8e130g50", "abm2@8e130g33",
+        "abm2@8e130h",
     }  # fmt: skip
     disabled = Request(disable=("abm2",))
     left = candidates(disabled, prepared.model, prepared.plan.settings)
@@ -142,14 +143,21 @@ def test_prompts_of_the_embedded_model_can_be_drawn_and_differ() -> None:
     assert all(isinstance(read_prompt(each), Scene) for each in prompts)
 
 
-def test_a_lossy_run_is_repeated_by_its_record() -> None:
-    first = everyframe.generate("a red circle moves right", seed=3, quality="unipc@6g50")
+@pytest.mark.parametrize(
+    "method",
+    [
+        SamplingMethod("unipc", 6, 1, 50),
+        SamplingMethod("abm2", 6, 1, 100, 130, holds_guidance=True),
+    ],
+)
+def test_a_lossy_run_is_repeated_by_its_record(method: SamplingMethod) -> None:
+    first = everyframe.generate("a red circle moves right", seed=3, quality=str(method))
     again = everyframe.generate(from_record=first)
     np.testing.assert_array_equal(first.frames, again.frames)
     exact = everyframe.generate(from_record=first, quality="exact")
     assert not np.array_equal(exact.frames, first.frames)
     named = parse_quality(str(first.record["plan"]["quality"]["method"]))
-    assert named == SamplingMethod("unipc", 6, 1, 50)
+    assert named == method
 
 
 def test_a_run_over_its_limit_notes_it_and_computes_the_rest() -> None:

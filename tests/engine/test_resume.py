@@ -88,6 +88,21 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
         {**OPEN_SORA, "num_inference_steps": 9,
          "method": SamplingMethod("taylor2", 4, 2, limit=1e-9)},
     ),
+    "opensora-1.2-held": (
+        tiny_opensora.opensora_1_2,
+        {**OPEN_SORA, "num_videos": 2, "num_inference_steps": 8, "quality": "abm2@6h"},
+    ),
+    "svd-held": (
+        tiny_svd.svd,
+        {"image": PICTURE, "height": 32, "width": 32, "num_frames": 3, "seed": 3,
+         "num_inference_steps": 8, "quality": "unipc@6h"},
+    ),
+    "stepvideo-held-over-limit": (
+        tiny_stepvideo.stepvideo,
+        {"prompt": "a red circle", "size": "16x16", "num_frames": 1, "seed": 3,
+         "num_inference_steps": 9,
+         "method": SamplingMethod("ab2", 6, holds_guidance=True, limit=1e-9)},
+    ),
     "opensora-1.0-lossy": (
         tiny_opensora.opensora_1_0, {**OPEN_SORA, "num_inference_steps": 7, "quality": "dpm2m@4"}
     ),

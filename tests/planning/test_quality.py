@@ -105,6 +105,7 @@ def test_other_steps_or_guidance_are_not_measured(other: dict[str, Any]) -> None
         ({"quality": "ab2@2", "num_inference_steps": 1}, "a single step is always computed"),
         ({"quality": "ab2@8", "disable": "ab2"}, "ab2 is disabled"),
         ({"quality": "ab2@8g50", "num_devices": 2}, "leave out g50"),
+        ({"quality": "ab2@8h", "num_devices": 2}, "leave out h"),
         ({"disable": "ab9"}, "there is no fast path 'ab9'"),
     ],
 )

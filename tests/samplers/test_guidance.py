@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from everyframe.samplers.guidance import guide, guided
+from everyframe.samplers.guidance import GuidanceShare, guide, guided
 
 COND = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]])
 UNCOND = torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0]])
@@ -50,3 +50,27 @@ def test_branches_are_predicted_at_once_or_one_by_one(
 
 def test_one_branch_is_the_prediction_itself() -> None:
     assert torch.equal(guided(lambda start, stop: COND, 1, 2, 7.0), COND)
+
+
+@pytest.mark.parametrize("prompt_first", [True, False])
+def test_a_held_share_is_added_to_the_prompts_branch_alone(prompt_first: bool) -> None:
+    asked: list[tuple[int, int]] = []
+    branches = [COND, UNCOND] if prompt_first else [UNCOND, COND]
+
+    def predict(start: int, stop: int) -> Tensor:
+        asked.append((start, stop))
+        return torch.cat(branches[start:stop])
+
+    share = GuidanceShare(is_held=True)
+    plain = guided(predict, 2, 2, 7.0, prompt_first=prompt_first)
+    first = guided(predict, 2, 2, 7.0, prompt_first=prompt_first, share=share)
+    assert torch.equal(first, plain), "nothing to hold yet"
+    assert share.value is not None
+    assert torch.equal(share.value, plain - COND)
+    branches = [each + 1 for each in branches]
+    held = guided(predict, 2, 2, 7.0, prompt_first=prompt_first, share=share)
+    assert asked == [(0, 2), (0, 2), (0, 1) if prompt_first else (1, 2)]
+    assert torch.equal(held, plain + 1)
+    share.is_held = False
+    guided(predict, 2, 2, 7.0, prompt_first=prompt_first, share=share)
+    assert asked[-1] == (0, 2)

@@ -41,14 +41,14 @@ SHALLOW_SHARE = 0.29
 LOWEST_DB, HIGHEST_DB = 20.0, 50.0
 
 _DECIBELS = re.compile(r"(\d+(?:\.\d+)?)\s*db", re.IGNORECASE)
-_METHOD = re.compile(r"([a-z]\w*)@(\d{1,5})(?:w(\d{1,5}))?(?:e(\d{1,3}))?(?:g(\d{1,3}))?")
+_METHOD = re.compile(r"([a-z]\w*)@(\d{1,5})(?:w(\d{1,5}))?(?:e(\d{1,3}))?(?:g(\d{1,3})|(h))?")
 #: Largest exponent by which computed steps may crowd at the beginning, in percent.
 _MOST_EARLY = 300
 
 
 @dataclass(frozen=True)
 class SamplingMethod:
-    """A lossy way through a sampler's steps, such as ``ab2@8`` or ``abm2@7e130g33``.
+    """A lossy way through a sampler's steps, such as ``ab2@8`` or ``abm2@10e130h``.
 
     Attributes:
         name: one of `METHODS`.
@@ -58,6 +58,8 @@ class SamplingMethod:
         early_percent: exponent of the computed steps' places, in percent: of K computed ones in N,
             the k-th is at ``N (k / K) ** (early_percent / 100)``. Above 100, more are at the
             beginning, where a video takes shape.
+        holds_guidance: in every second computed step from the fourth on, only the prompt's branch
+            is computed, and what guidance adds is that of the computed step before.
         limit: largest accumulated error estimate; from the step that passes it on, all are exact.
             None: no limit.
     """
@@ -67,13 +69,15 @@ class SamplingMethod:
     num_warm: int = 1
     guided_percent: int = 100
     early_percent: int = 100
+    holds_guidance: bool = False
     limit: float | None = None
 
     def __str__(self) -> str:
         warm = f"w{self.num_warm}" if self.num_warm > 1 else ""
         early = f"e{self.early_percent}" if self.early_percent != 100 else ""
         guided = f"g{self.guided_percent}" if self.guided_percent < 100 else ""
-        return f"{self.name}@{self.num_computed}{warm}{early}{guided}"
+        held = "h" if self.holds_guidance else ""
+        return f"{self.name}@{self.num_computed}{warm}{early}{guided}{held}"
 
     @property
     def is_solver(self) -> bool:
@@ -84,6 +88,11 @@ class SamplingMethod:
     def is_cache(self) -> bool:
         """Whether it computes a part of the denoiser in every step."""
         return self.name in CACHES
+
+    @property
+    def has_partial_guidance(self) -> bool:
+        """Whether it computes some steps without the branch that guidance needs."""
+        return self.guided_percent < 100 or self.holds_guidance
 
     def num_calls(self, num_steps: int) -> float:
         """Calls of the denoiser in so many steps; shallow ones count by their share."""
@@ -115,6 +124,10 @@ class SamplingMethod:
     def guided_steps(self, num_steps: int) -> int:
         """Number of steps, from the first, that have guidance."""
         return -(-num_steps * self.guided_percent // 100)
+
+    def held_steps(self, num_steps: int) -> tuple[int, ...]:
+        """Computed steps that take what guidance adds from the computed step before."""
+        return self.computed_steps(num_steps)[3::2] if self.holds_guidance else ()
 
 
 def _round(number: int, by: int) -> int:
@@ -164,7 +177,10 @@ def _method(text: str, match: re.Match[str]) -> SamplingMethod:
             f"quality {text!r}: NAME@COMPUTEDePERCENT places steps by an exponent of 100 to "
             f"{_MOST_EARLY} percent, and has no warm steps"
         )
-    return SamplingMethod(name, computed, warm, guided, early)
+    holds_guidance = match[6] is not None
+    if holds_guidance and name not in SOLVERS:
+        raise InputError(f"quality {text!r}: h needs a solver ({', '.join(SOLVERS)}), not {name}")
+    return SamplingMethod(name, computed, warm, guided, early, holds_guidance)
 
 
 def check_methods(names: Iterable[str], place: str) -> frozenset[str]:

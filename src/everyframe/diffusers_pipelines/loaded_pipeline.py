@@ -67,6 +67,11 @@ class CompleteSpec:
         """See `LossySpec`: its guidance is in its own call."""
         return False
 
+    @property
+    def has_held_guidance(self) -> bool:
+        """See `LossySpec`: its guidance is in its own call."""
+        return False
+
     def sampling_methods(self, settings: Settings) -> tuple[str, ...]:
         """See `LossySpec`: its own scheduler does the steps, so no solver replaces it."""
         names = denoisers(self.sizes.configs)

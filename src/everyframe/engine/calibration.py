@@ -42,7 +42,12 @@ from everyframe.fast_paths.calibrations import (
 )
 from everyframe.fast_paths.registry import switched_off
 from everyframe.numerics.psnr import frame_psnr
-from everyframe.planning.quality import calibration_key, can_guide_partly, size_of
+from everyframe.planning.quality import (
+    calibration_key,
+    can_guide_partly,
+    has_held_guidance,
+    size_of,
+)
 from everyframe.planning.resolve import check_feasible, prepare
 from everyframe.runs.run_state import SaveOptions
 from everyframe.runtime.interface import LossySpec, ModelSpec
@@ -58,8 +63,9 @@ USUAL = (("abm2",), ("taylor1", "taylor2"))
 #: With guidance in all steps, and in this share of them where a model can do that.
 GUIDED = (100, 50)
 
-#: Further placements of the computed steps and shares of guidance, by method: (early, guided).
-PLACED = {"abm2": ((130, 100), (130, 50), (130, 33))}
+#: Further placements of the computed steps and shares of guidance, by method: (early, guided,
+#: whether guidance is held where a model can do that).
+PLACED = {"abm2": ((130, 100, False), (130, 100, True), (130, 50, False), (130, 33, False))}
 
 #: What videos are made of where the request gives no prompts.
 PROMPTS = (
@@ -191,11 +197,15 @@ def candidates(
     counts = sorted({max(2, round(steps * share)) for share in SHARES}, reverse=True)
     is_guided = settings.guidance_scale > 1 and can_guide_partly(model, request)
     found = [
-        SamplingMethod(name, count, guided_percent=guided, early_percent=early)
+        SamplingMethod(name, count, 1, guided, early, holds)
         for count in counts
         for name in named
-        for early, guided in (*((100, each) for each in GUIDED), *PLACED.get(name, ()))
-        if count < steps and (is_guided or guided == 100)
+        for early, guided, holds in (
+            *((100, each, False) for each in GUIDED),
+            *PLACED.get(name, ()),
+        )
+        if count < steps and (is_guided or (guided == 100 and not holds))
+        if not holds or (has_held_guidance(model) and count > 3)
     ]
     found += [each for each in whole if isinstance(each, SamplingMethod)]
     if not found:

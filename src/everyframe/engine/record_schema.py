@@ -74,6 +74,7 @@ class _Method(_Data):
     num_warm: _Count = 1
     guided_percent: _Count = 100
     early_percent: _Count = 100
+    holds_guidance: bool = False
     limit: float | None = None
 
 

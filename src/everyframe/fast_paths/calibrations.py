@@ -111,7 +111,7 @@ class Calibration:
             for method in self.measured
             if self.is_whole(method)
             and _parsed(method).name in allowed
-            and (can_guide_partly or _parsed(method).guided_percent == 100)
+            and (can_guide_partly or not _parsed(method).has_partial_guidance)
             and self.worst_db(method) >= decibels + MARGIN_DB
             and all(self.worst_db(each) >= decibels for each in self._milder(method))
         ]

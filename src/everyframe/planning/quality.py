@@ -155,16 +155,26 @@ def _check(method: SamplingMethod, model: ModelSpec, settings: Settings, request
             f"quality {method}: {method.num_computed} of {steps} steps can't be computed; "
             + (f"give {steps} or fewer" if steps > 1 else "a single step is always computed")
         )
-    if method.guided_percent < 100 and not can_guide_partly(model, request):
+    if method.has_partial_guidance and not can_guide_partly(model, request):
+        suffix = "h" if method.holds_guidance else f"g{method.guided_percent}"
         raise InputError(
             f"quality {method}: guidance in part of the steps works with our own model families, "
-            f"on one device; leave out g{method.guided_percent}"
+            f"on one device; leave out {suffix}"
+        )
+    if method.holds_guidance and not has_held_guidance(model):
+        raise InputError(
+            f"quality {method}: {model.title} combines its guidance anew in each step; leave out h"
         )
 
 
 def can_guide_partly(model: ModelSpec, request: Request) -> bool:
     """Whether a method can leave guidance out of the last steps."""
     return isinstance(model, LossySpec) and model.has_partial_guidance and request.num_ranks == 1
+
+
+def has_held_guidance(model: ModelSpec) -> bool:
+    """Whether a method can take what guidance adds from the step before."""
+    return isinstance(model, LossySpec) and model.has_held_guidance
 
 
 def command_of(request: Request) -> str:

@@ -34,6 +34,7 @@ from everyframe.runtime.stages import ComponentStage, StageContext
 from everyframe.samplers import multistep
 from everyframe.samplers.base import Step as SamplerStep
 from everyframe.samplers.error_budget import ErrorBudget
+from everyframe.samplers.guidance import GuidanceShare
 from everyframe.samplers.multistep import DiffusionPath
 from everyframe.samplers.prediction import PredictedDenoise
 
@@ -123,10 +124,13 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
         device, method = self.context.device(self.component), self.context.settings.method
         is_cache = method is not None and method.is_cache
         features = DeepFeatures(modules[self.component]) if is_cache else None
+        share = GuidanceShare() if method is not None and method.holds_guidance else None
 
         def make(**changed: Any) -> Callable[..., Tensor]:
             settings = replace(guard.settings, **changed)
-            denoise = self.denoiser(modules, inputs, device, settings)
+            denoise: Any = self.denoiser(modules, inputs, device, settings)
+            if share is not None:
+                denoise.share = share
             return denoise if features is None else features.beginning(denoise)
 
         make_unguided = partial(make, guidance_scale=1.0)
@@ -134,7 +138,35 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
             return self.sample(GuardedDenoiser(guard, make, start), inputs, start)
         is_guided = start < method.guided_steps(self.steps_per_batch)
         guarded = GuardedDenoiser(guard, make if is_guided else make_unguided, start)
+        if share is not None:
+            return self._held_steps(method, guarded, share, inputs, start, memory)
         return self._lossy_steps(method, guarded, make_unguided, inputs, start, memory, features)
+
+    def _held_steps(
+        self,
+        method: SamplingMethod,
+        guarded: GuardedDenoiser,
+        share: GuidanceShare,
+        inputs: Any,
+        start: int,
+        memory: Any,
+    ) -> Iterator[SamplerStep]:
+        """Steps of a solver that holds what guidance adds; none is held past the error's limit."""
+        held = frozenset(method.held_steps(self.steps_per_batch))
+        if memory is not None:
+            share.value = memory["guidance"]
+        is_exact = memory is not None and memory["error"] < 0
+
+        def denoise(*given: Tensor) -> Tensor:
+            share.is_held = guarded.num_done in held and not is_exact
+            return guarded(*given)
+
+        path, agree = self.path(inputs), self._agree
+        resumed = {"start": start, "memory": memory, "agree": agree}
+        for step in multistep.sample(denoise, inputs.x, path, method, **resumed):
+            done = self.completed(step, inputs)
+            yield replace(done, memory={**done.memory, "guidance": share.value})
+            guarded.num_done, is_exact = step.index + 1, step.memory["error"] < 0
 
     def _lossy_steps(
         self,

@@ -239,6 +239,11 @@ class LossySpec(Protocol):
         """Whether its stages can leave guidance out of the last steps."""
         ...
 
+    @property
+    def has_held_guidance(self) -> bool:
+        """Whether its denoiser can hold what guidance adds; see `GuidanceShare`."""
+        ...
+
     def sampling_methods(self, settings: Settings) -> tuple[str, ...]:
         """Names of `everyframe.core.quality.METHODS` that its stages can run by."""
         ...

@@ -17,6 +17,7 @@ class LossySampling:
 
     methods: ClassVar[tuple[str, ...]] = tuple(PREDICTORS)
     has_partial_guidance: ClassVar[bool] = True
+    has_held_guidance: ClassVar[bool] = False
 
     @property
     def is_distilled(self) -> bool:

@@ -6,9 +6,23 @@ Ho and Salimans 2022 (arXiv 2207.12598). The denoiser of a sampler applies it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass
+class GuidanceShare:
+    """What guidance adds to the prompt's own prediction, to be held over some steps.
+
+    Attributes:
+        value: what it added in the last call that computed both branches; None before one.
+        is_held: whether the next call computes the prompt's branch alone and adds `value`.
+    """
+
+    value: Tensor | None = None
+    is_held: bool = False
 
 
 def guided(
@@ -19,13 +33,18 @@ def guided(
     *,
     channels: int | None = None,
     prompt_first: bool = False,
+    share: GuidanceShare | None = None,
 ) -> Tensor:
     """Guided prediction (B, C, ...) from one branch or two, `batch_size` of them in one call.
 
     ``predict(start, stop)`` is the model's output for these branches, ((stop - start) B, C, ...).
     With two, the unconditional branch comes first, or with `prompt_first` the conditional one. See
-    `guide`.
+    `guide`. Of two branches, `share` remembers what guidance added, or holds it.
     """
+    if num_branches == 2 and share is not None and share.is_held and share.value is not None:
+        prompt = 0 if prompt_first else 1
+        own = predict(prompt, prompt + 1)
+        return own.to(torch.promote_types(own.dtype, torch.float32)) + share.value.to(own.device)
     if num_branches <= batch_size:
         output = predict(0, num_branches)
     else:
@@ -35,7 +54,10 @@ def guided(
         return output
     first, second = output.chunk(2)
     cond, uncond = (first, second) if prompt_first else (second, first)
-    return guide(cond, uncond, scale, channels)
+    answer = guide(cond, uncond, scale, channels)
+    if share is not None:
+        share.value = answer - cond
+    return answer
 
 
 def guide(

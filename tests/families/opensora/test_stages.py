@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import everyframe
 from everyframe.core.errors import InputError
 from everyframe.core.events import ComponentLoaded, Note, StageDone
+from everyframe.core.quality import SamplingMethod
 from everyframe.families.opensora import stages as stages_module
 from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.families.opensora.vae import VideoVAE
@@ -93,6 +95,31 @@ def test_without_guidance_one_branch_is_computed(
     monkeypatch.setattr(STDiT3, "forward", spy)
     run(model_1_2, guidance_scale=scale)
     assert batches == [branches] * SIZES["num_inference_steps"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "branches"), [(None, [2, 2, 2, 1, 2, 1]), (1e-12, [2, 2, 2, 2, 2, 2])]
+)
+def test_held_steps_compute_one_branch_until_the_error_passes_its_limit(
+    model_1_2: Path, monkeypatch: pytest.MonkeyPatch, limit: float | None, branches: list[int]
+) -> None:
+    batches = []
+    forward = STDiT3.forward
+
+    def spy(self: STDiT3, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if x.device.type != "meta":  # the plan's dry run
+            batches.append(len(x))
+        return forward(self, x, *args, **kwargs)
+
+    monkeypatch.setattr(STDiT3, "forward", spy)
+    method = SamplingMethod("ab2", 6, holds_guidance=True, limit=limit)
+    with contextlib.ExitStack() as stack:
+        if limit is not None:
+            stack.enter_context(
+                pytest.warns(everyframe.EveryframeWarning, match="all steps from here")
+            )
+        run(model_1_2, method=method, num_inference_steps=6)
+    assert batches == branches
 
 
 def test_image_to_video_keeps_the_image_and_equals_the_formulas(

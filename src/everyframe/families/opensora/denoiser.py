@@ -16,7 +16,7 @@ from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.families.opensora.text import TextEmbedding
 from everyframe.runtime.memory_fallbacks import cfg_batch_size
 from everyframe.samplers import rectified_flow
-from everyframe.samplers.guidance import guided
+from everyframe.samplers.guidance import GuidanceShare, guided
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,9 @@ class Denoiser:
     upstream does and as the weights were sampled; a negative prompt has its own mask. If memory is
     short, the plan runs the branches one after the other.
     """
+
+    #: Set from outside for a method that holds what guidance adds.
+    share: GuidanceShare | None = None
 
     def __init__(
         self,
@@ -102,4 +105,5 @@ class Denoiser:
             # 1.0 was sampled with guidance on three of its four channels, a legacy of DiT.
             channels=3 if self._version == "1.0" else None,
             prompt_first=True,
+            share=self.share,
         )

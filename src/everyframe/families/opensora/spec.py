@@ -52,6 +52,7 @@ class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraConfi
     """One Open-Sora checkpoint: configs read, weights not loaded."""
 
     methods = (*SOLVERS, *PREDICTORS)
+    has_held_guidance = True
     led = ("text_encoder",)
 
     @classmethod

@@ -13,7 +13,7 @@ from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.families.stepvideo.text import TextStates
 from everyframe.ops.text_context import TextContext
 from everyframe.runtime.memory_fallbacks import cfg_batch_size
-from everyframe.samplers.guidance import guided
+from everyframe.samplers.guidance import GuidanceShare, guided
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,9 @@ class Denoiser:
 
     If memory is short, the plan runs the branches one after the other.
     """
+
+    #: Set from outside for a method that holds what guidance adds.
+    share: GuidanceShare | None = None
 
     def __init__(
         self, model: StepVideoModel, text: PromptEmbeds, settings: Settings, device: str
@@ -57,7 +60,14 @@ class Denoiser:
             )
             return answer
 
-        return guided(predict, self._num_branches, self._batch_size, self._scale, prompt_first=True)
+        return guided(
+            predict,
+            self._num_branches,
+            self._batch_size,
+            self._scale,
+            prompt_first=True,
+            share=self.share,
+        )
 
 
 def _context(model: StepVideoModel, branches: Sequence[TextStates], device: str) -> TextContext:

@@ -53,6 +53,7 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoC
     """One Step-Video checkpoint: configs read, weights not loaded."""
 
     methods = (*SOLVERS, *PREDICTORS)
+    has_held_guidance = True
     led = ("step_llm", "clip")
     ways = ATTENDING
 

@@ -17,7 +17,7 @@ from everyframe.families.svd.unet import VideoUNet
 from everyframe.media.pixels import fit_image
 from everyframe.runtime.frame_pieces import as_floats
 from everyframe.runtime.memory_fallbacks import cfg_batch_size
-from everyframe.samplers.guidance import guided
+from everyframe.samplers.guidance import GuidanceShare, guided
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,9 @@ class Denoiser:
     rate, motion and noise level. If memory is short, the plan runs the branches one after the
     other.
     """
+
+    #: Set from outside for a method that holds what guidance adds.
+    share: GuidanceShare | None = None
 
     def __init__(
         self, unet: VideoUNet, picture: ImageConditioning, settings: Settings, device: str
@@ -79,7 +82,8 @@ class Denoiser:
             )
             return answer
 
-        return guided(predict, len(self._picture_BTCHW), self._batch_size, self._guidance_TCHW)
+        branches = len(self._picture_BTCHW)
+        return guided(predict, branches, self._batch_size, self._guidance_TCHW, share=self.share)
 
 
 def for_clip(picture_THWC: np.ndarray[Any, Any], size: tuple[int, int], fit: str) -> Tensor:

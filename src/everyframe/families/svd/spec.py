@@ -41,6 +41,7 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDConfig]):
     preset_of: str = ""
 
     methods = tuple(METHODS)
+    has_held_guidance = True
     led = ("image_encoder",)
 
     @classmethod
