@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from everyframe.core.errors import InputError, QueueFullError, StoreError
+from everyframe.server import row_insertion
 from everyframe.server import store as stores
 from everyframe.server.data_folder import DataFolder
 from everyframe.server.jobs import Job, NewJob
@@ -136,7 +137,7 @@ def test_a_repeated_request_is_one_job(store: JobStore, monkeypatch: pytest.Monk
     assert store.add(new(body_hash="1", retry_count=1)).id == first.id
     assert store.add(new(body_hash="2", retry_count=1)).id != first.id
     assert store.add(new(body_hash="1")).id != first.id, "asked for twice on purpose"
-    monkeypatch.setattr(stores, "REPEAT_SECONDS", -1.0)
+    monkeypatch.setattr(row_insertion, "REPEAT_SECONDS", -1.0)
     assert store.add(new(body_hash="1", retry_count=1)).id != first.id
 
 

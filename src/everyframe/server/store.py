@@ -2,32 +2,28 @@
 
 Each method is one transaction. What a method returned is on disk, except for `claim` and `update`,
 which don't wait for it: a power cut may put a running job back into the queue, which goes on with
-its run as after any other death of the server. The state of the videos
-themselves is in their run folders; `dispatcher.py` runs the jobs.
+its run as after any other death of the server. The state of the videos themselves is in their run
+folders; `dispatcher.py` runs the jobs.
 """
 
 from __future__ import annotations
 
-import sqlite3
 import time
-import uuid
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from everyframe.core.errors import InputError, QueueFullError, StoreError
-from everyframe.core.limits import random_seed
+from everyframe.core.errors import InputError, StoreError
 from everyframe.server.data_folder import DataFolder
 from everyframe.server.database import VERSION, Database
 from everyframe.server.event_log import EventLog
 from everyframe.server.jobs import FINAL, STATUSES, Job, NewJob
-from everyframe.server.transaction import Transaction, job_of, plain
+from everyframe.server.row_insertion import insert_job
+from everyframe.server.transaction import job_of, plain
 
 # A method of the store is called `list`.
 _Jobs: TypeAlias = list[Job]
 _Added: TypeAlias = list[Job | Exception]
 
-#: Seconds in which a client may repeat a request whose answer was lost.
-REPEAT_SECONDS = 600.0
 #: Deaths of the server, one after the other without a step between, after which a job fails.
 MAX_INTERRUPTIONS = 10
 
@@ -52,7 +48,7 @@ class JobStore(EventLog):
         """Add a job to the queue, or return the one that this request made already.
 
         That is a job of the same owner with the same idempotency key, or for a repeated request
-        the same body within `REPEAT_SECONDS`.
+        the same body within `row_insertion.REPEAT_SECONDS`.
 
         Raises:
             InputError: the idempotency key was used for another request.
@@ -70,7 +66,7 @@ class JobStore(EventLog):
         """
         try:
             with self._writing() as changes:
-                return [_added(changes, job) for job in jobs]
+                return [insert_job(changes, job) for job in jobs]
         except StoreError as error:
             if len(jobs) == 1:
                 return [error]
@@ -348,69 +344,3 @@ class JobStore(EventLog):
     def close(self) -> None:
         """Close the file; a wait for events ends at its timeout."""
         self._database.close()
-
-
-def _added(changes: Transaction, job: NewJob) -> Job | Exception:
-    """The job in its row, or the one that this request made already, or why there is none."""
-    try:
-        with changes.savepoint():
-            same = _same_job(changes.connection, job)
-            if same is not None:
-                return same
-            _check_room(changes.connection, job)
-            request = dict(job.request)
-            if request.get("seed") is None:
-                request["seed"] = random_seed()
-            values = {
-                "id": f"video_{uuid.uuid4().hex}", "status": "queued", "priority": job.priority,
-                "owner": job.owner, "model": job.model, "created_at": time.time(),
-                "request": request, "resolved": dict(job.resolved), "report": dict(job.report),
-                "body_hash": job.body_hash, "idempotency": job.idempotency, "parent": job.parent,
-            }  # fmt: skip
-            names, marks = ", ".join(values), ", ".join("?" * len(values))
-            added = changes.connection.execute(
-                f"INSERT INTO videos({names}) VALUES ({marks}) RETURNING *", plain(values)
-            ).fetchone()
-            return changes.job(added, "status", {"status": "queued"})
-    except sqlite3.Error:  # SQLite may have undone the whole transaction
-        raise
-    except Exception as error:  # noqa: BLE001 - it is this job's, and the others go on
-        return error
-
-
-def _same_job(connection: sqlite3.Connection, job: NewJob) -> Job | None:
-    """The job that this very request made before."""
-    if job.idempotency is not None:
-        query = "SELECT * FROM videos WHERE owner = ? AND idempotency = ?"
-        row = connection.execute(query, (job.owner, job.idempotency)).fetchone()
-        if row is not None and row["body_hash"] != job.body_hash:
-            raise InputError(
-                f"the idempotency key {job.idempotency!r} was used for another request; "
-                "give each request a key of its own"
-            )
-        return row and job_of(row)
-    if job.retry_count <= 0 or job.body_hash is None:
-        return None
-    query = (
-        "SELECT * FROM videos WHERE owner = ? AND body_hash = ? AND created_at > ? "
-        "ORDER BY seq DESC LIMIT 1"
-    )
-    since = time.time() - REPEAT_SECONDS
-    row = connection.execute(query, (job.owner, job.body_hash, since)).fetchone()
-    return row and job_of(row)
-
-
-def _check_room(connection: sqlite3.Connection, job: NewJob) -> None:
-    if job.max_queued is None and job.max_queued_of_owner is None:
-        return
-    query = "SELECT count(*), coalesce(sum(owner = ?), 0) FROM videos WHERE status = 'queued'"
-    queued, own = connection.execute(query, (job.owner,)).fetchone()
-    for number, limit, whose in (
-        (queued, job.max_queued, ""),
-        (own, job.max_queued_of_owner, " of this key"),
-    ):
-        if limit is not None and number >= limit:
-            raise QueueFullError(
-                f"the queue is full: {number} jobs{whose} wait, at most {limit} may; try again "
-                "later"
-            )
