@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from diffusers.models.activations import GEGLU
 from diffusers.models.normalization import FP32LayerNorm
 from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
@@ -17,11 +18,12 @@ from torch import Tensor, nn
 from everyframe.core.plan import Precision
 from everyframe.families.svd import unet
 from everyframe.families.svd.components import UNET_ISLANDS
-from everyframe.fast_paths import cpu_modules, trials
+from everyframe.fast_paths import cpu_modules, gated_linear, trials
 from everyframe.fast_paths.apply import applies_to, swap_modules
 from everyframe.fast_paths.benchmark import ComparisonResult, relative_error, run_comparisons
 from everyframe.fast_paths.certify import certify
 from everyframe.fast_paths.registry import CATALOGUE
+from everyframe.ops.attention import AttentionCore
 from everyframe.ops.modulation import GatedAdd
 from everyframe.ops.native import kernels, library
 from everyframe.ops.norm import GroupNormSiLU, LayerNorm, RMSNorm, WideLayerNorm
@@ -34,7 +36,12 @@ from helpers.tiny_checkpoints import opensora as tiny_opensora
 pytestmark = pytest.mark.skipif(bool(missing := library.why_not()), reason=str(missing))
 
 #: Those that find something in this UNet, which has no gated branches and no GELU by itself.
-PATHS = tuple(path for path in cpu_modules.KINDS if path not in ("native-gate", "native-gelu"))
+PATHS = (
+    *(path for path in cpu_modules.KINDS if path not in ("native-gate", "native-gelu")),
+    "native-gated-linear",
+)
+#: Modules of the classes that fast paths put in.
+MODULES = (cpu_modules.__name__, cpu_modules._DIFFUSERS, gated_linear.__name__)
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +71,7 @@ def answer(model: unet.VideoUNet) -> Tensor:
 
 def swapped(model: nn.Module) -> set[str]:
     return {type(part).__name__ for part in model.modules()
-            if type(part).__module__ in (cpu_modules.__name__, cpu_modules._DIFFUSERS)}  # fmt: skip
+            if type(part).__module__ in MODULES}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -77,6 +84,9 @@ def swapped(model: nn.Module) -> set[str]:
         ("onednn-linear", {"OneDNNLinear"}),
         ("temporal-conv", {"TemporalConv2d"}),
         ("channels-last", {"ChannelsLastConv2d"}),
+        ("winograd", {"WinogradConv2d"}),
+        ("native-flash", {"NativeSelfAttention"}),
+        ("native-gated-linear", {"NativeGatedLinear"}),
     ],
 )
 def test_names_and_numbers_stay(plain: unet.VideoUNet, path: str, kinds: set[str]) -> None:
@@ -225,6 +235,84 @@ def test_diffusers_own_gated_gelu_is_replaced() -> None:
     torch.testing.assert_close(layer(x), want, atol=1e-5, rtol=1e-5)
 
 
+def test_attention_that_does_not_suit_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, causal = nn.Sequential(AttentionCore()), nn.Sequential(AttentionCore(is_causal=True))
+    for each in (core, causal):
+        swap_modules(each, ("native-flash",))
+        assert swapped(each) == {"NativeAttentionCore"}
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, count, 20, generator=generator) for count in (5, 9, 9))
+    called = []
+    right = kernels.attention
+    monkeypatch.setattr(kernels, "attention", lambda *a: called.append(0) or right(*a))
+    torch.testing.assert_close(core[0](q, k, v), AttentionCore()(q, k, v))
+    torch.testing.assert_close(core[0](q.double(), k, v), AttentionCore()(q, k, v))
+    assert len(called) == 2
+    mask = torch.arange(9)[None] < 7
+    torch.testing.assert_close(core[0](q, k, v, mask), AttentionCore()(q, k, v, mask))
+    torch.testing.assert_close(core[0](q[:0], k[:0], v[:0]), q[:0])
+    torch.testing.assert_close(core[0](q, k[..., :9, :], v.half()), AttentionCore()(q, k, v.half()))
+    want = F.scaled_dot_product_attention(k, k, v, is_causal=True)
+    torch.testing.assert_close(causal[0](k, k, v), want)
+    assert len(called) == 2
+
+
+def test_a_wrong_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last key of each query is left out."""
+    right = kernels.attention
+
+    def wrong(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return right(q, k[:, :, :-1], v[:, :, :-1], scale)
+
+    monkeypatch.setattr(kernels, "attention", wrong)
+    assert not tried("native-flash").is_right
+
+
+def test_a_gated_linear_without_its_kernel_computes_the_same(
+    plain: unet.VideoUNet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no compiler, and for what it does not take."""
+    model = fast(plain, "native-geglu", "onednn-linear", "native-gated-linear")
+    assert swapped(model) == {"NativeGatedLinear", "OneDNNLinear", "NativeGEGLU"}
+    assert not applies_to("native-gated-linear", model)
+    monkeypatch.setattr(kernels, "takes", lambda *_: False)
+    monkeypatch.setattr(kernels, "gated_linear", lambda *_: pytest.fail("the kernel was called"))
+    assert relative_error(answer(model), answer(plain)) < 1e-5
+
+
+def test_convolutions_by_winograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 3x3 with channels enough, of images large enough; the others stay as they are."""
+    layers = nn.Sequential(
+        nn.Conv2d(8, 32, 3, padding=1),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.Conv2d(64, 64, 3, padding="same"),
+        nn.Conv2d(64, 64, 3, padding=1, groups=2),
+        nn.Conv2d(64, 64, 3, padding=1, padding_mode="reflect"),
+        nn.Conv2d(64, 64, 3, 2, padding=1),
+        nn.Conv2d(64, 64, 3, padding=0),
+        nn.Conv2d(64, 64, 1),
+    ).requires_grad_(False)
+    x = torch.randn(2, 8, 30, 41, generator=torch.Generator().manual_seed(0))
+    want = layers(x)
+    swap_modules(layers, ("channels-last", "winograd"))
+    kinds = [type(each).__name__ for each in layers]
+    assert kinds == [
+        "ChannelsLastConv2d", *["WinogradChannelsLastConv2d"] * 2, *["ChannelsLastConv2d"] * 5
+    ]  # fmt: skip
+    called = []
+    right = kernels.winograd
+    monkeypatch.setattr(kernels, "winograd", lambda *a: called.append(a[0].shape) or right(*a))
+    torch.testing.assert_close(layers(x), want, atol=1e-5, rtol=1e-5)
+    assert called == [(2, 32, 30, 41), (2, 64, 30, 41)]
+    # Images of two pixels a side would be padded to four; weights take longer than a few tiles.
+    small, few = torch.randn(500, 32, 2, 2), torch.randn(1, 32, 8, 8)
+    for each in (small, few):
+        torch.testing.assert_close(
+            layers[1](each), nn.Conv2d.forward(layers[1], each), atol=1e-5, rtol=1e-5
+        )
+    assert len(called) == 2
+
+
 def tried(path: str) -> ComparisonResult:
     contests = trials.modules(native_paths.subject(), CATALOGUE[path])
     return run_comparisons(contests, "cpu", time.monotonic() + 100)
@@ -247,6 +335,32 @@ def test_a_wrong_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = tried("native-norm")
     assert not outcome.is_right
     assert outcome.error == pytest.approx(1e-3, rel=0.1)
+
+
+def test_a_wrong_convolution_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One output pixel of each image is computed wrong."""
+    right = kernels.winograd
+
+    def wrong(*given: Any) -> Tensor:
+        y = right(*given)
+        y[..., -1, -1] *= 1.1
+        return y
+
+    monkeypatch.setattr(kernels, "winograd", wrong)
+    outcome = tried("winograd")
+    assert not outcome.is_right
+    assert 1e-3 < outcome.error < 1e-1
+
+
+def test_a_wrong_gated_linear_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and gates change places."""
+    right = kernels.gated_linear
+
+    def wrong(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return right(x, weight.roll(len(weight) // 2, 0), bias.roll(len(bias) // 2, 0))
+
+    monkeypatch.setattr(kernels, "gated_linear", wrong)
+    assert not tried("native-gated-linear").is_right
 
 
 def test_one_that_crashes_is_refused_with_the_signal(

@@ -16,7 +16,14 @@ from everyframe.families.opensora.config import STDiT3Config
 from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.fast_paths.apply import applies_to, swap_modules
 from everyframe.fast_paths.benchmark import run_comparisons
-from everyframe.fast_paths.fast_modules import CachedEmbedding, embedders, forget, keep
+from everyframe.fast_paths.cpu_modules import OneDNNLinear
+from everyframe.fast_paths.fast_modules import (
+    CachedEmbedding,
+    LinearGelu,
+    embedders,
+    forget,
+    keep,
+)
 from everyframe.fast_paths.registry import CATALOGUE
 from everyframe.fast_paths.target import CertificationTarget, TargetCall
 from everyframe.fast_paths.trials import embeddings
@@ -170,3 +177,17 @@ def test_whether_a_run_has_enough_of_them_is_tried(monkeypatch: pytest.MonkeyPat
     )
     assert fresh.error == 0
     assert fresh.gain < 1.5, "every step has a timestep of its own, and none is looked up"
+
+
+def test_a_compiled_block_has_no_operator_that_torch_can_not_compile() -> None:
+    """oneDNN's fused ones: inductor's lowering of them wants constants as weights."""
+    fused = LinearGelu(nn.Linear(4, 8), "tanh")
+    alone = nn.Sequential(nn.Linear(8, 4))
+    swap_modules(alone, ["onednn-linear"])
+    assert type(alone[0]) is OneDNNLinear
+    block = nn.Sequential(fused, alone).requires_grad_(False)
+    with torch.inference_mode(False), torch.no_grad():
+        exported = torch.export.export(block, (torch.randn(3, 4),))
+    called = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
+    assert any("linear" in name for name in called)
+    assert not any("mkldnn" in name for name in called)

@@ -69,6 +69,122 @@ def test_one_value_far_from_all_others_costs_no_digits(is_last: bool) -> None:
     check(kernels.group_norm(x, 1, weight, bias, 1e-5), want, size=10.0)
 
 
+@pytest.mark.parametrize(
+    ("shape", "outputs"),
+    [((1, 3, 1, 1), 5), ((2, 32, 8, 12), 32), ((1, 40, 7, 9), 70), ((3, 5, 2, 17), 16),
+     ((5, 64, 33, 6), 33), ((2, 700, 5, 4), 300)],
+)  # fmt: skip
+def test_winograd(shape: tuple[int, ...], outputs: int, dtype: torch.dtype) -> None:
+    """Of every rest of tiles, rows and lanes, and of more than one block of weights."""
+    x, bias = numbers(*shape, dtype=dtype), numbers(outputs, dtype=dtype)
+    weight = (numbers(outputs, shape[1], 3, 3) / (9 * shape[1]) ** 0.5).to(dtype)
+    want = F.conv2d(x.double(), weight.double(), bias.double(), padding=1)
+    got = kernels.winograd(x, weight, bias)
+    check(got, want, size=8.0)  # intermediate numbers are larger than the result
+    assert kernels.is_channels_last(got)
+    last = torch.channels_last
+    again = kernels.winograd(x.contiguous(memory_format=last), weight.to(memory_format=last), bias)
+    assert torch.equal(got, again)
+    without = kernels.winograd(x, weight, None)
+    check(without, want - bias.double()[:, None, None], size=8.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "width"),
+    [((2, 5, 7), 32, 16), ((1,), 2, 1), ((3, 41), 50, 37), ((115,), 64, 96), ((600,), 18, 32)],
+)
+def test_gated_linear(rows: tuple[int, ...], depth: int, width: int, dtype: torch.dtype) -> None:
+    """Of every rest of rows, columns and lanes, with and without bias, of strided rows too."""
+    x = numbers(*rows, 2 * depth, dtype=dtype)[..., ::2]
+    weight = (numbers(2 * width, depth) / depth**0.5).to(dtype)
+    bias = numbers(2 * width, dtype=dtype)
+    if not kernels.multiplies(x, weight):
+        pytest.skip(f"no products in {dtype} here")
+    for own in (bias, None):
+        exact = F.linear(x.double(), weight.double(), None if own is None else own.double())
+        value, gate = exact.chunk(2, -1)
+        got = kernels.gated_linear(x, weight, own)
+        check(got, value * F.gelu(gate), size=4.0 if dtype == torch.float32 else 1.0)
+
+
+def test_a_row_of_a_gated_linear_depends_on_itself_alone() -> None:
+    x, weight = numbers(333, 24), numbers(64, 24)
+    whole = kernels.gated_linear(x, weight, None)
+    assert torch.equal(kernels.gated_linear(x[100:150], weight, None), whole[100:150])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(kernels.gated_linear(x, weight, None), whole)
+    finally:
+        torch.set_num_threads(threads)
+    x[7, 3] = float("nan")
+    seen = kernels.gated_linear(x, weight, None)
+    assert seen[7].isnan().all()
+    assert torch.equal(seen[8:], whole[8:])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "width"),
+    [((2, 3, 37, 300), 72), ((1, 1, 1, 1), 2), ((1, 2, 500, 33), 64), ((3, 1, 14, 600), 130)],
+)
+def test_attention(sizes: tuple[int, int, int, int], width: int, dtype: torch.dtype) -> None:
+    """Of every rest of queries, keys and channels, and of more than one block of each."""
+    batch, heads, queries, keys = sizes
+    q, k, v = (
+        numbers(batch, count, heads * width + own, dtype=dtype)[..., : heads * width]
+        .unflatten(-1, (heads, width)).transpose(1, 2)
+        for own, count in enumerate((queries, keys, keys))
+    )  # fmt: skip
+    if not kernels.attends(q, k, v):
+        assert dtype == torch.bfloat16  # of odd rows, or without its products
+        q, k, v = (each.contiguous() for each in (q, k, v))
+    if not kernels.attends(q, k, v):
+        pytest.skip(f"no products in {dtype} here")
+    q = q * 4  # so that some keys weigh far more than others
+    got = kernels.attention(q, k, v, width**-0.5).transpose(1, 2)
+    want = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    # Shares are rounded too.
+    check(got, want, size=4.0 if dtype == torch.bfloat16 else 2.0)
+
+
+def test_attention_of_large_scores_is_finite_and_of_nan_is_not() -> None:
+    q, k, v = (numbers(1, 2, rows, 32) for rows in (40, 300, 300))
+    want = F.scaled_dot_product_attention(3e4 * q.double(), k.double(), v.double())
+    check(kernels.attention(3e4 * q, k, v, 32**-0.5).transpose(1, 2), want, size=50.0)
+    whole = kernels.attention(q, k, v, 32**-0.5)
+    assert torch.equal(kernels.attention(q[:, :, 5:19], k, v, 32**-0.5), whole[:, 5:19])
+    q[0, 1, 3, 4] = float("nan")
+    seen = kernels.attention(q, k, v, 32**-0.5)
+    assert seen[0, 3, 1].isnan().all()
+    assert torch.equal(seen[:, :, 0], whole[:, :, 0])
+    v[0, 0, 299, 7] = float("inf")
+    assert not kernels.attention(q, k, v, 32**-0.5)[0, :, 0, 7].isfinite().any()
+
+
+def test_odd_depths_are_no_pairs_of_bfloat16() -> None:
+    x = numbers(4, 5)
+    assert kernels.multiplies(x, x)
+    assert not kernels.multiplies(x.bfloat16(), x.bfloat16())
+    assert not kernels.multiplies(x, x.bfloat16())
+
+
+def test_a_tile_of_winograd_depends_on_itself_alone() -> None:
+    x, weight = numbers(9, 48, 10, 21), numbers(40, 48, 3, 3)
+    whole = kernels.winograd(x, weight, None)
+    assert torch.equal(kernels.winograd(x[4:5], weight, None), whole[4:5])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(kernels.winograd(x, weight, None), whole)
+    finally:
+        torch.set_num_threads(threads)
+    x[3, 7, 0, 0] = float("nan")
+    seen = kernels.winograd(x, weight, None)
+    assert not seen[3, :, :2, :2].isfinite().any()
+    assert torch.equal(seen[:3], whole[:3])
+    assert torch.equal(seen[3, :, 4:], whole[3, :, 4:])
+
+
 @pytest.mark.parametrize("value", [0.0, 1e6, -3e4 / 7])
 def test_equal_values_have_no_variance(value: float) -> None:
     x = torch.full((1, 4, 300, 5), value)
@@ -163,6 +279,9 @@ def test_the_largest_numbers_do_not_overflow_on_the_way(dtype: torch.dtype) -> N
     for approximate in ("none", "tanh"):
         got = kernels.gelu(x, approximate)
         check(got, F.gelu(x.double(), approximate=approximate))
+    gate = torch.tensor([[0.0], [1.0]]).to(dtype)
+    got = kernels.gated_linear(x.float()[:, None], gate.float(), torch.tensor([1.0, 0.0]))
+    check(got[:, 0], F.gelu(x.double()))
     one = torch.ones(len(x))
     for layout in (x.view(1, -1, 1, 1), x.view(1, -1, 1)):  # normed to zero, then the bias
         got = kernels.group_norm(layout * 0, 4, one, x, 1e-5, has_silu=True)
@@ -184,6 +303,12 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         kernels.geglu(x)
     with pytest.raises(ValueError, match="shapes"):
         kernels.gated_add(x, x[:1], torch.ones(3))
+    with pytest.raises(
+        ValueError, match=r"a weight \(O, 8, 3, 3\) in torch.float32 is needed, got"
+    ):
+        kernels.winograd(x, torch.ones(4, 7, 3, 3), None)
+    with pytest.raises(ValueError, match="8 values on the CPU are needed, got 4"):
+        kernels.winograd(x, torch.ones(8, 8, 3, 3), four)
     with pytest.raises(ValueError, match="heads of"):
         kernels.frame_attention(x, x[:1], x, 1, 1.0)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from everyframe.fast_paths import cpu_modules
+from everyframe.fast_paths import cpu_modules, gated_linear
 from everyframe.fast_paths.constant_results import can_cache
 from everyframe.fast_paths.fast_modules import embedders, fuse, keep, pairs
 from everyframe.fast_paths.registry import kernel_of
@@ -44,6 +44,12 @@ def applies_to(name: str, module: nn.Module, *, is_quantised: bool = False) -> b
     if name not in _PLACES:
         return True
     return not (is_quantised and name in _OF_LAYERS) and bool(_PLACES[name](module))
+
+
+def places_of(name: str, module: nn.Module) -> Sequence[str]:
+    """Names of the submodules that a path of single modules replaces."""
+    found: Sequence[str] = _PLACES[name](module)  # type: ignore[assignment]
+    return found
 
 
 def swap_modules(module: nn.Module, paths: Sequence[str] | None) -> None:
@@ -111,13 +117,15 @@ _PLACES: Mapping[str, Callable[[nn.Module], Sized]] = {
     "linear-gelu": _pairs,
     "kept-embeddings": embedders,
     "cached-constants": _conditioned,  # the call of a pipeline puts it on, for each video
+    "native-gated-linear": gated_linear.places,
     **{name: partial(cpu_modules.places, name) for name in cpu_modules.KINDS},
 }
 #: Paths that swap linear layers.
-_OF_LAYERS = ("linear-gelu", "onednn-linear")
+_OF_LAYERS = ("linear-gelu", "onednn-linear", "native-gated-linear")
 _SWAPS: Mapping[str, Callable[[nn.Module, tuple[str, ...]], Any]] = {
     "linear-gelu": fuse,
     "kept-embeddings": _keep,
+    "native-gated-linear": gated_linear.fuse,
     **{name: cpu_modules.swapper(name) for name in cpu_modules.KINDS},
 }
 _AROUND: Mapping[str, Callable[[nn.Module, Sequence[str], bool], None]] = {"compile": _compile}

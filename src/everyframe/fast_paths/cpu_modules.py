@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from everyframe.ops.activation import GatedGELU
+from everyframe.ops.attention import AttentionCore, attention, merge_heads, split_heads
 from everyframe.ops.convolution import TemporalConv
 from everyframe.ops.modulation import GatedAdd
 from everyframe.ops.native import kernels
@@ -27,7 +28,7 @@ from everyframe.ops.norm import (
     WideGroupNorm,
     WideLayerNorm,
 )
-from everyframe.ops.self_attention import TemporalAttention
+from everyframe.ops.self_attention import SelfAttention, TemporalAttention
 
 
 class NativeGroupNorm(WideGroupNorm):
@@ -156,6 +157,38 @@ class NativeGELU(nn.GELU):
         return kernels.gelu(x, self.approximate)
 
 
+class NativeSelfAttention(SelfAttention):
+    """Self-attention in blocks, by the processor's products for bfloat16 where it has them."""
+
+    is_plain = False
+
+    def forward(self, rows_NLC: Tensor) -> Tensor:
+        if self.is_plain or not kernels.takes(rows_NLC):
+            return super().forward(rows_NLC)
+        q, k, v = (
+            split_heads(project(rows_NLC), self.heads)
+            for project in (self.to_q, self.to_k, self.to_v)
+        )
+        if not kernels.attends(q, k, v):
+            return self.out(merge_heads(attention(q, k, v, scale=self.scale)))
+        return self.out(kernels.attention(q, k, v, self.scale).flatten(2))
+
+
+class NativeAttentionCore(AttentionCore):
+    """The same between projections of other makes, if every query sees every key."""
+
+    is_plain = False
+
+    def forward(
+        self, q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        q, k = (each.to(v_BHLD.dtype) for each in (q_BHQD, k_BHLD))
+        is_masked = self.is_causal or mask is not None
+        if self.is_plain or is_masked or not kernels.attends(q, k, v_BHLD):
+            return super().forward(q_BHQD, k_BHLD, v_BHLD, mask)
+        return kernels.attention(q, k, v_BHLD, q.shape[-1] ** -0.5).transpose(1, 2)
+
+
 class NativeTemporalAttention(TemporalAttention):
     """Attention over the few frames of a pixel, where they lie: nothing is transposed."""
 
@@ -224,6 +257,38 @@ class ChannelsLastConv2d(nn.Conv2d):
         return super().forward(x)
 
 
+class WinogradConv2d(nn.Conv2d):
+    """A convolution of 3x3 by Winograd's algorithm, where the images are large enough for it."""
+
+    is_plain = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        suits = x.ndim == 4 and x.dtype == self.weight.dtype and kernels.takes(x, self.weight)
+        if self.is_plain or not suits or not _saves_products(x):
+            return super().forward(x)
+        return kernels.winograd(x, self.weight, self.bias)
+
+
+class WinogradChannelsLastConv2d(WinogradConv2d, ChannelsLastConv2d):
+    """The same for one whose weight lies as oneDNN reads it, which computes small images."""
+
+
+#: Multiplications that take as long as to transform one weight, as measured.
+_WEIGHT_COST = 1600
+
+#: Share of a convolution's multiplications that Winograd's may have. Its own are float32: oneDNN
+#: computes two in bfloat16 in that time.
+_MOST_PRODUCTS = {torch.float32: 0.9, torch.bfloat16: 0.45}
+
+
+def _saves_products(x_NCHW: Tensor) -> bool:
+    """Whether tiles of 4x4, whole at the edges too, need fewer multiplications than pixels do."""
+    images, _, height, width = x_NCHW.shape
+    tiles = images * -(-height // 4) * -(-width // 4)
+    most = _MOST_PRODUCTS[x_NCHW.dtype] * 9 * images * height * width
+    return 36 * tiles + _WEIGHT_COST < most
+
+
 def _multiplies(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN's kernels suit: on a CPU, in a dtype of theirs, in a run."""
     return (
@@ -251,9 +316,14 @@ KINDS: Mapping[str, Mapping[type[nn.Module], type[nn.Module]]] = {
     "native-gelu": {nn.GELU: NativeGELU},
     "native-geglu": {GatedGELU: NativeGatedGELU},
     "native-attention": {TemporalAttention: NativeTemporalAttention},
+    "native-flash": {SelfAttention: NativeSelfAttention, AttentionCore: NativeAttentionCore},
     "onednn-linear": {nn.Linear: OneDNNLinear},
     "temporal-conv": {TemporalConv: TemporalConv2d},
     "channels-last": {nn.Conv2d: ChannelsLastConv2d},
+    "winograd": {
+        nn.Conv2d: WinogradConv2d,
+        ChannelsLastConv2d: WinogradChannelsLastConv2d,
+    },
 }
 
 
@@ -277,11 +347,24 @@ def _new_kind(path: str, part: nn.Module) -> type[nn.Module] | None:
     if foreign is not None:
         found: type[nn.Module] = getattr(import_module(_DIFFUSERS), foreign)
         return found
-    return KINDS[path].get(own) if _has_parameters(part) else None
+    return KINDS[path].get(own) if _suits(path, part) else None
 
 
-def _has_parameters(part: nn.Module) -> bool:
-    """False for a norm without the weights that it is called for."""
+#: Fewest channels of a convolution by Winograd's algorithm: fewer leave lanes of it empty.
+_FEWEST_CHANNELS = 32
+
+
+def _suits(path: str, part: nn.Module) -> bool:
+    """False for a norm without the weights that it is called for, and for most convolutions."""
+    if path == "winograd":
+        return (
+            isinstance(part, nn.Conv2d)
+            and (part.kernel_size, part.stride, part.dilation) == ((3, 3), (1, 1), (1, 1))
+            and part.padding in ((1, 1), "same")
+            and part.padding_mode == "zeros"
+            and part.groups == 1
+            and min(part.in_channels, part.out_channels) >= _FEWEST_CHANNELS
+        )
     if isinstance(part, nn.GroupNorm):
         return bool(part.affine)
     return not isinstance(part, nn.RMSNorm) or part.weight is not None

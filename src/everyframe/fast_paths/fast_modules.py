@@ -40,10 +40,12 @@ class LinearGelu(nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        # Dry runs have no numbers, training has gradients, a repair may widen the weights, and a
-        # rank without tokens has nothing to ask.
+        # Dry runs have no numbers, training has gradients, a repair may widen the weights, a rank
+        # without tokens has nothing to ask, and torch's compiler can't compile its own operator
+        # with a weight that is no constant.
         kept = x.dtype in _DTYPES and x.dtype == self.weight.dtype and 0 not in x.shape
-        if self.is_plain or x.device.type != "cpu" or not kept or torch.is_grad_enabled():
+        is_in_a_run = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+        if self.is_plain or x.device.type != "cpu" or not (kept and is_in_a_run):
             return F.gelu(F.linear(x, self.weight, self.bias), approximate=self.approximate)
         operators: Any = torch.ops.mkldnn
         fused: Tensor = operators._linear_pointwise(

@@ -39,6 +39,7 @@ class FastPath:
         at_once: tried in the first run of a plan, from the sizes of its dry run alone.
         on_demand: tried only on request.
         in_long_runs: tried in the first run of a plan that computes for many minutes.
+        rivals: paths of the same modules, which trials of modules compare it with.
         needs_c: computed by our kernels in C, which a compiler has to make.
     """
 
@@ -53,6 +54,7 @@ class FastPath:
     on_demand: bool = False
     needs_c: bool = False
     in_long_runs: bool = False
+    rivals: tuple[str, ...] = ()
 
 
 _TRIALS = "everyframe.fast_paths.trials"
@@ -86,12 +88,21 @@ _ALL = (
              "geglu", ("cpu",), f"{_TRIALS}:modules", needs_c=True, in_long_runs=True),
     FastPath("native-attention", "attention over few frames by a kernel in C",
              "frame-attention", ("cpu",), f"{_TRIALS}:modules", needs_c=True, in_long_runs=True),
+    FastPath("native-flash", "attention in blocks by a kernel in C",
+             "block-attention", ("cpu",), f"{_TRIALS}:modules", needs_c=True, in_long_runs=True,
+             rivals=("attention-flash",)),
     FastPath("onednn-linear", "linear layers by oneDNN, with the bias in the product",
              "linear", ("cpu",), f"{_TRIALS}:modules", in_long_runs=True),
+    FastPath("native-gated-linear", "a linear layer and its gated GELU in one kernel in C",
+             "gated-linear", ("cpu",), f"{_TRIALS}:modules", needs_c=True, in_long_runs=True,
+             rivals=("onednn-linear", "native-geglu")),
     FastPath("temporal-conv", "convolutions over time as ones of two dimensions",
              "temporal-conv", ("cpu",), f"{_TRIALS}:modules", in_long_runs=True),
     FastPath("channels-last", "convolution weights in memory as oneDNN reads them",
              "convolution", ("cpu",), f"{_TRIALS}:modules", in_long_runs=True),
+    FastPath("winograd", "convolutions of 3x3 with a quarter of the multiplications, in C",
+             "winograd", ("cpu",), f"{_TRIALS}:modules", needs_c=True, in_long_runs=True,
+             rivals=("channels-last",)),
     FastPath("kept-embeddings", "cached embeddings of repeated numbers",
              "embeddings", ("cpu",), f"{_TRIALS}:embeddings", closeness="exact"),
     FastPath("int8-dynamic", "products of linear layers in int8, by torchao",

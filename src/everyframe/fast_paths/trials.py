@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from everyframe.core.facts import OpShape
-from everyframe.fast_paths import cpu_modules
-from everyframe.fast_paths.apply import applies_to, import_function
+from everyframe.fast_paths.apply import applies_to, import_function, places_of
 from everyframe.fast_paths.benchmark import Comparison, OutOfTimeError, run_comparisons
 from everyframe.fast_paths.compilation import compiled_blocks
 from everyframe.fast_paths.compiled_block import CompiledBlock
@@ -166,15 +165,15 @@ def compiled(subject: CertificationTarget, path: FastPath) -> Iterator[Compariso
 
 def modules(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
     """Compare the heaviest kinds of modules that the path replaces, one by one, on fewer rows."""
-    names: Callable[[nn.Module], Iterable[str]] = partial(cpu_modules.places, path.name)
+    names: Callable[[nn.Module], Iterable[str]] = partial(places_of, path.name)
     if path.closeness == "lossy":
         names = partial(layers, precision=replace(subject.precision, weight_dtype=path.name))
     for each in blocks_of(subject, names, most=_MOST_MODULES, most_elements=_MOST_ELEMENTS):
         yield Comparison(
             f"{each.name}, one of {each.count}",
             truth=partial(_called, each.alone((), in_float32=True), each.wide),
-            plain=partial(_called, each.alone(()), each.given),
-            fast=partial(_called, each.alone((path.name,)), each.given),
+            plain=partial(_called, each.alone(path.rivals), each.given),
+            fast=partial(_called, each.alone((*path.rivals, path.name)), each.given),
             allowed=_ALLOWED.get(path.name),
             weight=each.count * each.cut,
         )

@@ -88,6 +88,7 @@ class GatedFeedForward(nn.Module):
     """diffusers' gated `FeedForward`, in chunks of tokens where there are many."""
 
     comes_whole = True
+    gated_linear = ("net.0.proj", "activation")  # a fast path may fuse them
     net: Any
 
     def __init__(self, theirs: nn.Module) -> None:

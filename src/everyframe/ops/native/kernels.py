@@ -29,6 +29,10 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gelu_all": (_P, _P, _L, _I, _I, _I),
     "gated_sum": (_P, _P, _P, _P, _L, _L, _L, _I, _I, _I),
     "frame_attention": (_P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _D, _I, _I),
+    "attention": (_P, _P, _P, _P, _L, _L, _L, _L, _L, _P, _D, _I, _I),
+    "gated_linear": (_P, _P, _P, _P, _L, _L, _L, _I, _I),
+    "has_halves": (),
+    "winograd": (_P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _L, _L, _L, _I, _I),
 }
 
 #: Most frames and channels of a head of `frame_attention`; heads are multiples of 16 wide.
@@ -116,6 +120,31 @@ def geglu(x: Tensor) -> Tensor:
     return y
 
 
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`geglu` (..., C) of ``x W^T + b`` (..., 2 C), which is not rounded on the way.
+
+    The weight (2 C, D) has the dtype of `x` (..., D); see `multiplies` for bfloat16.
+    """
+    depth, width = x.shape[-1], weight.shape[0] // 2
+    if weight.shape != (2 * width, depth) or weight.dtype != x.dtype:
+        given = f"{tuple(weight.shape)} in {weight.dtype}"
+        raise ValueError(f"a weight (2 C, {depth}) in {x.dtype} is needed, got {given}")
+    x, weight = x.contiguous(), weight.contiguous()
+    y = x.new_empty((*x.shape[:-1], width))
+    own = None if bias is None else _floats(bias, 2 * width)
+    _call("gated_linear", x, weight, own, y, x.numel() // depth, depth, width, _is_bf16(x))
+    return y
+
+
+def multiplies(x: Tensor, weight: Tensor) -> bool:
+    """Whether `gated_linear` takes these: bfloat16 with its instructions only, and even depths."""
+    if x.dtype != weight.dtype or not takes(x, weight):
+        return False
+    library = _library()
+    assert library is not None
+    return x.dtype != torch.bfloat16 or (x.shape[-1] % 2 == 0 and bool(library.has_halves()))
+
+
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """`torch.nn.functional.gelu`."""
     x = x.contiguous()
@@ -137,6 +166,38 @@ def gated_add(x: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
     return y
 
 
+def attention(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, scale: float) -> Tensor:
+    """``softmax(q k^T scale) v`` (B, Q, heads, D), without the matrix of scores; see `attends`."""
+    (batches, heads, queries, width), keys = q_BHQD.shape, k_BHLD.shape[2]
+    given = [q_BHQD, k_BHLD, v_BHLD]
+    if any(each.shape != (batches, heads, keys, width) for each in given[1:]) or scale <= 0:
+        raise ValueError(f"queries, keys and values of {[tuple(x.shape) for x in given]}, {scale}")
+    strides = [step for each in given for step in each.stride()[:3]]
+    y = torch.empty((batches, queries, heads, width), dtype=q_BHQD.dtype)
+    _call(
+        "attention", *given, y, batches, heads, queries, keys, width, (c_long * 9)(*strides),
+        scale, _is_bf16(y),
+    )  # fmt: skip
+    return y
+
+
+def attends(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor) -> bool:
+    """Whether `attention` takes these: rows without gaps, and bfloat16 as in `multiplies`."""
+    given = (q_BHQD, k_BHLD, v_BHLD)
+    return (
+        len({(each.dtype, each.shape[-1], each.stride(-1)) for each in given}) == 1
+        and q_BHQD.stride(-1) == 1
+        and k_BHLD.shape == v_BHLD.shape
+        and q_BHQD.shape[:2] == k_BHLD.shape[:2]
+        and multiplies(q_BHQD, k_BHLD)
+        and takes(v_BHLD)
+        and (
+            q_BHQD.dtype != torch.bfloat16
+            or not any(step % 2 for each in given for step in each.stride()[:3])
+        )
+    )
+
+
 def frame_attention(
     q_bTsC: Tensor, k_bTsC: Tensor, v_bTsC: Tensor, num_heads: int, scale: float
 ) -> Tensor:
@@ -156,6 +217,26 @@ def frame_attention(
     _call(
         "frame_attention", *parts, y, batches, frames, pixels, num_heads, channels // num_heads,
         step, scale, _is_bf16(y),
+    )  # fmt: skip
+    return y
+
+
+def winograd(x_NCHW: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Convolution with a weight (O, C, 3, 3), stride 1 and padding 1, by Winograd's algorithm.
+
+    Returns (N, O, H, W), channels last. All is computed in float32, with a quarter of the
+    multiplications: the error is 1e-6 to 3e-6 in float32, and that of its rounding in bfloat16.
+    """
+    images, channels, height, width = x_NCHW.shape
+    outputs = weight.shape[0]
+    if weight.shape[1:] != (channels, 3, 3) or weight.dtype != x_NCHW.dtype:
+        given = f"{tuple(weight.shape)} in {weight.dtype}"
+        raise ValueError(f"a weight (O, {channels}, 3, 3) in {x_NCHW.dtype} is needed, got {given}")
+    x_NCHW = x_NCHW.contiguous(memory_format=torch.channels_last)
+    y = torch.empty((images, height, width, outputs), dtype=x_NCHW.dtype).permute(0, 3, 1, 2)
+    _call(
+        "winograd", x_NCHW, weight, None if bias is None else _floats(bias, outputs), y, images,
+        height, width, channels, outputs, *weight.stride(), _is_bf16(y),
     )  # fmt: skip
     return y
 

@@ -11,6 +11,16 @@
 #include <stdlib.h>
 #include <string.h>
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+#ifdef __has_builtin
+#if __has_builtin(__builtin_shufflevector)
+#define CAN_SHUFFLE
+#endif
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
 
@@ -41,8 +51,11 @@ INLINE floats widen(halves x) {
   return (floats)(__builtin_convertvector(x, words) << 16);
 }
 
-/* To nearest, ties to even. */
+/* To nearest, ties to even; AVX512-BF16 makes zeros of the numbers below 1.2e-38. */
 INLINE halves narrow(floats x) {
+#ifdef __AVX512BF16__
+  return (halves)_mm512_cvtneps_pbh((__m512)x);
+#endif
   words bits = (words)x;
   words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   words is_nan = (words)(x != x);
@@ -104,11 +117,18 @@ INLINE floats first_lanes(floats x, long count) {
 }
 
 INLINE float sum_lanes(floats x) {
+#ifdef CAN_SHUFFLE
+  x += __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+  x += __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+  return x[0] + x[1];
+#else
   float lanes[LANES];
   memcpy(lanes, &x, sizeof lanes);
   for (int width = LANES / 2; width; width /= 2)
     for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
   return lanes[0];
+#endif
 }
 
 /* e^x within 2 units in the last place: infinity from 88.37 on, 1.2e-38 below -87.33. */
@@ -141,6 +161,22 @@ INLINE floats gelu(floats x) {
   p = p * t - 0.284496736f;
   p = p * t + 0.254829592f;
   floats tail = 0.5f * p * t * exponential(-z * z);
+  return x * either(x < 0.0f, tail, 1.0f - tail);
+}
+
+/* The same by Abramowitz and Stegun 7.1.28, within 7e-7 and in half the time: no exponential. */
+INLINE floats gelu_by_power(floats x) {
+  floats z = (floats)((ints)x & 0x7fffffff) * 0.70710678f;
+  floats p = 4.30638e-5f * z + 2.765672e-4f;
+  p = p * z + 1.520143e-4f;
+  p = p * z + 9.2705272e-3f;
+  p = p * z + 4.22820123e-2f;
+  p = p * z + 7.05230784e-2f;
+  p = p * z + 1.0f;
+  p *= p;
+  p *= p;
+  p *= p;
+  floats tail = 0.5f / (p * p);
   return x * either(x < 0.0f, tail, 1.0f - tail);
 }
 

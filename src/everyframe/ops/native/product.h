@@ -1,0 +1,81 @@
+/* A product of matrices in registers: some rows, read where they lie, times a panel of columns.
+
+   A panel holds the columns' numbers side by side, row after row. Numbers are float32, or two
+   bfloat16 in a word, which AVX512-BF16 multiplies and adds to one float32. */
+
+#pragma once
+
+#include "numbers.h"
+
+#ifdef __AVX512BF16__
+#define HAS_HALVES
+enum { CAN_MULTIPLY_HALVES = 1 };
+#else
+enum { CAN_MULTIPLY_HALVES = 0 };
+#endif
+
+#ifdef _OPENMP
+int omp_get_thread_num(void);
+INLINE int this_thread(void) { return omp_get_thread_num(); }
+#else
+INLINE int this_thread(void) { return 0; }
+#endif
+
+/* What registers hold. */
+#ifdef __AVX512F__
+enum { ROWS = 14, COLUMNS = 2 };
+#else
+enum { ROWS = 3, COLUMNS = 2 };
+#endif
+enum { PANEL = COLUMNS * LANES };
+
+/* ROWS rows of a times a panel of b. */
+INLINE void product(const float *a, long a_step, const float *b, long depth, float *c, long c_step) {
+  floats sum[ROWS][COLUMNS];
+  for (int r = 0; r < ROWS; r++)
+    for (int j = 0; j < COLUMNS; j++) sum[r][j] = all(0);
+  for (long k = 0; k < depth; k++) {
+    floats own[COLUMNS];
+    for (int j = 0; j < COLUMNS; j++) own[j] = load16(b + k * PANEL + j * LANES, 0);
+#pragma GCC unroll 14
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+      for (int j = 0; j < COLUMNS; j++) sum[r][j] += all(a[r * a_step + k]) * own[j];
+  }
+  for (int r = 0; r < ROWS; r++)
+    for (int j = 0; j < COLUMNS; j++)
+      memcpy(c + r * c_step + j * LANES, &sum[r][j], sizeof sum[r][j]);
+}
+
+#ifdef HAS_HALVES
+/* The same of words of two bfloat16. */
+INLINE void product_halves(const uint32_t *a, long a_step, const uint32_t *b, long depth, float *c,
+                           long c_step) {
+  __m512 sum[ROWS][COLUMNS];
+  for (int r = 0; r < ROWS; r++)
+    for (int j = 0; j < COLUMNS; j++) sum[r][j] = _mm512_setzero_ps();
+  for (long k = 0; k < depth; k++) {
+    __m512i own[COLUMNS];
+    for (int j = 0; j < COLUMNS; j++) own[j] = _mm512_loadu_si512(b + k * PANEL + j * LANES);
+#pragma GCC unroll 14
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+      for (int j = 0; j < COLUMNS; j++)
+        sum[r][j] = _mm512_dpbf16_ps(sum[r][j],
+                                     (__m512bh)_mm512_set1_epi32((int)a[r * a_step + k]),
+                                     (__m512bh)own[j]);
+  }
+  for (int r = 0; r < ROWS; r++)
+    for (int j = 0; j < COLUMNS; j++) _mm512_storeu_ps(c + r * c_step + j * LANES, sum[r][j]);
+}
+#endif
+
+/* Rounded up to an odd number of cache lines: planes so far apart don't share places in the cache. */
+static long odd_lines(long number) { return ((number + LANES - 1) / LANES | 1) * LANES; }
+
+static long round_up(long number, long multiple) {
+  return (number + multiple - 1) / multiple * multiple;
+}
+
+/* Whether products of bfloat16 are computed here. */
+EXPORT int has_halves(void) { return CAN_MULTIPLY_HALVES; }

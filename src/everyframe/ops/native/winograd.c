@@ -1,0 +1,209 @@
+/* Convolution of 3x3 with stride 1 and padding 1 by Winograd's algorithm F(4x4, 3x3): a quarter of
+   the multiplications. Lavin and Gray, "Fast algorithms for convolutional neural networks", 2015.
+
+   Images are rows of channels (channels last). Each tile of 4x4 outputs is read as 6x6 inputs and
+   transformed to 36 numbers a channel; these are multiplied with the transformed weights, one
+   matrix product for each of the 36, and transformed back. All of it is float32, whatever the dtype
+   of the images. Weights are transformed in every call, a block of output channels at a time, so
+   that nothing is stored between calls; that costs as much as the products of some forty tiles.
+
+   A tile's result depends on its own numbers alone: neither the number of threads nor the batch
+   changes a bit. A value that is not finite reaches all of its tile. */
+
+#include "product.h"
+
+enum { OUT = 4, SIDE = 6, AREA = SIDE * SIDE };
+
+/* What a piece of work holds, by trial: transformed weights of 4 MB, or of 128 output channels where
+   that is more, and transformed tiles of 0.8 MB, more where the weights don't stay in the cache. */
+enum {
+  MOST_WEIGHTS = 1 << 20,
+  LEAST_PANELS = 128 / PANEL,
+  MOST_NUMBERS = 3 << 16,
+  FEW_TILES = 2 * ROWS,
+  MANY_TILES = 8 * ROWS,
+};
+
+typedef struct {
+  const void *x, *weight;
+  const float *bias;
+  void *y;
+  long height, width, inputs, outputs; /* of an image, and its channels */
+  long rows, columns, tiles;           /* tiles of an image, and of all */
+  long stride_out, stride_in, stride_y, stride_x; /* of the weight */
+} Convolution;
+
+/* The polynomials' points are 0, +-A, +-B and infinity: 1 and 2 are usual, and these have less than
+   half of their error. All constants of the tiles' transformations are exact. */
+#define A 0.6875f
+#define B 1.5f
+#define A2 (A * A)
+#define B2 (B * B)
+
+/* B^T d of one column or row of a tile. */
+INLINE void transform_input(const floats *d, floats *to, long step) {
+  floats a = d[4] - B2 * d[2], b = A * (d[3] - B2 * d[1]);
+  floats c = d[4] - A2 * d[2], e = B * (d[3] - A2 * d[1]);
+  to[0] = d[4] + (A2 * B2 * d[0] - (A2 + B2) * d[2]);
+  to[step] = a + b;
+  to[2 * step] = a - b;
+  to[3 * step] = c + e;
+  to[4 * step] = c - e;
+  to[5 * step] = d[5] + (A2 * B2 * d[1] - (A2 + B2) * d[3]);
+}
+
+/* A^T m of one column or row. */
+INLINE void transform_output(const floats *m, floats *to, long step) {
+  floats a = m[1] + m[2], b = A * (m[1] - m[2]), c = m[3] + m[4], d = B * (m[3] - m[4]);
+  to[0] = m[0] + a + c;
+  to[step] = b + d;
+  to[2 * step] = A2 * a + B2 * c;
+  to[3 * step] = A2 * b + B2 * d + m[5];
+}
+
+/* G g of one column or row. */
+INLINE void transform_weight(const floats *g, long step, floats *to, long to_step) {
+  const float a = 1 / (2 * A2 * (A2 - B2)), b = 1 / (2 * B2 * (B2 - A2));
+  floats c = a * (g[0] + A2 * g[2 * step]), d = a * A * g[step];
+  floats e = b * (g[0] + B2 * g[2 * step]), f = b * B * g[step];
+  to[0] = (1 / (A2 * B2)) * g[0];
+  to[to_step] = c + d;
+  to[2 * to_step] = c - d;
+  to[3 * to_step] = e + f;
+  to[4 * to_step] = e - f;
+  to[5 * to_step] = g[2 * step];
+}
+
+/* Weights of one panel of output channels and one input channel: LANES of 36, `plane` apart. */
+INLINE void weight_panel(const Convolution *job, long out, long in, float *to, long plane,
+                         int is_bf16) {
+  for (int part = 0; part < COLUMNS; part++, out += LANES, to += LANES) {
+    floats g[9], half[SIDE * 3], whole[AREA];
+    long count = smaller(job->outputs - out, LANES);
+    for (int tap = 0; tap < 9; tap++) {
+      float values[LANES] = {0};
+      long from = out * job->stride_out + in * job->stride_in + tap / 3 * job->stride_y +
+                  tap % 3 * job->stride_x;
+      for (long lane = 0; lane < count; lane++)
+        values[lane] = get(job->weight, from + lane * job->stride_out, is_bf16);
+      memcpy(&g[tap], values, sizeof values);
+    }
+    for (int j = 0; j < 3; j++) transform_weight(g + j, 3, half + j, 3);
+    for (int i = 0; i < SIDE; i++) transform_weight(half + i * 3, 1, whole + i * SIDE, 1);
+    for (int f = 0; f < AREA; f++) memcpy(to + f * plane, &whole[f], sizeof whole[f]);
+  }
+}
+
+/* The transformed inputs of one tile: rows of channels, `plane` apart. */
+INLINE void read_tile(const Convolution *job, long tile, float *to, long plane, int is_bf16) {
+  static const float nothing[LANES];
+  long image = tile / (job->rows * job->columns), at_tile = tile % (job->rows * job->columns);
+  long top = at_tile / job->columns * OUT - 1, left = at_tile % job->columns * OUT - 1;
+  const char *pixel[AREA];
+  long step[AREA]; /* bytes a channel: none beyond the edge */
+  for (int i = 0; i < AREA; i++) {
+    long y = top + i / SIDE, x = left + i % SIDE;
+    int is_in = y >= 0 && y < job->height && x >= 0 && x < job->width;
+    long place = ((image * job->height + y) * job->width + x) * job->inputs;
+    pixel[i] = is_in ? at(job->x, place, is_bf16) : nothing;
+    step[i] = is_in ? (is_bf16 ? 2 : 4) : 0;
+  }
+  for (long c = 0; c < job->inputs; c += LANES) {
+    floats half[AREA], whole[AREA];
+    for (int j = 0; j < SIDE; j++) {
+      floats d[SIDE];
+      for (int i = 0; i < SIDE; i++)
+        d[i] = load(pixel[i * SIDE + j] + c * step[i * SIDE + j], 0, job->inputs - c, is_bf16);
+      transform_input(d, half + j, SIDE);
+    }
+    for (int i = 0; i < SIDE; i++) transform_input(half + i * SIDE, whole + i * SIDE, 1);
+    for (int f = 0; f < AREA; f++) memcpy(to + f * plane + c, &whole[f], sizeof whole[f]);
+  }
+}
+
+/* Writes one tile of `count` output channels from `first` on. */
+INLINE void write_tile(const Convolution *job, long tile, const float *from, long plane, long first,
+                       long count, int is_bf16) {
+  long image = tile / (job->rows * job->columns), at_tile = tile % (job->rows * job->columns);
+  long top = at_tile / job->columns * OUT, left = at_tile % job->columns * OUT;
+  for (long c = 0; c < count; c += LANES) {
+    floats half[OUT * SIDE], bias = job->bias ? load(job->bias, first + c, count - c, 0) : all(0);
+    for (int j = 0; j < SIDE; j++) {
+      floats m[SIDE];
+      for (int i = 0; i < SIDE; i++) m[i] = load16(from + (i * SIDE + j) * plane + c, 0);
+      transform_output(m, half + j, SIDE);
+    }
+    for (int i = 0; i < OUT && top + i < job->height; i++) {
+      floats line[OUT];
+      transform_output(half + i * SIDE, line, 1);
+      long place = ((image * job->height + top + i) * job->width + left) * job->outputs + first + c;
+      for (int j = 0; j < OUT && left + j < job->width; j++)
+        store(job->y, place + j * job->outputs, count - c, line[j] + bias, is_bf16);
+    }
+  }
+}
+
+INLINE int convolve(const Convolution *job, int is_bf16, int threads) {
+  long block = MOST_WEIGHTS / (AREA * job->inputs) / PANEL * PANEL;
+  block = smaller(block < LEAST_PANELS * PANEL ? LEAST_PANELS * PANEL : block,
+                  round_up(job->outputs, PANEL));
+  long a_step = odd_lines(job->inputs), c_step = odd_lines(block);
+  long piece = MOST_NUMBERS / (AREA * (a_step + c_step)) / ROWS * ROWS;
+  long least = AREA * job->inputs * block <= MOST_WEIGHTS ? FEW_TILES : MANY_TILES;
+  piece = smaller(piece < least ? least : piece,
+                  round_up((job->tiles + threads - 1) / threads, ROWS));
+  long a_plane = odd_lines(piece * a_step), c_plane = odd_lines(piece * c_step);
+  long pieces = (job->tiles + piece - 1) / piece;
+  float *weights = aligned_alloc(64, AREA * odd_lines(job->inputs * block) * sizeof(float));
+  float *scratch = aligned_alloc(64, threads * AREA * (a_plane + c_plane) * sizeof(float));
+  if (!weights || !scratch) {
+    free(weights), free(scratch);
+    return 1;
+  }
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    float *a = scratch + this_thread() * AREA * (a_plane + c_plane), *c = a + AREA * a_plane;
+    for (long first = 0; first < job->outputs; first += block) {
+      long count = smaller(block, job->outputs - first), panels = (count + PANEL - 1) / PANEL;
+      long plane = odd_lines(job->inputs * panels * PANEL);
+#pragma omp for schedule(static)
+      for (long i = 0; i < panels * job->inputs; i++)
+        weight_panel(job, first + i / job->inputs * PANEL, i % job->inputs, weights + i * PANEL,
+                     plane, is_bf16);
+#pragma omp for schedule(static)
+      for (long p = 0; p < pieces; p++) {
+        long start = p * piece, many = smaller(piece, job->tiles - start);
+        for (long t = 0; t < many; t++)
+          read_tile(job, start + t, a + t * a_step, a_plane, is_bf16);
+        /* Rows that are left over: zeros, as what lies there may be slow. */
+        for (int f = 0; f < AREA && many % ROWS; f++)
+          memset(a + f * a_plane + many * a_step, 0, (ROWS - many % ROWS) * a_step * sizeof(float));
+        for (int f = 0; f < AREA; f++)
+          for (long n = 0; n < panels; n++)
+            for (long t = 0; t < many; t += ROWS)
+              product(a + f * a_plane + t * a_step, a_step,
+                      weights + f * plane + n * job->inputs * PANEL, job->inputs,
+                      c + f * c_plane + t * c_step + n * PANEL, c_step);
+        for (long t = 0; t < many; t++)
+          write_tile(job, start + t, c + t * c_step, c_plane, first, count, is_bf16);
+      }
+    }
+  }
+  free(weights), free(scratch);
+  return 0;
+}
+
+/* 0, or 1 if there is no memory. The images are channels last; the weight has these strides. */
+EXPORT int winograd(const void *x, const void *weight, const float *bias, void *y, long images,
+                    long height, long width, long inputs, long outputs, long stride_out,
+                    long stride_in, long stride_y, long stride_x, int is_bf16, int threads) {
+  long rows = (height + OUT - 1) / OUT, columns = (width + OUT - 1) / OUT;
+  Convolution job = {x, weight, bias, y, height, width, inputs, outputs, rows, columns,
+                     images * rows * columns, stride_out, stride_in, stride_y, stride_x};
+  return is_bf16 ? convolve(&job, 1, threads) : convolve(&job, 0, threads);
+}
+
+#undef A
+#undef B
+#undef A2
+#undef B2
