@@ -66,6 +66,12 @@ FAULTS: dict[str, tuple[Callable[[State], object], str]] = {
         _with(f"{KEY}.lora_B.weight", random(24, 2, seed=1)),
         f"'{KEY}' has factors of two ranks, (24, 2) and (3, 24)",
     ),
+    "no rank at all": (
+        lambda tensors: tensors.update(
+            {f"{KEY}.lora_B.weight": torch.zeros(24, 0), f"{KEY}.lora_A.weight": torch.zeros(0, 24)}
+        ),
+        f"'{KEY}' has tensors without numbers: ",
+    ),
     "another width": (
         _with(f"{KEY}.lora_A.weight", random(3, 25, seed=1)),
         f"'{KEY}' has factors (24, 3) and (3, 25), the weight is (24, 24)",

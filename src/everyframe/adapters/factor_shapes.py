@@ -80,6 +80,9 @@ def rank_of(kind: str, shapes: Mapping[str, Shape]) -> int | None:
 
 def shape_problem(kind: str, shapes: Mapping[str, Shape], wanted: Shape) -> str:
     """Why these tensors are no change of a weight of that shape; empty if they are."""
+    empty = [f"{name} {shape}" for name, shape in shapes.items() if 0 in shape]
+    if empty:
+        return f"has tensors without numbers: {', '.join(empty)}"
     found = _SHAPES[kind](shapes, wanted) if kind else ""
     if found:
         return found
