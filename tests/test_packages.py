@@ -228,7 +228,7 @@ def test_the_extra_all_has_the_others() -> None:
     assert whole.name == "everyframe"
     assert whole.extras <= found.keys()
     assert whole.extras == {"comfyui", "gguf", "otel", "server"}
-    assert not {"dev", "recipes", "ray"} & whole.extras
+    assert not {"dev", "recipes", "ray", "torchao"} & whole.extras
 
 
 @pytest.fixture(scope="module")
@@ -308,7 +308,7 @@ def test_pipx_installs_and_runs_from_the_index(
 
 
 @pytest.mark.slow  # it builds two archives and asks the index for what each extra needs
-@pytest.mark.parametrize("extra", ["server", "ray", "gguf", "comfyui", "otel", "all"])
+@pytest.mark.parametrize("extra", ["server", "ray", "gguf", "comfyui", "otel", "torchao", "all"])
 def test_each_extra_resolves_from_the_index(
     extra: str, bare: dict[str, str], tmp_path: Path
 ) -> None:

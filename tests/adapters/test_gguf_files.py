@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from everyframe.adapters.component_file import match_component, open_stored
+from everyframe.adapters.gguf_blocks import WIDENED, widen_blocks
 from everyframe.adapters.gguf_file import GgufFile
 from everyframe.adapters.gguf_header import read_gguf_header
 from everyframe.core.errors import CheckpointError, MissingPackageError
@@ -55,6 +56,50 @@ def test_numbers_are_the_packages(
     monkeypatch.setattr("everyframe.adapters.gguf_file._AT_ONCE", 512)
     assert torch.equal(opened.load("x.weight"), wanted)
     assert torch.equal(opened.load("x.weight", dtype=torch.bfloat16), wanted.bfloat16())
+
+
+#: Bits of float16 scales: zeros, subnormal numbers, the largest, infinities and one that is none.
+EXTREME = (0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00)
+
+
+@pytest.mark.parametrize("kind", WIDENED)
+def test_our_own_arithmetic_is_the_packages(kind: str) -> None:
+    """Any bytes are some block: all bits are compared, of scales at all ends of float16, too."""
+    own = gguf.GGMLQuantizationType[kind]
+    num_elements, num_bytes = gguf.GGML_QUANT_SIZES[own]
+    random = np.random.default_rng(3)
+    blocks = random.integers(0, 256, (3001, num_bytes), np.uint8)
+    place = 208 if kind == "Q6_K" else 0  # where its scale is
+    has_two = kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+    ends = np.array(EXTREME, "<u2").view(np.uint8).reshape(-1, 2)
+    for at, scale in enumerate(ends):
+        blocks[at::97, place : place + 2] = scale
+        if has_two:
+            blocks[at + 20 :: 89, 2:4] = scale
+    with np.errstate(all="ignore"):
+        wanted = torch.from_numpy(gguf.quants.dequantize(blocks, own))
+    found = torch.full((len(blocks), num_elements), torch.nan)
+    widen_blocks(torch.from_numpy(blocks), kind, found)
+    # What is no number has any bits: those are the processor's.
+    is_number = ~wanted.isnan()
+    assert torch.equal(found.isnan(), ~is_number)
+    assert 0.5 < is_number.float().mean() < 1
+    assert torch.equal(found.view(torch.int32)[is_number], wanted.view(torch.int32)[is_number])
+    assert wanted[is_number].isinf().any()
+
+
+def test_the_package_has_the_other_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    real = gguf.quants.dequantize
+    monkeypatch.setattr(
+        gguf.quants, "dequantize", lambda data, kind: called.append(kind.name) or real(data, kind)
+    )
+    for kind in ("Q8_0", "Q3_K"):
+        write_blocks(tmp_path / f"{kind}.gguf", kind, rows=1, blocks_a_row=1)
+    called.clear()
+    for kind in ("Q8_0", "Q3_K"):
+        GgufFile(tmp_path / f"{kind}.gguf").load("x.weight")
+    assert called == ["Q3_K"]
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,15 @@ def test_prompts_outside_of_it_are_refused_with_the_reason(prompt: str, word: st
     read = read_prompt(prompt)
     assert isinstance(read, Refusal)
     assert word in read.reason
+
+
+@pytest.mark.parametrize("word", ["a", "the", "plain", "on", "navy", "on the", "moves"])
+def test_a_long_prompt_is_read_in_no_time(word: str) -> None:
+    """A server reads as many letters: with fillers it took 13 seconds, and nobody else ran."""
+    prompt = f"{word} " * (32_000 // (len(word) + 1))
+    began = time.process_time()
+    assert isinstance(read_prompt(prompt), Refusal)
+    assert time.process_time() - began < 1
 
 
 def test_whatever_the_card_offers_is_read() -> None:

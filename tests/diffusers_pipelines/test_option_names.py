@@ -1,4 +1,7 @@
-"""First and last frame, video to video and negative prompt have the same options in all models."""
+"""First and last frame, video to video and negative prompt have the same options in all models.
+
+A clip to continue, `extend`, is in `test_clip_continuation.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 import diffusers
 import numpy as np
 import pytest
+from PIL import Image
 
 import everyframe
 from everyframe.core.errors import InputError
@@ -113,6 +117,9 @@ def test_video_to_video_by_either_name(cogvideox: Path, tmp_path: Path) -> None:
         assert isinstance(video, everyframe.Video)
         return np.asarray(video.frames)
 
-    wanted = frames(option={**short, "video": clip, "strength": 0.5})
+    pictures = [Image.fromarray(frame) for frame in clip]
+    wanted = frames(option={**short, "video": pictures, "strength": 0.5})
+    # An array of bytes is the same video: diffusers would take its numbers for 0..1.
+    assert np.array_equal(frames(option={**short, "video": clip, "strength": 0.5}), wanted)
     assert np.array_equal(frames(option=short, source=clip, strength=0.5), wanted)
     assert not np.array_equal(frames(option=short, source=clip, strength=1.0), wanted)

@@ -115,10 +115,12 @@ def test_without_the_package_the_command_is_named(
     from everyframe.cli.main import main
 
     monkeypatch.setattr("everyframe.planning.choose_fast_paths.find_spec", lambda name: None)
-    with pytest.raises(MissingPackageError, match="pip install torchao"):
+    with pytest.raises(MissingPackageError, match=r"pip install 'everyframe\[torchao\]'"):
         everyframe.generate(**asked(wan, quantize=KIND))
     assert main(["plan", "a fox", "-m", str(wan), "--quantize", KIND]) == 2
-    assert capsys.readouterr().err == "error: int8-dynamic needs torchao: pip install torchao\n"
+    assert capsys.readouterr().err == (
+        "error: int8-dynamic needs torchao: pip install 'everyframe[torchao]'\n"
+    )
     # A plan for another machine needs nothing here.
     plan = everyframe.plan(**asked(wan, quantize="fp8-scaled"), profile="cuda-sm90")
     assert kinds(plan)["transformer"] == "fp8-scaled"

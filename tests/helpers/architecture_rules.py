@@ -79,6 +79,7 @@ MAY_CHANGE_THE_PROCESS = {
     "everyframe.core.garbage_collection": "commands and workers only",
     "everyframe.diffusers_pipelines.call_thread": "a hook for one thread, after an interrupt",
     "everyframe.doctor.probes": "runs in a process of its own",
+    "everyframe.engine.module_watch": "runs in a process of its own",
     "everyframe.engine.ray_executor": "what Ray reads on import, and what it changes is undone",
     "everyframe.engine.ray_rank": "runs in a process of its own",
     "everyframe.engine.worker": "runs in a process of its own",

@@ -52,6 +52,8 @@ class FakeExecutor:
     Each failure is (finished steps, error), or None for an attempt that succeeds.
     """
 
+    has_batches = False
+
     def __init__(
         self, pause: float = 0.0, failures: Sequence[tuple[int, Exception] | None] = ()
     ) -> None:

@@ -36,6 +36,8 @@ ADDRESS = "http://127.0.0.1:8000"
 class PlanningExecutor:
     """An executor that only plans; `requests` are those that it planned."""
 
+    has_batches = False
+
     def __init__(self) -> None:
         self.requests: list[Request] = []
 

@@ -55,7 +55,7 @@ def test_kinds_are_named() -> None:
 
 def test_a_missing_package_names_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
-    with pytest.raises(MissingPackageError, match="pip install torchao"):
+    with pytest.raises(MissingPackageError, match=r"pip install 'everyframe\[torchao\]'"):
         everyframe.quantize(made(), "int8-dynamic")
 
 

@@ -21,7 +21,7 @@ from everyframe.media.record import read_record
 from everyframe.server import attempt as attempts
 from everyframe.server import retention
 from everyframe.server.data_folder import DataFolder
-from everyframe.server.dispatcher import parse_groups
+from everyframe.server.device_groups import parse_groups
 from everyframe.server.jobs import Job
 from everyframe.server.store import JobStore
 from helpers.fake_executor import NUM_STEPS, FakeExecutor, frames_of

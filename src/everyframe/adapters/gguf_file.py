@@ -1,7 +1,8 @@
 """Tensors of a GGUF file, dequantized as they are read, a few rows at a time.
 
-The `gguf` package has the arithmetic of each kind; values are its own, bit for bit. Memory beside
-the result is that of a few megabytes of rows.
+Values are those of the `gguf` package, bit for bit: it has the arithmetic of each kind, and of the
+commonest we have our own, which is faster (`gguf_blocks.py`). Memory beside the result is that of a
+few megabytes of rows.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from everyframe.adapters.gguf_blocks import WIDENED, widen_blocks
 from everyframe.adapters.gguf_header import GgufTensor, read_gguf_header
 from everyframe.checkpoints.tensor_file import MANY_RUNS, PackedRows, TensorFile
 from everyframe.checkpoints.torch_file import TensorLocation, read_entry
@@ -113,7 +115,9 @@ class GgufFile(TensorFile):
 
         def widen(rows: torch.Tensor) -> torch.Tensor:
             blocks = rows.view(torch.uint8).reshape(-1, kind.num_bytes)
-            return torch.from_numpy(_dequantized(blocks, kind)).reshape(len(rows), columns)
+            values = torch.empty(len(rows) * columns)
+            _dequantize(blocks, kind, values)
+            return values.view(len(rows), columns)
 
         return PackedRows(codes, widen)
 
@@ -144,8 +148,12 @@ class GgufFile(TensorFile):
                 offset=entry.offset + begin // kind.block * kind.num_bytes,
                 num_bytes=num_bytes,
             )
-            found = _dequantized(read_entry(blocks, name), kind)
-            values[begin - first : last - first] = torch.from_numpy(found).view(-1)
+            part = values[begin - first : last - first]
+            is_float32 = values.dtype == torch.float32
+            found = part if is_float32 else torch.empty(last - begin)
+            _dequantize(read_entry(blocks, name), kind, found)
+            if not is_float32:
+                part.copy_(found)
         return values
 
 
@@ -157,10 +165,15 @@ def _check_layout(path: Path, entries: Mapping[str, TensorLocation]) -> None:
             raise CheckpointError(f"{path}: tensor {name!r} overlaps {before!r}; get it again")
 
 
-def _dequantized(blocks: torch.Tensor, kind: _Kind) -> Any:
+def _dequantize(blocks: torch.Tensor, kind: _Kind, out: torch.Tensor) -> None:
+    """Write the values of blocks, uint8 (N, bytes), into `out`, float32 (N * elements)."""
+    if kind.name in WIDENED:
+        widen_blocks(blocks, kind.name, out.view(-1, kind.block))
+        return
     gguf = _package(None)
     with gguf.quants.np.errstate(all="ignore"):
-        return gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind.name])
+        found = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind.name])
+    out.copy_(torch.from_numpy(found).view(-1))
 
 
 def _kind(path: Path, tensor: GgufTensor) -> _Kind:

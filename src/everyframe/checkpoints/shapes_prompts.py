@@ -92,6 +92,41 @@ FILLERS = (
 )  # fmt: skip
 """Words that may stand anywhere and change nothing (what they say is not drawn)."""
 
+
+def _longest_first(table: dict[str, tuple[str, ...]]) -> dict[str, str]:
+    """Each phrase of `table` between spaces and its name, long phrases first."""
+    names = {f" {phrase} ": name for name, phrases in table.items() for phrase in phrases}
+    return {phrase: names[phrase] for phrase in sorted(names, key=len, reverse=True)}
+
+
+_MOTION_OF = _longest_first(
+    {name: (*each, *_ALSO_READ.get(name, ())) for name, each in MOTIONS.items()}
+)
+_BACKGROUND_OF = _longest_first(BACKGROUNDS)
+_COLOUR_OF, _SHAPE_OF = _longest_first(COLOURS), _longest_first(SHAPES)
+_ALLOWED = {"*", *FILLERS, *" ".join(PREPOSITIONS).split()}
+
+
+def _background_patterns() -> tuple[re.Pattern[str], ...]:
+    """A background's colour, marked by a preposition or a noun such as "background"."""
+    colour = "|".join(phrase.strip() for phrase in _BACKGROUND_OF)
+    noun = "|".join(BACKGROUND_NOUNS)
+    before = "|".join(PREPOSITIONS)
+    # Bounded, as any number takes a time that grows with the square of the prompt's length.
+    filler = r"(?:(?:a|an|the|plain|flat|simple|dark) ){0,8}?"
+    shape = "|".join(word for words in SHAPES.values() for word in words)
+    return (
+        re.compile(
+            rf" (?:(?:{before}) )?{filler}(?P<colour>{colour}) (?:coloured |colored )?(?:{noun}) "
+        ),
+        re.compile(rf" (?:the )?(?:{noun}) (?:is )?(?P<colour>{colour}) "),
+        re.compile(rf" (?:{before}) {filler}(?P<colour>{colour}) (?!(?:{shape}) )"),
+    )
+
+
+_BACKGROUND_PATTERNS = _background_patterns()
+_OTHER_BACKGROUND = re.compile(rf" ([\w'-]+) (?:{'|'.join(BACKGROUND_NOUNS)}) ")
+
 DEFAULT_BACKGROUND = "black"
 DEFAULT_MOTION = "still"
 
@@ -128,17 +163,14 @@ def read_prompt(prompt: str) -> Scene | Refusal:
     """
     # Two stars hold a place, so that words which stood apart never come to stand together.
     text = " " + " ".join(re.findall(r"[\w'-]+", prompt.casefold())) + " "
-    motions, text = _take(
-        text, {name: each + _ALSO_READ.get(name, ()) for name, each in MOTIONS.items()}
-    )
+    motions, text = _take(text, _MOTION_OF)
     backgrounds, text = _take_backgrounds(text)
-    ground = re.search(rf" ([\w'-]+) (?:{'|'.join(BACKGROUND_NOUNS)}) ", text)
+    ground = _OTHER_BACKGROUND.search(text)
     if ground is not None and ground[1] not in FILLERS:
         return Refusal(f"it knows no {ground[1]} background")
-    colours, text = _take(text, COLOURS)
-    shapes, text = _take(text, SHAPES)
-    allowed = {"*", *FILLERS, *" ".join(PREPOSITIONS).split()}
-    unknown = [word for word in text.split() if word not in allowed]
+    colours, text = _take(text, _COLOUR_OF)
+    shapes, text = _take(text, _SHAPE_OF)
+    unknown = [word for word in text.split() if word not in _ALLOWED]
     if unknown:
         return Refusal(f"it does not know the word {unknown[0]!r}")
     wanted = (
@@ -168,35 +200,24 @@ def why_not(scene: Scene) -> str | None:
     return None
 
 
-def _take(text: str, table: dict[str, tuple[str, ...]]) -> tuple[list[str], str]:
-    """Find names of `table` in the text, long phrases first; return them and the remaining text."""
-    names = {phrase: name for name, phrases in table.items() for phrase in phrases}
+def _take(text: str, names: dict[str, str]) -> tuple[list[str], str]:
+    """Find phrases of `names` in the text, in their order; return the names and the rest."""
     found: list[str] = []
-    for phrase in sorted(names, key=len, reverse=True):
-        count = text.count(f" {phrase} ")
-        found += [names[phrase]] * count
-        text = text.replace(f" {phrase} ", " * ")
+    for phrase, name in names.items():
+        if phrase in text:
+            found += [name] * text.count(phrase)
+            text = text.replace(phrase, " * ")
     return found, text
 
 
 def _take_backgrounds(text: str) -> tuple[list[str], str]:
     """Find background colours, marked by a preposition or a noun such as "background"."""
-    phrases = {phrase: name for name, words in BACKGROUNDS.items() for phrase in words}
-    colour = "|".join(sorted(phrases, key=len, reverse=True))
-    noun = "|".join(BACKGROUND_NOUNS)
-    before = "|".join(PREPOSITIONS)
-    filler = r"(?:(?:a|an|the|plain|flat|simple|dark) )*?"
-    shape = "|".join(word for words in SHAPES.values() for word in words)
     found: list[str] = []
 
     def take(match: re.Match[str]) -> str:
-        found.append(phrases[match["colour"]])
+        found.append(_BACKGROUND_OF[f" {match['colour']} "])
         return " * "
 
-    for pattern in (
-        rf" (?:(?:{before}) )?{filler}(?P<colour>{colour}) (?:coloured |colored )?(?:{noun}) ",
-        rf" (?:the )?(?:{noun}) (?:is )?(?P<colour>{colour}) ",
-        rf" (?:{before}) {filler}(?P<colour>{colour}) (?!(?:{shape}) )",
-    ):
-        text = re.sub(pattern, take, text)
+    for pattern in _BACKGROUND_PATTERNS:
+        text = pattern.sub(take, text)
     return found, text

@@ -22,6 +22,7 @@ from everyframe.cli.streams import is_of_output, mute_output, prepare_streams, t
 from everyframe.cli.tables import error_line, json_line, printable
 from everyframe.core.errors import EveryframeError, ExitCode, InputError, did_you_mean
 from everyframe.engine.torchrun import Terminated, after_others, under_torchrun
+from everyframe.hardware.import_logs import mute_torchao_imports
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -53,6 +54,7 @@ def set_up(asked: str | None) -> None:
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     root.addHandler(handler)
     logging.getLogger("everyframe").setLevel(level.upper())
+    mute_torchao_imports()
     logging.captureWarnings(True)
 
 

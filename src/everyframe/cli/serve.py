@@ -34,7 +34,7 @@ after a restart each goes on at its step. Ctrl-C or SIGTERM stops it in order.
 """
 
 #: Packages of the extra.
-_PACKAGES = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
+_PACKAGES = ("fastapi", "greenlet", "uvicorn", "python_multipart", "prometheus_client")
 _EXECUTORS = ("workers", "ray")
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d+)?)\s*(ms|s|m|h|d|w)?")
 _UNITS = {"ms": 0.001, "s": 1.0, None: 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
@@ -104,9 +104,10 @@ def _settings(host: str, port: int, **given: Any) -> ServerSettings:
 
 
 def _dispatcher_options(settings: ServerSettings, given: Any) -> DispatcherOptions:
-    from everyframe.server.dispatcher import DispatcherOptions, parse_groups
+    from everyframe.server.device_groups import parse_groups
+    from everyframe.server.dispatcher import DispatcherOptions
 
-    names = ("warm_ahead", "max_attempts")
+    names = ("warm_ahead", "max_attempts", "max_batch")
     counts: Any = {
         name: _count(given[name], name.replace("_", "-")) for name in names if given.get(name)
     }
@@ -220,6 +221,8 @@ COMMAND = command(
              "default.", group=_JOBS),
         flag("warm_ahead", int, "Jobs in a row that may go first because their model is loaded; 4 "
              "by default.", group=_JOBS),
+        flag("max_batch", int, "Jobs of one plan that a group runs together where that pays; 4 by "
+             "default, 1 for one by one.", group=_JOBS),
         flag("max_attempts", int, "Failed attempts in a row, without a step between, after which a "
              "job fails; 3 by default.", group=_JOBS),
         flag("plan_ahead", bool, "Plan the first model's default video at the start, so that no "

@@ -175,6 +175,10 @@ class RunStoppedError(EveryframeError):
     """A run was stopped on purpose, by a `StopSwitch`; its saved state is left."""
 
 
+class LeftBatchError(EveryframeError):
+    """A run of a batch needs what would change the other runs; it is resumed alone."""
+
+
 class NotSerializableError(EveryframeError):
     """A value can't be saved: it is an object of another library."""
 

@@ -316,6 +316,21 @@ class PreviewPlan:
 
 
 @dataclass(frozen=True)
+class BatchPlan:
+    """Videos of several requests that a server computes in one step.
+
+    Attributes:
+        num_videos: most at once; 1 where it does not pay.
+        why: what was measured, or what is against it.
+        gain: videos a second over one by one, measured; None before the first batch.
+    """
+
+    num_videos: int
+    why: str
+    gain: float | None = None
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that a run does, in the order of the stages.
 
@@ -331,6 +346,7 @@ class Plan:
         loras: LoRAs merged into the weights as they are loaded, in order.
         quality: choice for a quality budget; None for exact.
         preview: how previews are made; None without them.
+        batch: what a server may do with several requests of this plan; None if it has no batches.
     """
 
     model: str
@@ -353,6 +369,7 @@ class Plan:
     loras: tuple[LoraPlan, ...] = ()
     quality: QualityPlan | None = None
     preview: PreviewPlan | None = None
+    batch: BatchPlan | None = None
 
     @property
     def num_operations(self) -> int:

@@ -13,6 +13,7 @@ import torch
 
 from everyframe.core.plan import Settings
 from everyframe.diffusers_pipelines import defaults, oom_fallback
+from everyframe.diffusers_pipelines.clip_continuation import OPTION, clip_arguments
 from everyframe.diffusers_pipelines.media import opened
 from everyframe.diffusers_pipelines.signature import OWN_SEED, CallSignature
 from everyframe.runtime.interface import VideoState
@@ -56,7 +57,7 @@ def arguments(
         ours["image"] = Image.fromarray(video.inputs.first[0])
     if video.inputs.last is not None:
         ours["last_image"] = Image.fromarray(video.inputs.last[0])
-    ours |= video.inputs.as_given
+    ours |= {name: each for name, each in video.inputs.as_given.items() if name != OPTION}
     call: dict[str, Any] = {}
     for option, value in ours.items():
         name = interface.name_of(option)
@@ -67,7 +68,7 @@ def arguments(
     picture = interface.name_of("image")
     if picture is not None and interface.parameters[picture].required:
         call.setdefault(picture, None)  # it makes a video of what was encoded of one before
-    call.update(opened(interface, own, settings))
+    call |= opened(interface, own, settings) | clip_arguments(interface, settings, video, own)
     if oom_fallback.NAME in dict(settings.savings):
         call[oom_fallback.NAME] = settings.saving(oom_fallback.NAME, 0)
     if "output_type" in interface.parameters:

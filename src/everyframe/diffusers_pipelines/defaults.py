@@ -76,6 +76,8 @@ GOES_ON: Mapping[str, str] = {"LTX2DFRTemporalRefine": "LTX2DFRPipeline"}
 #: Pipelines whose video tensors are (batch, channels, frames, height, width), by diffusers' own
 #: helpers; in all others frames come before channels.
 CHANNELS_FIRST: Mapping[str, bool] = {"EasyAnimate": True}
+#: Parameters that are lists of videos: of a bare list of frames the first one alone would be taken.
+LISTS_OF_VIDEOS: Mapping[str, tuple[str, ...]] = {"LTXConditionPipeline": ("video",)}
 #: Parameters whose videos have a size of their own, different from the generated video's.
 OWN_SIZE: Mapping[str, tuple[str, ...]] = {"WanAnimate": ("face_video",)}
 

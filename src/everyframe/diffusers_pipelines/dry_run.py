@@ -29,6 +29,7 @@ from everyframe.diffusers_pipelines.call_arguments import arguments
 from everyframe.diffusers_pipelines.cfg_detection import CfgBranches
 from everyframe.diffusers_pipelines.cfg_parallel import CfgParallel
 from everyframe.diffusers_pipelines.checkpoint import PipelineFiles
+from everyframe.diffusers_pipelines.clip_continuation import OPTION
 from everyframe.diffusers_pipelines.component_classes import empty_component
 from everyframe.diffusers_pipelines.components import STAGE
 from everyframe.diffusers_pipelines.defaults import denoisers
@@ -249,7 +250,10 @@ class PipelineDryRun:
             return self._called(settings, forms)
         except InputError:
             # What is refused as it is, a run gives as a picture.
-            plain = {name: ("picture", *(sides_of(form) or size)) for name, form in forms.items()}
+            plain = {
+                name: form if name == OPTION else ("picture", *(sides_of(form) or size))
+                for name, form in forms.items()
+            }
             if plain == forms:
                 raise
             with suppress(InputError):

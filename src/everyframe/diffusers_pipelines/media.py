@@ -2,8 +2,8 @@
 
 On a command line a driving video, a mask or a camera track is given as a file name. The pipeline's
 signature (`signature.py`) determines the form it is passed in. In Python the objects themselves may
-be given; they are passed on unchanged. The first and last image, which every request can have, are
-not handled here but in `image_forms.py`.
+be given; they are passed on unchanged, and 8-bit frames as Pillow images. The first and last image,
+which every request can have, are not handled here but in `image_forms.py`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def check(interface: CallSignature, parameter: CallParameter, value: Any) -> Non
 def _check_record(
     interface: CallSignature, parameter: CallParameter, given: Mapping[str, Any]
 ) -> None:
-    known = _fields(parameter)
+    known = record_fields(parameter)
     for name, value in given.items():
         if name not in known:
             hint = did_you_mean(str(name), known) or f"; it has {', '.join(known)}"
@@ -91,7 +91,7 @@ def _check_record(
         )
 
 
-def _fields(parameter: CallParameter) -> dict[str, CallParameter]:
+def record_fields(parameter: CallParameter) -> dict[str, CallParameter]:
     """The fields of the parameter's dataclass, as parameters."""
     assert parameter.record is not None
     found = {}
@@ -143,13 +143,16 @@ def _opened(
         found = _of_file(interface, parameter, value, settings)
         is_alone = parameter.is_list and not isinstance(found, (list, torch.Tensor))
         return [found] if is_alone else found
+    if parameter.form == "pictures" and _are_bytes(value):
+        # Diffusers takes the numbers of an array for 0..1, whatever their type.
+        return in_form(interface, parameter, value)
     if parameter.record is None:
         return value
     if isinstance(value, (list, tuple)):
         return [_opened(interface, parameter, each, settings) for each in value]
     if not isinstance(value, Mapping):
         return value
-    known = _fields(parameter)
+    known = record_fields(parameter)
     return parameter.record(
         **{name: _opened(interface, known[name], each, settings) for name, each in value.items()}
     )
@@ -162,20 +165,49 @@ def _of_file(
     settings: Settings,
 ) -> Any:
     """The content of one file: an array, an image, or the frames of a video."""
-    from PIL import Image
-
     if Path(path).suffix.lower() == _NUMBERS:
         return torch.from_numpy(_numbers(path)) if parameter.form == "tensor" else _numbers(path)
     is_still = _is_picture(path)
     frames_THWC = read_image(path)[None] if is_still else read_pixels(path)
+    if is_still:
+        return in_form(interface, parameter, frames_THWC, is_still=True)
+    return in_form(interface, parameter, fitted(interface, parameter, frames_THWC, settings))
+
+
+def fitted(
+    interface: CallSignature, parameter: CallParameter, frames_THWC: Frames, settings: Settings
+) -> Frames:
+    """Frames resized to the output size with ``fit``, else unchanged."""
     keeps_size = parameter.name in (defaults.of(defaults.OWN_SIZE, interface.class_name) or ())
-    if settings.fit is not None and not (is_still or keeps_size):
-        frames_THWC = fit_image(frames_THWC, settings.height, settings.width, settings.fit)
+    if settings.fit is None or keeps_size:
+        return frames_THWC
+    return fit_image(frames_THWC, settings.height, settings.width, settings.fit)
+
+
+def in_form(
+    interface: CallSignature,
+    parameter: CallParameter,
+    frames_THWC: Frames,
+    *,
+    is_still: bool = False,
+) -> Any:
+    """Frames, uint8, as the pipeline expects them."""
+    from PIL import Image
+
     if parameter.form != "pictures":
         video = _tensor(interface, parameter, frames_THWC)
         return video if parameter.form == "tensor" else video.numpy()
     pictures = [Image.fromarray(frame) for frame in frames_THWC]
-    return pictures[0] if is_still else pictures
+    if is_still:
+        return pictures[0]
+    lists = defaults.of(defaults.LISTS_OF_VIDEOS, interface.class_name) or ()
+    return [pictures] if parameter.name in lists else pictures
+
+
+def _are_bytes(value: Any) -> bool:
+    """Whether it is the frames of a video, uint8 (T, H, W, 3)."""
+    is_bytes = isinstance(value, np.ndarray) and value.dtype == np.uint8
+    return is_bytes and value.ndim == 4 and value.shape[-1] == 3
 
 
 def _is_picture(path: str | os.PathLike[str]) -> bool:

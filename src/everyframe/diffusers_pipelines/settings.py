@@ -16,7 +16,7 @@ import numpy as np
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.plan import Settings
 from everyframe.core.request import Request
-from everyframe.diffusers_pipelines import call_options, media
+from everyframe.diffusers_pipelines import call_options, clip_continuation, media
 from everyframe.diffusers_pipelines.defaults import PipelineDefaults, denoisers
 from everyframe.diffusers_pipelines.image_forms import form_of, sides_of
 from everyframe.diffusers_pipelines.media import VideoSize
@@ -40,7 +40,6 @@ _MOST = 1_000_000
 _OF_PRESETS = ("num_inference_steps", "guidance_scale")
 _NO_USE = {
     "resolution": "it has no named sizes; give size WIDTHxHEIGHT",
-    "extend": "it can't continue a video",
     "edit_strength": "give its own parameter by option, if it has one",
 }
 
@@ -74,6 +73,9 @@ def resolve_settings(
     frames = _num_frames(sizes, request, fps, video, notes)
     steps = _preset_steps(sizes, request, notes) or interface.default_of("num_inference_steps")
     check_amount(frames, height, width)
+    for name, form in forms:
+        if name == clip_continuation.OPTION:
+            notes += clip_continuation.notes_of(sizes, form, frames, own)
     settings = Settings(
         prompt=call_options.text_of(own.get("prompt")) or request.prompt or "",
         negative_prompt=call_options.text_of(own.get("negative_prompt")) or request.negative_prompt,
@@ -111,19 +113,22 @@ def _shown(
 def _pictures_given(
     sizes: PipelineDefaults, title: str, request: Request, options: PipelineOptions
 ) -> tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]:
-    """Names of the request's images, and forms of those that are passed on unchanged.
+    """Names of the request's images and clip, and forms of those that are passed on unchanged.
 
     An unreadable file is reported here, before anything is loaded.
     """
     given = tuple(name for name in ("image", "last_image") if getattr(request, name) is not None)
+    clip = request.extend
+    forms = () if clip is None else ((clip_continuation.OPTION, clip_continuation.clip_form(clip)),)
+    names = (*given, *(name for name, _ in forms))
     if options.fit is None:
-        return given, tuple((name, form_of(getattr(request, name))) for name in given)
+        return names, (*((name, form_of(getattr(request, name))) for name in given), *forms)
     check_fit(options.fit)
     if sizes.interface.name_of("height") is None:
         raise InputError(f"fit has no effect on {title}: it chooses the size itself")
     for name in given:
         read_image(getattr(request, name))
-    return given, ()
+    return names, forms
 
 
 def _own_choices(interface: CallSignature, request: Request) -> tuple[str, ...]:
@@ -166,8 +171,8 @@ def _check_request(
     sizes: PipelineDefaults, title: str, request: Request, options: PipelineOptions
 ) -> None:
     interface = sizes.interface
-    takes_video = {"extend": "give the video as source"} if "video" in interface.parameters else {}
-    check_used(title, request, {**_NO_USE, **takes_video})
+    check_used(title, request, _NO_USE)
+    clip_continuation.check_clip(interface, title, request.extend, options.option)
     for name in NAMES:
         if getattr(request, name) is None or interface.name_of(name):
             continue
@@ -233,8 +238,10 @@ def check_options(
             raise InputError(f"{interface.class_name} has no parameter {name!r}{hint}")
         media.check(interface, parameter, value)
         _check_kind(interface, parameter, value)
+    clip = clip_continuation.continuation_of(interface)
+    others = {*given, *ours, *call_options.NAMES, *(() if clip is None else (clip.parameter,))}
     for parameter in interface.parameters.values():
-        if parameter.required and parameter.name not in {*given, *ours, *call_options.NAMES}:
+        if parameter.required and parameter.name not in others:
             what = "FILE, a video or a picture" if parameter.form else "VALUE"
             raise InputError(
                 f"{interface.class_name} can't do without {parameter.name!r}; "

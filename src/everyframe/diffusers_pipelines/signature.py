@@ -6,10 +6,11 @@ blocks for a modular one. Loads nothing.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, get_args
 
 #: Everyframe option -> names of the same parameter in pipelines, most common first.
@@ -36,6 +37,13 @@ _PLAIN: Mapping[str, type] = {"bool": bool, "int": int, "float": float, "str": s
 
 #: Word in a type annotation -> form in which images and arrays are passed.
 _FORMS: Mapping[str, str] = {"Image": "pictures", "Tensor": "tensor", "ndarray": "array"}
+#: Class of a modular pipeline's condition objects, where its blocks declare no more than a list.
+_UNTYPED_RECORDS: Mapping[tuple[str, str], tuple[str, str]] = {
+    (f"LTX2{version}ModularPipeline", "conditions"): (
+        "diffusers.pipelines.ltx2.pipeline_ltx2_condition", "LTX2VideoCondition"
+    )
+    for version in ("", "5")
+}  # fmt: skip
 #: Last words of the names of image parameters without an annotation.
 _OF_PICTURES = ("video", "image", "images", "mask", "frames")
 
@@ -121,7 +129,8 @@ def of_blocks(class_name: str, blocks: Any) -> CallSignature:
     for each in blocks.inputs:
         if each.name is not None:
             # What one workflow can't do without, another makes: nothing is required of all.
-            parameters[each.name] = declared(each.name, _default(each), False, each.type_hint)
+            found = declared(each.name, _default(each), False, each.type_hint)
+            parameters[each.name] = replace(found, record=_known_record(class_name, found))
     results = tuple(str(each.name) for each in blocks.outputs)
     return CallSignature(class_name, parameters, VIDEO_RESULT in results, True, results)
 
@@ -143,6 +152,15 @@ def _record(annotation: Any) -> type | None:
         return annotation
     found = (_record(each) for each in get_args(annotation))
     return next((each for each in found if each is not None), None)
+
+
+def _known_record(class_name: str, parameter: CallParameter) -> type | None:
+    """The dataclass of a modular pipeline's parameter, by its annotation or our table."""
+    known = _UNTYPED_RECORDS.get((class_name, parameter.name))
+    if known is None:
+        return parameter.record
+    record: type = getattr(importlib.import_module(known[0]), known[1])
+    return record
 
 
 def _default(given: Any) -> Any:

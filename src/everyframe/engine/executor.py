@@ -76,7 +76,13 @@ class InfeasiblePlanError(CannotRunError):
 
 
 class Executor(Protocol):
-    """Runs jobs somewhere else than in the calling process. All methods are thread-safe."""
+    """Runs jobs somewhere else than in the calling process. All methods are thread-safe.
+
+    Attributes:
+        has_batches: whether jobs of one `WorkerJob.batch` may be run at the same time.
+    """
+
+    has_batches: bool
 
     def run(
         self, job: WorkerJob, place: Path | None = None, stop: StopSwitch | None = None
@@ -124,6 +130,8 @@ def with_own_ranks(job: WorkerJob) -> WorkerJob:
 
 class FreshWorkers:
     """An executor with new worker processes for each job; nothing stays warm."""
+
+    has_batches = False
 
     def run(
         self, job: WorkerJob, place: Path | None = None, stop: StopSwitch | None = None

@@ -110,6 +110,8 @@ def _first_line(error: BaseException) -> str:
 class RayExecutor:
     """Runs jobs on the Ray cluster that this process has joined; see `ray_executor`."""
 
+    has_batches = False
+
     def __init__(self, place_timeout: float = PLACE_TIMEOUT, *, disconnects: bool = True) -> None:
         self._place_timeout = place_timeout
         self._disconnects = disconnects

@@ -14,7 +14,7 @@ from everyframe.core.plan import Settings
 from everyframe.core.request import Request
 from everyframe.media.output_path import exact_fps, sidecar_of
 from everyframe.media.pixels import check_range, fit_image, to_uint8
-from everyframe.media.read import picture_as_given, read_image, read_video
+from everyframe.media.read import picture_as_given, read_image, read_video, video_as_given
 from everyframe.media.video import Video
 from everyframe.runtime.interface import ConditioningFrames
 
@@ -30,7 +30,10 @@ def read_given(request: Request, settings: Settings) -> ConditioningFrames:
     Raises:
         MediaError: a file is not an image or video.
     """
-    as_given = {name: picture_as_given(getattr(request, name)) for name, _ in settings.given_forms}
+    as_given = {
+        name: (video_as_given if name == "extend" else picture_as_given)(getattr(request, name))
+        for name, _ in settings.given_forms
+    }
 
     def picture(source: Any) -> np.ndarray[Any, Any]:
         read = read_image(source)
@@ -45,7 +48,7 @@ def read_given(request: Request, settings: Settings) -> ConditioningFrames:
     }
     source: np.ndarray[Any, Any] | None = None
     notes: tuple[str, ...] = ()
-    if request.extend is not None:
+    if request.extend is not None and "extend" not in as_given:
         source, notes = _source(request.extend, settings)
     return ConditioningFrames(
         notes=notes,

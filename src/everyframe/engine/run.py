@@ -187,7 +187,7 @@ class _PlannedEvents:
     def __next__(self) -> Event:
         is_ours = self._plan.switches is None
         with (
-            _switched(self._plan, self._turn) if is_ours else nullcontext(),
+            torch_set_by(self._plan, self._turn) if is_ours else nullcontext(),
             translate_device_loss(self._device, self._where),
         ):
             try:
@@ -209,7 +209,7 @@ class _PlannedEvents:
 
 
 @contextmanager
-def _switched(plan: Plan, turn: Turn) -> Iterator[None]:
+def torch_set_by(plan: Plan, turn: Turn) -> Iterator[None]:
     """Context: torch is set as our plans require, whatever thread and process have set.
 
     Most settings are process-wide, so no other run of ours computes meanwhile.

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from weakref import WeakSet
@@ -22,6 +22,7 @@ from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine.executor import WarmModel, feasible_plan, warm_models, with_own_ranks
 from everyframe.engine.launcher import run_in_workers
+from everyframe.engine.shared_worker import BatchedWorker, SharedWorker
 from everyframe.engine.stop_switch import StopSwitch
 from everyframe.engine.worker_process import Worker, WorkerJob
 from everyframe.planning.input_checks import check_input_files
@@ -36,6 +37,8 @@ class WarmWorkers:
     A job that is closed before its end stops at its next step, within `stop_seconds`; then, or if
     it has several ranks, its workers are killed.
     """
+
+    has_batches = True
 
     def __init__(self, keep_warm: float = 600.0, stop_seconds: float = 10.0) -> None:
         self._keep_warm, self._stop_seconds = keep_warm, stop_seconds
@@ -97,6 +100,10 @@ class WarmWorkers:
     @contextmanager
     def _workers(self, job: WorkerJob) -> Iterator[Sequence[Worker]]:
         """Context: workers for the job, which go back to the idle ones if they are fit for more."""
+        if job.batch is not None:
+            with self._worker_of_batch(job, job.batch) as worker:
+                yield [worker]
+            return
         group = self._given(job)
         try:
             yield group.workers
@@ -106,17 +113,60 @@ class WarmWorkers:
                 raise WorkerDiedError(f"its workers were closed ({error})") from error
             raise
         finally:
-            is_fit = group.settles(self._stop_seconds)
+            self._put_back(group, is_fit=group.settles(self._stop_seconds))
+
+    @contextmanager
+    def _worker_of_batch(self, job: WorkerJob, batch: str) -> Iterator[Worker]:
+        """Context: the worker that computes this batch, or one that begins it."""
+        group, worker = self._joined(job, batch)
+        try:
+            yield worker
+        except WorkerDiedError as error:
+            if self._is_closed:
+                raise WorkerDiedError(f"its workers were closed ({error})") from error
+            raise
+        finally:
+            is_fit = worker.stop(self._stop_seconds)
+            worker.close()
             with self._lock:
-                self._busy.discard(group)
-                keeps = is_fit and not self._is_closed
-                if keeps:
-                    group.since = time.time()
-                    self._idle.append(group)
+                group.num_batched -= 1
+                is_last = not group.num_batched
+            if is_last or not is_fit:
+                self._put_back(group, is_fit=is_fit)
+
+    def _joined(self, job: WorkerJob, batch: str) -> tuple[_Group, BatchedWorker]:
+        """Workers that have the job beside others of its batch, or alone."""
+        with self._lock:
+            for group in self._busy:
+                shared = group.shared
+                if shared is not None and shared.batch == batch and shared.is_fit:
+                    with suppress(OSError):  # it died just now
+                        worker = shared.give(job)
+                        group.num_batched += 1
+                        return group, worker
+        group = self._taken(job)
+        group.shared = shared = SharedWorker(group.workers[0], batch)
+        try:
+            worker = shared.give(job)
+        except OSError:  # it died while it was idle
+            group.kill()
+            return self._joined(job, batch)
+        group.num_batched = 1
+        return group, worker
+
+    def _put_back(self, group: _Group, *, is_fit: bool) -> None:
+        """Put workers to the idle ones if they are fit for further jobs; end them otherwise."""
+        with self._lock:
+            self._busy.discard(group)
+            keeps = is_fit and not self._is_closed
+            group.shared = None
             if keeps:
-                self._reap_later()
-            else:
-                group.kill()
+                group.since = time.time()
+                self._idle.append(group)
+        if keeps:
+            self._reap_later()
+        else:
+            group.kill()
 
     def _given(self, job: WorkerJob) -> _Group:
         """Workers that have the job."""
@@ -179,11 +229,19 @@ class WarmWorkers:
 
 
 class _Group:
-    """The workers of the ranks of one job at a time."""
+    """The workers of the ranks of one job at a time, or one worker of a batch of jobs.
+
+    Attributes:
+        since: when its last job ended.
+        shared: the jobs of its batch; None for a job alone.
+        num_batched: number of those that somebody listens to.
+    """
 
     def __init__(self, num_ranks: int) -> None:
         self.workers = [Worker() for _ in range(num_ranks)]
         self.since = time.time()
+        self.shared: SharedWorker | None = None
+        self.num_batched = 0
         self._environment = _environment()
 
     def fits(self, num_ranks: int) -> bool:

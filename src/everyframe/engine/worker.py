@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -21,7 +20,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from everyframe.checkpoints.read_progress import watch_reads
 from everyframe.core.errors import EveryframeError, WorkerDiedError
 from everyframe.core.events import (
     ComponentLoaded,
@@ -36,10 +34,16 @@ from everyframe.core.events import (
 from everyframe.core.facts import MachineFacts
 from everyframe.engine.error_transfer import error_data
 from everyframe.engine.flight_recorder import FlightRecorder
+from everyframe.engine.module_watch import ModuleWatch
 from everyframe.engine.worker_process import WorkerJob, receive, send
+from everyframe.hardware.import_logs import mute_torchao_imports
 
 if TYPE_CHECKING:
     from everyframe.runtime.component_cache import ComponentCache
+
+
+#: Events after which a run imports nothing large.
+_LAST_IMPORTS = (WeightsReady, StageStarted)
 
 
 def serve(descriptor: int) -> None:
@@ -58,7 +62,8 @@ def serve(descriptor: int) -> None:
             raise job
         for number in (1, 2):  # standard output is the other process's
             os.dup2(own_output, number)
-        if not _run_job(job, inbox, desk):
+        run = _run_job if job.batch is None else _run_batch
+        if not run(job, inbox, desk):
             return
 
 
@@ -80,8 +85,7 @@ def _run_job(job: WorkerJob, inbox: _Inbox, desk: _Desk) -> bool:
         return False  # nobody is there to read it
     except Exception as error:  # noqa: BLE001 - raised again in the other process
         # After an error for the user all is as before; after another, or among ranks, who knows.
-        is_ours = isinstance(error, EveryframeError) and not isinstance(error, WorkerDiedError)
-        waits = job.stays and is_ours and len(job.weights) == 1
+        waits = job.stays and _is_ours(error) and len(job.weights) == 1
         send(connection, "error", {**error_data(error), "waits": waits, "warm": desk.warm()})
         return waits
     return job.stays
@@ -93,7 +97,7 @@ def _send_events(job: WorkerJob, inbox: _Inbox, events: Iterator[Event]) -> None
     for event in events:
         if inbox.is_stopped.is_set():
             return
-        if isinstance(event, (WeightsReady, StageStarted)):
+        if isinstance(event, _LAST_IMPORTS):
             gc.enable()
         if speaks:
             send(inbox.connection, "event", _light(event, job.as_uint8))
@@ -107,6 +111,67 @@ def _send_events(job: WorkerJob, inbox: _Inbox, events: Iterator[Event]) -> None
                 speaks = division is None or division.reports_events(job.rank)
 
 
+def _run_batch(first: WorkerJob, inbox: _Inbox, desk: _Desk) -> bool:
+    """Run a job, and others of its batch that arrive meanwhile, until all have ended.
+
+    Returns whether this process can run another.
+    """
+    from everyframe.engine.batched_runs import BatchedRuns, RunEnded
+
+    batch, jobs, waits = BatchedRuns(), dict[Any, tuple[WorkerJob, FlightRecorder]](), True
+
+    def join(job: WorkerJob) -> None:
+        desk.log_to(inbox.connection, job.log_level)
+        try:
+            trail = desk.trail_of(job)
+        except EveryframeError as error:
+            _send_end(error, job, inbox, desk)
+            return
+        assert job.tag is not None, "a job of a batch"
+        jobs[job.tag] = job, trail
+        batch.add(job.tag, lambda: _watched(_events(job, trail, desk), trail, desk))
+
+    join(first)
+    try:
+        for tag, event in batch.events():
+            job, trail = jobs[tag]
+            if isinstance(event, RunEnded):
+                del jobs[tag]
+                # Module calls go on, and are written where somebody may look.
+                for _, other in jobs.values():
+                    desk.watch(other)
+                trail.close()
+                waits = _send_end(event.error, job, inbox, desk) and waits
+            else:
+                if isinstance(event, _LAST_IMPORTS):
+                    gc.enable()
+                send(inbox.connection, "event", _light(event, job.as_uint8), tag)
+                if isinstance(event, WeightsReady):
+                    _print_into(job.folder / f"printed-{job.rank}")
+            # A batch whose modules a run has changed takes no other; they begin another one.
+            for new in () if batch.is_closed else inbox.arrived():
+                join(new)
+            for stopped in inbox.stopped():
+                batch.stop(stopped)
+    except BrokenPipeError:
+        return False  # nobody is there to read it
+    return waits
+
+
+def _send_end(error: Exception | None, job: WorkerJob, inbox: _Inbox, desk: _Desk) -> bool:
+    """Send the end of a job of a batch; whether this process can run another."""
+    waits = error is None or _is_ours(error)
+    said = {"waits": waits, "warm": desk.warm()}
+    name, value = ("end", said) if error is None else ("error", {**error_data(error), **said})
+    send(inbox.connection, name, value, job.tag)
+    return waits
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether it is an error for the user, after which all is as before."""
+    return isinstance(error, EveryframeError) and not isinstance(error, WorkerDiedError)
+
+
 class _Inbox:
     """The parent's messages: jobs, and the word to stop one. This process ends with the parent.
 
@@ -117,7 +182,21 @@ class _Inbox:
         self.connection = connection
         self.jobs: SimpleQueue[WorkerJob | Exception] = SimpleQueue()
         self.is_stopped = threading.Event()
+        self._stopped: SimpleQueue[int] = SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
+
+    def arrived(self) -> Iterator[WorkerJob]:
+        """Jobs that have arrived since the last call; raises what went wrong with one."""
+        while not self.jobs.empty():
+            job = self.jobs.get()
+            if isinstance(job, Exception):
+                raise job
+            yield job
+
+    def stopped(self) -> Iterator[int]:
+        """Tags of jobs that were stopped since the last call."""
+        while not self._stopped.empty():
+            yield self._stopped.get()
 
     def _read(self) -> None:
         try:
@@ -128,7 +207,10 @@ class _Inbox:
                     self.jobs.put(value)
                 else:
                     assert name == "stop", name
-                    self.is_stopped.set()
+                    if value is None:
+                        self.is_stopped.set()
+                    else:
+                        self._stopped.put(value)
         except (EOFError, OSError):
             os.kill(os.getpid(), signal.SIGKILL)
         except Exception as error:  # noqa: BLE001 - raised where jobs are waited for
@@ -139,7 +221,7 @@ class _Desk:
     """What this process has from its first job on: its log, its watch over module calls."""
 
     def __init__(self) -> None:
-        self._watch: _Watch | None = None
+        self._watch: ModuleWatch | None = None
         self._cache: ComponentCache | None = None
         self._logs = False
 
@@ -147,10 +229,10 @@ class _Desk:
         """A new flight recorder for the job."""
         return FlightRecorder(job.folder / f"trail-{job.rank}")
 
-    def watch(self, trail: FlightRecorder) -> _Watch:
+    def watch(self, trail: FlightRecorder) -> ModuleWatch:
         """The watch over all module calls, which writes to that flight recorder."""
         if self._watch is None:
-            self._watch = _Watch(trail)
+            self._watch = ModuleWatch(trail)
         self._watch.write_to(trail)
         return self._watch
 
@@ -188,6 +270,7 @@ def _log_to(connection: Connection) -> None:
             send(connection, "log", [record.name, record.levelno, self.format(record)])
 
     logging.getLogger().addHandler(ToTheOther())
+    mute_torchao_imports()
     logging.captureWarnings(True)
 
 
@@ -240,7 +323,7 @@ def _plan(job: WorkerJob, cache: ComponentCache | None) -> Events:
     yield Planned(resolve(job.request, freed=freed))
 
 
-def _watched(events: Iterator[Event], trail: FlightRecorder, desk: _Desk) -> Iterator[Event]:
+def _watched(events: Iterator[Event], trail: FlightRecorder, desk: _Desk) -> Events:
     """Pass events through and record stages and steps in the flight recorder."""
     watch = desk.watch(trail)
     stage, num_steps = "", 0
@@ -254,70 +337,6 @@ def _watched(events: Iterator[Event], trail: FlightRecorder, desk: _Desk) -> Ite
         elif isinstance(event, Step):
             trail.at(stage, event.step + 1, num_steps)
         yield event
-
-
-class _Watch:
-    """Record each module call in the flight recorder, by a global module hook.
-
-    Modules are identified by memory address and not referenced; a reference would keep weights
-    alive.
-    """
-
-    def __init__(self, trail: FlightRecorder) -> None:
-        import torch
-        from torch.nn.modules.module import register_module_forward_pre_hook
-
-        self._trail = trail
-        watch_reads(lambda begins: self._trail.read(begins))
-        self._tensor = torch.Tensor
-        self._is_compiling = torch.compiler.is_compiling
-        self._components: list[str] = []
-        self._numbers: dict[int, int] = {}
-        self._dtypes: dict[Any, int] = {}
-        register_module_forward_pre_hook(self._before)
-        # The hook is ours, and does nothing while a module is compiled.
-        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
-        # It is diffusers that calls it so, and what that takes is in the plan.
-        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
-
-    def write_to(self, trail: FlightRecorder) -> None:
-        """Write to that flight recorder from now on; it knows no names yet."""
-        self._trail = trail
-        self._dtypes.clear()
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget all modules at a new stage; others may take their addresses."""
-        self._components.clear()
-        self._numbers.clear()
-
-    def loaded(self, component: str) -> None:
-        """Register a component of this stage."""
-        self._components.append(component)
-        self._numbers.clear()
-
-    def _before(self, module: Any, given: tuple[Any, ...]) -> None:
-        if self._is_compiling():
-            return
-        number = self._numbers.get(id(module)) or self._learn(module)
-        if given and isinstance(given[0], self._tensor):
-            first = given[0]
-            dtype = self._dtypes.get(first.dtype)
-            if dtype is None:
-                name = str(first.dtype).removeprefix("torch.")
-                dtype = self._dtypes[first.dtype] = self._trail.learn(name)
-            self._trail.enter(number, dtype, first.shape)
-        else:
-            self._trail.enter(number, 0, ())
-
-    def _learn(self, module: Any) -> int:
-        """Number the module and its submodules; the first module called is the outermost."""
-        alone = self._components[0] if len(self._components) == 1 else type(module).__name__
-        for name, part in module.named_modules():
-            place = ".".join(each for each in (alone, name) if each)
-            name = f"{place} ({type(part).__name__})"
-            self._numbers[id(part)] = self._trail.learn(name)
-        return self._numbers[id(module)]
 
 
 def _light(event: Event, as_uint8: bool) -> Event:

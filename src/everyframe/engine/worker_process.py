@@ -67,6 +67,9 @@ class WorkerJob:
         keeps_run: the run folder stays when the run is done, until whoever asked removes it.
         plans: only plan the request: `Planned` is the one event.
         stays: the worker waits for another job afterwards, and keeps what it loaded.
+        batch: names the batch of runs that it may be computed in, of one plan on one device; such
+            jobs go to a worker that may be at work on others of the batch. None for a job alone.
+        tag: number of a job of a batch, which its messages carry.
         free_memory: bytes by device that count as free at least, since other workers free them
             for the next run; for a job that only plans.
         place: the worker's current folder; None for that in which it was started.
@@ -94,6 +97,8 @@ class WorkerJob:
     keeps_run: bool = False
     plans: bool = False
     stays: bool = False
+    batch: str | None = None
+    tag: int | None = None
     free_memory: Mapping[str, int] = field(default_factory=dict)
     place: Path | None = None
     folder: Path = field(default_factory=Path)
@@ -217,8 +222,8 @@ class Channel(Protocol):
 _SENDING = threading.Lock()
 
 
-def send(connection: Channel, name: str, value: Any = None) -> None:
-    """Send a message.
+def send(connection: Channel, name: str, value: Any = None, tag: int | None = None) -> None:
+    """Send a message; `tag` is the job of a batch that it is about.
 
     Raises:
         OSError: the other side is gone.
@@ -226,7 +231,7 @@ def send(connection: Channel, name: str, value: Any = None) -> None:
     """
     parts: list[Any] = []
     plain = to_jsonable(value, _taking(parts))
-    head = {"name": name, "value": plain, "parts": len(parts)}
+    head = {"name": name, "value": plain, "parts": len(parts), "tag": tag}
     with _SENDING:
         connection.send_bytes(json.dumps(head).encode())
         for part in parts:
@@ -242,6 +247,13 @@ def receive(connection: Channel) -> tuple[str, Any]:
     head = json.loads(connection.recv_bytes())
     parts = [connection.recv_bytes() for _ in range(head["parts"])]
     return head["name"], from_jsonable(head["value"], lambda mark: _made(mark, parts))
+
+
+def receive_raw(connection: Channel) -> tuple[int | None, list[bytes]]:
+    """The tag of the next message, and its bytes as they are; errors as of `receive`."""
+    first = connection.recv_bytes()
+    head = json.loads(first)
+    return head["tag"], [first, *(connection.recv_bytes() for _ in range(head["parts"]))]
 
 
 def _taking(parts: list[Any]) -> Callable[[Any], dict[str, Any] | None]:

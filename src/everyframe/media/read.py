@@ -100,6 +100,15 @@ def picture_as_given(source: Any) -> Any:
     return source
 
 
+def video_as_given(source: Any) -> Any:
+    """Load a video for a caller that accepts many types: the frames (T, H, W, 3) of a file, a
+    folder or a `Video`. Other values pass through unchanged.
+    """
+    if isinstance(source, (str, os.PathLike)):
+        return read_pixels(source)
+    return getattr(source, "frames", source)
+
+
 def is_picture_of_integers(value: Any) -> bool:
     """Whether the value is an array or tensor of one picture with 8 or 16 bits."""
     if is_tensor(value):

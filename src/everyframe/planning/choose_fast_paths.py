@@ -84,7 +84,7 @@ def pins_of(request: Request, device: DeviceFacts, *, is_here: bool = True) -> F
             raise InputError(f"quantize={kind} and compile: give one of them; blocks are compiled "
                              "with their layers as they are")  # fmt: skip
         if is_here and find_spec("torchao") is None:
-            raise MissingPackageError(f"{kind} needs torchao: pip install torchao")
+            raise MissingPackageError(f"{kind} needs torchao: pip install 'everyframe[torchao]'")
     if request.compiled is not None and is_here:
         # Not on top: this brings torch.
         from everyframe.fast_paths.package_store import check

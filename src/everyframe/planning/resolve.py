@@ -28,6 +28,7 @@ from everyframe.families.registry import check_option_names, family_options
 from everyframe.hardware.facts import Freed, machine_facts
 from everyframe.hardware.profiles import machine_of
 from everyframe.planning import component_certificates
+from everyframe.planning.batches import with_batch
 from everyframe.planning.blocked_paths import known
 from everyframe.planning.choose_fast_paths import FastPathChooser, pins_of
 from everyframe.planning.component_memory import ComponentPlanner
@@ -162,10 +163,9 @@ def _prepared(
 
     (shares, fit_used, fitted), quality = _fit_to_quality(fit, request, model, settings, device)
     preview, preview_notes = plan_previews(request, model, fitted.settings)
-    notes = (*notes, *quality.notes, *preview_notes)
+    unread = model.unread(settings) if with_seconds and isinstance(model, PromptReadingSpec) else ()
+    notes = (*notes, *quality.notes, *preview_notes, *unread)
     rates = rates_of(fitted, devices[shares.rank], num_threads) if with_seconds else None
-    if with_seconds and isinstance(model, PromptReadingSpec):
-        notes = (*notes, *model.unread(settings))
     plan = Plan(
         model=model.name,
         family=family_name,
@@ -187,8 +187,9 @@ def _prepared(
         preview=preview,
     )
     # What somebody has in memory is there already: what is free says nothing against it.
-    reason = None if given is not None else infeasible_reason(plan, fit_used, fitted, facts)
-    return PreparedPlan(replace(plan, infeasible=reason), model, fitted, chooser)
+    if given is None:
+        plan = replace(plan, infeasible=infeasible_reason(plan, fit_used, fitted, facts))
+    return PreparedPlan(with_batch(plan, model) if is_own else plan, model, fitted, chooser)
 
 
 def _notes(model: ModelSpec, shares: BalancedPlan, fitted: FitResult) -> tuple[str, ...]:

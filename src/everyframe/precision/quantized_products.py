@@ -30,7 +30,9 @@ def torchao(kind: str) -> Any:
     try:
         from torchao import quantization
     except ImportError as error:
-        raise MissingPackageError(f"{kind} needs torchao: pip install torchao") from error
+        raise MissingPackageError(
+            f"{kind} needs torchao: pip install 'everyframe[torchao]'"
+        ) from error
     return quantization
 
 

@@ -1,25 +1,24 @@
 """Components and encoded prompts that stay in memory from one run to the next.
 
 A `ComponentCache` is shared by runs, also of several threads and models. Each run has a
-`WarmComponents` of its own, which lends components from it: one run at a time has a component.
-After its stage a component goes back only if it is as it was right after loading, bit for bit
-(`component_state.py`). The least recently used go first when the next stage needs their memory.
+`WarmComponents` of its own, which lends components from it: one run at a time has a component, or
+the runs of one batch (`batch_member.py`). After its stage a component goes back only if it is as it
+was right after loading, bit for bit (`component_state.py`). The least recently used go first when
+the next stage needs their memory.
 """
 
 from __future__ import annotations
 
 import gc
-import hashlib
 import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,8 +28,10 @@ from everyframe.core.facts import MachineFacts
 from everyframe.core.plan import ComponentPlan, Plan
 from everyframe.hardware.memory import OutOfMemory, catch_out_of_memory, empty_cache
 from everyframe.precision.cast_hooks import map_tensors
+from everyframe.runtime.batch_member import MEMBER
 from everyframe.runtime.component_observers import is_component_awaited
 from everyframe.runtime.component_state import ComponentState
+from everyframe.runtime.input_digest import digest_of
 
 _log = logging.getLogger(__name__)
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -48,7 +49,10 @@ Rewrite = Callable[[nn.Module, Collection[str]], bool]
 
 @dataclass
 class _Entry:
-    """A component that waits for its next run; LoRAs are merged into the `patched` parameters."""
+    """A component that waits for its next run; LoRAs are merged into the `patched` parameters.
+
+    `num_runs` of a batch have it; one of them left it in a state that can't be told (`is_changed`).
+    """
 
     model: str
     device: str
@@ -57,6 +61,8 @@ class _Entry:
     loras: Hashable
     patched: frozenset[str]
     since: float = field(default_factory=time.time)
+    num_runs: int = 0
+    is_changed: bool = False
 
 
 class ComponentCache:
@@ -65,6 +71,7 @@ class ComponentCache:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: OrderedDict[_Key, _Entry] = OrderedDict()
+        self._shared: dict[_Key, _Entry] = {}
         self._encoded: OrderedDict[Hashable, Any] = OrderedDict()
         self._checked: set[Hashable] = set()
 
@@ -113,6 +120,34 @@ class ComponentCache:
             if not others:
                 return None
             return self._waiting.pop(key if key in others else others[-1])
+
+    def shared(self, key: _Key) -> _Entry | None:
+        """The component that other runs of this batch have; None if there is none."""
+        return self._shared.get(key)
+
+    def share(self, key: _Key, entry: _Entry) -> None:
+        """Note that one more run of the batch has the component."""
+        with self._lock:
+            entry.num_runs += 1
+            self._shared[key] = entry
+
+    def release(self, key: _Key, entry: _Entry, *, is_intact: bool) -> bool:
+        """Note that a run is done with a component; whether it may be put back now."""
+        with self._lock:
+            if self._shared.get(key) is entry:
+                entry.num_runs -= 1
+                entry.is_changed |= not is_intact
+                if entry.num_runs:
+                    return False
+                del self._shared[key]
+                return not entry.is_changed
+            return is_intact
+
+    def lent_bytes(self, device: str, own: Iterable[_Entry]) -> int:
+        """Bytes of these components, and of those that other runs of the batch have."""
+        with self._lock:
+            entries = {id(each): each for each in (*own, *self._shared.values())}
+        return sum(e.state.num_bytes for e in entries.values() if e.device == device)
 
     def put(self, key: _Key, entry: _Entry) -> None:
         """Put a component back, as the most recently used one."""
@@ -186,7 +221,10 @@ class WarmComponents:
         if self.cache is None or self.plan is None or key is None or is_component_awaited():
             return load()
         part = self.plan.component(name)
-        entry = self.cache.take(key)
+        is_batch = MEMBER.get() is not None
+        entry = self.cache.shared(key) if is_batch else None
+        if entry is None:
+            entry = self.cache.take(key)
         if entry is not None and entry.loras != self.loras:
             entry = self._rewritten(entry, rewrite, patched)
         self._make_room(part, entry)
@@ -202,6 +240,8 @@ class WarmComponents:
                 self.loras,
                 frozenset(patched),
             )
+        if is_batch:
+            self.cache.share(key, entry)
         self._lent[name] = (key, entry)
         return entry.module  # type: ignore[return-value]
 
@@ -226,7 +266,7 @@ class WarmComponents:
         """Free others, so that all that the stage needs fits into the memory that was planned."""
         assert self.cache is not None
         assert self.plan is not None
-        lent = sum(e.state.num_bytes for _, e in self._lent.values() if e.device == part.device)
+        lent = self.cache.lent_bytes(part.device, (each for _, each in self._lent.values()))
         needed = lent + part.working_bytes
         needed += part.weight_bytes if entry is None else entry.state.num_bytes
         usable = int(self.plan.device.free_memory * USABLE_SHARE)
@@ -240,13 +280,17 @@ class WarmComponents:
 
     def drop(self, component: str) -> None:
         """Don't give back a component that was changed, nor what it encoded."""
-        self._lent.pop(component, None)
+        if component in self._lent:
+            assert self.cache is not None
+            self.cache.release(*self._lent.pop(component), is_intact=False)
         self._pending = {k: v for k, v in self._pending.items() if v[0] != component}
 
     def give_back(self) -> None:
         """Give all components back that are as they were, and what was encoded."""
         for name, (key, entry) in self._lent.items():
             assert self.cache is not None
+            if not self.cache.release(key, entry, is_intact=True):
+                continue
             changed = entry.state.restore()
             if changed:
                 _log.info("%s of %s does not stay in memory: %s", name, entry.model, changed)
@@ -255,10 +299,13 @@ class WarmComponents:
         for inputs, (_, results) in self._pending.items():
             assert self.cache is not None
             self.cache.keep_encoded(inputs, results)
-        self.drop_all()
+        self._lent, self._pending = {}, {}
 
     def drop_all(self) -> None:
         """Give nothing back."""
+        for key, entry in self._lent.values():
+            assert self.cache is not None
+            self.cache.release(key, entry, is_intact=False)
         self._lent, self._pending = {}, {}
 
     @contextmanager
@@ -307,41 +354,6 @@ class WarmComponents:
             return None
         how = (part.name, part.device, part.precision, part.repairs, part.fast_paths)
         return (self.identity, self.plan.num_threads, repr(how)), self.loras
-
-
-def digest_of(value: object) -> str | None:
-    """Hash of tensors, arrays and plain values in containers; None if it holds anything else."""
-    hasher = hashlib.sha256()
-    for each in _leaves(value):
-        if each is _UNKNOWN:
-            return None
-        hasher.update(each)
-    return hasher.hexdigest()
-
-
-_UNKNOWN: Any = object()
-
-
-def _leaves(value: Any) -> Iterator[bytes]:
-    if isinstance(value, Tensor):
-        flat = value.detach().to("cpu").contiguous()
-        yield f"tensor {value.dtype} {tuple(value.shape)} {value.device}".encode()
-        yield flat.reshape(-1).view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, np.ndarray):
-        yield f"array {value.dtype} {value.shape}".encode()
-        yield np.ascontiguousarray(value).tobytes()
-    elif value is None or isinstance(value, (bool, int, float, str)):
-        yield f"{type(value).__name__} {value!r};".encode()
-    elif isinstance(value, (tuple, list)):
-        yield f"{type(value).__name__} {len(value)}:".encode()
-        for each in value:
-            yield from _leaves(each)
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield f"{type(value).__qualname__}:".encode()
-        for part in fields(value):
-            yield from _leaves(getattr(value, part.name))
-    else:
-        yield _UNKNOWN
 
 
 def _tensors(results: Any) -> list[Tensor]:

@@ -25,6 +25,7 @@ from everyframe.core.quality import SamplingMethod
 from everyframe.fast_paths.deep_features import DeepFeatures
 from everyframe.numerics.tensor_stats import value_range
 from everyframe.parallel.communicator import SingleRank
+from everyframe.runtime.batch_member import MEMBER
 from everyframe.runtime.deep_cache import DeepCachedDenoise
 from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import VideoState
@@ -200,7 +201,9 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
             modules[name] = yield from self.context.loaded(name)
         num_steps, total = self.steps_per_video, self.num_steps(len(videos))
         previewer = self.context.previewer()
-        with self.shard(modules) as patch:
+        member = MEMBER.get()
+        shared = None if member is None else member.denoising(modules, self.shard)
+        with shared or self.shard(modules) as patch:
             apart = patch.apart if patch.team.size > 1 else None
             guard = self.context.guard(self.name, modules, apart)
             for number, video in enumerate(videos):
@@ -312,7 +315,8 @@ class GuardedDenoiser:
 
         # A run that goes on from a later step has the repairs that its first step asked for.
         probe = self._guard.probe() if step == 1 else None
-        with probe or nullcontext():
+        member = None if probe is not None else MEMBER.get()
+        with probe or (nullcontext() if member is None else member.meeting()):
             # A weak reference: a repeated call needs the memory of the denoiser that failed.
             compute = partial(weakref.proxy(self._denoise), *given)
             answer: Tensor = self._guard.spared(step, compute, again)

@@ -16,6 +16,7 @@ from everyframe.core.errors import CannotRunError, DistributedOutOfMemoryError, 
 from everyframe.core.plan import Plan, Settings
 from everyframe.hardware.memory import empty_cache, is_out_of_memory
 from everyframe.runtime import offload
+from everyframe.runtime.batch_member import change_modules
 from everyframe.runtime.interface import MemorySavings
 from everyframe.runtime.memory_fallbacks import (
     CACHE_RELEASED,
@@ -176,8 +177,10 @@ class OomFallbacks:
     def next(self, at: str = "") -> MemoryFallback | None:
         """Apply the next fallback, after emptying torch's cache. None if there is none left.
 
-        `at` is the component that ran out of memory, if the stage knows.
+        `at` is the component that ran out of memory, if the stage knows. Raises `LeftBatchError` in
+        a batch, whose runs share the components.
         """
+        change_modules("memory ran out")
         empty_cache()
         found = self._left.next(self._components(at))
         if found is not None:

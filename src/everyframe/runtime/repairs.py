@@ -25,6 +25,7 @@ from everyframe.precision import cast_hooks
 from everyframe.precision.cast_hooks import CastHooks
 from everyframe.precision.dtypes import dtype_name, torch_dtype
 from everyframe.precision.upcast import Upcast, is_below, narrowest, next_rung
+from everyframe.runtime.batch_member import change_modules
 
 #: Undoes a repair.
 Undo = Callable[[], None]
@@ -156,7 +157,8 @@ class RepairSet:
         return not before or is_below(before[-1], to)
 
     def put_on(self, remedy: Repair) -> None:
-        """Apply a repair."""
+        """Apply a repair. Raises `LeftBatchError` in a batch, whose runs share the component."""
+        change_modules(f"{remedy.place} needs {remedy.to}")
         part = self._parts[remedy.component]
         # Does nothing where the plan has put casts on already; somebody else's module has none.
         self._joined.append(cast_hooks.add_input_casts(part))

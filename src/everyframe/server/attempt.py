@@ -35,7 +35,7 @@ from everyframe.runs.folder import RunFolder, all_runs
 from everyframe.server.data_folder import DataFolder
 from everyframe.server.jobs import Job
 from everyframe.server.outputs import JobOutputs
-from everyframe.server.plan_summary import plan_summary, resolved_of
+from everyframe.server.plan_summary import plan_data, resolved_of
 from everyframe.server.progress import ProgressMeter
 from everyframe.server.store import JobStore
 
@@ -65,6 +65,8 @@ class AttemptOptions:
 class Attempt:
     """One attempt of a job in a device group; `devices` are the group's, None for any.
 
+    `batch` is the one that it may be computed in; ``on_plan(plan)`` is called with its plan.
+
     Attributes:
         stop: stops it, from any thread; the run stays.
         reason: why it was stopped: ``cancel`` or ``drain``.
@@ -79,6 +81,9 @@ class Attempt:
         options: AttemptOptions,
         devices: str | None = None,
         scarcity: OutOfMemoryInfo | None = None,
+        *,
+        batch: str | None = None,
+        on_plan: Callable[[Plan], None] = lambda plan: None,
     ) -> None:
         self.job = job
         self.stop = StopSwitch()
@@ -90,6 +95,7 @@ class Attempt:
         self._options = options
         self._devices = devices
         self._scarcity = scarcity
+        self._batch, self._on_plan = batch, on_plan
         self._report: dict[str, Any] = {"warnings": [], "repairs": [], **job.report}
         self._stages: dict[str, float] = dict(self._report.get("stage_durations", {}))
         self._began = time.monotonic()
@@ -187,7 +193,9 @@ class Attempt:
             options.setdefault("preview", True)
         root = self._folder.runs_of(id)
         root.mkdir(mode=0o700, exist_ok=True)
-        return replace(common, request=self._folder.request_of(options), root=root)
+        request = self._folder.request_of(options)
+        batch = self._batch if request.num_ranks == 1 else None
+        return replace(common, request=request, root=root, batch=batch)
 
     def _has_moved(self) -> bool:
         return self._devices is not None and self.job.resolved.get("devices") != self._devices
@@ -211,7 +219,8 @@ class Attempt:
         resolved = {**self.job.resolved, **resolved_of(plan)}
         if self._devices is not None:
             resolved["devices"] = self._devices
-        self._store.update(self.job.id, resolved=resolved, event=("planned", plan_summary(plan)))
+        self._on_plan(plan)
+        self._store.update(self.job.id, resolved=resolved, event=("planned", plan_data(plan)))
         for note in plan.notes:
             self._warn(note)
 

@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+import anyio
+import anyio.to_thread
 from fastapi import Request
 from python_multipart.exceptions import FormParserError
 from starlette.datastructures import UploadFile
@@ -27,6 +28,9 @@ from everyframe.server.settings import Limits
 _BRACKETS = re.compile(r"([^\[\]]+)\[([^\[\]]*)\]")
 #: Bytes that a slow body must bring in `Limits.body_seconds`.
 _LEAST_BYTES = 512 * 1024
+#: Bytes of a body that is parsed in the event loop, where it holds up others for a millisecond.
+_SMALL_BYTES = 16 * 1024
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,13 @@ class Body:
         fields: values by name: texts of a form, any JSON of a JSON body.
         files: uploads by the name of their field.
         digest: SHA-256 of the body and its form, in hexadecimal.
+        is_small: whether it is quick to parse.
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
     digest: str = ""
+    is_small: bool = False
 
 
 async def read_body(request: Request, limits: Limits) -> Body:
@@ -59,7 +65,8 @@ async def read_body(request: Request, limits: Limits) -> Body:
     elif kind == "application/x-www-form-urlencoded":
         fields, files = await _read_form(request, data, limits), {}
     elif kind == "application/json" or kind.endswith("+json"):
-        fields, files = _read_json(await data.whole()), {}
+        text = await data.whole()
+        fields, files = await _off_loop(data.is_small, _read_json, text), {}
     else:
         if await data.whole():
             raise ApiError(
@@ -67,7 +74,13 @@ async def read_body(request: Request, limits: Limits) -> Body:
                 f"the body must be application/json, multipart/form-data or a form, got {kind!r}",
             )
         fields, files = {}, {}
-    return Body(fields, files, _digest(fields, files))
+    digest = await _off_loop(data.is_small, _digest, fields, files)
+    return Body(fields, files, digest, data.is_small)
+
+
+async def _off_loop(is_quick: bool, function: Callable[..., _T], *values: Any) -> _T:
+    """Call a function, in a thread unless it is quick: no large body holds up other clients."""
+    return function(*values) if is_quick else await anyio.to_thread.run_sync(function, *values)
 
 
 def _digest(fields: Mapping[str, Any], files: Mapping[str, bytes]) -> str:
@@ -88,6 +101,11 @@ class _CountedBody:
         length = request.headers.get("content-length", "")
         if length.isdigit() and int(length) > limits.body_bytes:
             raise self._too_large()
+
+    @property
+    def is_small(self) -> bool:
+        """Whether what came until now is quick to parse."""
+        return self._size <= _SMALL_BYTES
 
     async def whole(self) -> bytes:
         """All of it."""
@@ -112,8 +130,9 @@ class _CountedBody:
         allowed = self._limits.body_seconds
         budget = allowed * (1 + self._size / _LEAST_BYTES) - (time.monotonic() - self._began)
         try:
-            return await asyncio.wait_for(self._request.receive(), min(allowed, max(budget, 0)))
-        except (TimeoutError, asyncio.TimeoutError):
+            with anyio.fail_after(min(allowed, max(budget, 0))):
+                return await self._request.receive()
+        except TimeoutError:
             raise ApiError(
                 "too_slow",
                 f"the body came too slowly: {self._size} bytes in "

@@ -17,6 +17,7 @@ from everyframe.server.data_folder import DataFolder, is_video_id
 from everyframe.server.dispatcher import Dispatcher
 from everyframe.server.errors import ApiError, api_error
 from everyframe.server.event_stream import EventHub
+from everyframe.server.job_adder import JobAdder
 from everyframe.server.jobs import Job
 from everyframe.server.machine import RememberedAnswer, doctor_answer, facts_answer
 from everyframe.server.media_inputs import StoredMedia, bytes_of_data_url, store_media
@@ -47,6 +48,7 @@ class ServerContext:
     models: ModelRegistry = field(init=False)
     loras: LoraRegistry = field(init=False)
     access: Access = field(init=False)
+    adder: JobAdder = field(init=False)
     plans: PlanCache = field(init=False)
     creations: RateLimit = field(init=False)
     logins: RateLimit = field(init=False)
@@ -63,6 +65,7 @@ class ServerContext:
         self.models = ModelRegistry(self.settings.models)
         self.loras = LoraRegistry(self.settings.loras)
         self.access = Access(self.settings)
+        self.adder = JobAdder(self.store)
         self.plans = PlanCache(self.executor, self.folder)
         limits = self.settings.limits
         self.creations = RateLimit(limits.creations_a_minute if self.settings.limits_keys else None)
@@ -108,12 +111,21 @@ class ServerContext:
 
     async def job(self, id: str, who: Principal) -> Job:  # noqa: A002
         """The job of that id that this one may see. Raises `ApiError` if there is none."""
-        found: Job | None = None
+        return (await self.placed_job(id, who))[0]
+
+    async def placed_job(self, id: str, who: Principal) -> tuple[Job, int | None]:  # noqa: A002
+        """The job as `job` has it, and how many go first if it is queued."""
+
+        def found() -> tuple[Job, int | None] | None:
+            job = self.store.get(id, who.owner)
+            return None if job is None else (job, self.store.queue_position(job))
+
+        placed: tuple[Job, int | None] | None = None
         if is_video_id(id):
-            found = await in_thread(self.store.get, id, who.owner)
-        if found is None:
+            placed = await in_thread(found)
+        if placed is None:
             raise ApiError("not_found", f"there is no video {id[:80]!r}", "id")
-        return found
+        return placed
 
 
 async def in_thread(function: Any, *arguments: Any, **named: Any) -> Any:

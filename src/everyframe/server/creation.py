@@ -10,12 +10,13 @@ from typing import Any
 from fastapi import Request
 
 from everyframe.checkpoints.shapes_prompts import CAN_DRAW, Refusal, read_prompt
+from everyframe.core.errors import EveryframeError
 from everyframe.core.plan import Plan
 from everyframe.planning.find_model import EMBEDDED_MODEL
 from everyframe.server.access import Principal
 from everyframe.server.body import Body
 from everyframe.server.context import ServerContext, in_thread
-from everyframe.server.errors import ApiError
+from everyframe.server.errors import ApiError, api_error
 from everyframe.server.jobs import Job, NewJob
 from everyframe.server.plan_summary import resolved_of
 from everyframe.server.request_parser import ParsedBody
@@ -31,8 +32,12 @@ IDEMPOTENCY = "idempotency-key"
 async def parse_body(
     context: ServerContext, body: Body, base: Mapping[str, Any] | None = None
 ) -> ParsedBody:
-    """Parse a body in a thread: pictures are written to disk. Raises `ApiError`."""
-    parsed: ParsedBody = await in_thread(context.parser.parse, body, base)
+    """Parse a body, in a thread where pictures are written to disk. Raises `ApiError`."""
+    parser = context.parser
+    if parser.is_quick(body):
+        parsed = parser.parse(body, base)
+    else:
+        parsed = await in_thread(parser.parse, body, base)
     if "model" not in parsed.options:
         if not parsed.options.get("prompt"):
             raise ApiError(
@@ -87,8 +92,8 @@ async def create_job(
     *,
     base: Mapping[str, Any] | None = None,
     parent: str | None = None,
-) -> Job:
-    """Add a job for a body, on top of the options `base` of an earlier job.
+) -> tuple[Job, int | None]:
+    """Add a job for a body, on top of the options `base` of an earlier job; it and its place.
 
     Raises:
         ApiError: the body is wrong, the plan does not fit, or a limit is reached.
@@ -113,8 +118,10 @@ async def create_job(
         max_queued=limits.queued,
         max_queued_of_owner=limits.queued_of_key if context.settings.limits_keys else None,
     )
-    job: Job = await in_thread(context.store.add, new)
-    return job
+    try:
+        return await context.adder.add(new)
+    except EveryframeError as error:
+        raise api_error(error) from error
 
 
 def split_priority(who: Principal, body: Body) -> tuple[int, Body]:

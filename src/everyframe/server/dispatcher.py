@@ -1,7 +1,8 @@
-"""Dispatcher: a thread for each device group claims jobs, runs them, and decides what follows.
+"""Dispatcher: threads of each device group claim jobs, run them, and decide what follows.
 
-A group runs one job at a time; the files of a job are finished while the next one runs. An attempt
-that was stopped or died puts its job back into the queue with its run, which the next one resumes.
+A group has a thread for each job that it may run at a time (`device_groups.py`); the files of a job
+are finished while the next one runs. An attempt that was stopped or died puts its job back into the
+queue with its run, which the next one resumes.
 
 Read next: `attempt.py`, `store.py`.
 """
@@ -23,6 +24,7 @@ from everyframe.core.errors import (
     DistributedOutOfMemoryError,
     EveryframeError,
     InputError,
+    LeftBatchError,
     OutOfMemoryInfo,
     RunLockedError,
     RunStoppedError,
@@ -31,8 +33,10 @@ from everyframe.core.errors import (
 )
 from everyframe.core.events import Event
 from everyframe.core.paths import is_disk_full
+from everyframe.core.plan import Plan
 from everyframe.engine.executor import Executor
 from everyframe.server.attempt import Attempt, AttemptOptions, expiry
+from everyframe.server.device_groups import Claim, DeviceGroup, News
 from everyframe.server.jobs import Job
 from everyframe.server.retention import CLEAN_SECONDS, clean
 from everyframe.server.store import JobStore
@@ -45,6 +49,8 @@ MAX_ATTEMPTS = 3
 MIN_FREE_BYTES = 256 * 2**20
 #: Jobs in a row that may go before older ones because their model is warm.
 WARM_AHEAD = 4
+#: Jobs that a device group runs at a time, where their plan says that it pays.
+MAX_BATCH = 4
 #: Seconds between two looks whether an obstacle is gone, and whether a thread has ended.
 _PAUSE = 0.25
 #: Longest wait of an idle group, in seconds; a new job ends it at once.
@@ -62,12 +68,14 @@ class DispatcherOptions(AttemptOptions):
         max_attempts: failed attempts in a row after which a job fails.
         warm_ahead: jobs in a row that may go first because their model is warm.
         min_free_bytes: room on the disk below which no job begins.
+        max_batch: most jobs that a group runs at a time, as one batch.
     """
 
     groups: Mapping[str, str | None] = field(default_factory=lambda: {"default": None})
     max_attempts: int = MAX_ATTEMPTS
     warm_ahead: int = WARM_AHEAD
     min_free_bytes: int = MIN_FREE_BYTES
+    max_batch: int = MAX_BATCH
 
 
 PreviewListener = Callable[[str, Event], None]
@@ -90,19 +98,25 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._draining = threading.Event()
         self._ended = threading.Event()
-        self._has_news = threading.Event()
+        self._news = News()
         self._trouble: str | None = None
-        self._finisher = ThreadPoolExecutor(len(options.groups), "files of jobs")
-        self._threads = [
-            threading.Thread(target=self._work, args=(name, devices), name=f"group {name}")
+        most = options.max_batch if executor.has_batches else 1
+        self._groups = [
+            DeviceGroup(name, devices, most, options.warm_ahead)
             for name, devices in options.groups.items()
+        ]
+        self._finisher = ThreadPoolExecutor(most * len(self._groups), "files of jobs")
+        self._threads = [
+            threading.Thread(target=self._work, args=(group,), name=f"group {group.name}")
+            for group in self._groups
+            for _ in range(most)
         ] + [threading.Thread(target=self._clean, name="retention")]
 
     def start(self) -> list[Job]:
         """Recover what an earlier server left, and begin; the jobs that were put back."""
         back = self._store.recover()
         self._store.keep_groups([*self._options.groups])
-        self._store.listen(lambda event: self._has_news.set() if event.type == "status" else None)
+        self._store.listen(lambda event: self._news.note() if event.type == "status" else None)
         for thread in self._threads:
             thread.start()
         return back
@@ -119,10 +133,8 @@ class Dispatcher:
 
     @property
     def groups(self) -> dict[str, str | None]:
-        """Name of each device group, and the id of the job that it runs."""
-        with self._lock:
-            running = {each.job.group: id for id, each in self._attempts.items()}  # noqa: A001
-        return {name: running.get(name) for name in self._options.groups}
+        """Name of each device group, and the id of the job that it runs; of a batch, the first."""
+        return {group.name: group.job for group in self._groups}
 
     def cancel(self, id: str, wait: float = 0.0) -> Job:  # noqa: A002
         """Cancel a job; a running one is stopped, and `wait` bounds the seconds until it has.
@@ -177,7 +189,7 @@ class Dispatcher:
         all have ended, which takes at most `seconds` and a few more.
         """
         self._draining.set()
-        self._has_news.set()
+        self._news.note()
         until = time.monotonic() + seconds
         while time.monotonic() < until and any(thread.is_alive() for thread in self._threads):
             if self._ended.wait(min(_PAUSE, max(until - time.monotonic(), 0.0))):
@@ -202,31 +214,27 @@ class Dispatcher:
         for listener in tuple(self._listeners):
             listener(id, event)
 
-    def _work(self, name: str, devices: str | None) -> None:
-        """Run jobs in one group until the server drains."""
-        warm, jumps = "", 0
+    def _work(self, group: DeviceGroup) -> None:
+        """Run jobs in one group until the server drains, one at a time in this thread."""
         ends: Future[None] | None = None
         while not self._draining.is_set():
-            self._has_news.clear()
+            seen, claim = self._news.count, None
             try:
                 self._trouble = self._obstacle()
-                prefers = warm if jumps < self._options.warm_ahead else None
-                job = None if self._trouble else self._store.claim(name, prefers)
-                jumps = jumps + 1 if job is not None and self._store.has_older(job) else 0
+                claim = None if self._trouble else group.claim(self._store)
             except (StoreError, OSError) as error:
                 if str(error) != self._trouble:
                     _log.error("no job begins: %s", error)
-                self._trouble, job = str(error), None
-            if job is not None:
-                warm = job.model
+                self._trouble = str(error)
+            if claim is not None:
                 # One job may wait for its files while the next one runs, and no more.
-                ends, before = self._run(job, devices), ends
+                ends, before = self._run(claim, group), ends
                 if before is not None:
                     before.result()
             elif self._trouble:
                 self._draining.wait(_PAUSE)
             elif not self._draining.is_set():
-                self._has_news.wait(_IDLE_SECONDS)
+                self._news.wait(seen, _IDLE_SECONDS)
 
     def _clean(self) -> None:
         """Delete what has expired, every now and then, until the server drains."""
@@ -245,10 +253,18 @@ class Dispatcher:
             f"are {self._options.min_free_bytes / 2**20:.0f} MiB"
         )
 
-    def _run(self, job: Job, devices: str | None) -> Future[None] | None:
+    def _run(self, claim: Claim, group: DeviceGroup) -> Future[None] | None:
         """Run a job; what is left to do then, if anything."""
-        scarcity = self._scarcity.pop(job.id, None)
-        attempt = Attempt(job, self._store, self._executor, self._options, devices, scarcity)
+        job, scarcity = claim.job, self._scarcity.pop(claim.job.id, None)
+
+        def take_plan(plan: Plan) -> None:
+            group.note_plan(plan)
+            self._news.note()  # others may join now
+
+        attempt = Attempt(
+            job, self._store, self._executor, self._options, group.devices, scarcity,
+            batch=claim.batch, on_plan=take_plan,
+        )  # fmt: skip
         with self._lock:
             self._attempts[job.id] = attempt
         try:
@@ -260,9 +276,12 @@ class Dispatcher:
                 attempt.halt("drain")
             attempt.run()
         except Exception as error:  # noqa: BLE001 - a job's error is the job's
+            group.leave(job.id, is_alone=isinstance(error, LeftBatchError))
             self._settle(attempt, error)
             self._leave(attempt)
             return None
+        group.leave(job.id)
+        self._news.note()
         return self._finisher.submit(self._finish, attempt)
 
     def _finish(self, attempt: Attempt) -> None:
@@ -286,6 +305,11 @@ class Dispatcher:
             expires = expiry(self._options.retention_seconds)
             self._persist(lambda: self._store.finish(
                 job.id, "cancelled", report=report, expires_at=expires))  # fmt: skip
+            return
+        if isinstance(error, LeftBatchError):
+            _log.info("%s left its batch: %s", job.id, error)
+            self._persist(lambda: self._store.requeue(
+                job.id, counts_attempt=False, cause=code_of(error), report=report))  # fmt: skip
             return
         waits = isinstance(error, (RunStoppedError, RunLockedError, StoreError, DevicesBusyError))
         if waits or is_disk_full(error):
@@ -342,28 +366,6 @@ class Dispatcher:
                 if not self._ended.wait(_PAUSE):
                     continue
             return
-
-
-def parse_groups(text: str | None) -> dict[str, str | None]:
-    """Groups of ``0,1;2,3``; one group of what the plan chooses for None.
-
-    Raises:
-        InputError: a group is empty, or two share a device.
-    """
-    if text is None:
-        return {"default": None}
-    groups = [each.replace(" ", "") for each in text.split(";")]
-    devices = [device for group in groups for device in group.split(",")]
-    if not all(devices):
-        raise InputError(f"groups must be lists of devices such as 0,1;2,3, got {text!r}")
-    twice = [device for device in devices if devices.count(device) > 1 and device != "cpu"]
-    if twice:
-        raise InputError(f"device {twice[0]} is in two groups of {text!r}; a device runs one job")
-    found: dict[str, str | None] = {}
-    for group in groups:
-        number = [*found.values()].count(group)
-        found[f"{group} ({number + 1})" if number else group] = group
-    return found
 
 
 def code_of(error: Exception) -> str:

@@ -22,21 +22,31 @@ _DOCTOR_HOLDS, _DOCTOR_TAKES = 600.0, 300.0
 
 
 class RememberedAnswer:
-    """The answer of a function that takes long, asked for again after `holds` seconds."""
+    """The answer of a function that takes long, asked for again after `holds` seconds.
+
+    All who ask meanwhile wait for the one call, and get its answer or its error.
+    """
 
     def __init__(self, function: Callable[[], Any], holds: float) -> None:
         self._function, self._holds = function, holds
         self._answer: Any = None
         self._since = float("-inf")
-        self._lock = asyncio.Lock()
+        self._call: asyncio.Task[None] | None = None
 
     async def get(self) -> Any:
         """The answer; the function runs in a thread, and its errors pass through."""
-        async with self._lock:
-            if time.monotonic() - self._since > self._holds:
-                self._answer = await anyio.to_thread.run_sync(self._function)
-                self._since = time.monotonic()
+        if self._call is None and time.monotonic() - self._since > self._holds:
+            self._call = asyncio.create_task(self._ask())
+        if self._call is not None:
+            await asyncio.shield(self._call)  # who leaves does not take it from the others
         return self._answer
+
+    async def _ask(self) -> None:
+        try:
+            self._answer = await anyio.to_thread.run_sync(self._function)
+            self._since = time.monotonic()
+        finally:
+            self._call = None
 
 
 def facts_answer() -> RememberedAnswer:

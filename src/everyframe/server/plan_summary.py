@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from everyframe.core.plan import Plan
@@ -26,13 +27,23 @@ def resolved_of(plan: Plan) -> dict[str, Any]:
     }
 
 
-def plan_summary(plan: Plan) -> dict[str, Any]:
-    """The plan in short, as the ``planned`` event has it: precision, paths, memory, seconds."""
+def plan_data(plan: Plan) -> dict[str, Any]:
+    """A plan as ``/v1/plan`` and the ``planned`` event have it, beside `resolved_of`.
+
+    Family, precision, fast paths, memory, time and notes.
+    """
     return {
-        "model": plan.model,
+        **resolved_of(plan),
+        "family": plan.family,
+        "title": plan.title,
         "device": plan.device.name,
         "dtypes": {part.name: str(part.precision) for part in plan.components},
         "fast_paths": {part.name: list(part.fast_paths or ()) for part in plan.components},
-        "memory_bytes": plan.peak_bytes,
-        "seconds": plan.seconds,
+        "peak_memory_mb": round(plan.peak_bytes / 1e6),
+        "host_memory_mb": round(plan.host_bytes / 1e6),
+        "seconds_forecast": plan.seconds,
+        "stages": {stage.name: stage.seconds for stage in plan.stages},
+        "batch": None if plan.batch is None else asdict(plan.batch),
+        "downloads": list(plan.downloads),
+        "notes": list(plan.notes),
     }

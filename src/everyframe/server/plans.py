@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import OrderedDict
-from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -20,7 +19,6 @@ from everyframe.engine.executor import Executor
 from everyframe.server.client_fields import MEDIA, is_input
 from everyframe.server.data_folder import DataFolder
 from everyframe.server.errors import api_error
-from everyframe.server.plan_summary import resolved_of
 from everyframe.server.request_parser import ParsedBody, client_options, request_of
 
 #: Plans that are remembered, and that are made at once.
@@ -69,20 +67,3 @@ def _kind_of(parsed: ParsedBody) -> str:
         if is_input(values.get(name)):
             values[name] = parsed.shapes.get(name, values[name])
     return json.dumps(values, sort_keys=True)
-
-
-def plan_data(plan: Plan) -> dict[str, Any]:
-    """A plan as the API shows it before a run: video, memory, time, precision, and notes."""
-    return {
-        **resolved_of(plan),
-        "family": plan.family,
-        "title": plan.title,
-        "device": plan.device.name,
-        "dtypes": {part.name: str(part.precision) for part in plan.components},
-        "peak_memory_mb": round(plan.peak_bytes / 1e6),
-        "host_memory_mb": round(plan.host_bytes / 1e6),
-        "seconds_forecast": plan.seconds,
-        "stages": {stage.name: stage.seconds for stage in plan.stages},
-        "downloads": list(plan.downloads),
-        "notes": list(plan.notes),
-    }

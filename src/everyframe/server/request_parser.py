@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from everyframe.core.errors import InputError, did_you_mean
@@ -34,6 +35,9 @@ from everyframe.server.settings import Limits
 #: Reads what a field says of a picture or video: (field, kind, value) to a stored file.
 MediaReader = Callable[[str, str, Any], StoredMedia]
 
+#: Fields for which files are read or written, or which may hold such fields.
+_SLOW = frozenset({*MEDIA, *MERGED, "loras"})
+
 
 @dataclass(frozen=True)
 class ParsedBody:
@@ -52,7 +56,8 @@ class ParsedBody:
     shapes: Mapping[str, str] = field(default_factory=dict)
 
 
-def option_owners() -> dict[str, type[Options]]:
+@cache
+def option_owners() -> Mapping[str, type[Options]]:
     """The class that defines each option; options that clients may not give are among them."""
     owners: dict[str, type[Options]] = {}
     classes: list[type[Options]] = [Request, *all_options().values()]
@@ -62,9 +67,10 @@ def option_owners() -> dict[str, type[Options]]:
     return owners
 
 
-def client_options() -> list[str]:
+@cache
+def client_options() -> tuple[str, ...]:
     """Names of the options that clients may give."""
-    return [name for name in option_owners() if name not in REFUSED]
+    return tuple(name for name in option_owners() if name not in REFUSED)
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,13 @@ class RequestParser:
     loras: LoraRegistry
     limits: Limits
     read_media: MediaReader
+
+    def is_quick(self, body: Body) -> bool:
+        """Whether `parse` neither reads or writes files, nor takes longer than a few milliseconds.
+
+        Then it may run in the event loop: a switch to another thread costs as much as the parsing.
+        """
+        return body.is_small and not any(OTHER_NAMES.get(n, n) in _SLOW for n in body.fields)
 
     def parse(self, body: Body, base: Mapping[str, Any] | None = None) -> ParsedBody:
         """Parse a body, on top of the options `base` of an earlier request if given.
@@ -163,14 +176,19 @@ def request_of(values: Mapping[str, Any]) -> Request:
         raise api_error(error, owners) from None
 
 
+@cache
+def _known_names() -> Mapping[str, None]:
+    """Names of the fields of a body, beside `OTHER_NAMES`."""
+    return dict.fromkeys([*client_options(), *PIPELINE_FIELDS, "output_format"])
+
+
 def _check_name(name: str, own: str) -> None:
     """Raise `ApiError` for a field that is refused, or that nobody has."""
     for each in (name, own):
         if each in REFUSED:
             raise ApiError("not_supported", f"{name} can't be set here: {REFUSED[each]}", name)
-    known = [*client_options(), *PIPELINE_FIELDS, "output_format"]
-    if own not in known:
-        hint = did_you_mean(name, [*known, *OTHER_NAMES])
+    if own not in _known_names():
+        hint = did_you_mean(name, [*_known_names(), *OTHER_NAMES])
         raise ApiError("unknown_parameter", f"there is no field {name[:80]!r}{hint}", name[:80])
 
 

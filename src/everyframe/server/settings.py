@@ -103,6 +103,7 @@ class Limits:
         queued_of_key: jobs of one key that wait; None for any number.
         creations_a_minute: jobs and plans that one key may ask for in a minute; None for any.
         body_seconds: longest pause within a body, and the time for 512 KiB of it on average.
+        header_seconds: time for the headers of a request; `header_bytes` their size.
         event_streams: open event streams.
     """
 
@@ -118,6 +119,8 @@ class Limits:
     queued_of_key: int | None = 10
     creations_a_minute: int | None = 30
     body_seconds: float = 20.0
+    header_seconds: float = 20.0
+    header_bytes: int = 64 * 1024
     event_streams: int = 200
 
 

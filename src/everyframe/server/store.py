@@ -11,19 +11,20 @@ from __future__ import annotations
 import sqlite3
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from everyframe.core.errors import InputError, QueueFullError
+from everyframe.core.errors import InputError, QueueFullError, StoreError
 from everyframe.core.limits import random_seed
 from everyframe.server.data_folder import DataFolder
 from everyframe.server.database import VERSION, Database
 from everyframe.server.event_log import EventLog
 from everyframe.server.jobs import FINAL, STATUSES, Job, NewJob
-from everyframe.server.transaction import job_of, plain
+from everyframe.server.transaction import Transaction, job_of, plain
 
 # A method of the store is called `list`.
 _Jobs: TypeAlias = list[Job]
+_Added: TypeAlias = list[Job | Exception]
 
 #: Seconds in which a client may repeat a request whose answer was lost.
 REPEAT_SECONDS = 600.0
@@ -57,25 +58,24 @@ class JobStore(EventLog):
             InputError: the idempotency key was used for another request.
             QueueFullError: the queue is full.
         """
-        request = dict(job.request)
-        if request.get("seed") is None:
-            request["seed"] = random_seed()
-        with self._writing() as changes:
-            same = _same_job(changes.connection, job)
-            if same is not None:
-                return same
-            _check_room(changes.connection, job)
-            values = {
-                "id": f"video_{uuid.uuid4().hex}", "status": "queued", "priority": job.priority,
-                "owner": job.owner, "model": job.model, "created_at": time.time(),
-                "request": request, "resolved": dict(job.resolved), "report": dict(job.report),
-                "body_hash": job.body_hash, "idempotency": job.idempotency, "parent": job.parent,
-            }  # fmt: skip
-            names, marks = ", ".join(values), ", ".join("?" * len(values))
-            added = changes.connection.execute(
-                f"INSERT INTO videos({names}) VALUES ({marks}) RETURNING *", plain(values)
-            ).fetchone()
-            return changes.job(added, "status", {"status": "queued"})
+        (added,) = self.add_all([job])
+        if isinstance(added, Exception):
+            raise added
+        return added
+
+    def add_all(self, jobs: Sequence[NewJob]) -> _Added:
+        """Add jobs in their order with one wait for the disk; each as `add` does, or its error.
+
+        A job that can't be added hurts no other, and leaves nothing behind.
+        """
+        try:
+            with self._writing() as changes:
+                return [_added(changes, job) for job in jobs]
+        except StoreError as error:
+            if len(jobs) == 1:
+                return [error]
+        # Not even one of them was written. Some may fit on a disk that is full for all.
+        return [each for job in jobs for each in self.add_all([job])]
 
     def get(self, id: str, owner: str | None = None) -> Job | None:  # noqa: A002
         """The job, or None if there is none, or with `owner` if it is somebody else's."""
@@ -161,6 +161,38 @@ class JobStore(EventLog):
         with self._writing(is_durable=False) as changes:
             row = changes.connection.execute(
                 query, (group, time.time(), group, prefers or "")
+            ).fetchone()
+            return row and changes.job(row, "status", {"status": "in_progress"})
+
+    def claim_alike(
+        self,
+        group: str,
+        job: Job,
+        but: Collection[str] = (),
+        *,
+        may_jump: bool = True,
+    ) -> Job | None:
+        """Begin the next new job that differs from this one in prompt and seed alone.
+
+        None without one, while a job of higher priority waits, or unless it `may_jump`, while an
+        older one does. Jobs `but` these.
+        """
+        others = ", ".join("?" * len(but))
+        own = "json_remove({}, '$.prompt', '$.negative_prompt', '$.seed')"
+        first = "" if may_jump else "AND seq = (SELECT min(seq) FROM first) "
+        query = (
+            "WITH first AS (SELECT * FROM videos WHERE status = 'queued' AND priority = "
+            "(SELECT max(priority) FROM videos WHERE status = 'queued')) "
+            "UPDATE videos SET status = 'in_progress', \"group\" = ?, attempts = 1, "
+            "started_at = coalesce(started_at, ?), error = NULL WHERE seq = ("
+            "SELECT seq FROM first WHERE run IS NULL AND attempts = 0 AND model = ? "
+            f"AND {own.format('request')} = {own.format('?')} {first}AND id NOT IN ({others}) "
+            "ORDER BY seq LIMIT 1) RETURNING *"
+        )
+        request = plain({"request": dict(job.request)})[0]
+        with self._writing(is_durable=False) as changes:
+            row = changes.connection.execute(
+                query, (group, time.time(), job.model, request, *but)
             ).fetchone()
             return row and changes.job(row, "status", {"status": "in_progress"})
 
@@ -318,6 +350,34 @@ class JobStore(EventLog):
         self._database.close()
 
 
+def _added(changes: Transaction, job: NewJob) -> Job | Exception:
+    """The job in its row, or the one that this request made already, or why there is none."""
+    try:
+        with changes.savepoint():
+            same = _same_job(changes.connection, job)
+            if same is not None:
+                return same
+            _check_room(changes.connection, job)
+            request = dict(job.request)
+            if request.get("seed") is None:
+                request["seed"] = random_seed()
+            values = {
+                "id": f"video_{uuid.uuid4().hex}", "status": "queued", "priority": job.priority,
+                "owner": job.owner, "model": job.model, "created_at": time.time(),
+                "request": request, "resolved": dict(job.resolved), "report": dict(job.report),
+                "body_hash": job.body_hash, "idempotency": job.idempotency, "parent": job.parent,
+            }  # fmt: skip
+            names, marks = ", ".join(values), ", ".join("?" * len(values))
+            added = changes.connection.execute(
+                f"INSERT INTO videos({names}) VALUES ({marks}) RETURNING *", plain(values)
+            ).fetchone()
+            return changes.job(added, "status", {"status": "queued"})
+    except sqlite3.Error:  # SQLite may have undone the whole transaction
+        raise
+    except Exception as error:  # noqa: BLE001 - it is this job's, and the others go on
+        return error
+
+
 def _same_job(connection: sqlite3.Connection, job: NewJob) -> Job | None:
     """The job that this very request made before."""
     if job.idempotency is not None:
@@ -341,6 +401,8 @@ def _same_job(connection: sqlite3.Connection, job: NewJob) -> Job | None:
 
 
 def _check_room(connection: sqlite3.Connection, job: NewJob) -> None:
+    if job.max_queued is None and job.max_queued_of_owner is None:
+        return
     query = "SELECT count(*), coalesce(sum(owner = ?), 0) FROM videos WHERE status = 'queued'"
     queued, own = connection.execute(query, (job.owner,)).fetchone()
     for number, limit, whose in (

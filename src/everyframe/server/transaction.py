@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -45,6 +46,22 @@ class Transaction:
         self._transaction.__exit__(*error)
         if error[0] is None and self._events:
             self._announce(self._events)
+
+    @contextmanager
+    def savepoint(self) -> Iterator[None]:
+        """Context: an error undoes the block, with its events, and passes through."""
+        num_events = len(self._events)
+        self.connection.execute("SAVEPOINT one")
+        try:
+            yield
+        except BaseException:
+            del self._events[num_events:]
+            if self.connection.in_transaction:
+                self.connection.execute("ROLLBACK TO one")
+            raise
+        finally:
+            if self.connection.in_transaction:
+                self.connection.execute("RELEASE one")
 
     def set(self, id: str, values: Mapping[str, Any]) -> sqlite3.Row:  # noqa: A002
         """Set these fields of a job; its row. Raises `LookupError` if there is none."""

@@ -83,6 +83,28 @@ def test_a_video_is_planned_made_and_played(tabs: Tabs) -> None:
     expect(card).to_have_count(0)
 
 
+def test_a_plan_that_does_not_fit_says_why_and_what_would(tabs: Tabs, server: PageServer) -> None:
+    page = tabs.open()
+    page.get_by_label("What should the video show?").fill(PROMPT)
+    page.locator("#field-size").fill("8192x8192")
+    page.locator("#field-num_frames").fill("400")
+    box = page.locator(".plan.is-refused")
+    expect(box.locator(".error")).to_contain_text(
+        re.compile(r"not enough memory.* has .* free; the largest that fits is \d+x\d+")
+    )
+    expect(box.locator(".error")).to_be_visible()  # without a click
+    expect(box.get_by_role("table")).to_contain_text("STDiT denoiser")
+
+    page.get_by_role("button", name="Make video").click()
+    expect(page.locator("#composer-error")).to_contain_text("not enough memory")
+    assert server.ask("/v1/videos")["data"] == []
+    page.locator("#field-size").fill("")
+    page.locator("#field-num_frames").fill("")
+    expect(page.locator(".plan.is-refused")).to_have_count(0)
+    expect(page.locator(".plan-line")).to_contain_text("float32")
+    tabs.forgive("status of 422")
+
+
 def test_a_reload_in_the_middle_changes_nothing(tabs: Tabs) -> None:
     page = tabs.open()
     begin(page, num_inference_steps=str(MANY), seed="3")

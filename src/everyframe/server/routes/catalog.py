@@ -13,7 +13,7 @@ from everyframe.server.creation import default_plan, plan_of, split_priority
 from everyframe.server.errors import ApiError
 from everyframe.server.models import RegisteredModel
 from everyframe.server.option_schema import option_schema
-from everyframe.server.plans import plan_data
+from everyframe.server.plan_summary import plan_data
 
 router = APIRouter(tags=["models"])
 

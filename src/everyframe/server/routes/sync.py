@@ -21,7 +21,7 @@ router = APIRouter(tags=["videos"])
 async def create_video_sync(request: Request, context: Context, who: Who, body: GivenBody) -> Any:
     """Make a video and answer with its file; a client that leaves cancels it."""
     open_hub(context)
-    job = await create_job(context, who, request, body)
+    job, _ = await create_job(context, who, request, body)
     done = await _ended(request, context, job)
     if done.status != "completed":
         raise _failure(done)

@@ -6,10 +6,11 @@ import os
 import shutil
 import time
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic import BaseModel
 
 from everyframe._version import __version__
 from everyframe.core.errors import EveryframeError
@@ -84,12 +85,33 @@ async def show_health() -> Any:
     return JSONResponse({"status": "ok", "version": __version__})
 
 
-@router.get("/ready")
+class ReadinessReason(BaseModel):
+    """Why the server is not ready.
+
+    ``draining``: it shuts down. ``jobs_wait``: no job begins. ``storage_unavailable``: the queue or
+    its folder can't be written. ``disk_full``: the disk has too little room. All but the first end
+    by themselves once their cause is gone.
+    """
+
+    code: Literal["draining", "jobs_wait", "storage_unavailable", "disk_full"]
+    message: str
+
+
+class Readiness(BaseModel):
+    """Whether a job could be taken and begun now; without reasons it is ready."""
+
+    status: Literal["ready", "not_ready"]
+    reasons: list[ReadinessReason]
+
+
+@router.get(
+    "/ready", response_model=Readiness, responses={503: {"model": Readiness, "description": "Not."}}
+)
 async def show_readiness(context: Context) -> Any:
-    """Whether a job could be taken now; the body names what is missing."""
-    missing = await in_thread(_missing, context)
-    status = "ready" if not missing else "not_ready"
-    return JSONResponse({"status": status, "missing": missing}, 503 if missing else 200)
+    """Whether a job could be taken and begun now, and if not, why."""
+    reasons = await in_thread(_reasons, context)
+    found = Readiness(status="not_ready" if reasons else "ready", reasons=reasons)
+    return JSONResponse(found.model_dump(), 503 if reasons else 200)
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
@@ -98,26 +120,30 @@ async def show_metrics(context: Context) -> Any:
     return Response(await in_thread(context.metrics.text), media_type=MEDIA_TYPE)
 
 
-def _missing(context: ServerContext) -> list[str]:
-    missing = []
+def _reasons(context: ServerContext) -> list[ReadinessReason]:
+    found: dict[str, str] = {}
     if context.is_draining or context.dispatcher.is_draining:
-        missing.append("the server shuts down")
+        found["draining"] = "the server shuts down"
     if context.dispatcher.trouble:
-        missing.append(context.dispatcher.trouble)
+        found["jobs_wait"] = f"no job begins: {context.dispatcher.trouble}"
     try:
         context.store.is_writable()
     except EveryframeError as error:
-        missing.append(str(error))
-    least = context.settings.min_free_bytes
-    free = context.folder.free_bytes()
+        found["storage_unavailable"] = str(error)
+    if not os.access(context.folder.path, os.W_OK):
+        found.setdefault("storage_unavailable", "the data folder can't be written")
+    least, free = context.settings.min_free_bytes, context.folder.free_bytes()
     if free < least:
-        missing.append(
+        found["disk_full"] = (
             f"the disk of the data folder has {free / 1e9:.1f} GB, and {least / 1e9:.1f} GB are "
             "needed"
         )
-    if not os.access(context.folder.path, os.W_OK):
-        missing.append("the data folder can't be written")
-    return missing
+    # Anybody may ask, also without a key, and learns no path of this machine.
+    own = str(context.folder.path)
+    return [
+        ReadinessReason(code=code, message=text.replace(own, "DATA"))
+        for code, text in found.items()
+    ]
 
 
 @router.post("/v1/session")

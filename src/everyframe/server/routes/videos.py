@@ -27,10 +27,8 @@ router = APIRouter(prefix="/v1/videos", tags=["videos"])
 _STOP_SECONDS = 10.0
 
 
-async def answer(context: ServerContext, job: Job) -> JSONResponse:
+def answer(job: Job, position: int | None) -> JSONResponse:
     """A job as an answer, with the time until a client should ask again."""
-    is_queued = job.status == "queued"
-    position = await in_thread(context.store.queue_position, job) if is_queued else None
     headers = {}
     if not job.is_final:
         headers["openai-poll-after-ms"] = str(poll_after_ms(job, time.time()))
@@ -40,7 +38,7 @@ async def answer(context: ServerContext, job: Job) -> JSONResponse:
 @router.post("", response_model=VideoResource)
 async def create_video(request: Request, context: Context, who: Who, body: GivenBody) -> Any:
     """Add a job to the queue."""
-    return await answer(context, await create_job(context, who, request, body))
+    return answer(*await create_job(context, who, request, body))
 
 
 @router.get("", response_model=VideoList)
@@ -79,7 +77,7 @@ async def list_videos(
 @router.get("/{video_id}", response_model=VideoResource)
 async def retrieve_video(video_id: str, context: Context, who: Who) -> Any:
     """A job, also a failed one."""
-    return await answer(context, await context.job(video_id, who))
+    return answer(*await context.placed_job(video_id, who))
 
 
 @router.delete("/{video_id}", response_model=DeletedVideo)
@@ -100,7 +98,7 @@ async def cancel_video(video_id: str, context: Context, who: Who) -> Any:
     """Cancel a job; a running one stops at its next step and its run is kept."""
     await context.job(video_id, who)
     await in_thread(context.dispatcher.cancel, video_id)
-    return await answer(context, await context.job(video_id, who))
+    return answer(*await context.placed_job(video_id, who))
 
 
 @router.post("/{video_id}/retry", response_model=VideoResource)
@@ -113,7 +111,8 @@ async def retry_video(video_id: str, context: Context, who: Who) -> Any:
             "conflict", f"the job is {job.status}; failed and cancelled jobs can be retried"
         )
     context.creations.take(who.name)
-    return await answer(context, await in_thread(context.dispatcher.retry, video_id))
+    again = await in_thread(context.dispatcher.retry, video_id)
+    return answer(again, await in_thread(context.store.queue_position, again))
 
 
 @router.post("/{video_id}/remix", response_model=VideoResource)
@@ -131,7 +130,7 @@ async def remix_video(
             "missing_required_parameter", "prompt is missing; say what to show", "prompt"
         )
     made = await create_job(context, who, request, body, base=job.request, parent=job.id)
-    return await answer(context, made)
+    return answer(*made)
 
 
 @router.post("/extensions", response_model=VideoResource)
@@ -170,5 +169,4 @@ async def _of_video(request: Request, context: ServerContext, who: Who, body: Bo
         rest = {name: value for name, value in body.fields.items() if name != "video"}
         body = Body(rest, {**body.files, "video": data}, body.digest)
         parent = job.id
-    made = await create_job(context, who, request, body, parent=parent)
-    return await answer(context, made)
+    return answer(*await create_job(context, who, request, body, parent=parent))

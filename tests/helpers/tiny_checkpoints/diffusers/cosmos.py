@@ -75,7 +75,7 @@ def _transformer(**more: Any) -> Any:
     sizes = {
         "in_channels": 16, "out_channels": 16, "num_attention_heads": 2, "attention_head_dim": 16,
         "num_layers": 2, "mlp_ratio": 2, "text_embed_dim": 32, "adaln_lora_dim": 4,
-        "max_size": (4, 32, 32), "patch_size": (1, 2, 2), "rope_scale": (2.0, 1.0, 1.0),
+        "max_size": (8, 32, 32), "patch_size": (1, 2, 2), "rope_scale": (2.0, 1.0, 1.0),
         "concat_padding_mask": True, "extra_pos_embed_type": "learnable",
     }  # fmt: skip
     return made(diffusers.CosmosTransformer3DModel(**{**sizes, **more}))

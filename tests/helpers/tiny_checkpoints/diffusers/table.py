@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from everyframe.diffusers_pipelines.clip_continuation import CONTINUATIONS
 from helpers.tiny_checkpoints.diffusers import CASES
 from helpers.tiny_checkpoints.diffusers.cases import Case, Clip, Still
 
@@ -41,7 +42,7 @@ UNTRIED = (
 REMARKS = {
     "AllegroPipeline": "needs `--vae-tiling`, and frames no smaller than a tile (320x320)",
     "AnyFlowPipeline": "refused on mps: its schedule is in float64 there",
-    "AnyFlowFARPipeline": "float32 only; refused on mps",
+    "AnyFlowFARPipeline": "refused on mps, too",
     "EasyAnimatePipeline": "without a negative prompt it is given an empty one",
     "HeliosModularPipeline": "draws its own progress bar",
     "HeliosPyramidModularPipeline": "draws its own progress bar",
@@ -55,8 +56,8 @@ was planned for an RTX 2080 Ti and an Apple GPU, made a video in float32 twice w
 and gave what the pipeline's own call gives with the same seed, to 1e-4 of a frame's range
 (22 November 2026; `make test ARGS="--slow tests/end_to_end/test_every_pipeline.py"`).
 
-*Given* are its inputs beside the text: `--image` and `--last-image`, or `--option NAME=FILE`, as in
-[run any pipeline](../how-to/pipeline.md).
+*Given* are its inputs beside the text: `--image` and `--last-image`, `--extend` with a clip that is
+continued, or `--option NAME=FILE`, as in [run any pipeline](../how-to/pipeline.md).
 
 | pipeline | runs | given |
 |---|---|---|
@@ -66,9 +67,9 @@ and gave what the pipeline's own call gives with the same seed, to 1e-4 of a fra
 def page() -> str:
     """The whole page."""
     rows = {name: f"yes{_remark(name)} | {_given(case)}" for name, case in CASES.items()}
-    rows |= dict.fromkeys(MODULAR, "yes | ")
+    rows |= {name: f"yes | {_extend(name)}" for name in MODULAR}
     rows |= {name: f"no: {why} | " for name, why in NOT_HERE.items()}
-    rows |= dict.fromkeys(UNTRIED, "not tried; taken the same way | ")
+    rows |= {name: f"not tried; taken the same way | {_extend(name)}" for name in UNTRIED}
     lines = (f"| `{name}` | {rows[name]} |" for name in sorted(rows))
     return _HEAD + "\n".join(lines) + "\n"
 
@@ -83,10 +84,15 @@ def _remark(name: str) -> str:
 def _given(case: Case) -> str:
     """Options that are pictures and videos."""
     named = [f"`--{name}`" for name in ("image", "last_image") if name in case.asked]
+    named += [_extend(case.class_name)] if _extend(case.class_name) else []
     for name, value in case.asked.get("option", {}).items():
         if any(isinstance(each, (Clip, Still)) for each in _inside(value)):
             named.append(f"`--option {name}=`")
     return ", ".join(named)
+
+
+def _extend(name: str) -> str:
+    return "`--extend`" if name in CONTINUATIONS else ""
 
 
 def _inside(value: object) -> list[object]:

@@ -1,0 +1,256 @@
+"""Calls of one module for several videos, computed as one call in which each keeps its bits.
+
+Most of a module computes every row by itself, so rows of several videos can lie in one tensor.
+Matrix products and convolutions don't: a kernel is chosen by the number of rows, and adds in
+another order. Those are computed video by video inside the joint call, as is attention to texts,
+which differ in length. What is saved is the rest: launches, norms, activations, self-attention.
+
+`everyframe.engine.batched_runs` decides which calls meet, and checks that no bit changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from everyframe.ops.call_override import override_call
+from everyframe.ops.text_context import KeysValues, TextContext
+from everyframe.parallel.sharded_modules import CrossAttentionPerSample
+
+#: Modules whose kernels depend on the number of rows.
+_PRODUCTS = (nn.Linear, _ConvNd)
+
+
+class UnequalCallsError(Exception):
+    """Two calls differ in more than the values of their tensors."""
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """A call of a module, not made yet; `base` is the module's class."""
+
+    module: nn.Module
+    base: type[nn.Module]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def compute(self) -> Any:
+        """Make the call alone."""
+        return self.base.__call__(self.module, *self.args, **self.kwargs)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of its first tensor."""
+        return int(self.args[0].shape[0])
+
+    @property
+    def signature(self) -> Hashable:
+        """Equal for calls that can be computed as one."""
+        return id(self.module), _signature(self.args), _signature(self.kwargs)
+
+
+def can_batch(call: ModuleCall) -> bool:
+    """Whether the call has what tells its rows: a tensor in the first place."""
+    return bool(call.args) and isinstance(call.args[0], Tensor) and call.args[0].ndim > 0
+
+
+def _signature(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return value.dtype, value.device, tuple(value.shape)
+    if isinstance(value, TextContext):
+        # Texts of different lengths meet; each is attended to by itself.
+        kinds = (value.batch_size, value.blocks[0].keys.dtype, value.blocks[0].keys.device)
+        return "text", kinds, len(value.blocks)
+    if isinstance(value, Mapping):
+        return tuple((name, _signature(each)) for name, each in value.items())
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(map(_signature, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value), tuple(_signature(getattr(value, each.name)) for each in fields(value))
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return type(value), value
+    return id(value)
+
+
+class BatchedModule:
+    """A module whose products are computed video by video while several are in one call.
+
+    A context: it replaces calls of submodules until it ends.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._num_videos = 1
+        # Texts of the videos in the call, and the number of the block that attends to them next.
+        self._texts: tuple[TextContext, ...] = ()
+        self._block = 0
+        # Shapes of inputs in calls of one video: what has as many rows again is of all videos.
+        self._shapes: dict[int, set[tuple[int, ...]]] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> BatchedModule:
+        with ExitStack() as stack:
+            for part in self._module.modules():
+                if isinstance(part, _PRODUCTS):
+                    stack.enter_context(override_call(part, self._product))
+                elif isinstance(part, CrossAttentionPerSample):
+                    stack.enter_context(override_call(part, self._cross_attention))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def compute(self, calls: Sequence[ModuleCall]) -> list[Any]:
+        """Results of calls of one signature, made as one call.
+
+        Each of them, or one of the same sizes, has been made alone before.
+
+        Raises:
+            UnequalCallsError: a tensor that is shared by all rows differs.
+        """
+        batch, count = calls[0].batch_size, len(calls)
+        texts: list[tuple[TextContext, ...]] = []
+        args = _joined([call.args for call in calls], batch, texts)
+        kwargs = _joined([dict(call.kwargs) for call in calls], batch, texts)
+        self._texts, self._block = texts[0] if texts else (), 0
+        self._num_videos = count
+        try:
+            result = ModuleCall(self._module, calls[0].base, args, kwargs).compute()
+            if self._texts and self._block != len(self._texts[0].blocks):
+                raise UnequalCallsError("its attention to texts can't be computed video by video")
+        finally:
+            self._num_videos, self._texts = 1, ()
+        return [_rows(result, number, count, batch) for number in range(count)]
+
+    def _product(self, base: type[nn.Module], part: nn.Module, args: Any, kwargs: Any) -> Any:
+        x, *others = args
+        known = self._shapes.setdefault(id(part), set())
+        if self._num_videos == 1:
+            known.add(tuple(x.shape))
+            return base.__call__(part, *args, **kwargs)
+        dim = _video_dim(tuple(x.shape), known, self._num_videos)
+        if dim is None:
+            return base.__call__(part, *args, **kwargs)
+        pieces = x.chunk(self._num_videos, dim)
+        return torch.cat([base.__call__(part, each, *others, **kwargs) for each in pieces], dim)
+
+    def _cross_attention(
+        self, base: type[nn.Module], part: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        if not self._texts:
+            return base.__call__(part, *args, **kwargs)
+        number, self._block = self._block, self._block + 1
+        made = [
+            # Its own tensors, not cut from those of all: bits depend on how they lie in memory.
+            base.__call__(part, q, *text.blocks[number], text.mask, **kwargs)
+            for q, text in zip(args[0].chunk(self._num_videos), self._texts, strict=True)
+        ]
+        return torch.cat(made)
+
+
+def _video_dim(shape: tuple[int, ...], known: set[tuple[int, ...]], num_videos: int) -> int | None:
+    """The dimension along which the videos lie; None for a tensor that is not of several."""
+    if shape in known:
+        return None
+    for dim, size in enumerate(shape):
+        if size % num_videos == 0:
+            alone = (*shape[:dim], size // num_videos, *shape[dim + 1 :])
+            if alone in known:
+                return dim
+    return None
+
+
+def _joined(values: Sequence[Any], batch: int, texts: list[tuple[TextContext, ...]]) -> Any:
+    """One value for all calls: rows one after the other, and what all share."""
+    first = values[0]
+    if isinstance(first, TextContext):
+        texts.append(tuple(values))
+        return _joined_texts(values)
+    if isinstance(first, Tensor):
+        if first.ndim and first.shape[0] == batch:
+            return torch.cat(list(values))
+        if all(torch.equal(first, each) for each in values[1:]):
+            return first
+        raise UnequalCallsError("a tensor without rows differs from video to video")
+    if isinstance(first, Mapping):
+        return {name: _joined([each[name] for each in values], batch, texts) for name in first}
+    if isinstance(first, (tuple, list)):
+        made = [_joined(each, batch, texts) for each in zip(*values, strict=True)]
+        return type(first)(*made) if hasattr(first, "_fields") else type(first)(made)
+    if is_dataclass(first) and not isinstance(first, type):
+        names = [each.name for each in fields(first)]
+        parts = ([getattr(each, name) for each in values] for name in names)
+        return type(first)(*(_joined(part, batch, texts) for part in parts))
+    return first
+
+
+def _joined_texts(texts: Sequence[TextContext]) -> TextContext:
+    """The texts below each other, as long as the longest; where it matters each is cut again."""
+    length = max(text.blocks[0].keys.shape[2] for text in texts)
+    blocks = tuple(
+        KeysValues(
+            torch.cat([_padded(each.keys, 2, length) for each in parts]),
+            torch.cat([_padded(each.values, 2, length) for each in parts]),
+        )
+        for parts in zip(*(text.blocks for text in texts), strict=True)
+    )
+    if all(text.mask is None for text in texts):
+        return TextContext(blocks, None)
+    masks = []
+    for text in texts:
+        keys = text.blocks[0].keys
+        full = keys.new_ones((keys.shape[0], 1, 1, keys.shape[2]), dtype=torch.bool)
+        masks.append(_padded(full if text.mask is None else text.mask, 3, length))
+    return TextContext(blocks, torch.cat(masks))
+
+
+def _padded(x: Tensor, dim: int, length: int) -> Tensor:
+    missing = length - x.shape[dim]
+    if not missing:
+        return x
+    shape = [*x.shape]
+    shape[dim] = missing
+    return torch.cat([x, x.new_zeros(shape)], dim)
+
+
+def _rows(result: Any, number: int, count: int, batch: int) -> Any:
+    """What is one video's of a result."""
+    if isinstance(result, Tensor):
+        if result.ndim and result.shape[0] == count * batch:
+            return result[number * batch : (number + 1) * batch]
+        raise UnequalCallsError("a result does not have the rows of its videos")
+    if isinstance(result, (tuple, list)):
+        made = [_rows(each, number, count, batch) for each in result]
+        return type(result)(*made) if hasattr(result, "_fields") else type(result)(made)
+    raise UnequalCallsError(f"a result is a {type(result).__name__}")
+
+
+def have_equal_bits(a: Any, b: Any) -> bool:
+    """Whether two results are the same, bit for bit."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and bool(torch.equal(a, b))
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(have_equal_bits, a, b))
+    return a is b
+
+
+Meet = Callable[[ModuleCall], Any]
+"""Makes a call of a module, perhaps together with the same calls for other videos."""
+
+
+@contextmanager
+def calls_meet(module: nn.Module, meet: Meet) -> Iterator[None]:
+    """Context: each call of the module as a whole is made by `meet`."""
+
+    def answer(base: type[nn.Module], own: nn.Module, args: Any, kwargs: Any) -> Any:
+        return meet(ModuleCall(own, base, args, kwargs))
+
+    with override_call(module, answer):
+        yield

@@ -1,0 +1,124 @@
+"""Device groups: which jobs run on the same devices at a time, and which one is next.
+
+A group runs one job, or a batch: jobs that differ in prompt and seed alone, as far as their plan
+says that a step of several videos pays there and keeps each one's bits. A job may join while the
+others run. Jobs that were tried before, or left a batch, run alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from everyframe.core.errors import InputError
+from everyframe.core.plan import Plan
+from everyframe.server.jobs import Job
+from everyframe.server.store import JobStore
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A job that was claimed, and the name of its batch; None for a job alone."""
+
+    job: Job
+    batch: str | None
+
+
+class DeviceGroup:
+    """Jobs of one device group; thread-safe.
+
+    Attributes:
+        devices: such as ``0,1``; None is what a plan chooses.
+        most: jobs at a time.
+    """
+
+    def __init__(self, name: str, devices: str | None, most: int, warm_ahead: int) -> None:
+        self.name, self.devices, self.most = name, devices, most
+        self._warm_ahead = warm_ahead
+        self._lock = threading.Lock()
+        self._running: list[str] = []
+        self._alone: set[str] = set()
+        self._lead: Job | None = None
+        self._room = 1
+        self._warm, self._jumps = "", 0
+
+    @property
+    def job(self) -> str | None:
+        """The job that runs for the longest time."""
+        with self._lock:
+            return next(iter(self._running), None)
+
+    def claim(self, store: JobStore) -> Claim | None:
+        """Begin the next job; None if none may begin now."""
+        with self._lock:
+            may_jump = self._jumps < self._warm_ahead
+            if not self._running:
+                job = store.claim(self.name, self._warm if may_jump else None)
+                self._lead, self._room = (job if self._may_lead(job) else None), 1
+            elif self._lead is None or len(self._running) >= self._room:
+                return None
+            else:
+                job = store.claim_alike(self.name, self._lead, self._alone, may_jump=may_jump)
+            if job is None:
+                return None
+            self._jumps = self._jumps + 1 if store.has_older(job) else 0
+            self._warm = job.model
+            self._running.append(job.id)
+            return Claim(job, None if self._lead is None else f"{self.name} {self._lead.id}")
+
+    def _may_lead(self, job: Job | None) -> bool:
+        is_new = job is not None and job.run is None and job.attempts <= 1
+        return self.most > 1 and is_new and job is not None and job.id not in self._alone
+
+    def note_plan(self, plan: Plan) -> None:
+        """Note how many jobs of this plan may run together."""
+        with self._lock:
+            self._room = 1 if plan.batch is None else min(self.most, plan.batch.num_videos)
+
+    def leave(self, id: str, *, is_alone: bool = False) -> None:  # noqa: A002
+        """Note that the devices are done with a job, which is to run alone if it comes again."""
+        with self._lock:
+            self._running.remove(id)
+            if is_alone:
+                self._alone.add(id)
+
+
+def parse_groups(text: str | None) -> dict[str, str | None]:
+    """Groups of ``0,1;2,3``; one group of what the plan chooses for None.
+
+    Raises:
+        InputError: a group is empty, or two share a device.
+    """
+    if text is None:
+        return {"default": None}
+    groups = [each.replace(" ", "") for each in text.split(";")]
+    devices = [device for group in groups for device in group.split(",")]
+    if not all(devices):
+        raise InputError(f"groups must be lists of devices such as 0,1;2,3, got {text!r}")
+    twice = [device for device in devices if devices.count(device) > 1 and device != "cpu"]
+    if twice:
+        raise InputError(f"device {twice[0]} is in two groups of {text!r}; a device runs one job")
+    found: dict[str, str | None] = {}
+    for group in groups:
+        number = [*found.values()].count(group)
+        found[f"{group} ({number + 1})" if number else group] = group
+    return found
+
+
+class News:
+    """Something that threads wait for, each of them until it happens once more."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self.count = 0
+
+    def note(self) -> None:
+        """It happened."""
+        with self._condition:
+            self.count += 1
+            self._condition.notify_all()
+
+    def wait(self, seen: int, seconds: float) -> None:
+        """Wait until it has happened more often than `seen`, for some seconds at most."""
+        with self._condition:
+            self._condition.wait_for(lambda: self.count != seen, seconds)
