@@ -17,7 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from greenlet import getcurrent, greenlet
@@ -29,6 +29,7 @@ from everyframe.engine.run import torch_set_by
 from everyframe.fast_paths.batch_certificates import BatchTrial, batched_components
 from everyframe.hardware.memory import is_out_of_memory
 from everyframe.hardware.switches import Turn
+from everyframe.hardware.throughput import wait_for_device
 from everyframe.runtime.batch_member import MEMBER
 from everyframe.runtime.batched_calls import (
     BatchedModule,
@@ -196,10 +197,14 @@ def _tried(
     trial: BatchTrial, module: _SharedModule, signature: Hashable, calls: Sequence[ModuleCall]
 ) -> list[Any]:
     """Results of calls made one by one; the trial takes how those of one call compare."""
+    device = str(calls[0].args[0].device)
+    wait_for_device(device)
     began = time.perf_counter()
     alone = [call.compute() for call in calls]
+    wait_for_device(device)
     between = time.perf_counter()
     together = module.compute(calls)
+    wait_for_device(device)
     after = time.perf_counter()
     module.note(signature)
     trial.take(
@@ -332,9 +337,10 @@ class _Member:
 
 
 def _identity(plan: Plan) -> Hashable:
-    """What runs of a batch have in common: components and how they are computed."""
+    """What runs of a batch have in common: all but the prompt and the seed."""
     components = [
         (part.name, part.device, part.precision, part.repairs, part.fast_paths)
         for part in plan.components
     ]
-    return repr(components), plan.num_threads, plan.switches is None, plan.parallel is None
+    settings = replace(plan.settings, prompt="", negative_prompt=None, seed=0)
+    return repr(components), repr(settings), plan.num_threads, plan.switches, plan.parallel

@@ -12,13 +12,13 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from everyframe.core.errors import EveryframeError, WorkerDiedError
 from everyframe.core.events import (
@@ -118,13 +118,15 @@ def _run_batch(first: WorkerJob, inbox: _Inbox, desk: _Desk) -> bool:
     """
     from everyframe.engine.batched_runs import BatchedRuns, RunEnded
 
-    batch, jobs, waits = BatchedRuns(), dict[Any, tuple[WorkerJob, FlightRecorder]](), True
+    batch, jobs, waits = BatchedRuns(), dict[int, tuple[WorkerJob, FlightRecorder]](), True
 
     def join(job: WorkerJob) -> None:
         desk.log_to(inbox.connection, job.log_level)
         try:
+            if job.place is not None:
+                os.chdir(job.place)
             trail = desk.trail_of(job)
-        except EveryframeError as error:
+        except (EveryframeError, OSError) as error:
             _send_end(error, job, inbox, desk)
             return
         assert job.tag is not None, "a job of a batch"
@@ -151,7 +153,7 @@ def _run_batch(first: WorkerJob, inbox: _Inbox, desk: _Desk) -> bool:
             # A batch whose modules a run has changed takes no other; they begin another one.
             for new in () if batch.is_closed else inbox.arrived():
                 join(new)
-            for stopped in inbox.stopped():
+            for stopped in inbox.stopped(jobs):
                 batch.stop(stopped)
     except BrokenPipeError:
         return False  # nobody is there to read it
@@ -182,7 +184,7 @@ class _Inbox:
         self.connection = connection
         self.jobs: SimpleQueue[WorkerJob | Exception] = SimpleQueue()
         self.is_stopped = threading.Event()
-        self._stopped: SimpleQueue[int] = SimpleQueue()
+        self._stopped: set[int] = set()
         threading.Thread(target=self._read, daemon=True).start()
 
     def arrived(self) -> Iterator[WorkerJob]:
@@ -193,10 +195,11 @@ class _Inbox:
                 raise job
             yield job
 
-    def stopped(self) -> Iterator[int]:
-        """Tags of jobs that were stopped since the last call."""
-        while not self._stopped.empty():
-            yield self._stopped.get()
+    def stopped(self, tags: Collection[int]) -> set[int]:
+        """Those of these jobs that were stopped; each is named once."""
+        found = self._stopped.intersection(tags)
+        self._stopped -= found
+        return found
 
     def _read(self) -> None:
         try:
@@ -210,7 +213,7 @@ class _Inbox:
                     if value is None:
                         self.is_stopped.set()
                     else:
-                        self._stopped.put(value)
+                        self._stopped.add(value)
         except (EOFError, OSError):
             os.kill(os.getpid(), signal.SIGKILL)
         except Exception as error:  # noqa: BLE001 - raised where jobs are waited for

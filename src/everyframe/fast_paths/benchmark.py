@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from everyframe.hardware.throughput import wait_for_device
 from everyframe.precision.cast_hooks import map_tensors
 
 #: Error budget: this multiple of the plain formula's error in the same precision, plus the floor.
@@ -137,18 +137,11 @@ def _times(contest: Comparison, device: str, deadline: float) -> tuple[float, fl
 
 
 def _seconds(run: Callable[[], Any], device: str) -> float:
-    _finished(device)
+    wait_for_device(device)
     began = time.perf_counter()
     run()
-    _finished(device)
+    wait_for_device(device)
     return time.perf_counter() - began
-
-
-def _finished(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
-    elif device == "mps":
-        torch.mps.synchronize()
 
 
 def relative_error(got: Any, want: Any) -> float:
