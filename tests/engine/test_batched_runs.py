@@ -82,7 +82,7 @@ def of_shapes(number: int, **more: Any) -> Request:
     return Request(prompt=PROMPTS[number], seed=number, **{**SHAPES, **more})
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_runs_of_the_embedded_model_meet(dtype: str, joined: list[int]) -> None:
     requests = [of_shapes(number, dtype=dtype) for number in range(3)]
     cache = ComponentCache()

@@ -192,7 +192,7 @@ def run_dry(prepared: PreparedPlan, recorder: Recorder) -> dict[str, list[Operat
     model: Any = prepared.model
     calls = {call.key: call for call in model.dry_run_calls(prepared.plan.settings)}
     # As the run has torch set.
-    with engine_run._switched(prepared.plan, Turn(is_alone=True)):
+    with engine_run.torch_set_by(prepared.plan, Turn(is_alone=True)):
         for call in calls.values():
             modules = {
                 name: load_component(

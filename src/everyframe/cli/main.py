@@ -21,8 +21,8 @@ from everyframe._version import __version__
 from everyframe.cli.streams import is_of_output, mute_output, prepare_streams, tell
 from everyframe.cli.tables import error_line, json_line, printable
 from everyframe.core.errors import EveryframeError, ExitCode, InputError, did_you_mean
+from everyframe.core.import_logs import mute_torchao_imports
 from everyframe.engine.torchrun import Terminated, after_others, under_torchrun
-from everyframe.hardware.import_logs import mute_torchao_imports
 
 if TYPE_CHECKING:
     from cyclopts import App

@@ -32,11 +32,11 @@ from everyframe.core.events import (
     WeightsReady,
 )
 from everyframe.core.facts import MachineFacts
+from everyframe.core.import_logs import mute_torchao_imports
 from everyframe.engine.error_transfer import error_data
 from everyframe.engine.flight_recorder import FlightRecorder
 from everyframe.engine.module_watch import ModuleWatch
 from everyframe.engine.worker_process import WorkerJob, receive, send
-from everyframe.hardware.import_logs import mute_torchao_imports
 
 if TYPE_CHECKING:
     from everyframe.runtime.component_cache import ComponentCache

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from everyframe.hardware.import_logs import mute_torchao_imports
+from everyframe.core.import_logs import mute_torchao_imports
 
 
 @pytest.mark.parametrize("name", ["torchao", "torchao.kernel.intmm", "torch.utils._pytree"])
