@@ -90,12 +90,15 @@ class BatchedModule:
         # Texts of the videos in the call, and the number of the block that attends to them next.
         self._texts: tuple[TextContext, ...] = ()
         self._block = 0
-        # Shapes of inputs in calls of one video: what has as many rows again is of all videos.
-        self._shapes: dict[int, set[tuple[int, ...]]] = {}
+        # Shapes of inputs in calls of one video with so many rows: what is so many times as large
+        # in a call of several is of all videos.
+        self._shapes: dict[tuple[int, int], set[tuple[int, ...]]] = {}
+        self._batch = 0
         self._stack = ExitStack()
 
     def __enter__(self) -> BatchedModule:
         with ExitStack() as stack:
+            stack.callback(self._module.register_forward_pre_hook(self._note_rows).remove)
             for part in self._module.modules():
                 if isinstance(part, _PRODUCTS):
                     stack.enter_context(override_call(part, self._product))
@@ -120,7 +123,7 @@ class BatchedModule:
         args = _joined([call.args for call in calls], batch, texts)
         kwargs = _joined([dict(call.kwargs) for call in calls], batch, texts)
         self._texts, self._block = texts[0] if texts else (), 0
-        self._num_videos = count
+        self._num_videos, self._batch = count, batch
         try:
             result = ModuleCall(self._module, calls[0].base, args, kwargs).compute()
             if self._texts and self._block != len(self._texts[0].blocks):
@@ -129,9 +132,13 @@ class BatchedModule:
             self._num_videos, self._texts = 1, ()
         return [_rows(result, number, count, batch) for number in range(count)]
 
+    def _note_rows(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._num_videos == 1 and args and isinstance(args[0], Tensor) and args[0].ndim:
+            self._batch = int(args[0].shape[0])
+
     def _product(self, base: type[nn.Module], part: nn.Module, args: Any, kwargs: Any) -> Any:
         x, *others = args
-        known = self._shapes.setdefault(id(part), set())
+        known = self._shapes.setdefault((id(part), self._batch), set())
         if self._num_videos == 1:
             known.add(tuple(x.shape))
             return base.__call__(part, *args, **kwargs)
