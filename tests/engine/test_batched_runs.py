@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from everyframe.core.errors import InputError, LeftBatchError
 from everyframe.core.events import Events, FramesDecoded, Planned, Step
@@ -30,6 +29,7 @@ from everyframe.runtime.batched_calls import BatchedModule
 from everyframe.runtime.component_cache import ComponentCache
 from helpers.out_of_memory import TOO_LITTLE
 from helpers.tiny_checkpoints import families as tiny_families
+from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 Models = Callable[[str], Path]
 SHAPES: Mapping[str, Any] = {"num_frames": 4, "height": 32, "width": 32, "num_inference_steps": 6}
@@ -199,12 +199,7 @@ def test_without_memory_for_both_calls_are_made_one_by_one(
 def test_a_run_that_needs_a_repair_leaves_the_others(
     tmp_path: Path, tiny_models: Models, joined: list[int]
 ) -> None:
-    folder = tmp_path / "overflowing"
-    shutil.copytree(tiny_models("opensora-1.2"), folder)
-    weights = load_file(folder / "model.safetensors")
-    weight = weights["spatial_blocks.0.mlp.fc1.weight"]
-    weight.mul_(6e4 / weight.abs().max())
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    folder = tiny_opensora.overflowing(tiny_models("opensora-1.2"), tmp_path / "model")
     half = {"dtype": "float16", "force": True, "device": "cpu", "num_frames": 1}
     asked = {**tiny_families.asked("opensora-1.2", **half), "forget_repairs": True}
     requests = [Request(**{**asked, "model": str(folder), "seed": seed}) for seed in range(2)]

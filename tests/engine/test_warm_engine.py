@@ -6,7 +6,6 @@ taken off, and without that the next video would be another.
 
 from __future__ import annotations
 
-import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import everyframe
 from everyframe.core.errors import EveryframeError, InputError
@@ -30,6 +29,7 @@ from helpers.loras import files as lora_files
 from helpers.loras.files import as_lora, factors_for
 from helpers.out_of_memory import TOO_LITTLE, before_calls
 from helpers.tiny_checkpoints import families as tiny_families
+from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 Models = Callable[[str], Path]
 
@@ -158,12 +158,7 @@ def test_eight_bit_weights_with_loras(tiny_models: Models, tmp_path: Path) -> No
 def test_repairs_stay_with_the_run_that_needed_them(
     tmp_path: Path, tiny_models: Models, loads: list[int]
 ) -> None:
-    folder = tmp_path / "overflowing"
-    shutil.copytree(tiny_models("opensora-1.2"), folder)
-    weights = load_file(folder / "model.safetensors")
-    weight = weights["spatial_blocks.0.mlp.fc1.weight"]
-    weight.mul_(6e4 / weight.abs().max())
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    folder = tiny_opensora.overflowing(tiny_models("opensora-1.2"), tmp_path / "model")
     half = {"dtype": "float16", "force": True, "device": "cpu", "num_frames": 1}
     asked = tiny_families.asked("opensora-1.2", **half)
     with everyframe.load(folder) as engine:

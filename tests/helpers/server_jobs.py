@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 
 from everyframe.media.read import read_video
 from everyframe.server.data_folder import DataFolder
@@ -42,3 +45,18 @@ def frames_in(folder: DataFolder, job: Job) -> np.ndarray[Any, Any]:
 
 def types(store: JobStore, job: Job) -> list[str]:
     return [event.type for event in store.events(video=job.id)]
+
+
+def synchronous_levels(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The level of `synchronous` of each transaction from now on."""
+    levels: list[int] = []
+    write = store._database.write
+
+    @contextmanager
+    def noted(**values: Any) -> Iterator[sqlite3.Connection]:
+        with write(**values) as connection:
+            levels.append(connection.execute("PRAGMA synchronous").fetchone()[0])
+            yield connection
+
+    monkeypatch.setattr(store._database, "write", noted)
+    return levels

@@ -22,6 +22,7 @@ from everyframe.server.settings import Limits
 from everyframe.server.store import JobStore
 from everyframe.server.transaction import Transaction
 from helpers.server_app import ServedApp, key
+from helpers.server_jobs import synchronous_levels
 
 PROMPT = {"prompt": "a red circle"}
 
@@ -44,19 +45,9 @@ async def add_at_once(adder: JobAdder, jobs: Sequence[NewJob]) -> list[Any]:
 
 @contextmanager
 def counted_writes(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The level of `synchronous` of each transaction."""
-    levels: list[int] = []
-    write = store._database.write
-
-    @contextmanager
-    def noted(**values: Any) -> Iterator[sqlite3.Connection]:
-        with write(**values) as connection:
-            levels.append(connection.execute("PRAGMA synchronous").fetchone()[0])
-            yield connection
-
+    """The level of `synchronous` of each transaction within."""
     with monkeypatch.context() as patched:
-        patched.setattr(store._database, "write", noted)
-        yield levels
+        yield synchronous_levels(store, patched)
 
 
 def test_many_at_once_share_a_commit_and_keep_their_order(

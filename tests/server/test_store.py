@@ -5,8 +5,6 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from everyframe.server import store as stores
 from everyframe.server.data_folder import DataFolder
 from everyframe.server.jobs import Job, NewJob
 from everyframe.server.store import JobStore
+from helpers.server_jobs import synchronous_levels
 
 
 def new(prompt: str = "a red circle", **values: Any) -> NewJob:
@@ -53,16 +52,7 @@ def test_only_what_can_be_lost_does_not_wait_for_the_disk(
     store: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Without a wait, the loss of a claim or of progress is that of a server that died.
-    levels: list[int] = []
-    write = store._database.write
-
-    @contextmanager
-    def noted(**values: Any) -> Iterator[sqlite3.Connection]:
-        with write(**values) as connection:
-            levels.append(connection.execute("PRAGMA synchronous").fetchone()[0])
-            yield connection
-
-    monkeypatch.setattr(store._database, "write", noted)
+    levels = synchronous_levels(store, monkeypatch)
     job, other = store.add(new()), store.add(new())
     assert store.claim("default") is not None
     store.update(job.id, progress=7)

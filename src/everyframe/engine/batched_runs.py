@@ -13,7 +13,6 @@ bits, and the time. If either is against it, calls are made one by one.
 from __future__ import annotations
 
 import contextvars
-import logging
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
@@ -39,8 +38,6 @@ from everyframe.runtime.batched_calls import (
     have_equal_bits,
 )
 from everyframe.runtime.model_sharding import ModelPatch
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

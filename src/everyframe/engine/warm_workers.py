@@ -106,11 +106,10 @@ class WarmWorkers:
             return
         group = self._given(job)
         try:
-            yield group.workers
-        except WorkerDiedError as error:
+            with self._closing_named():
+                yield group.workers
+        except WorkerDiedError:
             group.kill()
-            if self._is_closed:
-                raise WorkerDiedError(f"its workers were closed ({error})") from error
             raise
         finally:
             self._put_back(group, is_fit=group.settles(self._stop_seconds))
@@ -120,11 +119,8 @@ class WarmWorkers:
         """Context: the worker that computes this batch, or one that begins it."""
         group, worker = self._joined(job, batch)
         try:
-            yield worker
-        except WorkerDiedError as error:
-            if self._is_closed:
-                raise WorkerDiedError(f"its workers were closed ({error})") from error
-            raise
+            with self._closing_named():
+                yield worker
         finally:
             is_fit = worker.stop(self._stop_seconds)
             worker.close()
@@ -133,6 +129,16 @@ class WarmWorkers:
                 is_last = not group.num_batched
             if is_last or not is_fit:
                 self._put_back(group, is_fit=is_fit)
+
+    @contextmanager
+    def _closing_named(self) -> Iterator[None]:
+        """Context: a death of workers that were closed says so."""
+        try:
+            yield
+        except WorkerDiedError as error:
+            if self._is_closed:
+                raise WorkerDiedError(f"its workers were closed ({error})") from error
+            raise
 
     def _joined(self, job: WorkerJob, batch: str) -> tuple[_Group, BatchedWorker]:
         """Workers that have the job beside others of its batch, or alone."""

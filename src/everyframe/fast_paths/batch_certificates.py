@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import logging
 import statistics
-from dataclasses import replace
 from datetime import date
 
 from everyframe.core.plan import ComponentPlan, Plan
-from everyframe.fast_paths.certificates import Certificate, device_key, find, keep, plan_key
+from everyframe.fast_paths.certificates import (
+    Certificate,
+    Verdict,
+    device_key,
+    find,
+    keep,
+    plan_key,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -99,13 +105,12 @@ class BatchTrial:
         self._decide("certified" if gain >= LEAST_GAIN else "refused", said, gain)
 
     def _decide(
-        self, verdict: str, why: str, gain: float | None, *, is_lasting: bool = True
+        self, verdict: Verdict, why: str, gain: float | None, *, is_lasting: bool = True
     ) -> None:
-        made = Certificate(
+        self._certificate = Certificate(
             what=_name(self._num_videos), component=self._component, device=self._device,
-            plan=self._plan, verdict="refused", reason=why, error=0.0 if gain else None,
+            plan=self._plan, verdict=verdict, reason=why, error=0.0 if gain else None,
             limit=0.0, gain=gain, date=date.today().isoformat(),
         )  # fmt: skip
-        self._certificate = replace(made, verdict="certified") if verdict == "certified" else made
         if is_lasting:
             keep([self._certificate])

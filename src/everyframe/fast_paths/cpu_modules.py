@@ -379,12 +379,16 @@ def swapper(path: str) -> Callable[[nn.Module, tuple[str, ...]], None]:
 
     def swap(module: nn.Module, blocks: tuple[str, ...]) -> None:
         for name in places(path, module):
-            where, _, last = name.rpartition(".")
-            part = module.get_submodule(name)
-            kind = _new_kind(path, part)
+            kind = _new_kind(path, module.get_submodule(name))
             assert kind is not None
-            made = object.__new__(kind)
-            vars(made).update(vars(part))
-            setattr(module.get_submodule(where), last, made)
+            recast(module, name, kind)
 
     return swap
+
+
+def recast(module: nn.Module, name: str, kind: type[nn.Module]) -> None:
+    """Replace a submodule by one of another class with the same parameters, hooks and values."""
+    where, _, last = name.rpartition(".")
+    made = object.__new__(kind)
+    vars(made).update(vars(module.get_submodule(name)))
+    setattr(module.get_submodule(where), last, made)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from everyframe.fast_paths.cpu_modules import NativeGatedGELU, OneDNNLinear
+from everyframe.fast_paths.cpu_modules import NativeGatedGELU, OneDNNLinear, recast
 from everyframe.ops.activation import GatedGELU
 from everyframe.ops.native import kernels
 
@@ -56,8 +56,5 @@ def fuse(module: nn.Module, blocks: tuple[str, ...]) -> None:
         names = _names(part)
         assert names is not None
         linear, activation = names
-        where, _, last = linear.rpartition(".")
-        made = object.__new__(NativeGatedLinear)
-        vars(made).update(vars(part.get_submodule(linear)))
-        setattr(part.get_submodule(where), last, made)
+        recast(part, linear, NativeGatedLinear)
         setattr(part, activation, nn.Identity())

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Precision
+from everyframe.hardware.throughput import wait_for_device
 from everyframe.precision.quantization import layers
 from everyframe.precision.quantized_products import torchao
 
@@ -103,6 +104,5 @@ def _why_not(layer: nn.Linear, quantize_: Any, config: Any) -> str | None:
 def _seconds(layer: nn.Module, x: Tensor) -> float:
     began = time.perf_counter()
     layer(x)
-    if str(x.device).startswith("cuda"):
-        torch.cuda.synchronize()
+    wait_for_device(str(x.device))
     return time.perf_counter() - began

@@ -35,6 +35,7 @@ from everyframe.core.events import Event
 from everyframe.core.paths import is_disk_full
 from everyframe.core.plan import Plan
 from everyframe.engine.executor import Executor
+from everyframe.fast_paths.batch_certificates import MOST_VIDEOS
 from everyframe.server.attempt import Attempt, AttemptOptions, expiry
 from everyframe.server.device_groups import Claim, DeviceGroup, News
 from everyframe.server.jobs import Job
@@ -49,8 +50,6 @@ MAX_ATTEMPTS = 3
 MIN_FREE_BYTES = 256 * 2**20
 #: Jobs in a row that may go before older ones because their model is warm.
 WARM_AHEAD = 4
-#: Jobs that a device group runs at a time, where their plan says that it pays.
-MAX_BATCH = 4
 #: Seconds between two looks whether an obstacle is gone, and whether a thread has ended.
 _PAUSE = 0.25
 #: Longest wait of an idle group, in seconds; a new job ends it at once.
@@ -75,7 +74,7 @@ class DispatcherOptions(AttemptOptions):
     max_attempts: int = MAX_ATTEMPTS
     warm_ahead: int = WARM_AHEAD
     min_free_bytes: int = MIN_FREE_BYTES
-    max_batch: int = MAX_BATCH
+    max_batch: int = MOST_VIDEOS
 
 
 PreviewListener = Callable[[str, Event], None]
@@ -306,14 +305,10 @@ class Dispatcher:
             self._persist(lambda: self._store.finish(
                 job.id, "cancelled", report=report, expires_at=expires))  # fmt: skip
             return
-        if isinstance(error, LeftBatchError):
-            _log.info("%s left its batch: %s", job.id, error)
-            self._persist(lambda: self._store.requeue(
-                job.id, counts_attempt=False, cause=code_of(error), report=report))  # fmt: skip
-            return
-        waits = isinstance(error, (RunStoppedError, RunLockedError, StoreError, DevicesBusyError))
-        if waits or is_disk_full(error):
-            if not isinstance(error, RunStoppedError):
+        is_stopped = isinstance(error, (RunStoppedError, LeftBatchError))
+        waits = isinstance(error, (RunLockedError, StoreError, DevicesBusyError))
+        if is_stopped or waits or is_disk_full(error):
+            if not is_stopped:
                 if not isinstance(error, DevicesBusyError):  # which is no trouble of the server
                     self._trouble = str(error)
                 _log.error("%s waits: %s", job.id, error)

@@ -147,18 +147,11 @@ class JobStore(EventLog):
         """
         if not self.count()["queued"]:
             return None
-        query = (
-            "UPDATE videos SET status = 'in_progress', \"group\" = ?, attempts = attempts + 1, "
-            "started_at = coalesce(started_at, ?), error = NULL, phase = NULL, step = NULL, "
-            "total_steps = NULL WHERE seq = ("
+        which = (
             "SELECT seq FROM videos WHERE status = 'queued' AND (run IS NULL OR \"group\" IS NULL "
-            'OR "group" = ?) ORDER BY priority DESC, model IS NOT ?, seq LIMIT 1) RETURNING *'
+            'OR "group" = ?) ORDER BY priority DESC, model IS NOT ?, seq LIMIT 1'
         )
-        with self._writing(is_durable=False) as changes:
-            row = changes.connection.execute(
-                query, (group, time.time(), group, prefers or "")
-            ).fetchone()
-            return row and changes.job(row, "status", {"status": "in_progress"})
+        return self._begin(group, which, (group, prefers or ""))
 
     def claim_alike(
         self,
@@ -176,20 +169,25 @@ class JobStore(EventLog):
         others = ", ".join("?" * len(but))
         own = "json_remove({}, '$.prompt', '$.negative_prompt', '$.seed')"
         first = "" if may_jump else "AND seq = (SELECT min(seq) FROM first) "
-        query = (
+        which = (
             "WITH first AS (SELECT * FROM videos WHERE status = 'queued' AND priority = "
             "(SELECT max(priority) FROM videos WHERE status = 'queued')) "
-            "UPDATE videos SET status = 'in_progress', \"group\" = ?, attempts = 1, "
-            "started_at = coalesce(started_at, ?), error = NULL WHERE seq = ("
             "SELECT seq FROM first WHERE run IS NULL AND attempts = 0 AND model = ? "
             f"AND {own.format('request')} = {own.format('?')} {first}AND id NOT IN ({others}) "
-            "ORDER BY seq LIMIT 1) RETURNING *"
+            "ORDER BY seq LIMIT 1"
         )
         request = plain({"request": dict(job.request)})[0]
+        return self._begin(group, which, (job.model, request, *but))
+
+    def _begin(self, group: str, which: str, values: tuple[Any, ...]) -> Job | None:
+        """Begin the job whose number the query finds; None without one."""
+        query = (
+            "UPDATE videos SET status = 'in_progress', \"group\" = ?, attempts = attempts + 1, "
+            "started_at = coalesce(started_at, ?), error = NULL, phase = NULL, step = NULL, "
+            f"total_steps = NULL WHERE seq = ({which}) RETURNING *"
+        )
         with self._writing(is_durable=False) as changes:
-            row = changes.connection.execute(
-                query, (group, time.time(), job.model, request, *but)
-            ).fetchone()
+            row = changes.connection.execute(query, (group, time.time(), *values)).fetchone()
             return row and changes.job(row, "status", {"status": "in_progress"})
 
     def update(

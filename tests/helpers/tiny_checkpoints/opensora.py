@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -252,3 +253,13 @@ def _write(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name)
+
+
+def overflowing(folder: Path, place: Path) -> Path:
+    """A copy of a 1.2 checkpoint that overflows in float16, in the first block's feed-forward."""
+    shutil.copytree(folder, place)
+    weights = load_file(place / "model.safetensors")
+    weight = weights["spatial_blocks.0.mlp.fc1.weight"]
+    weight.mul_(6e4 / weight.abs().max())
+    save_file(weights, place / "model.safetensors", metadata={"format": "pt"})
+    return place

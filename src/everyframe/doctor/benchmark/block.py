@@ -93,8 +93,8 @@ def measure_seconds(
     """Median seconds of a step, plain and by these fast paths, taking turns."""
     import torch
 
-    from everyframe.doctor.benchmark.peaks import wait_for
     from everyframe.hardware.cpu import cpu_threads
+    from everyframe.hardware.throughput import wait_for_device
     from everyframe.precision.strict_float32 import strict_float32
 
     call = step_call(size)
@@ -103,10 +103,10 @@ def measure_seconds(
         modules = [built(call, precision, each, device) for each in ((), paths)]
         for number in range(_ROUNDS + 1):
             for module, seconds in zip(modules, taken, strict=True):
-                wait_for(device)
+                wait_for_device(device)
                 began = time.perf_counter()
                 call.call({COMPONENT: module}, device)
-                wait_for(device)
+                wait_for_device(device)
                 if number:  # the first one warms up
                     seconds.append(time.perf_counter() - began)
     return statistics.median(taken[0]), statistics.median(taken[1])

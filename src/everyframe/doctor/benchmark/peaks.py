@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from everyframe.hardware.throughput import wait_for_device
+
 #: Sides of the square products, in order, by kind of device.
 _SIDES = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192)}
 _FEW_SIDES = (256, 512, 1024, 2048, 4096)
@@ -73,21 +75,11 @@ def _best(run: Callable[[], object], device: str) -> float:
     run()
     taken = []
     for _ in range(_ROUNDS):
-        wait_for(device)
+        wait_for_device(device)
         began = time.perf_counter()
         run()
-        wait_for(device)
+        wait_for_device(device)
         taken.append(time.perf_counter() - began)
         if sum(taken) > 2 * _LONGEST:
             break
     return max(min(taken), 1e-7)
-
-
-def wait_for(device: str) -> None:
-    """Wait until the device has computed everything."""
-    import torch
-
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
-    elif device == "mps":
-        torch.mps.synchronize()
