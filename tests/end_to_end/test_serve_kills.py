@@ -16,7 +16,7 @@ from helpers.server_process import ServerProcess
 pytest.importorskip("fastapi", reason="serving needs the extra everyframe[server]")
 
 OPTIONS: dict[str, Any] = {
-    "num_frames": 8, "size": "64x64", "num_inference_steps": 150, "seed": 7,
+    "num_frames": 8, "size": "64x64", "num_inference_steps": 400, "seed": 7,
 }  # fmt: skip
 
 
