@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 import everyframe
 from everyframe.core.errors import InputError, WorkerDiedError
-from everyframe.core.events import Event, FramesDecoded, RunSaved, Step
+from everyframe.core.events import Event, FramesDecoded, Planned, RunSaved, Step, VideoDone
+from everyframe.core.plan import BatchPlan
 from everyframe.core.request import Request
+from everyframe.engine import worker
 from everyframe.engine.warm_workers import WarmWorkers
 from everyframe.engine.worker_process import WorkerJob
+from helpers.fake_engine import plan_of
 
 GIVEN = {"prompt": "a red circle", "num_frames": 4, "height": 32, "width": 32}
 
@@ -82,6 +88,34 @@ def test_jobs_of_a_batch_share_a_process(workers: WarmWorkers) -> None:
     assert np.array_equal(alone.frames(), expected(1))
     assert len(processes(workers)) == 1
     assert workers.describe()
+
+
+class SilentInbox(worker._Inbox):
+    """An inbox that nobody sends to."""
+
+    def _read(self) -> None: ...
+
+
+@pytest.mark.parametrize("room", [1, 2])
+def test_a_job_without_room_waits_in_the_worker(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, room: int
+) -> None:
+    plan = replace(plan_of(Request(**GIVEN)), batch=BatchPlan(room, "measured"))
+    events = [Planned(plan), Step("denoise", 1, 1, 0, 0.0), VideoDone(0, 4, {})]
+    monkeypatch.setattr(worker, "_events", lambda *_: (event for event in events))
+    monkeypatch.setattr(worker, "ModuleWatch", Mock())  # which would stay in this process
+    ours, theirs = Pipe()
+    inbox, desk = SilentInbox(theirs), worker._Desk()
+    first, second = (replace(job_of(n), tag=n, folder=tmp_path) for n in range(2))
+    inbox.jobs.put(second)
+    job: WorkerJob | None = first
+    for _ in range(3 - room):  # a batch each, or one of both
+        assert job is not None
+        assert worker._run_batch(job, inbox, desk)
+        job = inbox.arrived()
+    assert job is None
+    tags = [json.loads(ours.recv_bytes())["tag"] for _ in range(2 * len(events) + 2)]
+    assert tags == [0] * 4 + [1] * 4
 
 
 @pytest.mark.slow

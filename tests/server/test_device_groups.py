@@ -66,6 +66,26 @@ def test_nothing_joins_where_the_plan_is_against_it(
     assert group.claim(store) is None
 
 
+@pytest.mark.parametrize("num_videos", [None, 1, 2])
+def test_the_next_job_is_handed_over_where_one_has_its_frames(
+    store: JobStore, num_videos: int | None
+) -> None:
+    jobs = [add(store, seed) for seed in range(5)]
+    group = group_of()
+    first = claimed(group, store)
+    planned(group, num_videos)
+    running = [first.id, *(claimed(group, store).id for _ in range((num_videos or 1) - 1))]
+    assert group.claim(store) is None
+    group.note_end(first.id)
+    running.append(claimed(group, store).id)
+    assert group.claim(store) is None, "one in its place"
+    group.leave(first.id)
+    assert group.claim(store) is None
+    group.leave(running[1])
+    running.append(claimed(group, store).id)
+    assert running == [job.id for job in jobs[: len(running)]]
+
+
 @pytest.mark.parametrize("other", [
     {"request": {"num_frames": 8}}, {"model": "another"}, {"request": {"lora": "x"}},
 ])  # fmt: skip

@@ -15,7 +15,9 @@ from everyframe.core.errors import (
     InputError,
     WorkerDiedError,
 )
-from everyframe.core.events import Event, Preview, Step
+from everyframe.core.events import Event, Events, FramesDecoded, Preview, Step
+from everyframe.engine.stop_switch import StopSwitch
+from everyframe.engine.worker_process import WorkerJob
 from everyframe.media.read import read_video
 from everyframe.media.record import read_record
 from everyframe.server import attempt as attempts
@@ -64,6 +66,36 @@ def test_jobs_run_one_after_the_other_in_a_group(store: JobStore, dispatch: Star
     for job in jobs:
         ended(store, job)
     assert executor.steps == [(seed, step + 1) for seed in range(5) for step in range(NUM_STEPS)]
+
+
+class HandingOver(FakeExecutor):
+    """An executor whose first job ends once the second one is there."""
+
+    has_batches = True
+
+    def run(
+        self, job: WorkerJob, place: Path | None = None, stop: StopSwitch | None = None
+    ) -> Events:
+        is_first = not self.jobs
+        for event in super().run(job, place, stop):
+            yield event
+            if isinstance(event, FramesDecoded) and is_first:
+                until = time.monotonic() + 10
+                while len(self.jobs) < 2 and time.monotonic() < until:
+                    time.sleep(0.01)
+                self.met = len(self.jobs) == 2
+
+
+def test_the_next_job_is_handed_over_before_the_last_one_ended(
+    store: JobStore, dispatch: Start
+) -> None:
+    jobs = [add(store, seed) for seed in range(3)]
+    executor = HandingOver()
+    dispatch(executor)
+    for job in jobs:
+        ended(store, job)
+    assert executor.met
+    assert len({job.batch for job in executor.jobs[:2]}) == 1, "they go to the same worker"
 
 
 def test_groups_work_side_by_side_with_their_devices(store: JobStore, dispatch: Start) -> None:

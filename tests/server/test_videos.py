@@ -65,6 +65,11 @@ def test_every_form_of_body_makes_the_same_job(served: ServedApp, form: str) -> 
     assert float(job.request["seconds"]) == 2.5
 
 
+def test_a_job_far_back_in_the_queue_is_asked_for_less_often(served: ServedApp) -> None:
+    answers = [served.client.post("/v1/videos", json={**FIELDS, "seed": n}) for n in range(8)]
+    assert [a.headers["openai-poll-after-ms"] for a in answers[4:]] == ["250", "250", "300", "350"]
+
+
 def test_an_upload_is_named_by_its_content(served: ServedApp) -> None:
     files = {"input_reference": ("../../../etc/x.sh", png(), "text/x-sh")}
     answer = served.client.post("/v1/videos", data={"prompt": PROMPT}, files=files)

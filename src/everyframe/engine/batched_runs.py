@@ -60,11 +60,17 @@ class BatchedRuns:
 
     def __init__(self) -> None:
         self.is_closed = False
+        self._room = 1
         self._runs: dict[int, _Member] = {}
         self._plan: Plan | None = None
         self._turn, self._settings = Turn(is_alone=True), ExitStack()
         self._modules: dict[tuple[int, ...], _SharedModule] = {}
         self._trials: dict[Hashable, BatchTrial] = {}
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another run may join those that are under way, by the last plan."""
+        return not self.is_closed and 0 < len(self._runs) < self._room
 
     def add(self, name: int, begin: Callable[[], Events]) -> None:
         """Add a run; ``begin()`` gives its events."""
@@ -112,6 +118,7 @@ class BatchedRuns:
     def _admit(self, run: _Member, plan: Plan) -> None:
         if plan.infeasible is not None:
             return  # it ends now
+        self._room = 1 if plan.batch is None else plan.batch.num_videos
         if self._plan is None:
             self._plan = plan
             # Around all runs, too: what each of them sets and puts back is the same.

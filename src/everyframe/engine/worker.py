@@ -150,8 +150,8 @@ def _run_batch(first: WorkerJob, inbox: _Inbox, desk: _Desk) -> bool:
                 send(inbox.connection, "event", _light(event, job.as_uint8), tag)
                 if isinstance(event, WeightsReady):
                     _print_into(job.folder / f"printed-{job.rank}")
-            # A batch whose modules a run has changed takes no other; they begin another one.
-            for new in () if batch.is_closed else inbox.arrived():
+            # One that has no room waits for a run's end, or begins the next batch.
+            while batch.has_room and (new := inbox.arrived()) is not None:
                 join(new)
             for stopped in inbox.stopped(jobs):
                 batch.stop(stopped)
@@ -187,13 +187,12 @@ class _Inbox:
         self._stopped: set[int] = set()
         threading.Thread(target=self._read, daemon=True).start()
 
-    def arrived(self) -> Iterator[WorkerJob]:
-        """Jobs that have arrived since the last call; raises what went wrong with one."""
-        while not self.jobs.empty():
-            job = self.jobs.get()
-            if isinstance(job, Exception):
-                raise job
-            yield job
+    def arrived(self) -> WorkerJob | None:
+        """The next job that has arrived, if one has; raises what went wrong with it."""
+        job = None if self.jobs.empty() else self.jobs.get()
+        if isinstance(job, Exception):
+            raise job
+        return job
 
     def stopped(self, tags: Collection[int]) -> set[int]:
         """Those of these jobs that were stopped; each is named once."""

@@ -17,6 +17,7 @@ from everyframe.core.errors import CannotRunError, OutOfMemoryInfo, RunLockedErr
 from everyframe.core.events import (
     ComponentLoaded,
     Event,
+    FramesDecoded,
     Note,
     Planned,
     Preview,
@@ -65,7 +66,8 @@ class AttemptOptions:
 class Attempt:
     """One attempt of a job in a device group; `devices` are the group's, None for any.
 
-    `batch` is the one that it may be computed in; ``on_plan(plan)`` is called with its plan.
+    `batch` is the one that it may be computed in; ``on_plan(plan)`` is called with its plan, and
+    ``on_frames()`` once its last frames are made.
 
     Attributes:
         stop: stops it, from any thread; the run stays.
@@ -84,6 +86,7 @@ class Attempt:
         *,
         batch: str | None = None,
         on_plan: Callable[[Plan], None] = lambda plan: None,
+        on_frames: Callable[[], None] = lambda: None,
     ) -> None:
         self.job = job
         self.stop = StopSwitch()
@@ -95,7 +98,7 @@ class Attempt:
         self._options = options
         self._devices = devices
         self._scarcity = scarcity
-        self._batch, self._on_plan = batch, on_plan
+        self._batch, self._on_plan, self._on_frames = batch, on_plan, on_frames
         self._report: dict[str, Any] = {"warnings": [], "repairs": [], **job.report}
         self._stages: dict[str, float] = dict(self._report.get("stage_durations", {}))
         self._began = time.monotonic()
@@ -150,6 +153,8 @@ class Attempt:
                 if isinstance(event, VideoDone) and self._outputs.is_last(event):
                     self._last = event
                     continue
+                if isinstance(event, FramesDecoded) and self._outputs.has_all_with(event):
+                    self._on_frames()
                 note = self._outputs.take(event)
                 if note is not None:
                     self._warn(note)

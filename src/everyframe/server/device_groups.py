@@ -2,7 +2,9 @@
 
 A group runs one job, or a batch: jobs that differ in prompt and seed alone, as far as their plan
 says that a step of several videos pays there and keeps each one's bits. A job may join while the
-others run. Jobs that were tried before, or left a batch, run alone.
+others run. Where the frames of a job are made, the next one alike goes to its worker at once and
+begins there as soon as that one has ended, so that no device waits for the queue. Jobs that were
+tried before, or left a batch, run alone.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class DeviceGroup:
         self._warm_ahead = warm_ahead
         self._lock = threading.Lock()
         self._running: list[str] = []
+        self._ending: set[str] = set()
         self._alone: set[str] = set()
         self._lead: Job | None = None
         self._room = 1
@@ -55,7 +58,7 @@ class DeviceGroup:
             if not self._running:
                 job = store.claim(self.name, self._warm if may_jump else None)
                 self._lead, self._room = (job if self._may_lead(job) else None), 1
-            elif self._lead is None or len(self._running) >= self._room:
+            elif self._lead is None or len(self._running) - len(self._ending) >= self._room:
                 return None
             else:
                 job = store.claim_alike(self.name, self._lead, self._alone, may_jump=may_jump)
@@ -75,10 +78,16 @@ class DeviceGroup:
         with self._lock:
             self._room = 1 if plan.batch is None else min(self.most, plan.batch.num_videos)
 
+    def note_end(self, id: str) -> None:  # noqa: A002
+        """Note that a job has its frames, and soon leaves."""
+        with self._lock:
+            self._ending.add(id)
+
     def leave(self, id: str, *, is_alone: bool = False) -> None:  # noqa: A002
         """Note that the devices are done with a job, which is to run alone if it comes again."""
         with self._lock:
             self._running.remove(id)
+            self._ending.discard(id)
             if is_alone:
                 self._alone.add(id)
 

@@ -260,9 +260,13 @@ class Dispatcher:
             group.note_plan(plan)
             self._news.note()  # others may join now
 
+        def note_end() -> None:
+            group.note_end(job.id)
+            self._news.note()  # the next one may be handed over
+
         attempt = Attempt(
             job, self._store, self._executor, self._options, group.devices, scarcity,
-            batch=claim.batch, on_plan=take_plan,
+            batch=claim.batch, on_plan=take_plan, on_frames=note_end,
         )  # fmt: skip
         with self._lock:
             self._attempts[job.id] = attempt

@@ -43,6 +43,7 @@ class JobOutputs:
         self._output = OutputFiles(paths, settings.fps)
         self._pictures = _Pictures(settings.seed, settings.num_frames * settings.chain)
         self._left = set(seeds)
+        self._num_expected = settings.num_frames * settings.chain * settings.num_videos
         self.num_frames = 0
 
     def __enter__(self) -> JobOutputs:
@@ -66,6 +67,10 @@ class JobOutputs:
             self._output.finish(event)
             self._left.discard(event.seed)
         return None
+
+    def has_all_with(self, event: FramesDecoded) -> bool:
+        """Whether these are the last frames of the job."""
+        return self.num_frames + event.num_frames >= self._num_expected
 
     def is_last(self, event: VideoDone) -> bool:
         """Whether the job is whole with this video."""

@@ -22,6 +22,8 @@ VARIANTS = {
 }
 #: Variants that are made when they are asked for -> media type.
 MADE_VARIANTS = {"preview": "image/webp", "frames": "application/zip"}
+#: Milliseconds that the smallest job takes at least; sets how soon a queued job is asked for again.
+_LEAST_MS = 50
 
 
 class VideoError(BaseModel):
@@ -176,8 +178,12 @@ def _links(job: Job) -> dict[str, str]:
     return links
 
 
-def poll_after_ms(job: Job, now: float) -> int:
-    """Milliseconds until a client should ask again: at first often, then a tenth of the rest."""
+def poll_after_ms(job: Job, queue_position: int | None, now: float) -> int:
+    """Milliseconds until a client should ask again: at first often, then a tenth of the rest.
+
+    A queued job is not done before the jobs that go first, each of which takes `_LEAST_MS`.
+    """
+    least = max(250, _LEAST_MS * (queue_position or 0))
     if now - job.created_at < 10 or job.eta_s is None:
-        return 250 if now - job.created_at < 10 else 1000
-    return int(min(max(job.eta_s * 100, 250), 5000))
+        return min(least if now - job.created_at < 10 else max(least, 1000), 5000)
+    return int(min(max(job.eta_s * 100, least), 5000))

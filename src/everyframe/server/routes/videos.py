@@ -31,7 +31,7 @@ def answer(job: Job, position: int | None) -> JSONResponse:
     """A job as an answer, with the time until a client should ask again."""
     headers = {}
     if not job.is_final:
-        headers["openai-poll-after-ms"] = str(poll_after_ms(job, time.time()))
+        headers["openai-poll-after-ms"] = str(poll_after_ms(job, position, time.time()))
     return JSONResponse(video_resource(job, position), headers=headers)
 
 
