@@ -202,6 +202,7 @@ def _tried(
 ) -> list[Any]:
     """Results of calls made one by one; the trial takes how those of one call compare."""
     device = str(calls[0].args[0].device)
+    module.prepare()
     wait_for_device(device)
     began = time.perf_counter()
     alone = [call.compute() for call in calls]
@@ -220,7 +221,10 @@ def _tried(
 
 
 class _SharedModule:
-    """Modules that runs denoise with, patched once for all of them."""
+    """Modules that runs denoise with, patched once for all of them.
+
+    Their products are patched with the first calls that meet: a run that stays alone pays nothing.
+    """
 
     def __init__(
         self,
@@ -233,12 +237,17 @@ class _SharedModule:
         self._known: set[Hashable] = set()
         with ExitStack() as stack:
             self.patch = stack.enter_context(shard(modules))
-            self._batched = {
-                id(each): stack.enter_context(BatchedModule(each)) for each in self._modules
-            }
+            self._batched: dict[int, BatchedModule] = {}
             for each in self._modules:
                 stack.enter_context(calls_meet(each, meet))
             self._stack = stack.pop_all()
+
+    def prepare(self) -> None:
+        """Patch the products, before calls are made alone that shall show where rows lie."""
+        if not self._batched:
+            self._batched = {
+                id(each): self._stack.enter_context(BatchedModule(each)) for each in self._modules
+            }
 
     def compute(self, calls: Sequence[ModuleCall]) -> list[Any]:
         """Results of these calls, made as one."""

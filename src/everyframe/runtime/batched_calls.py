@@ -100,6 +100,8 @@ class BatchedModule:
         with ExitStack() as stack:
             stack.callback(self._module.register_forward_pre_hook(self._note_rows).remove)
             for part in self._module.modules():
+                if part is self._module:
+                    continue  # its own call is the one that meets others
                 if isinstance(part, _PRODUCTS):
                     stack.enter_context(override_call(part, self._product))
                 elif isinstance(part, CrossAttentionPerSample):
