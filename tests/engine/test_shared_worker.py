@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -24,7 +23,7 @@ from everyframe.core.plan import BatchPlan
 from everyframe.core.request import Request
 from everyframe.engine import worker
 from everyframe.engine.warm_workers import WarmWorkers
-from everyframe.engine.worker_process import WorkerJob
+from everyframe.engine.worker_process import WorkerJob, receive_raw
 from helpers.fake_engine import plan_of
 
 GIVEN = {"prompt": "a red circle", "num_frames": 4, "height": 32, "width": 32}
@@ -114,7 +113,7 @@ def test_a_job_without_room_waits_in_the_worker(
         assert worker._run_batch(job, inbox, desk)
         job = inbox.arrived()
     assert job is None
-    tags = [json.loads(ours.recv_bytes())["tag"] for _ in range(2 * len(events) + 2)]
+    tags = [receive_raw(ours)[1] for _ in range(2 * len(events) + 2)]
     assert tags == [0] * 4 + [1] * 4
 
 

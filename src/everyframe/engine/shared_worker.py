@@ -7,7 +7,6 @@ others. Imports no torch.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -68,12 +67,12 @@ class SharedWorker:
         """Hand messages on until no job is left, or the worker is gone."""
         try:
             while True:
-                tag, message = receive_raw(self.worker.connection)
+                name, tag, message = receive_raw(self.worker.connection)
                 with self._lock:
                     jobs = [*self._jobs.values()] if tag is None else [self._jobs.get(tag)]
                 for each in jobs[:1]:  # a log record is of all, and is to be read once
                     if each is not None:
-                        each.take(message)
+                        each.take(name, message)
                 with self._lock:
                     if not self._jobs:
                         self._is_read = False
@@ -101,9 +100,9 @@ class BatchedWorker(Worker):
         self.connection = reader
         self._ending = threading.Event()
 
-    def take(self, message: list[bytes]) -> None:
+    def take(self, name: str, message: list[bytes]) -> None:
         """Take a message of the worker; called by the thread that reads them."""
-        if json.loads(message[0])["name"] in ("end", "error"):
+        if name in ("end", "error"):
             _, value = receive(_Bytes(message))
             shared, worker = self._shared, self._shared.worker
             worker.warm = value.get("warm", ())

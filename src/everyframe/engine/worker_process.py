@@ -231,9 +231,9 @@ def send(connection: Channel, name: str, value: Any = None, tag: int | None = No
     """
     parts: list[Any] = []
     plain = to_jsonable(value, _taking(parts))
-    head = {"name": name, "value": plain, "parts": len(parts), "tag": tag}
+    head = json.dumps([name, tag, len(parts)])
     with _SENDING:
-        connection.send_bytes(json.dumps(head).encode())
+        connection.send_bytes(f"{head}\n{json.dumps(plain)}".encode())
         for part in parts:
             connection.send_bytes(part)
 
@@ -244,16 +244,19 @@ def receive(connection: Channel) -> tuple[str, Any]:
     Raises:
         EOFError: the other side is gone, even in mid-message.
     """
-    head = json.loads(connection.recv_bytes())
-    parts = [connection.recv_bytes() for _ in range(head["parts"])]
-    return head["name"], from_jsonable(head["value"], lambda mark: _made(mark, parts))
+    name, _, (first, *parts) = receive_raw(connection)
+    value = json.loads(first.partition(b"\n")[2])
+    return name, from_jsonable(value, lambda mark: _made(mark, parts))
 
 
-def receive_raw(connection: Channel) -> tuple[int | None, list[bytes]]:
-    """The tag of the next message, and its bytes as they are; errors as of `receive`."""
+def receive_raw(connection: Channel) -> tuple[str, int | None, list[bytes]]:
+    """Name and tag of the next message, and its bytes as they are; errors as of `receive`.
+
+    Its value is not parsed, which is what a large one costs.
+    """
     first = connection.recv_bytes()
-    head = json.loads(first)
-    return head["tag"], [first, *(connection.recv_bytes() for _ in range(head["parts"]))]
+    name, tag, num_parts = json.loads(first.partition(b"\n")[0])
+    return name, tag, [first, *(connection.recv_bytes() for _ in range(num_parts))]
 
 
 def _taking(parts: list[Any]) -> Callable[[Any], dict[str, Any] | None]:

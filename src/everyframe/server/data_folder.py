@@ -39,6 +39,8 @@ NETWORK_FILE_SYSTEMS = frozenset({
 _ID = re.compile(r"video_[0-9a-f]{32}")
 _INPUT = re.compile(r"inputs/[0-9a-f]{64}\.[a-z0-9]{1,8}")
 _ENDING = re.compile(r"[a-z0-9]{1,8}")
+#: Threads that wait for the disk; they begin with the first finished job.
+_FLUSHING = ThreadPoolExecutor(8, "files to disk")
 _PARTIAL = ".partial"
 _FIELDS = "job.json"
 
@@ -104,8 +106,7 @@ class DataFolder:
         partial, whole = self.videos / f"{_checked(id)}{_PARTIAL}", self.video(id)
         (partial / _FIELDS).write_text(json.dumps(fields, allow_nan=False))
         # At once: the disk then writes them together.
-        with ThreadPoolExecutor() as pool:
-            [*pool.map(_to_disk, [*partial.iterdir(), partial])]
+        [*_FLUSHING.map(_to_disk, [*partial.iterdir(), partial])]
         shutil.rmtree(whole, ignore_errors=True)
         os.rename(partial, whole)
         _to_disk(self.videos)

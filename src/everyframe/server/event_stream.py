@@ -132,7 +132,8 @@ class EventHub:
         return data
 
     def _wake_soon(self) -> None:
-        self._call(self._wake)
+        if self._streams:  # one that opens now reads what is stored before it waits
+            self._call(self._wake)
 
     def _wake(self) -> None:
         for stream in self._streams:

@@ -15,6 +15,8 @@ Follower = Callable[[StoredEvent, "Job | None"], None]
 
 #: Seconds between two looks whether to stop, and events that are read at once.
 _PAUSE, _CHUNK = 0.5, 500
+#: Seconds after events in which others come, so that a job's are read together.
+_GATHER = 0.05
 _log = logging.getLogger(__name__)
 
 
@@ -54,3 +56,4 @@ class JobFollower:
                 events = []
             if is_last and not events:
                 return
+            self._stopped.wait(_GATHER)
