@@ -57,34 +57,35 @@ class _PartState:
         self._part, self._class, own = part, type(part), vars(part)
         self._tables = {name: dict(own[name]) for name in own if name in _TABLES}
         self._rest = {name: value for name, value in own.items() if name not in _TABLES}
+        self._entries = [
+            (f"{table}: {name}", value)
+            for table, entries in self._tables.items()
+            for name, value in entries.items()
+        ]
+        self._others = [(k, value) for k, value in self._rest.items() if k != _COMPILED]
         self._known = self._described(seen)
 
-    def _described(self, seen: set[int]) -> Mapping[str, Hashable]:
-        """Every value that was there at the snapshot, as it is now."""
+    def _described(self, seen: set[int]) -> list[Hashable]:
+        """Every value that was there at the snapshot, as it is now; entries of tables first."""
         moves = getattr(self._part, "moves_its_weight", False)
-        tensors = {
-            f"{table}: {name}": _describe_tensor(value, moves=moves)
-            for table, entries in self._tables.items()
-            for name, value in entries.items()
+        entries = [
+            _describe_tensor(value, moves=moves)
             if isinstance(value, Tensor)
-        }
-        others = {
-            f"{table}: {name}": _describe(value, seen)
-            for table, entries in self._tables.items()
-            for name, value in entries.items()
-            if not isinstance(value, Tensor)
-        }
-        rest = {k: _describe(value, seen) for k, value in self._rest.items() if k != _COMPILED}
-        return {**tensors, **others, **rest}
+            else _describe(value, seen)
+            for _, value in self._entries
+        ]
+        return [*entries, *(_describe(value, seen) for _, value in self._others)]
 
     def restore(self, seen: set[int]) -> str:
         """See `ComponentState.restore`."""
         if type(self._part) is not self._class:
             return f"it is a {type(self._part).__name__} now"
         now = self._described(seen)
-        changed = [name for name, known in self._known.items() if now[name] != known]
-        if changed:
-            return f"{changed[0]} was changed"
+        if now != self._known:
+            names = [name for name, _ in (*self._entries, *self._others)]
+            states = zip(names, self._known, now, strict=True)
+            changed = next(name for name, known, found in states if found != known)
+            return f"{changed} was changed"
         own = vars(self._part)
         for name, entries in self._tables.items():
             table: Any = own[name]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -78,7 +78,11 @@ class StageContext(Generic[_Model]):
         if warm is None:
             module = load()
         else:
-            rewrite = partial(rewrite_parameters, part, *self.model.patched_weights(component))
+
+            def rewrite(module: nn.Module, names: Collection[str]) -> bool:
+                weights = self.model.patched_weights(component)
+                return rewrite_parameters(part, *weights, module, names)
+
             module = warm.component(
                 component, load, rewrite, self.model.patched.patches.get(component, {})
             )
