@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,11 @@ from everyframe.checkpoints import read_progress
 from everyframe.core.request import Request
 from everyframe.engine.flight_recorder import FlightRecorder, read_last_position
 from everyframe.engine.module_watch import ModuleWatch
-from everyframe.fast_paths import block_trial, certificates, package_store
+from everyframe.fast_paths import package_store
 from everyframe.fast_paths.compilation import compiled_blocks
 from everyframe.fast_paths.compiled_block import LoadedPackage
-from everyframe.fast_paths.extract_blocks import blocks_of
 from everyframe.fast_paths.toolchain import why_not
-from everyframe.planning.resolve import prepare
-from helpers.compiled_blocks import Model, inputs, made
-from helpers.plans import certificates_of
+from helpers.compiled_blocks import Model, compile_for, inputs, made
 from helpers.planted_compiler import PlantedCompiler
 from helpers.tiny_checkpoints import families as tiny_families
 
@@ -110,32 +106,6 @@ def test_a_hook_beside_the_watch_is_obeyed(
         assert float((changed - plain).abs().max()) > 0.01
 
 
-def compile_blocks_of(request: Request, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile the denoiser's blocks for runs like this one; their gain does not matter."""
-    monkeypatch.setattr(
-        block_trial, "judge",
-        lambda error, limit, gain: ("certified" if error <= limit else "refused", "planted"),
-    )  # fmt: skip
-    prepared = prepare(request)
-    (certificate,) = (
-        each for each in certificates_of(prepared, "certified", "compile")
-        if each.component == "denoiser"
-    )  # fmt: skip
-    runs = [run for run in prepared.fitted.runs if run.stage_call.component == "denoiser"]
-    part, files = prepared.plan.component("denoiser"), []
-    assert prepared.chooser.certificates is not None
-    subject = prepared.chooser.certificates.subject("denoiser", part.precision, runs)
-    with torch.inference_mode():
-        for each in blocks_of(subject):
-            alone = each.alone(("compile",))
-            alone(*each.given.args, **each.given.kwargs)
-            for block in compiled_blocks(alone).values():
-                for package in block.report.packages.values():
-                    files += package_store.files_of(package)
-    assert files, "nothing was compiled"
-    certificates.keep([replace(certificate, packages=tuple(files))])
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(bool(missing := why_not()), reason=str(missing))
 def test_compiled_blocks_are_used_by_engines_and_their_workers(
@@ -150,7 +120,7 @@ def test_compiled_blocks_are_used_by_engines_and_their_workers(
         output="float",
     )  # fmt: skip
     request = {name: value for name, value in asked.items() if name not in ("run_dir", "output")}
-    compile_blocks_of(Request(**request), monkeypatch)
+    compile_for(Request(**request), monkeypatch)
     files = sorted(package_store.packages_folder().rglob("*"))
     seeds, off = (3, 4), {"disable": ["compile"]}
     compiled = [everyframe.generate(**{**asked, "seed": each}).frames for each in seeds]
