@@ -113,6 +113,20 @@ def test_every_family(name: str, tiny_models: Models, loads: list[int]) -> None:
         assert engine.describe()
 
 
+def test_a_prompt_is_encoded_once() -> None:
+    with everyframe.load() as engine:
+
+        def components(**more: Any) -> set[str]:
+            found: list[Event] = []
+            engine.generate(**{**SHAPES, **more}, run_dir="off", on_event=found.append)
+            return {event.component for event in found if isinstance(event, ComponentLoaded)}
+
+        assert components() == {"text_encoder", "denoiser", "vae"}
+        assert components(seed=4) == {"denoiser", "vae"}
+        assert components(prompt="a blue square") == {"text_encoder", "denoiser", "vae"}
+        assert components() == {"denoiser", "vae"}
+
+
 @pytest.mark.parametrize(
     ("name", "methods"),
     [
