@@ -40,7 +40,7 @@ def test_a_method_reads_as_it_is_written(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("32", "must be exact, a budget such as 32dB, or a method such as ab2@8, got '32'"),
+        ("32", "must be exact, a budget of 20dB to 50dB, or a method such as ab2@8, got '32'"),
         ("19dB", "must be 20dB to 50dB"),
         ("51dB", "for no loss at all: exact"),
         ("ab3@8", "did you mean 'ab2'"),

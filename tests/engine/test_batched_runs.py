@@ -27,7 +27,9 @@ from everyframe.planning.resolve import resolve
 from everyframe.runs.run_state import SaveOptions
 from everyframe.runtime.batched_calls import BatchedModule
 from everyframe.runtime.component_cache import ComponentCache
+from helpers.compiled_blocks import compile_for
 from helpers.out_of_memory import TOO_LITTLE
+from helpers.planted_compiler import PlantedCompiler
 from helpers.tiny_checkpoints import families as tiny_families
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 
@@ -226,3 +228,28 @@ def test_a_batch_is_planned_by_memory(joined: list[int]) -> None:
     plan = resolve(of_shapes(0, max_memory=f"{(weights + working) / 0.92 / 1e3:.0f}kB"))
     assert plan.batch is not None
     assert (plan.batch.num_videos, plan.batch.why) == (1, "memory has room for one video at a time")
+
+
+@pytest.mark.parametrize("is_guarded", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_compiled_blocks_compute_one_video_at_a_time(
+    is_guarded: bool, tmp_path: Path, joined: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their results are a little off, which tells them from those of blocks as written."""
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
+    compiler = PlantedCompiler(monkeypatch)
+    compiler.by = 1 + 5e-6
+    compile_for(of_shapes(0), monkeypatch)
+    if not is_guarded:
+        for module in (batch_certificates, batches):
+            monkeypatch.setattr(module, "has_compiled_blocks", lambda plan: False)
+    requests = [of_shapes(number) for number in range(2)]
+    found = events_of(requests, ComponentCache())
+    assert bool(joined) != is_guarded
+    plan = found[1][0].plan
+    assert "compile" in plan.component("denoiser").fast_paths
+    if is_guarded:
+        assert (plan.batch.num_videos, "compiled" in plan.batch.why) == (1, True)
+        for number, request in enumerate(requests):
+            assert np.array_equal(frames_in(found[number]), alone(request))
+        written = alone(of_shapes(0, disable=["compile"]))
+        assert not np.array_equal(frames_in(found[0]), written)

@@ -113,6 +113,43 @@ def test_every_family(name: str, tiny_models: Models, loads: list[int]) -> None:
         assert engine.describe()
 
 
+def test_a_prompt_is_encoded_once() -> None:
+    with everyframe.load() as engine:
+
+        def components(**more: Any) -> set[str]:
+            found: list[Event] = []
+            engine.generate(**{**SHAPES, **more}, run_dir="off", on_event=found.append)
+            return {event.component for event in found if isinstance(event, ComponentLoaded)}
+
+        assert components() == {"text_encoder", "denoiser", "vae"}
+        assert components(seed=4) == {"denoiser", "vae"}
+        assert components(prompt="a blue square") == {"text_encoder", "denoiser", "vae"}
+        assert components() == {"denoiser", "vae"}
+
+
+@pytest.mark.parametrize(
+    ("name", "methods"),
+    [
+        (None, ("taylor2@4", "abm2@4h", "exact", "unipc@4g50", "taylor2@4")),
+        pytest.param("svd", ("deepcache@3", "exact", "deepcache@3"), marks=pytest.mark.slow),
+        pytest.param(
+            "ltx", ("taylor1@3", "exact", "taylor2@4", "taylor1@3"), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_lossy_methods_begin_each_video_anew(
+    name: str | None, methods: Sequence[str], tiny_models: Models, loads: list[int]
+) -> None:
+    folder = None if name is None else tiny_models(name)
+    asked = SHAPES if name is None else tiny_families.asked(name)
+    requests = [{**asked, "num_inference_steps": 6, "quality": each} for each in methods]
+    with everyframe.load(folder) as engine:
+        check(engine, folder, requests[:1])
+        first = loads[0]
+        check(engine, folder, [*requests[1:], {**requests[0], "num_videos": 2, "seed": 4}])
+        assert loads == [first], "one model for all methods"
+
+
 def lora_for(folder: Path, place: Path, file: str, within: str, seed: int) -> str:
     state = {name: tensor.float() for name, tensor in load_file(folder / file).items()}
     factors = factors_for(state, lora_files.matrices(state, within), alpha=0.6, seed=seed)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import pytest
 import torch
 from torch import Tensor, nn
+
+from everyframe.core.request import Request
+from everyframe.fast_paths import block_trial, certificates, package_store
+from everyframe.fast_paths.compilation import compiled_blocks
+from everyframe.fast_paths.extract_blocks import blocks_of
+from everyframe.planning.resolve import prepare
+from helpers.plans import certificates_of
 
 
 @dataclass(frozen=True)
@@ -87,3 +95,29 @@ def inputs(batch: int = 2, length: int = 6, size: int = 16) -> tuple[Tensor, Tex
     generator = torch.Generator().manual_seed(batch * 100 + length)
     x = torch.randn(batch, length, size, generator=generator)
     return x, Text(torch.randn(batch, 5, size, generator=generator))
+
+
+def compile_for(request: Request, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile the denoiser's blocks for runs like this one; their gain does not matter."""
+    monkeypatch.setattr(
+        block_trial, "judge",
+        lambda error, limit, gain: ("certified" if error <= limit else "refused", "planted"),
+    )  # fmt: skip
+    prepared = prepare(request)
+    (certificate,) = (
+        each for each in certificates_of(prepared, "certified", "compile")
+        if each.component == "denoiser"
+    )  # fmt: skip
+    runs = [run for run in prepared.fitted.runs if run.stage_call.component == "denoiser"]
+    part, files = prepared.plan.component("denoiser"), []
+    assert prepared.chooser.certificates is not None
+    subject = prepared.chooser.certificates.subject("denoiser", part.precision, runs)
+    with torch.inference_mode():
+        for each in blocks_of(subject):
+            alone = each.alone(("compile",))
+            alone(*each.given.args, **each.given.kwargs)
+            for block in compiled_blocks(alone).values():
+                for package in block.report.packages.values():
+                    files += package_store.files_of(package)
+    assert files, "nothing was compiled"
+    certificates.keep([replace(certificate, packages=tuple(files))])

@@ -9,38 +9,13 @@ import numpy as np
 import pytest
 
 import everyframe
-from everyframe.checkpoints.digest import digest
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Plan
 from everyframe.core.quality import SamplingMethod
-from everyframe.fast_paths.calibrations import (
-    LEAST_VIDEOS,
-    Calibration,
-    Measurement,
-    path_of,
-    save_calibration,
-)
-from everyframe.planning.quality import calibration_key, size_of
-from everyframe.planning.resolve import prepare
+from everyframe.fast_paths.calibrations import path_of
+from everyframe.planning.quality import size_of
+from helpers.calibrations import PROMPT, plant_calibration
 from helpers.tiny_checkpoints import inpaint, opensora, stepvideo
-
-PROMPT = "a red circle moves right"
-
-
-def planted(**options: Any) -> str:
-    """A calibration of the embedded model with two methods; its key."""
-    prepared = prepare(everyframe.Request(prompt=PROMPT, seed=1, **options))
-    digest(prepared.model.weight_files())
-    plan = prepared.plan
-    key = calibration_key(prepared.model, plan.settings, plan.components, plan.device)
-    assert key is not None
-    videos = tuple(("", number) for number in range(LEAST_VIDEOS))
-    rows = {
-        "unipc@12": (Measurement(40.0, 0.02, 2.4),) * LEAST_VIDEOS,
-        "taylor1@8": (Measurement(35.5, 0.05, 3.6),) * LEAST_VIDEOS,
-    }
-    save_calibration(Calibration(key, size_of(plan.settings), videos, rows, 60.0, 1.0))
-    return key
 
 
 def plan(**options: Any) -> Plan:
@@ -68,7 +43,7 @@ def test_few_steps_are_not_to_be_calibrated() -> None:
 
 
 def test_the_fastest_measured_method_is_taken_and_told() -> None:
-    key = planted()
+    key = plant_calibration()
     bold, mild = plan(quality="32dB"), plan(quality="35dB")
     assert (str(bold.settings.method), str(mild.settings.method)) == ("taylor1@8", "unipc@12")
     assert bold.quality is not None
@@ -84,7 +59,7 @@ def test_the_fastest_measured_method_is_taken_and_told() -> None:
 
 
 def test_another_size_has_the_smaller_one_s_and_says_so() -> None:
-    key = planted()
+    key = plant_calibration()
     large = plan(quality="32dB", size="128x128", num_frames=34)
     assert str(large.settings.method) == "taylor1@8"
     assert any("not at this size" in note for note in large.notes)
@@ -93,7 +68,7 @@ def test_another_size_has_the_smaller_one_s_and_says_so() -> None:
 
 @pytest.mark.parametrize("other", [{"num_inference_steps": 20}, {"guidance_scale": 3.0}])
 def test_other_steps_or_guidance_are_not_measured(other: dict[str, Any]) -> None:
-    key = planted()
+    key = plant_calibration()
     assert plan(quality="32dB", **other).settings.method is None
     path_of(key, (17, 64, 64)).unlink()
 

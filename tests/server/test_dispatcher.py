@@ -83,7 +83,7 @@ class HandingOver(FakeExecutor):
                 until = time.monotonic() + 10
                 while len(self.jobs) < 2 and time.monotonic() < until:
                     time.sleep(0.01)
-                self.met = len(self.jobs) == 2
+                self.met = len(self.jobs) > 1  # the second one may have ended since
 
 
 def test_the_next_job_is_handed_over_before_the_last_one_ended(

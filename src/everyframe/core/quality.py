@@ -155,7 +155,8 @@ def parse_quality(text: str) -> float | SamplingMethod | None:
     if match := _METHOD.fullmatch(written):
         return _method(text, match)
     raise InputError(
-        f"quality must be exact, a budget such as 32dB, or a method such as ab2@8, got {text!r}"
+        f"quality must be exact, a budget of {LOWEST_DB:g}dB to {HIGHEST_DB:g}dB, or a method such "
+        f"as ab2@8, got {text!r}"
     )
 
 

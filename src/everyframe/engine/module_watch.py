@@ -13,8 +13,11 @@ class ModuleWatch:
     """Record each module call in the flight recorder, by a global module hook.
 
     Modules are identified by memory address and not referenced; a reference would keep weights
-    alive.
+    alive. Of a compiled block the call as a whole is recorded.
     """
+
+    #: Compiled blocks are used with a hook that says so (`fast_paths.block_state.only_watches`).
+    only_watches = True
 
     def __init__(self, trail: FlightRecorder) -> None:
         import torch

@@ -38,12 +38,23 @@ def batched_components(plan: Plan) -> tuple[ComponentPlan, ...]:
     """The components whose calls are made as one; none for a plan without a batch.
 
     Calls meet where modules denoise whole, on one device, and store nothing from step to step.
+    Products inside of a compiled block can't be made video by video.
     """
-    found = tuple(part for part in plan.components if part.stage == _STAGE)
+    found = _denoisers(plan)
     method = plan.settings.method
     is_alone = plan.parallel is None and plan.switches is None and plan.infeasible is None
     moves = any(p.block_offload or p.model_offload or p.num_weight_shards > 1 for p in found)
-    return found if is_alone and not moves and (method is None or not method.is_cache) else ()
+    is_plain = not has_compiled_blocks(plan) and (method is None or not method.is_cache)
+    return found if is_alone and not moves and is_plain else ()
+
+
+def has_compiled_blocks(plan: Plan) -> bool:
+    """Whether blocks that denoise are compiled."""
+    return any("compile" in (part.fast_paths or ()) for part in _denoisers(plan))
+
+
+def _denoisers(plan: Plan) -> tuple[ComponentPlan, ...]:
+    return tuple(part for part in plan.components if part.stage == _STAGE)
 
 
 def certificates_of(plan: Plan) -> dict[int, Certificate]:

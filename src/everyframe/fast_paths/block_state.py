@@ -52,6 +52,11 @@ def is_transparent(patch: object) -> bool:
     return bool(getattr(getattr(patch, "__self__", patch), "is_transparent", False))
 
 
+def only_watches(hook: object) -> bool:
+    """Whether a hook of all modules reads their calls and changes nothing, as a worker's does."""
+    return bool(getattr(getattr(hook, "__self__", hook), "only_watches", False))
+
+
 def counts(hook: object) -> bool:
     """Whether a hook may change what a block computes; those of offload only bring its weights."""
     return not (is_transparent(hook) or getattr(hook, "moves_weights", False))

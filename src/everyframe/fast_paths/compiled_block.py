@@ -40,6 +40,7 @@ from everyframe.fast_paths.block_state import (
     digest,
     flatten,
     layout_of,
+    only_watches,
 )
 from everyframe.fast_paths.block_trial import Given, call_with_hooks, try_block
 from everyframe.fast_paths.package_store import Package, machine
@@ -141,10 +142,11 @@ class CompiledBlock:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self._block()
         assert block is not None, "it is being called"
-        has_global_hooks: Any = global_hooks._has_any_global_hook
         as_written: Any = block._call_impl
-        if has_global_hooks() or block._backward_hooks:
+        if _has_changing_hooks() or block._backward_hooks:
             return as_written(*args, **kwargs)
+        for watch in tuple(global_hooks._global_forward_pre_hooks.values()):
+            watch(block, args)
         if not block._forward_pre_hooks and not block._forward_hooks:
             return self._compute(block, args, kwargs)
         return call_with_hooks(block, partial(self._compute, block), args, kwargs)
@@ -339,6 +341,22 @@ class CompiledBlock:
             return compiled(*args, **kwargs)
 
         return run
+
+
+def _has_changing_hooks() -> bool:
+    """Whether hooks of all modules may change what a block computes.
+
+    One that only watches is called for the block as a whole: what is inside is compiled.
+    """
+    has_any: Any = global_hooks._has_any_global_hook
+    if not has_any():
+        return False
+    others: tuple[Any, ...] = (
+        global_hooks._global_forward_hooks, global_hooks._global_backward_hooks,
+        global_hooks._global_backward_pre_hooks,
+    )  # fmt: skip
+    before: Any = global_hooks._global_forward_pre_hooks
+    return any(others) or not all(map(only_watches, before.values()))
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:

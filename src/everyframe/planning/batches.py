@@ -10,13 +10,18 @@ from everyframe.fast_paths.batch_certificates import (
     MOST_VIDEOS,
     batched_components,
     certificates_of,
+    has_compiled_blocks,
 )
 from everyframe.runtime.interface import ModelSpec, WarmSpec
 
 
 def with_batch(plan: Plan, model: ModelSpec) -> Plan:
     """The plan with its batches: as many videos as pay, as far as that is known, and have room."""
-    if not isinstance(model, WarmSpec) or not batched_components(plan):
+    if not isinstance(model, WarmSpec):
+        return plan
+    if has_compiled_blocks(plan):
+        return replace(plan, batch=BatchPlan(1, "compiled blocks compute one video at a time"))
+    if not batched_components(plan):
         return plan
     known = certificates_of(plan)
     room = range(2, min(MOST_VIDEOS, _most_by_memory(plan)) + 1)

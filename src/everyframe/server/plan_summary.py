@@ -9,7 +9,10 @@ from everyframe.core.plan import Plan
 
 
 def resolved_of(plan: Plan) -> dict[str, Any]:
-    """Settings of the video as JSON data: size in pixels, frames, fps, steps, guidance, seed."""
+    """Settings of the video as JSON data: size in pixels, frames, fps, steps, guidance, seed.
+
+    And the method that was chosen for a quality, with what was measured of it; None for exact.
+    """
     settings = plan.settings
     num_frames = settings.num_frames * settings.chain
     return {
@@ -24,6 +27,7 @@ def resolved_of(plan: Plan) -> dict[str, Any]:
         "guidance_scale": settings.guidance_scale,
         "seed": settings.seed,
         "num_videos": settings.num_videos,
+        "quality": None if plan.quality is None else asdict(plan.quality),
     }
 
 

@@ -33,6 +33,22 @@ class VideoError(BaseModel):
     message: str
 
 
+class VideoQuality(BaseModel):
+    """What the plan does for the quality that was asked for.
+
+    `worst_db` is the smallest PSNR of a frame against the exact video over `num_videos` calibrated
+    videos, `gain` the denoising time saved; both are null where nothing was measured.
+    """
+
+    asked: str
+    method: str
+    why: str
+    worst_db: float | None
+    median_db: float | None
+    num_videos: int
+    gain: float | None
+
+
 class VideoResource(BaseModel):
     """A job and its video. The first 13 fields are OpenAI's.
 
@@ -59,6 +75,7 @@ class VideoResource(BaseModel):
     fps: float | None
     num_inference_steps: int | None
     num_videos: int
+    quality: VideoQuality | None
     phase: str | None
     step: int | None
     total_steps: int | None
@@ -115,6 +132,7 @@ def video_resource(job: Job, queue_position: int | None = None) -> dict[str, Any
         fps=resolved.get("fps"),
         num_inference_steps=resolved.get("num_inference_steps"),
         num_videos=resolved.get("num_videos", 1),
+        quality=resolved.get("quality"),
         phase=job.phase,
         step=job.step,
         total_steps=job.total_steps,

@@ -105,6 +105,22 @@ def test_a_plan_that_does_not_fit_says_why_and_what_would(tabs: Tabs, server: Pa
     tabs.forgive("status of 422")
 
 
+def test_the_plan_line_names_the_method_of_a_quality(tabs: Tabs) -> None:
+    page = tabs.open()
+    page.get_by_label("What should the video show?").fill(PROMPT)
+    line = page.locator(".plan-line")
+    expect(line).to_contain_text("float32")
+    expect(line).not_to_contain_text("quality")
+    page.get_by_text("More settings").click()
+    quality = page.locator("#field-quality")
+    quality.fill("taylor1@9")
+    expect(line.locator(".fact").last).to_have_text("qualitytaylor1@9")
+    quality.fill("<b>500dB</b>")
+    expect(page.locator("#field-quality-error")).to_contain_text("20dB to 50dB")
+    expect(page.locator("#field-quality-error b")).to_have_count(0)
+    tabs.forgive("status of 400")
+
+
 def test_a_reload_in_the_middle_changes_nothing(tabs: Tabs) -> None:
     page = tabs.open()
     begin(page, num_inference_steps=str(MANY), seed="3")

@@ -120,7 +120,8 @@ export class Composer {
 
   /** @param {Record<string, any>} defaults of the plan */
   #showDefaults(defaults) {
-    const { width, height, seed, ...shown } = defaults; // the plan's seed is drawn, and is no default
+    // The plan's seed is drawn, and its quality is what was chosen: neither is a default.
+    const { width, height, seed, quality, ...shown } = defaults;
     if (width) shown.size = `${width}x${height}`;
     for (const [name, value] of Object.entries(shown)) {
       const input = this.#fields.get(name)?.input;

@@ -2,7 +2,7 @@
 
 import { contentAddress } from "./api.js";
 import { button, byId, icon, make } from "./dom.js";
-import { bytes, duration, length, size, time, words } from "./format.js";
+import { bytes, duration, length, quality, size, time, words } from "./format.js";
 import { attempt, show } from "./messages.js";
 import { notesOf } from "./queue.js";
 import { SNIPPETS, snippet } from "./snippets.js";
@@ -112,6 +112,7 @@ function facts(video) {
     ["Size", size(video.size)],
     ["Length", [length(video.seconds), video.num_frames && `${video.num_frames} frames at ${video.fps} fps`].filter(Boolean).join(", ")],
     ["Steps", video.num_inference_steps],
+    ["Quality", quality(video.quality)],
     ["Seed", video.seed],
     ["Made", time(video.completed_at)],
     ["Took", (video.inference_time_s ?? 0) < 10 ? length(video.inference_time_s) : duration(video.inference_time_s)],

@@ -50,6 +50,15 @@ export function size(size) {
 }
 
 /**
+ * "taylor1@8, 35.5 dB at worst" of what a plan does for a quality; "" where none was asked for.
+ * @param {{method: string, worst_db: number | null} | null | undefined} chosen
+ */
+export function quality(chosen) {
+  if (!chosen) return "";
+  return chosen.worst_db === null ? chosen.method : `${chosen.method}, ${chosen.worst_db.toFixed(1)} dB at worst`;
+}
+
+/**
  * Date and time of a Unix time in seconds, in the reader's language; today's without the date.
  * @param {number | null | undefined} at
  */

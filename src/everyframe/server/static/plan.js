@@ -2,7 +2,7 @@
 
 import { ApiError, send } from "./api.js";
 import { make } from "./dom.js";
-import { bytes, duration, length } from "./format.js";
+import { bytes, duration, length, quality } from "./format.js";
 
 const WAIT = 450;
 /** A plan is not asked for again for these: they change nothing of it. */
@@ -103,6 +103,7 @@ export class PlanLine {
       fact("time", seconds === null ? "not known yet" : seconds < 1 ? "under a second" : `about ${duration(seconds)}`),
       fact("memory", `${bytes(plan.peak_bytes)} of ${bytes(plan.device.free_memory ?? plan.device.memory)}`),
       fact("precision", precisionsOf(plan)),
+      ...(plan.quality ? [fact("quality", quality(plan.quality))] : []),
     );
     this.rest.replaceChildren(...detailsOf(plan, refusal));
     if (refusal) this.box.open = true;

@@ -24,6 +24,7 @@ const POLL_WHILE_HIDDEN = 10_000;
  * @property {number} [num_videos]
  * @property {number} fps
  * @property {number} num_inference_steps
+ * @property {{method: string, worst_db: number | null} | null} [quality] chosen for what was asked
  * @property {string | null} phase
  * @property {number | null} step
  * @property {number | null} total_steps
