@@ -39,6 +39,7 @@ def option(
     python_only: bool = False,
     names_files: bool = False,
     names_model: bool = False,
+    names_path: bool = False,
     person_only: bool = False,
     call_only: bool = False,
     accepts: tuple[str, ...] = (),
@@ -55,6 +56,7 @@ def option(
         python_only: the option has no command line flag.
         names_files: the value is or may be an image or video, recorded by name and hash.
         names_model: the value is a model or a component of one.
+        names_path: the value is or may be another path; so are the two kinds above.
         person_only: the option counts only if the user sets it in this call, never if a file does.
         call_only: the option belongs to one call; no configuration sets it.
         accepts: types that Python callers may give beside the field's own, as source text.
@@ -68,6 +70,7 @@ def option(
         "python_only": python_only,
         "names_files": names_files,
         "names_model": names_model,
+        "names_path": names_path or names_files or names_model or "PathLike[str]" in accepts,
         "person_only": person_only,
         "call_only": call_only,
         "accepts": [*accepts, *(["PathLike[str]"] if names_model else [])],

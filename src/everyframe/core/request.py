@@ -66,6 +66,7 @@ class Request(Options):
         aliases=("--component",),
         default={},
         accepts=("Mapping[str, str | PathLike[str]]", "Sequence[str]"),
+        names_path=True,
     )
 
     size: str | None = option(
@@ -128,9 +129,15 @@ class Request(Options):
         python_only=True,
     )
 
-    image: Any = option("Picture of the first frame.", group="Given frames", call_only=True)
-    last_image: Any = option("Picture of the last frame.", group="Given frames", call_only=True)
-    extend: Any = option("Video to continue.", group="Given frames", call_only=True)
+    image: Any = option(
+        "Picture of the first frame.", group="Given frames", names_path=True, call_only=True
+    )
+    last_image: Any = option(
+        "Picture of the last frame.", group="Given frames", names_path=True, call_only=True
+    )
+    extend: Any = option(
+        "Video to continue.", group="Given frames", names_path=True, call_only=True
+    )
     chain: int = option(
         "Number of clips, each continuing the one before.",
         group="Given frames",
@@ -234,7 +241,10 @@ class Request(Options):
         person_only=True,
     )
     compiled: str | None = option(
-        "Use the blocks in this folder of `everyframe compile`.", group="Machine", person_only=True
+        "Use the blocks in this folder of `everyframe compile`.",
+        group="Machine",
+        names_path=True,
+        person_only=True,
     )
     preview: bool = option(
         "Show small pictures of the predicted video while it is made: as events, and in a file "

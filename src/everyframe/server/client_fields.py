@@ -56,25 +56,27 @@ NOTED: Mapping[str, str] = {
 #: Values of ``quality`` that peers' clients send, which are no budget of ours.
 PEERS_QUALITIES = frozenset({"standard", "hd", "low", "medium", "high", "lossless", "auto"})
 
-_PATH = "clients do not name paths of the server"
-_OPERATOR = "whoever runs the server decides this"
+#: Why an option is refused that is a path, and one that decides about the machine.
+PATH = "clients do not name paths of the server"
+OPERATOR = "whoever runs the server decides this"
 
-#: Fields that are refused by name, and why.
+#: Options that are or may hold a path or a model, and what reads a client's value in their place:
+#: the table of models, that of LoRAs, and a check of each text. `MEDIA` are uploads.
+CHECKED_PATHS = frozenset({"model", "loras", "option"})
+
+#: Options of a run's own user that clients may set too.
+CLIENTS_CHOICES = frozenset({"attention", "preview"})
+
+#: Further fields that are refused by name, and why. Options that are paths, or that only the user
+#: of a run sets, are refused by what they say of themselves (`client_options.py`).
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys((
         "output", "output_path", "save_result_path", "file_path", "video_path", "image_path",
-        "perf_dump_path", "frame_interpolation_model_path", "upscaling_model_path", "components",
-        "compiled", "report", "vae", "text_encoder", "clip", "flux", "base",
-    ), _PATH),
-    **dict.fromkeys((
-        "device", "num_devices", "devices", "parallel", "shares", "shard_weights", "max_memory",
-        "max_host_memory", "compile", "forget_repairs", "force", "trust_remote_code", "variant",
-    ), _OPERATOR),
+        "perf_dump_path", "frame_interpolation_model_path", "upscaling_model_path",
+    ), PATH),
+    "variant": OPERATOR,
     "latents": "start noise can't be sent; give a seed",
-    "paths": _OPERATOR,
-    "quantized": _OPERATOR,
     "method": "give quality",
-    "remedies": _OPERATOR,
     "family_options": "give each option by its own name",
     "enable_frame_interpolation": "frames are not interpolated",
     "enable_upscaling": "videos are not upscaled",

@@ -9,7 +9,8 @@ from everyframe.core.options import Options, facts_of
 from everyframe.core.quality import EXACT
 from everyframe.core.request import DTYPES, QUANTIZE, Request
 from everyframe.families.registry import all_options, family_names, options_of
-from everyframe.server.client_fields import MEDIA, REFUSED
+from everyframe.server.client_fields import MEDIA
+from everyframe.server.client_options import refused_fields
 
 #: Options whose values are words of a list.
 _CHOICES = {
@@ -29,7 +30,7 @@ def option_schema(family: str | None) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for options in owners:
         for name in options.model_fields:
-            if name not in REFUSED and name not in found:
+            if name not in refused_fields() and name not in found:
                 found[name] = _described(options, name)
     return [*found.values()]
 

@@ -17,9 +17,10 @@ from everyframe.core.errors import EveryframeError
 from everyframe.core.plan import Plan
 from everyframe.engine.executor import Executor
 from everyframe.server.client_fields import MEDIA, is_input
+from everyframe.server.client_options import client_options
 from everyframe.server.data_folder import DataFolder
 from everyframe.server.errors import api_error
-from everyframe.server.request_parser import ParsedBody, client_options, request_of
+from everyframe.server.request_parser import ParsedBody, request_of
 
 #: Plans that are remembered, and that are made at once.
 _MOST_PLANS = 256

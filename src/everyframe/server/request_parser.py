@@ -6,6 +6,7 @@ No torch: what needs the model's config is checked by the plan.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,9 +14,8 @@ from functools import cache
 from typing import Any
 
 from everyframe.core.errors import InputError, did_you_mean
-from everyframe.core.options import Options, shown
+from everyframe.core.options import shown
 from everyframe.core.request import Request
-from everyframe.families.registry import all_options
 from everyframe.server.body import Body
 from everyframe.server.client_fields import (
     FORMATS,
@@ -25,8 +25,8 @@ from everyframe.server.client_fields import (
     OTHER_NAMES,
     PEERS_QUALITIES,
     PIPELINE_FIELDS,
-    REFUSED,
 )
+from everyframe.server.client_options import client_options, option_owners, refused_fields
 from everyframe.server.errors import ApiError, api_error
 from everyframe.server.media_inputs import StoredMedia
 from everyframe.server.models import LoraRegistry, ModelRegistry, RegisteredModel
@@ -54,23 +54,6 @@ class ParsedBody:
     model: RegisteredModel
     warnings: tuple[str, ...] = ()
     shapes: Mapping[str, str] = field(default_factory=dict)
-
-
-@cache
-def option_owners() -> Mapping[str, type[Options]]:
-    """The class that defines each option; options that clients may not give are among them."""
-    owners: dict[str, type[Options]] = {}
-    classes: list[type[Options]] = [Request, *all_options().values()]
-    for options in classes:
-        for name in options.model_fields:
-            owners.setdefault(name, options)
-    return owners
-
-
-@cache
-def client_options() -> tuple[str, ...]:
-    """Names of the options that clients may give."""
-    return tuple(name for name in option_owners() if name not in REFUSED)
 
 
 @dataclass(frozen=True)
@@ -184,9 +167,10 @@ def _known_names() -> Mapping[str, None]:
 
 def _check_name(name: str, own: str) -> None:
     """Raise `ApiError` for a field that is refused, or that nobody has."""
+    refused = refused_fields()
     for each in (name, own):
-        if each in REFUSED:
-            raise ApiError("not_supported", f"{name} can't be set here: {REFUSED[each]}", name)
+        if each in refused:
+            raise ApiError("not_supported", f"{name} can't be set here: {refused[each]}", name)
     if own not in _known_names():
         hint = did_you_mean(name, [*_known_names(), *OTHER_NAMES])
         raise ApiError("unknown_parameter", f"there is no field {name[:80]!r}{hint}", name[:80])
@@ -275,7 +259,8 @@ def _refuse_file_names(given: Any) -> None:
         for value in given:
             _refuse_file_names(value)
     elif isinstance(given, str):
-        if set("/\\~.") & set(given):
+        # Without a separator it could still be a file where the server was started.
+        if set("/\\~.") & set(given) or os.path.lexists(given):
             raise ApiError(
                 "not_supported",
                 f"option: {shown(given)} could name a file; clients do not name paths of the "
