@@ -1,4 +1,4 @@
-"""A worker whose other side is the test: it takes jobs, says what the test says, and dies on time."""
+"""A worker whose other side is the test: it takes jobs, says what it shall, and dies on time."""
 
 from __future__ import annotations
 
