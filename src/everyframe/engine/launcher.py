@@ -197,7 +197,7 @@ def _events(workers: Sequence[Worker], stop: StopSwitch | None = None) -> Iterat
             worker = at_work[connection]
             try:
                 name, value = worker.receive()
-            except (EOFError, ConnectionResetError) as error:
+            except EOFError as error:
                 raise _GoneError(worker) from error
             if name == "event":
                 yield value
@@ -253,7 +253,7 @@ def _heard_out(
             assert isinstance(connection, Connection)
             try:
                 name, data = others[connection].receive()
-            except (EOFError, ConnectionResetError):
+            except EOFError:
                 del others[connection]
                 continue
             if name == "event":

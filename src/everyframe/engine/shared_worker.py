@@ -10,12 +10,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from everyframe.engine.worker_process import Worker, WorkerJob, receive, receive_raw, send
+
+_log = logging.getLogger(__name__)
 
 _TAGS = count(1)
 
@@ -32,12 +35,7 @@ class SharedWorker:
         self.is_fit = True
         self._lock = threading.Lock()
         self._jobs: dict[int, BatchedWorker] = {}
-        self._is_read = False
-
-    @property
-    def num_jobs(self) -> int:
-        """Number of jobs that have not ended."""
-        return len(self._jobs)
+        self._reader: threading.Thread | None = None
 
     def give(self, job: WorkerJob) -> BatchedWorker:
         """Give it one more job.
@@ -50,18 +48,40 @@ class SharedWorker:
         with self._lock:
             self._jobs[mine.tag] = mine
             self.worker.job, self.worker.waits, self.worker.has_ended = job, False, False
-            if not self._is_read:
-                self._is_read = True
-                threading.Thread(
+            if self._reader is None:
+                self._reader = threading.Thread(
                     target=self._hand_on, name="messages of a batch", daemon=True
-                ).start()
-        send(self.worker.connection, "job", job)
+                )
+                self._reader.start()
+        try:
+            send(self.worker.connection, "job", job)
+        except OSError:
+            mine.close()
+            raise
         return mine
 
     def forget(self, mine: BatchedWorker) -> None:
         """Hand on no further message of a job."""
         with self._lock:
             self._jobs.pop(mine.tag, None)
+
+    def note_end(self, mine: BatchedWorker, value: Mapping[str, Any]) -> None:
+        """Note that a job has ended, with what the worker says of itself."""
+        with self._lock:
+            self._jobs.pop(mine.tag, None)
+            self.is_fit = self.is_fit and bool(value.get("waits"))
+            self.worker.warm = value.get("warm", ())
+            self.worker.waits = self.worker.has_ended = self.is_fit and not self._jobs
+
+    def is_read_to_its_end(self, seconds: float) -> bool:
+        """Whether nobody reads the connection of a dead worker any more, within `seconds`.
+
+        Before, it must not be closed: its number would be that of another connection.
+        """
+        reader = self._reader
+        if reader is not None:
+            reader.join(seconds)
+        return reader is None or not reader.is_alive()
 
     def _hand_on(self) -> None:
         """Hand messages on until no job is left, or the worker is gone."""
@@ -75,15 +95,17 @@ class SharedWorker:
                         each.take(name, message)
                 with self._lock:
                     if not self._jobs:
-                        self._is_read = False
+                        self._reader = None
                         return
-        except (EOFError, OSError):
+        except Exception as error:  # noqa: BLE001 - whatever it is, nobody waits for ever
             self.is_fit = False
+            if not isinstance(error, EOFError):
+                _log.error("messages of a worker can't be read, it is ended", exc_info=True)
+                self.worker.end_now()
             with self._lock:
-                jobs, self._is_read = [*self._jobs.values()], False
-            for each in jobs:
-                if each is not None:
-                    each.lose()
+                lost, self._reader = [*self._jobs.values()], None
+            for mine in lost:
+                mine.lose()
 
 
 class BatchedWorker(Worker):
@@ -98,29 +120,27 @@ class BatchedWorker(Worker):
         reader, self._writer = Pipe(duplex=False)
         assert isinstance(reader, Connection)
         self.connection = reader
+        self._writing = threading.Lock()
         self._ending = threading.Event()
 
     def take(self, name: str, message: list[bytes]) -> None:
         """Take a message of the worker; called by the thread that reads them."""
         if name in ("end", "error"):
             _, value = receive(_Bytes(message))
-            shared, worker = self._shared, self._shared.worker
-            worker.warm = value.get("warm", ())
-            shared.is_fit = shared.is_fit and bool(value.get("waits"))
-            shared.forget(self)
-            worker.waits = worker.has_ended = shared.is_fit and not shared.num_jobs
+            self._shared.note_end(self, value)
             self._ending.set()
-        try:
-            for part in message:
-                self._writer.send_bytes(part)
-        except OSError:
-            logging.getLogger(__name__).debug("nobody reads the messages of job %d", self.tag)
+        with self._writing:
+            try:
+                for part in message:
+                    self._writer.send_bytes(part)
+            except OSError:
+                _log.debug("nobody reads the messages of job %d", self.tag)
 
     def lose(self) -> None:
         """Close the connection: the worker is gone."""
         self._shared.forget(self)
         self._ending.set()
-        self._writer.close()
+        self._close_writer()
 
     def stop(self, seconds: float) -> bool:
         """Stop the job at its next step; whether it has ended within `seconds`."""
@@ -138,7 +158,12 @@ class BatchedWorker(Worker):
         """Close its connection, not the worker."""
         self._shared.forget(self)
         self.connection.close()
-        self._writer.close()
+        self._close_writer()
+
+    def _close_writer(self) -> None:
+        # Not under the thread that writes: it ends at once, as nobody reads.
+        with self._writing:
+            self._writer.close()
 
 
 class _Bytes:

@@ -29,6 +29,8 @@ from everyframe.planning.input_checks import check_input_files
 
 #: Environment variables that a worker reads when it starts, by prefix: another value, another one.
 _READ_AT_START = ("EVERYFRAME_", "HF_", "OMP_", "MKL_", "CUDA_", "TMPDIR")
+#: Seconds that a dead worker's last messages may take.
+_READER_SECONDS = 5.0
 
 
 class WarmWorkers:
@@ -124,11 +126,7 @@ class WarmWorkers:
         finally:
             is_fit = worker.stop(self._stop_seconds)
             worker.close()
-            with self._lock:
-                group.num_batched -= 1
-                is_last = not group.num_batched
-            if is_last or not is_fit:
-                self._put_back(group, is_fit=is_fit)
+            self._put_back(group, is_fit=is_fit)
 
     @contextmanager
     def _closing_named(self) -> Iterator[None]:
@@ -148,25 +146,29 @@ class WarmWorkers:
                 if shared is not None and shared.batch == batch and shared.is_fit:
                     with suppress(OSError):  # it died just now
                         worker = shared.give(job)
-                        group.num_batched += 1
+                        group.num_jobs += 1
                         return group, worker
         group = self._taken(job)
-        group.shared = shared = SharedWorker(group.workers[0], batch)
+        assert group.shared is not None, "of a batch"
         try:
-            worker = shared.give(job)
+            return group, group.shared.give(job)
         except OSError:  # it died while it was idle
-            group.kill()
+            self._put_back(group, is_fit=False)
             return self._joined(job, batch)
-        group.num_batched = 1
-        return group, worker
 
     def _put_back(self, group: _Group, *, is_fit: bool) -> None:
-        """Put workers to the idle ones if they are fit for further jobs; end them otherwise."""
+        """Put workers to the idle ones once no job has them; end them at once if they are unfit.
+
+        That no job has them and that none can join is one moment.
+        """
         with self._lock:
+            group.num_jobs -= 1
+            if group not in self._busy or (is_fit and group.num_jobs):
+                return
             self._busy.discard(group)
             keeps = is_fit and not self._is_closed
-            group.shared = None
             if keeps:
+                group.shared = None
                 group.since = time.time()
                 self._idle.append(group)
         if keeps:
@@ -180,7 +182,7 @@ class WarmWorkers:
         try:
             group.give(job)
         except OSError:  # it died while it was idle
-            group.kill()
+            self._put_back(group, is_fit=False)
             return self._given(job)
         return group
 
@@ -197,6 +199,7 @@ class WarmWorkers:
             self._idle = [each for each in self._idle if each not in (*gone, group)]
             others = [] if job.plans else [g for g in self._idle if g.is_in_the_way(job)]
             self._idle = [each for each in self._idle if each not in others]
+            group.begin(job)
             self._busy.add(group)
         for each in (*gone, *others):
             each.kill()
@@ -240,14 +243,14 @@ class _Group:
     Attributes:
         since: when its last job ended.
         shared: the jobs of its batch; None for a job alone.
-        num_batched: number of those that somebody listens to.
+        num_jobs: number of jobs that somebody listens to.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self.workers = [Worker() for _ in range(num_ranks)]
         self.since = time.time()
         self.shared: SharedWorker | None = None
-        self.num_batched = 0
+        self.num_jobs = 0
         self._environment = _environment()
 
     def fits(self, num_ranks: int) -> bool:
@@ -275,6 +278,12 @@ class _Group:
         loaded = [each for worker in self.workers for each in worker.warm]
         return warm_models(loaded, is_busy=is_busy)
 
+    def begin(self, job: WorkerJob) -> None:
+        """Note the first job, which others may join if it is of a batch."""
+        self.num_jobs = 1
+        if job.batch is not None:
+            self.shared = SharedWorker(self.workers[0], job.batch)
+
     def give(self, job: WorkerJob) -> None:
         """Give each worker its rank of the job; `OSError` if one is gone."""
         for rank, worker in enumerate(self.workers):
@@ -294,6 +303,9 @@ class _Group:
 
     def kill(self) -> None:
         """Kill all workers."""
+        self.end_now()
+        if self.shared is not None and not self.shared.is_read_to_its_end(_READER_SECONDS):
+            return  # whoever reads the connection closes it with the last reference
         for worker in self.workers:
             worker.kill()
 

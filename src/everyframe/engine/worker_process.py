@@ -150,8 +150,7 @@ class Worker:
         """Receive its next message: ``event``, ``log``, ``error`` or ``end``.
 
         Raises:
-            EOFError: it is gone.
-            ConnectionResetError: likewise.
+            EOFError: it is gone, even in mid-message.
         """
         name, value = receive(self.connection)
         if name in ("error", "end"):
@@ -254,9 +253,12 @@ def receive_raw(connection: Channel) -> tuple[str, int | None, list[bytes]]:
 
     Its value is not parsed, which is what a large one costs.
     """
-    first = connection.recv_bytes()
-    name, tag, num_parts = json.loads(first.partition(b"\n")[0])
-    return name, tag, [first, *(connection.recv_bytes() for _ in range(num_parts))]
+    try:
+        first = connection.recv_bytes()
+        name, tag, num_parts = json.loads(first.partition(b"\n")[0])
+        return name, tag, [first, *(connection.recv_bytes() for _ in range(num_parts))]
+    except OSError as error:  # what connections raise in mid-message, and where they are reset
+        raise EOFError(f"the other side is gone ({error})") from error
 
 
 def _taking(parts: list[Any]) -> Callable[[Any], dict[str, Any] | None]:
