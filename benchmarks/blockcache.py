@@ -2,13 +2,13 @@
 
     python benchmarks/blockcache.py            # 16 videos of `shapes`; half an hour
 
-A cache computes the first of the 8 blocks in every step, or none, two or four of them, and takes what
-the others add from the last whole steps: as it was (order 0) or extrapolated (order 1, as Taylor
-caches do). Which steps are whole is a list, evenly or as of our ``e130``, or a threshold's choice
-(first-block cache, MagCache, cache-dit). Each is compared with `abm2` and `taylor1` by the worst
-frame's PSNR against the exact video, as ``everyframe calibrate`` measures it, and by the blocks
-that were computed. Times are not measured. cache-dit takes part where it is installed. Writes a
-dated page into `benchmarks/results/` unless told not to.
+A cache computes the first of the 8 blocks in every step, or none, two or four of them, and takes
+what the others add from the last whole steps: as it was (order 0) or extrapolated (order 1, as
+Taylor caches do). Which steps are whole is a list, evenly or as of our ``e130``, or a threshold's
+choice (first-block cache, MagCache, cache-dit). Each is compared with `abm2` and `taylor1` by the
+worst frame's PSNR against the exact video, as ``everyframe calibrate`` measures it, and by the
+blocks that were computed. Times are not measured. cache-dit takes part where it is installed.
+Writes a dated page into `benchmarks/results/` unless told not to.
 """
 
 from __future__ import annotations
@@ -179,6 +179,29 @@ def beside(row: Row, rows: Sequence[Row]) -> Row | None:
     return max((r for r in own if r.calls <= row.calls), key=lambda r: r.calls, default=None)
 
 
+def gain_beside(row: Row, everyone: Sequence[Row]) -> tuple[str, float, float] | None:
+    """Of a cache: our own beside it, and its decibels less that one's, worst and median."""
+    own = beside(row, everyone)
+    if own is None or row.make is None:
+        return None
+    worst = min(row.decibels) - min(own.decibels)
+    return own.name, worst, statistics.median(row.decibels) - statistics.median(own.decibels)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """How many caches are ahead of our own at their cost."""
+    gains = {row.name: found for row in rows if (found := gain_beside(row, rows)) is not None}
+    ahead = [
+        [f"{name} by {found[which]:.1f} dB" for name, found in gains.items() if found[which] > 0]
+        for which in (1, 2)
+    ]
+    worst, median = (f"{len(each)} ({', '.join(each)})" if each else "none" for each in ahead)
+    return (
+        f"Of {len(gains)} caches, ahead of our own at their cost: at worst {worst}; in the median "
+        f"{median}."
+    )
+
+
 def table(rows: Sequence[Row], everyone: Sequence[Row]) -> str:
     """Rows as a table, in their order; the last columns are a cache's decibels less our own's."""
     lines = [
@@ -187,11 +210,9 @@ def table(rows: Sequence[Row], everyone: Sequence[Row]) -> str:
     ]
     for row in rows:
         numbers = min(row.decibels), statistics.median(row.decibels)
-        own, last = beside(row, everyone), "| | |"
-        if own is not None and row.make is not None:
-            worst = numbers[0] - min(own.decibels)
-            median = numbers[1] - statistics.median(own.decibels)
-            last = f"| {own.name} | {worst:+.1f} | {median:+.1f} |"
+        gain, last = gain_beside(row, everyone), "| | | |"
+        if gain is not None:
+            last = f"| {gain[0]} | {gain[1]:+.1f} | {gain[2]:+.1f} |"
         lines.append(f"| {row.name} | {row.calls:.1f} | {numbers[0]:.1f} | {numbers[1]:.1f} {last}")
     return "\n".join(lines)
 
@@ -211,14 +232,16 @@ def main() -> None:
     peer = f", cache-dit {version('cache-dit')}" if has_peer else "; cache-dit is not installed"
     text = f"""# Caches between the blocks of `shapes`, {date.today().isoformat()}
 
-{len(videos)} prompts, a seed each; 64x64, 17 frames, {STEPS} Euler steps with guidance 1.2 are exact. PSNR is
-of the worst frame of each video against the exact one. `Fn` computes the first n of {BLOCKS} blocks in
-every step and takes what the others add from the last whole step (order 0), or on the line through
-the last two (order 1). `@N` are N whole steps, `e130` more of them at the beginning. The
-cost is the number of blocks computed, in calls of all {BLOCKS}; embeddings and the last layer, which a
-cache computes in every step and `abm2` and `taylor1` do not, are left out of it. `beside` is the
-`abm2` with crowded steps that computes as many blocks or up to a call fewer, and the last two columns
-are the cache's decibels less its: below 0 the cache is behind.
+{len(videos)} prompts, a seed each; 64x64, 17 frames, {STEPS} Euler steps with guidance 1.2 are
+exact. PSNR is of the worst frame of each video against the exact one. `Fn` computes the first n of
+{BLOCKS} blocks in every step and takes what the others add from the last whole step (order 0), or
+on the line through the last two (order 1). `@N` are N whole steps, `e130` more of them at the
+beginning. The cost is the number of blocks computed, in calls of all {BLOCKS}; embeddings and the
+last layer, which a cache computes in every step and `abm2` and `taylor1` do not, are left out of
+it. `beside` is the `abm2` with crowded steps that computes as many blocks or up to a call fewer,
+and the last two columns are the cache's decibels less its: below 0 the cache is behind.
+
+{summary(rows)}
 
 ## A list of whole steps
 
@@ -230,7 +253,7 @@ Steps are whole where features have changed by the threshold; the mean of the vi
 
 {table(by_choice, rows)}
 
-Hardware: {facts.cpu.name}, {torch.get_num_threads()} of {facts.num_cores} cores; no times were taken.
+Hardware: {facts.cpu.name}, {torch.get_num_threads()} of {facts.num_cores} cores; no times taken.
 Versions: {versions_of(facts)}{peer}.
 
 Command: `{shlex.join(["python", "benchmarks/blockcache.py", *sys.argv[1:]])}`
