@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from everyframe.diffusers_pipelines.step_caches import describe_cache
+
 #: Most values of one tensor that enter a pipeline's digest, evenly spaced.
 _MOST_SAMPLES = 1 << 14
 #: Config keys that describe the origin of a component and not its content.
@@ -36,9 +38,9 @@ def digest_call(name: str, args: Any, kwargs: Mapping[str, Any]) -> str:
 def digest_pipeline(pipe: Any) -> dict[str, str]:
     """Digest of each component of a loaded pipeline by name, and of the ``pipeline`` itself.
 
-    Detects other weights (also of a fused or added adapter), dtypes, configs, hooks, patched
-    methods and tiling. It misses a few changed values of a large tensor, weights that are on no
-    device (offloaded to a disk), and the behaviour of a hook.
+    Detects other weights (also of a fused or added adapter), dtypes, configs, hooks, step caches
+    with their settings, patched methods and tiling. It misses a few changed values of a large
+    tensor, weights that are on no device (offloaded to a disk), and the behaviour of other hooks.
     """
     device = str(getattr(pipe, "_execution_device", None) or getattr(pipe, "device", ""))
     found = {"pipeline": _digest([_kind(pipe), _config(pipe), device])}
@@ -51,7 +53,8 @@ def digest_component(part: Any) -> str:
     """Digest of one component; see `digest_pipeline`."""
     said: list[Any] = [_kind(part), _config(part), _scalars(part)]
     said = [said, *_of_module(part)] if isinstance(part, nn.Module) else said[:2]
-    return _digest([*said, getattr(part, "shift", None)])
+    cache = describe_cache(part)
+    return _digest([*said, getattr(part, "shift", None), *([cache] if cache else [])])
 
 
 def _digest(values: list[Any]) -> str:

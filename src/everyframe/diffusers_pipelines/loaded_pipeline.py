@@ -30,6 +30,7 @@ from everyframe.diffusers_pipelines.image_forms import form_of
 from everyframe.diffusers_pipelines.oom_fallback import chunk_savings
 from everyframe.diffusers_pipelines.options import PipelineOptions
 from everyframe.diffusers_pipelines.signature import NAMES, OWN_SEED, CallSignature, of_pipeline
+from everyframe.diffusers_pipelines.step_caches import cache_notes
 from everyframe.hardware.thread_state import ThreadState
 from everyframe.precision.dtypes import NUM_BYTES, dtype_name
 from everyframe.precision.policy import ComponentNeeds
@@ -170,6 +171,7 @@ class LoadedPipelineSpec(CompleteSpec):
             size = format_bytes(self.saved_bytes)
             saved = f"LoRAs change {size} of weights, which are saved in host memory for the call"
             notes = (*notes, saved)
+        notes = (*notes, *cache_notes(self.pipe.components))
         return settings, (*notes, *call_options.notes(self.options.option))
 
     def components(self, settings: Settings) -> tuple[Component, ...]:

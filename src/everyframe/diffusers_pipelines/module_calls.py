@@ -27,6 +27,7 @@ from everyframe.diffusers_pipelines.checkpoint import ComponentFolder
 from everyframe.diffusers_pipelines.component_classes import empty_component
 from everyframe.diffusers_pipelines.digests import digest_call
 from everyframe.diffusers_pipelines.global_generators import is_same, states_of_torch
+from everyframe.diffusers_pipelines.step_caches import EmptyCaches, describe_cache
 from everyframe.diffusers_pipelines.step_tracking import StepTracker, notify_step_tracker
 from everyframe.numerics.tensor_stats import iter_tensors
 from everyframe.ops.call_override import override_call
@@ -75,7 +76,8 @@ class DenoiserReplay:
 
     `watch` counts replayed calls and marks calls that are repeated for a repair. With `at_once`
     False results arrive after the call returns (CFG parallelism), and `GuardedCallHooks` saves them
-    instead.
+    instead. Denoisers with a step cache of their owner are computed from the first step on, their
+    caches empty.
     """
 
     def __init__(
@@ -87,7 +89,8 @@ class DenoiserReplay:
         at_once: bool = True,
     ) -> None:
         # What a cache holds of earlier calls is in the module and not in its answers.
-        has_cache = any(getattr(part, "is_cache_enabled", False) for part in denoisers.values())
+        has_cache = any(map(describe_cache, denoisers.values()))
+        self._caches = EmptyCaches(denoisers, watch)
         self._denoisers = {} if video.replay_log is None or has_cache else dict(denoisers)
         self._watch = watch
         self._video, self._at_once = video, at_once
@@ -95,6 +98,7 @@ class DenoiserReplay:
         self._on = ExitStack()
 
     def __enter__(self) -> DenoiserReplay:
+        self._on.enter_context(self._caches)
         answers = self._video.replay_log
         if self._denoisers and answers is not None:
             self._video.repairs = answers.remedies()
