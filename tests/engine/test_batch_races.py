@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -93,6 +94,29 @@ def test_two_jobs_that_begin_a_batch_at_once_both_count(
     made[0].end_job(first_job)
     assert list(first) == []
     assert ends_alone(workers, made, joined[0], second_job)
+
+
+def test_two_threads_that_begin_a_batch_at_once_share_a_worker(
+    workers: WarmWorkers, made: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, both = WarmWorkers._taken, threading.Barrier(2)
+
+    def slowly(*args: Any) -> Any:
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.3)  # the other one is here too, if nothing holds it
+        return taken(*args)
+
+    monkeypatch.setattr(WarmWorkers, "_taken", slowly)
+    runs: list[Events] = []
+    threads = [threading.Thread(target=lambda: runs.append(workers.run(JOB))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    for _ in runs:
+        made[0].end_job(made[0].next_job())
+    assert [list(events) for events in runs] == [[], []]
 
 
 def test_a_job_that_could_not_join_a_dead_worker_begins_on_another(

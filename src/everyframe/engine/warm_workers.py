@@ -44,7 +44,7 @@ class WarmWorkers:
 
     def __init__(self, keep_warm: float = 600.0, stop_seconds: float = 10.0) -> None:
         self._keep_warm, self._stop_seconds = keep_warm, stop_seconds
-        self._lock = threading.Lock()
+        self._lock, self._beginning = threading.Lock(), threading.RLock()
         self._idle: list[_Group] = []
         # Weakly: a job that nobody began to read ends with its generator.
         self._busy: WeakSet[_Group] = WeakSet()
@@ -119,7 +119,8 @@ class WarmWorkers:
     @contextmanager
     def _worker_of_batch(self, job: WorkerJob, batch: str) -> Iterator[Worker]:
         """Context: the worker that computes this batch, or one that begins it."""
-        group, worker = self._joined(job, batch)
+        with self._beginning:  # two that begin the same batch at once would have a worker each
+            group, worker = self._joined(job, batch)
         try:
             with self._closing_named():
                 yield worker
