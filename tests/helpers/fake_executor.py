@@ -105,6 +105,8 @@ class FakeExecutor:
                 run.write_run({"began": time.time(), "request": values})
             with_lock = run.locked()
             yield RunSaved(run.name, str(run.path))
+            if failure is not None and failure[0] < 0:  # before the first step of any stage
+                raise failure[1]
             assert request.seed is not None
             if state is None:
                 yield StageStarted("text", 1)

@@ -25,6 +25,7 @@ NAMES = {
     "everyframe_step_duration_seconds", "everyframe_model_load_seconds",
     "everyframe_device_memory_peak_bytes", "everyframe_repairs_total", "everyframe_resumes_total",
     "everyframe_worker_deaths_total", "everyframe_frames_total", "everyframe_build_info",
+    "everyframe_group_paused",
 }  # fmt: skip
 
 

@@ -73,6 +73,7 @@ class Attempt:
         stop: stops it, from any thread; the run stays.
         reason: why it was stopped: ``cancel`` or ``drain``.
         has_resumed: whether it resumed an earlier run.
+        has_stepped: whether it made a step.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Attempt:
         self.job = job
         self.stop = StopSwitch()
         self.reason = ""
-        self.has_resumed = False
+        self.has_resumed = self.has_stepped = False
         self._store = store
         self._folder: DataFolder = store.folder
         self._executor = executor
@@ -258,6 +259,7 @@ class Attempt:
 
     def _step(self, event: Step) -> None:
         assert self._meter is not None
+        self.has_stepped = True
         if self._is_to_say_where:
             self._is_to_say_where = False
             self._report["resumed_from_step"] = event.step - 1

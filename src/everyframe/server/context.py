@@ -71,7 +71,7 @@ class ServerContext:
         self.creations = RateLimit(limits.creations_a_minute if self.settings.limits_keys else None)
         self.logins = RateLimit(_LOGINS_A_MINUTE)
         self.urls = UrlFetcher(self.settings.url_hosts, limits.body_bytes)
-        self.metrics = Metrics(self.store)
+        self.metrics = Metrics(self.store, self.dispatcher)
         self.facts, self.doctor = facts_answer(), doctor_answer()
         self.parser = RequestParser(self.models, self.loras, limits, self.read_media)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Plan
+from everyframe.server.group_health import GroupHealth
 from everyframe.server.jobs import Job
 from everyframe.server.store import JobStore
 
@@ -32,10 +33,12 @@ class DeviceGroup:
     Attributes:
         devices: such as ``0,1``; None is what a plan chooses.
         most: jobs at a time.
+        health: whether the devices work.
     """
 
     def __init__(self, name: str, devices: str | None, most: int, warm_ahead: int) -> None:
         self.name, self.devices, self.most = name, devices, most
+        self.health = GroupHealth(devices)
         self._warm_ahead = warm_ahead
         self._lock = threading.Lock()
         self._running: list[str] = []
@@ -53,6 +56,8 @@ class DeviceGroup:
 
     def claim(self, store: JobStore) -> Claim | None:
         """Begin the next job; None if none may begin now."""
+        if not self.health.may_begin():
+            return None
         with self._lock:
             may_jump = self._jumps < self._warm_ahead
             if not self._running:

@@ -10,7 +10,6 @@ Read next: `attempt.py`, `store.py`.
 from __future__ import annotations
 
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -38,6 +37,7 @@ from everyframe.engine.executor import Executor
 from everyframe.fast_paths.batch_certificates import MOST_VIDEOS
 from everyframe.server.attempt import Attempt, AttemptOptions, expiry
 from everyframe.server.device_groups import Claim, DeviceGroup, News
+from everyframe.server.errors import code_of, message_of
 from everyframe.server.jobs import Job
 from everyframe.server.retention import CLEAN_SECONDS, clean
 from everyframe.server.store import JobStore
@@ -134,6 +134,12 @@ class Dispatcher:
     def groups(self) -> dict[str, str | None]:
         """Name of each device group, and the id of the job that it runs; of a batch, the first."""
         return {group.name: group.job for group in self._groups}
+
+    @property
+    def paused_groups(self) -> dict[str, str]:
+        """Groups whose devices do not work, and why."""
+        found = {group.name: group.health.trouble for group in self._groups}
+        return {name: why for name, why in found.items() if why is not None}
 
     def cancel(self, id: str, wait: float = 0.0) -> Job:  # noqa: A002
         """Cancel a job; a running one is stopped, and `wait` bounds the seconds until it has.
@@ -280,10 +286,12 @@ class Dispatcher:
             attempt.run()
         except Exception as error:  # noqa: BLE001 - a job's error is the job's
             group.leave(job.id, is_alone=isinstance(error, LeftBatchError))
-            self._settle(attempt, error)
+            if not self._waits_for_devices(attempt, error, group):
+                self._settle(attempt, error)
             self._leave(attempt)
             return None
         group.leave(job.id)
+        group.health.note_work()
         self._news.note()
         return self._finisher.submit(self._finish, attempt)
 
@@ -300,6 +308,23 @@ class Dispatcher:
         with self._lock:
             del self._attempts[attempt.job.id]
         self._previews.pop(attempt.job.id, None)
+
+    def _waits_for_devices(self, attempt: Attempt, error: Exception, group: DeviceGroup) -> bool:
+        """Put a job back, for any group, if it died of devices that do not work; whether it did."""
+        if not isinstance(error, WorkerDiedError) or attempt.has_stepped:
+            if attempt.has_stepped:
+                group.health.note_work()
+            return False
+        job = attempt.job
+        is_last = job.attempts >= self._options.max_attempts
+        why = group.health.note_death(is_last=is_last)
+        if why is None:
+            return False
+        _log.error("group %s waits, its devices do not work: %s", group.name, why)
+        self._persist(lambda: self._store.requeue(
+            job.id, counts_attempt=False, cause="devices_fail", report=attempt.report(),
+            group=None))  # fmt: skip
+        return True
 
     def _settle(self, attempt: Attempt, error: Exception) -> None:
         """Decide what follows an attempt that did not finish, and write it into the job's row."""
@@ -365,18 +390,3 @@ class Dispatcher:
                 if not self._ended.wait(_PAUSE):
                     continue
             return
-
-
-def code_of(error: Exception) -> str:
-    """Code of a failed job: our error's class in snake case, such as ``worker_died``."""
-    if isinstance(error, DistributedOutOfMemoryError):
-        return "out_of_memory"
-    if not isinstance(error, EveryframeError):
-        return "internal"
-    name = type(error).__name__.removesuffix("Error")
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
-
-
-def message_of(error: Exception) -> str:
-    """The error's text without the advice to resume by hand, which the server does."""
-    return str(error).partition("; resume it: everyframe resume")[0] or type(error).__name__

@@ -12,6 +12,7 @@ from typing import Any
 
 from everyframe.core.errors import (
     CannotRunError,
+    DistributedOutOfMemoryError,
     EveryframeError,
     InputError,
     QueueFullError,
@@ -113,3 +114,18 @@ def param_of(message: str, names: Iterable[str]) -> str | None:
     """The parameter that a message is about: the first of its words that is a name of one."""
     known = frozenset(names)
     return next((word for word in re.findall(r"[a-z_]+", message) if word in known), None)
+
+
+def code_of(error: Exception) -> str:
+    """Code of a failed job: our error's class in snake case, such as ``worker_died``."""
+    if isinstance(error, DistributedOutOfMemoryError):
+        return "out_of_memory"
+    if not isinstance(error, EveryframeError):
+        return "internal"
+    name = type(error).__name__.removesuffix("Error")
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+def message_of(error: Exception) -> str:
+    """The error's text without the advice to resume by hand, which the server does."""
+    return str(error).partition("; resume it: everyframe resume")[0] or type(error).__name__

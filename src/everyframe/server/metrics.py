@@ -20,6 +20,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from everyframe._version import __version__
+from everyframe.server.dispatcher import Dispatcher
 from everyframe.server.jobs import FINAL, Job, StoredEvent
 from everyframe.server.store import JobStore
 
@@ -34,10 +35,11 @@ _DEATHS = frozenset({"worker_died", "device_lost", "peer_lost"})
 class Metrics:
     """The metrics of one server."""
 
-    def __init__(self, store: JobStore) -> None:
+    def __init__(self, store: JobStore, dispatcher: Dispatcher) -> None:
         self._registry = registry = CollectorRegistry()
         self._causes: dict[str, str] = {}
         registry.register(_QueueCollector(store))
+        registry.register(_GroupCollector(dispatcher))
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"everyframe_{name}", text, labels, registry=registry)
@@ -149,6 +151,27 @@ class _QueueCollector:
         found = GaugeMetricFamily("everyframe_queue_jobs", "Jobs by status.", labels=["status"])
         for status, number in self._store.count().items():
             found.add_metric([status], number)
+        yield found
+
+
+class _GroupCollector:
+    """Device groups that wait for their devices, when they are asked for."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    def describe(self) -> Iterator[Metric]:
+        """Its name, without a look at the groups."""
+        yield GaugeMetricFamily("everyframe_group_paused", "1 while a group's devices fail.")
+
+    def collect(self) -> Iterator[Metric]:
+        """The groups of now."""
+        found = GaugeMetricFamily(
+            "everyframe_group_paused", "1 while a group's devices fail.", labels=["group"]
+        )
+        paused = self._dispatcher.paused_groups
+        for group in self._dispatcher.groups:
+            found.add_metric([group], float(group in paused))
         yield found
 
 

@@ -58,6 +58,7 @@ async def show_system(context: Context) -> Any:
         **facts,
         "warm": [{**asdict(each), "devices": list(each.devices)} for each in warm],
         "groups": context.dispatcher.groups,
+        "paused_groups": context.dispatcher.paused_groups,
         "disk": {"free_bytes": disk.free, "total_bytes": disk.total},
         "limits": _limits(context),
     })  # fmt: skip
@@ -89,11 +90,11 @@ class ReadinessReason(BaseModel):
     """Why the server is not ready.
 
     ``draining``: it shuts down. ``jobs_wait``: no job begins. ``storage_unavailable``: the queue or
-    its folder can't be written. ``disk_full``: the disk has too little room. All but the first end
-    by themselves once their cause is gone.
+    its folder can't be written. ``disk_full``: the disk has too little room. ``groups_paused``: the
+    devices of every group fail. All but the first end by themselves once their cause is gone.
     """
 
-    code: Literal["draining", "jobs_wait", "storage_unavailable", "disk_full"]
+    code: Literal["draining", "jobs_wait", "storage_unavailable", "disk_full", "groups_paused"]
     message: str
 
 
@@ -138,6 +139,9 @@ def _reasons(context: ServerContext) -> list[ReadinessReason]:
             f"the disk of the data folder has {free / 1e9:.1f} GB, and {least / 1e9:.1f} GB are "
             "needed"
         )
+    paused = context.dispatcher.paused_groups
+    if len(paused) == len(context.dispatcher.groups):
+        found["groups_paused"] = f"the devices of {', '.join(paused)} do not work; jobs wait"
     # Anybody may ask, also without a key, and learns no path of this machine.
     own = str(context.folder.path)
     return [
