@@ -49,16 +49,21 @@ def frames_of(seed: int, num_frames: int = 4) -> np.ndarray[Any, Any]:
 class FakeExecutor:
     """Runs jobs with `pause` seconds a step; `failures` end the first attempts.
 
-    Each failure is (finished steps, error), or None for an attempt that succeeds.
+    Each failure is (finished steps, error), or None for an attempt that succeeds. Steps after
+    `most_saved` of an attempt are not saved.
     """
 
     has_batches = False
 
     def __init__(
-        self, pause: float = 0.0, failures: Sequence[tuple[int, Exception] | None] = ()
+        self,
+        pause: float = 0.0,
+        failures: Sequence[tuple[int, Exception] | None] = (),
+        most_saved: Sequence[int] = (),
     ) -> None:
         self.pause = pause
         self.failures = list(failures)
+        self.most_saved = list(most_saved)
         self.jobs: list[WorkerJob] = []
         self.steps: list[tuple[int, int]] = []
 
@@ -98,7 +103,8 @@ class FakeExecutor:
         yield Planned(self.plan(request))
         yield WeightsReady({})
         state = run.state() if job.run is not None else None
-        done = 0 if state is None else int(state["step"])
+        done = 0 if state is None else int(state["takes"][0]["step"])
+        most_saved = self.most_saved.pop(0) if self.most_saved else NUM_STEPS
         with_lock = None
         try:
             if job.run is None:
@@ -117,7 +123,9 @@ class FakeExecutor:
                 self._wait(stop)
                 if failure is not None and step > failure[0]:
                     raise failure[1]
-                run.write_state({"step": step})
+                if step <= most_saved:
+                    takes = [{"seed": request.seed, "step": step}]
+                    run.write_state({"clip": 0, "stage": 1, "takes": takes})
                 self.steps.append((request.seed, step))
                 yield Step("denoise", step, NUM_STEPS, request.seed, self.pause)
             yield StageDone("denoise", 0.05)

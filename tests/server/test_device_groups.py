@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 from everyframe.core.errors import LeftBatchError
 from everyframe.core.plan import BatchPlan
 from everyframe.core.request import Request
+from everyframe.runs.folder import new_run
 from everyframe.server.device_groups import DeviceGroup
 from everyframe.server.jobs import Job
 from everyframe.server.store import JobStore
-from helpers.fake_executor import FakeExecutor, plan_of
+from helpers.fake_executor import NUM_STEPS, FakeExecutor, plan_of
 from helpers.server_jobs import Start, add, ended
 
 REQUEST = Request(prompt="a red circle")
@@ -153,13 +155,73 @@ def test_jobs_that_were_tried_before_run_alone(store: JobStore) -> None:
     assert (resumed.job.id, resumed.batch, new) == (second.id, None, None)
 
 
+def begin_run(store: JobStore, job: Job, step: int) -> None:
+    """A run of the job in the folder, of which the row says nothing."""
+    run = new_run(store.folder.runs_of(job.id))
+    run.write_run({"began": time.time(), "request": job.request})
+    if step:
+        run.write_state({"clip": 0, "stage": 1, "takes": [{"seed": 3, "step": step}]})
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_job_whose_run_was_begun_as_the_server_died_is_not_new(
+    store: JobStore, step: int
+) -> None:
+    """Its row was not written any more."""
+    first, second = add(store), add(store, 4)
+    claimed(group_of(), store)
+    begin_run(store, first, step)
+    (back,) = store.recover()
+    assert back.run is not None
+    assert back.attempts == 0
+    group = group_of()
+    claim = group.claim(store)
+    assert claim is not None
+    assert (claim.job.id, claim.batch) == (first.id, None)
+    planned(group, 3)
+    assert group.claim(store) is None, "nobody joins a resumed run"
+    group.leave(first.id)
+    assert claimed(group, store).id == second.id
+
+
+class Batching(FakeExecutor):
+    """An executor whose plans are for batches of two."""
+
+    has_batches = True
+
+    def plan(self, request: Request) -> Any:
+        return replace(super().plan(request), batch=BatchPlan(2, "measured", 1.5))
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_resumed_run_that_looks_new_shares_no_devices(
+    store: JobStore, dispatch: Start, place: int
+) -> None:
+    """Whether it would lead a batch or join it."""
+    jobs = [add(store, seed) for seed in range(3)]
+    begin_run(store, jobs[place], 0)
+    executor = Batching(pause=0.02)
+    dispatch(executor)
+    for job in jobs:
+        ended(store, job)
+    (resumed,) = [each for each in executor.jobs if each.run is not None]
+    assert resumed.batch is None
+    seeds = [seed for seed, _ in executor.steps]
+    began = seeds.index(place)
+    assert seeds[began : began + NUM_STEPS] == [place] * NUM_STEPS, "nothing ran beside it"
+
+
+def test_jobs_of_several_ranks_are_no_batch(store: JobStore, dispatch: Start) -> None:
+    jobs = [add(store, seed) for seed in range(3)]
+    executor = Batching(pause=0.01)
+    dispatch(executor, groups={"0,1": "0,1"})
+    for job in jobs:
+        ended(store, job)
+    assert executor.steps == sorted(executor.steps)
+    assert {job.batch for job in executor.jobs} == {None}
+
+
 def test_a_dispatcher_runs_a_batch_and_what_leaves_it(store: JobStore, dispatch: Start) -> None:
-    class Batching(FakeExecutor):
-        has_batches = True
-
-        def plan(self, request: Request) -> Any:
-            return replace(super().plan(request), batch=BatchPlan(2, "measured", 1.5))
-
     executor = Batching(pause=0.02, failures=[None, (1, LeftBatchError("it needs a repair"))])
     jobs = [add(store, seed) for seed in range(4)]
     dispatch(executor)

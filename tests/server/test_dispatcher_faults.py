@@ -21,6 +21,7 @@ from everyframe.core.errors import (
     WorkerDiedError,
 )
 from everyframe.runs.folder import RunFolder, all_runs
+from everyframe.server import attempt as attempts
 from everyframe.server import dispatcher
 from everyframe.server.data_folder import DataFolder
 from everyframe.server.jobs import Job
@@ -64,6 +65,43 @@ def test_attempts_that_advance_are_not_limited(store: JobStore, dispatch: Start)
     dispatch(executor, max_attempts=2)
     done = ended(store, job)
     assert len(executor.jobs) == NUM_STEPS > done.attempts
+
+
+def test_steps_that_are_saved_count_and_not_those_that_are_seen(
+    store: JobStore, dispatch: Start
+) -> None:
+    """Each attempt dies where the last one did, and is resumed one step further."""
+    executor = FakeExecutor(failures=[(4, DIED)] * 4, most_saved=[1, 2, 3, 4])
+    job = add(store)
+    dispatch(executor, max_attempts=2)
+    done = ended(store, job)
+    assert done.report["resumed_from_step"] == 4
+    assert len(executor.jobs) == 5
+
+
+@pytest.mark.parametrize("saved", [0, 1])
+def test_a_job_that_kills_its_workers_ends_as_failed(
+    store: JobStore, dispatch: Start, monkeypatch: pytest.MonkeyPatch, saved: int
+) -> None:
+    """Also one that is seen to come further each time, of which nothing more is saved."""
+    monkeypatch.setattr(attempts, "_PAUSE", 0.0)
+    executor = FakeExecutor(
+        failures=[(step, DIED) for step in range(1, NUM_STEPS)] * 2, most_saved=[saved] * 9
+    )
+    job = add(store)
+    dispatch(executor, max_attempts=3)
+    failed = ended(store, job, "failed")
+    assert failed.attempts == len(executor.jobs) == 3
+
+
+def test_a_run_that_is_begun_again_and_again_ends_as_failed(
+    store: JobStore, dispatch: Start
+) -> None:
+    """Each time that it is resumed it is found damaged, and what is made anew comes no further."""
+    executor = FakeExecutor(failures=[(2, DIED), (2, CorruptRunError("changed"))] * 4)
+    job = add(store)
+    dispatch(executor)
+    assert ended(store, job, "failed").attempts == 3
 
 
 def test_a_failed_job_is_retried_from_its_run(store: JobStore, dispatch: Start) -> None:

@@ -13,7 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from everyframe.core.errors import CannotRunError, OutOfMemoryInfo, RunLockedError
+from everyframe.core.errors import (
+    CannotRunError,
+    LeftBatchError,
+    OutOfMemoryInfo,
+    RunLockedError,
+)
 from everyframe.core.events import (
     ComponentLoaded,
     Event,
@@ -33,6 +38,7 @@ from everyframe.engine.executor import Executor
 from everyframe.engine.stop_switch import StopSwitch
 from everyframe.engine.worker_process import WorkerJob
 from everyframe.runs.folder import RunFolder, all_runs
+from everyframe.runs.position import NOWHERE, saved_position
 from everyframe.server.data_folder import DataFolder
 from everyframe.server.jobs import Job
 from everyframe.server.outputs import JobOutputs
@@ -66,8 +72,8 @@ class AttemptOptions:
 class Attempt:
     """One attempt of a job in a device group; `devices` are the group's, None for any.
 
-    `batch` is the one that it may be computed in; ``on_plan(plan)`` is called with its plan, and
-    ``on_frames()`` once its last frames are made.
+    `batch` is the one that it may be computed in; then ``on_plan(plan)`` is called with its plan,
+    and ``on_frames()`` once its last frames are made, so that others may join.
 
     Attributes:
         stop: stops it, from any thread; the run stays.
@@ -104,6 +110,7 @@ class Attempt:
         self._stages: dict[str, float] = dict(self._report.get("stage_durations", {}))
         self._began = time.monotonic()
         self._last_write = self._ended = 0.0
+        self._began_at, self._has_advanced = NOWHERE, False
         self._is_to_say_where = False
         self._run = job.run
         self._open = ExitStack()
@@ -119,8 +126,18 @@ class Attempt:
 
     @property
     def has_advanced(self) -> bool:
-        """Whether it came further than all attempts before it."""
-        return self._meter is not None and self._meter.percent > self.job.progress
+        """Whether more is saved than when it began.
+
+        A run made anew after others must also be seen to come further than they were.
+        """
+        if not self._has_advanced and self._meter is not None:
+            kept = self._folder.kept_run(self.job.id)
+            is_first = self.has_resumed or self.job.attempts <= 1
+            is_further = is_first or self._meter.percent > self.job.progress
+            self._has_advanced = (
+                is_further and kept is not None and saved_position(kept) > self._began_at
+            )
+        return self._has_advanced
 
     def report(self) -> dict[str, Any]:
         """The job's report so far."""
@@ -132,6 +149,14 @@ class Attempt:
             "inference_time_s": round(spent, 3),
         }
 
+    def fields(self, *warnings: str) -> dict[str, Any]:
+        """Fields of the row of a job that did not finish: report, progress, run to resume."""
+        report = self.report()
+        report["warnings"] = [*report["warnings"], *warnings]
+        progress = self.job.progress if self._meter is None else self._meter.percent
+        run = self._folder.kept_run_path(self.job.id)  # of which the row may not know yet
+        return {"report": report, "progress": progress, "run": run}
+
     def run(self) -> None:
         """Make the frames of the job's video; `finish` writes what is left of its files.
 
@@ -139,7 +164,9 @@ class Attempt:
         """
         kept = self._kept_run()
         self.has_resumed = self._is_to_say_where = kept is not None
-        if self.has_resumed:  # the job's own event says where
+        if kept is not None:
+            self._began_at = saved_position(kept)
+            # The job's own event says where.
             self._routine = (*self._routine, "resuming ", "starting ")
         events = self._executor.run(self._worker_job(kept), None, self.stop)
         with closing(events), ExitStack() as stack:
@@ -148,15 +175,16 @@ class Attempt:
             if planned.plan.infeasible is not None:
                 raise CannotRunError(planned.plan.infeasible)
             self._take_plan(planned.plan)
-            self._outputs = JobOutputs(self._folder, self.job.id, planned.plan)
-            stack.enter_context(self._outputs)
+            outputs = self._outputs = JobOutputs(self._folder, self.job.id, planned.plan)
+            stack.enter_context(outputs)
+            hands_over = self._batch is not None
             for event in events:
-                if isinstance(event, VideoDone) and self._outputs.is_last(event):
+                if isinstance(event, VideoDone) and outputs.is_last(event):
                     self._last = event
                     continue
-                if isinstance(event, FramesDecoded) and self._outputs.has_all_with(event):
+                if hands_over and isinstance(event, FramesDecoded) and outputs.has_all_with(event):
                     self._on_frames()
-                note = self._outputs.take(event)
+                note = outputs.take(event)
                 if note is not None:
                     self._warn(note)
                 self._take(event)
@@ -200,32 +228,33 @@ class Attempt:
         root = self._folder.runs_of(id)
         root.mkdir(mode=0o700, exist_ok=True)
         request = self._folder.request_of(options)
-        batch = self._batch if request.num_ranks == 1 else None
-        return replace(common, request=request, root=root, batch=batch)
+        if request.num_ranks > 1:
+            self._batch = None
+        return replace(common, request=request, root=root, batch=self._batch)
 
     def _has_moved(self) -> bool:
         return self._devices is not None and self.job.resolved.get("devices") != self._devices
 
     def _kept_run(self) -> RunFolder | None:
         """The run to resume, once the workers of a server that died have let it go."""
-        readable = [r for r in all_runs(self._folder.runs_of(self.job.id)) if r.is_readable()]
-        if not readable:
-            return None
-        until = time.monotonic() + _LOCK_SECONDS
-        while any(run.is_busy() for run in readable):
+        root, until = self._folder.runs_of(self.job.id), time.monotonic() + _LOCK_SECONDS
+        while any(run.is_busy() for run in all_runs(root)):
             self.stop.check()
             if time.monotonic() > until:
                 raise RunLockedError(f"the run of {self.job.id} is in use by another process")
             time.sleep(0.05)
-        begun = [r for r in readable if any(r.path.glob("state*.json")) or r.num_answers()]
-        return (begun or readable)[-1]
+        kept = self._folder.kept_run(self.job.id)
+        if kept is not None and self._batch is not None:
+            raise LeftBatchError("it has a run, which is resumed alone")
+        return kept
 
     def _take_plan(self, plan: Plan) -> None:
         self._meter = ProgressMeter(plan, at_least=self.job.progress)
         resolved = {**self.job.resolved, **resolved_of(plan)}
         if self._devices is not None:
             resolved["devices"] = self._devices
-        self._on_plan(plan)
+        if self._batch is not None:
+            self._on_plan(plan)
         self._store.update(self.job.id, resolved=resolved, event=("planned", plan_data(plan)))
         for note in plan.notes:
             self._warn(note)
@@ -275,7 +304,7 @@ class Attempt:
         """Write progress into the row; a job that advances has no failed attempts behind it."""
         assert self._meter is not None
         values = {"run": self._run, **(self._meter.fields() if fields is None else fields)}
-        if self.has_advanced:
+        if (self.job.attempts > 1 or self.job.interruptions) and self.has_advanced:
             values |= {"attempts": 1, "interruptions": 0}
         self._store.update(self.job.id, event=(kind, data), **values)
         self._last_write = time.monotonic()

@@ -25,7 +25,8 @@ from typing import Any
 from everyframe.core.errors import InputError
 from everyframe.core.paths import expand_path, replace_file, state_folder
 from everyframe.core.request import Request
-from everyframe.runs.folder import Lock
+from everyframe.runs.folder import Lock, RunFolder, all_runs
+from everyframe.runs.position import NOWHERE, saved_position
 
 #: Environment variable: the server's folder.
 VARIABLE = "EVERYFRAME_SERVER_DIR"
@@ -90,6 +91,17 @@ class DataFolder:
     def video(self, id: str) -> Path:  # noqa: A002
         """Folder with the files of a finished job; it is complete if it exists."""
         return self.videos / _checked(id)
+
+    def kept_run(self, id: str) -> RunFolder | None:  # noqa: A002
+        """The run that a job would resume: the last one that saved a state, else the last."""
+        readable = [run for run in all_runs(self.runs_of(id)) if run.is_readable()]
+        begun = [run for run in readable if saved_position(run) > NOWHERE]
+        return next(reversed(begun or readable), None)
+
+    def kept_run_path(self, id: str) -> str | None:  # noqa: A002
+        """Path of `kept_run`, relative to the folder, as rows have it."""
+        run = self.kept_run(id)
+        return None if run is None else str(run.path.relative_to(self.path))
 
     def new_video(self, id: str) -> Path:  # noqa: A002
         """An empty folder for the files of a job, which `publish` makes its `video`."""

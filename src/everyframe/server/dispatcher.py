@@ -328,11 +328,11 @@ class Dispatcher:
 
     def _settle(self, attempt: Attempt, error: Exception) -> None:
         """Decide what follows an attempt that did not finish, and write it into the job's row."""
-        job, report = attempt.job, attempt.report()
+        job, fields = attempt.job, attempt.fields()
         if isinstance(error, RunStoppedError) and attempt.reason == "cancel":
             expires = expiry(self._options.retention_seconds)
             self._persist(lambda: self._store.finish(
-                job.id, "cancelled", report=report, expires_at=expires))  # fmt: skip
+                job.id, "cancelled", expires_at=expires, **fields))  # fmt: skip
             return
         is_stopped = isinstance(error, (RunStoppedError, LeftBatchError))
         waits = isinstance(error, (RunLockedError, StoreError, DevicesBusyError))
@@ -344,21 +344,21 @@ class Dispatcher:
                 self._draining.wait(_PAUSE)
             cause = attempt.reason or code_of(error)
             self._persist(lambda: self._store.requeue(
-                job.id, counts_attempt=False, cause=cause, report=report))  # fmt: skip
+                job.id, counts_attempt=False, cause=cause, **fields))  # fmt: skip
             return
         attempts = 1 if attempt.has_advanced else job.attempts
         if attempts < self._options.max_attempts and self._can_repeat(attempt, error):
             _log.warning("%s is tried again (attempt %d failed): %s", job.id, attempts, error)
-            report["warnings"] = [*report["warnings"], f"an attempt failed: {message_of(error)}"]
+            fields = attempt.fields(f"an attempt failed: {message_of(error)}")
             self._persist(lambda: self._store.requeue(
                 job.id, counts_attempt=True, cause=code_of(error), attempts=attempts,
-                report=report))  # fmt: skip
+                **fields))  # fmt: skip
             return
         _log.error("%s failed: %s", job.id, error, exc_info=not isinstance(error, EveryframeError))
         data = {"code": code_of(error), "message": message_of(error)}
         expires = expiry(self._options.retention_seconds)
         self._persist(lambda: self._store.finish(
-            job.id, "failed", error=data, report=report, expires_at=expires))  # fmt: skip
+            job.id, "failed", error=data, expires_at=expires, **fields))  # fmt: skip
 
     def _can_repeat(self, attempt: Attempt, error: Exception) -> bool:
         """Whether another attempt may succeed; prepares it."""

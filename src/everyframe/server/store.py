@@ -314,19 +314,20 @@ class JobStore(EventLog):
         back = []
         for job in self.list(limit=-1, order="asc", statuses=("in_progress",)):
             done, has_frames = self.folder.published(job.id), self.folder.has_frames(job.id)
+            # A run that was begun at the last moment is one that the row does not know.
+            run = self.folder.kept_run_path(job.id)
             if done is not None:
                 self.finish(job.id, "completed", **done)
             elif job.is_cancel_requested:
-                self.finish(job.id, "cancelled")
+                self.finish(job.id, "cancelled", run=run)
             elif (deaths := job.interruptions + has_frames) >= MAX_INTERRUPTIONS:
                 text = f"the server died {MAX_INTERRUPTIONS} times while it made this video"
-                self.finish(job.id, "failed", error={"code": "server_died", "message": text})
+                error = {"code": "server_died", "message": text}
+                self.finish(job.id, "failed", error=error, run=run)
             else:
-                back.append(
-                    self.requeue(
-                        job.id, counts_attempt=False, cause="server_died", interruptions=deaths
-                    )
-                )
+                back.append(self.requeue(
+                    job.id, counts_attempt=False, cause="server_died", interruptions=deaths,
+                    run=run))  # fmt: skip
         with self._database.read() as reading:
             ids = {row[0]: row[1] for row in reading.execute("SELECT id, status FROM videos")}
         self.folder.sweep(ids, [each for each, status in ids.items() if status == "completed"])
