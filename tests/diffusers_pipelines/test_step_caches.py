@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +37,12 @@ def apply_alone(module: Any, config: FirstBlockCacheConfig) -> None:
 
 def by_method(module: Any, config: FirstBlockCacheConfig) -> None:
     module.enable_cache(config)
+
+
+@pytest.fixture(autouse=True)
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of runs for each test: others leave some, too."""
+    monkeypatch.setenv("EVERYFRAME_RUNS", str(tmp_path / "runs"))
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def test_a_video_is_planned_made_and_played(tabs: Tabs) -> None:
     expect(details.locator("video")).to_have_js_property("readyState", 4)
     page.keyboard.press("Escape")
     expect(details).to_be_hidden()
-    assert page.url.endswith("#/")
+    expect(page).to_have_url(re.compile("#/$"))
 
     card.click()
     delete = details.get_by_role("button", name="Delete")
