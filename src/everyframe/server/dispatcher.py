@@ -322,8 +322,8 @@ class Dispatcher:
             return False
         _log.error("group %s waits, its devices do not work: %s", group.name, why)
         self._persist(lambda: self._store.requeue(
-            job.id, counts_attempt=False, cause="devices_fail", report=attempt.report(),
-            group=None))  # fmt: skip
+            job.id, counts_attempt=False, cause="devices_fail", group=None,
+            **attempt.fields()))  # fmt: skip
         return True
 
     def _settle(self, attempt: Attempt, error: Exception) -> None:
