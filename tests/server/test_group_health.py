@@ -35,9 +35,9 @@ class Devices:
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
 
-def test_devices_are_asked_after_two_deaths_in_a_row() -> None:
-    devices = Devices(WELL)
-    health = GroupHealth("0", devices)
+def test_devices_are_asked_after_two_deaths_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices, health = Devices(WELL), GroupHealth("0")
+    monkeypatch.setattr(group_health, "ask_devices", devices)
     assert health.note_death(is_last=False) is None
     health.note_work()
     assert health.note_death(is_last=False) is None
@@ -53,7 +53,9 @@ def test_failed_devices_are_asked_again_after_pauses_that_grow(
 ) -> None:
     clock, devices = [0.0], Devices(LOST, LOST, LOST, WELL)
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    health = GroupHealth("0", devices, pauses=(10.0, 15.0))
+    monkeypatch.setattr(group_health, "ask_devices", devices)
+    monkeypatch.setattr(group_health, "PAUSES", (10.0, 15.0))
+    health = GroupHealth("0")
     assert health.note_death(is_last=True) == "died of SIGBUS"
     asked = []
     for second in range(60):
@@ -79,7 +81,7 @@ def test_no_job_fails_of_devices_that_fail(
 ) -> None:
     devices = Devices(LOST, LOST, WELL)
     monkeypatch.setattr(group_health, "ask_devices", devices)
-    monkeypatch.setattr(GroupHealth.__init__, "__defaults__", (lambda _: devices(_), (0.3, 0.6)))
+    monkeypatch.setattr(group_health, "PAUSES", (0.3, 0.6))
     jobs = [add(store, seed) for seed in range(3)]
     dispatcher = dispatch(FakeExecutor(failures=[(-1, DIED)] * 2))
     until = time.monotonic() + 10

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 from everyframe.hardware.isolation import ProcessResult, run_isolated
 
 #: Deaths in a row before a first step, after which the devices are asked.
 _DEATHS = 2
 #: Seconds of the first pause, and of the longest.
-_PAUSES = 10.0, 600.0
+PAUSES = 10.0, 600.0
 #: Seconds that the devices have for a product.
 _SECONDS = 120.0
 
@@ -29,15 +28,10 @@ class GroupHealth:
         trouble: why no job begins here; None while the devices work, or nobody had to ask.
     """
 
-    def __init__(
-        self,
-        devices: str | None,
-        ask: Callable[[str | None], ProcessResult] = lambda devices: ask_devices(devices),
-        pauses: tuple[float, float] = _PAUSES,
-    ) -> None:
+    def __init__(self, devices: str | None) -> None:
         self.trouble: str | None = None
-        self._devices, self._ask, self._pauses = devices, ask, pauses
-        self._deaths, self._pause, self._until = 0, pauses[0], 0.0
+        self._devices = devices
+        self._deaths, self._pause, self._until = 0, PAUSES[0], 0.0
         self._asking = threading.Lock()
 
     def may_begin(self) -> bool:
@@ -64,12 +58,12 @@ class GroupHealth:
         if not self._asking.acquire(blocking=False):
             return False  # another thread asks
         try:
-            answer = self._ask(self._devices)
+            answer = ask_devices(self._devices)
             if answer.is_well:
-                self.trouble, self._deaths, self._pause = None, 0, self._pauses[0]
+                self.trouble, self._deaths, self._pause = None, 0, PAUSES[0]
                 return True
             self._until = time.monotonic() + self._pause
-            self._pause = min(2 * self._pause, self._pauses[1])
+            self._pause = min(2 * self._pause, PAUSES[1])
             self.trouble = str(answer)
             return False
         finally:
