@@ -14,6 +14,7 @@ from PIL import Image
 
 import everyframe
 from everyframe.core.errors import InputError
+from everyframe.core.plan import BatchPlan
 from everyframe.engine.file_identity import file_identities, find_files
 from everyframe.engine.provenance import (
     differences,
@@ -52,6 +53,15 @@ def test_it_says_what_it_takes_and_survives_json(model: Path) -> None:
     assert {"torch", "diffusers", "transformers", "python"} <= record["versions"].keys()
     assert len(record["model"]["sha256"]) == 64
     assert record["provenance"]["ai_generated"] is True
+
+
+def test_what_batches_gain_is_not_in_it(model: Path) -> None:
+    """It is measured while a server runs, and files of one request have the same bytes."""
+    request = everyframe.Request(prompt="a", model=str(model), **SIZES)
+    plan = everyframe.plan(request)
+    batches = (None, BatchPlan(1, "the first batch tries it"), BatchPlan(4, "measured", 2.0))
+    one, *others = (make_record(replace(plan, batch=each), request, []) for each in batches)
+    assert others == [one, one]
 
 
 def test_it_names_no_folder_of_this_machine(model: Path, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def make_record(plan: Plan, request: Request, weight_files: Sequence[str]) -> di
     """Build the record of a run, complete before the run so that it fits into the file header."""
     shown = plan.to_json()
     settings = shown.pop("settings")
-    for transient in ("notes", "downloads", "infeasible", "preview"):
+    for transient in ("notes", "downloads", "infeasible", "preview", "batch"):
         shown.pop(transient)
     shown["model"] = _model_name(plan.model)
     shown["device"] = {key: value for key, value in shown["device"].items() if key != "free_memory"}
