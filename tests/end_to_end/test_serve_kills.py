@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+import signal
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from everyframe.runs.folder import all_runs
 from helpers.server_process import ServerProcess
 
 pytest.importorskip("fastapi", reason="serving needs the extra everyframe[server]")
@@ -18,6 +22,15 @@ pytest.importorskip("fastapi", reason="serving needs the extra everyframe[server
 OPTIONS: dict[str, Any] = {
     "num_frames": 8, "size": "64x64", "num_inference_steps": 400, "seed": 7,
 }  # fmt: skip
+
+
+def saved_steps(folder: Path, job: str) -> int:
+    """Steps of the denoiser that the run of a job has saved, of which nobody saves more."""
+    (run,) = all_runs(folder / "runs" / job)
+    state = run.state()
+    assert state is not None
+    assert state["stage"] == 1, "in the denoiser"
+    return int(state["takes"][0]["step"])
 
 
 def is_going(job: dict[str, Any]) -> bool:
@@ -38,6 +51,16 @@ def kill_workers(server: ServerProcess) -> list[psutil.Process]:
     return workers
 
 
+@contextmanager
+def stopped(server: ServerProcess) -> Iterator[None]:
+    """Context: the server process stands still."""
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+
+
 @pytest.mark.slow
 def test_kills_at_random_moments_change_no_bit(tmp_path: Path) -> None:
     folder, moments = tmp_path / "data", random.Random()
@@ -54,15 +77,21 @@ def test_kills_at_random_moments_change_no_bit(tmp_path: Path) -> None:
             time.sleep(moments.uniform(1.2, 2.5))
             assert server.ask(f"/v1/videos/{job}")[1]["status"] == "in_progress"
             workers = server.workers()
-            if what != "server":
-                kill_workers(server)
-            if what != "worker":
+            if what == "worker":
+                with stopped(server):  # nobody resumes it before we have looked
+                    kill_workers(server)
+                    psutil.wait_procs(workers, 5)
+                    saved = saved_steps(folder, job)
+            else:
+                if what == "both":
+                    kill_workers(server)
                 server.kill()
                 _, alive = psutil.wait_procs(workers, 5)
                 assert not alive, "workers end with their server"
+                saved = saved_steps(folder, job)
                 server = ServerProcess(folder)
             done = server.wait_for(job, "completed", 180)
-            assert done["resumed_from_step"] > 5, what
+            assert done["resumed_from_step"] == saved > 5, what
             assert content(server, job) == whole, f"{what}: resumed at {done['resumed_from_step']}"
             server.wait_for(later, "completed", 60)
         listed = server.ask("/v1/videos?limit=100")[1]["data"]
@@ -92,10 +121,11 @@ def test_a_stop_with_an_open_stream_queues_the_job_which_then_has_the_same_bits(
             code, seconds = server.stop()
         assert code == 0
         assert seconds < 12
+    saved = saved_steps(folder, job)
     with ServerProcess(folder) as server:
         assert server.next_line() == ("jobs of an earlier server: 1, of which 0 were interrupted\n")
         done = server.wait_for(job, "completed", 180)
-        assert done["resumed_from_step"] > 5
+        assert done["resumed_from_step"] == saved > 5
         assert content(server, job) == whole
 
 

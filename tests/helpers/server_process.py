@@ -114,7 +114,7 @@ class ServerProcess:
             if job["status"] in ("failed", "cancelled"):
                 break
             time.sleep(0.05)
-        raise AssertionError(f"not {done}: {job}")
+        raise AssertionError(f"not {done}: {job.get('status')}, {job.get('error')}; {job}")
 
     def wait_for_steps(self, number: int) -> None:
         """Wait until the made-up executor took that many steps in all."""

@@ -68,9 +68,10 @@ def test_attempts_that_advance_are_not_limited(store: JobStore, dispatch: Start)
 
 
 def test_steps_that_are_saved_count_and_not_those_that_are_seen(
-    store: JobStore, dispatch: Start
+    store: JobStore, dispatch: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each attempt dies where the last one did, and is resumed one step further."""
+    monkeypatch.setattr(attempts, "_PAUSE", 0.0)
     executor = FakeExecutor(failures=[(4, DIED)] * 4, most_saved=[1, 2, 3, 4])
     job = add(store)
     dispatch(executor, max_attempts=2)
