@@ -96,6 +96,17 @@ def test_no_path_is_refused_for_a_broken_card(
     assert "uncorrectable ECC" in made.untried["right"]
 
 
+@pytest.mark.parametrize(("name", "signal"), [("killed", "SIGKILL"), ("terminated", "SIGTERM")])
+def test_a_path_whose_process_was_ended_from_outside_is_not_refused_for_good(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch, name: str, signal: str
+) -> None:
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
+    made = certify(SUBJECT, [fake_fast_paths.planted(n) for n in (name, "right")], PATIENCE)
+    assert [each.what for each in made.certificates] == ["right"], "what comes after it is tried"
+    assert made.untried == {name: f"the process that tried it was ended by {signal}"}
+    assert name not in certificates.find("device", "plan")
+
+
 def test_attention_of_the_request_is_tried_with_keys_as_large_as_they_come(
     tmp_path: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,26 @@ def crashes(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison
     yield from _contest(fast)
 
 
+def killed(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
+    """Somebody, or the system, ends the process in the middle of it."""
+
+    def fast(x: Tensor) -> Tensor:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+    yield from _contest(fast)
+
+
+def terminated(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
+    """As above, politely."""
+
+    def fast(x: Tensor) -> Tensor:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return x
+
+    yield from _contest(fast)
+
+
 def hangs(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
     """As a collective does whose other side is gone: in C, where no Python signal comes through."""
 

@@ -1,8 +1,9 @@
 """Create certificates: run trials of fast paths in a separate process and judge the results.
 
 A path whose trial crashes is refused with the signal's name, one that hangs with its time limit; a
-new process tries the remaining paths. A path that was out of time gets no certificate and is tried
-again next time. `trials` runs in the process; `certificates` stores the results.
+new process tries the remaining paths. A path that was out of time, or whose process was ended from
+outside, gets no certificate and is tried again next time. `trials` runs in the process;
+`certificates` stores the results.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ _START = 60.0
 
 #: Seconds after its deadline at which a trial counts as hung.
 GRACE = 10.0
+
+#: Signals that others send; a crash has one of its own, such as SIGSEGV.
+_FROM_OUTSIDE = frozenset({"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP"})
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,11 @@ def certify(
             untried |= {path.name: lost for path in left}
             break
         culprit = next((path for path in left if path.name == trial.running), None)
-        if culprit is not None and not ended.is_well:
+        if culprit is not None and ended.signal in _FROM_OUTSIDE:
+            # By a person, or by the system as memory ran out: it may be well the next time.
+            left.remove(culprit)
+            untried[culprit.name] = f"the process that tried it was ended by {ended.signal}"
+        elif culprit is not None and not ended.is_well:
             left.remove(culprit)
             made.append(_certificate(subject, culprit, error_text=_how(ended, grace)))
         elif not trial.ended:
