@@ -36,7 +36,6 @@ from block_caches import (
     FixedSteps,
     Magnitudes,
     MeasuredRatios,
-    through,
 )
 from measuring import publish
 from torch import nn
@@ -98,11 +97,6 @@ def made(prompt: str, seed: int, quality: str = "exact", cache: Cache | None = N
     (stack,) = stacks
     assert stack.num_steps == STEPS, "the sampler's own steps"
     return video.frames, stack.num_computed
-
-
-def all_blocks(x: Any, t: float, blocks: Any) -> Any:
-    """The cache that caches nothing."""
-    return through(x, blocks)
 
 
 def fixed_rows() -> list[Row]:

@@ -90,29 +90,22 @@ def raises(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]
 
 def crashes(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
     """As cuBLAS 12.1 does on H20."""
-
-    def fast(x: Tensor) -> Tensor:
-        os.kill(os.getpid(), signal.SIGFPE)
-        return x
-
-    yield from _contest(fast)
+    yield from _ended_by(signal.SIGFPE)
 
 
 def killed(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
     """Somebody, or the system, ends the process in the middle of it."""
-
-    def fast(x: Tensor) -> Tensor:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return x
-
-    yield from _contest(fast)
+    yield from _ended_by(signal.SIGKILL)
 
 
 def terminated(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
     """As above, politely."""
+    yield from _ended_by(signal.SIGTERM)
 
+
+def _ended_by(number: signal.Signals) -> Iterator[Comparison]:
     def fast(x: Tensor) -> Tensor:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         return x
 
     yield from _contest(fast)

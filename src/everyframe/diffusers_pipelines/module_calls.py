@@ -27,7 +27,7 @@ from everyframe.diffusers_pipelines.checkpoint import ComponentFolder
 from everyframe.diffusers_pipelines.component_classes import empty_component
 from everyframe.diffusers_pipelines.digests import digest_call
 from everyframe.diffusers_pipelines.global_generators import is_same, states_of_torch
-from everyframe.diffusers_pipelines.step_caches import EmptyCaches, describe_cache
+from everyframe.diffusers_pipelines.step_caches import EmptyCaches
 from everyframe.diffusers_pipelines.step_tracking import StepTracker, notify_step_tracker
 from everyframe.numerics.tensor_stats import iter_tensors
 from everyframe.ops.call_override import override_call
@@ -88,10 +88,10 @@ class DenoiserReplay:
         *,
         at_once: bool = True,
     ) -> None:
-        # What a cache holds of earlier calls is in the module and not in its answers.
-        has_cache = any(map(describe_cache, denoisers.values()))
         self._caches = EmptyCaches(denoisers, watch)
-        self._denoisers = {} if video.replay_log is None or has_cache else dict(denoisers)
+        # What a cache holds of earlier calls is in the module and not in its answers.
+        is_replayed = video.replay_log is not None and not self._caches.modules
+        self._denoisers = dict(denoisers) if is_replayed else {}
         self._watch = watch
         self._video, self._at_once = video, at_once
         self._can_keep = True

@@ -102,15 +102,18 @@ class EmptyCaches:
     diffusers empties them after a call that ends, and not after one that was broken off: the next
     call would take results of another video. A call that is repeated for a repair would take what
     the failed one left.
+
+    Attributes:
+        modules: the denoisers that have a cache.
     """
 
     def __init__(self, denoisers: Mapping[str, nn.Module], watch: StepTracker) -> None:
-        self._modules = [each for each in denoisers.values() if describe_cache(each)]
+        self.modules = [each for each in denoisers.values() if describe_cache(each)]
         self._watch = watch
         self._on = ExitStack()
 
     def __enter__(self) -> EmptyCaches:
-        for module in self._modules:
+        for module in self.modules:
             clear_cache(module)
             handle = module.register_forward_pre_hook(self._before, prepend=True)
             self._on.callback(handle.remove)
@@ -118,7 +121,7 @@ class EmptyCaches:
 
     def __exit__(self, *_: object) -> None:
         self._on.close()
-        for module in self._modules:
+        for module in self.modules:
             clear_cache(module)
 
     def _before(self, module: nn.Module, _: Any) -> None:

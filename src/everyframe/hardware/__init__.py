@@ -6,6 +6,6 @@ Read next: `facts` (the entry point of planning), `cpu` (cores, memory and instr
 `accelerators` (devices that torch finds), `known_issues` (conditions on the facts).
 """
 
-from everyframe.hardware.facts import machine_facts, pick_device
+from everyframe.hardware.facts import device_names, machine_facts, pick_device
 
-__all__ = ["machine_facts", "pick_device"]
+__all__ = ["device_names", "machine_facts", "pick_device"]

@@ -70,6 +70,12 @@ def pick_device(facts: MachineFacts, asked: str = "auto") -> DeviceFacts:
     )
 
 
+def device_names(listed: str) -> list[str]:
+    """Names of a list of devices, such as ``0,1`` or ``cuda:0,cpu``; a number is one of CUDA's."""
+    names = [name.strip() for name in listed.split(",")]
+    return [f"cuda:{name}" if name.isdigit() else name for name in names]
+
+
 def _why_not(wanted: str, devices: Sequence[DeviceFacts]) -> str:
     kind, colon, index = wanted.partition(":")
     same_kind = [device for device in devices if device.kind == kind]

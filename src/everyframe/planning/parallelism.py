@@ -22,7 +22,7 @@ from everyframe.core.parallel_plan import (
 )
 from everyframe.core.plan import Settings
 from everyframe.core.request import DTYPES, Request
-from everyframe.hardware.facts import pick_device
+from everyframe.hardware.facts import device_names, pick_device
 from everyframe.hardware.throughput import with_fp16_tried
 from everyframe.parallel.uneven_split import group_ranks, uneven_sizes
 from everyframe.runtime.interface import CfgParallelSpec, ModelSpec, ShardableSpec, VideoGroup
@@ -63,8 +63,7 @@ def asked_devices(request: Request, facts: MachineFacts) -> tuple[DeviceFacts, .
         InputError: not that many exist, or they can't work together.
     """
     if request.devices is not None:
-        names = [name.strip() for name in request.devices.split(",")]
-        names = [f"cuda:{name}" if name.isdigit() else name for name in names]
+        names = device_names(request.devices)
         if request.num_devices not in (None, len(names)):
             raise InputError(
                 f"devices names {len(names)} and num_devices is {request.num_devices}; give one"

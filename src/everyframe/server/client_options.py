@@ -46,13 +46,13 @@ def client_options() -> tuple[str, ...]:
 @cache
 def refused_fields() -> Mapping[str, str]:
     """Fields that are refused by name, and why: options, and names of peers."""
-    found: dict[str, str] = {}
-    for options in owning_classes():
-        for name in options.model_fields:
-            why = _refusal(options, name)
-            if why is not None:
-                found[name] = why
-    return {**found, **REFUSED}
+    options = {
+        name: why
+        for owner in owning_classes()
+        for name in owner.model_fields
+        if (why := _refusal(owner, name)) is not None
+    }
+    return {**options, **REFUSED}
 
 
 def _refusal(options: type[Options], name: str) -> str | None:

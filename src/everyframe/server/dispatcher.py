@@ -311,9 +311,10 @@ class Dispatcher:
 
     def _waits_for_devices(self, attempt: Attempt, error: Exception, group: DeviceGroup) -> bool:
         """Put a job back, for any group, if it died of devices that do not work; whether it did."""
-        if not isinstance(error, WorkerDiedError) or attempt.has_stepped:
-            if attempt.has_stepped:
-                group.health.note_work()
+        if attempt.has_stepped:
+            group.health.note_work()
+            return False
+        if not isinstance(error, WorkerDiedError):
             return False
         job = attempt.job
         is_last = job.attempts >= self._options.max_attempts

@@ -79,12 +79,12 @@ def compute_on(devices: str | None) -> list[str]:
     """A product on each device, checked; their names. Any error says that one does not work."""
     import torch
 
-    from everyframe.hardware import machine_facts, pick_device
+    from everyframe.hardware import device_names, machine_facts, pick_device
 
-    names = ["auto"] if devices is None else devices.split(",")
+    names = ["auto"] if devices is None else device_names(devices)
     facts, found = machine_facts(), []
     for name in dict.fromkeys(names):
-        device = pick_device(facts, f"cuda:{name}" if name.isdigit() else name).torch_name
+        device = pick_device(facts, name).torch_name
         ones = torch.ones(64, 64, device=device)
         total = float((ones @ ones).sum())
         if total != 64**3:

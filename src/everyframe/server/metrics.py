@@ -5,7 +5,7 @@ Labels hold no ids, prompts or names of files. The registry belongs to one appli
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 
 from prometheus_client import (
@@ -38,8 +38,19 @@ class Metrics:
     def __init__(self, store: JobStore, dispatcher: Dispatcher) -> None:
         self._registry = registry = CollectorRegistry()
         self._causes: dict[str, str] = {}
-        registry.register(_QueueCollector(store))
-        registry.register(_GroupCollector(dispatcher))
+        registry.register(
+            _CollectedGauge("everyframe_queue_jobs", "Jobs by status.", "status", store.count)
+        )
+
+        def paused() -> dict[str, float]:
+            found = dispatcher.paused_groups
+            return {name: float(name in found) for name in dispatcher.groups}
+
+        registry.register(
+            _CollectedGauge(
+                "everyframe_group_paused", "1 while a group's devices fail.", "group", paused
+            )
+        )
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"everyframe_{name}", text, labels, registry=registry)
@@ -136,42 +147,23 @@ class Metrics:
         self._frames.inc(num_videos * (job.resolved.get("num_frames") or 0))
 
 
-class _QueueCollector:
-    """Jobs by status, counted when they are asked for."""
+class _CollectedGauge:
+    """A gauge whose values by label are read when they are asked for."""
 
-    def __init__(self, store: JobStore) -> None:
-        self._store = store
-
-    def describe(self) -> Iterator[Metric]:
-        """Its name, without a look at the store."""
-        yield GaugeMetricFamily("everyframe_queue_jobs", "Jobs by status.")
-
-    def collect(self) -> Iterator[Metric]:
-        """The numbers of now."""
-        found = GaugeMetricFamily("everyframe_queue_jobs", "Jobs by status.", labels=["status"])
-        for status, number in self._store.count().items():
-            found.add_metric([status], number)
-        yield found
-
-
-class _GroupCollector:
-    """Device groups that wait for their devices, when they are asked for."""
-
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
+    def __init__(
+        self, name: str, text: str, label: str, read: Callable[[], Mapping[str, float]]
+    ) -> None:
+        self._name, self._text, self._label, self._read = name, text, label, read
 
     def describe(self) -> Iterator[Metric]:
-        """Its name, without a look at the groups."""
-        yield GaugeMetricFamily("everyframe_group_paused", "1 while a group's devices fail.")
+        """Its name, without a look at the values."""
+        yield GaugeMetricFamily(self._name, self._text)
 
     def collect(self) -> Iterator[Metric]:
-        """The groups of now."""
-        found = GaugeMetricFamily(
-            "everyframe_group_paused", "1 while a group's devices fail.", labels=["group"]
-        )
-        paused = self._dispatcher.paused_groups
-        for group in self._dispatcher.groups:
-            found.add_metric([group], float(group in paused))
+        """The values of now."""
+        found = GaugeMetricFamily(self._name, self._text, labels=[self._label])
+        for label, value in self._read().items():
+            found.add_metric([label], value)
         yield found
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from everyframe.core.options import Options, facts_of
 from everyframe.core.quality import EXACT
 from everyframe.core.request import DTYPES, QUANTIZE, Request
-from everyframe.families.registry import all_options, family_names, options_of
+from everyframe.families.registry import family_names, options_of
 from everyframe.server.client_fields import MEDIA
-from everyframe.server.client_options import refused_fields
+from everyframe.server.client_options import owning_classes, refused_fields
 
 #: Options whose values are words of a list.
 _CHOICES = {
@@ -24,9 +24,9 @@ _LIMITS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", 
 
 def option_schema(family: str | None) -> list[dict[str, Any]]:
     """Options that clients may give for a family; those of all families if it is unknown."""
-    known = family in family_names()
-    owners: list[type[Options]] = [Request]
-    owners += [options_of(family)] if known and family else [*all_options().values()]
+    is_known = family in family_names()
+    owners: list[type[Options]]
+    owners = [Request, options_of(family)] if is_known and family else owning_classes()
     found: dict[str, dict[str, Any]] = {}
     for options in owners:
         for name in options.model_fields:
