@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from everyframe.core.plan import Precision
 from everyframe.families.svd import unet
 from everyframe.families.svd.components import UNET_ISLANDS
-from everyframe.fast_paths import cpu_modules, gated_linear, trials
+from everyframe.fast_paths import convolution_modules, cpu_modules, gated_linear, trials
 from everyframe.fast_paths.apply import applies_to, swap_modules
 from everyframe.fast_paths.benchmark import ComparisonResult, relative_error, run_comparisons
 from everyframe.fast_paths.certify import certify
@@ -41,7 +41,12 @@ PATHS = (
     "native-gated-linear",
 )
 #: Modules of the classes that fast paths put in.
-MODULES = (cpu_modules.__name__, cpu_modules._DIFFUSERS, gated_linear.__name__)
+MODULES = (
+    cpu_modules.__name__,
+    convolution_modules.__name__,
+    cpu_modules._DIFFUSERS,
+    gated_linear.__name__,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,19 @@ from importlib import import_module
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from everyframe.fast_paths.convolution_modules import (
+    ChannelsLastConv2d,
+    TemporalConv2d,
+    TemporalTorchConv2d,
+    WinogradChannelsLastConv2d,
+    WinogradConv2d,
+    WinogradConv3d,
+    is_temporal,
+    is_winograd,
+    multiplies,
+)
 from everyframe.ops.activation import GatedGELU
 from everyframe.ops.attention import AttentionCore, attention, merge_heads, split_heads
 from everyframe.ops.convolution import TemporalConv
@@ -215,94 +225,11 @@ class OneDNNLinear(nn.Linear):
     is_plain = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.is_plain or not _multiplies(x, self.weight):
+        if self.is_plain or not multiplies(x, self.weight):
             return super().forward(x)
         operators: Any = torch.ops.mkldnn
         made: Tensor = operators._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return made
-
-
-class TemporalConv2d(TemporalConv):
-    """A convolution over time as one of two dimensions: oneDNN has kernels for those."""
-
-    is_plain = False
-
-    def forward(self, x_bCThw: Tensor) -> Tensor:
-        suits = _multiplies(x_bCThw, self.weight) and self.kernel_size[1:] == (1, 1)
-        is_usual = (
-            self.stride == self.dilation == (1, 1, 1)
-            and self.groups == 1
-            and tuple(self.padding)[1:] == (0, 0)
-            and self.padding_mode == "zeros"
-        )
-        if self.is_plain or not suits or not is_usual:
-            return super().forward(x_bCThw)
-        height, width = x_bCThw.shape[-2:]
-        padding: Any = (self.padding[0], 0)
-        y = F.conv2d(x_bCThw.flatten(3), self.weight[..., 0], self.bias, padding=padding)
-        return torch.unflatten(y, -1, (height, width))
-
-
-class ChannelsLastConv2d(nn.Conv2d):
-    """A convolution whose weight lies in memory as oneDNN reads it, and is not copied each time."""
-
-    is_plain = False
-    moves_its_weight = True  # see `everyframe.runtime.component_state`
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        is_last = weight.is_contiguous(memory_format=torch.channels_last)
-        if not self.is_plain and not is_last and _multiplies(x, weight):
-            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
-        return super().forward(x)
-
-
-class WinogradConv2d(nn.Conv2d):
-    """A convolution of 3x3 by Winograd's algorithm, where the images are large enough for it."""
-
-    is_plain = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        suits = x.ndim == 4 and x.dtype == self.weight.dtype and kernels.takes(x, self.weight)
-        if self.is_plain or not suits or not _saves_products(x):
-            return super().forward(x)
-        return kernels.winograd(x, self.weight, self.bias)
-
-
-class WinogradChannelsLastConv2d(WinogradConv2d, ChannelsLastConv2d):
-    """The same for one whose weight lies as oneDNN reads it, which computes small images."""
-
-
-#: Multiplications that take as long as to transform one weight, as measured.
-_WEIGHT_COST = 1600
-
-#: Share of a convolution's multiplications that Winograd's may have. Its own are float32: oneDNN
-#: computes two in bfloat16 in that time.
-_MOST_PRODUCTS = {torch.float32: 0.9, torch.bfloat16: 0.45}
-#: Most input channels in bfloat16: with 1280 it was as fast as oneDNN, with 2560 slower.
-_MOST_CHANNELS = 640
-
-
-def _saves_products(x_NCHW: Tensor) -> bool:
-    """Whether tiles of 4x4, whole at the edges too, need fewer multiplications than pixels do."""
-    images, channels, height, width = x_NCHW.shape
-    if x_NCHW.dtype == torch.bfloat16 and channels > _MOST_CHANNELS:
-        return False
-    tiles = images * -(-height // 4) * -(-width // 4)
-    most = _MOST_PRODUCTS[x_NCHW.dtype] * 9 * images * height * width
-    return 36 * tiles + _WEIGHT_COST < most
-
-
-def _multiplies(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN's kernels suit: on a CPU, in a dtype of theirs, in a run."""
-    return (
-        x.device.type == "cpu"
-        and x.dtype == weight.dtype
-        and x.dtype in kernels.DTYPES
-        and 0 not in x.shape
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-    )
 
 
 #: By fast path: the class that each plain class becomes.
@@ -322,21 +249,26 @@ KINDS: Mapping[str, Mapping[type[nn.Module], type[nn.Module]]] = {
     "native-attention": {TemporalAttention: NativeTemporalAttention},
     "native-flash": {SelfAttention: NativeSelfAttention, AttentionCore: NativeAttentionCore},
     "onednn-linear": {nn.Linear: OneDNNLinear},
-    "temporal-conv": {TemporalConv: TemporalConv2d},
+    "temporal-conv": {TemporalConv: TemporalConv2d, nn.Conv3d: TemporalTorchConv2d},
     "channels-last": {nn.Conv2d: ChannelsLastConv2d},
     "winograd": {
         nn.Conv2d: WinogradConv2d,
         ChannelsLastConv2d: WinogradChannelsLastConv2d,
+        nn.Conv3d: WinogradConv3d,
     },
 }
 
 
 _DIFFUSERS = "everyframe.fast_paths.diffusers_modules"
+_WAN = "diffusers.models.autoencoders.autoencoder_kl_wan"
 #: The same for classes of diffusers, which is imported where a model has them only.
 _FOREIGN: Mapping[tuple[str, str], str] = {
     ("native-geglu", "diffusers.models.activations.GEGLU"): "NativeGEGLU",
     ("native-norm", "diffusers.models.normalization.FP32LayerNorm"): "NativeFP32LayerNorm",
     ("native-norm", "diffusers.models.normalization.RMSNorm"): "NativeDiffusersRMSNorm",
+    ("native-norm", f"{_WAN}.WanRMS_norm"): "NativeWanRMSNorm",
+    ("temporal-conv", f"{_WAN}.WanCausalConv3d"): "TemporalWanConv2d",
+    ("winograd", f"{_WAN}.WanCausalConv3d"): "WinogradWanConv3d",
 }
 
 
@@ -346,29 +278,22 @@ def places(path: str, module: nn.Module) -> tuple[str, ...]:
 
 
 def _new_kind(path: str, part: nn.Module) -> type[nn.Module] | None:
+    if not _suits(path, part):
+        return None
     own = type(part)
     foreign = _FOREIGN.get((path, f"{own.__module__}.{own.__qualname__}"))
     if foreign is not None:
         found: type[nn.Module] = getattr(import_module(_DIFFUSERS), foreign)
         return found
-    return KINDS[path].get(own) if _suits(path, part) else None
-
-
-#: Fewest channels of a convolution by Winograd's algorithm: fewer leave lanes of it empty.
-_FEWEST_CHANNELS = 32
+    return KINDS[path].get(own)
 
 
 def _suits(path: str, part: nn.Module) -> bool:
     """False for a norm without the weights that it is called for, and for most convolutions."""
     if path == "winograd":
-        return (
-            isinstance(part, nn.Conv2d)
-            and (part.kernel_size, part.stride, part.dilation) == ((3, 3), (1, 1), (1, 1))
-            and part.padding in ((1, 1), "same")
-            and part.padding_mode == "zeros"
-            and part.groups == 1
-            and min(part.in_channels, part.out_channels) >= _FEWEST_CHANNELS
-        )
+        return is_winograd(part)
+    if path == "temporal-conv":
+        return is_temporal(part)
     if isinstance(part, nn.GroupNorm):
         return bool(part.affine)
     return not isinstance(part, nn.RMSNorm) or part.weight is not None

@@ -7,10 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from diffusers.models.activations import GEGLU
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanRMS_norm
 from diffusers.models.normalization import FP32LayerNorm, RMSNorm
 from torch import Tensor
 
+from everyframe.fast_paths.convolution_modules import (
+    convolve_over_time,
+    multiplies,
+    suits_winograd,
+)
 from everyframe.ops.native import kernels
 
 
@@ -52,3 +60,59 @@ class NativeDiffusersRMSNorm(RMSNorm):  # type: ignore[misc]
             plain: Tensor = super().forward(hidden_states)
             return plain
         return kernels.layer_norm(hidden_states, weight, self.bias, self.eps, is_rms=True)
+
+
+class NativeWanRMSNorm(WanRMS_norm):  # type: ignore[misc]
+    """The RMS norm over channels of Wan's autoencoder; the result lies channels last."""
+
+    is_plain = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.gamma
+        suits = self.channel_first and x.dtype == weight.dtype and kernels.takes(x)
+        if self.is_plain or not suits:
+            plain: Tensor = super().forward(x)
+            return plain
+        bias = self.bias if isinstance(self.bias, Tensor) else None
+        # It divides by the norm, of 1e-12 at least, times the root of the number of channels.
+        least = 1e-24 / weight.numel()
+        rows = kernels.layer_norm(x.movedim(1, -1), weight, bias, least, is_rms=True)
+        return rows.movedim(-1, 1)
+
+
+def _with_frames_before(
+    conv: WanCausalConv3d, x: Tensor, before: Tensor | None
+) -> tuple[Tensor, int]:
+    """The input with the frames before it, and how many frames of zeros go in front of those."""
+    front: int = conv._padding[4]
+    if before is None or front == 0:
+        return x, front
+    return torch.cat([before.to(x.device), x], dim=2), front - before.shape[2]
+
+
+class TemporalWanConv2d(WanCausalConv3d):  # type: ignore[misc]
+    """A causal convolution over time as one of two dimensions."""
+
+    is_plain = False
+
+    def forward(self, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
+        if self.is_plain or not multiplies(x, self.weight):
+            plain: Tensor = super().forward(x, cache_x)
+            return plain
+        whole, front = _with_frames_before(self, x, cache_x)
+        return convolve_over_time(F.pad(whole, (0, 0, 0, 0, front, 0)), self, 0)
+
+
+class WinogradWanConv3d(WanCausalConv3d):  # type: ignore[misc]
+    """A causal convolution of 3x3x3 by Winograd's algorithm, which needs no padded copy."""
+
+    is_plain = False
+
+    def forward(self, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
+        if not self.is_plain:
+            whole, front = _with_frames_before(self, x, cache_x)
+            pad = self._padding[0]
+            if suits_winograd(self, whole, (front, 0), pad):
+                return kernels.winograd_3d(whole, self.weight, self.bias, (front, 0), pad)
+        plain: Tensor = super().forward(x, cache_x)
+        return plain

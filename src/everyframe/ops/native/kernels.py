@@ -32,7 +32,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "attention": (_P, _P, _P, _P, _L, _L, _L, _L, _L, _P, _D, _I, _I),
     "gated_linear": (_P, _P, _P, _P, _L, _L, _L, _I, _I),
     "has_halves": (),
-    "winograd": (_P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _L, _L, _L, _I, _I),
+    "winograd": (_P, _P, _P, _P, _L, _P, _P, _L, _L, _L, _L, _L, _P, _I, _I),
 }
 
 #: Most frames and channels of a head of `frame_attention`; heads are multiples of 16 wide.
@@ -227,16 +227,37 @@ def winograd(x_NCHW: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Returns (N, O, H, W), channels last. All is computed in float32, with a quarter of the
     multiplications: the error is 1e-6 to 3e-6 in float32, and that of its rounding in bfloat16.
     """
-    images, channels, height, width = x_NCHW.shape
-    outputs = weight.shape[0]
+    channels = x_NCHW.shape[1]
     if weight.shape[1:] != (channels, 3, 3) or weight.dtype != x_NCHW.dtype:
         given = f"{tuple(weight.shape)} in {weight.dtype}"
         raise ValueError(f"a weight (O, {channels}, 3, 3) in {x_NCHW.dtype} is needed, got {given}")
-    x_NCHW = x_NCHW.contiguous(memory_format=torch.channels_last)
-    y = torch.empty((images, height, width, outputs), dtype=x_NCHW.dtype).permute(0, 3, 1, 2)
+    return winograd_3d(x_NCHW.unsqueeze(2), weight.unsqueeze(2), bias, (0, 0), 1).squeeze(2)
+
+
+def winograd_3d(
+    x_NCTHW: Tensor, weight: Tensor, bias: Tensor | None, frame_padding: tuple[int, int], pad: int
+) -> Tensor:
+    """Convolution with a weight (O, C, taps, 3, 3) and stride 1, as `winograd`.
+
+    Zeros: so many frames before the first and after the last, and `pad` pixels (0 or 1) around each
+    frame. Returns (N, O, T, H, W), channels last.
+    """
+    samples, channels, *given = x_NCTHW.shape
+    outputs, taps = weight.shape[0], weight.shape[2]
+    if weight.shape[1:] != (channels, taps, 3, 3) or weight.dtype != x_NCTHW.dtype:
+        needed = f"a weight (O, {channels}, T, 3, 3) in {x_NCTHW.dtype} is needed"
+        raise ValueError(f"{needed}, got {tuple(weight.shape)} in {weight.dtype}")
+    front, back = frame_padding
+    frames, height, width = given
+    sizes = (frames + front + back + 1 - taps, height + 2 * pad - 2, width + 2 * pad - 2)
+    if min(sizes) < 1 or pad not in (0, 1) or min(frame_padding) < 0:
+        raise ValueError(f"frames of {given} with a padding of {frame_padding} and {pad}")
+    x_NCTHW = x_NCTHW.contiguous(memory_format=torch.channels_last_3d)
+    y = torch.empty((samples, *sizes, outputs), dtype=x_NCTHW.dtype).permute(0, 4, 1, 2, 3)
     _call(
-        "winograd", x_NCHW, weight, None if bias is None else _floats(bias, outputs), y, images,
-        height, width, channels, outputs, *weight.stride(), _is_bf16(y),
+        "winograd", x_NCTHW, weight, None if bias is None else _floats(bias, outputs), y, samples,
+        (c_long * 3)(*given), (c_long * 3)(*sizes), channels, outputs, taps, front, pad,
+        (c_long * 5)(*weight.stride()), _is_bf16(y),
     )  # fmt: skip
     return y
 

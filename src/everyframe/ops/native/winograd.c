@@ -1,5 +1,8 @@
-/* Convolution of 3x3 with stride 1 and padding 1 by Winograd's algorithm F(4x4, 3x3): a quarter of
-   the multiplications. Lavin and Gray, "Fast algorithms for convolutional neural networks", 2015.
+/* Convolution of 3x3 with stride 1 by Winograd's algorithm F(4x4, 3x3): a quarter of the
+   multiplications. Lavin and Gray, "Fast algorithms for convolutional neural networks", 2015.
+
+   One of Tx3x3 over frames is a sum of T such convolutions over shifted frames. Its products are
+   those of T times as many input channels, so tiles of T frames lie side by side in one row.
 
    Images are rows of channels (channels last). Each tile of 4x4 outputs is read as 6x6 inputs and
    transformed to 36 numbers a channel; these are multiplied with the transformed weights, one
@@ -28,9 +31,13 @@ typedef struct {
   const void *x, *weight;
   const float *bias;
   void *y;
-  long height, width, inputs, outputs; /* of an image, and its channels */
-  long rows, columns, tiles;           /* tiles of an image, and of all */
-  long stride_out, stride_in, stride_y, stride_x; /* of the weight */
+  long height, width, outputs;     /* of an output image, and its channels */
+  long from_height, from_width, channels; /* of an input image */
+  long frames, from_frames, taps;  /* of a sample: output, input; input frames of an output frame */
+  long front, pad;                 /* frames of zeros before the first, pixels of them around */
+  long inputs;                     /* channels of all taps */
+  long rows, columns, tiles;       /* tiles of an image, and of all */
+  long stride_out, stride_in, stride_t, stride_y, stride_x; /* of the weight */
 } Convolution;
 
 /* The polynomials' points are 0, +-A, +-B and infinity: 1 and 2 are usual, and these have less than
@@ -82,7 +89,8 @@ INLINE void weight_panel(const Convolution *job, long out, long in, float *to, l
     long count = smaller(job->outputs - out, LANES);
     for (int tap = 0; tap < 9; tap++) {
       float values[LANES] = {0};
-      long from = out * job->stride_out + in * job->stride_in + tap / 3 * job->stride_y +
+      long from = out * job->stride_out + in % job->channels * job->stride_in +
+                  in / job->channels * job->stride_t + tap / 3 * job->stride_y +
                   tap % 3 * job->stride_x;
       for (long lane = 0; lane < count; lane++)
         values[lane] = get(job->weight, from + lane * job->stride_out, is_bf16);
@@ -94,30 +102,42 @@ INLINE void weight_panel(const Convolution *job, long out, long in, float *to, l
   }
 }
 
-/* The transformed inputs of one tile: rows of channels, `plane` apart. */
-INLINE void read_tile(const Convolution *job, long tile, float *to, long plane, int is_bf16) {
+/* The transformed inputs of one tile of one frame: a row of channels, `plane` apart. */
+INLINE void read_frame(const Convolution *job, long image, int is_there, long top, long left,
+                       float *to, long plane, int is_bf16) {
   static const float nothing[LANES];
-  long image = tile / (job->rows * job->columns), at_tile = tile % (job->rows * job->columns);
-  long top = at_tile / job->columns * OUT - 1, left = at_tile % job->columns * OUT - 1;
   const char *pixel[AREA];
   long step[AREA]; /* bytes a channel: none beyond the edge */
   for (int i = 0; i < AREA; i++) {
     long y = top + i / SIDE, x = left + i % SIDE;
-    int is_in = y >= 0 && y < job->height && x >= 0 && x < job->width;
-    long place = ((image * job->height + y) * job->width + x) * job->inputs;
+    int is_in = is_there && y >= 0 && y < job->from_height && x >= 0 && x < job->from_width;
+    long place = ((image * job->from_height + y) * job->from_width + x) * job->channels;
     pixel[i] = is_in ? at(job->x, place, is_bf16) : nothing;
     step[i] = is_in ? (is_bf16 ? 2 : 4) : 0;
   }
-  for (long c = 0; c < job->inputs; c += LANES) {
+  for (long c = 0; c < job->channels; c += LANES) {
     floats half[AREA], whole[AREA];
     for (int j = 0; j < SIDE; j++) {
       floats d[SIDE];
       for (int i = 0; i < SIDE; i++)
-        d[i] = load(pixel[i * SIDE + j] + c * step[i * SIDE + j], 0, job->inputs - c, is_bf16);
+        d[i] = load(pixel[i * SIDE + j] + c * step[i * SIDE + j], 0, job->channels - c, is_bf16);
       transform_input(d, half + j, SIDE);
     }
     for (int i = 0; i < SIDE; i++) transform_input(half + i * SIDE, whole + i * SIDE, 1);
     for (int f = 0; f < AREA; f++) memcpy(to + f * plane + c, &whole[f], sizeof whole[f]);
+  }
+}
+
+/* The same of all frames that an output tile needs. In order: each overwrites the lanes that the
+   one before it left over. */
+INLINE void read_tile(const Convolution *job, long tile, float *to, long plane, int is_bf16) {
+  long image = tile / (job->rows * job->columns), at_tile = tile % (job->rows * job->columns);
+  long top = at_tile / job->columns * OUT - job->pad, left = at_tile % job->columns * OUT - job->pad;
+  for (long tap = 0; tap < job->taps; tap++) {
+    long frame = image % job->frames + tap - job->front;
+    int is_there = frame >= 0 && frame < job->from_frames;
+    long own = image / job->frames * job->from_frames + (is_there ? frame : 0);
+    read_frame(job, own, is_there, top, left, to + tap * job->channels, plane, is_bf16);
   }
 }
 
@@ -193,13 +213,23 @@ INLINE int convolve(const Convolution *job, int is_bf16, int threads) {
   return 0;
 }
 
-/* 0, or 1 if there is no memory. The images are channels last; the weight has these strides. */
-EXPORT int winograd(const void *x, const void *weight, const float *bias, void *y, long images,
-                    long height, long width, long inputs, long outputs, long stride_out,
-                    long stride_in, long stride_y, long stride_x, int is_bf16, int threads) {
-  long rows = (height + OUT - 1) / OUT, columns = (width + OUT - 1) / OUT;
-  Convolution job = {x, weight, bias, y, height, width, inputs, outputs, rows, columns,
-                     images * rows * columns, stride_out, stride_in, stride_y, stride_x};
+/* 0, or 1 if there is no memory. The images are channels last, `from` the frames, rows and columns
+   of a sample of x and `to` of one of y; the weight has these strides. Of images, not frames, a
+   sample has one frame and one tap. */
+EXPORT int winograd(const void *x, const void *weight, const float *bias, void *y, long samples,
+                    const long *from, const long *to, long channels, long outputs, long taps,
+                    long front, long pad, const long *strides, int is_bf16, int threads) {
+  long rows = (to[1] + OUT - 1) / OUT, columns = (to[2] + OUT - 1) / OUT;
+  Convolution job = {
+      .x = x, .weight = weight, .bias = bias, .y = y,
+      .height = to[1], .width = to[2], .outputs = outputs,
+      .from_height = from[1], .from_width = from[2], .channels = channels,
+      .frames = to[0], .from_frames = from[0], .taps = taps, .front = front, .pad = pad,
+      .inputs = taps * channels,
+      .rows = rows, .columns = columns, .tiles = samples * to[0] * rows * columns,
+      .stride_out = strides[0], .stride_in = strides[1], .stride_t = strides[2],
+      .stride_y = strides[3], .stride_x = strides[4],
+  };
   return is_bf16 ? convolve(&job, 1, threads) : convolve(&job, 0, threads);
 }
 

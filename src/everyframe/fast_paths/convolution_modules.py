@@ -1,0 +1,157 @@
+"""Convolutions by Winograd's algorithm or by oneDNN's two-dimensional kernels; see `cpu_modules`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from everyframe.ops.convolution import TemporalConv
+from everyframe.ops.native import kernels
+
+
+def multiplies(x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN's kernels suit: on a CPU, in a dtype of theirs, in a run."""
+    return (
+        x.device.type == "cpu"
+        and x.dtype == weight.dtype
+        and x.dtype in kernels.DTYPES
+        and 0 not in x.shape
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _is_usual(conv: nn.Conv2d | nn.Conv3d) -> bool:
+    """Whether every output has all inputs of its neighbours, zeros beyond the edge."""
+    return (
+        set(conv.stride) == set(conv.dilation) == {1}
+        and conv.groups == 1
+        and conv.padding_mode == "zeros"
+    )
+
+
+def is_temporal(part: nn.Module) -> bool:
+    """Whether it is a convolution over time only, or over single pixels of frames."""
+    return (
+        isinstance(part, nn.Conv3d)
+        and _is_usual(part)
+        and part.kernel_size[1:] == (1, 1)
+        and not isinstance(part.padding, str)
+        and tuple(part.padding)[1:] == (0, 0)
+    )
+
+
+def convolve_over_time(x_NCTHW: Tensor, conv: nn.Conv3d, padding: int) -> Tensor:
+    """The convolution as one of two dimensions, time and pixels; zero frames at both ends."""
+    sizes = x_NCTHW.shape[-2:]
+    zeros: Any = (padding, 0)
+    y = F.conv2d(x_NCTHW.flatten(3), conv.weight[..., 0], conv.bias, padding=zeros)
+    return torch.unflatten(y, -1, sizes)
+
+
+class TemporalTorchConv2d(nn.Conv3d):
+    """A convolution over time as one of two dimensions: oneDNN has kernels for those."""
+
+    is_plain = False
+
+    def forward(self, x_NCTHW: Tensor) -> Tensor:
+        if self.is_plain or x_NCTHW.ndim != 5 or not multiplies(x_NCTHW, self.weight):
+            return super().forward(x_NCTHW)
+        return convolve_over_time(x_NCTHW, self, int(self.padding[0]))
+
+
+class TemporalConv2d(TemporalTorchConv2d, TemporalConv):
+    """The same, that accepts input without pixels."""
+
+
+class ChannelsLastConv2d(nn.Conv2d):
+    """A convolution whose weight lies in memory as oneDNN reads it, and is not copied each time."""
+
+    is_plain = False
+    moves_its_weight = True  # see `everyframe.runtime.component_state`
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        is_last = weight.is_contiguous(memory_format=torch.channels_last)
+        if not self.is_plain and not is_last and multiplies(x, weight):
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+        return super().forward(x)
+
+
+class WinogradConv2d(nn.Conv2d):
+    """A convolution of 3x3 by Winograd's algorithm, where the images are large enough for it."""
+
+    is_plain = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        suits = x.ndim == 4 and x.dtype == self.weight.dtype and kernels.takes(x, self.weight)
+        if self.is_plain or not suits or not saves_products(self, *x.shape[::2], x.shape[3]):
+            return super().forward(x)
+        return kernels.winograd(x, self.weight, self.bias)
+
+
+class WinogradChannelsLastConv2d(WinogradConv2d, ChannelsLastConv2d):
+    """The same for one whose weight lies as oneDNN reads it, which computes small images."""
+
+
+class WinogradConv3d(nn.Conv3d):
+    """A convolution of Tx3x3 as T of 3x3 over shifted frames, by Winograd's algorithm."""
+
+    is_plain = False
+
+    def forward(self, x_NCTHW: Tensor) -> Tensor:
+        around, pad, _ = (int(each) for each in self.padding)
+        if self.is_plain or not suits_winograd(self, x_NCTHW, (around, around), pad):
+            return super().forward(x_NCTHW)
+        return kernels.winograd_3d(x_NCTHW, self.weight, self.bias, (around, around), pad)
+
+
+def suits_winograd(conv: nn.Conv3d, x: Tensor, frame_padding: tuple[int, int], pad: int) -> bool:
+    """Whether `kernels.winograd_3d` takes this input, and repays."""
+    weight = conv.weight
+    if x.ndim != 5 or x.dtype != weight.dtype or not kernels.takes(x, weight):
+        return False
+    samples, _, frames, height, width = x.shape
+    frames += sum(frame_padding) + 1 - weight.shape[2]
+    height, width = height + 2 * pad - 2, width + 2 * pad - 2
+    is_there = min(frames, height, width, *(1 + each for each in frame_padding)) > 0
+    return is_there and saves_products(conv, samples * frames, height, width)
+
+
+#: Multiplications that take as long as to transform one weight, as measured.
+_WEIGHT_COST = 1600
+
+#: Share of a convolution's multiplications that Winograd's may have. Its own are float32: oneDNN
+#: computes two in bfloat16 in that time.
+_MOST_PRODUCTS = {torch.float32: 0.9, torch.bfloat16: 0.45}
+#: Most input channels in bfloat16: with 1280 it was as fast as oneDNN, with 2560 slower.
+_MOST_CHANNELS = 640
+#: Fewest channels of a convolution by Winograd's algorithm: fewer leave lanes of it empty.
+_FEWEST_CHANNELS = 32
+
+
+def saves_products(conv: nn.Conv2d | nn.Conv3d, images: int, height: int, width: int) -> bool:
+    """Whether tiles of 4x4, whole at the edges too, need fewer multiplications than pixels do."""
+    weight = conv.weight
+    if weight.dtype == torch.bfloat16 and weight[0, ..., 0, 0].numel() > _MOST_CHANNELS:
+        return False
+    tiles = images * -(-height // 4) * -(-width // 4)
+    most = _MOST_PRODUCTS[weight.dtype] * 9 * images * height * width
+    return 36 * tiles + _WEIGHT_COST < most
+
+
+def is_winograd(part: nn.Module) -> bool:
+    """Whether it is a convolution of 3x3, over frames too, with channels enough."""
+    if not isinstance(part, (nn.Conv2d, nn.Conv3d)) or not _is_usual(part):
+        return False
+    if (
+        part.kernel_size[-2:] != (3, 3)
+        or min(part.in_channels, part.out_channels) < _FEWEST_CHANNELS
+    ):
+        return False
+    if isinstance(part, nn.Conv2d):
+        return part.padding in ((1, 1), "same")
+    return not isinstance(part.padding, str) and tuple(part.padding)[1:] in ((0, 0), (1, 1))
