@@ -90,6 +90,30 @@ def test_winograd(shape: tuple[int, ...], outputs: int, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize(
+    ("shape", "outputs", "taps", "frame_padding", "pad"),
+    [((2, 5, 3, 9, 7), 16, 3, (1, 1), 1), ((1, 40, 4, 10, 12), 33, 3, (2, 0), 1),
+     ((2, 32, 5, 8, 11), 70, 3, (0, 0), 0), ((3, 48, 2, 3, 6), 32, 2, (1, 0), 0),
+     ((1, 17, 1, 5, 5), 16, 3, (2, 0), 1), ((1, 300, 2, 6, 5), 200, 3, (1, 1), 1)],
+)  # fmt: skip
+def test_winograd_over_frames(
+    shape: tuple[int, ...], outputs: int, taps: int, frame_padding: tuple[int, int], pad: int,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Samples apart, frames of zeros in front and behind, pixels of zeros around or not."""
+    x, bias = numbers(*shape, dtype=dtype), numbers(outputs, dtype=dtype)
+    weight = numbers(outputs, shape[1], taps, 3, 3) / (9 * taps * shape[1]) ** 0.5
+    weight = weight.to(dtype)
+    padded = F.pad(x.double(), (pad, pad, pad, pad, *frame_padding))
+    want = F.conv3d(padded, weight.double(), bias.double())
+    got = kernels.winograd_3d(x, weight, bias, frame_padding, pad)
+    check(got, want, size=8.0)
+    assert kernels.is_channels_last(got)
+    last = torch.channels_last_3d
+    x, weight = x.contiguous(memory_format=last), weight.to(memory_format=last)
+    assert torch.equal(kernels.winograd_3d(x, weight, bias, frame_padding, pad), got)
+
+
+@pytest.mark.parametrize(
     ("rows", "depth", "width"),
     [((2, 5, 7), 32, 16), ((1,), 2, 1), ((3, 41), 50, 37), ((115,), 64, 96), ((600,), 18, 32)],
 )
@@ -183,6 +207,24 @@ def test_a_tile_of_winograd_depends_on_itself_alone() -> None:
     assert not seen[3, :, :2, :2].isfinite().any()
     assert torch.equal(seen[:3], whole[:3])
     assert torch.equal(seen[3, :, 4:], whole[3, :, 4:])
+
+
+def test_a_frame_reaches_those_that_its_taps_reach() -> None:
+    x, weight = numbers(2, 33, 6, 8, 8), numbers(32, 33, 3, 3, 3)
+    whole = kernels.winograd_3d(x, weight, None, (2, 0), 1)
+    x[1, 5, 2] = float("nan")
+    seen = kernels.winograd_3d(x, weight, None, (2, 0), 1)
+    assert torch.equal(seen[0], whole[0])
+    assert not seen[1, :, 2:5].isfinite().any()
+    for rest in (slice(0, 2), slice(5, 6)):
+        assert torch.equal(seen[1, :, rest], whole[1, :, rest])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        found = kernels.winograd_3d(x[:1], weight, None, (2, 0), 1)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found, whole[:1])
 
 
 @pytest.mark.parametrize("value", [0.0, 1e6, -3e4 / 7])
@@ -309,6 +351,11 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         kernels.winograd(x, torch.ones(4, 7, 3, 3), None)
     with pytest.raises(ValueError, match="8 values on the CPU are needed, got 4"):
         kernels.winograd(x, torch.ones(8, 8, 3, 3), four)
+    for frames, side in ((2, 6), (3, 2)):
+        with pytest.raises(ValueError, match="frames of"):
+            kernels.winograd_3d(
+                torch.ones(1, 8, frames, side, 6), torch.ones(4, 8, 3, 3, 3), None, (0, 0), 0
+            )
     with pytest.raises(ValueError, match="heads of"):
         kernels.frame_attention(x, x[:1], x, 1, 1.0)
 

@@ -1,4 +1,4 @@
-"""Convolutions by Winograd's algorithm or by oneDNN's two-dimensional kernels; see `cpu_modules`."""
+"""Convolutions by Winograd's algorithm or by two-dimensional kernels; see `cpu_modules`."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class WinogradConv2d(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         suits = x.ndim == 4 and x.dtype == self.weight.dtype and kernels.takes(x, self.weight)
-        if self.is_plain or not suits or not saves_products(self, *x.shape[::2], x.shape[3]):
+        if self.is_plain or not suits or not saves_products(self, len(x), *x.shape[2:]):
             return super().forward(x)
         return kernels.winograd(x, self.weight, self.bias)
 
