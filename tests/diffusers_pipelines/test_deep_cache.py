@@ -109,7 +109,9 @@ def test_resumed_equals_unbroken(
 
 def test_a_transformer_is_refused_by_name(tmp_path: Path) -> None:
     tiny_pipelines.ltx(tmp_path / "ltx")
-    with pytest.raises(InputError, match="can't do deepcache here; it can do taylor1, taylor2"):
+    with pytest.raises(
+        InputError, match="can't do deepcache here; it can do abm2, taylor1, taylor2"
+    ):
         everyframe.plan(
             "a fox", model=str(tmp_path / "ltx"), quality="deepcache@3", num_inference_steps=8,
             **tiny_pipelines.CALLS["ltx"],

@@ -25,6 +25,9 @@ from everyframe.ops.call_override import override_call
 from everyframe.precision.cast_hooks import map_tensors
 from everyframe.samplers.prediction import AnswerHistory
 
+#: A denoiser's name, and which of its calls in a step.
+Call = tuple[str, int]
+
 
 class PredictedAnswers:
     """Context: calls of these denoisers, by name, are computed in some steps and else predicted.
@@ -41,8 +44,8 @@ class PredictedAnswers:
     ) -> None:
         self._denoisers, self._watch = dict(denoisers), watch
         self._method, self._budget = method, budget
-        self._histories: dict[tuple[str, int], list[AnswerHistory]] = {}
-        self._last: dict[tuple[str, int], Any] = {}
+        self._histories: dict[Call, list[AnswerHistory]] = {}
+        self._last: dict[Call, Any] = {}
         self._num_calls: dict[str, int] = {}
         self._on = ExitStack()
 
@@ -69,6 +72,7 @@ class PredictedAnswers:
         is_new, time = self._watch.next_step(own, args, kwargs)
         if is_new:
             self._num_calls.clear()
+            self._begin_step()
         call = (name, self._num_calls.get(name, 0))
         self._num_calls[name] = call[1] + 1
         # The tracker counts from 1, and this call after it is made.
@@ -79,23 +83,39 @@ class PredictedAnswers:
             answer = self._predicted(call, time)
             if value_range(answer).is_finite:
                 notify_step_tracker(self._watch, name, own, args, kwargs)
+                self._skipped(call)
                 return answer
         answer = base.__call__(own, *args, **kwargs)
-        if time is not None:
-            self._add(call, time, answer, step)
-        return answer
+        return answer if time is None else self._computed(call, time, answer, step)
 
-    def _predicted(self, call: tuple[str, int], time: float) -> Any:
+    def _begin_step(self) -> None:
+        """A step begins, with the call that is about to be made."""
+
+    def _predicted(self, call: Call, time: float) -> Any:
         tensors = iter([each.predict(time) for each in self._histories[call]])
         return map_tensors(self._last[call], lambda _: next(tensors))
 
-    def _add(self, call: tuple[str, int], time: float, answer: Any, step: int) -> None:
+    def _skipped(self, call: Call) -> None:
+        """A predicted answer is taken."""
+
+    def _computed(self, call: Call, time: float, answer: Any, step: int) -> Any:
+        """Add a computed answer; returns what the pipeline gets for it."""
+        found = self._tensors(call, answer)
+        self._check(call, time, found, step)
+        for history, tensor in zip(self._histories[call], found, strict=True):
+            history.add(time, tensor)
+        self._last[call] = answer
+        return answer
+
+    def _tensors(self, call: Call, answer: Any) -> list[Tensor]:
+        """The tensors of an answer, as many as the call has histories."""
         found: list[Tensor] = list(iter_tensors(answer))
         histories = self._histories.setdefault(call, [])
         if len(histories) != len(found):
             histories[:] = [AnswerHistory(self._method) for _ in found]
-        if call[1] == 0 and histories and not self._budget.is_spent:
-            self._budget.add(histories[0].step_estimate(time, found[0]), step)
-        for history, tensor in zip(histories, found, strict=True):
-            history.add(time, tensor)
-        self._last[call] = answer
+        return found
+
+    def _check(self, call: Call, time: float, found: list[Tensor], step: int) -> None:
+        """Add the error estimate of a step's first call to the budget."""
+        if call[1] == 0 and found and not self._budget.is_spent:
+            self._budget.add(self._histories[call][0].step_estimate(time, found[0]), step)

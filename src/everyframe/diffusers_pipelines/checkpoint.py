@@ -74,6 +74,11 @@ class ComponentFolder:
         file = next((self.folder / name for name in names if (self.folder / name).is_file()), None)
         return {} if file is None else read_json(file)
 
+    def scheduler_config(self) -> Mapping[str, Any]:
+        """The config of a scheduler; empty if there is none."""
+        file = self.folder / "scheduler_config.json"
+        return read_json(file) if file.is_file() else {}
+
 
 @dataclass(frozen=True)
 class PipelineFiles:

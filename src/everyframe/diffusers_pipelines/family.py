@@ -20,7 +20,7 @@ from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
 from everyframe.diffusers_pipelines import settings as request_settings
-from everyframe.diffusers_pipelines.checkpoint import PipelineFiles, find_files
+from everyframe.diffusers_pipelines.checkpoint import ComponentFolder, PipelineFiles, find_files
 from everyframe.diffusers_pipelines.component_classes import (
     component_class,
     empty_modular,
@@ -123,6 +123,18 @@ class PipelineSpec(CompleteSpec):
         """Class of each denoiser."""
         classes = {part.name: part.class_name for part in self.files.models}
         return tuple(classes[name] for name in denoisers(classes))
+
+    @property
+    def _scheduler(self) -> ComponentFolder | None:
+        return next((part for part in self.files.parts if part.name == "scheduler"), None)
+
+    @property
+    def _scheduler_class(self) -> str:
+        return "None" if self._scheduler is None else self._scheduler.class_name
+
+    @property
+    def _scheduler_config(self) -> Mapping[str, Any]:
+        return {} if self._scheduler is None else self._scheduler.scheduler_config()
 
     def with_preset(self, preset: SamplingPreset, file: str) -> PipelineSpec:
         """The same pipeline with the preset's defaults, and its sampler unless one is given."""

@@ -26,6 +26,7 @@ from everyframe.diffusers_pipelines.component_classes import checked
 from everyframe.diffusers_pipelines.components import STAGE, prefers, working_bytes
 from everyframe.diffusers_pipelines.defaults import UNETS, PipelineDefaults, denoisers
 from everyframe.diffusers_pipelines.digests import digest_component, digest_pipeline
+from everyframe.diffusers_pipelines.euler_correction import EULER_METHODS, why_no_euler
 from everyframe.diffusers_pipelines.image_forms import form_of
 from everyframe.diffusers_pipelines.oom_fallback import chunk_savings
 from everyframe.diffusers_pipelines.options import PipelineOptions
@@ -61,7 +62,18 @@ class CompleteSpec:
 
     @property
     def _scheduler_class(self) -> str:
-        return str(self.sizes.configs.get("scheduler", {}).get("_class_name"))
+        """Class of the scheduler that its checkpoint or its owner gave it."""
+        raise NotImplementedError
+
+    @property
+    def _scheduler_config(self) -> Mapping[str, Any]:
+        """That scheduler's config."""
+        raise NotImplementedError
+
+    @property
+    def denoiser_classes(self) -> tuple[str, ...]:
+        """Class of each denoiser."""
+        raise NotImplementedError
 
     @property
     def has_partial_guidance(self) -> bool:
@@ -74,10 +86,22 @@ class CompleteSpec:
         return False
 
     def sampling_methods(self, settings: Settings) -> tuple[str, ...]:
-        """See `LossySpec`: its own scheduler does the steps, so no solver replaces it."""
+        """See `LossySpec`: its own scheduler does the steps, so no solver replaces it.
+
+        `abm2` reaches plain Euler steps through the answers.
+        """
         names = denoisers(self.sizes.configs)
         is_unet = len(names) == 1 and self.sizes.denoiser.get("_class_name") in UNETS
-        return (*PREDICTORS, *(CACHES if is_unet else ()))
+        eulers = () if self._why_no_euler else EULER_METHODS
+        return (*eulers, *PREDICTORS, *(CACHES if is_unet else ()))
+
+    def why_not(self, method: str) -> str | None:
+        """See `LossySpec`."""
+        return self._why_no_euler if method in EULER_METHODS else None
+
+    @property
+    def _why_no_euler(self) -> str | None:
+        return why_no_euler(self._scheduler_class, self._scheduler_config, self.denoiser_classes)
 
     def missing(self) -> tuple[str, ...]:
         return ()
@@ -142,6 +166,16 @@ class LoadedPipelineSpec(CompleteSpec):
     @property
     def _scheduler_class(self) -> str:
         return type(getattr(self.pipe, "scheduler", None)).__name__
+
+    @property
+    def _scheduler_config(self) -> Mapping[str, Any]:
+        return self.sizes.configs.get("scheduler", {})
+
+    @property
+    def denoiser_classes(self) -> tuple[str, ...]:
+        """Class of each denoiser, also of one that was compiled by its owner."""
+        parts = [self.pipe.components[name] for name in denoisers(self.sizes.configs)]
+        return tuple(type(getattr(part, "_orig_mod", part)).__name__ for part in parts)
 
     @property
     def device(self) -> str:

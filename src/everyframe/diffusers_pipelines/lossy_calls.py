@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import nn
 
@@ -13,6 +14,7 @@ from everyframe.diffusers_pipelines.answer_prediction import PredictedAnswers
 from everyframe.diffusers_pipelines.call_budget import CallBudget
 from everyframe.diffusers_pipelines.cfg_detection import CfgBranches
 from everyframe.diffusers_pipelines.deep_cache import DeepCachedCalls
+from everyframe.diffusers_pipelines.euler_correction import EULER_METHODS, CorrectedAnswers
 from everyframe.diffusers_pipelines.step_tracking import StepTracker
 from everyframe.parallel.communicator import ParallelContext
 
@@ -23,6 +25,7 @@ def lossy_calls(
     plan: Plan,
     denoisers: Mapping[str, nn.Module],
     watch: StepTracker,
+    scheduler: Any,
     teams: ParallelContext,
     branches: CfgBranches | None,
     seed: int,
@@ -48,4 +51,6 @@ def lossy_calls(
         (unet,) = denoisers.values()  # what the spec allows has one
         deep = DeepCachedCalls(unet, watch, budget)
         return deep.computing(), deep
+    if method.name in EULER_METHODS:
+        return nullcontext(), CorrectedAnswers(denoisers, watch, method, budget, scheduler)
     return nullcontext(), PredictedAnswers(denoisers, watch, method, budget)

@@ -268,7 +268,7 @@ class PipelineStage:
         guard = partial(PipelineGuard, keeps_storage=ready.reliefs.keeps_storage)
         around, branches = GuardedCallHooks(watch, video), self.branches
         inner, outer = lossy_calls(
-            self.plan, denoising, watch, self.teams, branches, video.seed, emit
+            self.plan, denoising, watch, scheduler, self.teams, branches, video.seed, emit
         )
         with (
             watch,

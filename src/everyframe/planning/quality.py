@@ -146,7 +146,9 @@ def _check(method: SamplingMethod, model: ModelSpec, settings: Settings, request
     known = model.sampling_methods(settings) if isinstance(model, LossySpec) else ()
     if method.name not in known:
         can = f"it can do {', '.join(known)}" if known else "it has no lossy methods"
-        raise InputError(f"quality {method}: {model.title} can't do {method.name} here; {can}")
+        why = model.why_not(method.name) if isinstance(model, LossySpec) else None
+        here = f"here, as {why}" if why else "here"
+        raise InputError(f"quality {method}: {model.title} can't do {method.name} {here}; {can}")
     if method.name in switched_off(request.disable):
         raise InputError(f"quality {method}: {method.name} is disabled (--disable)")
     steps = settings.num_inference_steps

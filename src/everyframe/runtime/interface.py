@@ -248,6 +248,10 @@ class LossySpec(Protocol):
         """Names of `everyframe.core.quality.METHODS` that its stages can run by."""
         ...
 
+    def why_not(self, method: str) -> str | None:
+        """Why its stages can't run by that method, where there is more to say than that."""
+        ...
+
 
 @runtime_checkable
 class InMemory(Protocol):

@@ -27,3 +27,7 @@ class LossySampling:
     def sampling_methods(self, settings: Settings) -> tuple[str, ...]:
         """See `LossySpec`. A frame that is edited is denoised in some of the steps only."""
         return () if 0 < settings.edit_strength < 1 else self.methods
+
+    def why_not(self, method: str) -> str | None:
+        """See `LossySpec`."""
+        return None

@@ -3,7 +3,8 @@
 It stands at ``denoise(x, t)``: the sampler runs as always and takes a predicted answer for a
 computed one. Answers are extrapolated over their timesteps by a polynomial through the last two
 (``taylor1``) or three (``taylor2``) computed ones; Liu et al. 2025 (arXiv 2503.06923) do so with
-the features of blocks.
+the features of blocks. Where a sampler takes Euler steps, the line over their levels is also the
+predictor of ``abm2``; `everyframe.diffusers_pipelines.euler_correction` has its corrector.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from everyframe.core.quality import SamplingMethod
 from everyframe.samplers.base import Denoise
 from everyframe.samplers.error_budget import ErrorBudget
 
-_ORDERS = {"taylor1": 1, "taylor2": 2}
+_ORDERS = {"taylor1": 1, "taylor2": 2, "abm2": 1}
 
 
 class AnswerHistory:
@@ -35,12 +36,16 @@ class AnswerHistory:
         self.times = (*self.times[:before], time)[-self._num :]
         self.answers = (*self.answers[:before], answer)[-self._num :]
 
-    def predict(self, time: float) -> Tensor:
-        """The answer at that time; with one computed answer, that one. Needs one."""
+    def predict(self, time: float, dtype: torch.dtype | None = None) -> Tensor:
+        """The answer at that time; with one computed answer, that one. Needs one.
+
+        It has the dtype of the answers by default.
+        """
         weights = lagrange_weights(self.times, time)
-        dtype = torch.promote_types(self.answers[-1].dtype, torch.float32)
-        terms = (w * a.to(dtype) for w, a in zip(weights, self.answers, strict=True))
-        return sum(terms, start=torch.zeros((), dtype=dtype)).to(self.answers[-1].dtype)
+        wide = torch.promote_types(self.answers[-1].dtype, torch.float32)
+        terms = (w * a.to(wide) for w, a in zip(weights, self.answers, strict=True))
+        total = sum(terms, start=torch.zeros((), dtype=wide))
+        return total.to(dtype or self.answers[-1].dtype)
 
     def step_estimate(self, time: float, answer: Tensor) -> float | None:
         """Error of a prediction of this answer, relative to it, times the share of the time.
