@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from everyframe.core.child_environment import HUGE_PAGES, child_environment
 from everyframe.core.errors import CorruptRunError, InputError
 from everyframe.core.request import Request
+from everyframe.core.safe_path import SAFE_PATH_VARIABLE
 from everyframe.engine import launcher
 from everyframe.engine.error_transfer import error_from
 from everyframe.engine.launcher import run_in_workers
@@ -93,3 +95,14 @@ def test_a_message_that_a_worker_can_not_read_ends_it() -> None:
         assert worker.end() == 1
     finally:
         worker.kill()
+
+
+def test_workers_allocate_in_large_pages_unless_a_person_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(HUGE_PAGES, raising=False)
+    assert child_environment()[HUGE_PAGES] == "1"
+    monkeypatch.setenv(HUGE_PAGES, "0")
+    given = child_environment()
+    assert given[HUGE_PAGES] == "0"
+    assert given[SAFE_PATH_VARIABLE] == "1"

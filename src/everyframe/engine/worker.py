@@ -64,6 +64,8 @@ def serve(descriptor: int) -> None:
             os.dup2(own_output, number)
         run = _run_job if job.batch is None else _run_batch
         if not run(job, inbox, desk):
+            # Python scans all that was imported before it ends, for a second; nothing needs that.
+            gc.freeze()
             return
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -21,9 +20,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from everyframe.core.child_environment import child_environment
 from everyframe.core.errors import OutOfMemoryInfo
 from everyframe.core.request import Request
-from everyframe.core.safe_path import SAFE_PATH, SAFE_PATH_VARIABLE
+from everyframe.core.safe_path import SAFE_PATH
 from everyframe.core.serialization import from_jsonable, to_jsonable
 from everyframe.engine.torchrun import TorchrunRank
 
@@ -133,7 +133,7 @@ class Worker:
             [sys.executable, "-c", _START, str(theirs.fileno()), _PLACE_OF_PACKAGE],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, SAFE_PATH_VARIABLE: "1"},
+            env=child_environment(),
         )
         theirs.close()
 

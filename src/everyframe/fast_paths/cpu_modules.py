@@ -25,6 +25,7 @@ from everyframe.fast_paths.convolution_modules import (
     is_winograd,
     multiplies,
 )
+from everyframe.fast_paths.diffusers_attention import is_attention, native_kind
 from everyframe.ops.activation import GatedGELU
 from everyframe.ops.attention import AttentionCore, attention, merge_heads, split_heads
 from everyframe.ops.convolution import TemporalConv
@@ -264,6 +265,7 @@ _WAN = "diffusers.models.autoencoders.autoencoder_kl_wan"
 #: The same for classes of diffusers, which is imported where a model has them only.
 _FOREIGN: Mapping[tuple[str, str], str] = {
     ("native-geglu", "diffusers.models.activations.GEGLU"): "NativeGEGLU",
+    ("native-gelu", "diffusers.models.activations.GELU"): "NativeProjectedGELU",
     ("native-norm", "diffusers.models.normalization.FP32LayerNorm"): "NativeFP32LayerNorm",
     ("native-norm", "diffusers.models.normalization.RMSNorm"): "NativeDiffusersRMSNorm",
     ("native-norm", f"{_WAN}.WanRMS_norm"): "NativeWanRMSNorm",
@@ -281,6 +283,8 @@ def _new_kind(path: str, part: nn.Module) -> type[nn.Module] | None:
     if not _suits(path, part):
         return None
     own = type(part)
+    if path == "native-flash" and is_attention(part):
+        return native_kind(own)  # type: ignore[arg-type]
     foreign = _FOREIGN.get((path, f"{own.__module__}.{own.__qualname__}"))
     if foreign is not None:
         found: type[nn.Module] = getattr(import_module(_DIFFUSERS), foreign)

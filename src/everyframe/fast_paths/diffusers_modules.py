@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.activations import GEGLU
+from diffusers.models.activations import GEGLU, GELU
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanRMS_norm
 from diffusers.models.normalization import FP32LayerNorm, RMSNorm
 from torch import Tensor
@@ -33,6 +33,19 @@ class NativeGEGLU(GEGLU):  # type: ignore[misc]
             return kernels.geglu(x)
         value, gate = x.chunk(2, dim=-1)
         plain: Tensor = value * self.gelu(gate)
+        return plain
+
+
+class NativeProjectedGELU(GELU):  # type: ignore[misc]
+    """diffusers' projection with a GELU after it."""
+
+    is_plain = False
+
+    def gelu(self, gate: Tensor) -> Tensor:
+        """The activation alone."""
+        if not self.is_plain and kernels.takes(gate):
+            return kernels.gelu(gate, self.approximate)
+        plain: Tensor = super().gelu(gate)
         return plain
 
 

@@ -58,17 +58,18 @@ class FastPath:
 
 
 _TRIALS = "everyframe.fast_paths.trials"
+_ATTENTION_TRIALS = "everyframe.fast_paths.attention_trial"
 _ANY = ("cpu", "cuda", "mps", "xpu")
 
 _ALL = (
     FastPath("attention-flash", "attention in blocks, without the whole score matrix",
-             "attention", ("cpu", "cuda"), f"{_TRIALS}:attention",
+             "attention", ("cpu", "cuda"), f"{_ATTENTION_TRIALS}:attention",
              uses=("attention:flash",), at_once=True),
     FastPath("attention-efficient", "attention in blocks, by the kernel of xFormers",
-             "attention", ("cuda",), f"{_TRIALS}:attention",
+             "attention", ("cuda",), f"{_ATTENTION_TRIALS}:attention",
              uses=("attention:efficient",), at_once=True),
     FastPath("attention-cudnn", "attention by cuDNN",
-             "attention", ("cuda",), f"{_TRIALS}:attention",
+             "attention", ("cuda",), f"{_ATTENTION_TRIALS}:attention",
              uses=("attention:cudnn",), at_once=True),
     FastPath("bf16", "bfloat16 where the plan's islands allow it",
              "precision", _ANY, f"{_TRIALS}:precision",
@@ -89,8 +90,8 @@ _ALL = (
     FastPath("native-attention", "attention over few frames by a kernel in C",
              "frame-attention", ("cpu",), f"{_TRIALS}:modules", needs_c=True, in_long_runs=True),
     FastPath("native-flash", "attention in blocks by a kernel in C",
-             "block-attention", ("cpu",), f"{_TRIALS}:modules", needs_c=True, in_long_runs=True,
-             rivals=("attention-flash",)),
+             "block-attention", ("cpu",), f"{_ATTENTION_TRIALS}:native", needs_c=True,
+             in_long_runs=True, rivals=("attention-flash",)),
     FastPath("onednn-linear", "linear layers by oneDNN, with the bias in the product",
              "linear", ("cpu",), f"{_TRIALS}:modules", in_long_runs=True),
     FastPath("native-gated-linear", "a linear layer and its gated GELU in one kernel in C",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -27,12 +27,11 @@ from everyframe.fast_paths.compiled_block import CompiledBlock
 from everyframe.fast_paths.extract_blocks import BlockInputs, BlockLocation, blocks_of
 from everyframe.fast_paths.fast_modules import embedders, forget, keep
 from everyframe.fast_paths.package_store import Package, files_of
-from everyframe.fast_paths.registry import FastPath, kernel_of
+from everyframe.fast_paths.registry import FastPath
 from everyframe.fast_paths.target import CertificationTarget
 from everyframe.hardware.device_loss import parse_device_loss
 from everyframe.hardware.isolation import ends_after
 from everyframe.hardware.throughput import reduced_sizes
-from everyframe.ops.attention import PLAIN, by_kernel, takes
 from everyframe.precision.dtypes import torch_dtype
 from everyframe.precision.quantization import layers
 from everyframe.precision.strict_float32 import strict_float32
@@ -52,51 +51,10 @@ _MOST_MODULES, _MOST_ELEMENTS = 8, 2**22
 #: Allowed error of a half precision product against float32: some roundings of operands and result.
 #: Blocks of models in bfloat16 were measured at 0.3 to 2 %; 5 % is a defect. Products in eight bits
 #: were measured at 0.7 to 3 %.
-_ALLOWED = {"bfloat16": 2e-2, "float16": 3e-3, "int8-dynamic": 5e-2, "fp8-scaled": 5e-2}
+ALLOWED = {"bfloat16": 2e-2, "float16": 3e-3, "int8-dynamic": 5e-2, "fp8-scaled": 5e-2}
 
 #: Steps of a simulated run, in which some numbers repeat.
 _STEPS = 20
-
-#: Unscaled attention scores of such queries and keys exceed float16's 65504.
-_BEYOND_HALF = 7.5e4
-
-
-def attention(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
-    """Compare each attention of the component by that kernel with torch's plain kernel.
-
-    The yardstick is the formula in the same precision. For half precision, large keys as in some
-    models are tried too, on which half precision accumulation overflows.
-    """
-    kernel = kernel_of(path.name)
-    assert kernel is not None
-    left_out, number = [], 0
-    for number, (product, weight) in enumerate(_kinds(subject, "attention")):
-        q, k, v, mask, cut = _operands(product, subject)
-        if not takes(kernel, q, k, v, mask):
-            left_out.append(_sizes(product))  # the next kernel does it, the plain one at last
-            continue
-        name = f"attention of {_sizes(product)} in {product.dtype}"
-        given = (q, k, v, mask)
-        yield Comparison(
-            name,
-            truth=partial(_attend, PLAIN, *_wide(given)),
-            plain=partial(_attend, PLAIN, *given),
-            fast=partial(_attend, kernel, *given),
-            yardstick=partial(_formula, *given),
-            weight=weight * cut,
-        )
-        if number == 0 and product.dtype in _ALLOWED:
-            large = (*_large(q, k), v, mask)
-            yield Comparison(
-                f"{name} with large keys",
-                truth=partial(_attend, PLAIN, *_wide(large)),
-                plain=partial(_attend, PLAIN, *large),
-                fast=partial(_attend, kernel, *large),
-                yardstick=partial(_formula, *large),
-                weight=0,
-            )
-    if left_out and len(left_out) == number + 1:
-        raise RuntimeError(f"torch has no such kernel here for attention of {left_out[0]}")
 
 
 def precision(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
@@ -104,8 +62,8 @@ def precision(subject: CertificationTarget, path: FastPath) -> Iterator[Comparis
 
     These are the layers; operations between them stay as wide as the islands demand.
     """
-    for product, weight in (*_kinds(subject, "product"), *_kinds(subject, "convolution")):
-        if product.dtype not in _ALLOWED:
+    for product, weight in (*heaviest(subject, "product"), *heaviest(subject, "convolution")):
+        if product.dtype not in ALLOWED:
             continue
         dtype = torch_dtype(product.dtype)
         multiply: Callable[..., Tensor]
@@ -117,9 +75,9 @@ def precision(subject: CertificationTarget, path: FastPath) -> Iterator[Comparis
             multiply = F.linear if len(product.shapes[-2]) == 2 else torch.bmm
         wide = partial(multiply, x, y)
         narrow = partial(multiply, x.to(dtype), y.to(dtype))
-        name = f"{product.kind} of {_sizes(product)} in {product.dtype}"
+        name = f"{product.kind} of {sizes_of(product)} in {product.dtype}"
         yield Comparison(
-            name, wide, wide, narrow, allowed=_ALLOWED[product.dtype], weight=weight * cut
+            name, wide, wide, narrow, allowed=ALLOWED[product.dtype], weight=weight * cut
         )
 
 
@@ -174,7 +132,7 @@ def modules(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison
             truth=partial(_called, each.alone((), in_float32=True), each.wide),
             plain=partial(_called, each.alone(path.rivals), each.given),
             fast=partial(_called, each.alone((*path.rivals, path.name)), each.given),
-            allowed=_ALLOWED.get(path.name),
+            allowed=ALLOWED.get(path.name),
             weight=each.count * each.cut,
         )
 
@@ -210,7 +168,7 @@ def _called(module: nn.Module, given: BlockInputs) -> Any:
     return module(*given.args, **given.kwargs)
 
 
-def _kinds(subject: CertificationTarget, kind: str) -> list[tuple[OpShape, float]]:
+def heaviest(subject: CertificationTarget, kind: str) -> list[tuple[OpShape, float]]:
     """The most expensive products of that kind; products that differ only in rows are merged."""
     alike: dict[Any, tuple[OpShape, float]] = {}
     for product, operations in subject.products:
@@ -228,38 +186,14 @@ def _unlike(product: OpShape) -> list[tuple[int, ...]]:
     return [shape[-2:] if product.kind == "attention" else shape[-1:] for shape in product.shapes]
 
 
-def _limit(subject: CertificationTarget) -> float:
+def operations_of_a_trial(subject: CertificationTarget) -> float:
+    """FLOPs to which one attention or product of a trial is cut."""
     return _CPU_OPERATIONS if subject.device.kind == "cpu" else _CARD_OPERATIONS
-
-
-def _operands(
-    product: OpShape, subject: CertificationTarget
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float]:
-    """Queries, keys, values and mask with fewer rows, and the inverse of the trial's FLOPs."""
-    (batch, heads, length, size), (*_, keys, _), (*_, width) = product.shapes
-    each = 2.0 * length * keys * (size + width)
-    rows = max(1, min(batch * heads, int(_limit(subject) / each)))
-    heads = min(heads, rows)
-    batch = max(1, rows // heads)
-    device, dtype = subject.device.torch_name, torch_dtype(product.dtype)
-    generator = torch.Generator().manual_seed(0)
-
-    def heads_of(tokens: int, channels: int) -> Tensor:
-        # As a projection leaves them: heads side by side in a token.
-        x = torch.randn(batch, tokens, heads, channels, generator=generator)
-        return x.to(device, dtype).transpose(1, 2)
-
-    mask = None
-    if product.parameters:
-        mask = torch.ones(batch, 1, 1, keys, dtype=torch.bool, device=device)
-        mask[..., keys - keys // 4 :] = False
-    q, k, v = heads_of(length, size), heads_of(keys, size), heads_of(keys, width)
-    return q, k, v, mask, 1 / (batch * heads * each)
 
 
 def _factors(product: OpShape, subject: CertificationTarget) -> tuple[Tensor, Tensor, float]:
     """Two float32 factors with fewer rows, and the inverse of the trial's FLOPs."""
-    number, rows, inner, columns = reduced_sizes(product, _limit(subject))
+    number, rows, inner, columns = reduced_sizes(product, operations_of_a_trial(subject))
     generator = torch.Generator().manual_seed(0)
 
     def filled(*shape: int) -> Tensor:
@@ -277,7 +211,7 @@ def _filters(product: OpShape, subject: CertificationTarget) -> tuple[Tensor, Te
     (batch, channels, *sides), weight = product.shapes[:2]
     least = [2 * side for side in weight[2:]]
     inner = weight[0] * prod(weight[1:])
-    while batch * prod(sides) * 2 * inner > _limit(subject):
+    while batch * prod(sides) * 2 * inner > operations_of_a_trial(subject):
         if batch > 1:
             batch = (batch + 1) // 2
             continue
@@ -296,35 +230,8 @@ def _convolved(parameters: tuple[Any, ...], x: Tensor, weight: Tensor) -> Tensor
     return torch.convolution(x, weight, None, *parameters)
 
 
-def _attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    with by_kernel(kernel, strictly=True):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
-def _formula(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention written out in the operands' dtype, with the softmax in float32."""
-    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    out: Tensor = scores.float().softmax(-1).to(v.dtype) @ v
-    return out
-
-
-def _large(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys with a common sign pattern, whose products exceed half precision."""
-    size = (_BEYOND_HALF / q.shape[-1]) ** 0.5
-    signs = q[:1, :1, :1].sign() * size
-    return (0.1 * q + signs).to(q.dtype), (0.1 * k + signs).to(k.dtype)
-
-
-def _wide(given: Sequence[Tensor | None]) -> list[Any]:
-    return [
-        each.float() if isinstance(each, Tensor) and each.is_floating_point() else each
-        for each in given
-    ]
-
-
-def _sizes(product: OpShape) -> str:
+def sizes_of(product: OpShape) -> str:
+    """The operands\' last sizes, for a message."""
     return " by ".join("x".join(map(str, shape)) for shape in product.shapes[-3:][:2])
 
 

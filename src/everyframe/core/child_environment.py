@@ -1,0 +1,16 @@
+"""Environment of the processes that we start to compute in."""
+
+from __future__ import annotations
+
+import os
+
+from everyframe.core.safe_path import SAFE_PATH_VARIABLE
+
+#: torch asks Linux for pages of 2 MB where a tensor is that large: an autoencoder that allocates
+#: images for each layer spends a fifth of its time on pages of 4 kB. A user's own value stands.
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+
+
+def child_environment() -> dict[str, str]:
+    """This process's environment with what ours need to be safe and fast."""
+    return {HUGE_PAGES: "1", **os.environ, SAFE_PATH_VARIABLE: "1"}
