@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import pytest
 import torch
 
 import everyframe
+from everyframe.core.plan import FastPathChoice
 from everyframe.fast_paths import certificates
 from everyframe.fast_paths.certificates import digest
 from everyframe.fast_paths.extract_blocks import blocks_of
 from everyframe.ops.attention import by_kernel
+from everyframe.planning import component_certificates, list_fast_paths
 from everyframe.planning.list_fast_paths import survey
 from everyframe.planning.resolve import PreparedPlan, prepare
 from helpers.plans import certificates_of, frames_of, unchanged
@@ -83,6 +86,36 @@ def test_attention_is_plain_until_a_kernel_is_certified(folder: Path) -> None:
     # It is one of sizes and not of words, as a prompt is padded.
     assert paths_of(prepared(folder, will_run=True, prompt="two bears"))["transformer"] == (FLASH,)
     assert paths_of(prepared(folder, will_run=True, size="48x32"))["transformer"] == ()
+
+
+def test_one_survey_tries_the_paths_of_a_precision_that_it_certifies(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which paths there are follows from the precision; they are not left to a second survey."""
+    asked: list[set[str]] = []
+
+    def make(found: Any, missing: Any, runs: Any, seconds: float) -> dict[str, str]:
+        names = [each.paths for each in missing if each.component == "transformer"]
+        asked.append({path.name for paths in names for path in paths})
+        return {}
+
+    def prepare_first(request: everyframe.Request) -> PreparedPlan:
+        found = prepare(request)
+        if asked:
+            return found
+        part = found.plan.component("transformer")
+        new = replace(part, choices=(FastPathChoice("bf16", "expected", "planted"), *part.choices))
+        parts = tuple(new if each is part else each for each in found.plan.components)
+        return replace(found, plan=replace(found.plan, components=parts))
+
+    monkeypatch.setattr(component_certificates, "make", make)
+    monkeypatch.setattr(list_fast_paths, "prepare", prepare_first)
+    survey(everyframe.Request(model=str(folder), **SMALL), certify=True)
+    assert asked[0] == {"bf16"}
+    assert FLASH in asked[1]
+    assert len(asked) == 2
+    survey(everyframe.Request(model=str(folder), **SMALL), certify=True)
+    assert len(asked) == 3, "without a precision, once is enough"
 
 
 def test_scores_of_plain_attention_are_in_the_forecast(folder: Path) -> None:

@@ -39,8 +39,11 @@ def survey(request: Request, *, certify: bool = False) -> FastPathList:
     prepared = prepare(request)
     untried: Mapping[str, str] = {}
     if certify:
-        untried = _certified(prepared)
+        untried, has_new_precision = _certified(prepared)
         prepared = prepare(request)
+        if has_new_precision:  # the other paths of that precision are known only now
+            untried = {**untried, **_certified(prepared)[0]}
+            prepared = prepare(request)
     rows = []
     for part in prepared.plan.components:
         listed = {choice.path for choice in part.choices}
@@ -54,8 +57,11 @@ def survey(request: Request, *, certify: bool = False) -> FastPathList:
     return FastPathList(prepared.plan, tuple(rows))
 
 
-def _certified(prepared: PreparedPlan) -> dict[str, str]:
-    """Create missing certificates; return paths without enough time, with the reason."""
+def _certified(prepared: PreparedPlan) -> tuple[dict[str, str], bool]:
+    """Create missing certificates.
+
+    Returns paths without enough time, with the reason; and whether a precision was tried.
+    """
     certificates = prepared.chooser.certificates
     assert certificates is not None, "it is this machine's"
     missing = []
@@ -70,6 +76,7 @@ def _certified(prepared: PreparedPlan) -> dict[str, str]:
                     part.name, part.precision, paths, part.choices
                 )
             )
-    return component_certificates.make(
+    reasons = component_certificates.make(
         certificates, missing, prepared.fitted.runs, component_certificates.IN_ALL
     )
+    return reasons, any(path.name in PRECISIONS for each in missing for path in each.paths)
