@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from diffusers import LTXVideoTransformer3DModel, WanTransformer3DModel
 from diffusers.models.activations import GELU
 from diffusers.models.attention_processor import Attention
-from tests.helpers.native_paths import CPU
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -27,6 +26,7 @@ from everyframe.fast_paths.registry import CATALOGUE
 from everyframe.fast_paths.target import CertificationTarget, TargetCall
 from everyframe.ops.native import kernels
 from everyframe.ops.native.library import why_not
+from helpers.native_paths import CPU
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 

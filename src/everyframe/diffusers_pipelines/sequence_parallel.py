@@ -21,21 +21,16 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from everyframe.core.errors import CannotRunError
 from everyframe.diffusers_pipelines.defaults import denoisers
 from everyframe.diffusers_pipelines.token_splits import CUTS, TokenSplit, TransformerSplit, dealt
+from everyframe.ops.attention_override import AttentionOverride
 from everyframe.parallel.communicator import Communicator, ParallelContext
 from everyframe.parallel.sharded_modules import SequenceParallelAttention, attending
 from everyframe.parallel.uneven_split import uneven_ranges, uneven_sizes
 from everyframe.runtime.model_sharding import ModelPatch
-
-#: Parameters of torch's attention, which `inspect.signature` can't read.
-_PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale",
-               "enable_gqa")  # fmt: skip
 
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
@@ -76,7 +71,7 @@ class SequenceParallelTransformer(ModelPatch):
         self._attending: dict[_Key, SequenceParallelAttention] = {}
         #: Tokens per rank of each stream that was split so far in this call.
         self._streams: list[tuple[int, ...]] = []
-        self._entered: list[tuple[nn.Module, _Asked, ExitStack]] = []
+        self._entered: list[tuple[nn.Module, AttentionOverride, ExitStack]] = []
         self._handles.append(model.register_forward_pre_hook(self._begin))
         for cut in (*cuts.beside, *cuts.tokens):
             place = partial(self._cut, cut, cut in cuts.tokens)
@@ -132,7 +127,7 @@ class SequenceParallelTransformer(ModelPatch):
         """Intercept torch's attention during calls of that module."""
 
         def enter(module: nn.Module, args: _Args) -> None:
-            within, asked = ExitStack(), _Asked(self._together)
+            within, asked = ExitStack(), AttentionOverride(self._together)
             within.enter_context(asked)
             self._entered.append((module, asked, within))
 
@@ -239,22 +234,3 @@ class _Mine:
         for here, part in zip(self._here, torch.split(answer, lengths, 2), strict=True):
             out[:, :, here] = part
         return out
-
-
-class _Asked(TorchFunctionMode):
-    """Context: `answer` computes torch's attention; it gets the original function first."""
-
-    def __init__(self, answer: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self._answer = answer
-        self.num_times = 0
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: _Args = (), kwargs: _Kwargs | None = None
-    ) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        self.num_times += 1
-        given = dict(zip(_PARAMETERS, args, strict=False)) | (kwargs or {})
-        q, k, v = (given.pop(name) for name in _PARAMETERS[:3])
-        return self._answer(func, q, k, v, **given)

@@ -12,10 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from everyframe.ops.attention_override import AttentionOverride
 from everyframe.ops.native import kernels
 
 #: Bases of diffusers' attention modules.
@@ -23,9 +22,6 @@ _BASES = frozenset({
     "diffusers.models.attention_processor.Attention",
     "diffusers.models.attention.AttentionModuleMixin",
 })  # fmt: skip
-
-#: Parameters of torch's function, in order.
-_PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -42,30 +38,31 @@ def native_kind(own: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(plain)  # others read the names of its arguments
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        if self.is_plain or not tensors or not kernels.takes(tensors[0]):
+        first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        if self.is_plain or first is None or not kernels.takes(first):
             return plain(self, *args, **kwargs)
-        with _NativeAttention():
+        with AttentionOverride(_attention):
             return plain(self, *args, **kwargs)
 
     made = {"__module__": __name__, "is_plain": False, "forward": forward}
     return type(f"Native{own.__name__}", (own,), made)
 
 
-class _NativeAttention(TorchFunctionMode):
-    """Function mode: our kernel computes unmasked attention."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        given = dict(zip(_PARAMETERS, args, strict=False)) | (kwargs or {})
-        q, k, v = (given.pop(name) for name in _PARAMETERS[:3])
-        scale = given.pop("scale", None)
-        is_plain = given.pop("attn_mask", None) is None and not any(given.values())
-        # Whoever asked before us goes first: ranks exchange tokens, a dry run only counts.
-        is_ours = is_plain and not torch._C._len_torch_function_stack()
-        if is_ours and q.ndim == 4 and kernels.attends(q, k, v):
-            return kernels.attention(q, k, v, scale or q.shape[-1] ** -0.5).transpose(1, 2)
-        return func(*args, **(kwargs or {}))
+def _attention(
+    compute: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    **how: Any,
+) -> Tensor:
+    """Attention in C where nothing is masked; else by `compute`, which is torch's."""
+    scale_or_default = q.shape[-1] ** -0.5 if scale is None else scale
+    # Whoever asked before us goes first: ranks exchange tokens, a dry run only counts.
+    is_ours = attn_mask is None and not any(how.values()) and scale_or_default > 0
+    is_ours = is_ours and not torch._C._len_torch_function_stack()
+    if is_ours and q.ndim == 4 and kernels.attends(q, k, v):
+        return kernels.attention(q, k, v, scale_or_default).transpose(1, 2)
+    return compute(q, k, v, attn_mask, scale=scale, **how)

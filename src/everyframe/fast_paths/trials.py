@@ -231,7 +231,7 @@ def _convolved(parameters: tuple[Any, ...], x: Tensor, weight: Tensor) -> Tensor
 
 
 def sizes_of(product: OpShape) -> str:
-    """The operands\' last sizes, for a message."""
+    """The operands' last sizes, for a message."""
     return " by ".join("x".join(map(str, shape)) for shape in product.shapes[-3:][:2])
 
 
