@@ -51,7 +51,7 @@ INLINE void share(const Attention *job, Block *own, long row, long count, int is
     float *scores = own->scores + r * KEYS, *result = own->results + (row + r) * width;
     floats top = all(-INFINITY), sum = all(0);
     for (long c = 0; c < count; c += LANES) {
-      floats score = load16(scores + c, 0);
+      floats score = load_lanes(scores + c, 0);
       if (c + LANES > count) {
         for (long lane = count - c; lane < LANES; lane++) score[lane] = -INFINITY;
         memcpy(scores + c, &score, sizeof score);
@@ -62,11 +62,11 @@ INLINE void share(const Attention *job, Block *own, long row, long count, int is
     for (int lane = 0; lane < LANES; lane++) most = top[lane] > most ? top[lane] : most;
     own->largest[row + r] = most;
     for (long c = 0; c < round_up(count, LANES); c += LANES) {
-      floats part = exponential((load16(scores + c, 0) - most) * job->scale);
+      floats part = exponential((load_lanes(scores + c, 0) - most) * job->scale);
       part = first_lanes(part, count - c);
       sum += part;
       if (is_bf16)
-        store16((char *)own->shares + (r * KEYS + c) * 2, part, 1);
+        store_lanes((char *)own->shares + (r * KEYS + c) * 2, part, 1);
       else
         memcpy(scores + c, &part, sizeof part);
     }
@@ -77,7 +77,7 @@ INLINE void share(const Attention *job, Block *own, long row, long count, int is
     floats shrunk = exponential(all((before - most) * job->scale));
     own->sums[row + r] = own->sums[row + r] * shrunk[0] + sum_lanes(sum);
     for (long c = 0; c < width; c += LANES) {
-      floats value = load16(result + c, 0) * shrunk;
+      floats value = load_lanes(result + c, 0) * shrunk;
       memcpy(result + c, &value, sizeof value);
     }
   }
@@ -116,7 +116,7 @@ INLINE void add_keys(const Attention *job, Block *own, long queries, const void 
       for (long r = 0; r < ROWS; r++)
         for (int j = 0; j < COLUMNS; j++) {
           float *result = own->results + (row + r) * width + c + j * LANES;
-          floats sum = load16(result, 0) + load16(own->added + r * PANEL + j * LANES, 0);
+          floats sum = load_lanes(result, 0) + load_lanes(own->added + r * PANEL + j * LANES, 0);
           memcpy(result, &sum, sizeof sum);
         }
     }
@@ -144,7 +144,7 @@ INLINE void attend(const Attention *job, Block *own, long sample, long head, lon
     float one = 1 / own->sums[r];
     long place = ((sample * job->queries + first + r) * job->heads + head) * job->width;
     for (long c = 0; c < job->width; c += LANES)
-      store(job->y, place + c, job->width - c, load16(own->results + r * width + c, 0) * one,
+      store(job->y, place + c, job->width - c, load_lanes(own->results + r * width + c, 0) * one,
             is_bf16);
   }
 }

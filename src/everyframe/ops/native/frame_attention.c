@@ -11,7 +11,7 @@ INLINE void products(const float *left, long left_step, const float *right, long
                      long depth, floats *sums) {
   for (int r = 0; r < TOGETHER; r++) sums[r] = all(0);
   for (long k = 0; k < depth; k++) {
-    floats values = load16(right + k * right_step, 0);
+    floats values = load_lanes(right + k * right_step, 0);
     for (int r = 0; r < TOGETHER; r++) sums[r] += left[r * left_step + k] * values;
   }
 }
@@ -24,35 +24,35 @@ INLINE void one_head(const void *q, const void *k, const void *v, void *y, long 
   for (long j = 0; j < padded; j++)
     for (long d = 0; d < width; d += LANES) {
       long from = smaller(j, frames - 1) * step + d; /* the last again, and left out below */
-      floats key = load16(at(k, from, is_bf16), is_bf16);
-      store16(&queries[j][d], load16(at(q, from, is_bf16), is_bf16) * scale, 0);
-      store16(&values[j][d], load16(at(v, from, is_bf16), is_bf16), 0);
+      floats key = load_lanes(at(k, from, is_bf16), is_bf16);
+      store_lanes(&queries[j][d], load_lanes(at(q, from, is_bf16), is_bf16) * scale, 0);
+      store_lanes(&values[j][d], load_lanes(at(v, from, is_bf16), is_bf16), 0);
       for (int l = 0; l < LANES; l++) keys[d + l][j] = key[l];
     }
   floats sums[TOGETHER];
   for (long i = 0; i < frames; i += TOGETHER)
     for (long j = 0; j < padded; j += LANES) {
       products(queries[i], MOST_WIDTH, &keys[0][j], MOST_FRAMES, width, sums);
-      for (int r = 0; r < TOGETHER; r++) store16(&scores[i + r][j], sums[r], 0);
+      for (int r = 0; r < TOGETHER; r++) store_lanes(&scores[i + r][j], sums[r], 0);
     }
   for (long i = 0; i < frames; i++) {
     float most = scores[i][0];
     for (long j = 1; j < frames; j++) most = scores[i][j] > most ? scores[i][j] : most;
     floats total = all(0);
     for (long j = 0; j < padded; j += LANES) {
-      floats each = first_lanes(exponential(load16(&scores[i][j], 0) - most), frames - j);
-      store16(&scores[i][j], each, 0);
+      floats each = first_lanes(exponential(load_lanes(&scores[i][j], 0) - most), frames - j);
+      store_lanes(&scores[i][j], each, 0);
       total += each;
     }
     floats inverse = all(1 / sum_lanes(total));
     for (long j = 0; j < padded; j += LANES)
-      store16(&scores[i][j], load16(&scores[i][j], 0) * inverse, 0);
+      store_lanes(&scores[i][j], load_lanes(&scores[i][j], 0) * inverse, 0);
   }
   for (long i = 0; i < frames; i += TOGETHER)
     for (long d = 0; d < width; d += LANES) {
       products(scores[i], MOST_FRAMES, &values[0][d], MOST_WIDTH, frames, sums);
       for (long r = 0; r < smaller(TOGETHER, frames - i); r++)
-        store16(at_out(y, (i + r) * out_step + d, is_bf16), sums[r], is_bf16);
+        store_lanes(at_out(y, (i + r) * out_step + d, is_bf16), sums[r], is_bf16);
     }
 }
 

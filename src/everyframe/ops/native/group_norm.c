@@ -1,7 +1,7 @@
 /* Group norm, and SiLU after it, of samples whose memory is rows of channels (channels last), or
    channels of rows (as torch makes them).
 
-   Statistics are sums of differences from a value nearby, in float32 over a few rows and in float64
+   Statistics are sums of differences from a mean or value nearby, in float32 over a few rows and in float64
    beyond: squares of a large mean don't cancel, and one value far from the others costs no digits
    but those of its own rows. How rows are cut depends on sizes alone, so the number of threads
    changes no bit. */
@@ -132,15 +132,19 @@ INLINE int channels_of_rows(const void *x, void *y, long samples, long rows, lon
     float pivot = get(from, 0, is_bf16);
     double one = 0, two = 0;
     for (long start = 0; start < count; start += 1024) {
-      long stop = smaller(start + 1024, count), few = smaller(stop - start, LANES);
-      float near = sum_lanes(first_lanes(load(from, start, few, is_bf16), few)) / few;
+      long stop = smaller(start + 1024, count), many = stop - start;
+      float near = get(from, start, is_bf16);
       floats s = all(0), q = all(0);
+      for (long j = start; j < stop; j += LANES)
+        s += first_lanes(load(from, j, stop - j, is_bf16) - near, stop - j);
+      near += sum_lanes(s) / many;
+      s = all(0);
       for (long j = start; j < stop; j += LANES) {
         floats d = first_lanes(load(from, j, stop - j, is_bf16) - near, stop - j);
         s += d;
         q += d * d;
       }
-      double off = (double)near - pivot, sum = sum_lanes(s), many = stop - start;
+      double off = (double)near - pivot, sum = sum_lanes(s);
       one += sum + many * off;
       two += sum_lanes(q) + off * (2 * sum + many * off);
     }

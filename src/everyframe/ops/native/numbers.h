@@ -1,7 +1,7 @@
 /* Numbers of the kernels: float32, or bfloat16 as 16 bits, computed in float32 and rounded once.
 
-   Sixteen at a time in vectors of GCC's and Clang's C; the compiler maps them to what the processor
-   has. A function takes `is_bf16` as a constant and is compiled once for each. NaN stays NaN
+   As many at a time as a register of the processor holds, in vectors of GCC's and Clang's C. Wider
+   ones would live in memory: GCC has no registers for them. A function takes `is_bf16` as a constant and is compiled once for each. NaN stays NaN
    everywhere, which the search for faults relies on; that rules out -ffast-math. */
 
 #pragma once
@@ -24,12 +24,24 @@
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
 
-enum { LANES = 16 };
+/* Numbers of a register, and a macro's value for each. */
+#if defined(__AVX512F__)
+#define LANES 16
+#define EACH_LANE(f, x) EACH_OF_8(f, 0, x), EACH_OF_8(f, 8, x)
+#elif defined(__AVX__)
+#define LANES 8
+#define EACH_LANE(f, x) EACH_OF_8(f, 0, x)
+#else
+#define LANES 4
+#define EACH_LANE(f, x) EACH_OF_4(f, 0, x)
+#endif
+#define EACH_OF_4(f, i, x) f((i), x), f((i) + 1, x), f((i) + 2, x), f((i) + 3, x)
+#define EACH_OF_8(f, i, x) EACH_OF_4(f, i, x), EACH_OF_4(f, (i) + 4, x)
 
-typedef float floats __attribute__((vector_size(64)));
-typedef int32_t ints __attribute__((vector_size(64)));
-typedef uint32_t words __attribute__((vector_size(64)));
-typedef uint16_t halves __attribute__((vector_size(32)));
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 
 INLINE long smaller(long a, long b) { return a < b ? a : b; }
 
@@ -62,7 +74,7 @@ INLINE halves narrow(floats x) {
   return __builtin_convertvector((is_nan & 0x7fc0u) | (~is_nan & rounded), halves);
 }
 
-INLINE floats load16(const void *x, int is_bf16) {
+INLINE floats load_lanes(const void *x, int is_bf16) {
   if (is_bf16) {
     halves bits;
     memcpy(&bits, x, sizeof bits);
@@ -73,7 +85,7 @@ INLINE floats load16(const void *x, int is_bf16) {
   return values;
 }
 
-INLINE void store16(void *y, floats values, int is_bf16) {
+INLINE void store_lanes(void *y, floats values, int is_bf16) {
   if (is_bf16) {
     halves bits = narrow(values);
     memcpy(y, &bits, sizeof bits);
@@ -82,23 +94,23 @@ INLINE void store16(void *y, floats values, int is_bf16) {
   }
 }
 
-/* The first `count` numbers from `i` on, at most 16; zeros beyond. */
+/* The first `count` numbers from `i` on, at most LANES; zeros beyond. */
 INLINE floats load(const void *x, long i, long count, int is_bf16) {
   const void *from = at(x, i, is_bf16);
-  if (__builtin_expect(count >= LANES, 1)) return load16(from, is_bf16);
+  if (__builtin_expect(count >= LANES, 1)) return load_lanes(from, is_bf16);
   float buffer[LANES] = {0};
   memcpy(buffer, from, count * (is_bf16 ? 2 : 4));
-  return load16(buffer, is_bf16);
+  return load_lanes(buffer, is_bf16);
 }
 
 INLINE void store(void *y, long i, long count, floats values, int is_bf16) {
   void *to = at_out(y, i, is_bf16);
   if (__builtin_expect(count >= LANES, 1)) {
-    store16(to, values, is_bf16);
+    store_lanes(to, values, is_bf16);
     return;
   }
   float buffer[LANES];
-  store16(buffer, values, is_bf16);
+  store_lanes(buffer, values, is_bf16);
   memcpy(to, buffer, count * (is_bf16 ? 2 : 4));
 }
 
@@ -112,15 +124,23 @@ INLINE float get(const void *x, long i, int is_bf16) {
 
 /* Lanes from `count` on are zero. */
 INLINE floats first_lanes(floats x, long count) {
-  const ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#define NUMBER(i, x) (i)
+  const ints lane = {EACH_LANE(NUMBER, 0)};
+#undef NUMBER
   return (floats)((ints)x & (lane < (int32_t)smaller(count, LANES)));
 }
 
 INLINE float sum_lanes(floats x) {
 #ifdef CAN_SHUFFLE
-  x += __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-  x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-  x += __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+#define OPPOSITE(i, width) (i) ^ (width)
+#if LANES > 8
+  x += __builtin_shufflevector(x, x, EACH_LANE(OPPOSITE, 8));
+#endif
+#if LANES > 4
+  x += __builtin_shufflevector(x, x, EACH_LANE(OPPOSITE, 4));
+#endif
+  x += __builtin_shufflevector(x, x, EACH_LANE(OPPOSITE, 2));
+#undef OPPOSITE
   return x[0] + x[1];
 #else
   float lanes[LANES];

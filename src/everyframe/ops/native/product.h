@@ -21,11 +21,11 @@ INLINE int this_thread(void) { return omp_get_thread_num(); }
 INLINE int this_thread(void) { return 0; }
 #endif
 
-/* What registers hold. */
+/* What registers hold: 32 of AVX-512, else 16. */
 #ifdef __AVX512F__
 enum { ROWS = 14, COLUMNS = 2 };
 #else
-enum { ROWS = 3, COLUMNS = 2 };
+enum { ROWS = 6, COLUMNS = 2 };
 #endif
 enum { PANEL = COLUMNS * LANES };
 
@@ -36,7 +36,7 @@ INLINE void product(const float *a, long a_step, const float *b, long depth, flo
     for (int j = 0; j < COLUMNS; j++) sum[r][j] = all(0);
   for (long k = 0; k < depth; k++) {
     floats own[COLUMNS];
-    for (int j = 0; j < COLUMNS; j++) own[j] = load16(b + k * PANEL + j * LANES, 0);
+    for (int j = 0; j < COLUMNS; j++) own[j] = load_lanes(b + k * PANEL + j * LANES, 0);
 #pragma GCC unroll 14
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2

@@ -7,27 +7,27 @@
 /* A block of LANES by LANES words, its rows `step` apart, transposed. */
 INLINE void transpose(const uint32_t *from, long step, uint32_t *to, long to_step) {
 #ifdef CAN_SHUFFLE
-  words a[LANES], b[LANES];
-  for (int i = 0; i < LANES; i++) memcpy(&a[i], from + i * step, sizeof a[i]);
-  /* Blocks of eight by eight words change places with their opposites, then smaller ones. */
-#define ROUND(in, out, width, LOW, HIGH)                                      \
-  for (int i = 0; i < LANES; i++)                                             \
-    if (!(i & width)) {                                                       \
-      out[i] = __builtin_shufflevector(in[i], in[i + width], LOW);            \
-      out[i + width] = __builtin_shufflevector(in[i], in[i + width], HIGH);   \
+  words a[LANES], b[LANES], *first = LANES == 8 ? b : a;
+  for (int i = 0; i < LANES; i++) memcpy(&first[i], from + i * step, sizeof first[i]);
+  /* Blocks of half the lanes change places with their opposites, then smaller ones. */
+#define LOW(i, width) (i) & (width) ? LANES + (i) - (width) : (i)
+#define HIGH(i, width) ((i) & (width) ? LANES : (width)) + (i)
+#define ROUND(in, out, width)                                                              \
+  for (int i = 0; i < LANES; i++)                                                          \
+    if (!(i & width)) {                                                                    \
+      out[i] = __builtin_shufflevector(in[i], in[i + width], EACH_LANE(LOW, width));        \
+      out[i + width] = __builtin_shufflevector(in[i], in[i + width], EACH_LANE(HIGH, width)); \
     }
-#define LOW_8 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
-#define HIGH_8 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
-#define LOW_4 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27
-#define HIGH_4 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31
-#define LOW_2 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
-#define HIGH_2 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
-#define LOW_1 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30
-#define HIGH_1 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31
-  ROUND(a, b, 8, LOW_8, HIGH_8)
-  ROUND(b, a, 4, LOW_4, HIGH_4)
-  ROUND(a, b, 2, LOW_2, HIGH_2)
-  ROUND(b, a, 1, LOW_1, HIGH_1)
+#if LANES > 8
+  ROUND(a, b, 8)
+#endif
+#if LANES > 4
+  ROUND(b, a, 4)
+#endif
+  ROUND(a, b, 2)
+  ROUND(b, a, 1)
+#undef LOW
+#undef HIGH
 #undef ROUND
   for (int i = 0; i < LANES; i++) memcpy(to + i * to_step, &a[i], sizeof a[i]);
 #else

@@ -150,7 +150,7 @@ INLINE void write_tile(const Convolution *job, long tile, const float *from, lon
     floats half[OUT * SIDE], bias = job->bias ? load(job->bias, first + c, count - c, 0) : all(0);
     for (int j = 0; j < SIDE; j++) {
       floats m[SIDE];
-      for (int i = 0; i < SIDE; i++) m[i] = load16(from + (i * SIDE + j) * plane + c, 0);
+      for (int i = 0; i < SIDE; i++) m[i] = load_lanes(from + (i * SIDE + j) * plane + c, 0);
       transform_output(m, half + j, SIDE);
     }
     for (int i = 0; i < OUT && top + i < job->height; i++) {
