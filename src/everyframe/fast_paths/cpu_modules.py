@@ -8,6 +8,7 @@ block, a repair that wants plain kernels (it sets `is_plain`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -216,6 +217,30 @@ class NativeTemporalAttention(TemporalAttention):
         return self.out(kernels.frame_attention(q, k, v, self.heads, self.scale))
 
 
+def onednn_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "none", algorithm: str = ""
+) -> Tensor:
+    """``activation(x W^T + b)`` in one kernel: a private operator, made for torch's compiler."""
+    operators: Any = torch.ops.mkldnn
+    made: Tensor = operators._linear_pointwise(x, weight, bias, activation, [], algorithm)
+    return made
+
+
+def has_onednn_linear(x: Tensor, weight: Tensor) -> bool:
+    """Whether `onednn_linear` takes these."""
+    return multiplies(x, weight) and _multiplies_in(x.dtype)
+
+
+@cache
+def _multiplies_in(dtype: torch.dtype) -> bool:
+    """Whether this oneDNN has products of that dtype: in bfloat16 none on CPUs without AVX-512."""
+    try:
+        onednn_linear(torch.ones(2, 16, dtype=dtype), torch.ones(16, 16, dtype=dtype), None)
+    except RuntimeError:
+        return False
+    return True
+
+
 class OneDNNLinear(nn.Linear):
     """A linear layer by oneDNN, its bias added inside the product.
 
@@ -226,11 +251,9 @@ class OneDNNLinear(nn.Linear):
     is_plain = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.is_plain or not multiplies(x, self.weight):
+        if self.is_plain or not has_onednn_linear(x, self.weight):
             return super().forward(x)
-        operators: Any = torch.ops.mkldnn
-        made: Tensor = operators._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return made
+        return onednn_linear(x, self.weight, self.bias)
 
 
 #: By fast path: the class that each plain class becomes.

@@ -16,11 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from everyframe.fast_paths.cpu_modules import OneDNNLinear
+from everyframe.fast_paths.cpu_modules import OneDNNLinear, has_onednn_linear, onednn_linear
 from everyframe.numerics.tensor_stats import value_range
-
-#: Dtypes that the kernel supports.
-_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class LinearGelu(nn.Linear):
@@ -43,15 +40,9 @@ class LinearGelu(nn.Linear):
         # Dry runs have no numbers, training has gradients, a repair may widen the weights, a rank
         # without tokens has nothing to ask, and torch's compiler can't compile its own operator
         # with a weight that is no constant.
-        kept = x.dtype in _DTYPES and x.dtype == self.weight.dtype and 0 not in x.shape
-        is_in_a_run = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-        if self.is_plain or x.device.type != "cpu" or not (kept and is_in_a_run):
+        if self.is_plain or not has_onednn_linear(x, self.weight):
             return F.gelu(F.linear(x, self.weight, self.bias), approximate=self.approximate)
-        operators: Any = torch.ops.mkldnn
-        fused: Tensor = operators._linear_pointwise(
-            x, self.weight, self.bias, "gelu", [], self.approximate
-        )
-        return fused
+        return onednn_linear(x, self.weight, self.bias, "gelu", self.approximate)
 
 
 def pairs(

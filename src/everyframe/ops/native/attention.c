@@ -6,7 +6,7 @@
 #include "product.h"
 #include "transpose.h"
 
-enum { KEYS = 256, QUERIES = 32 * ROWS };
+enum { KEYS = 256, QUERIES = 448 / ROWS * ROWS, PARTS = 7 };
 
 typedef struct {
   long batch, head, token; /* numbers from one to the next */
@@ -23,7 +23,7 @@ typedef struct {
 /* What a thread holds of its queries: rows, their largest scores, sums of shares and results. */
 typedef struct {
   uint32_t *rows, *keys, *values, *shares;
-  float *scores, *sums, *added, *results;
+  float *scores, *sums, *results;
   float largest[QUERIES];
 } Block;
 
@@ -84,14 +84,14 @@ INLINE void share(const Attention *job, Block *own, long row, long count, int is
 }
 
 INLINE void times(const uint32_t *a, long a_step, const uint32_t *b, long depth, float *c,
-                  long c_step, int is_bf16) {
+                  long c_step, int is_added, int is_bf16) {
 #ifdef HAS_HALVES
   if (is_bf16) {
-    product_halves(a, a_step, b, depth, c, c_step);
+    product_halves(a, a_step, b, depth, c, c_step, is_added);
     return;
   }
 #endif
-  product((const float *)a, a_step, (const float *)b, depth, c, c_step);
+  product((const float *)a, a_step, (const float *)b, depth, c, c_step, is_added);
 }
 
 /* Adds what a block of keys gives to all queries of the block. */
@@ -106,20 +106,13 @@ INLINE void add_keys(const Attention *job, Block *own, long queries, const void 
   pack_values(job, v, count, own->values, is_bf16);
   for (long row = 0; row < queries; row += ROWS) {
     for (long i = 0; i < count; i += PANEL)
-      times(own->rows + row * step, step, own->keys + i * depth, depth, own->scores + i, KEYS,
+      times(own->rows + row * step, step, own->keys + i * depth, depth, own->scores + i, KEYS, 0,
             is_bf16);
     share(job, own, row, count, is_bf16);
     const uint32_t *shares = is_bf16 ? own->shares : (const uint32_t *)own->scores;
-    for (long c = 0; c < width; c += PANEL) {
-      times(shares, is_bf16 ? KEYS / 2 : KEYS, own->values + c * deep, deep, own->added, PANEL,
-            is_bf16);
-      for (long r = 0; r < ROWS; r++)
-        for (int j = 0; j < COLUMNS; j++) {
-          float *result = own->results + (row + r) * width + c + j * LANES;
-          floats sum = load_lanes(result, 0) + load_lanes(own->added + r * PANEL + j * LANES, 0);
-          memcpy(result, &sum, sizeof sum);
-        }
-    }
+    for (long c = 0; c < width; c += PANEL)
+      times(shares, is_bf16 ? KEYS / 2 : KEYS, own->values + c * deep, deep,
+            own->results + row * width + c, width, 1, is_bf16);
   }
 }
 
@@ -151,18 +144,18 @@ INLINE void attend(const Attention *job, Block *own, long sample, long head, lon
 
 INLINE int attend_all(const Attention *job, long samples, int is_bf16, int threads) {
   long width = round_up(job->width, PANEL), pieces = (job->queries + QUERIES - 1) / QUERIES;
-  long sizes[] = {QUERIES * odd_lines(job->width), KEYS * width, KEYS * width, ROWS * KEYS,
-                  ROWS * KEYS, round_up(QUERIES, LANES), ROWS * PANEL, QUERIES * width};
+  long sizes[PARTS] = {QUERIES * odd_lines(job->width), KEYS * width, KEYS * width, ROWS * KEYS,
+                       ROWS * KEYS, QUERIES, QUERIES * width};
   long total = 0;
-  for (int i = 0; i < 8; i++) total += round_up(sizes[i], LANES);
+  for (int i = 0; i < PARTS; i++) total += round_up(sizes[i], LANES);
   uint32_t *scratch = aligned_alloc(64, threads * total * sizeof(uint32_t));
   if (!scratch) return 1;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    uint32_t *parts[8], *next = scratch + this_thread() * total;
-    for (int i = 0; i < 8; i++) parts[i] = next, next += round_up(sizes[i], LANES);
+    uint32_t *parts[PARTS], *next = scratch + this_thread() * total;
+    for (int i = 0; i < PARTS; i++) parts[i] = next, next += round_up(sizes[i], LANES);
     Block own = {parts[0], parts[1], parts[2], parts[3], (float *)parts[4], (float *)parts[5],
-                 (float *)parts[6], (float *)parts[7], {0}};
+                 (float *)parts[6], {0}};
 #pragma omp for schedule(static)
     for (long i = 0; i < samples * job->heads * pieces; i++)
       attend(job, &own, i / pieces / job->heads, i / pieces % job->heads, i % pieces * QUERIES,

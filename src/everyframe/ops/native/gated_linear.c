@@ -7,7 +7,7 @@
 #include "transpose.h"
 
 /* Rows that a thread copies at a time, so that they don't share their places in the cache. */
-enum { PIECE = 8 * ROWS };
+enum { PIECE = 112 / ROWS * ROWS };
 
 typedef struct {
   const uint32_t *x, *weight; /* (rows, depth) and (2 width, depth): words */
@@ -59,10 +59,10 @@ INLINE int multiply_gated(const Gated *job, int is_bf16, int threads) {
           const uint32_t *b = weight + p * job->depth * PANEL;
 #ifdef HAS_HALVES
           if (is_bf16)
-            product_halves(a + r * step, step, b, job->depth, c, PANEL);
+            product_halves(a + r * step, step, b, job->depth, c, PANEL, 0);
           else
 #endif
-            product((const float *)a + r * step, step, (const float *)b, job->depth, c, PANEL);
+            product((const float *)a + r * step, step, (const float *)b, job->depth, c, PANEL, 0);
           write_gated(job, c, row + r, smaller(ROWS, rows - r), p * LANES, is_bf16);
         }
     }

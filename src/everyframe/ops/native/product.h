@@ -29,11 +29,13 @@ enum { ROWS = 6, COLUMNS = 2 };
 #endif
 enum { PANEL = COLUMNS * LANES };
 
-/* ROWS rows of a times a panel of b. */
-INLINE void product(const float *a, long a_step, const float *b, long depth, float *c, long c_step) {
+/* ROWS rows of a times a panel of b, alone or added to what is in c. */
+INLINE void product(const float *a, long a_step, const float *b, long depth, float *c, long c_step,
+                    int is_added) {
   floats sum[ROWS][COLUMNS];
   for (int r = 0; r < ROWS; r++)
-    for (int j = 0; j < COLUMNS; j++) sum[r][j] = all(0);
+    for (int j = 0; j < COLUMNS; j++)
+      sum[r][j] = is_added ? load_lanes(c + r * c_step + j * LANES, 0) : all(0);
   for (long k = 0; k < depth; k++) {
     floats own[COLUMNS];
     for (int j = 0; j < COLUMNS; j++) own[j] = load_lanes(b + k * PANEL + j * LANES, 0);
@@ -50,10 +52,11 @@ INLINE void product(const float *a, long a_step, const float *b, long depth, flo
 #ifdef HAS_HALVES
 /* The same of words of two bfloat16. */
 INLINE void product_halves(const uint32_t *a, long a_step, const uint32_t *b, long depth, float *c,
-                           long c_step) {
+                           long c_step, int is_added) {
   __m512 sum[ROWS][COLUMNS];
   for (int r = 0; r < ROWS; r++)
-    for (int j = 0; j < COLUMNS; j++) sum[r][j] = _mm512_setzero_ps();
+    for (int j = 0; j < COLUMNS; j++)
+      sum[r][j] = is_added ? _mm512_loadu_ps(c + r * c_step + j * LANES) : _mm512_setzero_ps();
   for (long k = 0; k < depth; k++) {
     __m512i own[COLUMNS];
     for (int j = 0; j < COLUMNS; j++) own[j] = _mm512_loadu_si512(b + k * PANEL + j * LANES);

@@ -23,8 +23,8 @@ enum {
   MOST_WEIGHTS = 1 << 20,
   LEAST_PANELS = 128 / PANEL,
   MOST_NUMBERS = 3 << 16,
-  FEW_TILES = 2 * ROWS,
-  MANY_TILES = 8 * ROWS,
+  FEW_TILES = 28 / ROWS * ROWS,
+  MANY_TILES = 112 / ROWS * ROWS,
 };
 
 typedef struct {
@@ -203,7 +203,7 @@ INLINE int convolve(const Convolution *job, int is_bf16, int threads) {
             for (long t = 0; t < many; t += ROWS)
               product(a + f * a_plane + t * a_step, a_step,
                       weights + f * plane + n * job->inputs * PANEL, job->inputs,
-                      c + f * c_plane + t * c_step + n * PANEL, c_step);
+                      c + f * c_plane + t * c_step + n * PANEL, c_step, 0);
         for (long t = 0; t < many; t++)
           write_tile(job, start + t, c + t * c_step, c_plane, first, count, is_bf16);
       }
