@@ -83,17 +83,6 @@ INLINE void share(const Attention *job, Block *own, long row, long count, int is
   }
 }
 
-INLINE void times(const uint32_t *a, long a_step, const uint32_t *b, long depth, float *c,
-                  long c_step, int is_added, int is_bf16) {
-#ifdef HAS_HALVES
-  if (is_bf16) {
-    product_halves(a, a_step, b, depth, c, c_step, is_added);
-    return;
-  }
-#endif
-  product((const float *)a, a_step, (const float *)b, depth, c, c_step, is_added);
-}
-
 /* Adds what a block of keys gives to all queries of the block. */
 INLINE void add_keys(const Attention *job, Block *own, long queries, const void *k, const void *v,
                      long count, int is_bf16) {
@@ -106,13 +95,13 @@ INLINE void add_keys(const Attention *job, Block *own, long queries, const void 
   pack_values(job, v, count, own->values, is_bf16);
   for (long row = 0; row < queries; row += ROWS) {
     for (long i = 0; i < count; i += PANEL)
-      times(own->rows + row * step, step, own->keys + i * depth, depth, own->scores + i, KEYS, 0,
-            is_bf16);
+      multiply(own->rows + row * step, step, own->keys + i * depth, depth, own->scores + i, KEYS, 0,
+               is_bf16);
     share(job, own, row, count, is_bf16);
     const uint32_t *shares = is_bf16 ? own->shares : (const uint32_t *)own->scores;
     for (long c = 0; c < width; c += PANEL)
-      times(shares, is_bf16 ? KEYS / 2 : KEYS, own->values + c * deep, deep,
-            own->results + row * width + c, width, 1, is_bf16);
+      multiply(shares, is_bf16 ? KEYS / 2 : KEYS, own->values + c * deep, deep,
+               own->results + row * width + c, width, 1, is_bf16);
   }
 }
 

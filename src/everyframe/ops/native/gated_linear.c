@@ -53,18 +53,13 @@ INLINE int multiply_gated(const Gated *job, int is_bf16, int threads) {
       for (long r = 0; r < rows; r++)
         memcpy(a + r * step, job->x + (row + r) * job->depth, job->depth * sizeof(uint32_t));
       memset(a + rows * step, 0, (round_up(rows, ROWS) - rows) * step * sizeof(uint32_t));
-      for (long p = 0; p < panels; p++)
-        for (long r = 0; r < rows; r += ROWS) {
-          float c[ROWS * PANEL] __attribute__((aligned(64)));
-          const uint32_t *b = weight + p * job->depth * PANEL;
-#ifdef HAS_HALVES
-          if (is_bf16)
-            product_halves(a + r * step, step, b, job->depth, c, PANEL, 0);
-          else
-#endif
-            product((const float *)a + r * step, step, (const float *)b, job->depth, c, PANEL, 0);
-          write_gated(job, c, row + r, smaller(ROWS, rows - r), p * LANES, is_bf16);
-        }
+      for (long p = 0; p < panels; p++) {
+        float c[PIECE * PANEL] __attribute__((aligned(64)));
+        const uint32_t *b = weight + p * job->depth * PANEL;
+        for (long r = 0; r < rows; r += ROWS)
+          multiply(a + r * step, step, b, job->depth, c + r * PANEL, PANEL, 0, is_bf16);
+        write_gated(job, c, row, rows, p * LANES, is_bf16);
+      }
     }
   }
   free(weight), free(scratch);

@@ -73,8 +73,23 @@ INLINE void product_halves(const uint32_t *a, long a_step, const uint32_t *b, lo
 }
 #endif
 
+/* The same of words of either kind. */
+INLINE void multiply(const uint32_t *a, long a_step, const uint32_t *b, long depth, float *c,
+                     long c_step, int is_added, int is_bf16) {
+#ifdef HAS_HALVES
+  if (is_bf16) {
+    product_halves(a, a_step, b, depth, c, c_step, is_added);
+    return;
+  }
+#endif
+  (void)is_bf16;
+  product((const float *)a, a_step, (const float *)b, depth, c, c_step, is_added);
+}
+
+enum { LINE = 16 };
+
 /* Rounded up to an odd number of cache lines: planes so far apart don't share places in the cache. */
-static long odd_lines(long number) { return ((number + LANES - 1) / LANES | 1) * LANES; }
+static long odd_lines(long number) { return ((number + LINE - 1) / LINE | 1) * LINE; }
 
 static long round_up(long number, long multiple) {
   return (number + multiple - 1) / multiple * multiple;
