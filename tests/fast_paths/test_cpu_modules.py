@@ -90,6 +90,7 @@ def swapped(model: nn.Module) -> set[str]:
         ("native-attention", {"NativeTemporalAttention"}),
         ("onednn-linear", {"OneDNNLinear"}),
         ("temporal-conv", {"TemporalConv2d"}),
+        ("temporal-winograd", {"WinogradTemporalConv"}),
         ("channels-last", {"ChannelsLastConv2d"}),
         ("winograd", {"WinogradConv2d"}),
         ("native-flash", {"NativeSelfAttention"}),

@@ -114,6 +114,28 @@ def test_winograd_over_frames(
 
 
 @pytest.mark.parametrize(
+    ("shape", "outputs", "frame_padding"),
+    [((2, 5, 3, 9, 7), 16, (1, 1)), ((1, 40, 14, 5, 3), 33, (1, 1)), ((3, 32, 8, 1, 1), 70, (2, 0)),
+     ((1, 300, 5, 6, 5), 200, (0, 0)), ((1, 17, 1, 2, 2), 16, (1, 3))],
+)  # fmt: skip
+def test_winograd_over_time(
+    shape: tuple[int, ...], outputs: int, frame_padding: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Of every rest of tiles, rows and lanes; frames of zeros in front and behind."""
+    x, bias = numbers(*shape, dtype=dtype), numbers(outputs, dtype=dtype)
+    weight = (numbers(outputs, shape[1], 3, 1, 1) / (3 * shape[1]) ** 0.5).to(dtype)
+    padded = F.pad(x.double(), (0, 0, 0, 0, *frame_padding))
+    want = F.conv3d(padded, weight.double(), bias.double())
+    got = kernels.winograd_over_time(x, weight, bias, frame_padding)
+    check(got, want, size=8.0)  # intermediate numbers are larger than the result
+    assert kernels.is_channels_last(got)
+    x = x.contiguous(memory_format=torch.channels_last_3d)
+    assert torch.equal(kernels.winograd_over_time(x, weight, bias, frame_padding), got)
+    without = kernels.winograd_over_time(x, weight, None, frame_padding)
+    check(without, want - bias.double()[:, None, None, None], size=8.0)
+
+
+@pytest.mark.parametrize(
     ("rows", "depth", "width"),
     [((2, 5, 7), 32, 16), ((1,), 2, 1), ((3, 41), 50, 37), ((115,), 64, 96), ((600,), 18, 32)],
 )
@@ -225,6 +247,23 @@ def test_a_frame_reaches_those_that_its_taps_reach() -> None:
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(found, whole[:1])
+
+
+def test_a_tile_over_time_depends_on_itself_alone() -> None:
+    x, weight = numbers(3, 48, 10, 5, 7), numbers(40, 48, 3, 1, 1)
+    whole = kernels.winograd_over_time(x, weight, None, (1, 1))
+    assert torch.equal(kernels.winograd_over_time(x[1:2], weight, None, (1, 1)), whole[1:2])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(kernels.winograd_over_time(x, weight, None, (1, 1)), whole)
+    finally:
+        torch.set_num_threads(threads)
+    x[1, 7, 0, 2, 3] = float("nan")
+    seen = kernels.winograd_over_time(x, weight, None, (1, 1))
+    assert not seen[1, :, :2, 2, 3].isfinite().any()
+    whole[1, :, :4, 2, 3] = seen[1, :, :4, 2, 3] = 0
+    assert torch.equal(seen, whole)
 
 
 @pytest.mark.parametrize("value", [0.0, 1e6, -3e4 / 7])
@@ -349,6 +388,10 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         ValueError, match=r"a weight \(O, 8, 3, 3\) in torch.float32 is needed, got"
     ):
         kernels.winograd(x, torch.ones(4, 7, 3, 3), None)
+    with pytest.raises(ValueError, match=r"a weight \(O, 8, 3, 1, 1\) in torch.float32 is needed"):
+        kernels.winograd_over_time(x.unsqueeze(2), torch.ones(4, 8, 3, 3, 3), None, (1, 1))
+    with pytest.raises(ValueError, match="1 frames with a padding of"):
+        kernels.winograd_over_time(x.unsqueeze(2), torch.ones(4, 8, 3, 1, 1), None, (1, 0))
     with pytest.raises(ValueError, match="8 values on the CPU are needed, got 4"):
         kernels.winograd(x, torch.ones(8, 8, 3, 3), four)
     for frames, side in ((2, 6), (3, 2)):

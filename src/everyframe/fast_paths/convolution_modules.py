@@ -121,6 +121,59 @@ def suits_winograd(conv: nn.Conv3d, x: Tensor, frame_padding: tuple[int, int], p
     return is_there and saves_products(conv, samples * frames, height, width)
 
 
+class WinogradOverTime(nn.Conv3d):
+    """A convolution of three frames by Winograd's algorithm over time, in float32.
+
+    Its products are float32, so in bfloat16 half of them take as long as all of oneDNN's.
+    """
+
+    is_plain = False
+
+    def forward(self, x_NCTHW: Tensor) -> Tensor:
+        if self.is_plain or not _suits_winograd_over_time(self, x_NCTHW):
+            return super().forward(x_NCTHW)
+        padding = (int(self.padding[0]),) * 2
+        return kernels.winograd_over_time(x_NCTHW, self.weight, self.bias, padding)
+
+
+class WinogradTemporalConv(WinogradOverTime, TemporalConv):
+    """The same, that accepts input without pixels."""
+
+
+class WinogradTemporalTorchConv2d(WinogradOverTime, TemporalTorchConv2d):
+    """The same, with few frames as one of two dimensions."""
+
+
+class WinogradTemporalConv2d(WinogradOverTime, TemporalConv2d):
+    """Both."""
+
+
+#: `_WEIGHT_COST` of a weight over time, which becomes 6 numbers and not 36.
+_TIME_WEIGHT_COST = 300
+
+
+def _suits_winograd_over_time(conv: nn.Conv3d, x: Tensor) -> bool:
+    """Whether `kernels.winograd_over_time` takes this input, and repays."""
+    weight = conv.weight
+    if x.ndim != 5 or {weight.dtype, x.dtype} != {torch.float32} or not kernels.takes(x, weight):
+        return False
+    samples, _, frames, height, width = x.shape
+    frames += 2 * int(conv.padding[0]) - 2
+    pixels = samples * height * width
+    most = _MOST_PRODUCTS[torch.float32] * 3 * frames * pixels
+    return frames > 0 and 6 * -(-frames // 4) * pixels + _TIME_WEIGHT_COST < most
+
+
+def is_winograd_over_time(part: nn.Module) -> bool:
+    """Whether it is a convolution of three frames, with channels enough."""
+    return (
+        is_temporal(part)
+        and isinstance(part, nn.Conv3d)
+        and part.kernel_size[0] == 3
+        and min(part.in_channels, part.out_channels) >= _FEWEST_CHANNELS
+    )
+
+
 #: Multiplications that take as long as to transform one weight, as measured.
 _WEIGHT_COST = 1600
 

@@ -22,8 +22,13 @@ from everyframe.fast_paths.convolution_modules import (
     WinogradChannelsLastConv2d,
     WinogradConv2d,
     WinogradConv3d,
+    WinogradOverTime,
+    WinogradTemporalConv,
+    WinogradTemporalConv2d,
+    WinogradTemporalTorchConv2d,
     is_temporal,
     is_winograd,
+    is_winograd_over_time,
     multiplies,
 )
 from everyframe.fast_paths.diffusers_attention import is_attention, native_kind
@@ -274,6 +279,12 @@ KINDS: Mapping[str, Mapping[type[nn.Module], type[nn.Module]]] = {
     "native-flash": {SelfAttention: NativeSelfAttention, AttentionCore: NativeAttentionCore},
     "onednn-linear": {nn.Linear: OneDNNLinear},
     "temporal-conv": {TemporalConv: TemporalConv2d, nn.Conv3d: TemporalTorchConv2d},
+    "temporal-winograd": {
+        TemporalConv: WinogradTemporalConv,
+        TemporalConv2d: WinogradTemporalConv2d,
+        TemporalTorchConv2d: WinogradTemporalTorchConv2d,
+        nn.Conv3d: WinogradOverTime,
+    },
     "channels-last": {nn.Conv2d: ChannelsLastConv2d},
     "winograd": {
         nn.Conv2d: WinogradConv2d,
@@ -321,6 +332,8 @@ def _suits(path: str, part: nn.Module) -> bool:
         return is_winograd(part)
     if path == "temporal-conv":
         return is_temporal(part)
+    if path == "temporal-winograd":
+        return is_winograd_over_time(part)
     if isinstance(part, nn.GroupNorm):
         return bool(part.affine)
     return not isinstance(part, nn.RMSNorm) or part.weight is not None

@@ -33,6 +33,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gated_linear": (_P, _P, _P, _P, _L, _L, _L, _I, _I),
     "has_halves": (),
     "winograd": (_P, _P, _P, _P, _L, _P, _P, _L, _L, _L, _L, _L, _P, _I, _I),
+    "winograd_over_time": (_P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _L, _P, _I, _I),
 }
 
 #: Most frames and channels of a head of `frame_attention`; heads are multiples of 16 wide.
@@ -258,6 +259,31 @@ def winograd_3d(
         "winograd", x_NCTHW, weight, None if bias is None else _floats(bias, outputs), y, samples,
         (c_long * 3)(*given), (c_long * 3)(*sizes), channels, outputs, taps, front, pad,
         (c_long * 5)(*weight.stride()), _is_bf16(y),
+    )  # fmt: skip
+    return y
+
+
+def winograd_over_time(
+    x_NCTHW: Tensor, weight: Tensor, bias: Tensor | None, frame_padding: tuple[int, int]
+) -> Tensor:
+    """Convolution over time with a weight (O, C, 3, 1, 1), with half of the multiplications.
+
+    So many frames of zeros before the first and after the last; the rest as `winograd_3d`.
+    """
+    samples, channels, frames, height, width = x_NCTHW.shape
+    outputs = weight.shape[0]
+    if weight.shape[1:] != (channels, 3, 1, 1) or weight.dtype != x_NCTHW.dtype:
+        needed = f"a weight (O, {channels}, 3, 1, 1) in {x_NCTHW.dtype} is needed"
+        raise ValueError(f"{needed}, got {tuple(weight.shape)} in {weight.dtype}")
+    made = frames + sum(frame_padding) - 2
+    if made < 1 or min(frame_padding) < 0:
+        raise ValueError(f"{frames} frames with a padding of {frame_padding}")
+    x_NCTHW = x_NCTHW.contiguous(memory_format=torch.channels_last_3d)
+    y = x_NCTHW.new_empty((samples, made, height, width, outputs)).permute(0, 4, 1, 2, 3)
+    _call(
+        "winograd_over_time", x_NCTHW, weight, None if bias is None else _floats(bias, outputs), y,
+        samples, frames, made, height * width, channels, outputs, frame_padding[0],
+        (c_long * 3)(*weight.stride()[:3]), _is_bf16(y),
     )  # fmt: skip
     return y
 

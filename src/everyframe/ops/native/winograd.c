@@ -4,6 +4,9 @@
    One of Tx3x3 over frames is a sum of T such convolutions over shifted frames. Its products are
    those of T times as many input channels, so tiles of T frames lie side by side in one row.
 
+   One of 3x1x1 over time is F(4, 3) of each pixel: a tile is four frames of it, read as six, and has
+   half of the multiplications.
+
    Images are rows of channels (channels last). Each tile of 4x4 outputs is read as 6x6 inputs and
    transformed to 36 numbers a channel; these are multiplied with the transformed weights, one
    matrix product for each of the 36, and transformed back. All of it is float32, whatever the dtype
@@ -36,7 +39,7 @@ typedef struct {
   long frames, from_frames, taps;  /* of a sample: output, input; input frames of an output frame */
   long front, pad;                 /* frames of zeros before the first, pixels of them around */
   long inputs;                     /* channels of all taps */
-  long rows, columns, tiles;       /* tiles of an image, and of all */
+  long rows, columns, tiles;       /* tiles of an image (over time: of frames, of pixels), all */
   long stride_out, stride_in, stride_t, stride_y, stride_x; /* of the weight */
 } Convolution;
 
@@ -81,24 +84,34 @@ INLINE void transform_weight(const floats *g, long step, floats *to, long to_ste
   to[5 * to_step] = g[2 * step];
 }
 
-/* Weights of one panel of output channels and one input channel: LANES of 36, `plane` apart. */
+/* One tap of LANES output channels from `out` on, and of one input channel. */
+INLINE floats read_tap(const Convolution *job, long out, long in, long t, long y, long x,
+                       int is_bf16) {
+  float values[LANES] = {0};
+  long from = out * job->stride_out + in * job->stride_in + t * job->stride_t + y * job->stride_y +
+              x * job->stride_x;
+  for (long lane = 0; lane < smaller(job->outputs - out, LANES); lane++)
+    values[lane] = get(job->weight, from + lane * job->stride_out, is_bf16);
+  return load_lanes(values, 0);
+}
+
+/* Weights of one panel of output channels and one input channel: LANES of each, `plane` apart. */
 INLINE void weight_panel(const Convolution *job, long out, long in, float *to, long plane,
-                         int is_bf16) {
+                         int is_over_time, int is_bf16) {
   for (int part = 0; part < COLUMNS; part++, out += LANES, to += LANES) {
     floats g[9], half[SIDE * 3], whole[AREA];
-    long count = smaller(job->outputs - out, LANES);
-    for (int tap = 0; tap < 9; tap++) {
-      float values[LANES] = {0};
-      long from = out * job->stride_out + in % job->channels * job->stride_in +
-                  in / job->channels * job->stride_t + tap / 3 * job->stride_y +
-                  tap % 3 * job->stride_x;
-      for (long lane = 0; lane < count; lane++)
-        values[lane] = get(job->weight, from + lane * job->stride_out, is_bf16);
-      memcpy(&g[tap], values, sizeof values);
+    if (is_over_time) {
+      for (int t = 0; t < 3; t++) g[t] = read_tap(job, out, in, t, 0, 0, is_bf16);
+      transform_weight(g, 1, whole, 1);
+    } else {
+      for (int tap = 0; tap < 9; tap++)
+        g[tap] = read_tap(job, out, in % job->channels, in / job->channels, tap / 3, tap % 3,
+                          is_bf16);
+      for (int j = 0; j < 3; j++) transform_weight(g + j, 3, half + j, 3);
+      for (int i = 0; i < SIDE; i++) transform_weight(half + i * 3, 1, whole + i * SIDE, 1);
     }
-    for (int j = 0; j < 3; j++) transform_weight(g + j, 3, half + j, 3);
-    for (int i = 0; i < SIDE; i++) transform_weight(half + i * 3, 1, whole + i * SIDE, 1);
-    for (int f = 0; f < AREA; f++) memcpy(to + f * plane, &whole[f], sizeof whole[f]);
+    for (int f = 0; f < (is_over_time ? SIDE : AREA); f++)
+      memcpy(to + f * plane, &whole[f], sizeof whole[f]);
   }
 }
 
@@ -163,49 +176,95 @@ INLINE void write_tile(const Convolution *job, long tile, const float *from, lon
   }
 }
 
-INLINE int convolve(const Convolution *job, int is_bf16, int threads) {
-  long block = MOST_WEIGHTS / (AREA * job->inputs) / PANEL * PANEL;
+/* A tile over time: OUT frames of a pixel. Its sample and pixel, and its first frame. */
+INLINE long pixel_of(const Convolution *job, long tile, long *first) {
+  *first = tile / job->columns % job->rows * OUT;
+  return tile / (job->columns * job->rows);
+}
+
+/* The transformed inputs of a tile over time: a row of channels, `plane` apart. */
+INLINE void read_pixel(const Convolution *job, long tile, float *to, long plane, int is_bf16) {
+  long first, sample = pixel_of(job, tile, &first), pixel = tile % job->columns;
+  for (long c = 0; c < job->channels; c += LANES) {
+    floats d[SIDE], whole[SIDE];
+    for (int i = 0; i < SIDE; i++) {
+      long frame = first + i - job->front;
+      long place = ((sample * job->from_frames + frame) * job->columns + pixel) * job->channels;
+      d[i] = frame >= 0 && frame < job->from_frames
+                 ? load(job->x, place + c, job->channels - c, is_bf16)
+                 : all(0);
+    }
+    transform_input(d, whole, 1);
+    for (int f = 0; f < SIDE; f++) memcpy(to + f * plane + c, &whole[f], sizeof whole[f]);
+  }
+}
+
+/* Writes a tile over time: `count` output channels from `from_channel` on. */
+INLINE void write_pixel(const Convolution *job, long tile, const float *from, long plane,
+                        long from_channel, long count, int is_bf16) {
+  long first, sample = pixel_of(job, tile, &first), pixel = tile % job->columns;
+  for (long c = 0; c < count; c += LANES) {
+    floats m[SIDE], line[OUT];
+    floats bias = job->bias ? load(job->bias, from_channel + c, count - c, 0) : all(0);
+    for (int i = 0; i < SIDE; i++) m[i] = load_lanes(from + i * plane + c, 0);
+    transform_output(m, line, 1);
+    for (int j = 0; j < OUT && first + j < job->frames; j++) {
+      long row = (sample * job->frames + first + j) * job->columns + pixel;
+      store(job->y, row * job->outputs + from_channel + c, count - c, line[j] + bias, is_bf16);
+    }
+  }
+}
+
+INLINE int convolve(const Convolution *job, int is_over_time, int is_bf16, int threads) {
+  const long area = is_over_time ? SIDE : AREA;
+  long block = MOST_WEIGHTS / (area * job->inputs) / PANEL * PANEL;
   block = smaller(block < LEAST_PANELS * PANEL ? LEAST_PANELS * PANEL : block,
                   round_up(job->outputs, PANEL));
   long a_step = odd_lines(job->inputs), c_step = odd_lines(block);
-  long piece = MOST_NUMBERS / (AREA * (a_step + c_step)) / ROWS * ROWS;
-  long least = AREA * job->inputs * block <= MOST_WEIGHTS ? FEW_TILES : MANY_TILES;
+  long piece = MOST_NUMBERS / (area * (a_step + c_step)) / ROWS * ROWS;
+  long least = area * job->inputs * block <= MOST_WEIGHTS ? FEW_TILES : MANY_TILES;
   piece = smaller(piece < least ? least : piece,
                   round_up((job->tiles + threads - 1) / threads, ROWS));
   long a_plane = odd_lines(piece * a_step), c_plane = odd_lines(piece * c_step);
   long pieces = (job->tiles + piece - 1) / piece;
-  float *weights = aligned_alloc(64, AREA * odd_lines(job->inputs * block) * sizeof(float));
-  float *scratch = aligned_alloc(64, threads * AREA * (a_plane + c_plane) * sizeof(float));
+  float *weights = aligned_alloc(64, area * odd_lines(job->inputs * block) * sizeof(float));
+  float *scratch = aligned_alloc(64, threads * area * (a_plane + c_plane) * sizeof(float));
   if (!weights || !scratch) {
     free(weights), free(scratch);
     return 1;
   }
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    float *a = scratch + this_thread() * AREA * (a_plane + c_plane), *c = a + AREA * a_plane;
+    float *a = scratch + this_thread() * area * (a_plane + c_plane), *c = a + area * a_plane;
     for (long first = 0; first < job->outputs; first += block) {
       long count = smaller(block, job->outputs - first), panels = (count + PANEL - 1) / PANEL;
       long plane = odd_lines(job->inputs * panels * PANEL);
 #pragma omp for schedule(static)
       for (long i = 0; i < panels * job->inputs; i++)
         weight_panel(job, first + i / job->inputs * PANEL, i % job->inputs, weights + i * PANEL,
-                     plane, is_bf16);
+                     plane, is_over_time, is_bf16);
 #pragma omp for schedule(static)
       for (long p = 0; p < pieces; p++) {
         long start = p * piece, many = smaller(piece, job->tiles - start);
         for (long t = 0; t < many; t++)
-          read_tile(job, start + t, a + t * a_step, a_plane, is_bf16);
+          if (is_over_time)
+            read_pixel(job, start + t, a + t * a_step, a_plane, is_bf16);
+          else
+            read_tile(job, start + t, a + t * a_step, a_plane, is_bf16);
         /* Rows that are left over: zeros, as what lies there may be slow. */
-        for (int f = 0; f < AREA && many % ROWS; f++)
+        for (int f = 0; f < area && many % ROWS; f++)
           memset(a + f * a_plane + many * a_step, 0, (ROWS - many % ROWS) * a_step * sizeof(float));
-        for (int f = 0; f < AREA; f++)
+        for (int f = 0; f < area; f++)
           for (long n = 0; n < panels; n++)
             for (long t = 0; t < many; t += ROWS)
               product(a + f * a_plane + t * a_step, a_step,
                       weights + f * plane + n * job->inputs * PANEL, job->inputs,
                       c + f * c_plane + t * c_step + n * PANEL, c_step, 0);
         for (long t = 0; t < many; t++)
-          write_tile(job, start + t, c + t * c_step, c_plane, first, count, is_bf16);
+          if (is_over_time)
+            write_pixel(job, start + t, c + t * c_step, c_plane, first, count, is_bf16);
+          else
+            write_tile(job, start + t, c + t * c_step, c_plane, first, count, is_bf16);
       }
     }
   }
@@ -230,7 +289,22 @@ EXPORT int winograd(const void *x, const void *weight, const float *bias, void *
       .stride_out = strides[0], .stride_in = strides[1], .stride_t = strides[2],
       .stride_y = strides[3], .stride_x = strides[4],
   };
-  return is_bf16 ? convolve(&job, 1, threads) : convolve(&job, 0, threads);
+  return is_bf16 ? convolve(&job, 0, 1, threads) : convolve(&job, 0, 0, threads);
+}
+
+/* The same over time, of samples of `from` frames of so many pixels, to so many frames. */
+EXPORT int winograd_over_time(const void *x, const void *weight, const float *bias, void *y,
+                              long samples, long from, long to, long pixels, long channels,
+                              long outputs, long front, const long *strides, int is_bf16,
+                              int threads) {
+  long rows = (to + OUT - 1) / OUT;
+  Convolution job = {
+      .x = x, .weight = weight, .bias = bias, .y = y, .outputs = outputs, .channels = channels,
+      .frames = to, .from_frames = from, .front = front, .inputs = channels,
+      .rows = rows, .columns = pixels, .tiles = samples * rows * pixels,
+      .stride_out = strides[0], .stride_in = strides[1], .stride_t = strides[2],
+  };
+  return is_bf16 ? convolve(&job, 1, 1, threads) : convolve(&job, 1, 0, threads);
 }
 
 #undef A
