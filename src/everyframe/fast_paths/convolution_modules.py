@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from everyframe.fast_paths import path_sizes
 from everyframe.ops.convolution import TemporalConv
 from everyframe.ops.native import kernels
+from everyframe.precision.dtypes import dtype_name
 
 
 def multiplies(x: Tensor, weight: Tensor) -> bool:
@@ -121,26 +123,10 @@ def suits_winograd(conv: nn.Conv3d, x: Tensor, frame_padding: tuple[int, int], p
     return is_there and saves_products(conv, samples * frames, height, width)
 
 
-#: Multiplications that take as long as to transform one weight, as measured.
-_WEIGHT_COST = 1600
-
-#: Share of a convolution's multiplications that Winograd's may have. Its own are float32: oneDNN
-#: computes two in bfloat16 in that time.
-_MOST_PRODUCTS = {torch.float32: 0.9, torch.bfloat16: 0.45}
-#: Most input channels in bfloat16: with 1280 it was as fast as oneDNN, with 2560 slower.
-_MOST_CHANNELS = 640
-#: Fewest channels of a convolution by Winograd's algorithm: fewer leave lanes of it empty.
-_FEWEST_CHANNELS = 32
-
-
 def saves_products(conv: nn.Conv2d | nn.Conv3d, images: int, height: int, width: int) -> bool:
-    """Whether tiles of 4x4, whole at the edges too, need fewer multiplications than pixels do."""
-    weight = conv.weight
-    if weight.dtype == torch.bfloat16 and weight[0, ..., 0, 0].numel() > _MOST_CHANNELS:
-        return False
-    tiles = images * -(-height // 4) * -(-width // 4)
-    most = _MOST_PRODUCTS[weight.dtype] * 9 * images * height * width
-    return 36 * tiles + _WEIGHT_COST < most
+    """See `path_sizes.saves_products`."""
+    inputs, dtype = conv.weight[0, ..., 0, 0].numel(), dtype_name(conv.weight.dtype)
+    return path_sizes.saves_products(dtype, inputs, images, height, width)
 
 
 def is_winograd(part: nn.Module) -> bool:
@@ -149,7 +135,7 @@ def is_winograd(part: nn.Module) -> bool:
         return False
     if (
         part.kernel_size[-2:] != (3, 3)
-        or min(part.in_channels, part.out_channels) < _FEWEST_CHANNELS
+        or min(part.in_channels, part.out_channels) < path_sizes.FEWEST_CHANNELS
     ):
         return False
     if isinstance(part, nn.Conv2d):
