@@ -16,6 +16,7 @@ import everyframe
 from everyframe.core.plan import FastPathChoice
 from everyframe.fast_paths import certificates
 from everyframe.fast_paths.certificates import digest
+from everyframe.fast_paths.constant_results import CachedConstants
 from everyframe.fast_paths.extract_blocks import blocks_of
 from everyframe.ops.attention import by_kernel
 from everyframe.planning import component_certificates, list_fast_paths
@@ -124,6 +125,22 @@ def test_scores_of_plain_attention_are_in_the_forecast(folder: Path) -> None:
         for kernel in ("math", "flash")
     )
     assert plain.working_bytes > fast.working_bytes
+
+
+def test_constant_results_are_in_the_forecast(folder: Path) -> None:
+    """As many as are stored at most, which are 64 MB of a small model."""
+    plain, cached = (
+        prepared(folder, paths={"transformer": paths}, force=True)
+        for paths in ((), ("cached-constants",))
+    )
+    assert paths_of(cached)["transformer"] == ("cached-constants",)
+    grown = {
+        part.name: part.working_bytes - plain.plan.component(part.name).working_bytes
+        for part in cached.plan.components
+    }
+    most = CachedConstants(torch.nn.Linear(2, 2))._memory.left
+    assert grown == {"transformer": most, "text_encoder": 0, "vae": 0}
+    assert most == 64 * 2**20
 
 
 def test_half_precision_has_to_be_certified_too(

@@ -22,8 +22,6 @@ from everyframe.fast_paths import convolution_modules, cpu_modules, gated_linear
 from everyframe.fast_paths.apply import applies_to, swap_modules
 from everyframe.fast_paths.benchmark import ComparisonResult, relative_error, run_comparisons
 from everyframe.fast_paths.certify import certify
-from everyframe.fast_paths.cpu_modules import OneDNNLinear, onednn_linear
-from everyframe.fast_paths.fast_modules import LinearGelu
 from everyframe.fast_paths.registry import CATALOGUE
 from everyframe.ops.attention import AttentionCore
 from everyframe.ops.modulation import GatedAdd
@@ -117,32 +115,6 @@ def test_in_half_precision_the_error_is_no_larger(plain: unet.VideoUNet) -> None
     assert 1e-3 < errors[0] < 3e-2
     # It rounds less often.
     assert errors[1] < 1.1 * errors[0]
-
-
-def test_linear_layers_where_onednn_has_no_products_in_bfloat16(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On CPUs without AVX-512 its operator raises: torch computes."""
-    made = onednn_linear
-
-    def refuses_bfloat16(x: Tensor, *rest: Any) -> Tensor:
-        if x.dtype == torch.bfloat16:
-            raise RuntimeError("could not create a primitive descriptor")
-        return made(x, *rest)
-
-    cpu_modules._multiplies_in.cache_clear()
-    monkeypatch.setattr(cpu_modules, "onednn_linear", refuses_bfloat16)
-    torch.manual_seed(0)
-    try:
-        for linear in (OneDNNLinear(24, 40), LinearGelu(nn.Linear(24, 40), "none")):
-            x = torch.randn(8, 24)
-            with torch.inference_mode():
-                want = linear(x)
-                got = linear.bfloat16()(x.bfloat16())
-            # Three significant digits in bfloat16, and one rounding of weights and inputs.
-            assert relative_error(got, want) < 1e-2
-    finally:
-        cpu_modules._multiplies_in.cache_clear()
 
 
 class Norms(nn.Module):

@@ -10,8 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from everyframe.core.facts import DeviceFacts
+from everyframe.dry_run import executor
+from everyframe.dry_run.result import DryRunResult
 from everyframe.families.svd.unet import VideoUNet
+from everyframe.fast_paths import deep_features
 from everyframe.fast_paths.deep_features import DeepFeatures, deep_modules
+from everyframe.fast_paths.path_sizes import feature_bytes
 
 SIZES: dict[str, Any] = {
     "block_out_channels": (8, 8), "layers_per_block": 2, "sample_size": 8, "cross_attention_dim": 16
@@ -22,6 +27,7 @@ SPATIO_TEMPORAL: dict[str, Any] = {
     "up_block_types": ("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
     "projection_class_embeddings_input_dim": 24, "addition_time_embed_dim": 8,
 }  # fmt: skip
+CPU = DeviceFacts("a processor", "cpu", None, 10**10, 10**10)
 ADDED = torch.tensor([[6.0, 127.0, 0.02]])
 
 Call = Callable[[Tensor, float], Tensor]
@@ -157,3 +163,47 @@ def test_what_is_left_out_lies_in_no_other(unet: tuple[Any, Call]) -> None:
     deep = list(deep_modules(unet[0]))
     inside = [each for one in deep for each in one.modules() if each is not one]
     assert not {*map(id, deep)} & {*map(id, inside)}
+
+
+@pytest.mark.parametrize("num_calls", [1, 2])
+def test_a_plan_counts_what_whole_steps_hold(unet: tuple[Any, Call], num_calls: int) -> None:
+    """Counted in dry runs: a step, and the second of two steps with features."""
+    module, call = unet
+    given = [drawn(seed, 1024) for seed in range(num_calls)]
+
+    def steps(features: DeepFeatures | None = None) -> None:
+        for _ in range(1 if features is None else 2):
+            if features is not None:
+                features.begin()
+            for x in given:
+                call(x, 3.0)
+
+    def with_features() -> None:
+        with DeepFeatures(module) as features:
+            steps(features)
+
+    def found(run: Callable[[], None]) -> DryRunResult:
+        parts = {"unet": executor.DryRunModule(module, None)}
+        results = executor.dry_run_modules(parts, lambda _: run(), CPU, is_foreign=True)
+        assert not results.stopped
+        return results.found["unet"]
+
+    plain, deep = found(steps), found(with_features)
+    held = deep.working_bytes - plain.working_bytes
+    counted = feature_bytes(plain.work.products, 4)
+    # What is new is alive anyway in some UNets, as the next layers read it. Other results are four
+    # bytes each.
+    assert counted * num_calls / (num_calls + 1) <= held <= counted + 400
+
+
+def test_features_are_compared_a_frame_at_a_time() -> None:
+    old, new = (drawn(seed, 16, 4, 8, 8).bfloat16() for seed in (1, 2))
+    want = (new.double() - old.double()).norm() / new.double().norm()
+    assert deep_features._relative_change(old, new) == pytest.approx(float(want), rel=1e-12)
+    parts = {"": executor.DryRunModule(nn.Identity(), None)}
+    given = [each.to("meta") for each in (old, new)]
+    found = executor.dry_run_modules(
+        parts, lambda _: deep_features._relative_change(*given), CPU, is_foreign=True
+    ).found[""]
+    # As float64, one tensor of all frames has four times the bytes.
+    assert found.working_bytes < old.nbytes

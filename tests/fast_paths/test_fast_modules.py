@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from everyframe.core.plan import Precision
 from everyframe.dry_run.call import DryRunCall
 from everyframe.families.opensora.config import STDiT3Config
 from everyframe.families.opensora.stdit3 import STDiT3
+from everyframe.fast_paths import cpu_modules
 from everyframe.fast_paths.apply import applies_to, swap_modules
-from everyframe.fast_paths.benchmark import run_comparisons
-from everyframe.fast_paths.cpu_modules import OneDNNLinear
+from everyframe.fast_paths.benchmark import relative_error, run_comparisons
+from everyframe.fast_paths.cpu_modules import OneDNNLinear, onednn_linear
 from everyframe.fast_paths.fast_modules import (
     CachedEmbedding,
     LinearGelu,
@@ -191,3 +193,29 @@ def test_a_compiled_block_has_no_operator_that_torch_can_not_compile() -> None:
     called = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
     assert any("linear" in name for name in called)
     assert not any("mkldnn" in name for name in called)
+
+
+def test_linear_layers_where_onednn_has_no_products_in_bfloat16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On CPUs without AVX-512 its operator raises: torch computes."""
+    made = onednn_linear
+
+    def refuses_bfloat16(x: Tensor, *rest: Any) -> Tensor:
+        if x.dtype == torch.bfloat16:
+            raise RuntimeError("could not create a primitive descriptor")
+        return made(x, *rest)
+
+    cpu_modules._multiplies_in.cache_clear()
+    monkeypatch.setattr(cpu_modules, "onednn_linear", refuses_bfloat16)
+    torch.manual_seed(0)
+    try:
+        for linear in (OneDNNLinear(24, 40), LinearGelu(nn.Linear(24, 40), "none")):
+            x = torch.randn(8, 24)
+            with torch.inference_mode():
+                want = linear(x)
+                got = linear.bfloat16()(x.bfloat16())
+            # Three significant digits in bfloat16, and one rounding of weights and inputs.
+            assert relative_error(got, want) < 1e-2
+    finally:
+        cpu_modules._multiplies_in.cache_clear()

@@ -26,15 +26,13 @@ from everyframe.fast_paths.constant_modules import (
     result_tensors,
 )
 from everyframe.fast_paths.fast_modules import state_key
+from everyframe.fast_paths.path_sizes import constant_bytes
 from everyframe.numerics.tensor_stats import value_range
 from everyframe.ops.call_override import override_call
 
 #: Most stored results of a module: one for each guidance branch, and some to spare. A module that
 #: needs more is computed from then on.
 MOST_RESULTS = 4
-
-#: All stored results of a model take so much of its weights' bytes at most, and at least the other.
-LARGEST_SHARE, SMALLEST_BYTES = 1 / 16, 64 * 2**20
 
 #: Integers of each size in bytes, to compare bits.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -57,7 +55,7 @@ def can_cache(model: nn.Module) -> bool:
 class _Memory:
     """Bytes left for stored results."""
 
-    left: float
+    left: int
 
 
 class _Stored:
@@ -217,7 +215,7 @@ class CachedConstants:
     ) -> None:
         self._model, self._is_paused, self.modules = model, is_paused, modules
         weights = sum(each.numel() * each.element_size() for each in model.parameters())
-        self._memory = _Memory(max(weights * LARGEST_SHARE, SMALLEST_BYTES))
+        self._memory = _Memory(constant_bytes(weights))
         self._on = ExitStack()
 
     def __enter__(self) -> CachedConstants:

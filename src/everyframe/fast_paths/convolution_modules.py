@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from everyframe.fast_paths import path_sizes
 from everyframe.ops.convolution import TemporalConv
 from everyframe.ops.native import kernels
+from everyframe.precision.dtypes import dtype_name
 
 
 def multiplies(x: Tensor, weight: Tensor) -> bool:
@@ -148,10 +150,6 @@ class WinogradTemporalConv2d(WinogradOverTime, TemporalConv2d):
     """Both."""
 
 
-#: `_WEIGHT_COST` of a weight over time, which becomes 6 numbers and not 36.
-_TIME_WEIGHT_COST = 300
-
-
 def _suits_winograd_over_time(conv: nn.Conv3d, x: Tensor) -> bool:
     """Whether `kernels.winograd_over_time` takes this input, and repays."""
     weight = conv.weight
@@ -159,9 +157,7 @@ def _suits_winograd_over_time(conv: nn.Conv3d, x: Tensor) -> bool:
         return False
     samples, _, frames, height, width = x.shape
     frames += 2 * int(conv.padding[0]) - 2
-    pixels = samples * height * width
-    most = _MOST_PRODUCTS[torch.float32] * 3 * frames * pixels
-    return frames > 0 and 6 * -(-frames // 4) * pixels + _TIME_WEIGHT_COST < most
+    return frames > 0 and path_sizes.saves_products_over_time(frames, samples * height * width)
 
 
 def is_winograd_over_time(part: nn.Module) -> bool:
@@ -170,30 +166,14 @@ def is_winograd_over_time(part: nn.Module) -> bool:
         is_temporal(part)
         and isinstance(part, nn.Conv3d)
         and part.kernel_size[0] == 3
-        and min(part.in_channels, part.out_channels) >= _FEWEST_CHANNELS
+        and min(part.in_channels, part.out_channels) >= path_sizes.FEWEST_CHANNELS
     )
 
 
-#: Multiplications that take as long as to transform one weight, as measured.
-_WEIGHT_COST = 1600
-
-#: Share of a convolution's multiplications that Winograd's may have. Its own are float32: oneDNN
-#: computes two in bfloat16 in that time.
-_MOST_PRODUCTS = {torch.float32: 0.9, torch.bfloat16: 0.45}
-#: Most input channels in bfloat16: with 1280 it was as fast as oneDNN, with 2560 slower.
-_MOST_CHANNELS = 640
-#: Fewest channels of a convolution by Winograd's algorithm: fewer leave lanes of it empty.
-_FEWEST_CHANNELS = 32
-
-
 def saves_products(conv: nn.Conv2d | nn.Conv3d, images: int, height: int, width: int) -> bool:
-    """Whether tiles of 4x4, whole at the edges too, need fewer multiplications than pixels do."""
-    weight = conv.weight
-    if weight.dtype == torch.bfloat16 and weight[0, ..., 0, 0].numel() > _MOST_CHANNELS:
-        return False
-    tiles = images * -(-height // 4) * -(-width // 4)
-    most = _MOST_PRODUCTS[weight.dtype] * 9 * images * height * width
-    return 36 * tiles + _WEIGHT_COST < most
+    """See `path_sizes.saves_products`."""
+    inputs, dtype = conv.weight[0, ..., 0, 0].numel(), dtype_name(conv.weight.dtype)
+    return path_sizes.saves_products(dtype, inputs, images, height, width)
 
 
 def is_winograd(part: nn.Module) -> bool:
@@ -202,7 +182,7 @@ def is_winograd(part: nn.Module) -> bool:
         return False
     if (
         part.kernel_size[-2:] != (3, 3)
-        or min(part.in_channels, part.out_channels) < _FEWEST_CHANNELS
+        or min(part.in_channels, part.out_channels) < path_sizes.FEWEST_CHANNELS
     ):
         return False
     if isinstance(part, nn.Conv2d):

@@ -65,6 +65,18 @@ def _size_of(tensor: Tensor) -> Tensor:
     return tensor.new_zeros(()).expand(tensor.shape)
 
 
+def _relative_change(old: Tensor, new: Tensor) -> float:
+    """Norm of the difference over the norm of `new`, in float64.
+
+    A frame at a time: float64 of all of them would take more memory than a call of the UNet.
+    """
+    change, size = torch.zeros(2, dtype=torch.float64, device=new.device)
+    for before, now in zip(old, new, strict=True):
+        change += (now.double() - before.double()).square().sum()
+        size += now.double().square().sum()
+    return float((change / size).sqrt())
+
+
 class DeepFeatures:
     """Context: calls of a UNet compute its deep layers, or with `is_shallow` take earlier results.
 
@@ -147,8 +159,7 @@ class DeepFeatures:
         old, new = before.last if before is not None else None, now.last
         self.drift = None if number == 0 else self.drift
         if old is not None and new is not None:
-            own = float((new.double() - old.double()).norm() / new.double().norm())
-            self.drift = max(own, self.drift or 0.0)
+            self.drift = max(_relative_change(old, new), self.drift or 0.0)
 
     def _deep(self, base: type[nn.Module], own: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._reading is not None:

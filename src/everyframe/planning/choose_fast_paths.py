@@ -111,6 +111,7 @@ class FastPathChooser:
         certificates: None for a machine that is not this one.
         known: paths blocked by known issues.
         expects: list untried paths as expected: the plan is only shown, or is for another machine.
+        num_threads: CPU threads, each of which has scratch of its own in some paths.
     """
 
     device: DeviceFacts
@@ -118,6 +119,7 @@ class FastPathChooser:
     certificates: Certificates | None = None
     known: BlockedPaths = field(default_factory=BlockedPaths)
     expects: bool = True
+    num_threads: int = 1
 
     def dtype(
         self,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.parallel_plan import ParallelPlan
 from everyframe.core.plan import PACKED, PRODUCTS, ComponentPlan, Precision, Repair, Settings
+from everyframe.fast_paths.path_sizes import constant_bytes, feature_bytes, scratch_bytes
 from everyframe.planning.choose_fast_paths import (
     FastPathChooser,
     fast_path_notes,
@@ -71,7 +72,10 @@ ON_DEVICE = WeightPlacement()
 
 @dataclass(frozen=True)
 class PlannedComponent:
-    """One component at certain settings: its plan, its dry runs, and notes for a person."""
+    """One component at certain settings: its plan, its dry runs, and notes for a person.
+
+    The dry runs' working memory has that of fast paths and of a lossy method in it.
+    """
 
     plan: ComponentPlan
     runs: tuple[DryRun, ...]
@@ -87,9 +91,7 @@ class PlannedComponent:
         too_large = any(run.too_large for run in runs)
         if stage is None or not runs:
             return self.plan.peak_bytes, too_large
-        working = max(run.found.working_bytes for run in runs) + score_bytes(
-            runs, self.plan.fast_paths
-        )
+        working = max(run.found.working_bytes for run in runs)
         return self.plan.on_device_bytes + working, too_large
 
 
@@ -189,6 +191,7 @@ class ComponentPlanner:
         if self.shards:
             where = replace(where, holders=max(where.holders, self.holders_of(component)))
         weights = self._weight_bytes(component, settings, precision, remedies)
+        runs = tuple(self._with_paths(run, precision, settings, paths, weights) for run in runs)
         # A pipeline's parts are read by diffusers and transformers, whole.
         is_ours = not any(run.stage_call.is_foreign for run in runs)
         waits = weights + frame_bytes(settings) if is_ours else 0
@@ -201,8 +204,7 @@ class ComponentPlanner:
             device=self.device.torch_name,
             precision=precision,
             weight_bytes=weights,
-            working_bytes=self._working_bytes(component, runs, precision)
-            + score_bytes(runs, paths),
+            working_bytes=self._working_bytes(component, runs, precision),
             **self._elsewhere(runs, precision, waits, where),
             repairs=remedies,
             fast_paths=paths,
@@ -213,6 +215,24 @@ class ComponentPlanner:
         return PlannedComponent(
             plan, runs, (*notes, *(note for run in runs for note in run.notes()))
         )
+
+    def _with_paths(
+        self,
+        run: DryRun,
+        precision: Precision,
+        settings: Settings,
+        paths: Sequence[str] | None,
+        weights: int,
+    ) -> DryRun:
+        """The dry run with the memory of its fast paths and its lossy method at the peak."""
+        products, threads = run.found.work.products, self._precisions.chooser.num_threads
+        more = score_bytes((run,), paths)
+        more += scratch_bytes((each for each, _ in products), paths or (), threads)
+        if run.stage_call.denoises:
+            more += constant_bytes(weights) if "cached-constants" in (paths or ()) else 0
+            if settings.method is not None and settings.method.is_cache:
+                more += feature_bytes(products, num_bytes(precision.compute))
+        return replace(run, found=replace(run.found, working_bytes=run.found.working_bytes + more))
 
     def _elsewhere(
         self, runs: Sequence[DryRun], precision: Precision, waits: int, where: WeightPlacement

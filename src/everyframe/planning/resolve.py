@@ -298,6 +298,7 @@ def _chooser(
         component_certificates.Certificates(device, num_threads) if is_here and alike else None,
         known(facts, device, is_here=is_here).and_these(AVOIDED if len(devices) > 1 else {}),
         expects=alike,
+        num_threads=num_threads,
     )
 
 
