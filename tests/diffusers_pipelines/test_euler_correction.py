@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import everyframe
 from everyframe.core.errors import InputError
 from everyframe.core.events import ErrorEstimated, Event
-from everyframe.core.quality import SamplingMethod, parse_quality
+from everyframe.core.quality import SamplingMethod, parse_method
 from everyframe.diffusers_pipelines.answer_prediction import PredictedAnswers
 from everyframe.diffusers_pipelines.call_budget import CallBudget
 from everyframe.diffusers_pipelines.euler_correction import CorrectedAnswers, why_no_euler
@@ -113,8 +113,8 @@ def by_family(method: SamplingMethod, sigmas: Tensor) -> Tensor:
 
 
 def named(text: str) -> SamplingMethod:
-    found = parse_quality(text)
-    assert isinstance(found, SamplingMethod)
+    found = parse_method(text).sampling
+    assert found is not None
     return found
 
 
