@@ -1,11 +1,12 @@
 """Products in eight bits as a part of quality: named, chosen by a budget, recorded, gone on with.
 
-torchao's products are planted as float32 ones of rounded rows, which every machine computes;
-`diffusers_pipelines/test_quantized_products.py` has torchao's own.
+torchao's products are planted as float32 ones of rounded rows, which every machine computes, but
+for one test; `diffusers_pipelines/test_quantized_products.py` has more with torchao's own.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,17 @@ def test_a_named_method_has_both_losses(model: Path) -> None:
     assert not differ(multiplied, made(model, quantize=KIND)), "the option of that name"
     assert both.record["plan"]["quality"]["method"] == BOTH
     assert both.record["plan"]["quality"]["why"] == "named, not measured"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao isn't installed")
+def test_a_named_method_has_torchao_s_products(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certify_as(monkeypatch, "certified", 1.5)
+    both = made(model, quality=BOTH)
+    assert multiplies(both.record)
+    assert not differ(both, made(model, quality=SAMPLING, quantize=KIND))
+    assert differ(both, made(model, quality=SAMPLING, quantize="int8"))
 
 
 def test_a_named_product_that_is_refused_is_not_claimed(
@@ -215,12 +227,16 @@ def test_a_record_makes_the_same_bits_whatever_is_calibrated_by_then(
     assert (quality["method"], quality["why"]) == (method, "as recorded")
     # Another quality leaves the products out that the first one chose, and may name its own.
     exact = made(model)
-    for other, same_as in (("exact", exact), (ALONE, made(model, quality=ALONE))):
-        video = everyframe.generate(
-            from_record=first, model=str(model), run_dir="off", quality=other
-        )
+    multiplied = made(model, quality=ALONE)
+    for record, other, expected in (
+        (first, {"quality": "exact"}, exact),
+        (first, {"quality": ALONE}, multiplied),
+        (exact, {"quality": ALONE}, multiplied),
+        (exact, {"quantize": KIND}, multiplied),
+    ):
+        video = everyframe.generate(from_record=record, model=str(model), run_dir="off", **other)
         assert isinstance(video, everyframe.Video)
-        assert not differ(video, same_as), other
+        assert not differ(video, expected), other
 
 
 @pytest.mark.usefixtures("certified")
