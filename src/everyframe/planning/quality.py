@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TypeAlias
 
 from everyframe.checkpoints.digest import known_digest
 from everyframe.core.errors import CheckpointError, InputError
@@ -31,6 +31,8 @@ from everyframe.fast_paths.certificates import device_key, digest
 from everyframe.fast_paths.registry import switched_off
 from everyframe.planning.choose_fast_paths import has_torchao
 from everyframe.planning.component_precision import can_multiply
+from everyframe.planning.load_balancing import BalancedPlan
+from everyframe.planning.memory_fit import FitResult, MemoryFit
 from everyframe.runtime.interface import LossySpec, ModelSpec
 from everyframe.runtime.patchable import digest_with_loras, patches_of
 
@@ -48,12 +50,11 @@ class QualityChoice:
     products: str = ""
 
 
-_Fit = TypeVar("_Fit")
+_Fit: TypeAlias = tuple[BalancedPlan, MemoryFit, FitResult]
 
 
 def fit_to_quality(
     fit: Callable[[Settings, str], _Fit],
-    components_of: Callable[[_Fit], Sequence[ComponentPlan]],
     request: Request,
     model: ModelSpec,
     settings: Settings,
@@ -64,14 +65,14 @@ def fit_to_quality(
     Products that this run's trial refuses are not chosen.
     """
     exact = fit(settings, "")
-    choice = choose_method(request, model, settings, components_of(exact), device)
+    choice = choose_method(request, model, settings, exact[-1].components, device)
     if (choice.settings, choice.products) == (settings, ""):
         return exact, choice
     found = fit(choice.settings, choice.products)
-    if choice.products in ("", *kinds_of(components_of(found))):
+    if choice.products in ("", *kinds_of(found[-1].components)):
         return found, choice
     without = Request(**{**request.given(), "disable": (*request.disable, choice.products)})
-    found, other = fit_to_quality(fit, components_of, without, model, settings, device)
+    found, other = fit_to_quality(fit, without, model, settings, device)
     note = f"quality {request.quality}: without {choice.products}, which is not certified here"
     return found, replace(other, notes=(note, *other.notes))
 

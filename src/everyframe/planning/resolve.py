@@ -129,7 +129,7 @@ def prepare(
     is_foreign = given is None and request.model is not None
     with config_errors(str(request.model)) if is_foreign else nullcontext():
         return _prepared(
-            request, may_fetch, num_threads, devices, given, profile,
+            with_named_products(request), may_fetch, num_threads, devices, given, profile,
             with_seconds=with_seconds, will_run=will_run, freed=freed,
         )  # fmt: skip
 
@@ -146,7 +146,6 @@ def _prepared(
     will_run: bool,
     freed: Freed | None,
 ) -> PreparedPlan:
-    request = with_named_products(request)
     model, family_name = _model(request, given, may_fetch=may_fetch)
     # Before the machine is looked at, which takes torch: what cannot be asked is refused at once.
     settings, notes = model.settle(request, random_seed() if request.seed is None else request.seed)
@@ -163,16 +162,10 @@ def _prepared(
     fitting = _fitting(model, facts, device, request, chooser, is_own=is_own)
 
     def fit(settings: Settings, products: str) -> _Fit:
-        own = fitting
-        if products:
-            chosen = QuantizationChoice(products)
-            own = replace(fitting, parts=replace(fitting.parts, quantising=chosen))
-        shared = partial(_shares, request, model, settings, devices, num_threads, own)
+        shared = partial(_shares, request, model, settings, products, devices, num_threads, fitting)
         return _fitted(shared, request, settings, chooser, will_run=will_run)
 
-    (shares, fit_used, fitted), quality = fit_to_quality(
-        fit, lambda found: found[-1].components, request, model, settings, device
-    )
+    (shares, fit_used, fitted), quality = fit_to_quality(fit, request, model, settings, device)
     preview, preview_notes = plan_previews(request, model, fitted.settings)
     unread = model.unread(settings) if with_seconds and isinstance(model, PromptReadingSpec) else ()
     notes = (*notes, *quality.notes, *preview_notes, *unread)
@@ -248,6 +241,7 @@ def _shares(
     request: Request,
     model: ModelSpec,
     settings: Settings,
+    products: str,
     devices: Sequence[DeviceFacts],
     num_threads: int,
     fitting: MemoryFit,
@@ -257,9 +251,12 @@ def _shares(
 ) -> BalancedPlan:
     """Divide the work among devices, which may be unequal.
 
-    `shards`: several devices per video, to shard its weights; `together`: split CFG on request
-    only.
+    `products`: those of the denoiser, if a budget chose them; `shards`: several devices per video,
+    to shard its weights; `together`: split CFG on request only.
     """
+    if products:
+        chosen = QuantizationChoice(products)
+        fitting = replace(fitting, parts=replace(fitting.parts, quantising=chosen))
     asked = shares_asked(request, len(devices))
     dtype = speed_dtype(DTYPES[request.dtype])
 
