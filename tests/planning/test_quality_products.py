@@ -139,7 +139,7 @@ def test_a_named_product_that_is_refused_is_not_claimed(
         ({"quality": BOTH, "quantize": "int8"}, "both say how linear layers are computed"),
         ({"quality": BOTH, "disable": KIND}, f"{BOTH}: {KIND} is disabled"),
         ({"quality": ALONE, "disable": KIND}, f"{ALONE}: {KIND} is disabled"),
-        ({"quality": BOTH, "disable": "abm2"}, f"{BOTH}: abm2 is disabled"),
+        ({"quality": BOTH, "disable": "abm2"}, f"{SAMPLING}: abm2 is disabled"),
         ({"quality": "abm2@4+fp8-scaled"}, "needs a CUDA card of compute capability 8.9 or later"),
         ({"quality": BOTH, "compile": True}, "and compile: give one of them"),
     ],

@@ -132,9 +132,11 @@ def choose_method(
         return QualityChoice(settings)
     if request.method is not None or kind:
         method = LossyMethod(request.method, kind)
-        return _chosen(request, model, settings, method, "as recorded")
+        return _chosen(request, model, settings, method, components, "as recorded")
     if isinstance(asked, LossyMethod):
-        return _named(request, model, settings, asked, components)
+        if asked.products in switched_off(request.disable):
+            raise InputError(f"quality {asked}: {asked.products} is disabled (--disable)")
+        return _chosen(request, model, settings, asked, components, "named, not measured")
     assert isinstance(asked, float)
     allowed = _allowed(request, model, settings, components, device)
     why_not = _why_exact(model, settings, allowed)
@@ -159,26 +161,19 @@ def _exact(request: Request, settings: Settings, why: str) -> QualityChoice:
     return QualityChoice(settings, QualityPlan(request.quality, EXACT, why), (note,))
 
 
-def _named(
+def _chosen(
     request: Request,
     model: ModelSpec,
     settings: Settings,
     method: LossyMethod,
     components: Sequence[ComponentPlan],
+    why: str,
 ) -> QualityChoice:
-    why = "named, not measured"
-    for name in sorted(method.names & switched_off(request.disable)):
-        raise InputError(f"quality {method}: {name} is disabled (--disable)")
-    if method.products not in ("", *kinds_of(components)):
-        method, why = replace(method, products=""), f"{why}; without {method.products}: see notes"
-    return _chosen(request, model, settings, method, why)
-
-
-def _chosen(
-    request: Request, model: ModelSpec, settings: Settings, method: LossyMethod, why: str
-) -> QualityChoice:
+    """The method as it is given, without products that the components don't have."""
     if method.sampling is not None:
         _check(method.sampling, model, settings, request)
+    if method.products not in ("", *kinds_of(components)):
+        method, why = replace(method, products=""), f"{why}; without {method.products}: see notes"
     settings = replace(settings, method=method.sampling)
     return QualityChoice(settings, QualityPlan(request.quality, str(method), why))
 
