@@ -159,6 +159,7 @@ the exact run of {STEPS} steps, the norm of the difference over the norm; {asked
 `calls` are those of the denoiser; a shallow one of DeepCache counts {SHALLOW_SHARE:g}.
 `denoises` is the time of the exact steps over that of the method's, in the median: of denoisers so
 small that what surrounds a call takes as long, and Wan's first step has its texts besides.
+torchao's products in eight bits are measured whether or not their trial finds them faster here.
 {lines}
 
 {hardware(facts, device)}
