@@ -42,7 +42,7 @@ from torch import nn
 from versions import versions_of
 
 import everyframe
-from everyframe.core.quality import SamplingMethod, parse_quality
+from everyframe.core.quality import parse_method
 from everyframe.engine.calibration import shapes_prompts
 from everyframe.hardware import machine_facts, pick_device
 from everyframe.numerics.psnr import frame_psnr
@@ -91,8 +91,8 @@ def made(prompt: str, seed: int, quality: str = "exact", cache: Cache | None = N
             prompt, seed=seed, quality=quality, output="float", run_dir="off", device="cpu"
         )
     if cache is None:
-        method = parse_quality(quality)
-        whole = method.num_computed if isinstance(method, SamplingMethod) else STEPS
+        method = parse_method(quality).sampling if "@" in quality else None
+        whole = STEPS if method is None else method.num_computed
         return video.frames, whole * BLOCKS
     (stack,) = stacks
     assert stack.num_steps == STEPS, "the sampler's own steps"
@@ -106,8 +106,8 @@ def fixed_rows() -> list[Row]:
     for count in WHOLE:
         for place in PLACES:
             rows.append(Row(f"taylor1@{count}{place}", None))
-            whole = parse_quality(f"taylor1@{count}{place}")
-            assert isinstance(whole, SamplingMethod)
+            whole = parse_method(f"taylor1@{count}{place}").sampling
+            assert whole is not None
             steps = whole.computed_steps(STEPS)
             rows += [
                 Row(f"F{first} order {order} @{count}{place}",

@@ -219,7 +219,8 @@ def generate(
             or math.
         disable: Disable a fast path by its name in `everyframe fast-paths`; may be repeated.
         quality: Closeness to the exact video: exact, a budget such as 32dB (PSNR of the worst
-            frame, as measured by `everyframe calibrate`), or a lossy method such as ab2@10.
+            frame, as measured by `everyframe calibrate`), or a lossy method such as ab2@10 or
+            ab2@10+int8-dynamic.
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
         compiled: Use the blocks in this folder of `everyframe compile`.
@@ -482,7 +483,8 @@ def plan(
             or math.
         disable: Disable a fast path by its name in `everyframe fast-paths`; may be repeated.
         quality: Closeness to the exact video: exact, a budget such as 32dB (PSNR of the worst
-            frame, as measured by `everyframe calibrate`), or a lossy method such as ab2@10.
+            frame, as measured by `everyframe calibrate`), or a lossy method such as ab2@10 or
+            ab2@10+int8-dynamic.
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
         compiled: Use the blocks in this folder of `everyframe compile`.
@@ -753,7 +755,8 @@ def run(
             or math.
         disable: Disable a fast path by its name in `everyframe fast-paths`; may be repeated.
         quality: Closeness to the exact video: exact, a budget such as 32dB (PSNR of the worst
-            frame, as measured by `everyframe calibrate`), or a lossy method such as ab2@10.
+            frame, as measured by `everyframe calibrate`), or a lossy method such as ab2@10 or
+            ab2@10+int8-dynamic.
         compile: Compile the blocks of the denoiser; takes minutes at first, and needs a C++
             compiler.
         compiled: Use the blocks in this folder of `everyframe compile`.

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from everyframe.core.errors import InputError
-from everyframe.core.quality import METHODS, SamplingMethod, parse_quality
+from everyframe.core.quality import (
+    METHODS,
+    LossyMethod,
+    SamplingMethod,
+    parse_method,
+    parse_quality,
+)
 from everyframe.core.request import Request
 
 
@@ -16,11 +22,13 @@ from everyframe.core.request import Request
         (" Exact ", None),
         ("32dB", 32.0),
         ("37.5 db", 37.5),
-        ("ab2@8", SamplingMethod("ab2", 8)),
-        ("taylor2@12w4g50", SamplingMethod("taylor2", 12, 4, 50)),
-        ("unipc@6g0", SamplingMethod("unipc", 6, 1, 0)),
-        ("abm2@7e130g33", SamplingMethod("abm2", 7, 1, 33, 130)),
-        ("abm2@10e130h", SamplingMethod("abm2", 10, 1, 100, 130, True)),
+        ("ab2@8", LossyMethod(SamplingMethod("ab2", 8))),
+        ("taylor2@12w4g50", LossyMethod(SamplingMethod("taylor2", 12, 4, 50))),
+        ("unipc@6g0", LossyMethod(SamplingMethod("unipc", 6, 1, 0))),
+        ("abm2@7e130g33", LossyMethod(SamplingMethod("abm2", 7, 1, 33, 130))),
+        ("abm2@10e130h", LossyMethod(SamplingMethod("abm2", 10, 1, 100, 130, True))),
+        ("AB2@8+INT8-dynamic", LossyMethod(SamplingMethod("ab2", 8), "int8-dynamic")),
+        ("exact+fp8-scaled", LossyMethod(None, "fp8-scaled")),
     ],
 )
 def test_what_is_meant(text: str, meant: object) -> None:
@@ -34,7 +42,41 @@ def test_a_method_reads_as_it_is_written(name: str) -> None:
         SamplingMethod(name, 9, 3, 40),
         SamplingMethod(name, 9, 1, 40, 125),
     ):
-        assert parse_quality(str(method)) == method
+        for products in ("", "int8-dynamic"):
+            lossy = LossyMethod(method, products)
+            assert parse_quality(str(lossy)) == lossy
+
+
+@pytest.mark.parametrize(
+    ("mild", "bold"),
+    [
+        ("ab2@8", "ab2@8"),
+        ("ab2@9", "ab2@8"),
+        ("ab2@9", "ab2@8+int8-dynamic"),
+        ("ab2@8", "ab2@8+int8-dynamic"),
+        ("exact+int8-dynamic", "unipc@4w2g50+int8-dynamic"),
+    ],
+)
+def test_a_milder_method_loses_nothing_that_the_bolder_one_does_not(mild: str, bold: str) -> None:
+    first, second = parse_method(mild), parse_method(bold)
+    assert first.is_no_bolder(second)
+    assert second.is_no_bolder(first) == (mild == bold)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("ab2@9", "unipc@8"),
+        ("ab2@9", "ab2@8g50"),
+        ("ab2@9+int8-dynamic", "ab2@8"),
+        ("ab2@9+int8-dynamic", "ab2@8+fp8-scaled"),
+        ("exact+int8-dynamic", "ab2@8"),
+    ],
+)
+def test_methods_of_other_kinds_are_not_compared(one: str, other: str) -> None:
+    first, second = parse_method(one), parse_method(other)
+    assert not first.is_no_bolder(second)
+    assert not second.is_no_bolder(first)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +95,10 @@ def test_a_method_reads_as_it_is_written(name: str) -> None:
         ("ab2@8g50h", "must be exact, a budget"),
         ("taylor1@8h", "h needs a solver (ab2, dpm2m, unipc, abm2), not taylor1"),
         ("lossless", "must be exact"),
+        ("ab2@8+int8", "no products 'int8' among int8-dynamic, fp8-scaled; did you mean 'int8-dy"),
+        ("ab2@8+", "no products ''"),
+        ("32dB+int8-dynamic", "must be exact, a budget"),
+        ("+int8-dynamic", "must be exact, a budget"),
     ],
 )
 def test_anything_else_is_an_error(text: str, says: str) -> None:

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 import everyframe
 from everyframe.core.errors import InputError
 from everyframe.core.events import ErrorEstimated, Event
-from everyframe.core.quality import SamplingMethod, parse_quality
+from everyframe.core.quality import SamplingMethod, parse_method
 from everyframe.diffusers_pipelines.answer_prediction import PredictedAnswers
 from everyframe.diffusers_pipelines.call_budget import CallBudget
 from everyframe.diffusers_pipelines.euler_correction import CorrectedAnswers, why_no_euler
 from everyframe.diffusers_pipelines.step_tracking import StepTracker
-from everyframe.engine.calibration import candidates
+from everyframe.engine.calibration_methods import candidates
 from everyframe.planning.resolve import prepare
 from everyframe.samplers import multistep
 from everyframe.samplers.base import Denoise
@@ -113,8 +113,8 @@ def by_family(method: SamplingMethod, sigmas: Tensor) -> Tensor:
 
 
 def named(text: str) -> SamplingMethod:
-    found = parse_quality(text)
-    assert isinstance(found, SamplingMethod)
+    found = parse_method(text).sampling
+    assert found is not None
     return found
 
 
@@ -251,9 +251,10 @@ def test_it_is_what_calibrate_measures(folder: Path) -> None:
     )
     prepared = prepare(request)
     found = candidates(request, prepared.model, prepared.plan.settings)
-    assert {each.name for each in found} == {"abm2"}
-    assert not any(each.has_partial_guidance for each in found)
-    assert {each.early_percent for each in found} == {100, 130}
+    sampling = [each.sampling for each in found if each.sampling is not None]
+    assert {each.name for each in sampling} == {"abm2"}
+    assert not any(each.has_partial_guidance for each in sampling)
+    assert {each.early_percent for each in sampling} == {100, 130}
 
 
 @pytest.mark.parametrize(

@@ -15,17 +15,14 @@ from torch import nn
 import everyframe
 from everyframe.core.errors import InputError, MissingPackageError
 from everyframe.core.plan import Plan, Precision
-from everyframe.fast_paths.certificates import Certificate, keep
 from everyframe.fast_paths.registry import CATALOGUE
-from everyframe.planning import component_certificates
-from everyframe.planning.component_certificates import MissingCertificates
 from everyframe.precision import quantized_products
 from everyframe.precision.quantization import layers, quantise_layers
 from everyframe.runtime import component_observers
+from helpers.planted_products import KIND, certify_as
 from helpers.tiny_checkpoints import families as tiny_families
 from helpers.tiny_checkpoints.pipelines import loaded
 
-KIND = "int8-dynamic"
 needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="torchao isn't installed"
 )
@@ -54,26 +51,6 @@ def kinds(plan: Plan) -> dict[str, str]:
 def present(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchao is found; nothing here imports it."""
     monkeypatch.setattr("everyframe.planning.choose_fast_paths.find_spec", lambda name: name)
-
-
-def certify_as(monkeypatch: pytest.MonkeyPatch, verdict: Any, gain: float) -> list[str]:
-    """In place of the trials: certificates of that verdict; names of those that were tried."""
-    tried: list[str] = []
-
-    def make(certificates: Any, missing: list[MissingCertificates], runs: Any, _: float) -> None:
-        for each in missing:
-            own = [run for run in runs if run.stage_call.component == each.component]
-            subject = certificates.subject(each.component, each.precision, own)
-            assert not subject.precision.weight_dtype  # the plain layers are tried against it
-            for path in each.paths:
-                if path.name == KIND:
-                    tried.append(each.component)
-                    keep([Certificate(path.name, each.component, subject.device_key,
-                                      subject.plan_key, verdict, "planted", 0.01, 0.05, gain,
-                                      "2026-11-23")])  # fmt: skip
-
-    monkeypatch.setattr(component_certificates, "make", make)
-    return tried
 
 
 @pytest.mark.usefixtures("present")

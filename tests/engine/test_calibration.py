@@ -13,16 +13,11 @@ from everyframe.checkpoints.shapes_prompts import Scene, read_prompt
 from everyframe.checkpoints.tensor_file import open_checkpoint
 from everyframe.core.errors import InputError
 from everyframe.core.events import ErrorEstimated, Event, Step
-from everyframe.core.quality import SamplingMethod, parse_quality
+from everyframe.core.quality import LossyMethod, SamplingMethod, parse_method
 from everyframe.core.request import Request
 from everyframe.engine import calibration
-from everyframe.engine.calibration import (
-    calibrate,
-    calibration_of,
-    candidates,
-    report,
-    shapes_prompts,
-)
+from everyframe.engine.calibration import calibrate, calibration_of, report, shapes_prompts
+from everyframe.engine.calibration_methods import USUAL, candidates
 from everyframe.fast_paths.calibrations import LEAST_VIDEOS, Calibration
 from everyframe.numerics.psnr import frame_psnr
 from everyframe.planning.resolve import prepare
@@ -89,17 +84,17 @@ def test_candidates_are_from_mild_to_bold() -> None:
     found = candidates(Request(), prepared.model, prepared.plan.settings)
     counts = [each.num_computed for each in found]
     assert counts == sorted(counts, reverse=True)
-    solvers, predictors = calibration.USUAL
-    assert {each.name for each in found} == {*solvers}
+    solvers, predictors = USUAL
+    assert {name for each in found for name in each.names} == {*solvers}
     assert {str(each) for each in found if each.num_computed == 8} == {
         "abm2@8", "abm2@8g50", "abm2@8e130", "abm2@8e130g50", "abm2@8e130g33",
         "abm2@8e130h",
     }  # fmt: skip
     disabled = Request(disable=("abm2",))
     left = candidates(disabled, prepared.model, prepared.plan.settings)
-    assert {each.name for each in left} == {*predictors}
+    assert {name for each in left for name in each.names} == {*predictors}
     only = candidates(Request(), prepared.model, prepared.plan.settings, ["dpm2m@9"])
-    assert only == (SamplingMethod("dpm2m", 9),)
+    assert only == (LossyMethod(SamplingMethod("dpm2m", 9)),)
 
 
 def test_a_unets_cache_is_a_candidate_beside_the_solver(tmp_path: Path) -> None:
@@ -109,7 +104,7 @@ def test_a_unets_cache_is_a_candidate_beside_the_solver(tmp_path: Path) -> None:
     assert {"abm2@10", "deepcache@10", "deepcache@10g50"} <= found
     request = Request(**{**request.given(), "disable": ("deepcache",)})
     left = candidates(request, prepared.model, prepared.plan.settings)
-    assert {each.name for each in left} == {"abm2"}
+    assert {name for each in left for name in each.names} == {"abm2"}
 
 
 @pytest.mark.parametrize(
@@ -156,8 +151,8 @@ def test_a_lossy_run_is_repeated_by_its_record(method: SamplingMethod) -> None:
     np.testing.assert_array_equal(first.frames, again.frames)
     exact = everyframe.generate(from_record=first, quality="exact")
     assert not np.array_equal(exact.frames, first.frames)
-    named = parse_quality(str(first.record["plan"]["quality"]["method"]))
-    assert named == method
+    named = parse_method(str(first.record["plan"]["quality"]["method"]))
+    assert named.sampling == method
 
 
 def test_a_run_over_its_limit_notes_it_and_computes_the_rest() -> None:

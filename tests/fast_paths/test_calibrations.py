@@ -55,6 +55,41 @@ def test_a_method_whose_milder_one_fails_holds_by_luck() -> None:
     assert alone.fastest(32, [*METHODS]) == "ab2@10", "guidance makes another kind"
 
 
+def products(**by_method: object) -> Calibration:
+    """A calibration of an int8 product alone (`exact`) and with methods."""
+    named = {name.replace("_", "@"): each for name, each in by_method.items()}
+    quantised = {f"{name.removesuffix('q')}+int8-dynamic": named.pop(name)
+                 for name in [*named] if name.endswith("q")}  # fmt: skip
+    return replace(calibration(), measured={**named, **quantised})
+
+
+def test_products_in_eight_bits_are_chosen_where_they_are_measured_together() -> None:
+    allowed = [*METHODS, "int8-dynamic"]
+    found = products(
+        exactq=measured(44, 1.4), ab2_10=measured(40, 3.0), ab2_8=measured(36, 3.5),
+        ab2_10q=measured(37, 4.1),
+    )  # fmt: skip
+    assert found.fastest(32, allowed) == "ab2@10+int8-dynamic"
+    assert found.fastest(35, allowed) == "ab2@10", "the errors of both add up"
+    assert found.fastest(41, allowed) == "exact+int8-dynamic"
+    assert found.fastest(32, [*METHODS]) == "ab2@8", "switched off, or not to be had"
+    assert found.fastest(32, ["int8-dynamic"]) == "exact+int8-dynamic"
+
+
+def test_products_hold_by_luck_where_either_loss_alone_does_not() -> None:
+    allowed = ["ab2", "int8-dynamic"]
+    holds, fails = measured(37, 4.1), measured(30, 3.0)
+    assert products(exactq=fails, ab2_10q=holds).fastest(32, allowed) is None
+    assert products(ab2_10=fails, ab2_10q=holds).fastest(32, allowed) is None
+    assert products(ab2_12q=fails, ab2_10q=holds).fastest(32, allowed) is None
+    assert products(unipc_12q=fails, ab2_10q=holds).fastest(32, allowed) == "ab2@10+int8-dynamic"
+
+
+def test_what_is_no_faster_is_not_chosen() -> None:
+    slow = products(exactq=measured(44, 0.9))
+    assert slow.fastest(32, ["int8-dynamic"]) is None
+
+
 def test_few_videos_certify_nothing() -> None:
     assert calibration(ab2_8=measured(45, 3.7, LEAST_VIDEOS - 1)).fastest(32, [*METHODS]) is None
     few = replace(calibration(ab2_8=measured(45, 3.7, 3)), videos=VIDEOS[:3])
@@ -74,6 +109,8 @@ def test_no_calibrated_video_passes_the_limit() -> None:
 
 def test_what_is_saved_is_read_again() -> None:
     found = calibration("round", ab2_8=measured(40, 3.7), taylor1_12=measured(30, 2.5, 2, None))
+    both = {"exact+int8-dynamic": measured(40, 1.3), "ab2@8+int8-dynamic": measured(35, 4.2)}
+    found = replace(found, measured={**found.measured, **both})  # type: ignore[arg-type]
     save_calibration(found)
     assert load_calibration("round", SIZE) == found
     assert load_calibration("round", (17, 64, 128)) is None

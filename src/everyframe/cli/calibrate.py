@@ -26,9 +26,6 @@ at any time: the same command goes on. Without options, the embedded model.
 #: Options that it does not take: it sets them itself, or measures them.
 _WITHOUT = ("prompt", "model", "seed", "num_videos", "quality", "report")
 
-#: Budgets that the last lines are about.
-_BUDGETS = (30.0, 32.0, 35.0, 37.0, 40.0)
-
 
 def calibrate(
     model: str | None = None,
@@ -49,6 +46,7 @@ def calibrate(
     request = parse_request(given, None, without=without).request
     # Not on top: this brings torch, and a wrong option should be told at once.
     from everyframe.engine import calibration
+    from everyframe.engine.calibration_methods import BUDGETS
     from everyframe.fast_paths.calibrations import LEAST_VIDEOS
 
     number = LEAST_VIDEOS + 1 if videos is None else _number("videos", videos)
@@ -69,7 +67,7 @@ def calibrate(
         rows = {name: _plain(found, name) for name in found.measured}
         print(json_line({"type": "calibrated", "seconds": found.seconds, "methods": rows}))
         return int(ExitCode.DONE)
-    for line in calibration.report(found, _BUDGETS):
+    for line in calibration.report(found, BUDGETS):
         print(line)
     return int(ExitCode.DONE)
 
@@ -112,7 +110,11 @@ COMMAND = make_command(
         optional("model", "The model: a name, folder or hub id."),
         flag("videos", int, "Videos in the set, 15 or more; 16 by default."),
         flag("prompts", Path, "A text file with a prompt on each line, taken in turn."),
-        flag("methods", str, "Methods to measure, such as unipc,ab2@8; the usual ones by default."),
+        flag(
+            "methods",
+            str,
+            "Methods to measure, such as unipc,ab2@8,int8-dynamic; the usual ones by default.",
+        ),
         flag("lowest", str, "Methods below so many dB are measured no further; 30 by default."),
     ),
     without=_WITHOUT,

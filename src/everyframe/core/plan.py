@@ -96,9 +96,6 @@ class Settings:
 #: `Precision.weight_dtype` of layers whose weights stay in the blocks of a GGUF file.
 PACKED = "gguf"
 
-#: Kinds of `Precision.weight_dtype` that multiply in eight bits too, with the storage of each.
-PRODUCTS = {"int8-dynamic": "int8", "fp8-scaled": "fp8"}
-
 
 @dataclass(frozen=True)
 class Precision:
@@ -109,7 +106,7 @@ class Precision:
         compute: dtype of the computation.
         islands: modules that stay in float32 or wider.
         weight_dtype: storage of linear layers' weights (``int8``, ``fp8``, ``gguf``), or the kind
-            of their products (`PRODUCTS`); empty for `parameters`.
+            of their products (`core.quality.PRODUCTS`); empty for `parameters`.
     """
 
     parameters: str

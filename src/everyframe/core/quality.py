@@ -1,17 +1,17 @@
-"""Quality budgets, and the sampling methods that call the denoiser in some of the steps only.
+"""Quality budgets, and the lossy methods that they choose from.
 
-A method keeps the plan's own steps: it names those in which the denoiser is computed, and how the
-sampler gets over the others. So its video can be compared with the exact one, and it can return to
-exact steps at any step. `everyframe.samplers.multistep` and `prediction` compute it;
-`everyframe.planning.quality` chooses one for a budget.
+A sampling method keeps the plan's own steps: it names those in which the denoiser is computed, and
+how the sampler gets over the others. So its video can be compared with the exact one, and it can
+return to exact steps at any step. `everyframe.samplers.multistep` and `prediction` compute it. The
+products of linear layers in eight bits are the other loss, alone or together with it.
+`everyframe.planning.quality` chooses a method for a budget.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from everyframe.core.errors import InputError, did_you_mean
 
@@ -33,6 +33,9 @@ PREDICTORS = {
 #: Features of the denoiser itself, for UNets; the step formula is the sampler's own.
 CACHES = {"deepcache": "deep layers of a UNet taken from the last whole step"}
 METHODS = {**SOLVERS, **PREDICTORS, **CACHES}
+#: Kinds of products in eight bits (`everyframe.precision.quantized_products`), with the storage of
+#: the weights of each.
+PRODUCTS = {"int8-dynamic": "int8", "fp8-scaled": "fp8"}
 
 #: Share of a call that is computed in a step that a cache leaves shallow: measured on SVD's UNet.
 SHALLOW_SHARE = 0.29
@@ -130,12 +133,55 @@ class SamplingMethod:
         return self.computed_steps(num_steps)[3::2] if self.holds_guidance else ()
 
 
+@dataclass(frozen=True)
+class LossyMethod:
+    """What a run loses for its speed, such as ``abm2@10e130h+int8-dynamic``.
+
+    Attributes:
+        sampling: its way through the sampler's steps; None computes all of them (``exact``).
+        products: kind of the denoiser's products (`PRODUCTS`); empty for plain ones.
+    """
+
+    sampling: SamplingMethod | None = None
+    products: str = ""
+
+    def __str__(self) -> str:
+        steps = EXACT if self.sampling is None else str(self.sampling)
+        return f"{steps}+{self.products}" if self.products else steps
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names by which it is allowed or switched off: that of its sampling, and its products."""
+        sampling = "" if self.sampling is None else self.sampling.name
+        return frozenset({sampling, self.products} - {""})
+
+    @property
+    def has_partial_guidance(self) -> bool:
+        """Whether it computes some steps without the branch that guidance needs."""
+        return self.sampling is not None and self.sampling.has_partial_guidance
+
+    @property
+    def num_computed(self) -> float:
+        """Steps in which the denoiser is computed; infinite if those are all."""
+        return math.inf if self.sampling is None else self.sampling.num_computed
+
+    def is_no_bolder(self, other: LossyMethod) -> bool:
+        """Whether `other` does all that it does, and computes no more steps of the same kind."""
+        if self.products not in ("", other.products):
+            return False
+        own, its = self.sampling, other.sampling
+        if own is None or its is None:
+            return own is None
+        is_alike = replace(own, num_computed=its.num_computed) == its
+        return is_alike and own.num_computed >= its.num_computed
+
+
 def _round(number: int, by: int) -> int:
     """`number` / `by` to the nearest integer, halves up, without floats."""
     return (2 * number + by) // (2 * by)
 
 
-def parse_quality(text: str) -> float | SamplingMethod | None:
+def parse_quality(text: str) -> float | LossyMethod | None:
     """The budget in dB, the method by its name, or None for ``exact``.
 
     Raises:
@@ -152,12 +198,28 @@ def parse_quality(text: str) -> float | SamplingMethod | None:
                 "for no loss at all: exact"
             )
         return decibels
-    if match := _METHOD.fullmatch(written):
-        return _method(text, match)
+    sampling, has_products, products = written.partition("+")
+    if has_products and products not in PRODUCTS:
+        raise InputError(
+            f"quality {text!r}: there are no products {products!r} among {', '.join(PRODUCTS)}"
+            f"{did_you_mean(products, PRODUCTS)}"
+        )
+    if sampling == EXACT:
+        return LossyMethod(None, products)
+    if match := _METHOD.fullmatch(sampling):
+        return LossyMethod(_method(text, match), products)
     raise InputError(
         f"quality must be exact, a budget of {LOWEST_DB:g}dB to {HIGHEST_DB:g}dB, or a method such "
         f"as ab2@8, got {text!r}"
     )
+
+
+def parse_method(text: str) -> LossyMethod:
+    """The lossy method of that name. Raises `InputError` if it is none."""
+    found = parse_quality(text)
+    if not isinstance(found, LossyMethod):
+        raise InputError(f"{text!r} is no lossy method")
+    return found
 
 
 def _method(text: str, match: re.Match[str]) -> SamplingMethod:
@@ -182,17 +244,6 @@ def _method(text: str, match: re.Match[str]) -> SamplingMethod:
     if holds_guidance and name not in SOLVERS:
         raise InputError(f"quality {text!r}: h needs a solver ({', '.join(SOLVERS)}), not {name}")
     return SamplingMethod(name, computed, warm, guided, early, holds_guidance)
-
-
-def check_methods(names: Iterable[str], place: str) -> frozenset[str]:
-    """The names, if each is one of `METHODS`; `InputError` otherwise."""
-    found = frozenset(names)
-    for name in sorted(found - METHODS.keys()):
-        raise InputError(
-            f"{place}: there is no method {name!r} among {', '.join(METHODS)}"
-            f"{did_you_mean(name, METHODS)}"
-        )
-    return found
 
 
 @dataclass(frozen=True)

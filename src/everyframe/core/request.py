@@ -17,8 +17,8 @@ from everyframe.core.lora import Lora
 from everyframe.core.option_values import REPEATED, SPELLED, option_text, with_current_names
 from everyframe.core.options import Options, option
 from everyframe.core.parallel_plan import parse_ways
-from everyframe.core.plan import PRODUCTS, Repair
-from everyframe.core.quality import EXACT, SamplingMethod, parse_quality
+from everyframe.core.plan import Repair
+from everyframe.core.quality import EXACT, PRODUCTS, SamplingMethod, parse_quality
 from everyframe.core.video_size import check_sizes, parse_size
 
 #: Spellings of each precision; with `auto` the planner chooses.
@@ -230,7 +230,8 @@ class Request(Options):
     )
     quality: str = option(
         "Closeness to the exact video: exact, a budget such as 32dB (PSNR of the worst frame, as "
-        "measured by `everyframe calibrate`), or a lossy method such as ab2@10.",
+        "measured by `everyframe calibrate`), or a lossy method such as ab2@10 or "
+        "ab2@10+int8-dynamic.",
         group="Sampling",
         default=EXACT,
     )

@@ -1,15 +1,16 @@
 """Calibrate: measure how close each lossy method comes to the exact video, on this machine.
 
 Each video of a set of prompts and seeds is made once by exact steps and once by each method that
-has held the lowest budget so far. Results are saved after each video, so that an interrupted
-calibration goes on. `everyframe.planning.quality` chooses from what is measured here.
+has held the lowest budget so far; with products in eight bits, in a second pass. Results are saved
+after each video, so that an interrupted calibration goes on. `calibration_methods.py` has the
+methods; `everyframe.planning.quality` chooses from what is measured here.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,9 +29,9 @@ from everyframe.checkpoints.shapes_prompts import (
 )
 from everyframe.core.errors import CannotRunError, InputError
 from everyframe.core.events import ErrorEstimated, FramesDecoded, StageDone, Step
-from everyframe.core.plan import Settings
-from everyframe.core.quality import CACHES, EXACT, SamplingMethod, parse_quality
+from everyframe.core.quality import EXACT, LossyMethod, parse_method
 from everyframe.core.request import Request
+from everyframe.engine.calibration_methods import candidates, combinations, why_not_certified
 from everyframe.engine.run import stream
 from everyframe.fast_paths.calibrations import (
     LEAST_VIDEOS,
@@ -40,32 +41,10 @@ from everyframe.fast_paths.calibrations import (
     load_calibration,
     save_calibration,
 )
-from everyframe.fast_paths.registry import switched_off
 from everyframe.numerics.psnr import frame_psnr
-from everyframe.planning.quality import (
-    calibration_key,
-    can_guide_partly,
-    has_held_guidance,
-    size_of,
-)
+from everyframe.planning.quality import calibration_key, products_of, size_of
 from everyframe.planning.resolve import check_feasible, prepare
 from everyframe.runs.run_state import SaveOptions
-from everyframe.runtime.interface import LossySpec, ModelSpec
-
-#: Shares of the steps that a method computes, from mild to bold.
-SHARES = (2 / 3, 1 / 2, 2 / 5, 1 / 3, 4 / 15, 1 / 5, 1 / 6)
-
-#: Methods that are measured unless others are named: those of the first entry that a model can do
-#: all of, and every cache that it can do. On the models tried, `abm2` is ahead of the other solvers
-#: and of predicted answers.
-USUAL = (("abm2",), ("taylor1", "taylor2"))
-
-#: With guidance in all steps, and in this share of them where a model can do that.
-GUIDED = (100, 50)
-
-#: Further placements of the computed steps and shares of guidance, by method: (early, guided,
-#: whether guidance is held where a model can do that).
-PLACED = {"abm2": ((130, 100, False), (130, 100, True), (130, 50, False), (130, 33, False))}
 
 #: What videos are made of where the request gives no prompts.
 PROMPTS = (
@@ -127,7 +106,8 @@ def calibrate(
 
     `prompts` are used in turn, each video with a seed of its own. `methods` are names, or whole
     methods such as ``ab2@8``; the usual ones by default. A method that falls below `lowest_db`, and
-    the bolder ones of the same name, are measured no further.
+    the bolder ones of the same name, are measured no further. Products in eight bits that are not
+    certified here are left out, with a line that says why.
 
     Raises:
         InputError: an option is invalid, or the model has no lossy methods.
@@ -137,9 +117,18 @@ def calibrate(
         raise InputError(f"videos must be {LEAST_VIDEOS} to {_MOST_VIDEOS}, got {num_videos}")
     if request.num_ranks > 1:
         raise InputError("calibrate works on one device; leave out the others")
-    found, names = _begun(request, prompts, num_videos, methods)
+    found, names, products = _begun(request, prompts, num_videos, methods)
     request = _without(request, *_NOT_MEASURED)
-    yield from _measured(request, found, names, lowest_db)
+    tried = {kind: why_not_certified(kind, _one(request, *found.videos[0])) for kind in products}
+    for kind, why_not in tried.items():
+        if why_not is not None:
+            yield CalibrationProgress(f"{kind} is not measured: {why_not}", found)
+    names = tuple(each for each in names if tried.get(each.products) is None)
+    found = yield from _measured(request, found, names, lowest_db)
+    for kind, why_not in tried.items():
+        if why_not is None and (not methods or kind in methods):
+            combined = combinations(found, kind, request)
+            found = yield from _measured(request, found, combined, lowest_db)
 
 
 def calibration_of(request: Request, num_videos: int = LEAST_VIDEOS + 1) -> Calibration:
@@ -149,8 +138,8 @@ def calibration_of(request: Request, num_videos: int = LEAST_VIDEOS + 1) -> Cali
 
 def _begun(
     request: Request, prompts: Sequence[str], num_videos: int, methods: Sequence[str]
-) -> tuple[Calibration, tuple[SamplingMethod, ...]]:
-    """The calibration so far, and the methods to measure."""
+) -> tuple[Calibration, tuple[LossyMethod, ...], tuple[str, ...]]:
+    """The calibration so far, the methods to measure, and the products to try."""
     request = _without(request, *_NOT_MEASURED)
     prompts = _prompts(request, prompts)
     first = 0 if request.seed is None else request.seed
@@ -161,7 +150,9 @@ def _begun(
     prepared = prepare(_one(request, *videos[0]), may_fetch=True, will_run=True)
     check_feasible(prepared.plan)
     model, settings = prepared.model.fetch(), prepared.plan.settings
-    names = candidates(request, model, settings, methods)
+    products = products_of(request, prepared.plan.components, prepared.plan.device)
+    names = candidates(request, model, settings, methods, products)
+    wanted = {*methods, *(each.products for each in names)}
     digest(model.weight_files())
     for lora in request.loras:
         lora_digest(lora.path)
@@ -170,55 +161,15 @@ def _begun(
     found = load_calibration(key, size_of(settings))
     if found is None or found.videos != videos:
         found = Calibration(key, size_of(settings), videos)
-    return found, names
-
-
-def candidates(
-    request: Request, model: ModelSpec, settings: Settings, methods: Sequence[str] = ()
-) -> tuple[SamplingMethod, ...]:
-    """The methods to measure, from mild to bold. Raises `InputError` if the model can do none."""
-    title = model.title
-    can = model.sampling_methods(settings) if isinstance(model, LossySpec) else ()
-    if isinstance(model, LossySpec) and model.is_distilled:
-        raise InputError(f"{title} is distilled: there is no exact run to measure against")
-    can = tuple(name for name in can if name not in switched_off(request.disable))
-    if not can:
-        raise InputError(f"{title} has no lossy methods that could be measured")
-    whole = [parse_quality(each) for each in methods if "@" in each]
-    named = [each for each in methods if "@" not in each]
-    wrong = [each for each in named if each not in can]
-    wrong += [str(each) for each in whole if getattr(each, "name", None) not in can]
-    if wrong:
-        raise InputError(f"{title} can't do {', '.join(wrong)}; it can do {', '.join(can)}")
-    if not methods:
-        named = [*next((names for names in USUAL if {*names} <= {*can}), can)]
-        named += [each for each in CACHES if each in can and each not in named]
-    steps = settings.num_inference_steps
-    counts = sorted({max(2, round(steps * share)) for share in SHARES}, reverse=True)
-    is_guided = settings.guidance_scale > 1 and can_guide_partly(model, request)
-    found = [
-        SamplingMethod(name, count, 1, guided, early, holds)
-        for count in counts
-        for name in named
-        for early, guided, holds in (
-            *((100, each, False) for each in GUIDED),
-            *PLACED.get(name, ()),
-        )
-        if count < steps and (is_guided or (guided == 100 and not holds))
-        if not holds or (has_held_guidance(model) and count > 3)
-    ]
-    found += [each for each in whole if isinstance(each, SamplingMethod)]
-    if not found:
-        raise InputError(f"{steps} steps are too few to leave any out; there is nothing to measure")
-    return tuple(sorted(found, key=lambda each: -each.num_computed))
+    return found, names, tuple(kind for kind in products if not methods or kind in wanted)
 
 
 def _measured(
     request: Request,
     found: Calibration,
-    methods: Sequence[SamplingMethod],
+    methods: Sequence[LossyMethod],
     lowest_db: float,
-) -> Iterator[CalibrationProgress]:
+) -> Generator[CalibrationProgress, None, Calibration]:
     for number, (prompt, seed) in enumerate(found.videos):
         left = [
             method
@@ -239,27 +190,25 @@ def _measured(
         found = replace(found, seconds=found.seconds + time.perf_counter() - began)
         save_calibration(found)
         yield CalibrationProgress(_line(number, found, methods, lowest_db), found)
+    return found
 
 
 def _is_out(
-    method: SamplingMethod,
-    methods: Sequence[SamplingMethod],
+    method: LossyMethod,
+    methods: Sequence[LossyMethod],
     found: Calibration,
     lowest_db: float,
 ) -> bool:
-    """Whether it, or a milder one of the same kind, fell below the lowest budget."""
+    """Whether it, or one that is no bolder, fell below the lowest budget."""
     return any(
-        each.num_computed >= method.num_computed
-        and replace(each, num_computed=0) == replace(method, num_computed=0)
+        each.is_no_bolder(method)
         and str(each) in found.measured
         and found.worst_db(str(each)) < lowest_db
         for each in methods
     )
 
 
-def _line(
-    number: int, found: Calibration, methods: Sequence[SamplingMethod], lowest_db: float
-) -> str:
+def _line(number: int, found: Calibration, methods: Sequence[LossyMethod], lowest_db: float) -> str:
     left = [each for each in methods if not _is_out(each, methods, found, lowest_db)]
     share = 1 + sum(1 / found.gain(str(each)) for each in left if str(each) in found.measured)
     seconds = (len(found.videos) - number - 1) * found.exact_seconds * share
@@ -269,7 +218,7 @@ def _line(
     )
 
 
-def _compared(request: Request, method: SamplingMethod, exact: _Made) -> Measurement:
+def _compared(request: Request, method: LossyMethod, exact: _Made) -> Measurement:
     made = _made(Request(**{**request.given(), "quality": str(method)}))
     worst = float(np.min(frame_psnr(made.frames, exact.frames)))
     gain = exact.denoise_seconds / max(made.denoise_seconds, 1e-9)
@@ -343,8 +292,8 @@ def report(found: Calibration, budgets: Sequence[float]) -> list[str]:
     """What each budget leads to, and after how many videos the calibration repays."""
     lines = []
     for decibels in budgets:
-        names = {name for method in found.measured for name in (method.partition("@")[0],)}
-        best = found.fastest(decibels, tuple(names))
+        names = {name for method in found.measured for name in parse_method(method).names}
+        best = found.fastest(decibels, [*names])
         if best is None:
             lines.append(f"{decibels:g}dB: {EXACT}; no method held it with {MARGIN_DB:g} dB margin")
             continue

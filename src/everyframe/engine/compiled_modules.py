@@ -17,7 +17,8 @@ from torch import nn
 
 from everyframe.core.errors import EveryframeWarning, InputError, did_you_mean
 from everyframe.core.options import shown
-from everyframe.core.plan import PRODUCTS, Precision
+from everyframe.core.plan import Precision
+from everyframe.core.quality import PRODUCTS
 from everyframe.fast_paths import package_store
 from everyframe.fast_paths.apply import block_names
 from everyframe.fast_paths.compilation import compile_blocks, compiled_blocks

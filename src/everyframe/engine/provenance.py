@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from everyframe.core.lora import Lora
 from everyframe.core.option_values import with_current_names
 from everyframe.core.options import facts_of
 from everyframe.core.plan import Plan, Repair
+from everyframe.core.quality import PRODUCTS
 from everyframe.core.request import Request
 from everyframe.engine.file_identity import (
     as_bytes,
@@ -249,13 +250,15 @@ def request_from(
     if own is not None:  # each parameter of a pipeline is an option of its own
         recorded = asked.get("option")
         asked["option"] = {**recorded, **own} if isinstance(recorded, Mapping) else own
-    if not wanted.keys() & _CHOOSE_ANEW and _was_made_here(record):
+    names_products = "quantize" in wanted or "+" in str(wanted.get("quality", ""))
+    if not names_products and not wanted.keys() & _CHOOSE_ANEW and _was_made_here(record):
         asked |= _recorded_paths(record)
     asked.setdefault("remedies", _remedies(record))
-    if "quantize" not in wanted:
-        asked |= {"quantized": _quantized(record)}
-    if not wanted.keys() & {"quality", "num_inference_steps", "disable"}:
-        asked |= {"method": checked.settings.sampling_method()}
+    is_anew = bool(wanted.keys() & {"quality", "num_inference_steps", "disable"})
+    if not names_products:
+        is_of_quality = is_anew and asked.get("quantize", "auto") == "auto"
+        asked |= {"quantized": _quantized(record, PRODUCTS if is_of_quality else ())}
+    asked |= {} if is_anew else {"method": checked.settings.sampling_method()}
     return Request(**asked)
 
 
@@ -279,14 +282,14 @@ def _remedies(record: Mapping[str, Any]) -> tuple[Repair, ...]:
         raise InputError(f"the repairs in this record can't be read: {error}") from error
 
 
-def _quantized(record: Mapping[str, Any]) -> dict[str, str]:
+def _quantized(record: Mapping[str, Any], left_out: Collection[str]) -> dict[str, str]:
     """Recorded weight quantization: chosen for one machine's memory, visible in the frames."""
     found: dict[str, str] = {}
     for part in record.get("plan", {}).get("components", ()):
         precision = part.get("precision") if isinstance(part, Mapping) else None
         if isinstance(precision, Mapping) and precision.get("weight_dtype"):
             found[str(part.get("name"))] = str(precision["weight_dtype"])
-    return found
+    return {name: kind for name, kind in found.items() if kind not in left_out}
 
 
 def _check_given_in_python(record: Mapping[str, Any]) -> None:

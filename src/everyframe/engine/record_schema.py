@@ -19,7 +19,7 @@ from everyframe.checkpoints.folder import is_plain_name
 from everyframe.checkpoints.locate import is_listed
 from everyframe.core.errors import InputError
 from everyframe.core.options import Options, explain, facts_of, shown
-from everyframe.core.quality import SamplingMethod, parse_quality
+from everyframe.core.quality import SamplingMethod, parse_method
 from everyframe.core.request import Request
 from everyframe.families.registry import all_options
 
@@ -104,7 +104,7 @@ class _Settings(_Data):
         if self.method is None:
             return None
         found = SamplingMethod(**self.method.model_dump(include={*_Method.model_fields}))
-        if parse_quality(str(found)) != replace(found, limit=None):
+        if parse_method(str(found)).sampling != replace(found, limit=None):
             raise InputError(f"the sampling method in this record, {str(found)!r}, is none")
         return found
 

@@ -62,6 +62,7 @@ def replan_for_devices(
         "remedies": remedies,
         "paths": paths,
         "quantized": quantized,
+        "method": settings.method,
     }
     plan = prepare(
         Request(**asked),

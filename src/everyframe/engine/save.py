@@ -7,7 +7,7 @@ from typing import Any
 
 from everyframe.core.errors import InputError
 from everyframe.core.paths import expand_path
-from everyframe.core.plan import PRODUCTS
+from everyframe.core.quality import PRODUCTS
 from everyframe.core.request import DTYPES, Request
 from everyframe.engine.saved_model import SavableNative
 from everyframe.families.registry import check_option_names

@@ -20,7 +20,7 @@ from typing import Any
 from everyframe.checkpoints.folder import cache_folder
 from everyframe.core.errors import InputError
 from everyframe.core.paths import replace_file
-from everyframe.core.quality import SamplingMethod, parse_quality
+from everyframe.core.quality import parse_method
 
 _log = logging.getLogger(__name__)
 _SCHEMA = "everyframe.calibrations/1"
@@ -104,28 +104,26 @@ class Calibration:
     ) -> str | None:
         """The fastest whole method of the allowed names that holds a budget; None without one.
 
-        The milder ones of its kind must hold the budget too: where one does not, it holds by luck.
+        A method with products in eight bits needs the names of both to be allowed. What is no
+        bolder must hold the budget too (more steps of its kind, and the same with plain products):
+        where one does not, it holds by luck.
         """
         held = [
             method
             for method in self.measured
             if self.is_whole(method)
-            and _parsed(method).name in allowed
-            and (can_guide_partly or not _parsed(method).has_partial_guidance)
+            and parse_method(method).names <= {*allowed}
+            and (can_guide_partly or not parse_method(method).has_partial_guidance)
+            and self.gain(method) > 1
             and self.worst_db(method) >= decibels + MARGIN_DB
             and all(self.worst_db(each) >= decibels for each in self._milder(method))
         ]
         return max(held, key=lambda each: (self.gain(each), self.worst_db(each)), default=None)
 
     def _milder(self, method: str) -> list[str]:
-        """Measured methods of the same kind that compute more steps."""
-        own = _parsed(method)
-        return [
-            each
-            for each in self.measured
-            if _parsed(each).num_computed > own.num_computed
-            and replace(_parsed(each), num_computed=0) == replace(own, num_computed=0)
-        ]
+        """Measured methods that are no bolder."""
+        own = parse_method(method)
+        return [each for each in self.measured if parse_method(each).is_no_bolder(own)]
 
     def limit(self, method: str, decibels: float) -> float | None:
         """Largest error estimate with which a video of a method holds a budget.
@@ -139,12 +137,6 @@ class Calibration:
         constant = min(each.psnr_db + 20 * math.log10(each.estimate or 1) for each in known)
         largest = max(each.estimate or 0 for each in known)
         return max(largest, 10 ** ((constant - decibels) / 20))
-
-
-def _parsed(method: str) -> SamplingMethod:
-    found = parse_quality(method)
-    assert isinstance(found, SamplingMethod), method
-    return found
 
 
 def path_of(key: str, size: Sequence[int]) -> Path:
@@ -196,8 +188,7 @@ def _of_json(whole: Any) -> Calibration:
         raise ValueError(f"its schema is {whole['schema']!r}")
     measured = {}
     for method, listed in whole["measured"].items():
-        if not isinstance(parse_quality(method), SamplingMethod):
-            raise TypeError(f"{method!r} is no method")
+        parse_method(method)
         measured[method] = tuple(
             Measurement(
                 # Infinite where no frame differs.

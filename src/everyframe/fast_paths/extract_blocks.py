@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from everyframe.core.plan import PRODUCTS, Precision
+from everyframe.core.plan import Precision
+from everyframe.core.quality import PRODUCTS
 from everyframe.fast_paths.apply import apply_fast_paths, block_names, swap_modules
 from everyframe.fast_paths.target import CertificationTarget, TargetCall
 from everyframe.precision import cast_hooks

@@ -14,7 +14,8 @@ from importlib.util import find_spec
 
 from everyframe.core.errors import InputError, MissingPackageError
 from everyframe.core.facts import DeviceFacts
-from everyframe.core.plan import PRODUCTS, FastPathChoice, Precision
+from everyframe.core.plan import FastPathChoice, Precision
+from everyframe.core.quality import PRODUCTS
 from everyframe.core.request import DTYPES, Request
 from everyframe.fast_paths.certificates import Certificate
 from everyframe.fast_paths.registry import (
@@ -83,7 +84,7 @@ def pins_of(request: Request, device: DeviceFacts, *, is_here: bool = True) -> F
         if request.compile or request.compiled is not None:
             raise InputError(f"quantize={kind} and compile: give one of them; blocks are compiled "
                              "with their layers as they are")  # fmt: skip
-        if is_here and find_spec("torchao") is None:
+        if is_here and not has_torchao():
             raise MissingPackageError(f"{kind} needs torchao: pip install 'everyframe[torchao]'")
     if request.compiled is not None and is_here:
         # Not on top: this brings torch.
@@ -99,6 +100,11 @@ def pins_of(request: Request, device: DeviceFacts, *, is_here: bool = True) -> F
         exact=request.paths,
         force=request.force,
     )
+
+
+def has_torchao() -> bool:
+    """Whether torchao is installed, which has the products in eight bits."""
+    return find_spec("torchao") is not None
 
 
 @dataclass(frozen=True)

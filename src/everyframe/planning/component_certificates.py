@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from everyframe.core.facts import DeviceFacts
-from everyframe.core.plan import PRODUCTS, ComponentPlan, FastPathChoice, Precision
+from everyframe.core.plan import ComponentPlan, FastPathChoice, Precision
+from everyframe.core.quality import PRODUCTS
 from everyframe.fast_paths.certificates import Certificate, device_key, plan_key
 from everyframe.fast_paths.certificates import find as stored
 from everyframe.fast_paths.registry import CATALOGUE, PRECISIONS, FastPath

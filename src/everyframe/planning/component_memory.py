@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.parallel_plan import ParallelPlan
-from everyframe.core.plan import PACKED, PRODUCTS, ComponentPlan, Precision, Repair, Settings
+from everyframe.core.plan import PACKED, ComponentPlan, Precision, Repair, Settings
+from everyframe.core.quality import PRODUCTS
 from everyframe.fast_paths.path_sizes import constant_bytes, feature_bytes, scratch_bytes
 from everyframe.planning.choose_fast_paths import (
     FastPathChooser,

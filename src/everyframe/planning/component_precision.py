@@ -15,12 +15,12 @@ from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import (
     PACKED,
-    PRODUCTS,
     ComponentPlan,
     FastPathChoice,
     Precision,
     Settings,
 )
+from everyframe.core.quality import PRODUCTS
 from everyframe.core.request import Request
 from everyframe.fast_paths.registry import CATALOGUE
 from everyframe.planning.choose_fast_paths import USED, FastPathChooser
@@ -219,7 +219,7 @@ def quantising_of(request: Request, device: DeviceFacts) -> QuantizationChoice:
             )
         if device.kind in _LACKS.get(kind, ()):
             raise InputError(f"{device.name} has no {kind}; give --quantize int8")
-        if kind in PRODUCTS and not _multiplies(device, kind):
+        if kind in PRODUCTS and not can_multiply(device, kind):
             needs = "a CPU or a CUDA card"
             if kind == "fp8-scaled":
                 needs = "a CUDA card of compute capability 8.9 or later"
@@ -230,7 +230,7 @@ def quantising_of(request: Request, device: DeviceFacts) -> QuantizationChoice:
     return QuantizationChoice(request.quantize, request.quantized)
 
 
-def _multiplies(device: DeviceFacts, kind: str) -> bool:
+def can_multiply(device: DeviceFacts, kind: str) -> bool:
     """Whether the device has products of that kind."""
     is_old = (device.capability or (0, 0)) < _FP8_PRODUCTS
     return device.kind in CATALOGUE[kind].kinds and not (kind == "fp8-scaled" and is_old)

@@ -1,35 +1,116 @@
-"""Choose the sampling method of a quality budget from what was measured for this model here.
+"""Choose the lossy method of a quality budget from what was measured for this model here.
 
 A budget takes the fastest method whose worst frame in the calibration held it with a margin.
 Without a calibration all steps are exact, and a note says which command makes one. A method that a
-person names, or that a record has, is used as it is.
+person names, or that a record has, is used as it is. Its products in eight bits are a choice of
+the components' precision, as by ``--quantize``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from everyframe.checkpoints.digest import known_digest
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, Settings
-from everyframe.core.quality import EXACT, QualityPlan, SamplingMethod, parse_quality
+from everyframe.core.quality import (
+    EXACT,
+    PRODUCTS,
+    LossyMethod,
+    QualityPlan,
+    SamplingMethod,
+    parse_method,
+    parse_quality,
+)
 from everyframe.core.request import Request
 from everyframe.fast_paths.calibrations import Calibration, nearest_calibration
 from everyframe.fast_paths.certificates import device_key, digest
 from everyframe.fast_paths.registry import switched_off
+from everyframe.planning.choose_fast_paths import has_torchao
+from everyframe.planning.component_precision import can_multiply
+from everyframe.planning.load_balancing import BalancedPlan
+from everyframe.planning.memory_fit import FitResult, MemoryFit
 from everyframe.runtime.interface import LossySpec, ModelSpec
 from everyframe.runtime.patchable import digest_with_loras, patches_of
 
 
 @dataclass(frozen=True)
 class QualityChoice:
-    """The settings with their method, what the plan says of it, and notes."""
+    """The settings with their sampling method, what the plan says of it, and notes.
+
+    `products` are those of the components, which the settings say nothing of.
+    """
 
     settings: Settings
     plan: QualityPlan | None = None
     notes: tuple[str, ...] = ()
+    products: str = ""
+
+
+_Fit: TypeAlias = tuple[BalancedPlan, MemoryFit, FitResult]
+
+
+def fit_to_quality(
+    fit: Callable[[Settings, str], _Fit],
+    request: Request,
+    model: ModelSpec,
+    settings: Settings,
+    device: DeviceFacts,
+) -> tuple[_Fit, QualityChoice]:
+    """The fit, of settings and products, with the method that the exact run's precision leads to.
+
+    Products that this run's trial refuses are not chosen.
+    """
+    exact = fit(settings, "")
+    choice = choose_method(request, model, settings, exact[-1].components, device)
+    if (choice.settings, choice.products) == (settings, ""):
+        return exact, choice
+    found = fit(choice.settings, choice.products)
+    if choice.products in ("", *kinds_of(found[-1].components)):
+        return found, choice
+    without = Request(**{**request.given(), "disable": (*request.disable, choice.products)})
+    found, other = fit_to_quality(fit, without, model, settings, device)
+    note = f"quality {request.quality}: without {choice.products}, which is not certified here"
+    return found, replace(other, notes=(note, *other.notes))
+
+
+def kinds_of(components: Sequence[ComponentPlan]) -> frozenset[str]:
+    """How weights of these components are stored or multiplied; without those in their dtype."""
+    return frozenset(part.precision.weight_dtype for part in components) - {""}
+
+
+def with_named_products(request: Request) -> Request:
+    """The request with the products of the method that its quality names, as by ``--quantize``.
+
+    Raises:
+        InputError: ``--quantize`` says otherwise.
+    """
+    asked = parse_quality(request.quality)
+    if not isinstance(asked, LossyMethod) or not asked.products or request.quantized is not None:
+        return request
+    if request.quantize not in ("auto", asked.products):
+        raise InputError(
+            f"quality={request.quality} and quantize={request.quantize} both say how linear layers "
+            "are computed; give one of them"
+        )
+    return Request(**{**request.given(), "quantize": asked.products})
+
+
+def products_of(
+    request: Request, components: Sequence[ComponentPlan], device: DeviceFacts
+) -> tuple[str, ...]:
+    """Products in eight bits that a method could have on that device, certified or not.
+
+    None where the request or the plan of the exact run says how linear layers are computed.
+    """
+    is_given = request.quantize != "auto" or request.compile or request.compiled is not None
+    if is_given or kinds_of(components):
+        return ()
+    off = switched_off(request.disable)
+    return tuple(kind for kind in PRODUCTS if kind not in off and can_multiply(device, kind))
 
 
 def choose_method(
@@ -45,16 +126,19 @@ def choose_method(
         InputError: a named method that this model can't do, or that is disabled.
     """
     asked = parse_quality(request.quality)
+    recorded = (request.quantized or {}).values()
+    kind = next((kind for kind in PRODUCTS if kind in recorded), "")
     if asked is None and request.method is None:
         return QualityChoice(settings)
-    if request.method is not None:
-        _check(request.method, model, settings, request)
-        return _chosen(request, settings, request.method, "as recorded")
-    if isinstance(asked, SamplingMethod):
-        _check(asked, model, settings, request)
-        return _chosen(request, settings, asked, "named, not measured")
+    if request.method is not None or kind:
+        method = LossyMethod(request.method, kind)
+        return _chosen(request, model, settings, method, components, "as recorded")
+    if isinstance(asked, LossyMethod):
+        if asked.products in switched_off(request.disable):
+            raise InputError(f"quality {asked}: {asked.products} is disabled (--disable)")
+        return _chosen(request, model, settings, asked, components, "named, not measured")
     assert isinstance(asked, float)
-    allowed = _allowed(model, settings, request)
+    allowed = _allowed(request, model, settings, components, device)
     why_not = _why_exact(model, settings, allowed)
     key = None if why_not else calibration_key(model, settings, components, device)
     found = None if key is None else nearest_calibration(key, size_of(settings))
@@ -78,9 +162,19 @@ def _exact(request: Request, settings: Settings, why: str) -> QualityChoice:
 
 
 def _chosen(
-    request: Request, settings: Settings, method: SamplingMethod, why: str
+    request: Request,
+    model: ModelSpec,
+    settings: Settings,
+    method: LossyMethod,
+    components: Sequence[ComponentPlan],
+    why: str,
 ) -> QualityChoice:
-    settings = replace(settings, method=method)
+    """The method as it is given, without products that the components don't have."""
+    if method.sampling is not None:
+        _check(method.sampling, model, settings, request)
+    if method.products not in ("", *kinds_of(components)):
+        method, why = replace(method, products=""), f"{why}; without {method.products}: see notes"
+    settings = replace(settings, method=method.sampling)
     return QualityChoice(settings, QualityPlan(request.quality, str(method), why))
 
 
@@ -97,9 +191,10 @@ def _measured(
             f"the closest method, {best}, has {found.worst_db(best):.1f} dB at worst"
         )  # fmt: skip
         return _exact(request, settings, f"held by no measured method with a margin: {says}")
-    method = parse_quality(fastest)
-    assert isinstance(method, SamplingMethod)
-    method = replace(method, limit=found.limit(fastest, decibels))
+    method = parse_method(fastest)
+    sampling = method.sampling
+    if sampling is not None:
+        sampling = replace(sampling, limit=found.limit(fastest, decibels))
     plan = QualityPlan(
         request.quality,
         fastest,
@@ -116,7 +211,7 @@ def _measured(
             f"quality {request.quality}: measured at {width}x{height} and {frames} frames, not at "
             f"this size; `{command_of(request)}` with this size measures it",
         )
-    return QualityChoice(replace(settings, method=method), plan, notes)
+    return QualityChoice(replace(settings, method=sampling), plan, notes, method.products)
 
 
 def size_of(settings: Settings) -> tuple[int, int, int]:
@@ -124,11 +219,17 @@ def size_of(settings: Settings) -> tuple[int, int, int]:
     return settings.num_frames, settings.height, settings.width
 
 
-def _allowed(model: ModelSpec, settings: Settings, request: Request) -> tuple[str, ...]:
-    if not isinstance(model, LossySpec):
-        return ()
+def _allowed(
+    request: Request,
+    model: ModelSpec,
+    settings: Settings,
+    components: Sequence[ComponentPlan],
+    device: DeviceFacts,
+) -> tuple[str, ...]:
     off = switched_off(request.disable)
-    return tuple(each for each in model.sampling_methods(settings) if each not in off)
+    methods = model.sampling_methods(settings) if isinstance(model, LossySpec) else ()
+    products = products_of(request, components, device) if has_torchao() else ()
+    return (*(each for each in methods if each not in off), *products)
 
 
 def _why_exact(model: ModelSpec, settings: Settings, allowed: Sequence[str]) -> str | None:

@@ -32,7 +32,11 @@ from everyframe.planning.batches import with_batch
 from everyframe.planning.blocked_paths import known
 from everyframe.planning.choose_fast_paths import FastPathChooser, pins_of
 from everyframe.planning.component_memory import ComponentPlanner
-from everyframe.planning.component_precision import check_effect, quantising_of
+from everyframe.planning.component_precision import (
+    QuantizationChoice,
+    check_effect,
+    quantising_of,
+)
 from everyframe.planning.dry_runs import clashes_of
 from everyframe.planning.find_model import find_model, refuse_if_not_drawable
 from everyframe.planning.infeasible import infeasible_reason
@@ -57,7 +61,7 @@ from everyframe.planning.parallelism import (
     shares_asked,
 )
 from everyframe.planning.previews import plan_previews
-from everyframe.planning.quality import QualityChoice, choose_method
+from everyframe.planning.quality import fit_to_quality, with_named_products
 from everyframe.planning.stage_forecasts import rates_of, stage_plans
 from everyframe.precision.policy import check_asked
 from everyframe.runtime.interface import ModelSpec, PromptReadingSpec
@@ -125,7 +129,7 @@ def prepare(
     is_foreign = given is None and request.model is not None
     with config_errors(str(request.model)) if is_foreign else nullcontext():
         return _prepared(
-            request, may_fetch, num_threads, devices, given, profile,
+            with_named_products(request), may_fetch, num_threads, devices, given, profile,
             with_seconds=with_seconds, will_run=will_run, freed=freed,
         )  # fmt: skip
 
@@ -157,11 +161,11 @@ def _prepared(
     is_own = profile is None and given is None
     fitting = _fitting(model, facts, device, request, chooser, is_own=is_own)
 
-    def fit(settings: Settings) -> _Fit:
-        shared = partial(_shares, request, model, settings, devices, num_threads, fitting)
+    def fit(settings: Settings, products: str) -> _Fit:
+        shared = partial(_shares, request, model, settings, products, devices, num_threads, fitting)
         return _fitted(shared, request, settings, chooser, will_run=will_run)
 
-    (shares, fit_used, fitted), quality = _fit_to_quality(fit, request, model, settings, device)
+    (shares, fit_used, fitted), quality = fit_to_quality(fit, request, model, settings, device)
     preview, preview_notes = plan_previews(request, model, fitted.settings)
     unread = model.unread(settings) if with_seconds and isinstance(model, PromptReadingSpec) else ()
     notes = (*notes, *quality.notes, *preview_notes, *unread)
@@ -196,19 +200,6 @@ def _notes(model: ModelSpec, shares: BalancedPlan, fitted: FitResult) -> tuple[s
     repaired = (line for part in fitted.components for line in repair_notes(part))
     says = (*notes_of(model), *shares.says, *repaired, *idle_notes(shares.division))
     return (*fitted.notes, *fitted.says, *says)
-
-
-def _fit_to_quality(
-    fit: Callable[[Settings], _Fit],
-    request: Request,
-    model: ModelSpec,
-    settings: Settings,
-    device: DeviceFacts,
-) -> tuple[_Fit, QualityChoice]:
-    """The fit with the sampling method that the exact steps' precision leads to."""
-    exact = fit(settings)
-    quality = choose_method(request, model, settings, exact[-1].components, device)
-    return (exact if quality.settings == settings else fit(quality.settings)), quality
 
 
 def _model(
@@ -250,6 +241,7 @@ def _shares(
     request: Request,
     model: ModelSpec,
     settings: Settings,
+    products: str,
     devices: Sequence[DeviceFacts],
     num_threads: int,
     fitting: MemoryFit,
@@ -259,9 +251,12 @@ def _shares(
 ) -> BalancedPlan:
     """Divide the work among devices, which may be unequal.
 
-    `shards`: several devices per video, to shard its weights; `together`: split CFG on request
-    only.
+    `products`: those of the denoiser, if a budget chose them; `shards`: several devices per video,
+    to shard its weights; `together`: split CFG on request only.
     """
+    if products:
+        chosen = QuantizationChoice(products)
+        fitting = replace(fitting, parts=replace(fitting.parts, quantising=chosen))
     asked = shares_asked(request, len(devices))
     dtype = speed_dtype(DTYPES[request.dtype])
 

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from everyframe.core.plan import PRODUCTS, Precision
+from everyframe.core.plan import Precision
+from everyframe.core.quality import PRODUCTS
 from everyframe.precision.islands import in_island
 from everyframe.precision.quantized_products import can_multiply, multiply
 
