@@ -260,7 +260,7 @@ class Guard:
         """
         (remedy,) = self._repairs.widest()
         self._repairs.put_on(remedy)
-        text = f"{self._where(step)}: {why}; {remedy.component} runs in float32 from here on"
+        text = f"{self.place(step)}: {why}; {remedy.component} runs in float32 from here on"
         event = Repaired(self._calls.stage, step, remedy.component, "decoder", "", "coarse",
                          remedy.dtype, "", "float32", text, self._seed)  # fmt: skip
         self._add_events([event] if is_told else [])
