@@ -97,9 +97,9 @@ def test_a_decoder_that_is_near_stays_in_bfloat16(kind: str) -> None:
     ours = found.decoded(found.ours, found.latents)
     theirs = found.decoded(found.theirs, found.latents)
     assert ours.dtype == torch.float32
-    # The piece is the middle of the frames; 46 to 60 dB were measured. It isn't float32 by accident.
+    # The piece is the middle of the frames. And it isn't float32 by accident.
     assert LEAST_PSNR <= psnr(ours, theirs) < 75
-    # As near as diffusers' own decoder in bfloat16 all through, within a third of a rounding.
+    # As near as diffusers' own decoder in bfloat16 all through: a dB is a tenth of a rounding.
     narrow = found.decoded(copy.deepcopy(found.theirs).bfloat16(), found.latents.bfloat16())
     assert psnr(ours, theirs) > psnr(narrow.float(), theirs) - 1
 
