@@ -17,6 +17,7 @@ from everyframe.fast_paths.apply import applies_to
 from everyframe.fast_paths.registry import CATALOGUE
 from everyframe.planning.blocked_paths import BlockedPaths, BlockReason, known, tags_of
 from everyframe.planning.choose_fast_paths import FastPathChooser, FastPathOptions, fast_path_notes
+from everyframe.precision.policy import ComponentNeeds
 
 CARD = DeviceFacts("a card", "cuda", 0, 10**10, 10**10, (9, 0), True, True)
 CPU = DeviceFacts("a processor", "cpu", None, 10**10, 10**10)
@@ -65,6 +66,12 @@ def test_nothing_is_known_of_a_processor() -> None:
     assert known(facts, CPU).rest == ()
 
 
+def component(name: str, **more: Any) -> Any:
+    """What the chooser asks of a component."""
+    needs = more.pop("needs", ComponentNeeds(name, 1))
+    return SimpleNamespace(**{"name": name, "has_precision": None, "needs": needs, **more})
+
+
 def test_what_is_about_an_operation_is_avoided_where_that_is_computed() -> None:
     """cuDNN 9.8 gets 3D convolutions in bfloat16 wrong; a denoiser without any keeps its dtype."""
     sick = machine(CARD, packages={"torch": "2.8.0"}, libraries={"cudnn": "9.10.2"})
@@ -74,7 +81,7 @@ def test_what_is_about_an_operation_is_avoided_where_that_is_computed() -> None:
     bf16 = Precision("bfloat16", "bfloat16")
 
     def chosen(run: Any) -> tuple[str, str]:
-        part: Any = SimpleNamespace(name=run.stage_call.component, has_precision=None)
+        part: Any = component(run.stage_call.component)
         dtype, (choice,) = chooser.dtype(part, bf16, [run])
         return dtype, choice.verdict
 
@@ -126,7 +133,7 @@ def test_a_loaded_components_dtype_is_kept_and_the_issue_told() -> None:
     bf16 = Precision("bfloat16", "bfloat16")
     for run, is_told in ((VAE, True), (DENOISER, False)):
         name = run.stage_call.component
-        part: Any = SimpleNamespace(name=name, has_precision=bf16)
+        part = component(name, has_precision=bf16)
         dtype, choices = chooser.dtype(part, bf16, [run])
         assert dtype == "bfloat16"
         assert bool(choices) == is_told
@@ -155,7 +162,7 @@ def test_a_kernel_asked_for_by_name_is_used_and_the_issue_told() -> None:
 
 def test_what_can_not_be_tried_is_still_avoided_and_turned_off() -> None:
     """A pipeline that no dry run follows: nothing to certify on, but what is known counts."""
-    bf16, part = Precision("bfloat16", "bfloat16"), SimpleNamespace(name="x", has_precision=None)
+    bf16, part = Precision("bfloat16", "bfloat16"), component("x")
     sick = BlockedPaths({"bf16": (BlockReason("known issue planted: it lies (leave it)"),)})
 
     def chosen(chooser: FastPathChooser) -> tuple[str, list[str]]:
@@ -172,6 +179,9 @@ def test_what_can_not_be_tried_is_still_avoided_and_turned_off() -> None:
         "bfloat16",
         ["pinned"],
     )
+    # A decoder that was made for float32 needs a certificate.
+    part.needs = ComponentNeeds("vae", 1, prefers="float32", decoder_islands=("encoder",))
+    assert chosen(FastPathChooser(CPU)) == ("float32", [])
 
 
 def test_what_no_path_avoids_is_told_with_what_mends_it() -> None:

@@ -17,6 +17,7 @@ from everyframe.fast_paths import certificates as certificate_store
 from everyframe.fast_paths import certify as certifying
 from everyframe.fast_paths.certificates import Certificate
 from everyframe.fast_paths.certify import CertifyResult
+from everyframe.fast_paths.registry import switched_off
 from everyframe.fast_paths.target import CertificationTarget
 from everyframe.planning import choose_fast_paths, component_certificates
 from everyframe.planning import resolve as resolver
@@ -111,6 +112,11 @@ def test_paths_are_turned_off_by_name(model: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("EVERYFRAME_DISABLE")
     with pytest.raises(InputError, match=r"disable: there is no fast path 'bf1'.*mean 'bf16'"):
         prepared(model, disable="bf1")
+
+
+def test_without_bf16_no_decoder_has_it() -> None:
+    assert switched_off(["bf16"]) == {"bf16", "bf16-decoder"}
+    assert switched_off(["bf16-decoder"]) == {"bf16-decoder"}
 
 
 def test_a_kernel_is_pinned_by_name(model: str) -> None:

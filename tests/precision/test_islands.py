@@ -11,6 +11,8 @@ from everyframe.precision import dtypes
 from everyframe.precision.islands import (
     check_islands,
     in_island,
+    num_narrow,
+    outside_of,
     parameter_dtype,
     present,
     weight_bytes,
@@ -55,6 +57,21 @@ def test_an_island_in_float64_stays_float64() -> None:
 def test_bytes() -> None:
     sizes = {"t_embedder.weight": 10, "block.weight": 100}
     assert weight_bytes(sizes, BF16) == 10 * 4 + 100 * 2
+
+
+def test_elements_outside_of_islands() -> None:
+    assert num_narrow({"t_embedder.weight": 10, "block.weight": 100}, BF16) == 100
+
+
+def test_all_that_is_outside_of_a_module() -> None:
+    names = ["encoder.conv.weight", "encoder.norm.weight", "decoder.conv.weight", "shift",
+             "time.decoder.conv.weight", "time.quant_conv.weight", "post.decoder"]  # fmt: skip
+    # A tensor beside the module is a table, and one of that name is no module.
+    assert outside_of("decoder", names) == ("encoder", "time.quant_conv", "post")
+    precision = Precision("bfloat16", "bfloat16", outside_of("decoder", names))
+    narrow = [each for each in names if parameter_dtype(each, precision) == "bfloat16"]
+    assert narrow == ["decoder.conv.weight", "shift", "time.decoder.conv.weight"]
+    assert outside_of("decoder", ["encoder.conv.weight"]) == ()
 
 
 def test_an_island_that_is_not_there_is_refused() -> None:

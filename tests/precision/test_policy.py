@@ -33,6 +33,9 @@ LARGE = ComponentNeeds("denoiser", 1_207_643_972, islands=("t_embedder", "final_
 SMALL = ComponentNeeds("denoiser", CPU_BF16_PARAMETERS - 1, islands=("t_embedder",))
 WANTS_FLOAT32 = ComponentNeeds("denoiser", 10**9, prefers="float32")
 UPCAST = ComponentNeeds("vae", 83_653_863, force_upcast=True)
+DECODER = ComponentNeeds(
+    "vae", 97_743_311, prefers="float32", force_upcast=True, decoder_islands=("encoder",)
+)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +51,8 @@ UPCAST = ComponentNeeds("vae", 83_653_863, force_upcast=True)
         (MPS, LARGE, "float16"),
         *[(where, WANTS_FLOAT32, "float32") for where in (OLD_CPU, NEW_CPU, V100, A100, MPS)],
         *[(where, UPCAST, "float32") for where in (OLD_CPU, NEW_CPU, V100, A100, MPS)],
+        *[(where, DECODER, "float32") for where in (OLD_CPU, V100, A100, MPS)],
+        (NEW_CPU, replace(DECODER, num_parameters=CPU_BF16_PARAMETERS - 1), "float32"),
     ],
 )
 def test_auto(where: DeviceFacts, needs: ComponentNeeds, dtype: str) -> None:
@@ -113,6 +118,16 @@ def test_what_is_risky_is_said(
 def test_an_autoencoder_that_overflows_is_never_run_in_fp16() -> None:
     for where in (V100, A100, MPS):
         assert choose(where, "float16", UPCAST)[0].parameters == "float32"
+
+
+def test_a_decoder_may_be_tried_in_bfloat16_on_a_cpu_that_has_it() -> None:
+    """And nothing around it; what is asked for is given as for any component."""
+    precision, notes = choose(NEW_CPU, "auto", DECODER)
+    assert (precision.parameters, precision.islands, notes) == ("bfloat16", ("encoder",), ())
+    assert choose(NEW_CPU, "float32", DECODER)[0].islands == ()
+    asked, (note,) = choose(NEW_CPU, "bfloat16", DECODER)
+    assert (asked.parameters, asked.islands) == ("bfloat16", ())
+    assert "made for float32" in note
 
 
 def test_another_dtype_is_refused() -> None:

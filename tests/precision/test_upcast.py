@@ -9,7 +9,14 @@ from torch import Tensor, nn
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
 from everyframe.precision import cast_hooks
-from everyframe.precision.upcast import Upcast, as_raised, held_in, narrowest, next_rung
+from everyframe.precision.upcast import (
+    Upcast,
+    as_raised,
+    has_float32,
+    held_in,
+    narrowest,
+    next_rung,
+)
 
 PLAIN = DeviceFacts("plain", "cpu", None, 1, 1)
 FAST = DeviceFacts("fast", "cuda", 0, 1, 1, has_fast_bf16=True)
@@ -48,6 +55,28 @@ def test_one_module_is_raised_and_lowered_without_a_trace(dtype: str) -> None:
     assert seen == [torch.float32, getattr(torch, dtype)]
     assert all(torch.equal(weights[k], v) for k, v in net.state_dict().items())
     handle.remove()
+
+
+@pytest.mark.parametrize("keeps_float32", [False, True])
+def test_weights_whose_float32_stays_are_raised_to_it(*, keeps_float32: bool) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).requires_grad_(False)
+    exact = net[0].weight.clone()
+    cast_hooks.add_cast_hooks(
+        net, Precision("bfloat16", "bfloat16", ("1",)), keeps_float32=keeps_float32
+    )
+    assert has_float32(net) is keeps_float32
+    # As a fast path lays them out in memory.
+    net[0].weight.data = net[0].weight.data.t().contiguous().t()
+    narrow, place = net[0].weight.clone(), net[0].weight.data_ptr()
+    raised = Upcast(net, torch.float32)
+    assert torch.equal(net[0].weight, exact) is keeps_float32
+    assert not has_float32(net)
+    assert held_in(net[0].weight) == (torch.float32 if keeps_float32 else torch.bfloat16)
+    raised.undo()
+    assert has_float32(net) is keeps_float32
+    assert torch.equal(net[0].weight, narrow)
+    assert (net[0].weight.data_ptr() == place) is keeps_float32
+    assert held_in(net[0].weight) == torch.bfloat16
 
 
 def test_digits_that_a_wider_range_lacks_come_back() -> None:

@@ -161,8 +161,8 @@ class Repaired(Event):
         step: step of `stage` in which it happened.
         module: module of `component` whose `operation` made the value, in `dtype`.
         cause: ``range``, ``kernel``, ``formula``, ``unclear``, ``compiled`` (a compiled graph is
-            wrong and its eager block is right), ``blank`` (frames of one colour), or ``memory``
-            (out of memory).
+            wrong and its eager block is right), ``blank`` (frames of one colour), ``coarse`` (a
+            decoder in bfloat16 is too far from float32), or ``memory`` (out of memory).
         target: the repaired module, or the one around it if its parts must have one dtype.
         to: what `target` runs in; with the cause ``memory`` the memory fallback.
         seed: seed of the video that needed it; None if all of them do.

@@ -122,6 +122,9 @@ class Precision:
         )
 
 
+#: Everything in float32.
+FLOAT32 = Precision("float32", "float32")
+
 #: Repair target of a module whose fast kernel gives wrong results.
 PLAIN = "plain kernels"
 

@@ -20,7 +20,7 @@ from everyframe.diffusers_pipelines.component_classes import component_class
 from everyframe.diffusers_pipelines.component_tensors import tensor_files
 from everyframe.diffusers_pipelines.defaults import PipelineDefaults, denoisers
 from everyframe.precision.dtypes import dtype_name
-from everyframe.precision.islands import present
+from everyframe.precision.islands import outside_of, present
 from everyframe.precision.policy import ComponentNeeds
 from everyframe.runtime.interface import Component
 
@@ -80,6 +80,7 @@ def needs_of(part: ComponentFolder, opened: Sequence[TensorFile]) -> ComponentNe
         range_islands=present(_T5_RANGE, count) if "T5" in part.class_name else (),
         prefers=prefers(part.name, _stored(opened)),
         force_upcast=bool(part.config().get("force_upcast")),
+        decoder_islands=outside_of("decoder", count) if has_frames(part.name) else (),
     )
 
 
@@ -116,6 +117,11 @@ def prefers(name: str, stored: str) -> str:
     if "vae" in name or "vocoder" in name:
         return "float32"
     return stored if stored in _DTYPES else "bfloat16"
+
+
+def has_frames(name: str) -> bool:
+    """Whether a component of that name codes frames."""
+    return "vae" in name and "audio" not in name
 
 
 def _stored(opened: Sequence[TensorFile]) -> str:

@@ -9,7 +9,6 @@ Hooks and repairs are removed on exit. The rules of checking and repair are in
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -24,14 +23,15 @@ from torch.utils.hooks import RemovableHandle
 from everyframe.core.errors import NumericsError
 from everyframe.core.events import Event, Note
 from everyframe.core.plan import Plan
-from everyframe.diffusers_pipelines.components import STAGE
+from everyframe.diffusers_pipelines.components import STAGE, has_frames
 from everyframe.diffusers_pipelines.defaults import denoisers
-from everyframe.diffusers_pipelines.global_generators import restore_torch, states_of_torch
+from everyframe.diffusers_pipelines.saved_call import SavedCall
 from everyframe.diffusers_pipelines.step_tracking import StepTracker, called_parts
 from everyframe.numerics.overflow_probe import OverflowProbe
 from everyframe.numerics.tensor_stats import blank_frames, iter_tensors, value_range
 from everyframe.precision.cast_hooks import map_tensors
-from everyframe.precision.upcast import is_below
+from everyframe.precision.upcast import has_float32, is_below
+from everyframe.runtime.decoder_check import check_decoder
 from everyframe.runtime.guard import GivenError, Guard
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.repairs import asks_for
@@ -80,7 +80,7 @@ class PipelineGuard:
                 keeps_storage=keeps_storage,
             )
             guard.start_video(video)
-            made = _Denoiser if denoises else _Coder if _has_frames(name) else _Part
+            made = _Denoiser if denoises else _Coder if has_frames(name) else _Part
             part = made(guard, name, module, watch, emit, is_asked=is_asked)
             part.at, part.unused, part.join_all = self._at, unused, self._join_all
             self._parts.append(part)
@@ -97,7 +97,7 @@ class PipelineGuard:
     def checked(self, name: str, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
         """Check and repair the result of a component's call that was computed elsewhere."""
         part = next(each for each in self._parts if each.name == name)
-        return part.handed_on(module, _Kept(args, kwargs), result)
+        return part.handed_on(module, SavedCall(args, kwargs), result)
 
     @contextmanager
     def computing(self, name: str) -> Iterator[None]:
@@ -129,10 +129,6 @@ class PipelineGuard:
             part.take_off()
 
 
-def _has_frames(name: str) -> bool:
-    return "vae" in name and "audio" not in name
-
-
 class _Part:
     """One guarded component."""
 
@@ -162,7 +158,7 @@ class _Part:
         self._handles: list[RemovableHandle] = []
         self._depth = 0
         self._num_calls = 0
-        self._kept = _Kept((), {})
+        self._kept = SavedCall((), {})
         self._probe: OverflowProbe | None = None
         self._within = ExitStack()
         #: Output dtype of each called module before any repair.
@@ -195,7 +191,7 @@ class _Part:
         if self._depth == 1:
             self._num_calls += 1
             self.at.append(self.name)
-            self._kept = _Kept(args, kwargs)
+            self._kept = SavedCall(args, kwargs)
             self._probe = self._begin_probe()
             if self._probe is not None:
                 self._within.enter_context(self._probe)
@@ -218,12 +214,12 @@ class _Part:
         probe = self._end_probe() if not self._depth else None
         if self._depth or result is None:  # called by the component itself, or it raised
             return None
-        kept, self._kept = self._kept, _Kept((), {})
+        kept, self._kept = self._kept, SavedCall((), {})
         self.at.pop()
         return self.handed_on(module, kept, result, probe)
 
     def handed_on(
-        self, module: nn.Module, kept: _Kept, result: Any, probe: OverflowProbe | None = None
+        self, module: nn.Module, kept: SavedCall, result: Any, probe: OverflowProbe | None = None
     ) -> Any:
         """The result of a call after check and repair, cast back to its original dtype."""
         self.at.append(self.name)
@@ -241,7 +237,7 @@ class _Part:
         return result
 
     def _watched(
-        self, module: nn.Module, kept: _Kept, result: Any, probe: OverflowProbe | None
+        self, module: nn.Module, kept: SavedCall, result: Any, probe: OverflowProbe | None
     ) -> Any:
         """Check the result and repair it if needed."""
         first = next(iter_tensors(result), None)
@@ -291,7 +287,7 @@ class _Denoiser(_Part):
         return self._watch.begun
 
     def _watched(
-        self, module: nn.Module, kept: _Kept, result: Any, probe: OverflowProbe | None
+        self, module: nn.Module, kept: SavedCall, result: Any, probe: OverflowProbe | None
     ) -> Any:
         result = super()._watched(module, kept, result, probe)
         self._guard.answered(self._number(), value_range(result))
@@ -299,69 +295,46 @@ class _Denoiser(_Part):
 
 
 class _Coder(_Part):
-    """A guarded autoencoder; its decoder's frames are checked for single colours."""
+    """A guarded autoencoder; its decoder's frames are checked for single colours.
+
+    A decoder that the plan has in bfloat16 is checked against float32 in a video's first call.
+    """
+
+    _is_checked = False
 
     def _may_be_unused(self, result: Any) -> bool:
         return False
 
     def _watched(
-        self, module: nn.Module, kept: _Kept, result: Any, probe: OverflowProbe | None
+        self, module: nn.Module, kept: SavedCall, result: Any, probe: OverflowProbe | None
     ) -> Any:
         result = super()._watched(module, kept, result, probe)
         latents = next(iter_tensors((kept.args, kept.kwargs)), None)
         is_decoder = module is getattr(self._module, "decoder", None)
-        if latents is None or not is_decoder or _pixels(result) is None:
+        if latents is None or not is_decoder:
+            return result
+        again = kept.calling(module)
+        if not self._is_checked:
+            self._is_checked = True
+            result = self._near_float32(module, kept, result)
+        if _pixels(result) is None:
             return result
         self.has_seen_frames = True
-        again = kept.calling(module)
         return self._guard.not_blank(
             self._number(), result, again, latents, _pixels, is_asked=self._is_asked
         )
 
-
-class _Kept:
-    """Saved inputs of a module call, and the state that the call may change.
-
-    Wan's decoder stores frames in a list that it gets as an argument. Noise may come from a
-    generator argument or from torch's global generators.
-    """
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args = args
-        self.kwargs = kwargs
-        values = (*args, *kwargs.values())
-        self._lists = [(each, each.copy()) for each in values if type(each) is list]
-        self._mappings = [(each, each.copy()) for each in values if type(each) is dict]
-        self._generators = [
-            (each, each.get_state()) for each in values if isinstance(each, torch.Generator)
-        ]
-        devices = {each.device for each in iter_tensors((args, kwargs))}
-        self._of_torch = states_of_torch(devices) if values else {}
-
-    def calling(self, module: nn.Module) -> Callable[[], Any]:
-        """A function that repeats the call from the saved state, any number of times."""
-
-        def call() -> Any:
-            self.restore()
-            return module(*self.args, **self.kwargs)
-
-        return call
-
-    def by_name(self, module: nn.Module) -> dict[str, Any]:
-        """The inputs by parameter name."""
-        self.restore()
-        return inspect.signature(module.forward).bind_partial(*self.args, **self.kwargs).arguments
-
-    def restore(self) -> None:
-        """Undo the call's changes to its inputs and generators."""
-        for items, before in self._lists:
-            items[:] = before
-        for mapping, held in self._mappings:
-            mapping.clear()
-            mapping.update(held)
-        for generator, state in self._generators:
-            generator.set_state(state)
-        restore_torch(self._of_torch)
+    def _near_float32(self, module: nn.Module, kept: SavedCall, result: Any) -> Any:
+        """The result of the decoder, or that in float32 if bfloat16 is too coarse."""
+        if not has_float32(self._module):
+            return result
+        again, after = kept.calling(module), SavedCall(kept.args, kept.kwargs)
+        piece = kept.cropped().calling(module)
+        is_coarse = check_decoder(
+            self._guard, self._module, lambda: next(iter_tensors(piece())), self._number()
+        )
+        after.restore()
+        return again() if is_coarse else result
 
 
 class _Narrow:

@@ -22,7 +22,7 @@ from everyframe.checkpoints.folder import listing
 from everyframe.checkpoints.read_progress import report_reading
 from everyframe.core.errors import CheckpointError, MissingPackageError
 from everyframe.core.events import ComponentLoaded, Event
-from everyframe.core.plan import ComponentPlan, Plan, Settings
+from everyframe.core.plan import FLOAT32, Plan, Settings
 from everyframe.diffusers_pipelines.checkpoint import ComponentFolder, PipelineFiles
 from everyframe.diffusers_pipelines.component_classes import (
     asks_for_code,
@@ -36,6 +36,7 @@ from everyframe.diffusers_pipelines.patched_weights import merge_from_files, rew
 from everyframe.diffusers_pipelines.signature import CallSignature
 from everyframe.diffusers_pipelines.step_tracking import called_parts
 from everyframe.fast_paths.apply import apply_fast_paths, swap_modules
+from everyframe.fast_paths.registry import BF16_DECODER
 from everyframe.precision import cast_hooks
 from everyframe.precision.dtypes import torch_dtype
 from everyframe.precision.quantization import quantise_layers
@@ -91,19 +92,23 @@ def load(
 def _component(where: str, part: ComponentFolder, plan: Plan) -> nn.Module:
     planned = plan.component(part.name)
     is_quantized = bool(planned.precision.weight_dtype)
+    is_checked = BF16_DECODER in (planned.fast_paths or ())
+    read_in = FLOAT32 if is_checked else planned.precision
     if part.tensors is None and not (is_quantized and has_own_names(part)):
-        module = _from_folder(where, part, planned)
+        module = _from_folder(where, part, torch_dtype(read_in.parameters))
         quantise_layers(module, planned.precision)
     else:
         with BUILD_LOCK, foreign_errors(f"{where}: its {part.name} can't be made"):
-            module = load_from_file(part, planned.precision)
+            module = load_from_file(part, read_in)
     # Parameters keep `requires_grad`, as in diffusers: torch picks other kernels without, and their
     # last bits differ. The call runs without gradients anyway.
     module.eval()
     # With its weights already: what is swapped takes them over.
     swap_modules(module, planned.fast_paths)
     track_component(module)
-    cast_hooks.add_cast_hooks(module, planned.precision, outputs_of(module))
+    cast_hooks.add_cast_hooks(
+        module, planned.precision, outputs_of(module), keeps_float32=is_checked
+    )
     # A pipeline's own code hands half precision to a part in float32, too.
     cast_hooks.add_input_casts(module)
     for remedy in planned.repairs:
@@ -114,10 +119,9 @@ def _component(where: str, part: ComponentFolder, plan: Plan) -> nn.Module:
     return module if waits else module.to(planned.device)
 
 
-def _from_folder(where: str, part: ComponentFolder, planned: ComponentPlan) -> nn.Module:
+def _from_folder(where: str, part: ComponentFolder, dtype: torch.dtype) -> nn.Module:
     """Let diffusers or transformers read a component; what they report as amiss is an error."""
     cls = component_class(part)
-    dtype = torch_dtype(planned.precision.parameters)
     how: dict[str, Any] = {"variant": part.variant} if part.variant else {}
     # transformers and diffusers call it by different names; each warns of the other's.
     how["torch_dtype" if _is_of_diffusers(cls) else "dtype"] = dtype

@@ -23,6 +23,7 @@ from everyframe.diffusers_pipelines.checkpoint import ComponentFolder, PipelineF
 from everyframe.diffusers_pipelines.component_tensors import tensor_files
 from everyframe.diffusers_pipelines.defaults import denoisers
 from everyframe.precision.dtypes import torch_dtype
+from everyframe.precision.upcast import has_float32
 from everyframe.runtime.patchable import WeightTable
 
 
@@ -96,6 +97,8 @@ def rewrite_from_files(
             return False
         pairs.append((file, name, parameter))
     if part.tensors is not None or planned.precision.weight_dtype or planned.repairs:
+        return False
+    if has_float32(module):
         return False
     for file, name, parameter in pairs:
         parameter.copy_(file.load(name))

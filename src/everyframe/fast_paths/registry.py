@@ -20,6 +20,9 @@ DISABLE_VARIABLES = ("EVERYFRAME_DISABLE", "EVERYFRAME_WITHOUT")
 #: Attention kernel that needs no certificate; see `everyframe.ops.attention`.
 PLAIN = "math"
 
+#: bfloat16 in the decoder alone of an autoencoder that is made for float32.
+BF16_DECODER = "bf16-decoder"
+
 _ATTENTION = "attention-"
 
 
@@ -77,6 +80,9 @@ _ALL = (
     FastPath("fp16", "float16 where the plan's islands allow it",
              "precision", ("cuda", "mps", "xpu"), f"{_TRIALS}:precision",
              uses=("dtype:float16",), at_once=True),
+    FastPath(BF16_DECODER, "decoders of frames in bfloat16, checked against float32 in each video",
+             "precision", ("cpu",), f"{_TRIALS}:precision",
+             uses=("dtype:bfloat16",), at_once=True),
     FastPath("linear-gelu", "a linear layer and the GELU after it in one kernel of oneDNN",
              "linear-gelu", ("cpu",), f"{_TRIALS}:block"),
     FastPath("native-norm", "group norm with SiLU, layer and RMS norm by a kernel in C",
@@ -127,7 +133,7 @@ _ALL = (
 CATALOGUE: Mapping[str, FastPath] = {path.name: path for path in _ALL}
 
 #: Dtype of each path in the precision group.
-PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
+PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", BF16_DECODER: "bfloat16"}
 
 
 def for_device(device: DeviceFacts) -> tuple[FastPath, ...]:
@@ -175,6 +181,7 @@ def check_kernel(given: str, device: DeviceFacts) -> str:
 def switched_off(asked: Iterable[str]) -> frozenset[str]:
     """Fast paths and lossy methods that are off: requested, or in ``EVERYFRAME_DISABLE``.
 
+    Without ``bf16``, decoders don't use it either.
     ``EVERYFRAME_WITHOUT`` is the variable's earlier name.
 
     Raises:
@@ -190,7 +197,7 @@ def switched_off(asked: Iterable[str]) -> frozenset[str]:
                     f"{did_you_mean(wanted, known)}"
                 )
             off.add(wanted)
-    return frozenset(off)
+    return frozenset(off | {BF16_DECODER} if "bf16" in off else off)
 
 
 def _in_variable(variable: str) -> tuple[str, list[str]]:

@@ -19,6 +19,7 @@ from everyframe.core.quality import PRODUCTS
 from everyframe.core.request import DTYPES, Request
 from everyframe.fast_paths.certificates import Certificate
 from everyframe.fast_paths.registry import (
+    BF16_DECODER,
     CATALOGUE,
     PRECISIONS,
     FastPath,
@@ -138,11 +139,15 @@ class FastPathChooser:
         """Compute dtype of a component and the verdicts behind it; device facts suggest `by_facts`.
 
         `runs` are dry runs in that precision. If there is nothing to try it on (not `may_try`), it
-        is used unless something blocks it.
+        is used unless something blocks it; in a decoder that was made for float32 it is not.
         """
         name = _precision(by_facts)
         if name is None or self._is_given(component):
             return by_facts.compute, self._given(component, name, runs)
+        if component.needs.decoder_islands:
+            name = BF16_DECODER
+            if not may_try:
+                return "float32", ()
         certificates = self._certificates(component.name, by_facts, runs)
         choice = self._judge(component.name, CATALOGUE[name], certificates, runs)
         if not may_try and (self.pins.exact is not None or choice.verdict not in _AGAINST):

@@ -15,6 +15,7 @@ from everyframe.core.parallel_plan import ParallelPlan
 from everyframe.core.plan import PACKED, ComponentPlan, Precision, Repair, Settings
 from everyframe.core.quality import PRODUCTS
 from everyframe.fast_paths.path_sizes import constant_bytes, feature_bytes, scratch_bytes
+from everyframe.fast_paths.registry import BF16_DECODER
 from everyframe.planning.choose_fast_paths import (
     FastPathChooser,
     fast_path_notes,
@@ -29,7 +30,7 @@ from everyframe.planning.component_precision import (
 )
 from everyframe.planning.dry_runs import DryRun
 from everyframe.precision.dtypes import num_bytes
-from everyframe.precision.islands import WORTH, weight_bytes
+from everyframe.precision.islands import WORTH, num_narrow, weight_bytes
 from everyframe.runtime.interface import (
     Component,
     DryRunCall,
@@ -193,6 +194,8 @@ class ComponentPlanner:
             where = replace(where, holders=max(where.holders, self.holders_of(component)))
         weights = self._weight_bytes(component, settings, precision, remedies)
         runs = tuple(self._with_paths(run, precision, settings, paths, weights) for run in runs)
+        if BF16_DECODER in (paths or ()):  # for its check they stay in float32 too
+            weights += 4 * num_narrow(component.num_elements, precision)
         # A pipeline's parts are read by diffusers and transformers, whole.
         is_ours = not any(run.stage_call.is_foreign for run in runs)
         waits = weights + frame_bytes(settings) if is_ours else 0

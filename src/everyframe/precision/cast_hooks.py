@@ -24,6 +24,7 @@ from everyframe.core.errors import InputError
 from everyframe.core.plan import Precision
 from everyframe.precision.dtypes import island_dtype, num_bytes, torch_dtype
 from everyframe.precision.islands import check_islands, in_island
+from everyframe.precision.upcast import narrow_with_float32
 
 
 class CastHooks:
@@ -48,14 +49,19 @@ class CastHooks:
 
 
 def add_cast_hooks(
-    module: nn.Module, precision: Precision, outputs: tuple[str, ...] = ("",)
+    module: nn.Module,
+    precision: Precision,
+    outputs: tuple[str, ...] = ("",),
+    *,
+    keeps_float32: bool = False,
 ) -> CastHooks:
     """Cast the parameters of `module` in place, and hook the edges of its leaf modules.
 
     `outputs` are dotted names of modules whose results leave for the engine and are widened to
     float32 if narrower. ``""`` is the module itself, which is enough when it is called as
     ``module(...)``; an autoencoder's ``decode`` is no such call, so name its decoder. Buffers keep
-    their dtype: they are tables and statistics, wanted in float32.
+    their dtype: they are tables and statistics, wanted in float32. With `keeps_float32`, the values
+    of narrowed parameters stay in memory (`upcast.narrow_with_float32`).
 
     Raises:
         InputError: applied already; compute dtype differs from the parameters'; an island or output
@@ -75,7 +81,7 @@ def add_cast_hooks(
     for name in outputs:
         if name not in modules:
             raise InputError(f"output {name!r} is no part of this {type(module).__name__}")
-    _cast_parameters(module, precision)
+    _cast_parameters(module, precision, keeps_float32=keeps_float32)
     leaves = {name: part for name, part in modules.items() if _multiplies_its_inputs(part)}
     _check_one_dtype_each(leaves)
     if num_bytes(precision.parameters) >= 4:
@@ -170,7 +176,7 @@ def _own_floats(module: nn.Module) -> Iterator[nn.Parameter]:
     return (p for p in module._parameters.values() if p is not None and p.is_floating_point())
 
 
-def _cast_parameters(module: nn.Module, precision: Precision) -> None:
+def _cast_parameters(module: nn.Module, precision: Precision, *, keeps_float32: bool) -> None:
     named = list(module.named_parameters(remove_duplicate=False))
     check_islands(precision.islands, (name for name, _ in named))
     # A parameter with several names (tied embeddings) is in an island if any of its names is.
@@ -184,7 +190,9 @@ def _cast_parameters(module: nn.Module, precision: Precision) -> None:
         if not parameter.is_floating_point():
             continue
         dtype = wide if id(parameter) in islanders else narrow
-        if parameter.dtype != dtype:
+        if keeps_float32 and dtype != parameter.dtype == torch.float32:
+            narrow_with_float32(parameter, dtype)
+        elif parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
 
 

@@ -80,10 +80,31 @@ def weight_bytes(
     )
 
 
+def num_narrow(num_elements: Mapping[str, int], precision: Precision) -> int:
+    """Elements of all parameters outside of the islands, given those of each by name."""
+    return sum(
+        count for name, count in num_elements.items() if not in_island(name, precision.islands)
+    )
+
+
 def present(islands: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
     """Islands that match at least one of these names, each once; model versions differ in some."""
     around = {each for name in names for each in _names_around(name)}
     return tuple(dict.fromkeys(one for one in islands if any(map(_matcher((one,)), around))))
+
+
+def outside_of(child: str, names: Iterable[str]) -> tuple[str, ...]:
+    """Islands of the outermost modules without a module called `child`, given all tensor names.
+
+    Empty if no module is called so. Tensors beside such a module are not in them: they are tables.
+    """
+    names = tuple(names)
+    inside = [name for name in names if child in name.split(".")[:-1]]
+    around = {each for name in inside for each in _names_around(name)}
+    outside = (
+        next((each for each in _names_around(name) if each not in around), name) for name in names
+    )
+    return tuple(dict.fromkeys(each for each in outside if each not in names)) if inside else ()
 
 
 def check_islands(islands: Iterable[str], names: Iterable[str]) -> None:

@@ -39,6 +39,8 @@ class ComponentNeeds:
         prefers: dtype in which upstream runs it or its weights were made; ``float32`` keeps `auto`
             from going lower.
         force_upcast: the checkpoint states that fp16 overflows in it.
+        decoder_islands: of an autoencoder made for float32 whose decoder may be tried in bfloat16:
+            all modules outside of the decoder. Empty if it may not.
     """
 
     name: str
@@ -47,6 +49,7 @@ class ComponentNeeds:
     range_islands: tuple[str, ...] = ()
     prefers: str = "bfloat16"
     force_upcast: bool = False
+    decoder_islands: tuple[str, ...] = ()
 
 
 def choose(
@@ -66,6 +69,8 @@ def choose(
     check_asked(device, asked, force=force)
     dtype, notes = _auto(device, needs) if asked == "auto" else _as_asked(device, asked, needs)
     islands = () if dtype == "float32" else needs.islands
+    if dtype != "float32" and asked == "auto":
+        islands += needs.decoder_islands
     if dtype == "float16":
         islands += needs.range_islands
     return Precision(parameters=dtype, compute=dtype, islands=islands), notes
@@ -99,7 +104,10 @@ def _price_of_fp16(device: DeviceFacts) -> str:
 
 
 def _auto(device: DeviceFacts, needs: ComponentNeeds) -> tuple[str, tuple[str, ...]]:
-    if needs.prefers == "float32" or needs.force_upcast:
+    is_made_wide = needs.prefers == "float32" or needs.force_upcast
+    # Where a CPU multiplies faster in bfloat16, a decoder in float32 takes most of a short run.
+    # `force_upcast` is about the range of fp16; bfloat16 has that of float32.
+    if is_made_wide and not (device.kind == "cpu" and needs.decoder_islands):
         return "float32", ()
     if device.kind == "cpu":
         return _auto_on_cpu(device, needs), ()

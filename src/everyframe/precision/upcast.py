@@ -23,6 +23,9 @@ _LADDER = (torch.float16, torch.bfloat16, torch.float32)
 #: Attribute of a parameter that lists the dtypes it was upcast from; it moves with the parameter.
 _RUNGS = "everyframe_raised_from"
 
+#: Attribute of a narrowed parameter with its values in float32; it moves with the parameter.
+_FLOAT32 = "everyframe_float32"
+
 
 def next_rung(dtype: torch.dtype, device: DeviceFacts) -> torch.dtype | None:
     """Next wider dtype that this device computes in, or None."""
@@ -31,9 +34,26 @@ def next_rung(dtype: torch.dtype, device: DeviceFacts) -> torch.dtype | None:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
 
 
+def narrow_with_float32(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Cast a float32 parameter to `dtype`; its values stay, and upcasting to float32 restores them.
+
+    On the host alone: nothing moves them to another device.
+    """
+    setattr(parameter, _FLOAT32, parameter.data)
+    parameter.data = parameter.data.to(dtype)
+
+
+def has_float32(module: nn.Module) -> bool:
+    """Whether a module below float32 has the float32 values of its narrow parameters too."""
+    return any(
+        hasattr(each, _FLOAT32) and each.dtype != torch.float32 for each in module.parameters()
+    )
+
+
 class Upcast:
     """A module upcast to at least `dtype`; `undo` restores every bit.
 
+    Rounded weights stay rounded, unless they were narrowed by `narrow_with_float32`.
     With `keeps_storage`, `undo` also restores the storage of each weight, which the owner's views,
     tied weights or optimizers may share. The old weights then stay in memory beside the wide ones,
     unless the module moves to another device meanwhile. Without it, only weights whose cast is
@@ -62,13 +82,15 @@ class Upcast:
 
     def _cast(self, parameter: nn.Parameter, dtype: torch.dtype, *, keeps_storage: bool) -> None:
         before, rungs = parameter.data, _rungs(parameter)
+        exact = getattr(parameter, _FLOAT32, None) if dtype == torch.float32 else None
         # bfloat16 has the range, but not all the digits of float16.
         is_lossy = torch.finfo(dtype).eps > torch.finfo(before.dtype).eps
         # What was upcast before has a storage of ours.
-        is_kept = is_lossy or (keeps_storage and not rungs)
-        parameter.data = before.to(dtype)
+        is_kept = is_lossy or exact is not None or (keeps_storage and not rungs)
+        parameter.data = before.to(dtype) if exact is None else exact
         self._before.append((parameter, before.dtype, before if is_kept else None))
-        _set_rungs(parameter, (*rungs, before.dtype))
+        if exact is None:
+            _set_rungs(parameter, (*rungs, before.dtype))
 
     def undo(self) -> None:
         """Restore the module."""

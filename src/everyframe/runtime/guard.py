@@ -253,6 +253,18 @@ class Guard:
         )
         return result
 
+    def raise_decoder(self, step: int, why: str, *, is_told: bool = True) -> None:
+        """Run the decoder in float32 for this video; see `decoder_check`.
+
+        Of several ranks all do so, and one of them tells it.
+        """
+        (remedy,) = self._repairs.widest()
+        self._repairs.put_on(remedy)
+        text = f"{self.place(step)}: {why}; {remedy.component} runs in float32 from here on"
+        event = Repaired(self._calls.stage, step, remedy.component, "decoder", "", "coarse",
+                         remedy.dtype, "", "float32", text, self._seed)  # fmt: skip
+        self._add_events([event] if is_told else [])
+
     def note(self, text: str, *, in_record: bool = False) -> None:
         """Add a note without a change; `in_record` if it concerns the frames."""
         self._calls.add_events(Note(text, in_record, self._seed))

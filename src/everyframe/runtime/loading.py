@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from everyframe.checkpoints.key_map import KeyMap
 from everyframe.checkpoints.strict_load import check_strictly, load_strictly
 from everyframe.checkpoints.tensor_file import PackedRows, TensorFile, open_checkpoint
-from everyframe.core.plan import PACKED, ComponentPlan, Precision
+from everyframe.core.plan import FLOAT32, PACKED, ComponentPlan, Precision
 from everyframe.fast_paths.apply import apply_fast_paths, swap_modules
+from everyframe.fast_paths.registry import BF16_DECODER
 from everyframe.parallel.communicator import Communicator
 from everyframe.precision import cast_hooks, quantization
 from everyframe.precision.dtypes import torch_dtype
@@ -35,7 +36,7 @@ from everyframe.precision.quantization import (
     swap,
     without_numbers,
 )
-from everyframe.precision.upcast import as_raised
+from everyframe.precision.upcast import as_raised, has_float32
 from everyframe.runtime import offload, repairs
 from everyframe.runtime.component_observers import notify_loaded
 from everyframe.runtime.meta_init import ModuleT, build_on_meta
@@ -140,11 +141,14 @@ def load_component(
     persistent = set(module.state_dict())
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
 
+    is_checked = BF16_DECODER in (part.fast_paths or ())
+    read_in = FLOAT32 if is_checked else part.precision
+
     def dtype_of(name: str, own: torch.dtype) -> torch.dtype:
         # Buffers are tables and statistics: they stay as wide as they were made.
         if name not in parameters or name not in persistent:
             return own
-        return torch_dtype(parameter_dtype(name, part.precision))
+        return torch_dtype(parameter_dtype(name, read_in))
 
     opened = open_checkpoint(weights)
     where = torch.device(part.device)
@@ -162,7 +166,7 @@ def load_component(
     fill(module, part.precision, opened, found.left, (where, device), leave)
     module.eval().requires_grad_(False)
     track_component(module)
-    put_on = cast_hooks.add_cast_hooks(module, part.precision, outputs)
+    put_on = cast_hooks.add_cast_hooks(module, part.precision, outputs, keeps_float32=is_checked)
     for remedy in part.repairs:
         repairs.put_on(module, remedy)
     if part.block_offload or held is not None:
@@ -188,10 +192,10 @@ def rewrite_parameters(
 ) -> bool:
     """Read these parameters of a loaded component anew: the bits are those of a new component.
 
-    False, and nothing is changed, if one does not have the numbers of its file: it is quantised or
-    repaired.
+    False, and nothing is changed, if one does not have the numbers of its file alone: it is
+    quantised, repaired or has them in two precisions.
     """
-    if part.precision.weight_dtype or part.repairs:
+    if part.precision.weight_dtype or part.repairs or has_float32(module):
         return False
     parameters = dict(module.named_parameters(remove_duplicate=False))
     groups = {name: group for group in keys.tied for name in group}

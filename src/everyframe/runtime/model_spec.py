@@ -19,6 +19,7 @@ from everyframe.core.errors import CorruptRunError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Settings
 from everyframe.dry_run.call import DryRunCall
+from everyframe.precision.islands import outside_of
 from everyframe.precision.policy import ComponentNeeds
 from everyframe.runtime.component_files import CheckpointFiles
 from everyframe.runtime.element_counts import parse_counts
@@ -80,6 +81,11 @@ class ModuleBuilder(ABC, Generic[_Config]):
         return ComponentNeeds(
             component, sum(self.num_elements[component].values()), islands, **more
         )
+
+    def need_of_decoder(self, component: str, **more: Any) -> ComponentNeeds:
+        """Requirements of an autoencoder that a `DecodeStage` decodes with; see `need`."""
+        islands = outside_of("decoder", self.num_elements[component])
+        return self.need(component, prefers="float32", decoder_islands=islands, **more)
 
     @cached_property
     def num_elements(self) -> Mapping[str, Mapping[str, int]]:

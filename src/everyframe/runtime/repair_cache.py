@@ -128,8 +128,8 @@ def remedies_for(component: str, dtype: str, remedies: Iterable[Repair]) -> tupl
 def repair_notes(part: ComponentPlan) -> Sequence[str]:
     """The plan's notes on its repairs, one line each."""
     return [
-        f"{remedy.place} runs in {remedy.to}: in {remedy.dtype} an earlier run of this model made "
-        "values here that are not finite (--forget-repairs begins without)"
+        f"{remedy.place} runs in {remedy.to}: in {remedy.dtype} an earlier run of this model was "
+        "wrong here (--forget-repairs begins without)"
         for remedy in part.repairs
     ]
 

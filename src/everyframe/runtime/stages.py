@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -32,6 +32,7 @@ from everyframe.core.plan import Plan, Settings
 from everyframe.parallel.communicator import ONE, ParallelContext
 from everyframe.parallel.uneven_split import assign_pieces
 from everyframe.runtime import tiling
+from everyframe.runtime.decoder_check import check_decoder, middle
 from everyframe.runtime.frame_pieces import as_frames, distribute_pieces
 from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import VideoState
@@ -327,6 +328,7 @@ class DecodeStage(ComponentStage[_Context, LatentPiece]):
         for number, video in enumerate(videos):
             guard.start_video(video)
             steps = range(number * self.num_pieces + 1, self.num_steps(len(videos)) + 1)
+            self._check_decoder(module, guard, video, steps[0])
             fit = self._color_fit(video)
             for event in self.decode_video(module, guard, video, steps):
                 if fit is not None and isinstance(event, FramesDecoded):
@@ -334,6 +336,17 @@ class DecodeStage(ComponentStage[_Context, LatentPiece]):
                 yield event
             yield from () if fit is None else fit.finish()
             video.latents = None
+
+    def _check_decoder(self, module: nn.Module, guard: Guard, video: VideoState, step: int) -> None:
+        device = self.context.device(self.component)
+
+        def decode() -> Tensor:
+            piece = self.inputs(video, 0, device)
+            piece = replace(piece, latents=middle(piece.latents))
+            pixels: Tensor = self.compute(module, piece, device, guard.settings)
+            return pixels
+
+        check_decoder(guard, module, decode, step, self.context.teams.team)
 
     def _color_fit(self, video: VideoState) -> ColorFit | None:
         """What fits the colours of previews to this video, where they are not known."""

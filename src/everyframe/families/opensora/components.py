@@ -74,8 +74,8 @@ class OpenSoraBuilder(ModuleBuilder[OpenSoraConfig]):
         return (
             (text, "T5 text encoder", "text"),
             (self.need("denoiser", islands, prefers=prefers), "STDiT denoiser", "denoise"),
-            # Decoded pixels are the product: float32 unless asked otherwise.
-            (self.need("vae", prefers="float32"), "video autoencoder", "decode"),
+            # Decoded pixels are the product: float32 unless asked, or certified, otherwise.
+            (self.need_of_decoder("vae"), "video autoencoder", "decode"),
         )
 
 

@@ -95,8 +95,8 @@ class OpenSora2Builder(ModuleBuilder[OpenSora2Config]):
         return (
             *found,
             (denoiser("denoiser"), "MMDiT denoiser", "denoise"),
-            # Decoded pixels are the product: float32 unless asked otherwise.
-            (self.need("vae", prefers="float32"), "video autoencoder", "decode"),
+            # Decoded pixels are the product: float32 unless asked, or certified, otherwise.
+            (self.need_of_decoder("vae"), "video autoencoder", "decode"),
         )
 
 

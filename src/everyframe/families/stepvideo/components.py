@@ -58,8 +58,8 @@ class StepVideoBuilder(ModuleBuilder[StepVideoConfig]):
             # Small, and in float32 upstream too.
             (self.need("clip", prefers="float32"), "CLIP text encoder", "clip text"),
             (self.need("denoiser", DENOISER_ISLANDS), "Step-Video denoiser", "denoise"),
-            # Decoded pixels are the product: float32 unless asked otherwise.
-            (self.need("vae", prefers="float32"), "video autoencoder", "decode"),
+            # Decoded pixels are the product: float32 unless asked, or certified, otherwise.
+            (self.need_of_decoder("vae"), "video autoencoder", "decode"),
         )
 
 

@@ -71,8 +71,8 @@ class SVDBuilder(ModuleBuilder[SVDConfig]):
     def needs(self) -> tuple[tuple[ComponentNeeds, str, str], ...]:
         islands = present(IMAGE_ENCODER_ISLANDS, self.num_elements["image_encoder"])
         encoder = self.need("image_encoder", islands, prefers="float16")
-        # Decoded pixels are the product: float32 unless asked otherwise.
-        vae = self.need("vae", prefers="float32", force_upcast=self.config.force_upcast)
+        # Decoded pixels are the product: float32 unless asked, or certified, otherwise.
+        vae = self.need_of_decoder("vae", force_upcast=self.config.force_upcast)
         return (
             (encoder, "CLIP image encoder", "image"),
             (vae, "video autoencoder", "decode"),
