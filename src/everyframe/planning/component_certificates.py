@@ -1,7 +1,7 @@
 """Look up and create fast-path certificates for the components of a plan.
 
 Before a long run, missing certificates that it needs at once are created (at most 3 s, and 30 s
-before a run of many minutes on a CPU).
+before a run of many minutes on a CPU, or one after many minutes of such runs).
 `everyframe fast-paths --certify` creates all of them (at most 30 s). `blocked_paths.py` has the
 reasons that overrule any trial.
 """
@@ -16,6 +16,11 @@ from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import PRODUCTS, ComponentPlan, FastPathChoice, Precision
 from everyframe.fast_paths.certificates import Certificate, device_key, plan_key
 from everyframe.fast_paths.certificates import find as stored
+from everyframe.fast_paths.computing_time import (
+    add_computing_time,
+    computing_time,
+    reset_computing_time,
+)
 from everyframe.fast_paths.registry import CATALOGUE, PRECISIONS, FastPath
 from everyframe.fast_paths.target import CertificationTarget
 from everyframe.planning.dry_runs import DryRun, largest_scores
@@ -34,6 +39,9 @@ _LONG_ON_CARDS = 1e13
 
 #: Operations of a run from which half a minute of trials pays: a quarter of an hour on a core.
 VERY_LONG = 1e14
+
+#: Seconds of earlier runs that count as much: with these, trials take a tenth of past computing.
+MANY_SECONDS = 10 * IN_ALL
 
 #: Reason for a path of a record: it is tried however short the run is, to reproduce the bits.
 RECORDED = "the record has it; a first run tries it"
@@ -54,8 +62,11 @@ class Certificates:
     ) -> Mapping[str, Certificate]:
         """Certificates of a component, by path name."""
 
-        subject = self.subject(component, precision, runs)
-        return stored(subject.device_key, subject.plan_key)
+        return stored(*self.subject(component, precision, runs).keys)
+
+    def computing_time(self, component: str, precision: Precision, runs: Sequence[DryRun]) -> float:
+        """Seconds that earlier runs computed in a component since its kernels were last tried."""
+        return computing_time(*self.subject(component, precision, runs).keys)
 
     def subject(
         self, component: str, precision: Precision, runs: Sequence[DryRun]
@@ -85,6 +96,11 @@ class Certificates:
 def is_long(runs: Sequence[DryRun], device: DeviceFacts) -> bool:
     """Whether a run computes enough that some seconds of fast-path trials pay."""
     return operations(runs) >= _LONG.get(device.kind, _LONG_ON_CARDS)
+
+
+def is_very_long(runs: Sequence[DryRun], past_seconds: float = 0.0) -> bool:
+    """Whether a run, with the past ones, computes so much that half a minute of trials pays."""
+    return operations(runs) + VERY_LONG * past_seconds / MANY_SECONDS >= VERY_LONG
 
 
 @dataclass(frozen=True)
@@ -117,7 +133,12 @@ def missing_at_once(
         wanted = tuple(
             path
             for path, is_recorded in expected.items()
-            if long or holds_much or is_recorded or path.name in PRECISIONS or path.on_demand
+            if long
+            or holds_much
+            or is_recorded
+            or path.name in PRECISIONS
+            or path.on_demand
+            or path.in_long_runs
         )
         if wanted:
             found.append(MissingCertificates(part.name, part.precision, wanted, part.choices))
@@ -126,14 +147,51 @@ def missing_at_once(
 
 def make_at_once(
     certificates: Certificates | None, parts: Sequence[ComponentPlan], runs: Sequence[DryRun]
-) -> bool:
-    """Create the certificates that these components need now; whether they expected any path."""
-    expects = any(each.verdict == "expected" for part in parts for each in part.choices)
-    if expects and certificates is not None:
-        is_very_long = certificates.device.kind == "cpu" and operations(runs) >= VERY_LONG
-        seconds = IN_ALL if is_very_long else AT_ONCE
-        make(certificates, missing_at_once(parts, runs, certificates.device), runs, seconds)
-    return expects
+) -> list[str] | None:
+    """Create the certificates that these components need now.
+
+    Returns notes on kernels that are tried because of earlier runs; None if no path was expected.
+    """
+    if not any(each.verdict == "expected" for part in parts for each in part.choices):
+        return None
+    if certificates is None:
+        return []
+    missing = missing_at_once(parts, runs, certificates.device)
+    has_kernels = [each for each in missing if any(path.in_long_runs for path in each.paths)]
+    notes = []
+    for each in has_kernels:
+        own = _of(each.component, runs)
+        subject = certificates.subject(each.component, each.precision, own)
+        if not is_very_long(own):
+            past = computing_time(*subject.keys)
+            notes.append(f"{each.component}: its kernels were tried before this run, as runs of "
+                         f"these sizes have computed for {past:.0f} s without them")  # fmt: skip
+        # Not after them: if a person ends them, the next run does not begin with them again.
+        reset_computing_time(*subject.keys)
+    is_long = certificates.device.kind == "cpu" and is_very_long(runs)
+    make(certificates, missing, runs, IN_ALL if is_long or has_kernels else AT_ONCE)
+    return notes
+
+
+def count_stage(
+    certificates: Certificates | None,
+    parts: Sequence[ComponentPlan],
+    runs: Sequence[DryRun],
+    stage: str,
+    seconds: float,
+) -> None:
+    """Count the seconds of a stage for its components with untried kernels, by their operations."""
+    here = [run for run in runs if run.stage_call.stage == stage]
+    if certificates is None:
+        return
+    for part in parts:
+        share = operations(_of(part.name, here)) / max(operations(here), 1.0)
+        is_untried = any(
+            each.verdict == "untried" and CATALOGUE[each.path].in_long_runs for each in part.choices
+        )
+        if share and is_untried:
+            subject = certificates.subject(part.name, part.precision, _of(part.name, runs))
+            add_computing_time(*subject.keys, share * seconds)
 
 
 def make(
@@ -171,7 +229,7 @@ def make(
 
 def _others(subject: CertificationTarget, missing: MissingCertificates) -> tuple[str, ...]:
     """Paths that a run uses besides those that are missing, in its order."""
-    certified = stored(subject.device_key, subject.plan_key)
+    certified = stored(*subject.keys)
     gains = {
         choice.path: choice.gain if choice.path not in certified else certified[choice.path].gain
         for choice in missing.choices
