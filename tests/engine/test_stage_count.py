@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from everyframe.core.plan import Plan
 from everyframe.engine import run
 from everyframe.engine.stage_count import with_counted_stages
 from everyframe.fast_paths import certificates as certificate_store
+from everyframe.fast_paths import certify as certifying
 from everyframe.fast_paths.certificates import Certificate
 from everyframe.fast_paths.certify import CertifyResult
 from everyframe.fast_paths.computing_time import add_computing_time, computing_time
@@ -97,8 +99,8 @@ def test_kernels_are_tried_after_minutes_of_such_runs_and_not_before(
     assert ("denoiser", "onednn-linear") in tried
     assert {component for component, _ in tried} == {"denoiser"}
     said = (
-        "denoiser: its kernels were tried before this run, as runs of these sizes have computed "
-        "for 303 s without them"
+        "denoiser: its fast paths were tried before this run, as runs of these sizes have "
+        "computed for 303 s without them"
     )
     assert said in [event.text for event in events if isinstance(event, Note)]
     (planned,) = [event for event in events if isinstance(event, Planned)]
@@ -138,6 +140,29 @@ def test_what_a_trial_left_waits_for_as_many_seconds(
     plant(prepare(asked), "denoiser", MANY_SECONDS)
     with pytest.raises(KeyboardInterrupt):
         prepare(asked, will_run=True)
+
+
+def test_a_component_without_a_turn_has_it_before_the_next_run(
+    model: str, tried: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first one takes of half a minute is not there for the others."""
+    real: Any = certifying.certify
+
+    def certify(subject: CertificationTarget, paths: Any, seconds: float) -> CertifyResult:
+        return replace(real(subject, paths, seconds), tried_seconds=seconds)
+
+    monkeypatch.setattr(certifying, "certify", certify)
+    asked = request(model)
+    prepared = prepare(asked)
+    for component in ("denoiser", "vae"):
+        plant(prepared, component, MANY_SECONDS)
+    plan = prepare(asked, will_run=True).plan
+    assert {component for component, _ in tried} == {"vae"}, "it computes most"
+    (note,) = (note for note in plan.notes if "fast paths were tried" in note)
+    assert note.startswith("vae: ")
+    assert seconds_of(prepared, "denoiser") == MANY_SECONDS
+    prepare(asked, will_run=True)
+    assert {component for component, _ in tried} == {"denoiser", "vae"}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 _SCHEMA = "everyframe.computing_time/1"
 
 #: Plans in the file; the least recently computed ones go.
-MAX_PLANS = 256
+MAX_PLANS = 64
 
 #: A larger file is not read. Keys have 41 characters.
 _MAX_BYTES = 128 * MAX_PLANS

@@ -16,7 +16,8 @@ from everyframe.core.errors import InputError, MissingPackageError
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import PRODUCTS, FastPathChoice, Precision
 from everyframe.core.request import DTYPES, Request
-from everyframe.fast_paths.certificates import Certificate
+from everyframe.fast_paths.certificates import Certificate, find
+from everyframe.fast_paths.computing_time import computing_time
 from everyframe.fast_paths.registry import (
     CATALOGUE,
     PRECISIONS,
@@ -163,10 +164,11 @@ class FastPathChooser:
         """Verdicts on every path except precisions, best first; empty if nothing is known."""
         if not runs:
             return self._blindly(component)
-        certificates = self._certificates(component, precision, runs)
+        keys = self._keys(component, precision, runs)
+        certificates = find(*keys) if keys else {}
         paths = candidates(runs, self.device, precision.weight_dtype)
-        untried = any(path.in_long_runs and path.name not in certificates for path in paths)
-        trial = self._trial(component, precision, runs) if untried else ""
+        are_tried = all(path.name in certificates for path in paths if path.in_long_runs)
+        trial = "" if are_tried else self._trial(runs, keys)
         found = [
             self._judge(component, path, certificates, runs, trial)
             for path in paths
@@ -174,13 +176,11 @@ class FastPathChooser:
         ]
         return tuple(sorted(found, key=lambda choice: -(choice.gain or 0.0)))
 
-    def _trial(self, component: str, precision: Precision, runs: Sequence[DryRun]) -> str:
+    def _trial(self, runs: Sequence[DryRun], keys: tuple[str, str] | None) -> str:
         """Why the next run tries kernels of long runs; empty if it does not."""
         if is_very_long(runs):
             return _FIRST
-        if self.certificates is None or not self.expects:
-            return ""
-        past = self.certificates.computing_time(component, precision, runs)
+        past = computing_time(*keys) if keys and self.expects else 0.0
         if not is_very_long(runs, past):
             return ""
         return f"the next run tries it: such runs have computed for {past:.0f} s without it"
@@ -213,9 +213,16 @@ class FastPathChooser:
     def _certificates(
         self, component: str, precision: Precision, runs: Sequence[DryRun]
     ) -> Mapping[str, Certificate]:
+        keys = self._keys(component, precision, runs)
+        return find(*keys) if keys else {}
+
+    def _keys(
+        self, component: str, precision: Precision, runs: Sequence[DryRun]
+    ) -> tuple[str, str] | None:
+        """Keys of the component's certificates; None if it can't have any."""
         if self.certificates is None or not runs:
-            return {}
-        return self.certificates.of(component, precision, runs)
+            return None
+        return self.certificates.subject(component, precision, runs).keys
 
     def _blindly(self, component: str) -> tuple[FastPathChoice, ...]:
         """Paths requested by name, for a component whose sizes are unknown before it runs."""

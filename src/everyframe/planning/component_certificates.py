@@ -61,18 +61,12 @@ class Certificates:
         self, component: str, precision: Precision, runs: Sequence[DryRun]
     ) -> Mapping[str, Certificate]:
         """Certificates of a component, by path name."""
-
         return stored(*self.subject(component, precision, runs).keys)
-
-    def computing_time(self, component: str, precision: Precision, runs: Sequence[DryRun]) -> float:
-        """Seconds that earlier runs computed in a component since its kernels were last tried."""
-        return computing_time(*self.subject(component, precision, runs).keys)
 
     def subject(
         self, component: str, precision: Precision, runs: Sequence[DryRun]
     ) -> CertificationTarget:
         """The component as a certification target."""
-
         work: dict[object, float] = {}
         for run in runs:
             for product, operations in run.found.work.products:
@@ -112,6 +106,11 @@ class MissingCertificates:
     paths: tuple[FastPath, ...]
     choices: tuple[FastPathChoice, ...] = ()
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether kernels of long runs are among the paths."""
+        return any(path.in_long_runs for path in self.paths)
+
 
 def missing_at_once(
     parts: Sequence[ComponentPlan], runs: Sequence[DryRun], device: DeviceFacts
@@ -119,7 +118,7 @@ def missing_at_once(
     """Certificates that the plan expects and needs now, the component with the most work first.
 
     Always precisions, and attention with large scores, since memory planning depends on them; other
-    paths for long runs only.
+    paths for long runs only, and with kernels that earlier runs are the reason of.
     """
     long = is_long(runs, device)
     found = []
@@ -130,15 +129,11 @@ def missing_at_once(
             for each in part.choices
             if each.verdict == "expected"
         }
+        tries_all = long or holds_much or any(path.in_long_runs for path in expected)
         wanted = tuple(
             path
             for path, is_recorded in expected.items()
-            if long
-            or holds_much
-            or is_recorded
-            or path.name in PRECISIONS
-            or path.on_demand
-            or path.in_long_runs
+            if tries_all or is_recorded or path.name in PRECISIONS or path.on_demand
         )
         if wanted:
             found.append(MissingCertificates(part.name, part.precision, wanted, part.choices))
@@ -157,20 +152,21 @@ def make_at_once(
     if certificates is None:
         return []
     missing = missing_at_once(parts, runs, certificates.device)
-    has_kernels = [each for each in missing if any(path.in_long_runs for path in each.paths)]
-    notes = []
-    for each in has_kernels:
-        own = _of(each.component, runs)
-        subject = certificates.subject(each.component, each.precision, own)
-        if not is_very_long(own):
-            past = computing_time(*subject.keys)
-            notes.append(f"{each.component}: its kernels were tried before this run, as runs of "
-                         f"these sizes have computed for {past:.0f} s without them")  # fmt: skip
-        # Not after them: if a person ends them, the next run does not begin with them again.
-        reset_computing_time(*subject.keys)
+
+    keys = {
+        each.component: certificates.subject(each.component, each.precision, own).keys
+        for each in missing
+        if each.has_kernels and not is_very_long(own := _of(each.component, runs))
+    }
+    past = {name: computing_time(*each) for name, each in keys.items()}
     is_long = certificates.device.kind == "cpu" and is_very_long(runs)
-    make(certificates, missing, runs, IN_ALL if is_long or has_kernels else AT_ONCE)
-    return notes
+    make(certificates, missing, runs, IN_ALL if is_long or past else AT_ONCE)
+    return [
+        f"{name}: its fast paths were tried before this run, as runs of these sizes have computed "
+        f"for {seconds:.0f} s without them"
+        for name, seconds in past.items()
+        if computing_time(*keys[name]) < seconds
+    ]
 
 
 def count_stage(
@@ -217,6 +213,9 @@ def make(
             (on_demand, subject, FOR_COMPILING),
         ):
             if paths and most > 0:
+                if each.has_kernels:
+                    # Not after them: if a person ends them, the next run does not begin with them.
+                    reset_computing_time(*subject.keys)
                 if paths is on_demand:
                     needed = replace(subject, paths=_others(subject, each))
                 made = certify(needed, paths, most)
