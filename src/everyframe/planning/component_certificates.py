@@ -197,6 +197,9 @@ def make(
     seconds: float,
 ) -> dict[str, str]:
     """Create missing certificates within a total of `seconds`; return skipped paths and why."""
+    if not missing:
+        return {}
+    # Not on top: this brings torch, and most plans miss none.
     from everyframe.fast_paths.certify import certify
 
     left = seconds
