@@ -185,7 +185,9 @@ def test_tiles_and_then_blocks_where_one_part_alone_is_too_large(folder: Path) -
     assert tiled.component("vae").working_bytes < 0.9 * vae.working_bytes
 
 
-def test_what_no_dry_run_can_follow_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_dry_run_can_follow_is_told(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     call = dry_run.PipelineDryRun._call
 
     def asks_for_numbers(self: dry_run.PipelineDryRun, settings: Any) -> object:
@@ -198,6 +200,7 @@ def test_what_no_dry_run_can_follow_is_told(folder: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(dry_run.PipelineDryRun, "_call", asks_for_numbers)
     monkeypatch.setattr(dry_runs, "_DONE", {})
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
     plan = everyframe.plan(model=str(folder), **SMALL)
     assert [stage.component for stage in plan.stages] == ["text_encoder"]
     (note,) = [note for note in plan.notes if note.startswith("transformer: ")]

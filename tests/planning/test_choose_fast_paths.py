@@ -19,7 +19,7 @@ from everyframe.fast_paths.certificates import Certificate
 from everyframe.fast_paths.certify import CertifyResult
 from everyframe.fast_paths.registry import switched_off
 from everyframe.fast_paths.target import CertificationTarget
-from everyframe.planning import choose_fast_paths, component_certificates
+from everyframe.planning import component_certificates
 from everyframe.planning import resolve as resolver
 from everyframe.planning.component_certificates import Certificates, MissingCertificates
 from everyframe.planning.resolve import PreparedPlan, prepare
@@ -64,8 +64,7 @@ def test_modules_are_tried_in_the_first_run_that_takes_many_minutes(
 
     monkeypatch.setattr(component_certificates, "make", make)
     monkeypatch.setattr(component_certificates, "_LONG", {"cpu": 0.0})
-    for module in (component_certificates, choose_fast_paths):
-        monkeypatch.setattr(module, "VERY_LONG", 0.0)
+    monkeypatch.setattr(component_certificates, "VERY_LONG", 0.0)
     assert verdict(prepared(model).plan, "onednn-linear") == "expected"
     prepared(model, will_run=True)
     assert ("onednn-linear", component_certificates.IN_ALL) in tried

@@ -31,7 +31,7 @@ _SCHEMA = "everyframe.cache/1"
 MAX_BYTES, MAX_FILES = 4 << 20, 1024
 
 #: Packages whose code may produce a result, and prefixes of variables that affect them.
-_PACKAGES = ("torch", "diffusers", "transformers")
+_PACKAGES = ("torch", "diffusers", "transformers", "tokenizers", "sentencepiece", "ftfy")
 _STEER = ("DIFFUSERS_", "TRANSFORMERS_", "TORCH", "PYTORCH_")
 
 
@@ -40,11 +40,12 @@ class CacheFile:
     """Cache file of one result.
 
     `kind` is the folder, one per type of result. `key` contains everything that the result depends
-    on beside the software.
+    on beside the software. Of a kind `most` files are kept, `MAX_FILES` by default.
     """
 
     kind: str
     key: str
+    most: int | None = None
 
     @property
     def path(self) -> Path:
@@ -79,7 +80,7 @@ class CacheFile:
             return
         try:
             replace_file(self.path, f"{json.dumps(self._head(text))}\n{text}")
-            _remove_oldest(self.path.parent)
+            _remove_oldest(self.path.parent, self.most or MAX_FILES)
         except OSError as error:
             _log.info("%s can't be written, so it will be made again: %s", self.path, error)
 
@@ -92,9 +93,9 @@ class CacheFile:
         return {"schema": _SCHEMA, "of": self._digest, "sha256": digest}
 
 
-def _remove_oldest(folder: Path) -> None:
+def _remove_oldest(folder: Path, most: int) -> None:
     files = [(each.stat().st_mtime_ns, each.path) for each in os.scandir(folder)]
-    for _, path in sorted(files)[: max(0, len(files) - MAX_FILES)]:
+    for _, path in sorted(files)[: max(0, len(files) - most)]:
         Path(path).unlink(missing_ok=True)
 
 

@@ -21,6 +21,7 @@ import torch
 from diffusers.configuration_utils import FrozenDict
 from torch import nn
 
+from everyframe.checkpoints.digest import file_state
 from everyframe.core.errors import CannotRunError, InputError
 from everyframe.core.plan import Settings
 from everyframe.diffusers_pipelines import cfg_detection, defaults, sequence_parallel
@@ -146,6 +147,16 @@ class PipelineDryRun:
         configs = {part.name: part.config() for part in self.files.parts}
         return f"{self.files!r} {json.dumps(configs, sort_keys=True, default=str)}"
 
+    @cached_property
+    def _states(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """All of its files as they are now; empty for code that comes along, or given objects."""
+        has_code = self.files.code_file or any(part.is_trusted for part in self.files.parts)
+        if has_code or not _is_plain(self.own):
+            return ()
+        others = (weights for part in self.files.parts for weights in part.weights)
+        found = {*self.files.folder.rglob("*"), *others}
+        return tuple((str(file), file_state(file)) for file in sorted(found) if file.is_file())
+
     @property
     def _part_of_steps(self) -> float:
         """Fraction of the steps that run: `strength` for video-to-video pipelines, otherwise 1."""
@@ -178,6 +189,7 @@ class PipelineDryRun:
                 denoises=bool(denoisers((part.name,))),
                 is_foreign=True,
                 model=self._identity,
+                files=self._states,
             )
             for part in self.files.models
             # Tiles are thousands of operations each.
@@ -278,6 +290,15 @@ class PipelineDryRun:
             stand_in_accepted([pipe, *blocks, *pipe.components.values(), *modules]),
         ):
             return call_checked(pipe, call, modules)
+
+
+def _is_plain(given: object) -> bool:
+    """Whether all of it is in its text, as of numbers and words."""
+    if isinstance(given, Mapping):
+        return all(map(_is_plain, given.values()))
+    if isinstance(given, (list, tuple)):
+        return all(map(_is_plain, given))
+    return given is None or isinstance(given, (bool, int, float, str))
 
 
 def _is_tiled(settings: Settings) -> bool:

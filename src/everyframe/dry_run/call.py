@@ -25,6 +25,8 @@ class DryRunCall:
         is_foreign: whether code runs in it that was not written for dry runs, and may not be
             followed to its end.
         model: identifies the model of such code alone, independent of the request.
+        files: state of all files that such code reads; empty if results can't be saved for later
+            processes, as those of code that is neither ours nor diffusers'.
     """
 
     stage: str
@@ -38,6 +40,7 @@ class DryRunCall:
     denoises: bool = False
     is_foreign: bool = False
     model: Hashable = None
+    files: tuple[Hashable, ...] = ()
 
     def module(self) -> Any:
         """The module of the component that is looked at."""

@@ -109,13 +109,34 @@ class DryRunResults:
         found: result by component.
         stopped: why foreign code stopped early; empty if it did not.
         at: the component in which it stopped.
-        returned: what the call returned.
+        returned: what the call returned; of a pipeline's, (frames, height, width) or None.
     """
 
     found: Mapping[str, DryRunResult]
     stopped: str = ""
     at: str = ""
     returned: object = None
+
+
+def results_to_json(results: DryRunResults) -> dict[str, Any]:
+    """Plain data of results of code that did not stop; `results_from_json` reads it."""
+    found = {name: result_to_json(each) for name, each in results.found.items()}
+    return {"found": found, "returned": results.returned}
+
+
+def results_from_json(data: Any) -> DryRunResults | None:
+    """Results from plain data; None if the data is not of dry runs."""
+    if not isinstance(data, dict) or not isinstance(data.get("found"), dict):
+        return None
+    found = {name: result_from_json(each) for name, each in data["found"].items()}
+    whole = {name: each for name, each in found.items() if each is not None}
+    try:
+        made = data.get("returned")
+        returned = None if made is None else tuple(map(_number, made))
+    except TypeError:
+        return None
+    is_size = returned is None or len(returned) == 3  # frames, height, width
+    return DryRunResults(whole, returned=returned) if is_size and len(whole) == len(found) else None
 
 
 def result_to_json(result: DryRunResult) -> dict[str, Any]:

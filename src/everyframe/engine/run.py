@@ -44,6 +44,7 @@ from everyframe.engine.persistence import create_run, saved_run, writer_for_rank
 from everyframe.engine.provenance import for_seed, make_record, recorded_loras
 from everyframe.engine.repair_report import loaded_in, with_repair_report
 from everyframe.engine.request_inputs import read_given, start_noise
+from everyframe.engine.stage_count import with_counted_stages
 from everyframe.engine.warm_state import check_contents_once, warm_of, with_cache
 from everyframe.hardware.cpu import cpu_threads
 from everyframe.hardware.device_loss import translate_device_loss
@@ -108,8 +109,7 @@ def stream(
     videos = initial_videos(request, plan)
     _log.debug("plan: %s", plan)
     yield Planned(plan)
-    given = videos[0].inputs
-    notes = (*plan.notes, *thread_count_notes(plan, num_threads), *given.notes)
+    notes = (*plan.notes, *thread_count_notes(plan, num_threads), *videos[0].inputs.notes)
     for note in (*notes, *(f"fetching {part}" for part in plan.downloads)):
         yield Note(note)
     model = model.fetch()
@@ -123,6 +123,7 @@ def stream(
     how = SaveOptions(runs_folder()) if keep is None else keep
     keeper = writer_for_rank(here, how, create_run(how, request, plan, record, given_model))
     events = run_stages(here, model, record, keeper, RunState(videos=here.mine(videos)))
+    events = with_counted_stages(events, prepared, here)
     if place is None or (peers is not None and peers.rank):
         yield from events
     else:

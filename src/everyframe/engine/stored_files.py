@@ -96,7 +96,7 @@ _OF_OTHERS = {"certificates": ("compiled",)}
 def _plans(kind: StoredKind) -> Iterator[StoredEntry]:
     """Results that only make plans faster: one entry for each sort."""
     root = cache_folder()
-    for name in ("dry_runs", "sizes", "rates", "digests.json"):
+    for name in ("dry_runs", "pipeline_dry_runs", "sizes", "rates", "digests.json"):
         if (root / name).exists():
             yield StoredEntry(kind.name, name, (root / name,), _size([root / name]))
 

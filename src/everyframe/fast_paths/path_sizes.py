@@ -15,7 +15,7 @@ from everyframe.core.facts import OpShape
 #: Multiplications that take as long as to transform one weight, as measured.
 _WEIGHT_COST = 1600
 #: The same of a weight over time, which becomes 6 numbers and not 36.
-_TIME_WEIGHT_COST = 300
+_TIME_WEIGHT_COST = 60
 #: Share of a convolution's multiplications that Winograd's may have. Its own are float32: oneDNN
 #: computes two in bfloat16 in that time.
 _MOST_PRODUCTS = {"float32": 0.9, "bfloat16": 0.45}

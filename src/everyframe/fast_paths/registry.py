@@ -41,7 +41,7 @@ class FastPath:
             products in fewer bits, else "rounding".
         at_once: tried in the first run of a plan, from the sizes of its dry run alone.
         on_demand: tried only on request.
-        in_long_runs: tried in the first run of a plan that computes for many minutes.
+        in_long_runs: tried before a run that computes for many minutes, alone or with past ones.
         rivals: paths of the same modules, which trials of modules compare it with.
         needs_c: computed by our kernels in C, which a compiler has to make.
     """

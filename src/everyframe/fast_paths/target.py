@@ -65,3 +65,8 @@ class CertificationTarget:
     calls: tuple[TargetCall, ...] = ()
     products: tuple[tuple[OpShape, float], ...] = ()
     paths: tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> tuple[str, str]:
+        """Keys of its certificates."""
+        return self.device_key, self.plan_key

@@ -17,7 +17,8 @@ from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import FastPathChoice, Precision
 from everyframe.core.quality import PRODUCTS
 from everyframe.core.request import DTYPES, Request
-from everyframe.fast_paths.certificates import Certificate
+from everyframe.fast_paths.certificates import Certificate, find
+from everyframe.fast_paths.computing_time import computing_time
 from everyframe.fast_paths.registry import (
     BF16_DECODER,
     CATALOGUE,
@@ -32,9 +33,8 @@ from everyframe.fast_paths.registry import (
 from everyframe.planning.blocked_paths import BlockedPaths, tags_of
 from everyframe.planning.component_certificates import (
     RECORDED,
-    VERY_LONG,
     Certificates,
-    operations,
+    is_very_long,
 )
 from everyframe.planning.dry_runs import DryRun, largest_scores
 from everyframe.runtime.interface import Component
@@ -44,6 +44,9 @@ USED = ("certified", "pinned", "expected")
 
 #: Verdicts that disable a path whatever a trial shows.
 _AGAINST = ("avoided", "off")
+
+#: Reason of an expected path.
+_FIRST = "the first run tries it"
 
 #: Compilation needs at least so many calls of a component, and unless it is requested or the code
 #: is there already, so many operations in a run: minutes on a CPU, about what compiling takes.
@@ -174,13 +177,26 @@ class FastPathChooser:
         """Verdicts on every path except precisions, best first; empty if nothing is known."""
         if not runs:
             return self._blindly(component)
-        certificates = self._certificates(component, precision, runs)
+        keys = self._keys(component, precision, runs)
+        certificates = find(*keys) if keys else {}
+        paths = candidates(runs, self.device, precision.weight_dtype)
+        are_tried = all(path.name in certificates for path in paths if path.in_long_runs)
+        trial = "" if are_tried else self._trial(runs, keys)
         found = [
-            self._judge(component, path, certificates, runs)
-            for path in candidates(runs, self.device, precision.weight_dtype)
+            self._judge(component, path, certificates, runs, trial)
+            for path in paths
             if not path.on_demand or self._demands(component, path, runs, certificates)
         ]
         return tuple(sorted(found, key=lambda choice: -(choice.gain or 0.0)))
+
+    def _trial(self, runs: Sequence[DryRun], keys: tuple[str, str] | None) -> str:
+        """Why the next run tries kernels of long runs; empty if it does not."""
+        if is_very_long(runs):
+            return _FIRST
+        past = computing_time(*keys) if keys and self.expects else 0.0
+        if not is_very_long(runs, past):
+            return ""
+        return f"the next run tries it: such runs have computed for {past:.0f} s without it"
 
     def products(
         self, component: str, precision: Precision, runs: Sequence[DryRun]
@@ -210,9 +226,16 @@ class FastPathChooser:
     def _certificates(
         self, component: str, precision: Precision, runs: Sequence[DryRun]
     ) -> Mapping[str, Certificate]:
+        keys = self._keys(component, precision, runs)
+        return find(*keys) if keys else {}
+
+    def _keys(
+        self, component: str, precision: Precision, runs: Sequence[DryRun]
+    ) -> tuple[str, str] | None:
+        """Keys of the component's certificates; None if it can't have any."""
         if self.certificates is None or not runs:
-            return {}
-        return self.certificates.of(component, precision, runs)
+            return None
+        return self.certificates.subject(component, precision, runs).keys
 
     def _blindly(self, component: str) -> tuple[FastPathChoice, ...]:
         """Paths requested by name, for a component whose sizes are unknown before it runs."""
@@ -230,7 +253,9 @@ class FastPathChooser:
         path: FastPath,
         certificates: Mapping[str, Certificate],
         runs: Sequence[DryRun],
+        trial: str = "",
     ) -> FastPathChoice:
+        """The verdict on a path; `trial` says why the next run tries kernels of long runs."""
         pins = self.pins
         against = self.known.against(path.name, tags_of(component, runs))
         if path.name in pins.off:
@@ -249,11 +274,9 @@ class FastPathChooser:
             return FastPathChoice(path.name, "avoided", against)
         if path.name in certificates:
             return of_certificate(certificates[path.name])
-        is_long = path.in_long_runs and operations(runs) >= VERY_LONG
-        if self.expects and (path.at_once or path.on_demand or is_long):
-            return FastPathChoice(
-                path.name, "expected", RECORDED if is_recorded else "the first run tries it"
-            )
+        why = trial if path.in_long_runs else _FIRST if path.at_once or path.on_demand else ""
+        if self.expects and why:
+            return FastPathChoice(path.name, "expected", RECORDED if is_recorded else why)
         return FastPathChoice(path.name, "untried", "not tried yet")
 
     def _demands(
@@ -273,7 +296,7 @@ class FastPathChooser:
             return False
         certificate = certificates.get(path.name)
         is_here = certificate is not None and bool(certificate.packages)
-        pays = is_here or (certificate is not None and operations(runs) >= VERY_LONG)
+        pays = is_here or (certificate is not None and is_very_long(runs))
         return self.pins.compile or pays
 
     def _exactly(self, component: str, path: FastPath) -> bool:

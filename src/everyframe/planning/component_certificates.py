@@ -1,7 +1,7 @@
 """Look up and create fast-path certificates for the components of a plan.
 
 Before a long run, missing certificates that it needs at once are created (at most 3 s, and 30 s
-before a run of many minutes on a CPU).
+before a run of many minutes on a CPU, or one after many minutes of such runs).
 `everyframe fast-paths --certify` creates all of them (at most 30 s). `blocked_paths.py` has the
 reasons that overrule any trial.
 """
@@ -17,6 +17,11 @@ from everyframe.core.plan import ComponentPlan, FastPathChoice, Precision
 from everyframe.core.quality import PRODUCTS
 from everyframe.fast_paths.certificates import Certificate, device_key, plan_key
 from everyframe.fast_paths.certificates import find as stored
+from everyframe.fast_paths.computing_time import (
+    add_computing_time,
+    computing_time,
+    reset_computing_time,
+)
 from everyframe.fast_paths.registry import CATALOGUE, PRECISIONS, FastPath
 from everyframe.fast_paths.target import CertificationTarget
 from everyframe.planning.dry_runs import DryRun, largest_scores
@@ -36,6 +41,9 @@ _LONG_ON_CARDS = 1e13
 #: Operations of a run from which half a minute of trials pays: a quarter of an hour on a core.
 VERY_LONG = 1e14
 
+#: Seconds of earlier runs that count as much: with these, trials take a tenth of past computing.
+MANY_SECONDS = 10 * IN_ALL
+
 #: Reason for a path of a record: it is tried however short the run is, to reproduce the bits.
 RECORDED = "the record has it; a first run tries it"
 
@@ -54,15 +62,12 @@ class Certificates:
         self, component: str, precision: Precision, runs: Sequence[DryRun]
     ) -> Mapping[str, Certificate]:
         """Certificates of a component, by path name."""
-
-        subject = self.subject(component, precision, runs)
-        return stored(subject.device_key, subject.plan_key)
+        return stored(*self.subject(component, precision, runs).keys)
 
     def subject(
         self, component: str, precision: Precision, runs: Sequence[DryRun]
     ) -> CertificationTarget:
         """The component as a certification target."""
-
         work: dict[object, float] = {}
         for run in runs:
             for product, operations in run.found.work.products:
@@ -88,6 +93,11 @@ def is_long(runs: Sequence[DryRun], device: DeviceFacts) -> bool:
     return operations(runs) >= _LONG.get(device.kind, _LONG_ON_CARDS)
 
 
+def is_very_long(runs: Sequence[DryRun], past_seconds: float = 0.0) -> bool:
+    """Whether a run, with the past ones, computes so much that half a minute of trials pays."""
+    return operations(runs) + VERY_LONG * past_seconds / MANY_SECONDS >= VERY_LONG
+
+
 @dataclass(frozen=True)
 class MissingCertificates:
     """Paths of one component that lack a certificate in this precision; `choices` are on all."""
@@ -97,6 +107,11 @@ class MissingCertificates:
     paths: tuple[FastPath, ...]
     choices: tuple[FastPathChoice, ...] = ()
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether kernels of long runs are among the paths."""
+        return any(path.in_long_runs for path in self.paths)
+
 
 def missing_at_once(
     parts: Sequence[ComponentPlan], runs: Sequence[DryRun], device: DeviceFacts
@@ -104,7 +119,7 @@ def missing_at_once(
     """Certificates that the plan expects and needs now, the component with the most work first.
 
     Always precisions, and attention with large scores, since memory planning depends on them; other
-    paths for long runs only.
+    paths for long runs only, and with kernels that earlier runs are the reason of.
     """
     long = is_long(runs, device)
     found = []
@@ -115,10 +130,11 @@ def missing_at_once(
             for each in part.choices
             if each.verdict == "expected"
         }
+        tries_all = long or holds_much or any(path.in_long_runs for path in expected)
         wanted = tuple(
             path
             for path, is_recorded in expected.items()
-            if long or holds_much or is_recorded or path.name in PRECISIONS or path.on_demand
+            if tries_all or is_recorded or path.name in PRECISIONS or path.on_demand
         )
         if wanted:
             found.append(MissingCertificates(part.name, part.precision, wanted, part.choices))
@@ -127,14 +143,52 @@ def missing_at_once(
 
 def make_at_once(
     certificates: Certificates | None, parts: Sequence[ComponentPlan], runs: Sequence[DryRun]
-) -> bool:
-    """Create the certificates that these components need now; whether they expected any path."""
-    expects = any(each.verdict == "expected" for part in parts for each in part.choices)
-    if expects and certificates is not None:
-        is_very_long = certificates.device.kind == "cpu" and operations(runs) >= VERY_LONG
-        seconds = IN_ALL if is_very_long else AT_ONCE
-        make(certificates, missing_at_once(parts, runs, certificates.device), runs, seconds)
-    return expects
+) -> list[str] | None:
+    """Create the certificates that these components need now.
+
+    Returns notes on kernels that are tried because of earlier runs; None if no path was expected.
+    """
+    if not any(each.verdict == "expected" for part in parts for each in part.choices):
+        return None
+    if certificates is None:
+        return []
+    missing = missing_at_once(parts, runs, certificates.device)
+
+    keys = {
+        each.component: certificates.subject(each.component, each.precision, own).keys
+        for each in missing
+        if each.has_kernels and not is_very_long(own := _of(each.component, runs))
+    }
+    past = {name: computing_time(*each) for name, each in keys.items()}
+    is_long = certificates.device.kind == "cpu" and is_very_long(runs)
+    make(certificates, missing, runs, IN_ALL if is_long or past else AT_ONCE)
+    return [
+        f"{name}: its fast paths were tried before this run, as runs of these sizes have computed "
+        f"for {seconds:.0f} s without them"
+        for name, seconds in past.items()
+        if computing_time(*keys[name]) < seconds
+    ]
+
+
+def count_stage(
+    certificates: Certificates | None,
+    parts: Sequence[ComponentPlan],
+    runs: Sequence[DryRun],
+    stage: str,
+    seconds: float,
+) -> None:
+    """Count the seconds of a stage for its components with untried kernels, by their operations."""
+    here = [run for run in runs if run.stage_call.stage == stage]
+    if certificates is None:
+        return
+    for part in parts:
+        share = operations(_of(part.name, here)) / max(operations(here), 1.0)
+        is_untried = any(
+            each.verdict == "untried" and CATALOGUE[each.path].in_long_runs for each in part.choices
+        )
+        if share and is_untried:
+            subject = certificates.subject(part.name, part.precision, _of(part.name, runs))
+            add_computing_time(*subject.keys, share * seconds)
 
 
 def make(
@@ -144,6 +198,9 @@ def make(
     seconds: float,
 ) -> dict[str, str]:
     """Create missing certificates within a total of `seconds`; return skipped paths and why."""
+    if not missing:
+        return {}
+    # Not on top: this brings torch, and most plans miss none.
     from everyframe.fast_paths.certify import certify
 
     left = seconds
@@ -160,6 +217,9 @@ def make(
             (on_demand, subject, FOR_COMPILING),
         ):
             if paths and most > 0:
+                if each.has_kernels:
+                    # Not after them: if a person ends them, the next run does not begin with them.
+                    reset_computing_time(*subject.keys)
                 if paths is on_demand:
                     needed = replace(subject, paths=_others(subject, each))
                 made = certify(needed, paths, most)
@@ -172,7 +232,7 @@ def make(
 
 def _others(subject: CertificationTarget, missing: MissingCertificates) -> tuple[str, ...]:
     """Paths that a run uses besides those that are missing, in its order."""
-    certified = stored(subject.device_key, subject.plan_key)
+    certified = stored(*subject.keys)
     gains = {
         choice.path: choice.gain if choice.path not in certified else certified[choice.path].gain
         for choice in missing.choices

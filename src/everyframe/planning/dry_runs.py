@@ -1,8 +1,9 @@
 """Dry-run a plan: call each stage's component on meta tensors and record what it needs.
 
 Finds precision clashes, peak memory and work of every stage, for the plan's precision and device,
-which need not be this machine's. Calls of equal sizes run once per process. Results for our own
-families are cached on disk until software changes. The executor is `everyframe.dry_run.executor`.
+which need not be this machine's. Calls of equal sizes run once per process. Results are cached on
+disk until software changes, and those of a pipeline for its files and one prompt. The executor is
+`everyframe.dry_run.executor`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from everyframe.dry_run.result import (
     DryRunResult,
     DryRunResults,
     Work,
-    result_from_json,
-    result_to_json,
+    results_from_json,
+    results_to_json,
 )
 from everyframe.fast_paths.registry import kernel_used
 from everyframe.fast_paths.target import TargetCall
@@ -38,6 +39,9 @@ _Found = TypeVar("_Found")
 _LOCK = threading.Lock()
 _DONE: dict[Any, Any] = {}
 _MAX_DONE = 512
+
+#: Saved calls of pipelines, each of some 100 kB; one for every prompt.
+_MAX_PIPELINE_RUNS = 64
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class DryRun:
         key = (self.stage_call.key, self.stage_call.component, path, is_quantised)
         if self.stage_call.is_foreign:
             return _once(key, look)
-        return _once(key, lambda: _saved(key, look, bool, _truth))
+        return _once(key, lambda: _saved(CacheFile("dry_runs", repr(key)), look, bool, _truth))
 
     @property
     def too_large(self) -> bool:
@@ -123,27 +127,19 @@ def dry_run(
             return executor.dry_run(stage_call, precisions, device)
 
     key = (stage_call.key, *sorted(precisions.items(), key=itemgetter(0)), _rules(device))
-    if stage_call.is_foreign:
-        results = _once(key, run)
-    else:
-        results = _once(key, lambda: _saved(key, run, _to_json, _from_json))
+    results = _once(
+        key,
+        lambda: (
+            _saved_of_pipeline(stage_call, key, run)
+            if stage_call.is_foreign
+            else _saved(CacheFile("dry_runs", repr(key)), run, results_to_json, results_from_json)
+        ),
+    )
     found = results.found.get(stage_call.component)
     if found is None:
         return results.stopped if results.at == stage_call.component else ""
     made = results.returned if stage_call.is_foreign else None
     return DryRun(stage_call, found, precisions, cast("tuple[int, int, int] | None", made))
-
-
-def _to_json(results: DryRunResults) -> dict[str, Any]:
-    return {name: result_to_json(found) for name, found in results.found.items()}
-
-
-def _from_json(data: Any) -> DryRunResults | None:
-    if not isinstance(data, dict):
-        return None
-    found = {name: result_from_json(each) for name, each in data.items()}
-    whole = {name: each for name, each in found.items() if each is not None}
-    return DryRunResults(whole) if len(whole) == len(found) else None
 
 
 def not_followed(title: str, why: str) -> str:
@@ -170,17 +166,25 @@ def _once(key: Any, run: Callable[[], _Found]) -> _Found:
         return found
 
 
+def _saved_of_pipeline(
+    call: DryRunCall, key: Any, run: Callable[[], DryRunResults]
+) -> DryRunResults:
+    """The results for these files of a pipeline, and for this prompt."""
+    if not call.files:
+        return run()
+    file = CacheFile("pipeline_dry_runs", repr((key, call.files)), _MAX_PIPELINE_RUNS)
+    return _saved(file, run, results_to_json, results_from_json)
+
+
 def _saved(
-    key: Any,
+    file: CacheFile,
     run: Callable[[], _Found],
     to_json: Callable[[_Found], Any],
     from_json: Callable[[Any], _Found | None],
 ) -> _Found:
     """The result that an earlier process cached, or a new one."""
-    text = repr(key)
-    if " at 0x" in text:  # something that is known by its place in this process's memory
+    if " at 0x" in file.key:  # something that is known by its place in this process's memory
         return run()
-    file = CacheFile("dry_runs", text)
     saved = from_json(file.read())
     if saved is not None:
         return saved

@@ -329,9 +329,10 @@ def _fitted(
         tried = component_certificates.make_at_once(
             chooser.certificates, fitted.components, fitted.runs
         )
-        if tried:
+        if tried is not None:
             fitting = fitting.certified_alone()
             fitted = fitting.fit(settings)
+            fitted = replace(fitted, says=(*fitted.says, *tried))
     division = with_weights(shares.division, fitting.model, fitted)
     return replace(shares, division=division), fitting, with_output_size(fitted)
 

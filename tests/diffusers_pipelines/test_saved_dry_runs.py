@@ -1,0 +1,264 @@
+"""A pipeline's dry run that an earlier process saved is the one that this would make."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import everyframe
+from everyframe.checkpoints import cache_file
+from everyframe.dry_run import executor
+from everyframe.dry_run.result import DryRunResults
+from everyframe.planning import dry_runs
+from everyframe.planning.resolve import PreparedPlan, prepare
+from helpers.tiny_checkpoints import pipelines
+
+ASKED: dict[str, Any] = {
+    "prompt": "a fox", "size": "32x32", "num_frames": 5, "num_inference_steps": 2, "seed": 1,
+    "device": "cpu", "dtype": "fp32",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny-wan"
+    pipelines.wan(path)
+    return path
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy that a test may change, and a cache folder with nothing in it."""
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path / "cache"))
+    return Path(shutil.copytree(original, tmp_path / "tiny-wan"))
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[DryRunResults]:
+    """Every dry run that is made."""
+    found: list[DryRunResults] = []
+    real = executor.dry_run
+
+    def seen(*given: Any) -> DryRunResults:
+        found.append(real(*given))
+        return found[-1]
+
+    monkeypatch.setattr(executor, "dry_run", seen)
+    return found
+
+
+def another_process(folder: Path, **changes: Any) -> PreparedPlan:
+    """The plan of a process that has made none."""
+    profile = changes.pop("profile", None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dry_runs, "_DONE", {})
+        return prepare(
+            everyframe.Request(**{"model": str(folder), **ASKED, **changes}), profile=profile
+        )
+
+
+def files() -> list[Path]:
+    return sorted((cache_file.cache_folder() / "pipeline_dry_runs").glob("*.json"))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_second_plan_makes_no_dry_run_and_is_the_same(
+    folder: Path, made: list[DryRunResults], dtype: str
+) -> None:
+    first = another_process(folder, dtype=dtype, force=True)
+    assert len(made) == 1
+    # Steps beyond the first and seeds change nothing in it.
+    assert another_process(folder, dtype=dtype, force=True, seed=2, num_inference_steps=9)
+    second = another_process(folder, dtype=dtype, force=True)
+    assert len(made) == 1, "it is made again"
+    free = {"free_memory": None}  # what other programs leave
+    plans = [each.plan.to_json() for each in (first, second)]
+    assert {**plans[0], "device": {**plans[0]["device"], **free}} == {
+        **plans[1], "device": {**plans[1]["device"], **free},
+    }  # fmt: skip
+    assert [(run.found, run.made, run.precisions) for run in first.fitted.runs] == [
+        (run.found, run.made, run.precisions) for run in second.fitted.runs
+    ]
+    assert first.fitted.runs[0].made == (5, 32, 32)
+
+
+def _edit(name: str, **values: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        file = folder / name
+        file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+    return change
+
+
+def _add_file(folder: Path) -> None:
+    (folder / "tokenizer" / "added_tokens.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _edit("transformer/config.json", num_layers=1),
+        _edit("scheduler/scheduler_config.json", flow_shift=5.0),
+        _edit("model_index.json", boundary_ratio=0.8),
+        _edit("tokenizer/tokenizer_config.json", padding_side="left"),
+        _add_file,
+    ],
+    ids=["sizes", "scheduler", "index", "tokenizer", "another file"],
+)
+def test_a_change_of_its_files_makes_it_anew(
+    folder: Path, made: list[DryRunResults], change: Callable[[Path], None]
+) -> None:
+    another_process(folder)
+    change(folder)
+    another_process(folder)
+    assert len(made) == 2
+    another_process(folder)
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"size": "48x32"}, {"num_frames": 9}, {"prompt": "two foxes"}, {"negative_prompt": "red"},
+        {"guidance_scale": 1.0}, {"dtype": "bf16", "force": True}, {"profile": "cuda-sm75"},
+        {"option": {"max_sequence_length": 64}},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)  # fmt: skip
+def test_another_call_is_made(
+    folder: Path, made: list[DryRunResults], changes: dict[str, Any]
+) -> None:
+    another_process(folder)
+    another_process(folder, **changes)
+    assert len(made) > 1
+
+
+def test_other_software_makes_it_anew(
+    folder: Path, made: list[DryRunResults], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    another_process(folder)
+    monkeypatch.setattr(cache_file, "software_key", lambda: "another version")
+    another_process(folder)
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("package", ["torch", "diffusers", "transformers", "tokenizers", "ftfy"])
+def test_software_is_what_computes_and_what_reads_the_prompt(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache_file.software_key.cache_clear()
+    before = cache_file.software_key()
+    real = cache_file._version
+    monkeypatch.setattr(cache_file, "_version", lambda name: real(name) + "+" * (name == package))
+    cache_file.software_key.cache_clear()
+    after = cache_file.software_key()
+    cache_file.software_key.cache_clear()
+    assert after != before
+
+
+def _text(text: str) -> Callable[[Path], None]:
+    return lambda file: file.write_text(text) and None
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+def _of_another(file: Path) -> None:
+    """What was saved for another prompt, under this one's name."""
+    shutil.copy(next(each for each in files() if each != file), file)
+
+
+@pytest.mark.parametrize(
+    "damage", [_text(""), _text("{}\n{}"), _cut, _of_another], ids=["empty", "bare", "cut", "other"]
+)
+def test_a_damaged_file_is_made_anew(
+    folder: Path,
+    made: list[DryRunResults],
+    damage: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "everyframe.checkpoints.cache_file")
+    first = another_process(folder)
+    (file,) = files()
+    another_process(folder, prompt="a hen")
+    damage(file)
+    again = another_process(folder)
+    assert len(made) == 3
+    assert file.name in caplog.text
+    assert again.plan.components == first.plan.components
+    another_process(folder)
+    assert len(made) == 3, "it was written over"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"returned": [1, 2]}, {"returned": "abc"}, {"returned": [5, 32, -1]}, {"returned": [[1]]},
+        {"found": 3}, {"found": {"transformer": {"code": "os.system"}}}, {"found": {"vae": None}},
+    ],
+)  # fmt: skip
+def test_what_is_no_dry_run_is_refused(
+    folder: Path, made: list[DryRunResults], change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even with the right digests, as if somebody had written it with our code."""
+    another_process(folder)
+    real = cache_file.CacheFile.read
+    monkeypatch.setattr(cache_file.CacheFile, "read", lambda file: {**real(file), **change})
+    another_process(folder)
+    assert len(made) == 2
+
+
+def test_a_file_holds_numbers_and_names_of_modules_alone(folder: Path) -> None:
+    another_process(folder)
+    (file,) = files()
+    head, _, text = file.read_text().partition("\n")
+    assert set(json.loads(head)) == {"schema", "of", "sha256"}
+    assert set(json.loads(text)) == {"found", "returned"}
+    for sign in ("/", "\\\\", str(folder), "fox", "import", "__", "lambda"):
+        assert sign not in text, sign
+
+
+def test_code_that_comes_along_is_called_each_time(folder: Path, made: list[DryRunResults]) -> None:
+    for _ in range(2):
+        another_process(folder, trust_remote_code=True)
+    assert len(made) == 2
+    assert files() == []
+
+
+def test_what_no_text_holds_is_not_saved(folder: Path, made: list[DryRunResults]) -> None:
+    """The text of a large array leaves most of it out."""
+    from everyframe.diffusers_pipelines.dry_run import _is_plain
+
+    assert _is_plain({"a": [1, 2.5, True, None, ("b",)]})
+    assert not _is_plain({"a": [1, np.zeros(2)]})
+    assert not _is_plain({"a": folder})
+
+
+def test_a_call_that_stops_is_made_each_time(
+    folder: Path, made: list[DryRunResults], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reason is a text of other people's code, which may name anything."""
+    import diffusers
+
+    def decode(*_: Any, **__: Any) -> None:
+        raise RuntimeError(f"no such thing in {folder}")
+
+    monkeypatch.setattr(diffusers.AutoencoderKLWan, "decode", decode)
+    for _ in range(2):
+        another_process(folder)
+    assert len(made) == 2
+    assert files() == []
+
+
+def test_the_oldest_files_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dry_runs, "_MAX_PIPELINE_RUNS", 2)
+    for prompt in ("one", "two", "three"):
+        another_process(folder, prompt=prompt)
+    assert len(files()) == 2
