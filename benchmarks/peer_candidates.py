@@ -16,7 +16,7 @@ import everyframe
 from everyframe.core.facts import DeviceFacts
 from everyframe.fast_paths.apply import applies_to
 from everyframe.fast_paths.compilation import compiled_blocks
-from everyframe.fast_paths.registry import for_device
+from everyframe.fast_paths.registry import for_device, switched_off
 from everyframe.precision.strict_float32 import strict_float32
 
 #: What every ratio is to.
@@ -115,8 +115,17 @@ def onnxruntime(stack: Stack) -> Call:
 
 
 def paths_of(stack: Stack, device: DeviceFacts) -> tuple[str, ...]:
-    """Fast paths that the model has a place for, other than half precision and compiling."""
-    kinds = [path for path in for_device(device) if path.group not in ("precision", "compile")]
+    """Exact and rounding paths that the model has a place for, but half precision and compiling.
+
+    ``EVERYFRAME_DISABLE`` names those that a trial refuses on this machine.
+    """
+    off = switched_off(())
+    kinds = [
+        path
+        for path in for_device(device)
+        if path.group not in ("precision", "compile") and path.closeness != "lossy"
+        and path.name not in off
+    ]  # fmt: skip
     first = next((path.name for path in kinds if path.group == "attention"), None)
     others = [path.name for path in kinds if path.group != "attention"]
     probe = stack.ours(torch.float32, ())

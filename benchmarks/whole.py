@@ -1,18 +1,19 @@
 """What does a whole run take, from the command to the file, beside a script of diffusers?
 
     python benchmarks/whole.py                  # videos of a small Wan; twenty minutes at most
+    python benchmarks/whole.py --model svd      # of a narrow Stable Video Diffusion
     python benchmarks/whole.py --folder DIR     # the same, which goes on where it was broken off
     python benchmarks/whole.py --device cuda    # a larger one, on a card; five minutes
 
-A Wan 2.1 pipeline with random weights is written to disk first: its transformer as wide as asked,
-a small text encoder and autoencoder. Then each command is a process of its own, started with
-nothing loaded, and ends with an .mp4: a script of diffusers in float32 and in bfloat16, with its
-blocks compiled where that is asked, and `everyframe generate` exact (no fast path), with the fast
-paths that `everyframe fast-paths --certify` has certified before, and with compiled blocks that
-`everyframe compile` made before; the time of both stands apart. All take turns,
-round after round. Wall time and processor time with all child processes; the median over rounds.
-A command that takes longer than `--limit` is a line with the reason, and no round begins after
-`--seconds`. Everything that was measured, and what was compiled, stays in `--folder`.
+A pipeline with random weights is written to disk first (`whole_models.py`). Then each command is a
+process of its own, started with nothing loaded, and ends with an .mp4: a script of diffusers in
+float32 and in bfloat16, with its blocks compiled where that is asked, and `everyframe generate`
+exact (no fast path), with the fast paths that `everyframe fast-paths --certify` has certified
+before, and with compiled blocks that `everyframe compile` made before; the time of both stands
+apart. All take turns, round after round. Wall time and processor time with all child processes; the
+median over rounds. A command that takes longer than `--limit` is a line with the reason, and no
+round begins after `--seconds`.
+Everything that was measured, and what was compiled, stays in `--folder`.
 Writes a dated page into `benchmarks/results/` unless told not to.
 """
 
@@ -36,35 +37,13 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from whole_models import MODELS, WRITE
+
 COMPILED = "everyframe, compiled before"
 
 #: Everyframe's names of the sizes, and ours.
 SHORT = {"height": "height", "width": "width", "num_frames": "frames",
          "num_inference_steps": "steps"}  # fmt: skip
-
-#: What a user of diffusers writes.
-SCRIPT = """
-import sys
-import av
-import numpy as np
-import torch
-from diffusers import WanPipeline
-
-folder, device, dtype, compiled, output, height, width, frames, steps = sys.argv[1:]
-pipe = WanPipeline.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device)
-if compiled == "True":
-    pipe.transformer.compile_repeated_blocks()
-video = pipe(
-    "a red ball", height=int(height), width=int(width), num_frames=int(frames),
-    num_inference_steps=int(steps), generator=torch.Generator().manual_seed(1),
-)
-with av.open(output, "w") as file:
-    stream = file.add_stream("libx264", rate=16)
-    stream.width, stream.height, stream.pix_fmt = int(width), int(height), "yuv420p"
-    for frame in (video.frames[0] * 255).round().astype(np.uint8):
-        file.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-    file.mux(stream.encode(None))
-"""
 
 
 @dataclass
@@ -105,40 +84,6 @@ class Measured:
         return found
 
 
-def pipeline(folder: Path, heads: int, layers: int) -> None:
-    """A Wan 2.1 pipeline with random weights."""
-    import torch
-    from diffusers import (
-        AutoencoderKLWan,
-        UniPCMultistepScheduler,
-        WanPipeline,
-        WanTransformer3DModel,
-    )
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
-
-    torch.manual_seed(0)
-    words = {word: number for number, word in enumerate(("<pad>", "</s>", "<unk>", "a", "red"))}
-    bare = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    bare.pre_tokenizer = pre_tokenizers.Whitespace()
-    encoder = UMT5Config(
-        vocab_size=16, d_model=64, d_kv=16, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0
-    )
-    WanPipeline(
-        tokenizer=PreTrainedTokenizerFast(
-            tokenizer_object=bare, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
-        ),
-        text_encoder=UMT5EncoderModel(encoder),
-        transformer=WanTransformer3DModel(
-            num_attention_heads=heads, num_layers=layers, ffn_dim=heads * 128 * 4, text_dim=64
-        ),
-        vae=AutoencoderKLWan(base_dim=16, num_res_blocks=1),
-        scheduler=UniPCMultistepScheduler(
-            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
-        ),
-    ).save_pretrained(folder)
-
-
 def timed(command: list[str], place: Path, limit: float) -> tuple[float, float]:
     """Wall and processor seconds of a command with all that it starts.
 
@@ -173,9 +118,9 @@ def timed(command: list[str], place: Path, limit: float) -> tuple[float, float]:
     return wall, used
 
 
-def own_sizes(asked: argparse.Namespace) -> list[str]:
-    """Device and sizes as arguments of ours."""
-    found = ["--device", asked.device]
+def own_sizes(asked: argparse.Namespace, place: Path) -> list[str]:
+    """Device, sizes and the input as arguments of ours."""
+    found = ["--device", asked.device, *MODELS[asked.model].own(place)]
     for name, short in SHORT.items():
         found += [f"--{name.replace('_', '-')}", str(getattr(asked, short))]
     return found
@@ -184,9 +129,9 @@ def own_sizes(asked: argparse.Namespace) -> list[str]:
 def commands(asked: argparse.Namespace, place: Path) -> dict[str, list[str]]:
     from everyframe.fast_paths.registry import CATALOGUE
 
-    folder, output = str(place / "wan"), str(place / "out.mp4")
+    folder, output = str(place / "model"), str(place / "out.mp4")
     script = place / "diffusers_script.py"
-    script.write_text(SCRIPT)
+    script.write_text(MODELS[asked.model].script + WRITE)
     sizes = [str(each) for each in (asked.height, asked.width, asked.frames, asked.steps)]
     found: dict[str, list[str]] = {}
     for dtype in ("float32", "bfloat16"):
@@ -195,22 +140,23 @@ def commands(asked: argparse.Namespace, place: Path) -> dict[str, list[str]]:
         if asked.compiled:
             found[f"diffusers {dtype}, compiled"] = [*theirs, "True", output, *sizes]
     ours = [
-        sys.executable, "-m", "everyframe", "generate", "a red ball", "--model", folder,
-        *own_sizes(asked), "--seed", "1", "--run-dir", "off", "-o", output,
+        sys.executable, "-m", "everyframe", "generate", "--model", folder,
+        *own_sizes(asked, place), "--seed", "1", "--run-dir", "off", "-o", output,
     ]  # fmt: skip
     off = [each for name in CATALOGUE for each in ("--disable", name)]
     found["everyframe, no fast path"] = [*ours, *off, "--dtype", "fp32"]
     found["everyframe"] = [*ours, "--disable", "compile"]
     found[COMPILED] = ours
-    return found
+    return {name: command for name, command in found.items()
+            if not asked.only or any(each in name for each in asked.only)}  # fmt: skip
 
 
 def measure(asked: argparse.Namespace, place: Path, found: Measured) -> Iterator[None]:
     """Fill `found`, command by command; yields after each."""
-    if not (place / "wan" / "model_index.json").is_file():
-        pipeline(place / "wan", asked.heads, asked.layers)
+    if not (place / "model" / "model_index.json").is_file():
+        MODELS[asked.model].write(place, asked.width_of_model, asked.layers)
     runs = commands(asked, place)
-    model = [str(place / "wan"), "--prompt", "a red ball", *own_sizes(asked)]
+    model = [str(place / "model"), *own_sizes(asked, place)]
     ours = [sys.executable, "-m", "everyframe"]
     ahead = [*ours, "compile", *model, "-o", str(place / "compiled")]
     ends = time.monotonic() + asked.seconds
@@ -254,22 +200,31 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="keep what is measured, and go on with it")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one command")
     parser.add_argument("--seconds", type=float, default=1200.0, help="for all")
-    for name in ("heads", "layers", "height", "width", "frames", "steps"):
-        parser.add_argument(f"--{name}", type=int, help="default: by device")
+    parser.add_argument("--model", choices=tuple(MODELS), default="wan")
+    parser.add_argument("--only", action="append", default=[], help="part of commands' names")
+    for name in ("width-of-model", "layers", "height", "width", "frames", "steps"):
+        parser.add_argument(f"--{name}", type=int, help="default: by model and device")
     parser.add_argument("--no-page", action="store_true", help="print only")
     asked = parser.parse_args()
-    sizes: dict[str, Any] = {"heads": 4, "layers": 6, "height": 128, "width": 192, "frames": 17,
-                             "steps": 8}  # fmt: skip
-    if asked.device != "cpu":
-        sizes = {"heads": 12, "layers": 10, "height": 480, "width": 832, "frames": 17, "steps": 10}
-    for name, value in sizes.items():
+    model = MODELS[asked.model]
+    for name, value in (model.on_cpu if asked.device == "cpu" else model.on_card).items():
         setattr(asked, name, getattr(asked, name) or value)
     return asked
 
 
 def main() -> None:
     asked = arguments()
-    kept = ("device", "heads", "layers", "height", "width", "frames", "steps", "compiled")
+    kept = (
+        "model",
+        "device",
+        "width_of_model",
+        "layers",
+        "height",
+        "width",
+        "frames",
+        "steps",
+        "compiled",
+    )
     sizes = {name: getattr(asked, name) for name in kept}
     with contextlib.ExitStack() as stack:
         place = asked.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -311,7 +266,7 @@ def write_page(asked: argparse.Namespace, found: Measured) -> None:
     )
     text = f"""# From the command to the file on {where(device)}, {date.today().isoformat()}
 
-Wan 2.1, random weights, {asked.heads} heads of 128, {asked.layers} blocks; {asked.frames} frames
+{MODELS[asked.model].title(asked.width_of_model, asked.layers)}; {asked.frames} frames
 of {asked.width}x{asked.height}, {asked.steps} steps, guided. Medians of {fewest} rounds or more,
 after a first one that fills caches.
 
@@ -325,7 +280,8 @@ after a first one that fills caches.
 
 Command: `{command}`
 """
-    publish(text, "whole", device, is_page=not asked.no_page)
+    name = "whole" if asked.model == "wan" else f"whole-{asked.model}"
+    publish(text, name, device, is_page=not asked.no_page)
 
 
 if __name__ == "__main__":
