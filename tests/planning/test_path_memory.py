@@ -10,7 +10,7 @@ import pytest
 import everyframe
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Settings
-from everyframe.core.quality import SamplingMethod, parse_quality
+from everyframe.core.quality import parse_method
 from everyframe.fast_paths.path_sizes import scratch_bytes
 from everyframe.planning.choose_fast_paths import FastPathChooser, FastPathOptions
 from everyframe.planning.component_memory import ComponentPlanner, PlannedComponent
@@ -41,9 +41,7 @@ def planned(
 
 
 def by(method: str, **changed: Any) -> Settings:
-    found = parse_quality(method)
-    assert isinstance(found, SamplingMethod)
-    return replace(SETTINGS, method=found, **changed)
+    return replace(SETTINGS, method=parse_method(method).sampling, **changed)
 
 
 @pytest.mark.parametrize("threads", [1, 4])

@@ -44,7 +44,7 @@ from everyframe.engine.persistence import create_run, saved_run, writer_for_rank
 from everyframe.engine.provenance import for_seed, make_record, recorded_loras
 from everyframe.engine.repair_report import loaded_in, with_repair_report
 from everyframe.engine.request_inputs import read_given, start_noise
-from everyframe.engine.stage_count import with_counted_stages
+from everyframe.engine.stage_count import count_event
 from everyframe.engine.warm_state import check_contents_once, warm_of, with_cache
 from everyframe.hardware.cpu import cpu_threads
 from everyframe.hardware.device_loss import translate_device_loss
@@ -82,9 +82,8 @@ def stream(
     A plan that can't run here is yielded as `Planned` too, followed by the error. `num_threads` of
     the CPU override a record, which asks for its own to reproduce its bits. `given_model` is an
     in-memory model in place of the request's; torch switches then stay as its owner set them.
-    `keep` is how progress is saved (None: in `runs_folder`). `join` meets the other ranks of a plan
-    for several; see `ParallelPlan.reports_events` for the ranks whose events count. `cache` has
-    components of earlier runs and takes those of this one; it changes no bit.
+    `keep` is how progress is saved (None: in `runs_folder`). `join` meets the other ranks;
+    `ParallelPlan.reports_events` tells whose events count. `cache` has components of earlier runs.
 
     Raises an `EveryframeError` for anything that a person should know; no output is written then.
     """
@@ -123,11 +122,12 @@ def stream(
     how = SaveOptions(runs_folder()) if keep is None else keep
     keeper = writer_for_rank(here, how, create_run(how, request, plan, record, given_model))
     events = run_stages(here, model, record, keeper, RunState(videos=here.mine(videos)))
-    events = with_counted_stages(events, prepared, here)
-    if place is None or (peers is not None and peers.rank):
-        yield from events
-    else:
-        yield from with_repair_report(events, plan, record, place, loaded_in(model))
+    if place is not None and not (peers is not None and peers.rank):
+        events = with_repair_report(events, plan, record, place, loaded_in(model))
+    with closing(events):
+        for event in events:
+            count_event(event, prepared, here)
+            yield event
 
 
 def _repairs_forgotten(request: Request, record: dict[str, Any], plan: Plan) -> Iterator[Note]:
