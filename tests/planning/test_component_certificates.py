@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,3 +54,27 @@ def test_a_first_run_spends_no_more_than_its_seconds_on_all_parts(
     assert certificate_store.find("device", "b") == {}
     assert AT_ONCE <= 3
     assert IN_ALL <= 30
+
+
+def test_the_component_with_the_most_work_is_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time may be over before its turn: a small text encoder must not take it."""
+    tried: list[str] = []
+
+    def certify(subject: Any, paths: Any, seconds: float) -> CertifyResult:
+        tried.append(subject.component)
+        return CertifyResult((), {}, 0.0, 0.0)
+
+    monkeypatch.setattr(certifies, "certify", certify)
+    right = fake_fast_paths.planted("right")
+    missing = [MissingCertificates(name, WHOLE, (right,)) for name in ("small", "large", "middle")]
+    work = {"small": 1.0, "middle": 2.0, "large": 3.0}
+    runs: Any = [
+        SimpleNamespace(
+            stage_call=SimpleNamespace(component=name, num_calls=1),
+            found=SimpleNamespace(work=SimpleNamespace(operations=each)),
+        )
+        for name, each in work.items()
+    ]
+    certificates: Any = Certificates()
+    make(certificates, missing, runs, 1.0)
+    assert tried == ["large", "middle", "small"]

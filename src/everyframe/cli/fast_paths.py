@@ -128,5 +128,5 @@ COMMAND = make_command(
     paths,
     ("from_record", "json", "log_level"),
     _HELP,
-    (flag("certify", bool, "Try fast paths without a certificate, for up to 30 seconds."),),
+    (flag("certify", bool, "Try fast paths without a certificate, for up to 2 minutes."),),
 )

@@ -2,8 +2,8 @@
 
 Before a long run, missing certificates that it needs at once are created (at most 3 s, and 30 s
 before a run of many minutes on a CPU, or one after many minutes of such runs).
-`everyframe fast-paths --certify` creates all of them (at most 30 s). `blocked_paths.py` has the
-reasons that overrule any trial.
+`everyframe fast-paths --certify` creates all of them (at most 2 minutes). `blocked_paths.py` has
+the reasons that overrule any trial.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from everyframe.planning.dry_runs import DryRun, largest_scores
 
 _log = logging.getLogger(__name__)
 
-#: Seconds for certificates in the first run of a plan, and in all of `paths --certify`.
+#: Seconds for certificates in the first run of a plan, and before one of many minutes.
 AT_ONCE, IN_ALL = 3.0, 30.0
+#: The same where a person asks for all: a slow CPU needs more than half a minute for a pipeline.
+ON_REQUEST = 120.0
 
 #: Seconds for `--compile` to compile and try a block of every kind.
 FOR_COMPILING = 900.0
@@ -116,7 +118,7 @@ class MissingCertificates:
 def missing_at_once(
     parts: Sequence[ComponentPlan], runs: Sequence[DryRun], device: DeviceFacts
 ) -> list[MissingCertificates]:
-    """Certificates that the plan expects and needs now, the component with the most work first.
+    """Certificates that the plan expects and needs now.
 
     Always precisions, and attention with large scores, since memory planning depends on them; other
     paths for long runs only, and with kernels that earlier runs are the reason of.
@@ -138,7 +140,7 @@ def missing_at_once(
         )
         if wanted:
             found.append(MissingCertificates(part.name, part.precision, wanted, part.choices))
-    return sorted(found, key=lambda each: -operations(_of(each.component, runs)))
+    return found
 
 
 def make_at_once(
@@ -197,7 +199,10 @@ def make(
     runs: Sequence[DryRun],
     seconds: float,
 ) -> dict[str, str]:
-    """Create missing certificates within a total of `seconds`; return skipped paths and why."""
+    """Create missing certificates within a total of `seconds`; return skipped paths and why.
+
+    The component with the most work comes first.
+    """
     if not missing:
         return {}
     # Not on top: this brings torch, and most plans miss none.
@@ -205,7 +210,7 @@ def make(
 
     left = seconds
     untried: dict[str, str] = {}
-    for each in missing:
+    for each in sorted(missing, key=lambda each: -operations(_of(each.component, runs))):
         subject = certificates.subject(each.component, each.precision, _of(each.component, runs))
         on_demand = tuple(path for path in each.paths if path.on_demand)
         at_once = tuple(path for path in each.paths if path.at_once)

@@ -77,6 +77,6 @@ def _certified(prepared: PreparedPlan) -> tuple[dict[str, str], bool]:
                 )
             )
     reasons = component_certificates.make(
-        certificates, missing, prepared.fitted.runs, component_certificates.IN_ALL
+        certificates, missing, prepared.fitted.runs, component_certificates.ON_REQUEST
     )
     return reasons, any(path.name in PRECISIONS for each in missing for path in each.paths)
