@@ -37,7 +37,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from whole_models import MODELS, WRITE
+from whole_models import MODELS, START, WRITE
 
 COMPILED = "everyframe, compiled before"
 
@@ -131,7 +131,7 @@ def commands(asked: argparse.Namespace, place: Path) -> dict[str, list[str]]:
 
     folder, output = str(place / "model"), str(place / "out.mp4")
     script = place / "diffusers_script.py"
-    script.write_text(MODELS[asked.model].script + WRITE)
+    script.write_text(START + MODELS[asked.model].script + WRITE)
     sizes = [str(each) for each in (asked.height, asked.width, asked.frames, asked.steps)]
     found: dict[str, list[str]] = {}
     for dtype in ("float32", "bfloat16"):

@@ -58,7 +58,7 @@ class Model:
     Attributes:
         title: describes it, from the width of its denoiser and its layers.
         write: writes it into the folder ``model`` of a place, and its input beside that.
-        script: what a user of diffusers writes, up to the frames.
+        script: what a user of diffusers writes between `START` and `WRITE`: it makes the frames.
         own: arguments of ours for the input, from the place.
         on_cpu, on_card: sizes, by the names of `whole.py`'s options.
     """
@@ -147,7 +147,7 @@ MODELS = {
     "wan": Model(
         lambda heads, layers: f"Wan 2.1, random weights, {heads} heads of 128, {layers} blocks",
         write_wan,
-        START + WAN,
+        WAN,
         lambda place: ["--prompt", "a red ball"],
         {"width_of_model": 4, "layers": 6, "height": 128, "width": 192, "frames": 17, "steps": 8},
         {"width_of_model": 12, "layers": 10, "height": 480, "width": 832, "frames": 17,
@@ -159,7 +159,7 @@ MODELS = {
             f"decoder, {layers} layers a level"
         ),
         write_svd,
-        START + SVD,
+        SVD,
         lambda place: ["--image", str(place / "picture.png"), "--fit", "stretch",
                        "--decode-chunk-size", "14"],
         {"width_of_model": 64, "layers": 2, "height": 128, "width": 192, "frames": 14,

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from everyframe.checkpoints.folder import cache_folder
@@ -61,6 +61,11 @@ def _known(path: Path, table: Mapping[str, object]) -> str | None:
 def file_state(path: Path) -> tuple[int, ...]:
     """Status of a file that is unchanged while its bytes are, like the digest's."""
     return tuple(_known_by(path.stat()))
+
+
+def file_states(paths: Iterable[Path]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Names and `file_state` of those that are files, in the order of their names."""
+    return tuple((str(path), file_state(path)) for path in sorted({*paths}) if path.is_file())
 
 
 def _known_by(stat: os.stat_result) -> list[int]:

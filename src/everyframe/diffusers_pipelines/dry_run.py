@@ -21,7 +21,7 @@ import torch
 from diffusers.configuration_utils import FrozenDict
 from torch import nn
 
-from everyframe.checkpoints.digest import file_state
+from everyframe.checkpoints.digest import file_states
 from everyframe.core.errors import CannotRunError, InputError
 from everyframe.core.plan import Settings
 from everyframe.diffusers_pipelines import cfg_detection, defaults, sequence_parallel
@@ -154,8 +154,7 @@ class PipelineDryRun:
         if has_code or not _is_plain(self.own):
             return ()
         others = (weights for part in self.files.parts for weights in part.weights)
-        found = {*self.files.folder.rglob("*"), *others}
-        return tuple((str(file), file_state(file)) for file in sorted(found) if file.is_file())
+        return file_states((*self.files.folder.rglob("*"), *others))
 
     @property
     def _part_of_steps(self) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from everyframe.checkpoints.digest import file_state
+from everyframe.checkpoints.digest import file_states
 from everyframe.checkpoints.locate import Location
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.options import FamilyOptions
@@ -79,8 +79,7 @@ class PipelineSpec(CompleteSpec):
 
     def identity(self) -> Hashable:
         """All files of its folder as they are now: configs decide what is built."""
-        files = sorted(file for file in self.files.folder.rglob("*") if file.is_file())
-        return self.name, tuple((str(file), file_state(file)) for file in files)
+        return self.name, file_states(self.files.folder.rglob("*"))
 
     @property
     def component_names(self) -> tuple[str, ...]:

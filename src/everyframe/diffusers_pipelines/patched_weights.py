@@ -96,9 +96,8 @@ def rewrite_from_files(
         if file is None or parameter is None or parameter.dtype != dtype:
             return False
         pairs.append((file, name, parameter))
-    if part.tensors is not None or planned.precision.weight_dtype or planned.repairs:
-        return False
-    if has_float32(module):
+    is_changed = planned.precision.weight_dtype or planned.repairs or has_float32(module)
+    if part.tensors is not None or is_changed:
         return False
     for file, name, parameter in pairs:
         parameter.copy_(file.load(name))

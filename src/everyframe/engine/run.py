@@ -122,7 +122,7 @@ def stream(
     how = SaveOptions(runs_folder()) if keep is None else keep
     keeper = writer_for_rank(here, how, create_run(how, request, plan, record, given_model))
     events = run_stages(here, model, record, keeper, RunState(videos=here.mine(videos)))
-    if place is not None and not (peers is not None and peers.rank):
+    if place is not None and (peers is None or not peers.rank):
         events = with_repair_report(events, plan, record, place, loaded_in(model))
     with closing(events):
         for event in events:

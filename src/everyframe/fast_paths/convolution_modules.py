@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ def _is_usual(conv: nn.Conv2d | nn.Conv3d) -> bool:
     )
 
 
-def is_temporal(part: nn.Module) -> bool:
+def is_temporal(part: nn.Module) -> TypeGuard[nn.Conv3d]:
     """Whether it is a convolution over time only, or over single pixels of frames."""
     return (
         isinstance(part, nn.Conv3d)
@@ -164,7 +164,6 @@ def is_winograd_over_time(part: nn.Module) -> bool:
     """Whether it is a convolution of three frames, with channels enough."""
     return (
         is_temporal(part)
-        and isinstance(part, nn.Conv3d)
         and part.kernel_size[0] == 3
         and min(part.in_channels, part.out_channels) >= path_sizes.FEWEST_CHANNELS
     )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from everyframe.core.plan import Precision
+from everyframe.core.plan import FLOAT32, Precision
 from everyframe.core.quality import PRODUCTS
 from everyframe.fast_paths.apply import apply_fast_paths, block_names, swap_modules
 from everyframe.fast_paths.target import CertificationTarget, TargetCall
@@ -78,11 +78,10 @@ class ExtractedBlock:
         """Copy the block in the plan's precision or float32, with these fast paths applied."""
         alone = BlockLocation(copy.deepcopy(self.module))
         swap_modules(alone, paths)
-        wide = Precision("float32", "float32")
         if not in_float32:
             kind = next((path for path in paths if path in PRODUCTS), self.precision.weight_dtype)
             quantise_layers(alone, replace(self.precision, weight_dtype=kind))
-        cast_hooks.add_cast_hooks(alone, wide if in_float32 else self.precision, outputs=())
+        cast_hooks.add_cast_hooks(alone, FLOAT32 if in_float32 else self.precision, outputs=())
         apply_fast_paths(alone, paths, compiles=True)
         return alone
 
@@ -104,7 +103,7 @@ def blocks_of(
         module = call.module()
         names = tuple(parts(module))
         given = _noted(subject, call, names, subject.precision)
-        wide = _noted(subject, call, names, Precision("float32", "float32"))
+        wide = _noted(subject, call, names, FLOAT32)
         alike: dict[Any, list[str]] = {}
         for name in names:
             if name in given:

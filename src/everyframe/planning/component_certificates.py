@@ -180,9 +180,9 @@ def count_stage(
     seconds: float,
 ) -> None:
     """Count the seconds of a stage for its components with untried kernels, by their operations."""
-    here = [run for run in runs if run.stage_call.stage == stage]
     if certificates is None:
         return
+    here = [run for run in runs if run.stage_call.stage == stage]
     for part in parts:
         share = operations(_of(part.name, here)) / max(operations(here), 1.0)
         is_untried = any(

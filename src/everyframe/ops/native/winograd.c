@@ -176,22 +176,26 @@ INLINE void write_tile(const Convolution *job, long tile, const float *from, lon
   }
 }
 
-/* A tile over time: OUT frames of a pixel. Its sample and pixel, and its first frame. */
-INLINE long pixel_of(const Convolution *job, long tile, long *first) {
-  *first = tile / job->columns % job->rows * OUT;
-  return tile / (job->columns * job->rows);
+/* A tile over time is OUT frames of a pixel: pixels first, then tiles of frames, then samples. */
+typedef struct {
+  long sample, frame, pixel;
+} Place;
+
+INLINE Place place_of(const Convolution *job, long tile) {
+  long above = tile / job->columns;
+  return (Place){above / job->rows, above % job->rows * OUT, tile % job->columns};
 }
 
 /* The transformed inputs of a tile over time: a row of channels, `plane` apart. */
 INLINE void read_pixel(const Convolution *job, long tile, float *to, long plane, int is_bf16) {
-  long first, sample = pixel_of(job, tile, &first), pixel = tile % job->columns;
+  Place at_tile = place_of(job, tile);
   for (long c = 0; c < job->channels; c += LANES) {
     floats d[SIDE], whole[SIDE];
     for (int i = 0; i < SIDE; i++) {
-      long frame = first + i - job->front;
-      long place = ((sample * job->from_frames + frame) * job->columns + pixel) * job->channels;
+      long frame = at_tile.frame + i - job->front;
+      long row = (at_tile.sample * job->from_frames + frame) * job->columns + at_tile.pixel;
       d[i] = frame >= 0 && frame < job->from_frames
-                 ? load(job->x, place + c, job->channels - c, is_bf16)
+                 ? load(job->x, row * job->channels + c, job->channels - c, is_bf16)
                  : all(0);
     }
     transform_input(d, whole, 1);
@@ -199,18 +203,19 @@ INLINE void read_pixel(const Convolution *job, long tile, float *to, long plane,
   }
 }
 
-/* Writes a tile over time: `count` output channels from `from_channel` on. */
+/* Writes a tile over time: `count` output channels from `first` on. */
 INLINE void write_pixel(const Convolution *job, long tile, const float *from, long plane,
-                        long from_channel, long count, int is_bf16) {
-  long first, sample = pixel_of(job, tile, &first), pixel = tile % job->columns;
+                        long first, long count, int is_bf16) {
+  Place at_tile = place_of(job, tile);
   for (long c = 0; c < count; c += LANES) {
     floats m[SIDE], line[OUT];
-    floats bias = job->bias ? load(job->bias, from_channel + c, count - c, 0) : all(0);
+    floats bias = job->bias ? load(job->bias, first + c, count - c, 0) : all(0);
     for (int i = 0; i < SIDE; i++) m[i] = load_lanes(from + i * plane + c, 0);
     transform_output(m, line, 1);
-    for (int j = 0; j < OUT && first + j < job->frames; j++) {
-      long row = (sample * job->frames + first + j) * job->columns + pixel;
-      store(job->y, row * job->outputs + from_channel + c, count - c, line[j] + bias, is_bf16);
+    for (int j = 0; j < OUT && at_tile.frame + j < job->frames; j++) {
+      long frame = at_tile.sample * job->frames + at_tile.frame + j;
+      long row = frame * job->columns + at_tile.pixel;
+      store(job->y, row * job->outputs + first + c, count - c, line[j] + bias, is_bf16);
     }
   }
 }
