@@ -35,6 +35,8 @@ class Stack:
         ours: makes ours in a dtype, with these fast paths.
         inputs: makes arguments for `theirs`, as a tuple of tensors, in a dtype.
         call: calls either one.
+        islands: modules of ours that stay in float32 in half precision.
+        outputs: last modules of ours, whose results stay as wide as the sampler's.
     """
 
     name: str
@@ -43,6 +45,14 @@ class Stack:
     ours: Callable[[torch.dtype, tuple[str, ...]], nn.Module]
     inputs: Callable[[torch.dtype], tuple[Tensor, ...]]
     call: Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
+    islands: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ("",)
+
+
+def precision_of(dtype: torch.dtype, islands: tuple[str, ...]) -> Precision:
+    """Precision of a model of ours in that dtype."""
+    name = str(dtype).removeprefix("torch.")
+    return Precision(name, name, () if dtype == torch.float32 else islands)
 
 
 def fill(module: nn.Module) -> nn.Module:
@@ -109,10 +119,9 @@ def opensora(hidden: int, depth: int, frames: int, side: int, device: str) -> St
         return ours(dtype, ())
 
     def ours(dtype: torch.dtype, paths: tuple[str, ...]) -> nn.Module:
-        model, name = bare(), str(dtype).removeprefix("torch.")
+        model = bare()
         swap_modules(model, paths)
-        islands = () if dtype == torch.float32 else DENOISER_ISLANDS
-        cast_hooks.add_cast_hooks(model, Precision(name, name, islands))
+        cast_hooks.add_cast_hooks(model, precision_of(dtype, DENOISER_ISLANDS))
         apply_fast_paths(model, paths or None, compiles=True)
         return model
 
@@ -139,7 +148,7 @@ def opensora(hidden: int, depth: int, frames: int, side: int, device: str) -> St
         f"Open-Sora 1.2, width {hidden}, {depth}+{depth} blocks, latents 2x4x{frames}x{side}x{side}"
     )
     blocks = ("spatial_blocks", "temporal_blocks")
-    return Stack(name, blocks, theirs, ours, inputs, call)
+    return Stack(name, blocks, theirs, ours, inputs, call, DENOISER_ISLANDS)
 
 
 def svd(widths: tuple[int, ...], frames: int, height: int, width: int, device: str) -> Stack:
@@ -163,11 +172,9 @@ def svd(widths: tuple[int, ...], frames: int, height: int, width: int, device: s
     def ours(dtype: torch.dtype, paths: tuple[str, ...]) -> nn.Module:
         with torch.device(device):
             model = fill(unet.build(config))
-        name = str(dtype).removeprefix("torch.")
         model.to(device)
         swap_modules(model, paths)
-        islands = () if dtype == torch.float32 else UNET_ISLANDS
-        cast_hooks.add_cast_hooks(model, Precision(name, name, islands), ("conv_out",))
+        cast_hooks.add_cast_hooks(model, precision_of(dtype, UNET_ISLANDS), ("conv_out",))
         apply_fast_paths(model, paths or None, compiles=True)
         return model
 
@@ -193,7 +200,8 @@ def svd(widths: tuple[int, ...], frames: int, height: int, width: int, device: s
         return found
 
     name = f"SVD, widths {widths}, {frames} frames of {height}x{width} latents, batch 2"
-    return Stack(name, ("down_blocks", "up_blocks"), theirs, ours, inputs, call)
+    blocks = ("down_blocks", "up_blocks")
+    return Stack(name, blocks, theirs, ours, inputs, call, UNET_ISLANDS, ("conv_out",))
 
 
 #: Sizes of each model: a part of it for a CPU, the released one for a card.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -13,14 +14,14 @@ from block_stacks import Call, Stack
 from torch import Tensor, nn
 
 import everyframe
-from everyframe.core.facts import DeviceFacts
-from everyframe.fast_paths.apply import applies_to
 from everyframe.fast_paths.compilation import compiled_blocks
-from everyframe.fast_paths.registry import for_device, switched_off
 from everyframe.precision.strict_float32 import strict_float32
 
 #: What every ratio is to.
 BASE = "diffusers float32"
+
+#: Part of the names of ours with the certified fast paths.
+FAST = "fast paths"
 
 
 class SkippedError(Exception):
@@ -114,27 +115,7 @@ def onnxruntime(stack: Stack) -> Call:
     return lambda: torch.from_numpy(session.run(None, arrays)[0])
 
 
-def paths_of(stack: Stack, device: DeviceFacts) -> tuple[str, ...]:
-    """Exact and rounding paths that the model has a place for, but half precision and compiling.
-
-    ``EVERYFRAME_DISABLE`` names those that a trial refuses on this machine.
-    """
-    off = switched_off(())
-    kinds = [
-        path
-        for path in for_device(device)
-        if path.group not in ("precision", "compile") and path.closeness != "lossy"
-        and path.name not in off
-    ]  # fmt: skip
-    first = next((path.name for path in kinds if path.group == "attention"), None)
-    others = [path.name for path in kinds if path.group != "attention"]
-    probe = stack.ours(torch.float32, ())
-    found = [name for name in others if applies_to(name, probe)]
-    return tuple(name for name in (first, *found) if name)
-
-
-def ours(stack: Stack, dtype: str, device: DeviceFacts, *, fast: bool, compiled: bool) -> Call:
-    paths = paths_of(stack, device) if fast else ()
+def ours(stack: Stack, dtype: str, paths: tuple[str, ...] = (), *, compiled: bool = False) -> Call:
     model = stack.ours(getattr(torch, dtype), paths)
     if compiled:
         everyframe.compile(model)
@@ -153,39 +134,59 @@ def _strictly(stack: Stack, model: nn.Module, given: tuple[Tensor, ...]) -> Tens
         return stack.call(model, given)
 
 
-def candidates(stack: Stack, device: DeviceFacts) -> dict[str, tuple[str, Callable[[], Call]]]:
-    """Name -> dtype of its products, and what prepares it."""
-    half, one = "bfloat16", partial(ours, stack, device=device)
-    found: dict[str, tuple[str, Callable[[], Call]]] = {
-        BASE: ("float32", partial(diffusers, stack, "float32")),
-        f"diffusers {half}": (half, partial(diffusers, stack, half)),
-        f"ours {half}, exact": (half, partial(one, half, fast=False, compiled=False)),
-        f"ours {half}, fast paths": (half, partial(one, half, fast=True, compiled=False)),
+@dataclass(frozen=True)
+class Entry:
+    """A candidate: dtype of its products, and what prepares it.
+
+    `has_large_pages`: its process allocates as ours do (`everyframe.core.child_environment`).
+    """
+
+    dtype: str
+    make: Callable[[], Call]
+    has_large_pages: bool = False
+
+
+def candidates(stack: Stack, kind: str, paths: Mapping[str, tuple[str, ...]]) -> dict[str, Entry]:
+    """All candidates by name; `paths` are the certified ones of ours by dtype."""
+    found = {BASE: Entry("float32", partial(diffusers, stack, "float32"))}
+    if kind == "cpu":
+        found[f"{BASE}, large pages"] = Entry("float32", found[BASE].make, has_large_pages=True)
+    for dtype in ("bfloat16", "float32"):
+        found |= _quick(stack, kind, dtype, paths.get(dtype, ()))
+    for dtype in ("bfloat16", "float32"):
+        found |= _compiled(stack, kind, dtype, paths.get(dtype, ()))
+    return found
+
+
+def _quick(stack: Stack, kind: str, dtype: str, paths: tuple[str, ...]) -> dict[str, Entry]:
+    """Candidates that are prepared soon."""
+    one = partial(ours, stack, dtype)
+    found = {
+        f"diffusers {dtype}": Entry(dtype, partial(diffusers, stack, dtype)),
+        f"ours {dtype}, exact": Entry(dtype, one, has_large_pages=True),
+        f"ours {dtype}, {FAST}": Entry(dtype, partial(one, paths), has_large_pages=True),
     }
-    if device.kind == "cpu":
-        own = "float32"
-        found |= {
-            f"ours {own}, exact": (own, partial(one, own, fast=False, compiled=False)),
-            f"ours {own}, fast paths": (own, partial(one, own, fast=True, compiled=False)),
-            f"OpenVINO {own}": (own, partial(openvino, stack, own)),
-            f"OpenVINO {half}": (half, partial(openvino, stack, half)),
-            f"ONNX Runtime {own}": (own, partial(onnxruntime, stack)),
-        }
-    found |= {
-        f"diffusers {half} compiled": (half, partial(diffusers, stack, half, compiled=True)),
-        f"ours {half}, fast paths and compiled": (
-            half,
-            partial(one, half, fast=True, compiled=True),
+    if kind == "cpu":
+        found[f"OpenVINO {dtype}"] = Entry(dtype, partial(openvino, stack, dtype))
+    if kind == "cpu" and dtype == "float32":
+        found[f"ONNX Runtime {dtype}"] = Entry(dtype, partial(onnxruntime, stack))
+    # A card's time is short, and what it runs in float32 is the base alone.
+    return {} if kind != "cpu" and dtype == "float32" else found
+
+
+def _compiled(stack: Stack, kind: str, dtype: str, paths: tuple[str, ...]) -> dict[str, Entry]:
+    """Candidates that compile."""
+    if kind != "cpu" and dtype == "float32":
+        return {}
+    found = {
+        f"diffusers {dtype} compiled": Entry(
+            dtype, partial(diffusers, stack, dtype, compiled=True)
         ),
-        "torchao int8 dynamic compiled": (half, partial(torchao, stack)),
-        f"cache-dit {half} compiled, no cache": (half, partial(cache_dit, stack)),
+        f"ours {dtype}, {FAST} and compiled": Entry(
+            dtype, partial(ours, stack, dtype, paths, compiled=True), has_large_pages=True
+        ),
     }
-    if device.kind == "cpu":
-        found |= {
-            f"diffusers {own} compiled": (own, partial(diffusers, stack, own, compiled=True)),
-            f"ours {own}, fast paths and compiled": (
-                own,
-                partial(one, own, fast=True, compiled=True),
-            ),
-        }
+    if dtype == "bfloat16":
+        found["torchao int8 dynamic compiled"] = Entry(dtype, partial(torchao, stack))
+        found[f"cache-dit {dtype} compiled, no cache"] = Entry(dtype, partial(cache_dit, stack))
     return found

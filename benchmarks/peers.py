@@ -7,10 +7,11 @@
 
 Candidates: diffusers eager in float32 and bfloat16 and compiled block by block; torchao's dynamic
 int8, compiled; cache-dit's compiler settings without a cache; OpenVINO in float32 and bfloat16 and
-ONNX Runtime (both on a CPU); ours as written (exact), with the fast paths of `everyframe
-fast-paths` (rounding), and with compiled blocks besides. Open-Sora has no diffusers class: there
-"diffusers" is our model without any fast path. What is not installed, or fails, is a line with the
-reason. Each has a process of its own, in which it is prepared once, and its first call is timed
+ONNX Runtime (both on a CPU); ours as written (exact), with the fast paths that their trials certify
+here first (rounding), and with compiled blocks besides. Open-Sora has no diffusers class: there
+"diffusers" is our model without any fast path. Processes of ours allocate in large pages, as our
+workers do; on a CPU diffusers is measured so too. What is not installed, or fails, is a line with
+the reason. Each has a process of its own, in which it is prepared once, and its first call is timed
 from there; then all take turns, round after round, with the best matrix product before each round.
 On a CPU one thread's processor time counts (OMP_NUM_THREADS=1), on a card wall time. `--limit` ends
 the process of one that takes longer to prepare, and `--seconds` skips what no time is left for;
@@ -43,13 +44,18 @@ import psutil
 import torch
 from block_stacks import SIZES, Call, Stack
 from measuring import finish, hardware, peak, relative, result_page, where
-from peer_candidates import BASE, SkippedError, candidates, needs
+from peer_candidates import BASE, FAST, Entry, SkippedError, candidates, needs
+from peer_certification import certified_paths
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from everyframe.core.child_environment import child_environment
 from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.hardware import machine_facts, pick_device
+
+#: Seconds for trials of fast paths in one dtype; a card's time is short.
+TRIALS = {"cpu": 120.0, "cuda": 20.0}
 
 
 @dataclass
@@ -105,14 +111,21 @@ def prepared(make: Callable[[], Call], device: str) -> tuple[Call, Ready]:
 
 
 @torch.inference_mode()
-def serve(pipe: Connection, model: str, name: str, device: DeviceFacts, threads: int) -> None:
+def serve(
+    pipe: Connection,
+    model: str,
+    name: str,
+    device: DeviceFacts,
+    threads: int,
+    paths: Mapping[str, tuple[str, ...]],
+) -> None:
     """A candidate's process: prepare it, then time a call whenever asked."""
     there = device.torch_name
     if there == "cpu":
         torch.set_num_threads(threads)
     stack = SIZES[model][device.kind](there)
     try:
-        run, ready = prepared(candidates(stack, device)[name][1], there)
+        run, ready = prepared(candidates(stack, device.kind, paths)[name].make, there)
     except Exception as error:  # noqa: BLE001 - a peer may fail in any way, and that is a result
         pipe.send(" ".join(str(error).split())[:160] or type(error).__name__)
         return
@@ -126,12 +139,26 @@ def serve(pipe: Connection, model: str, name: str, device: DeviceFacts, threads:
 class Candidate:
     """A candidate in a process of its own, which ends with this object."""
 
-    def __init__(self, model: str, name: str, device: DeviceFacts) -> None:
+    def __init__(
+        self,
+        model: str,
+        name: str,
+        device: DeviceFacts,
+        paths: Mapping[str, tuple[str, ...]],
+        *,
+        has_large_pages: bool,
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        given = (theirs, model, name, device, torch.get_num_threads())
+        given = (theirs, model, name, device, torch.get_num_threads(), paths)
         self._process = context.Process(target=serve, args=given, daemon=False)
-        self._process.start()
+        before = os.environ.copy()
+        os.environ.update(child_environment() if has_large_pages else {})
+        try:
+            self._process.start()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
         theirs.close()
 
     def answer(self, seconds: float) -> Any:
@@ -175,19 +202,25 @@ def measure(model: str, device: DeviceFacts, asked: argparse.Namespace, ends: fl
     """All candidates by turns; the section of the page."""
     there = device.torch_name
     stack = SIZES[model][device.kind](there)
+    wanted = {
+        name: entry
+        for name, entry in candidates(stack, device.kind, {}).items()
+        if name == BASE or not asked.only or any(each in name.lower() for each in asked.only)
+    }
+    paths, certified = certify_all(model, device, wanted)
     runs: dict[str, Candidate] = {}
     results: dict[str, Result] = {}
     skipped: dict[str, str] = {}
     base: Tensor | None = None
     try:
-        for name, (dtype, _) in candidates(stack, device).items():
-            if name != BASE and asked.only and not any(each in name.lower() for each in asked.only):
-                continue
+        for name, entry in wanted.items():
             left = ends - asked.reserve - time.monotonic()
             if name != BASE and left <= 0:
                 skipped[name] = "no time left"
                 continue
-            candidate = runs[name] = Candidate(model, name, device)
+            candidate = runs[name] = Candidate(
+                model, name, device, paths, has_large_pages=entry.has_large_pages
+            )
             try:
                 ready = candidate.answer(asked.limit if name == BASE else min(asked.limit, left))
                 answer = torch.from_numpy(ready.answer)
@@ -199,7 +232,7 @@ def measure(model: str, device: DeviceFacts, asked: argparse.Namespace, ends: fl
                 skipped[name] = str(reason)
                 runs.pop(name).close()
                 continue
-            results[name] = Result(dtype, ready.first, error, ready.bytes)
+            results[name] = Result(entry.dtype, ready.first, error, ready.bytes)
             print(f"{name}: first call {ready.first:.1f} s, error {error:.1e}", flush=True)
         peaks = take_turns(runs, results, there, asked.rounds, ends)
     finally:
@@ -207,7 +240,24 @@ def measure(model: str, device: DeviceFacts, asked: argparse.Namespace, ends: fl
             candidate.close()
     if BASE not in results:
         raise SystemExit(f"{BASE} failed: {skipped[BASE]}")
-    return page_section(stack, results, peaks, count_flops(stack, there), skipped)
+    return page_section(stack, results, peaks, count_flops(stack, there), skipped, certified)
+
+
+def certify_all(
+    model: str, device: DeviceFacts, wanted: Mapping[str, Entry]
+) -> tuple[dict[str, tuple[str, ...]], str]:
+    """Certified paths by dtype, for candidates that use them; and lines about them."""
+    paths, lines = {}, ""
+    for dtype in {entry.dtype: None for name, entry in wanted.items() if FAST in name}:
+        gains, reasons = certified_paths(model, dtype, device, TRIALS[device.kind])
+        paths[dtype] = tuple(gains)
+        used = ", ".join(f"`{name}` {gain:.2f}" for name, gain in gains.items()) or "none"
+        lines += f"\nCertified in {dtype}, with the gains of their trials: {used}.\n"
+        if reasons:
+            others = "; ".join(f"`{name}` {why}" for name, why in reasons.items())
+            lines += f"Not used: {others}.\n"
+    print(lines, flush=True)
+    return paths, lines
 
 
 def take_turns(
@@ -238,6 +288,7 @@ def page_section(
     peaks: Mapping[str, list[float]],
     flops: int,
     skipped: Mapping[str, str],
+    certified: str,
 ) -> str:
     rows = []
     for name, found in results.items():
@@ -259,7 +310,7 @@ Products, attention and convolutions of one call: {flops / 1e12:.3g} TFLOP.
 | candidate | call | x {BASE} | share of peak | error | prepared and first call | memory |
 | --- | --- | --- | --- | --- | --- | --- |
 {chr(10).join(rows)}
-
+{certified}
 Not measured:
 
 {lines}

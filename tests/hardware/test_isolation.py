@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from everyframe.core.child_environment import HUGE_PAGES, child_environment
 from everyframe.hardware.isolation import run_isolated, signal_name
 from helpers import crashing_functions
 from helpers.shadowing_modules import plant
@@ -24,6 +25,11 @@ def test_a_value_comes_back() -> None:
     ended = run_isolated(crashing_functions.answer, "a", "b", seconds=PATIENCE)
     assert ended.is_well
     assert ended.value == ["a", "b"]
+
+
+def test_it_allocates_in_large_pages_as_workers_do() -> None:
+    ended = run_isolated(os.getenv, HUGE_PAGES, seconds=PATIENCE)
+    assert ended.value == child_environment()[HUGE_PAGES]
 
 
 def test_an_error_is_told_with_what_was_printed() -> None:

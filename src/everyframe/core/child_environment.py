@@ -11,6 +11,9 @@ from everyframe.core.safe_path import SAFE_PATH_VARIABLE
 #: value stands.
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
+#: Prefix of code for ``-c``, where a process is started without an environment of its own.
+SET_HUGE_PAGES = f"import os; os.environ.setdefault({HUGE_PAGES!r}, '1'); "
+
 
 def child_environment() -> dict[str, str]:
     """This process's environment with what ours need to be safe and fast."""

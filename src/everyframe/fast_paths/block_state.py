@@ -62,6 +62,11 @@ def counts(hook: object) -> bool:
     return not (is_transparent(hook) or getattr(hook, "moves_weights", False))
 
 
+def is_stateless(value: object) -> bool:
+    """Whether an object holds nothing and its class says so: its source is all that it computes."""
+    return bool(getattr(type(value), "is_stateless", False)) and not vars(value)
+
+
 class Description:
     """Plain data that describes a block, with what was read for it.
 
@@ -126,10 +131,7 @@ class Description:
         return (self._value(hook, name),)
 
     def _class(self, cls: type) -> str:
-        for each in cls.__mro__:
-            module = sys.modules.get(each.__module__)
-            if getattr(module, "__file__", None) and not each.__module__.startswith("torch."):
-                self.files.add(str(module.__file__))  # type: ignore[union-attr]
+        self.files |= source_files(cls)
         return f"{cls.__module__}.{cls.__qualname__}"
 
     def _value(self, value: Any, place: str) -> Any:
@@ -275,7 +277,19 @@ def flatten(value: Any, tensors: list[Tensor]) -> Any:
         return (dict, *((key, flatten(each, tensors)) for key, each in value.items()))
     if isinstance(value, enum.Enum):
         return (type(value), value.name)
+    if is_stateless(value):
+        return (type(value), _class_source(type(value)))
     raise NotCompilableError(f"an argument is a {type(value).__name__}")
+
+
+def source_files(cls: type) -> set[str]:
+    """Source files of a class and its bases, without torch's."""
+    modules = {each.__module__: sys.modules.get(each.__module__) for each in cls.__mro__}
+    return {
+        str(module.__file__)
+        for name, module in modules.items()
+        if getattr(module, "__file__", None) and not name.startswith("torch.")
+    }
 
 
 def digest(value: Any) -> str:
@@ -299,6 +313,11 @@ def source_digest(files: set[str]) -> str:
             continue
         found.append(_file_digest(path, facts.st_mtime_ns, facts.st_size))
     return digest(sorted(found))
+
+
+@functools.cache
+def _class_source(cls: type) -> str:
+    return source_digest(source_files(cls))
 
 
 @dataclass

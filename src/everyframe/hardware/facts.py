@@ -23,7 +23,7 @@ from everyframe.hardware.isolation import ProcessResult, run_isolated
 from everyframe.hardware.software import software_facts, with_loaded
 
 #: Packages whose version changes results, in printing order.
-_PACKAGES = ("torch", "diffusers", "transformers")
+_PACKAGES = ("torch", "diffusers", "transformers", "torchao")
 
 
 Freed = Callable[[MachineFacts], MachineFacts]

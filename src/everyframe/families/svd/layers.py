@@ -24,6 +24,9 @@ class FrameLayout:
     (b, C, r, H, W) or from some pixels (b, C, T, h, w).
     """
 
+    #: Blocks that get it can be compiled; a rank's share has state and can't.
+    is_stateless = True
+
     frame_statistics: Statistics | None = None
     pixel_statistics: Statistics | None = None
 
