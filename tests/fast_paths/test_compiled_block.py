@@ -15,13 +15,10 @@ import everyframe
 from everyframe.families.opensora import sharding
 from everyframe.families.opensora.config import STDiT3Config
 from everyframe.families.opensora.stdit3 import STDiT3
-from everyframe.families.svd import unet
-from everyframe.families.svd.sharding import ShardedFrames
 from everyframe.fast_paths import block_state, compiled_block, package_store
-from everyframe.fast_paths.compilation import compile_blocks, compiled_blocks, disable_compiled
+from everyframe.fast_paths.compilation import compiled_blocks, disable_compiled
 from everyframe.parallel.communicator import SingleRank
 from everyframe.runtime import offload
-from helpers import native_paths
 from helpers.compiled_blocks import Block, Model, Scaled, Text, inputs, made
 from helpers.planted_compiler import PlantedCompiler
 
@@ -243,25 +240,6 @@ def test_a_sharded_model_of_one_rank_uses_the_packages_of_an_unsharded_one(
     assert compiler.count == 2
     for block in compiled_blocks(model).values():
         assert not block.report.notes
-
-
-def test_the_video_unet_is_compiled_unless_ranks_share_its_frames(
-    compiler: PlantedCompiler,
-) -> None:
-    """Its blocks get a layout of frames: the whole one is its source, a rank's share has state."""
-    torch.manual_seed(0)
-    model = unet.build(native_paths.SIZES).eval().requires_grad_(False)
-    with torch.no_grad():
-        want = native_paths.answer({"unet": model}, "cpu")
-        compile_blocks(model, ["down_blocks.0"], dynamic=False)  # others take as long to export
-        torch.testing.assert_close(
-            native_paths.answer({"unet": model}, "cpu"), want, rtol=2e-5, atol=2e-5
-        )
-    assert compiled_blocks(model)["down_blocks.0"].is_compiled
-    assert compiler.count == 1
-    share = ShardedFrames((1, 2), [4], SingleRank(), 1)
-    with pytest.raises(block_state.NotCompilableError, match="ShardedFrames"):
-        block_state.flatten(share, [])
 
 
 def test_gradients_run_as_written() -> None:

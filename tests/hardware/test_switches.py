@@ -139,8 +139,13 @@ def test_a_run_within_what_is_read_of_another_leaves_that_ones_turn_as_it_was() 
 
 
 def test_who_waits_can_be_interrupted() -> None:
-    with pytest.raises(KeyboardInterrupt):
-        _wait_and_be_interrupted()
+    # A shell starts background jobs without one.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _wait_and_be_interrupted()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _wait_and_be_interrupted() -> None:
