@@ -56,8 +56,9 @@ def precision_of(dtype: torch.dtype, islands: tuple[str, ...]) -> Precision:
 
 
 def fill(module: nn.Module) -> nn.Module:
-    """The same random weights for every candidate, of sizes that keep values near 1."""
-    generator = torch.Generator(next(module.parameters()).device).manual_seed(0)
+    """The same random weights for every candidate, so large that values stay near 1."""
+    device = next(module.parameters()).device
+    generator = torch.Generator("cpu" if device.type == "meta" else device).manual_seed(0)
     for name, parameter in module.named_parameters():
         if parameter.ndim > 1:
             parameter.normal_(std=0.8 * parameter[0].numel() ** -0.5, generator=generator)

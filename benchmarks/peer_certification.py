@@ -48,7 +48,7 @@ def certified_paths(
     given = (model, device.kind)
     call = DryRunCall("denoise", "denoiser", ("denoiser",), partial(empty, *given),
                       partial(answer, *given), 1, given, partial(outputs, *given))  # fmt: skip
-    found = dry_run(call, {"denoiser": precision}, device)["denoiser"]
+    found = dry_run(call, {"denoiser": precision}, device).found["denoiser"]
     target = CertificationTarget(
         "denoiser", device, torch.get_num_threads(), precision, f"peers-{model}-{dtype}",
         "peers", (TargetCall(call, {"denoiser": precision}),),

@@ -197,7 +197,7 @@ _STUB_TYPES = {
     "Lora": "everyframe.core.lora",
     "Output": "everyframe.engine.results",
     "Repair": "everyframe.core.plan",
-    "SamplingMethod": "everyframe.core.quality",
+    "LossyMethod": "everyframe.core.quality",
 }
 
 

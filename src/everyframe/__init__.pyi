@@ -22,7 +22,7 @@ from everyframe.core.events import Event
 from everyframe.core.lora import Lora
 from everyframe.core.plan import Plan as Plan
 from everyframe.core.plan import Repair
-from everyframe.core.quality import SamplingMethod
+from everyframe.core.quality import LossyMethod
 from everyframe.core.request import Request as Request
 from everyframe.engine.calibration import calibrate as calibrate
 from everyframe.engine.compiled_modules import compile as compile
@@ -113,7 +113,7 @@ def generate(
     force: bool = False,
     paths: Mapping[str, Sequence[str]] | None = None,
     quantized: Mapping[str, str] | None = None,
-    method: SamplingMethod | None = None,
+    method: LossyMethod | None = None,
     remedies: Sequence[Repair] | None = None,
     motion_score: float | None = None,
     image_guidance_scale: float = 3.0,
@@ -235,7 +235,7 @@ def generate(
         force: Allow what is refused only for its cost, such as fp16 on a CPU.
         paths: The fast paths of each component, exactly; a record has them.
         quantized: The storage dtype of each component's weights, exactly; a record has it.
-        method: Sampling method of a record.
+        method: The method of a record, whatever the quality leads to now.
         remedies: The repairs to begin with, exactly; a record has them.
         motion_score: Amount of motion, added to the prompt: about 0 (still) to 30 (a lot) for
             Open-Sora 1.2; 1 (still), 4 (usual, by default) to 15 for 2.0, and 0 for none (≥ 0,
@@ -383,7 +383,7 @@ def plan(
     force: bool = False,
     paths: Mapping[str, Sequence[str]] | None = None,
     quantized: Mapping[str, str] | None = None,
-    method: SamplingMethod | None = None,
+    method: LossyMethod | None = None,
     remedies: Sequence[Repair] | None = None,
     motion_score: float | None = None,
     image_guidance_scale: float = 3.0,
@@ -499,7 +499,7 @@ def plan(
         force: Allow what is refused only for its cost, such as fp16 on a CPU.
         paths: The fast paths of each component, exactly; a record has them.
         quantized: The storage dtype of each component's weights, exactly; a record has it.
-        method: Sampling method of a record.
+        method: The method of a record, whatever the quality leads to now.
         remedies: The repairs to begin with, exactly; a record has them.
         motion_score: Amount of motion, added to the prompt: about 0 (still) to 30 (a lot) for
             Open-Sora 1.2; 1 (still), 4 (usual, by default) to 15 for 2.0, and 0 for none (≥ 0,
@@ -685,7 +685,7 @@ def run(
     force: bool = False,
     paths: Mapping[str, Sequence[str]] | None = None,
     quantized: Mapping[str, str] | None = None,
-    method: SamplingMethod | None = None,
+    method: LossyMethod | None = None,
     remedies: Sequence[Repair] | None = None,
     option: Mapping[str, Any] | Sequence[str] = {},
     source: Any = None,
@@ -771,7 +771,7 @@ def run(
         force: Allow what is refused only for its cost, such as fp16 on a CPU.
         paths: The fast paths of each component, exactly; a record has them.
         quantized: The storage dtype of each component's weights, exactly; a record has it.
-        method: Sampling method of a record.
+        method: The method of a record, whatever the quality leads to now.
         remedies: The repairs to begin with, exactly; a record has them.
         option: A parameter that only this pipeline has, as NAME=VALUE; may be given several
             times. A video, picture or .npy of numbers is named by its file. For models of

@@ -160,7 +160,7 @@ def test_a_run_over_its_limit_notes_it_and_computes_the_rest() -> None:
     asked: dict[str, Any] = {"prompt": "a red circle moves right", "seed": 3}
     events: list[Event] = []
     with pytest.warns(everyframe.EveryframeWarning, match="all steps from here are exact"):
-        video = everyframe.generate(**asked, method=method, on_event=events.append)
+        video = everyframe.generate(**asked, method=LossyMethod(method), on_event=events.append)
     assert any("calibrated limit" in note for note in video.record["notes"])
     (estimate,) = [each for each in events if isinstance(each, ErrorEstimated)]
     assert estimate.is_over

@@ -15,6 +15,7 @@ from PIL import Image
 import everyframe
 from everyframe.core.errors import InputError
 from everyframe.core.plan import BatchPlan
+from everyframe.core.quality import LossyMethod
 from everyframe.engine.file_identity import file_identities, find_files
 from everyframe.engine.provenance import (
     differences,
@@ -126,6 +127,7 @@ def test_it_becomes_the_same_request(model: Path) -> None:
     paths = {part["name"]: tuple(part["fast_paths"]) for part in record["plan"]["components"]}
     asked = {"prompt": "a", "aesthetic": 5.0, "remedies": (), "paths": paths, **SIZES}
     asked["quantized"] = {}  # nothing was, so nothing will be
+    asked["method"] = LossyMethod()  # nor will a step be left out
     assert again == everyframe.Request(model=str(model), **asked)
 
 

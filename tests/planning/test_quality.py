@@ -11,8 +11,9 @@ import pytest
 import everyframe
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Plan
-from everyframe.core.quality import SamplingMethod
-from everyframe.fast_paths.calibrations import path_of
+from everyframe.core.quality import LossyMethod, SamplingMethod
+from everyframe.engine.provenance import request_from
+from everyframe.fast_paths.calibrations import Measurement, path_of
 from everyframe.planning.quality import size_of
 from helpers.calibrations import PROMPT, plant_calibration
 from helpers.tiny_checkpoints import inpaint, opensora, stepvideo
@@ -122,7 +123,23 @@ def test_a_distilled_model_has_no_number(tmp_path: Path) -> None:
 
 def test_a_recorded_method_comes_before_the_budget() -> None:
     method = SamplingMethod("ab2", 9, limit=0.5)
-    settled = plan(quality="32dB", method=method)
+    settled = plan(quality="32dB", method=LossyMethod(method))
     assert settled.settings.method == method
     assert settled.quality is not None
     assert settled.quality.why == "as recorded"
+
+
+def test_exact_steps_of_a_budget_are_recorded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A calibration that is made after a video is no reason to make it otherwise."""
+    asked = {"num_inference_steps": 6, "seed": 3, "quality": "32dB"}
+    first = everyframe.generate(PROMPT, **asked)
+    assert first.record["plan"]["quality"]["method"] == "exact"
+    key = plant_calibration({"taylor1@4": Measurement(50.0, 0.01, 1.5)}, num_inference_steps=6)
+    settled = plan(**asked)
+    assert str(settled.settings.method) == "taylor1@4"
+    again = everyframe.plan(request_from(first.record, {}))
+    assert again.settings.method is None
+    assert str(again.quality) == "32dB: exact (as recorded)"
+    anew = everyframe.plan(request_from(first.record, {"quality": "33dB"}))
+    assert str(anew.settings.method) == "taylor1@4"
+    path_of(key, size_of(settled.settings)).unlink()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from everyframe.core.errors import InputError, did_you_mean
@@ -174,6 +175,11 @@ class LossyMethod:
             return own is None
         is_alike = replace(own, num_computed=its.num_computed) == its
         return is_alike and own.num_computed >= its.num_computed
+
+
+def recorded_method(sampling: SamplingMethod | None, kinds: Collection[str]) -> LossyMethod:
+    """The method of a run that had this sampling, and weights or products of these kinds."""
+    return LossyMethod(sampling, next((kind for kind in PRODUCTS if kind in kinds), ""))
 
 
 def _round(number: int, by: int) -> int:

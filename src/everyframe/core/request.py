@@ -18,7 +18,7 @@ from everyframe.core.option_values import REPEATED, SPELLED, option_text, with_c
 from everyframe.core.options import Options, option
 from everyframe.core.parallel_plan import parse_ways
 from everyframe.core.plan import Repair
-from everyframe.core.quality import EXACT, PRODUCTS, SamplingMethod, parse_quality
+from everyframe.core.quality import EXACT, PRODUCTS, LossyMethod, parse_quality
 from everyframe.core.video_size import check_sizes, parse_size
 
 #: Spellings of each precision; with `auto` the planner chooses.
@@ -294,8 +294,10 @@ class Request(Options):
         python_only=True,
         person_only=True,
     )
-    method: SamplingMethod | None = option(
-        "Sampling method of a record.", python_only=True, person_only=True
+    method: LossyMethod | None = option(
+        "The method of a record, whatever the quality leads to now.",
+        python_only=True,
+        person_only=True,
     )
     remedies: tuple[Repair, ...] | None = option(
         "The repairs to begin with, exactly; a record has them.",

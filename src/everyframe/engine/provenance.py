@@ -23,7 +23,7 @@ from everyframe.core.lora import Lora
 from everyframe.core.option_values import with_current_names
 from everyframe.core.options import facts_of
 from everyframe.core.plan import Plan, Repair
-from everyframe.core.quality import PRODUCTS
+from everyframe.core.quality import PRODUCTS, recorded_method
 from everyframe.core.request import Request
 from everyframe.engine.file_identity import (
     as_bytes,
@@ -258,7 +258,9 @@ def request_from(
     if not names_products:
         is_of_quality = is_anew and asked.get("quantize", "auto") == "auto"
         asked |= {"quantized": _quantized(record, PRODUCTS if is_of_quality else ())}
-    asked |= {} if is_anew else {"method": checked.settings.sampling_method()}
+    if not is_anew:
+        kinds = asked.get("quantized", {}).values()
+        asked["method"] = recorded_method(checked.settings.sampling_method(), kinds)
     return Request(**asked)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from everyframe.core.errors import CannotRunError, OutOfMemoryInfo
 from everyframe.core.events import Repaired, event_of
 from everyframe.core.plan import Plan
+from everyframe.core.quality import recorded_method
 from everyframe.core.request import Request
 from everyframe.engine.distributed import Peers
 from everyframe.planning.component_memory import holders_among
@@ -62,7 +63,7 @@ def replan_for_devices(
         "remedies": remedies,
         "paths": paths,
         "quantized": quantized,
-        "method": settings.method,
+        "method": recorded_method(settings.method, quantized.values()),
     }
     plan = prepare(
         Request(**asked),

@@ -278,18 +278,15 @@ def flatten(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, enum.Enum):
         return (type(value), value.name)
     if is_stateless(value):
-        return (type(value), _class_source(type(value)))
+        return (type(value), _class_source(value.__class__))
     raise NotCompilableError(f"an argument is a {type(value).__name__}")
 
 
 def source_files(cls: type) -> set[str]:
     """Source files of a class and its bases, without torch's."""
-    modules = {each.__module__: sys.modules.get(each.__module__) for each in cls.__mro__}
-    return {
-        str(module.__file__)
-        for name, module in modules.items()
-        if getattr(module, "__file__", None) and not name.startswith("torch.")
-    }
+    names = {each.__module__ for each in cls.__mro__ if not each.__module__.startswith("torch.")}
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in names)
+    return {str(file) for file in files if file}
 
 
 def digest(value: Any) -> str:

@@ -125,14 +125,11 @@ def choose_method(
     Raises:
         InputError: a named method that this model can't do, or that is disabled.
     """
-    asked = parse_quality(request.quality)
-    recorded = (request.quantized or {}).values()
-    kind = next((kind for kind in PRODUCTS if kind in recorded), "")
-    if asked is None and request.method is None:
+    asked, recorded = parse_quality(request.quality), request.method
+    if asked is None and (recorded is None or recorded.sampling is None):
         return QualityChoice(settings)
-    if request.method is not None or kind:
-        method = LossyMethod(request.method, kind)
-        return _chosen(request, model, settings, method, components, "as recorded")
+    if recorded is not None:
+        return _chosen(request, model, settings, recorded, components, "as recorded")
     if isinstance(asked, LossyMethod):
         if asked.products in switched_off(request.disable):
             raise InputError(f"quality {asked}: {asked.products} is disabled (--disable)")
