@@ -45,12 +45,10 @@ class TensorStore:
         if isinstance(value, np.generic):
             return {"as": "number", "dtype": value.dtype.name, "value": value.item()}
         if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-            # Neither a negative stride nor a foreign byte order goes into a tensor.
-            plain = np.ascontiguousarray(value, value.dtype.newbyteorder("="))
-            return {
-                "as": "array",
-                "hash": self._write(torch.from_numpy(plain).reshape(value.shape)),
-            }
+            # No negative stride and no foreign byte order goes into a tensor, and torch warns of
+            # arrays that can't be written to.
+            plain = np.require(value, value.dtype.newbyteorder("="), ["C", "W"])
+            return {"as": "array", "hash": self._write(torch.from_numpy(plain))}
         if isinstance(value, Image.Image):
             written = io.BytesIO()
             value.save(written, "PNG", exif=value.getexif())
