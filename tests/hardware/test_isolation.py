@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from everyframe.core.child_environment import HUGE_PAGES, child_environment
+from everyframe.core.child_environment import HUGE_PAGES, SPIN_COUNT, child_environment
 from everyframe.hardware.isolation import run_isolated, signal_name
 from helpers import crashing_functions
 from helpers.shadowing_modules import plant
@@ -27,9 +27,10 @@ def test_a_value_comes_back() -> None:
     assert ended.value == ["a", "b"]
 
 
-def test_it_allocates_in_large_pages_as_workers_do() -> None:
-    ended = run_isolated(os.getenv, HUGE_PAGES, seconds=PATIENCE)
-    assert ended.value == child_environment()[HUGE_PAGES]
+@pytest.mark.parametrize("name", [HUGE_PAGES, SPIN_COUNT])
+def test_it_allocates_and_waits_as_workers_do(name: str) -> None:
+    ended = run_isolated(os.getenv, name, seconds=PATIENCE)
+    assert ended.value == child_environment().get(name)
 
 
 def test_an_error_is_told_with_what_was_printed() -> None:
