@@ -1,0 +1,104 @@
+"""What does a step cost where other programs use the cores too, by how threads wait?
+
+    python benchmarks/busy.py                # some minutes
+    python benchmarks/busy.py --rounds 5
+
+The embedded model denoises in a new process for each way of waiting, by turns, round after round:
+GNU's OpenMP by default, as our workers have it (`everyframe.core.child_environment`), and without
+any spinning. First alone, then beside one process that uses a core all the time. Seconds are wall
+time of all steps, the median of three videos after a first one.
+Writes a dated page into `benchmarks/results/` unless told not to.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+from contextlib import ExitStack
+
+from measuring import hardware, publish, rounds_and_page, where
+
+from everyframe.core.child_environment import SPIN_COUNT, fast_defaults
+from everyframe.hardware import machine_facts, pick_device
+
+#: Variables by the way of waiting; the first one is what the others are compared with.
+WAYS = {
+    "GNU's OpenMP by default": {},
+    f"ours, {SPIN_COUNT}={fast_defaults({})[SPIN_COUNT]}": fast_defaults({}),
+    "OMP_WAIT_POLICY=passive": {"OMP_WAIT_POLICY": "passive"},
+}
+
+STEPS = """
+import statistics
+import everyframe
+from everyframe.core.events import Step
+
+def steps():
+    found = []
+    everyframe.generate("a red circle moves right", seed=7, run_dir="off", on_event=found.append)
+    return sum(each.seconds for each in found if isinstance(each, Step) and each.stage == "denoise")
+
+steps()
+print(statistics.median(steps() for _ in range(3)))
+"""
+
+
+def denoise(variables: dict[str, str]) -> float:
+    """Seconds of all steps in a new process with these variables."""
+    plain = {name: value for name, value in os.environ.items()
+             if name not in (SPIN_COUNT, "OMP_WAIT_POLICY", "OMP_NUM_THREADS")}  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS], check=True, capture_output=True, text=True,
+        env={**plain, "EVERYFRAME_IN_PROCESS": "1", **variables},
+    )  # fmt: skip
+    return float(done.stdout)
+
+
+def measure(num_others: int, rounds: int) -> str:
+    """The table beside so many busy processes."""
+    times: dict[str, list[float]] = {name: [] for name in WAYS}
+    with ExitStack() as stack:
+        for _ in range(num_others):
+            other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            stack.callback(other.wait)
+            stack.callback(other.kill)
+        for _ in range(rounds):
+            for name, variables in WAYS.items():
+                times[name].append(denoise(variables))
+                print(f"{num_others} {name}: {times[name][-1]:.2f} s", flush=True)
+    base = next(iter(times.values()))
+    rows = []
+    for name, own in times.items():
+        ratio = statistics.median(a / b for a, b in zip(base, own, strict=True))
+        spread = f"{min(own):.2f} to {max(own):.2f}"
+        rows.append(f"| {name} | {statistics.median(own):.2f} s | {spread} | {ratio:.2f} |")
+    title = "Alone" if num_others == 0 else f"Beside {num_others} busy process"
+    return f"""## {title}
+
+| threads wait | 30 steps | from, to | x default |
+| --- | --- | --- | --- |
+{chr(10).join(rows)}
+"""
+
+
+def main() -> None:
+    asked = rounds_and_page(__doc__).parse_args()
+    facts = machine_facts()
+    device = pick_device(facts, "cpu")
+    tables = "\n".join(measure(num_others, asked.rounds) for num_others in (0, 1))
+    text = f"""# Threads that wait on {where(device)} that is busy
+
+The embedded model, {facts.num_cores} threads, medians of {asked.rounds} rounds by turns.
+
+{tables}
+{hardware(facts, device)}
+
+Command: `python benchmarks/busy.py --rounds {asked.rounds}`
+"""
+    publish(text, "busy", device, is_page=not asked.no_page)
+
+
+if __name__ == "__main__":
+    main()
