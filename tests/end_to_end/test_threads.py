@@ -31,6 +31,7 @@ from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.hardware import switches
 from everyframe.hardware.cpu import cpu_threads
 from everyframe.runtime.meta_init import build_on_meta, count_elements
+from helpers.diagonals import diagonal
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 from helpers.tiny_checkpoints.pipelines import loaded
@@ -185,15 +186,15 @@ def stream_of(folders: dict[str, Path], which: str, pipe: Any) -> Iterator[Event
     return everyframe.stream(everyframe.Request(seed=4, model=str(folders[folder]), **asked))
 
 
-WHICH = pytest.mark.parametrize("which", ["ours", "a folder", "in memory"])
+KINDS = ("ours", "a folder", "in memory")
+WHICH = pytest.mark.parametrize("which", KINDS)
 
 
 def test_streams_that_are_read_by_turns_in_one_thread(folders: dict[str, Path]) -> None:
     pipe = loaded(folders["wan"])
-    kinds = ("ours", "a folder", "in memory")
-    alone = {which: frames_of(list(stream_of(folders, which, pipe))) for which in kinds}
-    streams = {which: stream_of(folders, which, pipe) for which in kinds}
-    seen: dict[str, list[Event]] = {which: [] for which in kinds}
+    alone = {which: frames_of(list(stream_of(folders, which, pipe))) for which in KINDS}
+    streams = {which: stream_of(folders, which, pipe) for which in KINDS}
+    seen: dict[str, list[Event]] = {which: [] for which in KINDS}
     before = state()
     while streams:
         for which, events in tuple(streams.items()):
@@ -203,7 +204,7 @@ def test_streams_that_are_read_by_turns_in_one_thread(folders: dict[str, Path]) 
                 del streams[which]
             else:
                 seen[which].append(event)
-    for which in kinds:
+    for which in KINDS:
         assert np.array_equal(frames_of(seen[which]), alone[which])
 
 
@@ -211,8 +212,9 @@ def frames_of(events: list[Event]) -> Array:
     return np.concatenate([each.frames for each in events if isinstance(each, FramesDecoded)])
 
 
-@WHICH
-@pytest.mark.parametrize("how", ["closed", "forgotten", "forgotten in a circle", "raised"])
+@pytest.mark.parametrize(
+    ("how", "which"), diagonal(["closed", "forgotten", "forgotten in a circle", "raised"], KINDS)
+)
 def test_a_stream_that_is_left_half_way(folders: dict[str, Path], which: str, how: str) -> None:
     pipe = loaded(folders["wan"])
     events = stream_of(folders, which, pipe)
