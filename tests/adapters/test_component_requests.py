@@ -35,8 +35,8 @@ PIPELINES = {
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
+def models(tiny_root: Path) -> Path:
+    return tiny_root
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -49,8 +49,8 @@ AT = {"wan": "@high"}
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("checkpoints")
+def place(tiny_root: Path) -> Path:
+    return tiny_root
 
 
 def weights_of(name: str, folder: Path) -> dict[str, Tensor]:

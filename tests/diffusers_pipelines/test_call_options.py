@@ -6,6 +6,7 @@ Frames are compared bit for bit with ``pipe(**arguments)``, under torch's own at
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from helpers.out_of_memory import TOO_LITTLE, before_calls
 from helpers.tiny_checkpoints.diffusers import CASES
 from helpers.tiny_checkpoints.diffusers.cases import as_python
 from helpers.tiny_checkpoints.pipeline_components import ltx_parts
-from helpers.tiny_checkpoints.pipelines import CALLS, SHORT, TINY, loaded, wan
+from helpers.tiny_checkpoints.pipelines import CALLS, SHORT, TINY, loaded
 
 #: What diffusers is called with.
 ASKED: dict[str, Any] = {
@@ -41,10 +42,8 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "wan"
-    wan(path)
-    return path
+def folder(tiny_models: Callable[[str], Path]) -> Path:
+    return tiny_models("wan")
 
 
 @pytest.fixture(scope="module")

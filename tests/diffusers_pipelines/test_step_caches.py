@@ -46,9 +46,8 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make_pipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    folder = tmp_path_factory.mktemp("models") / "wan"
-    tiny_pipelines.wan(folder)
+def make_pipe(tiny_models: Callable[[str], Path]) -> Callable[..., Any]:
+    folder = tiny_models("wan")
 
     def make(enable: Callable[[Any, FirstBlockCacheConfig], None] | None = None) -> Any:
         pipe = tiny_pipelines.loaded(folder)

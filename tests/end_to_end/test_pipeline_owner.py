@@ -31,21 +31,12 @@ from everyframe.planning.resolve import LoadedModel
 from everyframe.runs.folder import find_run
 from helpers.diagonals import diagonal
 from helpers.pipeline_calls import MAKERS, asked_of, ours, streamed, theirs
-from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 from helpers.tiny_checkpoints.pipelines import loaded
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def folder(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp("models") / name
-            tiny_pipelines.TINY[name](made[name])
-        return made[name]
-
-    return folder
+def folders(tiny_models: Callable[[str], Path]) -> Callable[[str], Path]:
+    return tiny_models
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,6 @@ from everyframe.hardware import switches
 from everyframe.hardware.cpu import cpu_threads
 from everyframe.runtime.meta_init import build_on_meta, count_elements
 from helpers.diagonals import diagonal
-from helpers.tiny_checkpoints import opensora as tiny_opensora
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 from helpers.tiny_checkpoints.pipelines import loaded
 
@@ -85,10 +84,8 @@ def _nothing_is_left_behind() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = tmp_path_factory.mktemp("models")
-    tiny_pipelines.TINY["wan"](made / "wan")
-    return {"own": tiny_opensora.opensora_1_2(made / "own"), "wan": made / "wan"}
+def folders(tiny_models: Callable[[str], Path]) -> dict[str, Path]:
+    return {"own": tiny_models("opensora-1.2"), "wan": tiny_models("wan")}
 
 
 def generated(folder: Path, seed: int, asked: dict[str, Any]) -> Array:

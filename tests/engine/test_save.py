@@ -27,8 +27,8 @@ MODELS = {"wan": "transformer", "ltx": "transformer", "svd": "unet", "inpaint": 
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
+def models(tiny_root: Path) -> Path:
+    return tiny_root
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
