@@ -33,7 +33,7 @@ from helpers.tiny_checkpoints.pipelines import loaded
 
 PICTURED = [name for name, each in CASES.items() if "image" in each.asked and each.class_name]
 #: One that encodes the picture twice, one that takes numbers as they are, one that fits it itself.
-FAST = ("WanImageToVideoPipeline", "LTXImageToVideoPipeline", "CogVideoXImageToVideoPipeline")
+FAST = ("WanImageToVideoPipeline", "LTXImageToVideoPipeline")
 
 _made: dict[str, Any] = {}
 
