@@ -369,7 +369,7 @@ def test_latents_keep_their_dtype() -> None:
     assert np.array_equal(ours(pipe, given), theirs(pipe, given))
 
 
-@pytest.mark.parametrize("fit", [None, "stretch"])
+@pytest.mark.parametrize("fit", [None, pytest.param("stretch", marks=pytest.mark.slow)])
 def test_a_picture_by_its_file_on_the_command_line(tmp_path: Path, fit: str | None) -> None:
     pipe, call = pipeline("WanImageToVideoPipeline"), call_of("WanImageToVideoPipeline")
     pipe.save_pretrained(tmp_path / "model")

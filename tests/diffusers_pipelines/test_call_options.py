@@ -23,6 +23,7 @@ from end_to_end.test_pipelines import state_of
 from everyframe.cli.main import main
 from everyframe.core.errors import InputError
 from everyframe.core.events import Note, RunSaved, Step, VideoDone
+from helpers.diagonals import diagonal
 from helpers.out_of_memory import TOO_LITTLE, before_calls
 from helpers.tiny_checkpoints.diffusers import CASES
 from helpers.tiny_checkpoints.diffusers.cases import as_python
@@ -75,7 +76,7 @@ def run(pipe: Any, **given: Any) -> Any:
     [
         {"prompt": ["a fox"], "negative_prompt": ["bad"]},
         {"prompt": ["a fox", "a red cat"], "negative_prompt": ["bad", "bad"]},
-        {"prompt": ["a fox", "a red cat"]},
+        pytest.param({"prompt": ["a fox", "a red cat"]}, marks=pytest.mark.slow),
         {**PROMPT, "num_videos_per_prompt": 2},
         {"prompt": ["a", "b"], "num_videos_per_prompt": 2},
         {"prompt": ["a", ""], "generator": [3, 4]},
@@ -122,8 +123,9 @@ def test_an_empty_prompt(pipe: Any, folder: Path) -> None:
         run(pipe, prompt="", prompt_embeds=embeds)
 
 
-@pytest.mark.parametrize("form", ["pt", "pil", "latent"])
-@pytest.mark.parametrize("more", [{}, {"num_videos_per_prompt": 2}])
+@pytest.mark.parametrize(
+    ("form", "more"), diagonal(["pt", "pil", "latent"], [{"num_videos_per_prompt": 2}, {}])
+)
 def test_other_forms_are_the_pipelines_own_output(
     pipe: Any, form: str, more: dict[str, Any]
 ) -> None:

@@ -72,7 +72,7 @@ def theirs(pipe: Any) -> Any:
     return pipe(**ASKED, generator=generator, output_type="np").frames[0]
 
 
-@pytest.mark.parametrize("enable", [by_method, apply_alone])
+@pytest.mark.parametrize("enable", [by_method, pytest.param(apply_alone, marks=pytest.mark.slow)])
 def test_it_is_named_and_the_video_is_that_of_the_pipeline_with_it(
     enable: Callable[..., None], make_pipe: Callable[..., Any]
 ) -> None:
@@ -86,7 +86,7 @@ def test_it_is_named_and_the_video_is_that_of_the_pipeline_with_it(
     assert abs(frames - exact).max() > 0.1, "the cache is at work"
 
 
-@pytest.mark.parametrize("enable", [by_method, apply_alone])
+@pytest.mark.parametrize("enable", [pytest.param(by_method, marks=pytest.mark.slow), apply_alone])
 def test_a_run_that_was_broken_off_leaves_nothing_in_it(
     enable: Callable[..., None], make_pipe: Callable[..., Any]
 ) -> None:

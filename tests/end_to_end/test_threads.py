@@ -120,6 +120,10 @@ def cast(work: Callable[[], Array]) -> Array:
         return work()
 
 
+#: Runs of each thread beside those of the others.
+TIMES = 2
+
+
 def test_each_of_many_runs_has_its_bits(works: dict[str, Callable[[], Array]]) -> None:
     alone = {name: work() for name, work in works.items()}
     assert len({each.tobytes() for each in alone.values()}) == len(works)
@@ -130,7 +134,7 @@ def test_each_of_many_runs_has_its_bits(works: dict[str, Callable[[], Array]]) -
     def go(name: str) -> None:
         try:
             start.wait()
-            for _ in range(3):
+            for _ in range(TIMES):
                 made[name].append(works[name]())
         except BaseException as error:  # raised below
             errors.append(error)
@@ -143,7 +147,7 @@ def test_each_of_many_runs_has_its_bits(works: dict[str, Callable[[], Array]]) -
     if errors:
         raise errors[0]
     for name, all_made in made.items():
-        assert len(all_made) == 3
+        assert len(all_made) == TIMES
         assert all(np.array_equal(each, alone[name]) for each in all_made), name
 
 
