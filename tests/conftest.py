@@ -116,12 +116,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def tiny_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the checkpoints of `tiny_models`.
+
+    One for all tests: a plan of a pipeline that was planned before needs no dry run.
+    """
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tiny_root: Path) -> Callable[[str], Path]:
     """The tiny checkpoint of that name in `families.NAMES`, written once; no test changes it."""
     from helpers.tiny_checkpoints import families
 
-    root = tmp_path_factory.mktemp("models")
-    return lambda name: families.made(name, root)
+    return lambda name: families.made(name, tiny_root)
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +144,13 @@ def whole(model: str, tmp_path_factory: pytest.TempPathFactory) -> list[Event]:
 def _no_repairs_of_other_files() -> None:
     """What faults planted in one file taught is not known to another of the same tiny weights."""
     _forget_repairs()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_search_of_what_stays() -> None:
+    """As at the end of the collection, for what the tests of other files imported since."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from everyframe.core.events import Step
 from everyframe.core.request import Request
 from everyframe.core.serialization import from_jsonable, to_jsonable
 from helpers.components import originals, stored
+from helpers.diagonals import diagonal
 from helpers.loras import files as lora_files
 from helpers.loras.files import as_lora, factors_for
 from helpers.tiny_checkpoints import families as tiny_families
@@ -34,8 +35,8 @@ PIPELINES = {
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
+def models(tiny_root: Path) -> Path:
+    return tiny_root
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -58,14 +59,15 @@ def generate(name: str, **more: Any) -> everyframe.Video:
     return made
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    ("name", "component"), [(n, part) for n, parts in PIPELINES.items() for part in parts]
-)
+PARTS = [(name, part) for name, parts in PIPELINES.items() for part in parts]
+
+
+@pytest.mark.parametrize(("part", "dtype"), diagonal(PARTS, ["fp32", "bf16"]))
 def test_frames_are_those_of_the_folder(
-    name: str, component: str, dtype: str, models: Path, tmp_path: Path
+    part: tuple[str, str], dtype: str, models: Path, tmp_path: Path
 ) -> None:
     """Bit for bit; a folder without those weights will do."""
+    name, component = part
     model = tiny_families.made(name, models)
     if dtype == "bf16":  # as it is stored: the libraries round float32 islands to bfloat16 first
         model = Path(shutil.copytree(model, tmp_path / "half"))

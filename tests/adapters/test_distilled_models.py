@@ -27,8 +27,8 @@ WAN, HUNYUAN, LTX = (f"{name}Transformer3DModel" for name in ("Wan", "HunyuanVid
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
+def models(tiny_root: Path) -> Path:
+    return tiny_root
 
 
 @pytest.mark.parametrize(

@@ -20,22 +20,21 @@ from everyframe.diffusers_pipelines.loaded_pipeline import given_pipeline
 from everyframe.diffusers_pipelines.options import PipelineOptions
 from everyframe.diffusers_pipelines.patched_weights import merged_in_place
 from everyframe.planning.resolve import LoadedModel, prepare
+from helpers.diagonals import diagonal
 from helpers.loras import files as lora_files
 from helpers.loras.files import Factors, as_lora, factors_for
-from helpers.tiny_checkpoints import families as tiny_families
 from helpers.tiny_checkpoints import pipelines
 
 NAMES = ("wan", "ltx", "hunyuan", "cogvideox")
 
 
 @pytest.fixture(scope="module")
-def pipe_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    place = tmp_path_factory.mktemp("checkpoints")
+def pipe_of(tiny_models: Callable[[str], Path]) -> Callable[[str], Any]:
     found: dict[str, Any] = {}
 
     def load(name: str) -> Any:
         if name not in found:
-            found[name] = DiffusionPipeline.from_pretrained(tiny_families.made(name, place))
+            found[name] = DiffusionPipeline.from_pretrained(tiny_models(name))
             found[name].set_progress_bar_config(disable=True)
         return found[name]
 
@@ -82,8 +81,7 @@ def frames(pipe: Any, name: str, **more: Any) -> np.ndarray[Any, Any]:
         return np.asarray(everyframe.run(pipe, **asked(name, **more)).frames)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "dtype"), diagonal(NAMES, [torch.float32, torch.bfloat16]))
 def test_merged_for_the_call_and_put_back(
     name: str, dtype: torch.dtype, pipe_of: Callable[[str], Any], tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ from everyframe.core.request import Request
 from everyframe.planning.resolve import PreparedPlan, prepare
 from everyframe.runtime.component_observers import on_component_loaded
 from helpers import plans as planned
+from helpers.diagonals import diagonal
 from helpers.loras import files as lora_files
 from helpers.loras.files import Factors, as_lora, factors_for
 from helpers.tiny_checkpoints import families as tiny_families
@@ -48,8 +49,8 @@ AT = {"wan": "@high"}
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("checkpoints")
+def place(tiny_root: Path) -> Path:
+    return tiny_root
 
 
 def weights_of(name: str, folder: Path) -> dict[str, Tensor]:
@@ -183,8 +184,9 @@ def test_text_encoders_by_kohyas_names(name: str, start: str, place: Path, tmp_p
     assert not same(states, plain)
 
 
-@pytest.mark.parametrize("how", ["bf16", "int8", "fp8"])
-@pytest.mark.parametrize("name", ["opensora-1.2", "stepvideo", "wan"])
+@pytest.mark.parametrize(
+    ("name", "how"), diagonal(["opensora-1.2", "stepvideo", "wan"], ["int8", "fp8", "bf16"])
+)
 def test_in_every_precision(name: str, how: str, place: Path, tmp_path: Path) -> None:
     """The sum is rounded once, to what the weight is stored in."""
     if name == "wan" and how != "bf16":
@@ -216,8 +218,7 @@ def test_the_order_of_several_counts(place: Path, tmp_path: Path) -> None:
         assert same(states, video("opensora-1.2", by_hand)[1])
 
 
-@pytest.mark.parametrize("kind", ["", "int8"])
-@pytest.mark.parametrize("name", ["opensora-1.2", "stepvideo"])
+@pytest.mark.parametrize(("name", "kind"), diagonal(["opensora-1.2", "stepvideo"], ["int8", ""]))
 def test_weights_that_wait_elsewhere(name: str, kind: str, place: Path, tmp_path: Path) -> None:
     """In host memory, or in their file: then each block is merged anew as it is fetched."""
     folder = tiny_families.made(name, place)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ NAME = "opensora-1.2"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_families.made(NAME, tmp_path_factory.mktemp("models"))
+def model(tiny_models: Callable[[str], Path]) -> Path:
+    return tiny_models(NAME)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import everyframe
 from everyframe.core.errors import EveryframeWarning, InputError
 from everyframe.core.events import ErrorEstimated, Event, Step
 from everyframe.core.quality import SamplingMethod
+from helpers.diagonals import diagonal
 from helpers.resumed_pipelines import check_resumed_equals_unbroken
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
@@ -27,10 +29,8 @@ METHOD = SamplingMethod("taylor1", 4)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "wan"
-    tiny_pipelines.wan(folder)
-    return folder
+def folder(tiny_models: Callable[[str], Path]) -> Path:
+    return tiny_models("wan")
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +115,7 @@ def test_the_pipeline_in_files_gives_the_same(pipe: Any, folder: Path) -> None:
     np.testing.assert_allclose(found, frames(pipe, quality=str(METHOD)), atol=1e-5)
 
 
-@pytest.mark.parametrize("limit", [None, 1e-9])
-@pytest.mark.parametrize("after", [1, 4, 6])
+@pytest.mark.parametrize(("after", "limit"), diagonal([1, 4, 6], [1e-9, None]))
 def test_resumed_equals_unbroken(
     pipe: Any, after: int, limit: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

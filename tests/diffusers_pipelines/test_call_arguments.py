@@ -33,7 +33,7 @@ from helpers.tiny_checkpoints.pipelines import loaded
 
 PICTURED = [name for name, each in CASES.items() if "image" in each.asked and each.class_name]
 #: One that encodes the picture twice, one that takes numbers as they are, one that fits it itself.
-FAST = ("WanImageToVideoPipeline", "LTXImageToVideoPipeline", "CogVideoXImageToVideoPipeline")
+FAST = ("WanImageToVideoPipeline", "LTXImageToVideoPipeline")
 
 _made: dict[str, Any] = {}
 
@@ -369,7 +369,7 @@ def test_latents_keep_their_dtype() -> None:
     assert np.array_equal(ours(pipe, given), theirs(pipe, given))
 
 
-@pytest.mark.parametrize("fit", [None, "stretch"])
+@pytest.mark.parametrize("fit", [None, pytest.param("stretch", marks=pytest.mark.slow)])
 def test_a_picture_by_its_file_on_the_command_line(tmp_path: Path, fit: str | None) -> None:
     pipe, call = pipeline("WanImageToVideoPipeline"), call_of("WanImageToVideoPipeline")
     pipe.save_pretrained(tmp_path / "model")

@@ -6,6 +6,7 @@ Frames are compared bit for bit with ``pipe(**arguments)``, under torch's own at
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,12 @@ from end_to_end.test_pipelines import state_of
 from everyframe.cli.main import main
 from everyframe.core.errors import InputError
 from everyframe.core.events import Note, RunSaved, Step, VideoDone
+from helpers.diagonals import diagonal
 from helpers.out_of_memory import TOO_LITTLE, before_calls
 from helpers.tiny_checkpoints.diffusers import CASES
 from helpers.tiny_checkpoints.diffusers.cases import as_python
 from helpers.tiny_checkpoints.pipeline_components import ltx_parts
-from helpers.tiny_checkpoints.pipelines import CALLS, SHORT, TINY, loaded, wan
+from helpers.tiny_checkpoints.pipelines import CALLS, SHORT, TINY, loaded
 
 #: What diffusers is called with.
 ASKED: dict[str, Any] = {
@@ -41,10 +43,8 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "wan"
-    wan(path)
-    return path
+def folder(tiny_models: Callable[[str], Path]) -> Path:
+    return tiny_models("wan")
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def run(pipe: Any, **given: Any) -> Any:
     [
         {"prompt": ["a fox"], "negative_prompt": ["bad"]},
         {"prompt": ["a fox", "a red cat"], "negative_prompt": ["bad", "bad"]},
-        {"prompt": ["a fox", "a red cat"]},
+        pytest.param({"prompt": ["a fox", "a red cat"]}, marks=pytest.mark.slow),
         {**PROMPT, "num_videos_per_prompt": 2},
         {"prompt": ["a", "b"], "num_videos_per_prompt": 2},
         {"prompt": ["a", ""], "generator": [3, 4]},
@@ -123,8 +123,9 @@ def test_an_empty_prompt(pipe: Any, folder: Path) -> None:
         run(pipe, prompt="", prompt_embeds=embeds)
 
 
-@pytest.mark.parametrize("form", ["pt", "pil", "latent"])
-@pytest.mark.parametrize("more", [{}, {"num_videos_per_prompt": 2}])
+@pytest.mark.parametrize(
+    ("form", "more"), diagonal(["pt", "pil", "latent"], [{"num_videos_per_prompt": 2}, {}])
+)
 def test_other_forms_are_the_pipelines_own_output(
     pipe: Any, form: str, more: dict[str, Any]
 ) -> None:

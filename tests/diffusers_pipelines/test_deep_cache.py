@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,8 @@ METHOD = SamplingMethod("deepcache", 3)
 
 
 @pytest.fixture(scope="module")
-def pipe(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("models") / "animatediff"
-    tiny_pipelines.animatediff(folder)
-    pipe = diffusers.DiffusionPipeline.from_pretrained(folder)
+def pipe(tiny_models: Callable[[str], Path]) -> Any:
+    pipe = diffusers.DiffusionPipeline.from_pretrained(tiny_models("animatediff"))
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

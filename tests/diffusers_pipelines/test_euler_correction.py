@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from everyframe.planning.resolve import prepare
 from everyframe.samplers import multistep
 from everyframe.samplers.base import Denoise
 from everyframe.samplers.multistep import DiffusionPath
+from helpers.diagonals import diagonal
 from helpers.resumed_pipelines import check_resumed_equals_unbroken
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
@@ -177,10 +179,8 @@ def test_a_spent_budget_computes_the_rest_without_corrections() -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "ltx"
-    tiny_pipelines.ltx(folder)
-    return folder
+def folder(tiny_models: Callable[[str], Path]) -> Path:
+    return tiny_models("ltx")
 
 
 @pytest.fixture(scope="module")
@@ -235,8 +235,7 @@ def test_nothing_is_left_over_for_the_next_video(pipe: Any) -> None:
         np.testing.assert_array_equal(video.frames, frames(pipe, seed=seed, quality="abm2@4"))
 
 
-@pytest.mark.parametrize("limit", [None, 1e-9])
-@pytest.mark.parametrize("after", [1, 5, 8])
+@pytest.mark.parametrize(("after", "limit"), diagonal([1, 5, 8], [1e-9, None]))
 def test_resumed_equals_unbroken(
     pipe: Any, after: int, limit: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ import torch
 import everyframe
 from everyframe.core.errors import NumericsError
 from everyframe.core.events import Event, Note, Repaired
+from helpers.diagonals import diagonal
 from helpers.guard_pipelines import hooked, planted, state_of
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
@@ -199,8 +200,13 @@ def test_frames_of_one_colour_are_told(pipe_of: Callable[[str], Any]) -> None:
             assert not [event for event in events if isinstance(event, Repaired)]
 
 
-@pytest.mark.parametrize("colour", [(-1.0, -1.0, -1.0), (-1.0, 1.0, -1.0), (0.2, -0.3, -0.3)])
-@pytest.mark.parametrize("prompt", ["a fox", "a white fox in the snow", "a black piano at night"])
+@pytest.mark.parametrize(
+    ("prompt", "colour"),
+    diagonal(
+        ["a fox", "a white fox in the snow", "a black piano at night"],
+        [(-1.0, -1.0, -1.0), (-1.0, 1.0, -1.0), (0.2, -0.3, -0.3)],
+    ),
+)
 def test_frames_of_any_one_colour_are_decoded_again(
     prompt: str, colour: tuple[float, ...], pipe_of: Callable[[str], Any]
 ) -> None:

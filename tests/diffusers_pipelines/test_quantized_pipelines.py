@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ KINDS = ["int8", pytest.param("fp8", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")
-def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_families.made("wan", tmp_path_factory.mktemp("models"))
+def wan(tiny_models: Callable[[str], Path]) -> Path:
+    return tiny_models("wan")
 
 
 def frames(model: Path, **more: Any) -> np.ndarray[Any, Any]:

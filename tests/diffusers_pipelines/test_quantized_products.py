@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ needs_torchao = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_families.made("wan", tmp_path_factory.mktemp("models"))
+def wan(tiny_models: Callable[[str], Path]) -> Path:
+    return tiny_models("wan")
 
 
 @pytest.fixture(autouse=True)

@@ -46,9 +46,8 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make_pipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    folder = tmp_path_factory.mktemp("models") / "wan"
-    tiny_pipelines.wan(folder)
+def make_pipe(tiny_models: Callable[[str], Path]) -> Callable[..., Any]:
+    folder = tiny_models("wan")
 
     def make(enable: Callable[[Any, FirstBlockCacheConfig], None] | None = None) -> Any:
         pipe = tiny_pipelines.loaded(folder)
@@ -73,7 +72,7 @@ def theirs(pipe: Any) -> Any:
     return pipe(**ASKED, generator=generator, output_type="np").frames[0]
 
 
-@pytest.mark.parametrize("enable", [by_method, apply_alone])
+@pytest.mark.parametrize("enable", [by_method, pytest.param(apply_alone, marks=pytest.mark.slow)])
 def test_it_is_named_and_the_video_is_that_of_the_pipeline_with_it(
     enable: Callable[..., None], make_pipe: Callable[..., Any]
 ) -> None:
@@ -87,7 +86,7 @@ def test_it_is_named_and_the_video_is_that_of_the_pipeline_with_it(
     assert abs(frames - exact).max() > 0.1, "the cache is at work"
 
 
-@pytest.mark.parametrize("enable", [by_method, apply_alone])
+@pytest.mark.parametrize("enable", [pytest.param(by_method, marks=pytest.mark.slow), apply_alone])
 def test_a_run_that_was_broken_off_leaves_nothing_in_it(
     enable: Callable[..., None], make_pipe: Callable[..., Any]
 ) -> None:

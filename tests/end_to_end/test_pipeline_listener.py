@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,12 @@ import everyframe
 from everyframe.core.errors import EveryframeError, InputError
 from everyframe.core.events import Event, FramesDecoded, Step
 from helpers.pipeline_calls import MAKERS, asked_of, ours, theirs
-from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 from helpers.tiny_checkpoints.pipelines import loaded
 
 
 @pytest.fixture(scope="module")
-def wan(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("models") / "wan"
-    tiny_pipelines.TINY["wan"](folder)
-    return loaded(folder)
+def wan(tiny_models: Callable[[str], Path]) -> Any:
+    return loaded(tiny_models("wan"))
 
 
 def test_events_are_told_once_and_in_the_order_of_a_stream(wan: Any) -> None:

@@ -29,22 +29,14 @@ from everyframe.families.registry import family_options
 from everyframe.hardware.cpu import cpu_threads
 from everyframe.planning.resolve import LoadedModel
 from everyframe.runs.folder import find_run
-from helpers.pipeline_calls import MAKERS, asked_of, ours, theirs
-from helpers.tiny_checkpoints import pipelines as tiny_pipelines
+from helpers.diagonals import diagonal
+from helpers.pipeline_calls import MAKERS, asked_of, ours, streamed, theirs
 from helpers.tiny_checkpoints.pipelines import loaded
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def folder(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp("models") / name
-            tiny_pipelines.TINY[name](made[name])
-        return made[name]
-
-    return folder
+def folders(tiny_models: Callable[[str], Path]) -> Callable[[str], Path]:
+    return tiny_models
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +89,7 @@ WAYS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-@MAKERS
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "make"), diagonal(WAYS, [ours, streamed]))
 def test_frames_are_those_of_a_call_beside_it(wan: Any, way: str, make: Any) -> None:
     with WAYS[way]():
         wanted = theirs(wan, "wan")
@@ -171,8 +162,10 @@ def test_the_call_is_made_in_the_callers_thread(wan: Any) -> None:
     assert any("mm" in event.key for event in profile.key_averages())
 
 
-@MAKERS
-@pytest.mark.parametrize("way", ["as it is", "bfloat16", "two threads", "narrow products"])
+@pytest.mark.parametrize(
+    ("way", "make"),
+    diagonal(["as it is", "bfloat16", "two threads", "narrow products"], [ours, streamed]),
+)
 def test_a_compiled_pipeline_is_compiled_once(
     folders: Callable[[str], Path], way: str, make: Any
 ) -> None:

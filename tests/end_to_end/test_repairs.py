@@ -61,7 +61,7 @@ FAMILIES: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
     ),
     "opensora2": (
         tiny_opensora2.opensora2,
-        {"prompt": "a red circle", "size": "32x32", "num_frames": 5},
+        {"prompt": "a red circle", "size": "16x16", "num_frames": 5},
     ),
     "stepvideo": (
         tiny_stepvideo.stepvideo,

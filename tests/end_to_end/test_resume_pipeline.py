@@ -31,10 +31,8 @@ ASKED: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("models") / "wan"
-    tiny_pipelines.wan(folder)
-    pipe = diffusers.DiffusionPipeline.from_pretrained(folder)
+def loaded(tiny_models: Callable[[str], Path]) -> Any:
+    pipe = diffusers.DiffusionPipeline.from_pretrained(tiny_models("wan"))
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

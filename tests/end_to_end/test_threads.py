@@ -31,7 +31,7 @@ from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.hardware import switches
 from everyframe.hardware.cpu import cpu_threads
 from everyframe.runtime.meta_init import build_on_meta, count_elements
-from helpers.tiny_checkpoints import opensora as tiny_opensora
+from helpers.diagonals import diagonal
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 from helpers.tiny_checkpoints.pipelines import loaded
 
@@ -84,10 +84,8 @@ def _nothing_is_left_behind() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = tmp_path_factory.mktemp("models")
-    tiny_pipelines.TINY["wan"](made / "wan")
-    return {"own": tiny_opensora.opensora_1_2(made / "own"), "wan": made / "wan"}
+def folders(tiny_models: Callable[[str], Path]) -> dict[str, Path]:
+    return {"own": tiny_models("opensora-1.2"), "wan": tiny_models("wan")}
 
 
 def generated(folder: Path, seed: int, asked: dict[str, Any]) -> Array:
@@ -122,6 +120,10 @@ def cast(work: Callable[[], Array]) -> Array:
         return work()
 
 
+#: Runs of each thread beside those of the others.
+TIMES = 2
+
+
 def test_each_of_many_runs_has_its_bits(works: dict[str, Callable[[], Array]]) -> None:
     alone = {name: work() for name, work in works.items()}
     assert len({each.tobytes() for each in alone.values()}) == len(works)
@@ -132,7 +134,7 @@ def test_each_of_many_runs_has_its_bits(works: dict[str, Callable[[], Array]]) -
     def go(name: str) -> None:
         try:
             start.wait()
-            for _ in range(3):
+            for _ in range(TIMES):
                 made[name].append(works[name]())
         except BaseException as error:  # raised below
             errors.append(error)
@@ -145,7 +147,7 @@ def test_each_of_many_runs_has_its_bits(works: dict[str, Callable[[], Array]]) -
     if errors:
         raise errors[0]
     for name, all_made in made.items():
-        assert len(all_made) == 3
+        assert len(all_made) == TIMES
         assert all(np.array_equal(each, alone[name]) for each in all_made), name
 
 
@@ -185,15 +187,15 @@ def stream_of(folders: dict[str, Path], which: str, pipe: Any) -> Iterator[Event
     return everyframe.stream(everyframe.Request(seed=4, model=str(folders[folder]), **asked))
 
 
-WHICH = pytest.mark.parametrize("which", ["ours", "a folder", "in memory"])
+KINDS = ("ours", "a folder", "in memory")
+WHICH = pytest.mark.parametrize("which", KINDS)
 
 
 def test_streams_that_are_read_by_turns_in_one_thread(folders: dict[str, Path]) -> None:
     pipe = loaded(folders["wan"])
-    kinds = ("ours", "a folder", "in memory")
-    alone = {which: frames_of(list(stream_of(folders, which, pipe))) for which in kinds}
-    streams = {which: stream_of(folders, which, pipe) for which in kinds}
-    seen: dict[str, list[Event]] = {which: [] for which in kinds}
+    alone = {which: frames_of(list(stream_of(folders, which, pipe))) for which in KINDS}
+    streams = {which: stream_of(folders, which, pipe) for which in KINDS}
+    seen: dict[str, list[Event]] = {which: [] for which in KINDS}
     before = state()
     while streams:
         for which, events in tuple(streams.items()):
@@ -203,7 +205,7 @@ def test_streams_that_are_read_by_turns_in_one_thread(folders: dict[str, Path]) 
                 del streams[which]
             else:
                 seen[which].append(event)
-    for which in kinds:
+    for which in KINDS:
         assert np.array_equal(frames_of(seen[which]), alone[which])
 
 
@@ -211,8 +213,9 @@ def frames_of(events: list[Event]) -> Array:
     return np.concatenate([each.frames for each in events if isinstance(each, FramesDecoded)])
 
 
-@WHICH
-@pytest.mark.parametrize("how", ["closed", "forgotten", "forgotten in a circle", "raised"])
+@pytest.mark.parametrize(
+    ("how", "which"), diagonal(["closed", "forgotten", "forgotten in a circle", "raised"], KINDS)
+)
 def test_a_stream_that_is_left_half_way(folders: dict[str, Path], which: str, how: str) -> None:
     pipe = loaded(folders["wan"])
     events = stream_of(folders, which, pipe)

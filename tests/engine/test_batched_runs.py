@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,12 @@ def alone(request: Request) -> np.ndarray[Any, Any]:
     return frames_in(list(begin(request, ComponentCache())()))
 
 
+@cache
+def lone(number: int) -> np.ndarray[Any, Any]:
+    """Frames of `of_shapes` alone, for tests that change nothing about runs."""
+    return alone(of_shapes(number))
+
+
 def of_shapes(number: int, **more: Any) -> Request:
     return Request(prompt=PROMPTS[number], seed=number, **{**SHAPES, **more})
 
@@ -125,7 +132,7 @@ def test_a_run_joins_and_leaves_at_any_step(joined: list[int]) -> None:
         if (name, step) == (2, 3):
             batch.stop(2)
     for number in range(2):
-        assert np.array_equal(frames_in(found[number]), alone(of_shapes(number)))
+        assert np.array_equal(frames_in(found[number]), lone(number))
     assert isinstance(found[2][-1], RunEnded)
     assert not any(isinstance(each, FramesDecoded) for each in found[2])
     assert {2, 3} <= {*joined}
@@ -135,13 +142,13 @@ def test_an_error_is_of_its_run_alone(joined: list[int]) -> None:
     found = events_of([of_shapes(0), of_shapes(1, height=33), of_shapes(2)], ComponentCache())
     assert isinstance(found[1][-1].error, InputError)
     for number in (0, 2):
-        assert np.array_equal(frames_in(found[number]), alone(of_shapes(number)))
+        assert np.array_equal(frames_in(found[number]), lone(number))
 
 
 def test_a_run_of_another_plan_leaves(joined: list[int]) -> None:
     found = events_of([of_shapes(0), of_shapes(1, dtype="bf16")], ComponentCache())
     assert isinstance(found[1][-1].error, LeftBatchError)
-    assert np.array_equal(frames_in(found[0]), alone(of_shapes(0)))
+    assert np.array_equal(frames_in(found[0]), lone(0))
     assert not joined
 
 
@@ -173,7 +180,7 @@ def test_a_batch_that_is_not_faster_is_not_used_again(
     cache = ComponentCache()
     found = events_of([of_shapes(0), of_shapes(1)], cache)
     assert joined == [2] * batch_certificates._CALLS
-    assert np.array_equal(frames_in(found[0]), alone(of_shapes(0)))
+    assert np.array_equal(frames_in(found[0]), lone(0))
     found = events_of([of_shapes(1), of_shapes(2)], cache)
     assert joined == [2] * batch_certificates._CALLS
     planned = found[0][0]
@@ -193,7 +200,7 @@ def test_without_memory_for_both_calls_are_made_one_by_one(
     monkeypatch.setattr(BatchedModule, "compute", fail)
     found = events_of([of_shapes(0), of_shapes(1)], ComponentCache())
     for number in range(2):
-        assert np.array_equal(frames_in(found[number]), alone(of_shapes(number)))
+        assert np.array_equal(frames_in(found[number]), lone(number))
     assert joined == [2]
 
 

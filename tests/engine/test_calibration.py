@@ -141,7 +141,7 @@ def test_prompts_of_the_embedded_model_can_be_drawn_and_differ() -> None:
 @pytest.mark.parametrize(
     "method",
     [
-        SamplingMethod("unipc", 6, 1, 50),
+        pytest.param(SamplingMethod("unipc", 6, 1, 50), marks=pytest.mark.slow),
         SamplingMethod("abm2", 6, 1, 100, 130, holds_guidance=True),
     ],
 )

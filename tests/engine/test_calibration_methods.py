@@ -6,7 +6,7 @@ The videos are planted: each loss has decibels and a speed of its own, and toget
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from everyframe.engine.calibration import CalibrationProgress, calibrate, report
 from everyframe.fast_paths.calibrations import LEAST_VIDEOS, Calibration
 from helpers.interrupted_runs import OPEN_SORA
 from helpers.planted_products import KIND, certify_as, multiply_here
-from helpers.tiny_checkpoints import opensora
 
 STEPS = 12
 ALONE = f"exact+{KIND}"
@@ -31,8 +30,8 @@ _PRODUCTS = 10 ** (-44 / 20)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return opensora.opensora_1_2(tmp_path_factory.mktemp("models") / "opensora")
+def model(tiny_models: Callable[[str], Path]) -> Path:
+    return tiny_models("opensora-1.2")
 
 
 @pytest.fixture(autouse=True)

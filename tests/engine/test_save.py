@@ -16,6 +16,7 @@ from everyframe.checkpoints.tensor_file import open_checkpoint
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.precision.quantization import quantise
 from helpers.components import originals, stored
+from helpers.diagonals import diagonal
 from helpers.loras import files as lora_files
 from helpers.loras.files import as_lora, factors_for
 from helpers.tiny_checkpoints import families as tiny_families
@@ -26,8 +27,8 @@ MODELS = {"wan": "transformer", "ltx": "transformer", "svd": "unet", "inpaint": 
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
+def models(tiny_root: Path) -> Path:
+    return tiny_root
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
@@ -63,8 +64,9 @@ def test_a_merged_lora(name: str, dtype: str, models: Path, tmp_path: Path) -> N
     assert not np.array_equal(frames(name, model, dtype=dtype), wanted)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("component", ["transformer", "text_encoder"])
+@pytest.mark.parametrize(
+    ("component", "dtype"), diagonal(["transformer", "text_encoder"], ["bf16", "fp32"])
+)
 def test_a_component_of_scaled_weights(
     component: str, dtype: str, models: Path, tmp_path: Path
 ) -> None:
@@ -86,8 +88,7 @@ def test_a_component_of_scaled_weights(
         assert narrow < 0.9 * wide
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
-@pytest.mark.parametrize("name", ["opensora-1.2", "svd"])
+@pytest.mark.parametrize(("name", "kind"), diagonal(["opensora-1.2", "svd"], ["fp8", "int8"]))
 def test_quantized_weights(name: str, kind: str, models: Path, tmp_path: Path) -> None:
     """The codes of the file are those of the run: they are not rounded again."""
     model = tiny_families.made(name, models)

@@ -148,7 +148,13 @@ def test_each_of_several_videos_is_that_of_its_seed(family: str, runs: Runs) -> 
     assert np.array_equal(several[4], frames_of(runs(family, seed=4)))
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["fewest steps", "whole sampler"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(0, marks=pytest.mark.slow, id="fewest steps"),
+        pytest.param(1, id="whole sampler"),
+    ],
+)
 @every_family
 def test_a_run_equals_its_reference(family: str, number: int, tiny_models: Models) -> None:
     reference = CASES[family].reference

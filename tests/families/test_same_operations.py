@@ -229,7 +229,14 @@ def test_all_stages_of_all_families_are_recorded() -> None:
     assert len(STAGES) == 23
 
 
-@pytest.mark.parametrize("family", ASKED)
+#: Each family; of their older and deeper versions, `test_contract.py` has a test like it.
+VERSIONS = ("opensora-1.0", "opensora2-dcae")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(each, marks=[pytest.mark.slow] * (each in VERSIONS)) for each in ASKED],
+)
 def test_run_and_dry_run_make_the_same_operations(
     family: str, recorder: Recorder, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

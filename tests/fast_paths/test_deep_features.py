@@ -17,6 +17,7 @@ from everyframe.families.svd.unet import VideoUNet
 from everyframe.fast_paths import deep_features
 from everyframe.fast_paths.deep_features import DeepFeatures, deep_modules
 from everyframe.fast_paths.path_sizes import feature_bytes
+from helpers.diagonals import diagonal
 
 SIZES: dict[str, Any] = {
     "block_out_channels": (8, 8), "layers_per_block": 2, "sample_size": 8, "cross_attention_dim": 16
@@ -83,7 +84,10 @@ def _as_in_a_run() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=[ours, stable_video, animatediff, i2vgen], ids=lambda make: make.__name__)
+UNETS = (ours, stable_video, animatediff, i2vgen)
+
+
+@pytest.fixture(params=UNETS, ids=lambda make: make.__name__)
 def unet(request: pytest.FixtureRequest) -> tuple[nn.Module, Call]:
     with torch.inference_mode(False), torch.no_grad():
         torch.manual_seed(0)
@@ -165,7 +169,7 @@ def test_what_is_left_out_lies_in_no_other(unet: tuple[Any, Call]) -> None:
     assert not {*map(id, deep)} & {*map(id, inside)}
 
 
-@pytest.mark.parametrize("num_calls", [1, 2])
+@pytest.mark.parametrize(("unet", "num_calls"), diagonal(UNETS, [1, 2]), indirect=["unet"])
 def test_a_plan_counts_what_whole_steps_hold(unet: tuple[Any, Call], num_calls: int) -> None:
     """Counted in dry runs: a step, and the second of two steps with features."""
     module, call = unet

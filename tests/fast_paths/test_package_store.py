@@ -39,6 +39,26 @@ def saved(compiler: PlantedCompiler, tmp_path: Path) -> Path:
     return everyframe.save_compiled(model, tmp_path / "saved")
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with what was compiled, and beside it the folder that it was saved in."""
+    place = tmp_path_factory.mktemp("compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EVERYFRAME_CACHE", str(place / "cache"))
+        PlantedCompiler(patch)
+        model = everyframe.compile(made())
+        called(model)
+        everyframe.save_compiled(model, place / "saved")
+    return place
+
+
+@pytest.fixture
+def copied(compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Copies of both, which a test may harm: the folder."""
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(shutil.copytree(compiled / "cache", tmp_path / "c")))
+    return Path(shutil.copytree(compiled / "saved", tmp_path / "saved"))
+
+
 @torch.no_grad()
 def called(model: Model) -> torch.Tensor:
     out: torch.Tensor = model(*inputs())
@@ -183,11 +203,12 @@ REFUSED: list[tuple[Callable[[Path], None], str]] = [
 @pytest.mark.skipif(os.name != "posix", reason="links and pipes")
 @pytest.mark.parametrize(("harm", "says"), REFUSED, ids=lambda each: getattr(each, "__name__", ""))
 def test_a_folder_that_is_not_ours_is_refused(
-    harm: Callable[[Path], None], says: str, saved: Path
+    harm: Callable[[Path], None], says: str, copied: Path
 ) -> None:
-    harm(saved)
+    everyframe.load_compiled(copied, made())  # as it is, it is taken
+    harm(copied)
     with pytest.raises(InputError, match=says) as error:
-        everyframe.load_compiled(saved, made())
+        everyframe.load_compiled(copied, made())
     text = str(error.value)
     assert error.value.exit_code == ExitCode.WRONG_INPUT
     assert "everyframe compile MODEL -o" in text

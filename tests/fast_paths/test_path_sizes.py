@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 from ctypes import c_long
+from functools import cache
 from itertools import product
 from math import ceil
 from pathlib import Path
@@ -143,6 +144,13 @@ def dry(helper: Any) -> list[OpShape]:
     return [shape for shape, _ in found[stage_call.component].work.products]
 
 
+@cache
+def run_and_dry(path: str, helper: Any) -> tuple[list[tuple[Any, ...]], list[OpShape]]:
+    """Both, made once for vectors of every width."""
+    with pytest.MonkeyPatch.context() as patch:
+        return run(path, helper, patch), dry(helper)
+
+
 @pytest.mark.parametrize(
     ("path", "helper"),
     [
@@ -153,10 +161,8 @@ def dry(helper: Any) -> list[OpShape]:
     ids=["winograd-unet", "winograd-decoder", "temporal-winograd", "native-flash",
          "native-gated-linear"],
 )  # fmt: skip
-def test_what_a_run_asks_for_is_known_before(
-    path: str, helper: Any, counted: Kernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    called, products = run(path, helper, monkeypatch), dry(helper)
+def test_what_a_run_asks_for_is_known_before(path: str, helper: Any, counted: Kernels) -> None:
+    called, products = run_and_dry(path, helper)
     assert called
     for threads in THREADS:
         size = max(counted.count(*given, threads) for given in called)
@@ -166,14 +172,13 @@ def test_what_a_run_asks_for_is_known_before(
 
 
 @pytest.mark.parametrize("helper", [native_paths, decoder_paths], ids=["unet", "decoder"])
-def test_the_plan_knows_which_convolutions_are_computed_so(
-    helper: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_knows_which_convolutions_are_computed_so(helper: Any) -> None:
     """One more would be a forecast of what nobody needs: here the wide ones have few pixels."""
     needed = set()
-    for _, *given in run("winograd", helper, monkeypatch):
+    called, products = run_and_dry("winograd", helper)
+    for _, *given in called:
         samples, _, (frames, height, width), channels, outputs, taps = given[4:10]
         tiles = samples * frames * ceil(height / 4) * ceil(width / 4)
         needed.add(path_sizes.winograd_bytes(taps * channels, outputs, tiles, 1))
-    found = {path_sizes.scratch_bytes([each], ["winograd"], 1) for each in dry(helper)}
+    found = {path_sizes.scratch_bytes([each], ["winograd"], 1) for each in products}
     assert found - {0} == needed

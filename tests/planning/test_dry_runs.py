@@ -17,6 +17,7 @@ from everyframe.planning.dry_runs import DryRun, call_seconds, dry_run, heaviest
 from everyframe.precision.policy import choose
 from everyframe.runtime.interface import DryRunSpec
 from helpers import config_only_models
+from helpers.diagonals import diagonal
 from helpers.dry_runs import dry_run_call
 
 MODELS = config_only_models.all_models()
@@ -65,7 +66,11 @@ def runs_of(
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    # Of four channels it is the same code.
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "inpaint-9")) for name in MODELS],
+)
 def test_calls_of_equal_keys_have_equal_results(name: str) -> None:
     """Whichever of them is run dry first is the answer for all."""
     model, facts = MODELS[name], device("cuda-sm90")
@@ -87,16 +92,27 @@ def test_calls_of_equal_keys_have_equal_results(name: str) -> None:
 
 
 #: One of each kind of device. The other cards have the dtypes and rules of one of these: one family
-#: is run dry on each of them always, and the others with ``--slow``.
+#: is run dry on each of them always, each other one on two kinds in its turn, and all with
+#: ``--slow``.
 KINDS = ("cpu-fp32", "cpu-bf16", "cuda-sm70", "cuda-sm90", "mps", "rocm")
-PAIRS = [
-    pytest.param(
-        name, profile,
-        marks=() if profile in KINDS or name == "opensora-1.2" else pytest.mark.slow,
-    )
-    for name in MODELS
-    for profile in profile_names()
-]  # fmt: skip
+
+
+def pairs() -> list[Any]:
+    """Every family and profile."""
+    fast = {
+        (name, KINDS[(2 * turn + more) % len(KINDS)])
+        for turn, name in enumerate(MODELS)
+        for more in (0, 1)
+    }
+    return [
+        pytest.param(
+            name,
+            profile,
+            marks=() if name == "opensora-1.2" or (name, profile) in fast else pytest.mark.slow,
+        )
+        for name in MODELS
+        for profile in profile_names()
+    ]
 
 
 def test_each_kind_of_device_is_among_them() -> None:
@@ -108,7 +124,7 @@ def test_each_kind_of_device_is_among_them() -> None:
     assert {rules(profile) for profile in profile_names()} == {rules(kind) for kind in KINDS}
 
 
-@pytest.mark.parametrize(("name", "profile"), PAIRS)
+@pytest.mark.parametrize(("name", "profile"), pairs())
 def test_every_family_runs_dry_in_every_profile(name: str, profile: str) -> None:
     facts = device(profile)
     runs = runs_of(MODELS[name], SETTINGS[name], facts)
@@ -121,8 +137,7 @@ def test_every_family_runs_dry_in_every_profile(name: str, profile: str) -> None
     assert dtypes & NARROW == auto
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "dtype"), diagonal(MODELS, ["float16", "bfloat16", "float32"]))
 def test_a_dtype_that_was_asked_for_has_no_clash_either(name: str, dtype: str) -> None:
     runs = runs_of(MODELS[name], SETTINGS[name], device("cuda-sm90"), dtype)
     assert [line for run in runs.values() for line in run.clashes()] == []

@@ -7,7 +7,7 @@ for one test; `diffusers_pipelines/test_quantized_products.py` has more with tor
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from everyframe.planning.resolve import prepare
 from helpers.calibrations import plant_calibration
 from helpers.interrupted_runs import OPEN_SORA, begun, broken_off, same
 from helpers.planted_products import KIND, certify_as, multiply_here
-from helpers.tiny_checkpoints import opensora
 
 SAMPLING = "abm2@4"
 BOTH = f"{SAMPLING}+{KIND}"
@@ -41,8 +40,8 @@ MEASURED = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return opensora.opensora_1_2(tmp_path_factory.mktemp("models") / "opensora")
+def model(tiny_models: Callable[[str], Path]) -> Path:
+    return tiny_models("opensora-1.2")
 
 
 @pytest.fixture(autouse=True)

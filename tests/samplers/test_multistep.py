@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -113,17 +114,17 @@ def test_adams_bashforth_integrates_the_line_through_two_slopes() -> None:
     assert (solved(path, SamplingMethod("ab2", 3), x) - expected).abs().max() < 1e-12
 
 
+@cache
+def solved_in(steps: int, name: str) -> Tensor:
+    # Away from both ends, where every solver takes a step of first order.
+    sigmas = torch.linspace(0.9, 0.1, steps + 1, dtype=torch.float64)
+    return solved(path_of(sigmas), SamplingMethod(name, steps), start())
+
+
 @pytest.mark.parametrize("name", [each for each in SOLVERS if each != "abm2"])
 def test_error_falls_with_the_square_of_the_step(name: str) -> None:
-    x = start()
-
-    def at(steps: int, name: str = name) -> Tensor:
-        # Away from both ends, where every solver takes a step of first order.
-        sigmas = torch.linspace(0.9, 0.1, steps + 1, dtype=torch.float64)
-        return solved(path_of(sigmas), SamplingMethod(name, steps), x)
-
-    true = at(4000, "unipc")
-    errors = [float((at(steps) - true).norm()) for steps in (20, 40, 80)]
+    true = solved_in(4000, "unipc")
+    errors = [float((solved_in(steps, name) - true).norm()) for steps in (20, 40, 80)]
     orders = [math.log2(a / b) for a, b in itertools.pairwise(errors)]
     assert min(orders) > 1.7, (errors, orders)
 

@@ -212,6 +212,22 @@ def test_waiting_ends_with_an_event(store: JobStore) -> None:
     assert time.monotonic() - began >= 0.05
 
 
+def test_waiting_ends_where_it_is_over(store: JobStore) -> None:
+    is_over = threading.Event()
+
+    def end() -> None:
+        is_over.set()
+        store.wake()
+
+    timer = threading.Timer(0.05, end)
+    timer.start()
+    began = time.monotonic()
+    store.wait(store.last_event, 10, is_over.is_set)
+    store.wait(store.last_event, 10, is_over.is_set)
+    assert time.monotonic() - began < 5
+    timer.join()
+
+
 def test_old_events_go(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     from everyframe.server import transaction
 

@@ -94,8 +94,12 @@ class CacheFile:
 
 
 def _remove_oldest(folder: Path, most: int) -> None:
-    files = [(each.stat().st_mtime_ns, each.path) for each in os.scandir(folder)]
-    for _, path in sorted(files)[: max(0, len(files) - most)]:
+    # A plan may write dozens of files: names alone are read each time, times seldom, as room is
+    # made for several at once.
+    if len(os.listdir(folder)) <= most:
+        return
+    files = sorted((each.stat().st_mtime_ns, each.path) for each in os.scandir(folder))
+    for _, path in files[: len(files) - most + most // 16]:
         Path(path).unlink(missing_ok=True)
 
 

@@ -147,7 +147,7 @@ def placed(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 def on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operation on host tensors; a large result is made without values."""
     try:
-        dry = func(*tree_map(to_stand_in, args), **tree_map(to_stand_in, kwargs))
+        dry = COMPUTED(func, tree_map(to_stand_in, args), tree_map(to_stand_in, kwargs))
     except (RuntimeError, TypeError):  # its sizes depend on numbers, or it is for real ones alone
         return func(*args, **kwargs)
     results = [each for each in tree_leaves(dry) if isinstance(each, Tensor)]

@@ -45,10 +45,18 @@ class EventLog:
         """Number of the newest event; 0 without one."""
         return self._last_event
 
-    def wait(self, after: int, timeout: float) -> None:
-        """Wait until there is an event after that number, for at most `timeout` seconds."""
+    def wait(self, after: int, timeout: float, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Wait until there is an event after that number, for at most `timeout` seconds.
+
+        Or until `is_over`, which is asked again after each `wake`.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._last_event > after, timeout)
+            self._changed.wait_for(lambda: self._last_event > after or is_over(), timeout)
+
+    def wake(self) -> None:
+        """Have those who wait ask whether it is over."""
+        with self._changed:
+            self._changed.notify_all()
 
     def listen(self, listener: Callable[[StoredEvent], None]) -> Callable[[], None]:
         """Call `listener` with each new event, in the thread that added it; undo by the result.

@@ -13,7 +13,7 @@ from everyframe.server.store import JobStore
 #: Called with each event, and with its job if that is still there.
 Follower = Callable[[StoredEvent, "Job | None"], None]
 
-#: Seconds between two looks whether to stop, and events that are read at once.
+#: Seconds of a wait for events, and events that are read at once.
 _PAUSE, _CHUNK = 0.5, 500
 #: Seconds after events in which others come, so that a job's are read together.
 _GATHER = 0.05
@@ -36,6 +36,7 @@ class JobFollower:
     def stop(self) -> None:
         """End, after the events that are there."""
         self._stopped.set()
+        self._store.wake()
         if self._thread.ident is not None:
             self._thread.join()
 
@@ -43,7 +44,7 @@ class JobFollower:
         while True:
             is_last = self._stopped.is_set()
             try:
-                self._store.wait(self._after, 0 if is_last else _PAUSE)
+                self._store.wait(self._after, _PAUSE, self._stopped.is_set)
                 events = self._store.events(after=self._after, limit=_CHUNK)
                 for event in events:
                     job = self._store.get(event.video)

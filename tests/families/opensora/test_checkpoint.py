@@ -259,7 +259,11 @@ def test_parts_of_different_models(copy: Path) -> None:
     assert "the text encoder has 32 text channels, but the denoiser takes 16" in refused(copy)
 
 
-@pytest.mark.parametrize(("num_patches", "side"), [(256, 256), (1024, 512)])
+@pytest.mark.parametrize(
+    # The other way round, `test_family.py` reads tables alone.
+    ("num_patches", "side"),
+    [(256, 256), pytest.param(1024, 512, marks=pytest.mark.slow)],
+)
 def test_a_1_0_is_told_by_its_table_and_not_by_its_folder(
     tmp_path: Path, num_patches: int, side: int
 ) -> None:

@@ -65,7 +65,7 @@ def alone(asked: dict[str, Any]) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
-@pytest.mark.parametrize("parallel", ["auto", "ring"])
+@pytest.mark.parametrize("parallel", ["auto", pytest.param("ring", marks=pytest.mark.slow)])
 def test_one_video_on_several_ranks(
     ranks: Group, asked: dict[str, Any], alone: Any, tmp_path: Path, size: int, parallel: str
 ) -> None:
@@ -93,12 +93,17 @@ def staged(team: Communicator, plan: Plan, options: dict[str, Any], way: str) ->
     return latents
 
 
-@pytest.mark.parametrize("way", ATTENDING)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way != "ring")) for way in ATTENDING]
+)
 @pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
 def test_in_float64_nothing_but_the_last_places_differs(
     ranks: Group, asked: dict[str, Any], size: int, way: str
 ) -> None:
-    """Twelve steps after a given picture, with three branches and with one."""
+    """Twelve steps after a given picture, with three branches and with one.
+
+    In a ring; `test_one_video_on_several_ranks` has the other way, which ``auto`` takes.
+    """
     options = {**asked, "first_frame": None, "image": smooth_picture(32, 48)}
     plan = prepare(Request(**options)).plan
     wide = replace(

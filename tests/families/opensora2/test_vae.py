@@ -113,7 +113,16 @@ def test_a_frame_does_not_see_later_ones() -> None:
     assert not torch.allclose(same[0][:, :, 1], other[:, :, 1], atol=1e-3)
 
 
-@pytest.mark.parametrize("frames", [8, *range(12, 72, 4)])
+@pytest.mark.parametrize(
+    "frames",
+    [
+        8,
+        *(
+            pytest.param(n, marks=[pytest.mark.slow] * (n % 12 != 0 and n < 68))
+            for n in range(12, 72, 4)
+        ),
+    ],
+)
 def test_every_frame_comes_out_of_the_tiles(frames: int) -> None:
     """Upstream loses three frames where the last tile is one latent frame."""
     config = replace(DCAE, tiles_sides=False)

@@ -101,7 +101,11 @@ def check_close(found: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
-@pytest.mark.parametrize("way", ATTENDING)
+@pytest.mark.parametrize(
+    # Rings of this family are in `families/test_contract_distributed.py` as well.
+    "way",
+    [pytest.param(way, marks=[pytest.mark.slow] * (way == "ring")) for way in ATTENDING],
+)
 def test_one_video_on_several_ranks(
     ranks: Group, plan: Plan, model: str, size: int, way: str
 ) -> None:

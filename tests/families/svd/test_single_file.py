@@ -170,7 +170,11 @@ def test_other_files_are_left_to_others(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_frames"), [("svd-image-decoder", 14), ("svd-xt-image-decoder", 25)]
+    ("name", "num_frames"),
+    [
+        ("svd-image-decoder", 14),
+        pytest.param("svd-xt-image-decoder", 25, marks=pytest.mark.slow),  # of the same parts
+    ],
 )
 def test_the_released_single_files_are_planned_before_they_are_fetched(
     name: str, num_frames: int
