@@ -343,13 +343,11 @@ def test_weights_of_another_kind_are_left_to_torch_compile(compiler: PlantedComp
     assert compiler.count == 0
 
 
-def test_too_many_ways_of_calling_run_as_written(
-    compiler: PlantedCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_ways_run_as_written(compiler: PlantedCompiler, monkeypatch: Any) -> None:
     monkeypatch.setattr(compiled_block, "_MOST", 3)
     model = everyframe.compile(made())
-    for number in range(5):
-        check(model, *inputs(), 1.0 + number)
+    for gain in (1.0, 2.0, 3.0, 4.0, 5.0):
+        check(model, *inputs(), gain)
     assert compiler.count == 3
     assert any("ways" in note for note in compiled_blocks(model)["blocks.0"].report.notes)
 
