@@ -11,7 +11,7 @@ import pytest
 
 import everyframe
 from everyframe.core.errors import EveryframeWarning
-from everyframe.core.quality import SamplingMethod
+from everyframe.core.quality import LossyMethod, SamplingMethod
 from helpers.interrupted_runs import OPEN_SORA, PICTURE
 from helpers.tiny_checkpoints import inpaint as tiny_inpaint
 from helpers.tiny_checkpoints import opensora as tiny_opensora
@@ -60,13 +60,13 @@ def test_several_ranks_give_one_rank_s_video(
 ) -> None:
     asked = {**asked, "model": str(make(tmp_path / "model")), "output": "float"}
     loose = SamplingMethod(method, 4)
-    one = everyframe.generate(**asked, method=loose).frames
-    two = everyframe.generate(**asked, method=loose, devices="cpu,cpu,cpu").frames
+    one = everyframe.generate(**asked, method=LossyMethod(loose)).frames
+    two = everyframe.generate(**asked, method=LossyMethod(loose), devices="cpu,cpu,cpu").frames
     np.testing.assert_allclose(two, one, atol=2e-4)
     over = SamplingMethod(method, 4, limit=1e-9)
     with pytest.warns(EveryframeWarning, match="all steps from here are exact"):
-        exact_end = everyframe.generate(**asked, method=over).frames
+        exact_end = everyframe.generate(**asked, method=LossyMethod(over)).frames
     with pytest.warns(EveryframeWarning, match="all steps from here are exact"):
-        together = everyframe.generate(**asked, method=over, devices="cpu,cpu").frames
+        together = everyframe.generate(**asked, method=LossyMethod(over), devices="cpu,cpu").frames
     np.testing.assert_allclose(together, exact_end, atol=2e-4)
     assert np.abs(exact_end - one).max() > 1e-4, "the limit changed something"

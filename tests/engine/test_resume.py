@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from everyframe.core.events import RunSaved, Step
-from everyframe.core.quality import SamplingMethod
+from everyframe.core.quality import LossyMethod, SamplingMethod
 from everyframe.engine import resume
 from everyframe.runs.folder import all_runs
 from helpers.interrupted_runs import OPEN_SORA, PICTURE, STEPS, begun, broken_off, same
@@ -37,9 +37,13 @@ INPAINT: dict[str, Any] = {
 }  # fmt: skip
 
 
+def over_limit(name: str, num_computed: int, *numbers: int, **more: Any) -> LossyMethod:
+    """A method whose first error is over its limit."""
+    return LossyMethod(SamplingMethod(name, num_computed, *numbers, limit=1e-9, **more))
+
+
 #: The cases of every run of the tests; the others are slow ones.
 FAST = ("opensora-1.2-chain", "svd", "inpaint-unipc", "svd-lossy", "opensora-1.2-lossy")
-
 
 #: What is broken off: the maker of its model, and what is asked of it.
 CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
@@ -77,7 +81,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     "svd-deepcache-over-limit": (
         tiny_svd.svd,
         {"image": PICTURE, "height": 32, "width": 32, "num_frames": 3, "seed": 3,
-         "num_inference_steps": 8, "method": SamplingMethod("deepcache", 3, limit=1e-9)},
+         "num_inference_steps": 8, "method": over_limit("deepcache", 3)},
     ),
     "opensora-1.2-lossy": (
         tiny_opensora.opensora_1_2,
@@ -86,7 +90,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     "opensora-1.2-over-limit": (
         tiny_opensora.opensora_1_2,
         {**OPEN_SORA, "num_inference_steps": 9,
-         "method": SamplingMethod("taylor2", 4, 2, limit=1e-9)},
+         "method": over_limit("taylor2", 4, 2)},
     ),
     "opensora-1.2-held": (
         tiny_opensora.opensora_1_2,
@@ -101,7 +105,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
         tiny_stepvideo.stepvideo,
         {"prompt": "a red circle", "size": "16x16", "num_frames": 1, "seed": 3,
          "num_inference_steps": 9,
-         "method": SamplingMethod("ab2", 6, holds_guidance=True, limit=1e-9)},
+         "method": over_limit("ab2", 6, holds_guidance=True)},
     ),
     "opensora-1.0-lossy": (
         tiny_opensora.opensora_1_0, {**OPEN_SORA, "num_inference_steps": 7, "quality": "dpm2m@4"}
@@ -109,7 +113,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     "stepvideo-lossy": (
         tiny_stepvideo.stepvideo,
         {"prompt": "a red circle", "size": "16x16", "num_frames": 1, "seed": 3,
-         "num_inference_steps": 9, "method": SamplingMethod("ab2", 4, limit=1e-9)},
+         "num_inference_steps": 9, "method": over_limit("ab2", 4)},
     ),
     "opensora2-solver": (
         tiny_opensora2.opensora2,
@@ -125,7 +129,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     ),
     "inpaint-over-limit": (
         lambda folder: _scheduled(folder, "UniPCMultistepScheduler"),
-        {**INPAINT, "num_inference_steps": 7, "method": SamplingMethod("taylor2", 4, limit=1e-9)},
+        {**INPAINT, "num_inference_steps": 7, "method": over_limit("taylor2", 4)},
     ),
     "inpaint-ancestral": (
         lambda folder: _scheduled(folder, "EulerAncestralDiscreteScheduler"), INPAINT

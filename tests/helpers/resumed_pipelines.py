@@ -11,7 +11,7 @@ import pytest
 import everyframe
 from everyframe.core.errors import EveryframeWarning
 from everyframe.core.events import Event, Step
-from everyframe.core.quality import SamplingMethod
+from everyframe.core.quality import LossyMethod, SamplingMethod
 from everyframe.runs.folder import all_runs
 
 
@@ -32,13 +32,13 @@ def check_resumed_equals_unbroken(
             raise _EnoughError
 
     with pytest.raises(_EnoughError):
-        everyframe.run(pipe, **{**asked, "method": method}, on_event=stop)
+        everyframe.run(pipe, **{**asked, "method": LossyMethod(method)}, on_event=stop)
     (run,) = all_runs()
     with pytest.warns(EveryframeWarning):
         resumed = everyframe.resume(run.name, pipe=pipe, output="float")
     if method.limit is None:
-        whole = everyframe.run(pipe, **{**asked, "method": method})
+        whole = everyframe.run(pipe, **{**asked, "method": LossyMethod(method)})
     else:
         with pytest.warns(EveryframeWarning, match="all steps from here are exact"):
-            whole = everyframe.run(pipe, **{**asked, "method": method})
+            whole = everyframe.run(pipe, **{**asked, "method": LossyMethod(method)})
     np.testing.assert_array_equal(resumed.frames, whole.frames)

@@ -14,7 +14,7 @@ from torch import Tensor
 import everyframe
 from everyframe.core.errors import EveryframeWarning, InputError
 from everyframe.core.events import ErrorEstimated
-from everyframe.core.quality import SHALLOW_SHARE, SamplingMethod
+from everyframe.core.quality import SHALLOW_SHARE, LossyMethod, SamplingMethod
 from everyframe.families.svd.blocks import ResidualBlock
 from helpers.interrupted_runs import PICTURE
 from helpers.tiny_checkpoints import opensora as tiny_opensora
@@ -83,11 +83,11 @@ def test_the_check_ends_the_loss(model: str) -> None:
     seen: list[Any] = []
     method = SamplingMethod("deepcache", 3, limit=1e-9)
     with pytest.warns(EveryframeWarning, match="all steps from here are exact"):
-        ended = frames(model, method=method, on_event=seen.append)
+        ended = frames(model, method=LossyMethod(method), on_event=seen.append)
     (event,) = (each for each in seen if isinstance(each, ErrorEstimated))
     assert event.is_over
     assert event.error > 1e-9
-    assert not np.array_equal(ended, frames(model, method=SamplingMethod("deepcache", 3)))
+    assert not np.array_equal(ended, frames(model, quality="deepcache@3"))
 
 
 def test_it_is_planned_named_and_refused(model: str, tmp_path: Path) -> None:

@@ -305,10 +305,9 @@ def _check_given_in_python(record: Mapping[str, Any]) -> None:
 
 
 def _recorded_paths(record: Mapping[str, Any]) -> dict[str, Any]:
-    parts = record.get("plan", {}).get("components", ())
     known = {
         str(part["name"]): tuple(map(str, part["fast_paths"]))
-        for part in parts
+        for part in record.get("plan", {}).get("components", ())
         if isinstance(part, Mapping) and isinstance(part.get("fast_paths"), (list, tuple))
     }
     return {"paths": known} if known else {}
@@ -348,9 +347,8 @@ def differences(
     if record.get("everyframe") != other["everyframe"]:
         found.append(f"everyframe was {record.get('everyframe')}, is {other['everyframe']}")
     for name, version in record.get("versions", {}).items():
-        now = other["versions"].get(name)
-        if now != version:
-            found.append(f"{name} was {version}, is {now}")
+        if other["versions"].get(name) != version:
+            found.append(f"{name} was {version}, is {other['versions'].get(name)}")
     device = record.get("plan", {}).get("device", {}).get("name")
     if device != other["plan"]["device"]["name"]:
         found.append(f"the device was {device}, is {other['plan']['device']['name']}")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import everyframe
 from everyframe.core.errors import InputError
 from everyframe.core.events import ComponentLoaded, Note, StageDone
-from everyframe.core.quality import SamplingMethod
+from everyframe.core.quality import LossyMethod, SamplingMethod
 from everyframe.families.opensora import stages as stages_module
 from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.families.opensora.vae import VideoVAE
@@ -116,7 +116,7 @@ def test_held_steps_compute_one_branch_until_the_error_passes_its_limit(
             stack.enter_context(
                 pytest.warns(everyframe.EveryframeWarning, match="all steps from here")
             )
-        run(model_1_2, method=method, num_inference_steps=6)
+        run(model_1_2, method=LossyMethod(method), num_inference_steps=6)
     assert batches == branches
 
 
