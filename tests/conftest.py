@@ -54,12 +54,12 @@ forkserver.set_forkserver_preload = lambda modules: None
 
 #: The files that take longest, which are begun first: else one worker has one of them at the end.
 LONG = (
-    "recipes/test_shipped.py", "test_docs.py", "end_to_end/test_peak_memory.py",
-    "families/test_contract.py", "families/test_contract_distributed.py",
-    "families/inpaint/test_stages.py", "end_to_end/test_pipelines.py",
-    "families/svd/test_single_file.py", "families/svd/test_stages.py", "end_to_end/test_workers.py",
-    "engine/test_replan_distributed.py", "engine/test_distributed.py", "golden/test_check.py",
-    "end_to_end/test_killed_runs.py",
+    "families/test_contract.py", "families/test_contract_distributed.py", "test_docs.py",
+    "planning/test_dry_runs.py", "families/opensora2/test_stages.py", "adapters/test_merge.py",
+    "families/inpaint/test_stages.py", "adapters/test_component_requests.py",
+    "planning/test_load_balancing.py", "fast_paths/test_compiled_block.py",
+    "planning/test_memory_fit.py", "engine/test_batched_runs.py", "engine/test_save.py",
+    "end_to_end/test_repairs.py", "fast_paths/test_path_sizes.py", "recipes/test_shipped.py",
 )  # fmt: skip
 
 
