@@ -4,9 +4,9 @@
     python benchmarks/busy.py --rounds 5
 
 The embedded model denoises in a new process for each way of waiting, by turns, round after round:
-GNU's OpenMP by default, as our workers have it (`everyframe.core.child_environment`), and without
-any spinning. First alone, then beside one process that uses a core all the time. Seconds are wall
-time of all steps, the median of three videos after a first one.
+GNU's OpenMP by default, with a thirtieth of its spinning, and without any. First alone, then beside
+one process that uses a core all the time. Seconds are wall time of all steps, the median of three
+videos after a first one.
 Writes a dated page into `benchmarks/results/` unless told not to.
 """
 
@@ -20,13 +20,12 @@ from contextlib import ExitStack
 
 from measuring import hardware, publish, rounds_and_page, where
 
-from everyframe.core.child_environment import SPIN_COUNT, fast_defaults
 from everyframe.hardware import machine_facts, pick_device
 
 #: Variables by the way of waiting; the first one is what the others are compared with.
-WAYS = {
+WAYS: dict[str, dict[str, str]] = {
     "GNU's OpenMP by default": {},
-    f"ours, {SPIN_COUNT}={fast_defaults({})[SPIN_COUNT]}": fast_defaults({}),
+    "GOMP_SPINCOUNT=10000": {"GOMP_SPINCOUNT": "10000"},
     "OMP_WAIT_POLICY=passive": {"OMP_WAIT_POLICY": "passive"},
 }
 
@@ -48,7 +47,7 @@ print(statistics.median(steps() for _ in range(3)))
 def denoise(variables: dict[str, str]) -> float:
     """Seconds of all steps in a new process with these variables."""
     plain = {name: value for name, value in os.environ.items()
-             if name not in (SPIN_COUNT, "OMP_WAIT_POLICY", "OMP_NUM_THREADS")}  # fmt: skip
+             if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS")}  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", STEPS], check=True, capture_output=True, text=True,
         env={**plain, "EVERYFRAME_IN_PROCESS": "1", **variables},

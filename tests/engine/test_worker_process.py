@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from everyframe.core.child_environment import HUGE_PAGES, SPIN_COUNT, child_environment
+from everyframe.core.child_environment import HUGE_PAGES, child_environment
 from everyframe.core.errors import CorruptRunError, InputError
 from everyframe.core.request import Request
 from everyframe.core.safe_path import SAFE_PATH_VARIABLE
@@ -97,16 +97,12 @@ def test_a_message_that_a_worker_can_not_read_ends_it() -> None:
         worker.kill()
 
 
-def test_workers_have_large_pages_and_short_spins_unless_a_person_says_otherwise(
+def test_workers_allocate_in_large_pages_unless_a_person_says_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in (HUGE_PAGES, SPIN_COUNT, "OMP_WAIT_POLICY"):
-        monkeypatch.delenv(name, raising=False)
-    given = child_environment()
-    assert (given[HUGE_PAGES], given[SPIN_COUNT]) == ("1", "10000")
+    monkeypatch.delenv(HUGE_PAGES, raising=False)
+    assert child_environment()[HUGE_PAGES] == "1"
     monkeypatch.setenv(HUGE_PAGES, "0")
-    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     given = child_environment()
     assert given[HUGE_PAGES] == "0"
-    assert SPIN_COUNT not in given
     assert given[SAFE_PATH_VARIABLE] == "1"

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from everyframe.core.child_environment import set_fast_defaults
+from everyframe.core.child_environment import SET_HUGE_PAGES
 from everyframe.core.errors import DeviceLoss
 from everyframe.core.safe_path import SAFE_PATH, SAFE_PATH_VARIABLE
 from everyframe.hardware.device_loss import loss_behind, loss_in
@@ -185,7 +185,7 @@ def _nobodys_script() -> Iterator[None]:
 def safe_start() -> Iterator[None]:
     """Context: multiprocessing starts Python without the current folder on `sys.path`.
 
-    And with the variables that workers have: trials of fast paths are about runs in those.
+    And with large pages, as workers have them: trials of fast paths are about runs in those.
     multiprocessing has no option for this, so its function that starts processes is replaced
     meanwhile, under a lock. Processes that other threads start at that moment are as safe.
     """
@@ -196,7 +196,7 @@ def safe_start() -> Iterator[None]:
             words = list(args)
             if "-c" in words[:-1]:
                 code = words.index("-c") + 1
-                words[code] = SAFE_PATH + set_fast_defaults() + words[code]
+                words[code] = SAFE_PATH + SET_HUGE_PAGES + words[code]
             return begin(path, words, passfds)
 
         util.spawnv_passfds = begin_safely
