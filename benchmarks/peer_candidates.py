@@ -151,10 +151,12 @@ def candidates(stack: Stack, kind: str, paths: Mapping[str, tuple[str, ...]]) ->
     found = {BASE: Entry("float32", partial(diffusers, stack, "float32"))}
     if kind == "cpu":
         found[f"{BASE}, large pages"] = Entry("float32", found[BASE].make, has_large_pages=True)
-    for dtype in ("bfloat16", "float32"):
+    # A card's time is short, and what it runs in float32 is the base alone.
+    dtypes = ("bfloat16", "float32") if kind == "cpu" else ("bfloat16",)
+    for dtype in dtypes:
         found |= _quick(stack, kind, dtype, paths.get(dtype, ()))
-    for dtype in ("bfloat16", "float32"):
-        found |= _compiled(stack, kind, dtype, paths.get(dtype, ()))
+    for dtype in dtypes:
+        found |= _compiled(stack, dtype, paths.get(dtype, ()))
     return found
 
 
@@ -170,14 +172,11 @@ def _quick(stack: Stack, kind: str, dtype: str, paths: tuple[str, ...]) -> dict[
         found[f"OpenVINO {dtype}"] = Entry(dtype, partial(openvino, stack, dtype))
     if kind == "cpu" and dtype == "float32":
         found[f"ONNX Runtime {dtype}"] = Entry(dtype, partial(onnxruntime, stack))
-    # A card's time is short, and what it runs in float32 is the base alone.
-    return {} if kind != "cpu" and dtype == "float32" else found
+    return found
 
 
-def _compiled(stack: Stack, kind: str, dtype: str, paths: tuple[str, ...]) -> dict[str, Entry]:
+def _compiled(stack: Stack, dtype: str, paths: tuple[str, ...]) -> dict[str, Entry]:
     """Candidates that compile."""
-    if kind != "cpu" and dtype == "float32":
-        return {}
     found = {
         f"diffusers {dtype} compiled": Entry(
             dtype, partial(diffusers, stack, dtype, compiled=True)

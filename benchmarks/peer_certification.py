@@ -11,11 +11,10 @@ from block_stacks import SIZES, precision_of
 
 from everyframe.core.facts import DeviceFacts
 from everyframe.dry_run.call import DryRunCall
-from everyframe.dry_run.executor import dry_run
-from everyframe.fast_paths.apply import applies_to
 from everyframe.fast_paths.certify import certify
 from everyframe.fast_paths.registry import for_device, switched_off
-from everyframe.fast_paths.target import CertificationTarget, TargetCall
+from everyframe.planning.component_certificates import Certificates
+from everyframe.planning.dry_runs import DryRun, dry_run
 
 
 @cache
@@ -48,18 +47,15 @@ def certified_paths(
     given = (model, device.kind)
     call = DryRunCall("denoise", "denoiser", ("denoiser",), partial(empty, *given),
                       partial(answer, *given), 1, given, partial(outputs, *given))  # fmt: skip
-    found = dry_run(call, {"denoiser": precision}, device).found["denoiser"]
-    target = CertificationTarget(
-        "denoiser", device, torch.get_num_threads(), precision, f"peers-{model}-{dtype}",
-        "peers", (TargetCall(call, {"denoiser": precision}),),
-        tuple(sorted(found.work.products, key=lambda pair: pair[1], reverse=True)),
-    )  # fmt: skip
-    off, module = switched_off(()), call.module()
+    run = dry_run(call, {"denoiser": precision}, device)
+    assert isinstance(run, DryRun), run
+    target = Certificates(device, torch.get_num_threads()).subject("denoiser", precision, [run])
+    off = switched_off(())
     paths = [
         path
         for path in for_device(device)
         if path.group not in ("precision", "compile", "constants") and path.closeness != "lossy"
-        and path.name not in off and applies_to(path.name, module)
+        and path.name not in off and run.has_place(path.name, is_quantised=False)
     ]  # fmt: skip
     result = certify(target, paths, seconds)
     gains = {each.what: each.gain or 0.0 for each in result.certificates

@@ -50,9 +50,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from everyframe.core.child_environment import child_environment
 from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.hardware import machine_facts, pick_device
+from everyframe.hardware.isolation import safe_start
 
 #: Seconds for trials of fast paths in one dtype; a card's time is short.
 TRIALS = {"cpu": 120.0, "cuda": 20.0}
@@ -152,13 +152,8 @@ class Candidate:
         self._pipe, theirs = context.Pipe()
         given = (theirs, model, name, device, torch.get_num_threads(), paths)
         self._process = context.Process(target=serve, args=given, daemon=False)
-        before = os.environ.copy()
-        os.environ.update(child_environment() if has_large_pages else {})
-        try:
+        with safe_start() if has_large_pages else contextlib.nullcontext():
             self._process.start()
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
         theirs.close()
 
     def answer(self, seconds: float) -> Any:

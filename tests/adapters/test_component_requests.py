@@ -34,11 +34,6 @@ PIPELINES = {
 }
 
 
-@pytest.fixture(scope="module")
-def models(tiny_root: Path) -> Path:
-    return tiny_root
-
-
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     opened = open_checkpoint(folder)
     return {name: opened.load(name) for name in opened}
@@ -64,11 +59,11 @@ PARTS = [(name, part) for name, parts in PIPELINES.items() for part in parts]
 
 @pytest.mark.parametrize(("part", "dtype"), diagonal(PARTS, ["fp32", "bf16"]))
 def test_frames_are_those_of_the_folder(
-    part: tuple[str, str], dtype: str, models: Path, tmp_path: Path
+    part: tuple[str, str], dtype: str, tiny_root: Path, tmp_path: Path
 ) -> None:
     """Bit for bit; a folder without those weights will do."""
     name, component = part
-    model = tiny_families.made(name, models)
+    model = tiny_families.made(name, tiny_root)
     if dtype == "bf16":  # as it is stored: the libraries round float32 islands to bfloat16 first
         model = Path(shutil.copytree(model, tmp_path / "half"))
         for file in (model / component).glob("*.safetensors"):
@@ -91,9 +86,9 @@ def test_frames_are_those_of_the_folder(
     assert found.record["model"]["sha256"] != whole.record["model"]["sha256"]
 
 
-def test_a_family_of_our_own(models: Path, tmp_path: Path) -> None:
+def test_a_family_of_our_own(tiny_root: Path, tmp_path: Path) -> None:
     name = "opensora-1.2"
-    model = tiny_families.made(name, models)
+    model = tiny_families.made(name, tiny_root)
     whole = generate(name, model=str(model))
     denoiser = tensors_of(model / "model.safetensors")
     file = stored.write(tmp_path / "a.safetensors", {f"module.{k}": t for k, t in denoiser.items()})
@@ -107,8 +102,8 @@ def test_a_family_of_our_own(models: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["svd", "stepvideo", "inpaint"])
-def test_the_other_families(name: str, models: Path, tmp_path: Path) -> None:
-    model = tiny_families.made(name, models)
+def test_the_other_families(name: str, tiny_root: Path, tmp_path: Path) -> None:
+    model = tiny_families.made(name, tiny_root)
     component = "denoiser" if name == "stepvideo" else "unet"
     folder = model / ("transformer" if name == "stepvideo" else "unet")
     file = stored.write(tmp_path / "a.safetensors", tensors_of(folder))
@@ -122,9 +117,9 @@ def test_the_other_families(name: str, models: Path, tmp_path: Path) -> None:
     assert np.array_equal(found.frames, whole.frames)
 
 
-def test_a_scaled_file_and_a_lora(models: Path, tmp_path: Path) -> None:
+def test_a_scaled_file_and_a_lora(tiny_root: Path, tmp_path: Path) -> None:
     """A LoRA is merged into the widened weights."""
-    model = tiny_families.made("wan", models)
+    model = tiny_families.made("wan", tiny_root)
     tensors, meant = stored.scaled(original(model, "transformer", "wan"))
     scaled = stored.write(tmp_path / "scaled.safetensors", tensors)
     wide = stored.write(tmp_path / "wide.safetensors", {k: t.float() for k, t in meant.items()})
@@ -141,9 +136,9 @@ def test_a_scaled_file_and_a_lora(models: Path, tmp_path: Path) -> None:
     assert not np.array_equal(made[0].frames, bare.frames)
 
 
-def test_gguf(models: Path, tmp_path: Path) -> None:
+def test_gguf(tiny_root: Path, tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="the package that reads GGUF is not installed")
-    model = tiny_families.made("wan", models)
+    model = tiny_families.made("wan", tiny_root)
     encoder = original(model, "text_encoder", "umt5_llama_cpp")
     path, meant = stored.write_gguf(tmp_path / "a.gguf", encoder, "Q8_0", "t5encoder")
     wide = stored.write(tmp_path / "wide.safetensors", meant)
@@ -193,11 +188,11 @@ def test_what_is_no_component(given: Any, text: str) -> None:
 
 
 def test_a_plan_tells_them(
-    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from everyframe.cli.main import main
 
-    model = tiny_families.made("wan", models)
+    model = tiny_families.made("wan", tiny_root)
     tensors, _ = stored.scaled(original(model, "transformer", "wan"))
     file = stored.write(tmp_path / "a.safetensors", tensors)
     asked = ["plan", "a fox", "--model", str(model), "--size", "16x16", "--num-frames", "5"]
@@ -217,10 +212,10 @@ def test_a_plan_tells_them(
 
 
 def test_a_record_wants_the_same_file(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    model = tiny_families.made("wan", models)
+    model = tiny_families.made("wan", tiny_root)
     tensors = original(model, "transformer", "wan")
     stored.write(Path("a.safetensors"), tensors)
     whole = generate("wan", model=str(model), components={"transformer": "a.safetensors"})
@@ -241,10 +236,10 @@ def test_a_record_wants_the_same_file(
 
 
 def test_a_run_goes_on_with_the_same_file(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    model = tiny_families.made("wan", models)
+    model = tiny_families.made("wan", tiny_root)
     tensors = original(model, "transformer", "wan")
     file = stored.write(tmp_path / "a.safetensors", tensors)
     asked = {**tiny_families.asked("wan", model=str(model)), "components": {"transformer": file}}

@@ -26,11 +26,6 @@ from helpers.tiny_checkpoints import families as tiny_families
 WAN, HUNYUAN, LTX = (f"{name}Transformer3DModel" for name in ("Wan", "HunyuanVideo", "LTXVideo"))
 
 
-@pytest.fixture(scope="module")
-def models(tiny_root: Path) -> Path:
-    return tiny_root
-
-
 @pytest.mark.parametrize(
     ("file", "class_name", "wanted"),
     [
@@ -122,8 +117,8 @@ def plan(name: str, **more: Any) -> everyframe.Plan:
     return everyframe.plan(**{**asked, **more})
 
 
-def test_a_plan_says_what_was_set(models: Path, tmp_path: Path) -> None:
-    model = tiny_families.made("wan", models)
+def test_a_plan_says_what_was_set(tiny_root: Path, tmp_path: Path) -> None:
+    model = tiny_families.made("wan", tiny_root)
     lora = lora_for(model, tmp_path / "Wan21_lightx2v_step_distill.safetensors")
     given = f"{lora}@both"
     bare = plan("wan", model=str(model))
@@ -140,9 +135,9 @@ def test_a_plan_says_what_was_set(models: Path, tmp_path: Path) -> None:
     assert off.settings.num_inference_steps == 50
 
 
-def test_frames_are_those_of_its_sampler(models: Path, tmp_path: Path) -> None:
+def test_frames_are_those_of_its_sampler(tiny_root: Path, tmp_path: Path) -> None:
     """Of the folder in diffusers with flow-matching Euler, shift 5, by its own hand."""
-    model = Path(shutil.copytree(tiny_families.made("wan", models), tmp_path / "lightx2v-4step"))
+    model = Path(shutil.copytree(tiny_families.made("wan", tiny_root), tmp_path / "lightx2v-4step"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", everyframe.EveryframeWarning)
         asked = tiny_families.asked("wan", model=str(model), run_dir="off", dtype="fp32")
@@ -164,8 +159,10 @@ def test_frames_are_those_of_its_sampler(models: Path, tmp_path: Path) -> None:
     assert np.array_equal(np.asarray(found.frames), np.asarray(wanted.frames))
 
 
-def test_a_schedule_of_ones_own_wins(models: Path, tmp_path: Path) -> None:
-    model = Path(shutil.copytree(tiny_families.made("ltx2", models), tmp_path / "ltx-2-distilled"))
+def test_a_schedule_of_ones_own_wins(tiny_root: Path, tmp_path: Path) -> None:
+    model = Path(
+        shutil.copytree(tiny_families.made("ltx2", tiny_root), tmp_path / "ltx-2-distilled")
+    )
     asked = {"prompt": "x", "model": str(model)}
     found, _ = find_model(Request(**asked), may_fetch=False)
     assert isinstance(found, PipelineSpec)

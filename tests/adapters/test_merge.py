@@ -48,11 +48,6 @@ DENOISER = {
 AT = {"wan": "@high"}
 
 
-@pytest.fixture(scope="module")
-def place(tiny_root: Path) -> Path:
-    return tiny_root
-
-
 def weights_of(name: str, folder: Path) -> dict[str, Tensor]:
     """The denoiser's tensors."""
     file = open_checkpoint(folder / DENOISER[name])
@@ -126,9 +121,9 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("name", DENOISER)
 def test_a_lora_gives_the_bits_of_a_merged_checkpoint(
-    name: str, place: Path, tmp_path: Path
+    name: str, tiny_root: Path, tmp_path: Path
 ) -> None:
-    folder = tiny_families.made(name, place)
+    folder = tiny_families.made(name, tiny_root)
     factors, others = factors_of(name, folder), factors_of(name, folder, seed=40)
     one = lora_files.write(tmp_path / "one.safetensors", as_lora(factors, "transformer."))
     two = lora_files.write(
@@ -150,10 +145,12 @@ def test_a_lora_gives_the_bits_of_a_merged_checkpoint(
 
 
 @pytest.mark.parametrize(("name", "start"), [("inpaint", ""), ("animatediff", "text_model.")])
-def test_text_encoders_by_kohyas_names(name: str, start: str, place: Path, tmp_path: Path) -> None:
+def test_text_encoders_by_kohyas_names(
+    name: str, start: str, tiny_root: Path, tmp_path: Path
+) -> None:
     """CLIP below ``text_model``, as older files have it, and without, as newer ones do."""
     folder = tmp_path / "model"
-    shutil.copytree(tiny_families.made(name, place), folder)
+    shutil.copytree(tiny_families.made(name, tiny_root), folder)
     (file,) = (folder / "text_encoder").glob("*.safetensors")
     opened = open_checkpoint(file)
     tensors = {key.removeprefix("text_model."): opened.load(key) for key in opened}
@@ -187,11 +184,11 @@ def test_text_encoders_by_kohyas_names(name: str, start: str, place: Path, tmp_p
 @pytest.mark.parametrize(
     ("name", "how"), diagonal(["opensora-1.2", "stepvideo", "wan"], ["int8", "fp8", "bf16"])
 )
-def test_in_every_precision(name: str, how: str, place: Path, tmp_path: Path) -> None:
+def test_in_every_precision(name: str, how: str, tiny_root: Path, tmp_path: Path) -> None:
     """The sum is rounded once, to what the weight is stored in."""
     if name == "wan" and how != "bf16":
         pytest.skip("pipelines have no weights of eight bits")
-    folder = tiny_families.made(name, place)
+    folder = tiny_families.made(name, tiny_root)
     factors = factors_of(name, folder)
     path = lora_files.write(tmp_path / "one.safetensors", as_lora(factors))
     by_hand = with_merged(name, folder, tmp_path / "merged", [(factors, 0.7)])
@@ -204,9 +201,9 @@ def test_in_every_precision(name: str, how: str, place: Path, tmp_path: Path) ->
     assert np.array_equal(frames, wanted)
 
 
-def test_the_order_of_several_counts(place: Path, tmp_path: Path) -> None:
+def test_the_order_of_several_counts(tiny_root: Path, tmp_path: Path) -> None:
     """Sums of float32 depend on it, so it is the order in which they are given."""
-    folder = tiny_families.made("opensora-1.2", place)
+    folder = tiny_families.made("opensora-1.2", tiny_root)
     factors, others = factors_of("opensora-1.2", folder), factors_of("opensora-1.2", folder, seed=9)
     one = lora_files.write(tmp_path / "one.safetensors", as_lora(factors))
     two = lora_files.write(tmp_path / "two.safetensors", as_lora(others))
@@ -219,9 +216,9 @@ def test_the_order_of_several_counts(place: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), diagonal(["opensora-1.2", "stepvideo"], ["int8", ""]))
-def test_weights_that_wait_elsewhere(name: str, kind: str, place: Path, tmp_path: Path) -> None:
+def test_weights_that_wait_elsewhere(name: str, kind: str, tiny_root: Path, tmp_path: Path) -> None:
     """In host memory, or in their file: then each block is merged anew as it is fetched."""
-    folder = tiny_families.made(name, place)
+    folder = tiny_families.made(name, tiny_root)
     factors = factors_of(name, folder)
     path = lora_files.write(tmp_path / "one.safetensors", as_lora(factors))
     by_hand = with_merged(name, folder, tmp_path / "merged", [(factors, 0.7)])
@@ -239,9 +236,9 @@ def test_weights_that_wait_elsewhere(name: str, kind: str, place: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_weights_that_ranks_hold_between_them(place: Path, tmp_path: Path) -> None:
+def test_weights_that_ranks_hold_between_them(tiny_root: Path, tmp_path: Path) -> None:
     """Each rank merges the blocks that it holds, in a process of its own."""
-    folder = tiny_families.made("stepvideo", place)
+    folder = tiny_families.made("stepvideo", tiny_root)
     factors = factors_of("stepvideo", folder)
     path = lora_files.write(tmp_path / "one.safetensors", as_lora(factors))
     by_hand = with_merged("stepvideo", folder, tmp_path / "merged", [(factors, 0.7)])

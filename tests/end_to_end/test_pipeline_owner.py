@@ -35,18 +35,13 @@ from helpers.tiny_checkpoints.pipelines import loaded
 
 
 @pytest.fixture(scope="module")
-def folders(tiny_models: Callable[[str], Path]) -> Callable[[str], Path]:
-    return tiny_models
+def wan(tiny_models: Callable[[str], Path]) -> Any:
+    return loaded(tiny_models("wan"))
 
 
 @pytest.fixture(scope="module")
-def wan(folders: Callable[[str], Path]) -> Any:
-    return loaded(folders("wan"))
-
-
-@pytest.fixture(scope="module")
-def mochi(folders: Callable[[str], Path]) -> Any:
-    return loaded(folders("mochi"))
+def mochi(tiny_models: Callable[[str], Path]) -> Any:
+    return loaded(tiny_models("mochi"))
 
 
 @contextmanager
@@ -100,10 +95,10 @@ def test_frames_are_those_of_a_call_beside_it(wan: Any, way: str, make: Any) -> 
 
 @MAKERS
 def test_a_text_encoder_that_is_wider_than_the_rest_runs_within_autocast(
-    folders: Callable[[str], Path], make: Any
+    tiny_models: Callable[[str], Path], make: Any
 ) -> None:
     """As Mochi's page has it; without autocast two dtypes meet."""
-    pipe = loaded(folders("mochi")).to(torch.bfloat16)
+    pipe = loaded(tiny_models("mochi")).to(torch.bfloat16)
     pipe.text_encoder.to(torch.float32)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         assert np.array_equal(make(pipe, "mochi"), theirs(pipe, "mochi"))
@@ -167,10 +162,10 @@ def test_the_call_is_made_in_the_callers_thread(wan: Any) -> None:
     diagonal(["as it is", "bfloat16", "two threads", "narrow products"], [ours, streamed]),
 )
 def test_a_compiled_pipeline_is_compiled_once(
-    folders: Callable[[str], Path], way: str, make: Any
+    tiny_models: Callable[[str], Path], way: str, make: Any
 ) -> None:
     torch._dynamo.reset()
-    pipe, counter = loaded(folders("wan")), CompileCounter()
+    pipe, counter = loaded(tiny_models("wan")), CompileCounter()
     for name in ("transformer", "transformer_2"):
         setattr(pipe, name, torch.compile(getattr(pipe, name), backend=counter))
     with WAYS[way]() if way in WAYS else ExitStack():
@@ -251,10 +246,10 @@ def _request() -> everyframe.Request:
 
 
 def test_what_goes_beyond_float16_within_autocast_is_repaired(
-    folders: Callable[[str], Path],
+    tiny_models: Callable[[str], Path],
 ) -> None:
     """The module that is raised to float32 is not cast back by autocast."""
-    pipe = loaded(folders("wan"))
+    pipe = loaded(tiny_models("wan"))
     with torch.no_grad():
         pipe.transformer.blocks[0].ffn.net[0].proj.weight.mul_(1e6)
         pipe.transformer.blocks[0].ffn.net[2].weight.mul_(1e-6)

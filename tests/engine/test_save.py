@@ -26,11 +26,6 @@ MODELS = {"wan": "transformer", "ltx": "transformer", "svd": "unet", "inpaint": 
           "stepvideo": "transformer", "opensora-1.2": "model.safetensors"}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def models(tiny_root: Path) -> Path:
-    return tiny_root
-
-
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
     opened = open_checkpoint(path)
     return {name: opened.load(name) for name in opened}
@@ -55,8 +50,8 @@ def lora_of(model: Path, name: str, path: Path) -> list[str]:
 
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_merged_lora(name: str, dtype: str, models: Path, tmp_path: Path) -> None:
-    model = tiny_families.made(name, models)
+def test_a_merged_lora(name: str, dtype: str, tiny_root: Path, tmp_path: Path) -> None:
+    model = tiny_families.made(name, tiny_root)
     loras = lora_of(model, name, tmp_path / "a.safetensors")
     everyframe.save(model, tmp_path / "saved", loras=loras)
     wanted = frames(name, model, loras=loras, dtype=dtype)
@@ -68,9 +63,9 @@ def test_a_merged_lora(name: str, dtype: str, models: Path, tmp_path: Path) -> N
     ("component", "dtype"), diagonal(["transformer", "text_encoder"], ["bf16", "fp32"])
 )
 def test_a_component_of_scaled_weights(
-    component: str, dtype: str, models: Path, tmp_path: Path
+    component: str, dtype: str, tiny_root: Path, tmp_path: Path
 ) -> None:
-    model = tiny_families.made("wan", models)
+    model = tiny_families.made("wan", tiny_root)
     name = {"transformer": "wan", "text_encoder": "umt5"}[component]
     tensors = originals.OTHER_NAMES[name](tensors_of(model / component))
     file = stored.write(tmp_path / "a.safetensors", stored.scaled(tensors)[0])
@@ -89,9 +84,9 @@ def test_a_component_of_scaled_weights(
 
 
 @pytest.mark.parametrize(("name", "kind"), diagonal(["opensora-1.2", "svd"], ["fp8", "int8"]))
-def test_quantized_weights(name: str, kind: str, models: Path, tmp_path: Path) -> None:
+def test_quantized_weights(name: str, kind: str, tiny_root: Path, tmp_path: Path) -> None:
     """The codes of the file are those of the run: they are not rounded again."""
-    model = tiny_families.made(name, models)
+    model = tiny_families.made(name, tiny_root)
     loras = lora_of(model, name, tmp_path / "a.safetensors")
     everyframe.save(model, tmp_path / "saved", loras=loras, quantize=kind)
     wanted = frames(name, model, loras=loras, quantize=kind)
@@ -105,7 +100,7 @@ def test_quantized_weights(name: str, kind: str, models: Path, tmp_path: Path) -
 
 
 def test_each_weight_is_rounded_once(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from everyframe.runtime import saved_checkpoint
 
@@ -116,7 +111,7 @@ def test_each_weight_is_rounded_once(
         return quantise(weight, *rest)
 
     monkeypatch.setattr(saved_checkpoint, "quantise", counted)
-    model = tiny_families.made("svd", models)
+    model = tiny_families.made("svd", tiny_root)
     everyframe.save(model, tmp_path / "saved", quantize="int8")
     files = [*(tmp_path / "saved").rglob("*.safetensors")]
     codes = [name for file in files for name, each in tensors_of(file).items()
@@ -124,9 +119,9 @@ def test_each_weight_is_rounded_once(
     assert len(rounded) == len(codes) > 0
 
 
-def test_what_is_copied(models: Path, tmp_path: Path) -> None:
+def test_what_is_copied(tiny_root: Path, tmp_path: Path) -> None:
     """All files but those of the changed component, which has one."""
-    model = tiny_families.made("wan", models)
+    model = tiny_families.made("wan", tiny_root)
     loras = lora_of(model, "wan", tmp_path / "a.safetensors")
     everyframe.save(model, tmp_path / "saved", loras=loras)
 
@@ -140,9 +135,9 @@ def test_what_is_copied(models: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_of_a_failure(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_families.made("wan", models)
+    model = tiny_families.made("wan", tiny_root)
     loras = lora_of(model, "wan", tmp_path / "a.safetensors")
 
     def fails(number: int) -> None:
@@ -154,8 +149,8 @@ def test_nothing_is_left_of_a_failure(
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
 
 
-def test_what_is_refused(models: Path, tmp_path: Path) -> None:
-    model = tiny_families.made("wan", models)
+def test_what_is_refused(tiny_root: Path, tmp_path: Path) -> None:
+    model = tiny_families.made("wan", tiny_root)
     loras = lora_of(model, "wan", tmp_path / "a.safetensors")
     for more, text in (
         ({}, "nothing of the model would change"),
@@ -180,10 +175,10 @@ def test_what_is_refused(models: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "saved").exists()
 
 
-def test_the_command(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tiny_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from everyframe.cli.main import main
 
-    model = tiny_families.made("opensora-1.2", models)
+    model = tiny_families.made("opensora-1.2", tiny_root)
     (lora,) = lora_of(model, "opensora-1.2", tmp_path / "a.safetensors")
     asked = ["save", str(model), "--lora", f"{lora}:0.5", "-o", str(tmp_path / "saved")]
     assert main(asked) == 0

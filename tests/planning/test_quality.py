@@ -129,7 +129,7 @@ def test_a_recorded_method_comes_before_the_budget() -> None:
     assert settled.quality.why == "as recorded"
 
 
-def test_exact_steps_of_a_budget_are_recorded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_steps_of_a_budget_are_recorded_too() -> None:
     """A calibration that is made after a video is no reason to make it otherwise."""
     asked = {"num_inference_steps": 6, "seed": 3, "quality": "32dB"}
     first = everyframe.generate(PROMPT, **asked)
