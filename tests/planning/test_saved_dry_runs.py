@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from everyframe.checkpoints.cache_file import CacheFile
+from everyframe.checkpoints.folder import cache_folder
 from everyframe.core.plan import Precision
 from everyframe.dry_run import executor
 from everyframe.dry_run.result import DryRunResults, result_from_json, result_to_json
+from everyframe.fast_paths.apply import applies_to
+from everyframe.fast_paths.registry import CATALOGUE
 from everyframe.hardware.profiles import find_profile
 from everyframe.planning import dry_runs
 from everyframe.planning.dry_runs import DryRun
@@ -80,12 +83,27 @@ def test_another_call_precision_or_device_is_run(monkeypatch: pytest.MonkeyPatch
     assert len(made) == 3
 
 
-def test_whether_a_path_has_a_place_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = run(dry_run_calls()[1])
-    found = step.has_place("attention-flash", is_quantised=False)
+def test_the_paths_that_have_a_place_are_saved_in_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dozens of paths are asked for; a file of each would push dry runs out of their folder."""
+
+    def asked() -> list[bool]:
+        found = run(dry_run_calls()[1])
+        return [found.has_place(path, is_quantised=quantised) for path in CATALOGUE
+                for quantised in (False, True)]  # fmt: skip
+
+    first, module = asked(), dry_run_calls()[1].module()
+    assert first == [applies_to(path, module, is_quantised=quantised) for path in CATALOGUE
+                     for quantised in (False, True)]  # fmt: skip
+    assert {True, False} <= set(first)
+    (place,) = (cache_folder() / "fast_path_places").iterdir()
     another_process(monkeypatch)
     monkeypatch.setattr(DryRunCall, "module", lambda self: pytest.fail("it is asked again"))
-    assert run(dry_run_calls()[1]).has_place("attention-flash", is_quantised=False) is found
+    assert asked() == first
+    assert [*place.parent.iterdir()] == [place]
+    place.write_text(place.read_text().replace("[", "[3, "))
+    another_process(monkeypatch)
+    monkeypatch.setattr(DryRunCall, "module", lambda self: module)
+    assert asked() == first, "what is no list of names is not believed"
 
 
 def planted(name: str) -> list[Any]:

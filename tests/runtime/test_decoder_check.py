@@ -127,6 +127,18 @@ def test_one_that_is_too_coarse_decodes_in_float32_as_if_it_had_never_been_narro
     assert torch.equal(found.decoded(found.ours, found.latents), theirs)
 
 
+@pytest.mark.parametrize("shape", [(16, 3, 8, 8), (1, 3, 16, 8, 8)], ids=["TCHW", "BCTHW"])
+def test_one_frame_that_is_too_coarse_is_enough(shape: tuple[int, ...]) -> None:
+    """Off by 2.5 % of the range: 32 dB in that frame of 16, and 44 over all of them."""
+    found = Decoder("svd")
+    for off, is_coarse in ((0.05, True), (0.01, False)):
+        pixels = torch.zeros(shape)
+        pixels.select(0 if len(shape) == 4 else 2, 3).fill_(off)
+        answers = iter((pixels, torch.zeros(shape)))
+        assert check_decoder(found.guard, found.ours, lambda a=answers: next(a), 1) is is_coarse
+        found.guard.start_video(VideoState(4))
+
+
 def test_values_that_are_not_finite_are_too_coarse() -> None:
     found = Decoder("svd")
     found.ours.decoder.conv_out.weight.view(-1)[0] = float("nan")

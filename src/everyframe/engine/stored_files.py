@@ -93,10 +93,13 @@ def _each(kind: StoredKind) -> Iterator[StoredEntry]:
 _OF_OTHERS = {"certificates": ("compiled",)}
 
 
+_OF_PLANS = ("dry_runs", "pipeline_dry_runs", "fast_path_places", "sizes", "rates", "digests.json")
+
+
 def _plans(kind: StoredKind) -> Iterator[StoredEntry]:
     """Results that only make plans faster: one entry for each sort."""
     root = cache_folder()
-    for name in ("dry_runs", "pipeline_dry_runs", "sizes", "rates", "digests.json"):
+    for name in _OF_PLANS:
         if (root / name).exists():
             yield StoredEntry(kind.name, name, (root / name,), _size([root / name]))
 

@@ -43,7 +43,12 @@ def applies_to(name: str, module: nn.Module, *, is_quantised: bool = False) -> b
     """
     if name not in _PLACES:
         return True
-    return not (is_quantised and name in _OF_LAYERS) and bool(_PLACES[name](module))
+    return not (is_quantised and replaces_layers(name)) and bool(_PLACES[name](module))
+
+
+def replaces_layers(name: str) -> bool:
+    """Whether the path swaps linear layers, of which quantized weights leave none."""
+    return name in _OF_LAYERS
 
 
 def places_of(name: str, module: nn.Module) -> Sequence[str]:

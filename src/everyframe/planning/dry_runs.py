@@ -77,15 +77,25 @@ class DryRun:
     def has_place(self, path: str, *, is_quantised: bool) -> bool:
         """Whether that fast path applies to the component; see `fast_paths.apply.applies_to`."""
 
-        def look() -> bool:
+        from everyframe.fast_paths.apply import replaces_layers
+
+        return path in self._places() and not (is_quantised and replaces_layers(path))
+
+    def _places(self) -> Sequence[str]:
+        """The fast paths that apply to the plain component: one file for all of them."""
+
+        def look() -> Sequence[str]:
             from everyframe.fast_paths.apply import applies_to
+            from everyframe.fast_paths.registry import CATALOGUE
 
-            return applies_to(path, self.stage_call.module(), is_quantised=is_quantised)
+            module = self.stage_call.module()
+            return [path for path in CATALOGUE if applies_to(path, module)]
 
-        key = (self.stage_call.key, self.stage_call.component, path, is_quantised)
+        key = (self.stage_call.key, self.stage_call.component, "places")
         if self.stage_call.is_foreign:
             return _once(key, look)
-        return _once(key, lambda: _saved(CacheFile("dry_runs", repr(key)), look, bool, _truth))
+        file = CacheFile("fast_path_places", repr(key))
+        return _once(key, lambda: _saved(file, look, list, _names))
 
     @property
     def too_large(self) -> bool:
@@ -198,8 +208,9 @@ def _saved(
     return found
 
 
-def _truth(data: Any) -> bool | None:
-    return data if isinstance(data, bool) else None
+def _names(data: Any) -> Sequence[str] | None:
+    is_valid = isinstance(data, list) and all(isinstance(name, str) for name in data)
+    return data if is_valid else None
 
 
 def stage_plan(run: DryRun, part: ComponentPlan, rates: Throughput | None) -> StagePlan:

@@ -52,9 +52,10 @@ def check_decoder(
 
 
 def psnr_to_float32(module: nn.Module, decode: Callable[[], Tensor]) -> float:
-    """PSNR of the pixels that `decode` makes with `module`, against float32; NaN if any is.
+    """PSNR of the worst frame that `decode` makes with `module`, against float32; NaN if any is.
 
-    The module is as before afterwards, bit for bit.
+    Frames are along T of pixels (T, C, H, W) or (B, C, T, H, W). The module is as before
+    afterwards, bit for bit.
     """
     narrow = decode()
     upcast = Upcast(module, torch.float32)
@@ -63,7 +64,8 @@ def psnr_to_float32(module: nn.Module, decode: Callable[[], Tensor]) -> float:
     finally:
         upcast.undo()
     difference = narrow.float().clamp(-1, 1) - wide.float().clamp(-1, 1)
-    error = float(difference.square().mean()) / 4
+    frames = difference.transpose(1, 2).flatten(0, 1) if difference.ndim == 5 else difference
+    error = float(frames.square().flatten(1).mean(1).max()) / 4
     return math.inf if error == 0 else -10 * math.log10(error)
 
 

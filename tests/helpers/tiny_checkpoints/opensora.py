@@ -11,6 +11,7 @@ import io
 import json
 import random
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,13 @@ AUTOENCODER = {
 TEMPORAL = {"filters": 4, "num_res_blocks": 1, "channel_multipliers": [1, 1, 2, 2], "num_groups": 2}
 
 
-def opensora_1_2(folder: Path, *, seed: int = 0, **sizes: Any) -> Path:
-    """A folder with an Open-Sora 1.2 of tiny sizes: denoiser, vae/, text_encoder/."""
+def opensora_1_2(
+    folder: Path, *, seed: int = 0, vae: Mapping[str, Any] | None = None, **sizes: Any
+) -> Path:
+    """A folder with an Open-Sora 1.2 of tiny sizes: denoiser, vae/, text_encoder/.
+
+    `sizes` of the denoiser and `vae`, arguments of `video_vae`, make it larger.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["STDiT3"],
@@ -69,7 +75,7 @@ def opensora_1_2(folder: Path, *, seed: int = 0, **sizes: Any) -> Path:
     tensors = randomised(model, seed)
     tensors["rope.freqs"] = torch.zeros(config["hidden_size"] // config["num_heads"] // 2)
     _write(folder, config, tensors)
-    video_vae(folder / "vae", seed=seed + 1)
+    video_vae(folder / "vae", seed=seed + 1, **vae or {})
     text_encoder(folder / "text_encoder", seed=seed + 2)
     return folder
 
@@ -99,7 +105,13 @@ def opensora_1_0(folder: Path, *, seed: int = 0) -> Path:
     return path
 
 
-def video_vae(folder: Path, *, seed: int = 1) -> Path:
+def video_vae(
+    folder: Path,
+    *,
+    seed: int = 1,
+    spatial: Mapping[str, Any] = AUTOENCODER,
+    temporal: Mapping[str, Any] = TEMPORAL,
+) -> Path:
     """1.2's autoencoder in its own layout, with the spatial sizes written along."""
     config = {
         "architectures": ["VideoAutoencoderPipeline"],
@@ -110,9 +122,9 @@ def video_vae(folder: Path, *, seed: int = 1) -> Path:
             "from_pretrained": "PixArt-alpha/pixart_sigma_sdxlvae_T5_diffusers",
             "subfolder": "vae",
             "micro_batch_size": 4,
-            "config": AUTOENCODER,
+            "config": dict(spatial),
         },
-        "vae_temporal": {"type": "VAE_Temporal_SD", "from_pretrained": None, **TEMPORAL},
+        "vae_temporal": {"type": "VAE_Temporal_SD", "from_pretrained": None, **temporal},
         "shift": [-0.10, 0.34, 0.27, 0.98],
         "scale": [3.85, 2.32, 2.33, 3.06],
     }
