@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import torch
 from block_stacks import Call, Stack
+from sdcpp import LIBRARY, WEIGHTS, wan
 from torch import Tensor, nn
 
 import everyframe
@@ -115,6 +117,14 @@ def onnxruntime(stack: Stack) -> Call:
     return lambda: torch.from_numpy(session.run(None, arrays)[0])
 
 
+def sdcpp(stack: Stack, weights: str) -> Call:
+    if LIBRARY not in os.environ:
+        raise SkippedError(f"{LIBRARY} names no library; benchmarks/sdcpp.py says how to build it")
+    if not stack.name.startswith("Wan"):
+        raise SkippedError("it has no such model")
+    return wan(stack, weights)
+
+
 def ours(stack: Stack, dtype: str, paths: tuple[str, ...] = (), *, compiled: bool = False) -> Call:
     model = stack.ours(getattr(torch, dtype), paths)
     if compiled:
@@ -172,6 +182,9 @@ def _quick(stack: Stack, kind: str, dtype: str, paths: tuple[str, ...]) -> dict[
         found[f"OpenVINO {dtype}"] = Entry(dtype, partial(openvino, stack, dtype))
     if kind == "cpu" and dtype == "float32":
         found[f"ONNX Runtime {dtype}"] = Entry(dtype, partial(onnxruntime, stack))
+        for weights in WEIGHTS:
+            name = f"stable-diffusion.cpp, weights in {weights}"
+            found[name] = Entry(dtype, partial(sdcpp, stack, weights))
     return found
 
 

@@ -6,16 +6,17 @@
     python benchmarks/peers.py --only openvino --only diffusers
 
 Candidates: diffusers eager in float32 and bfloat16 and compiled block by block; torchao's dynamic
-int8, compiled; cache-dit's compiler settings without a cache; OpenVINO in float32 and bfloat16 and
-ONNX Runtime (both on a CPU); ours as written (exact), with the fast paths that their trials certify
-here first (rounding), and with compiled blocks besides. Open-Sora has no diffusers class: there
-"diffusers" is our model without any fast path. Processes of ours allocate in large pages, as our
-workers do; on a CPU diffusers is measured so too. What is not installed, or fails, is a line with
-the reason. Each has a process of its own, in which it is prepared once, and its first call is timed
-from there; then all take turns, round after round, with the best matrix product before each round.
-On a CPU one thread's processor time counts (OMP_NUM_THREADS=1), on a card wall time. `--limit` ends
-the process of one that takes longer to prepare, and `--seconds` skips what no time is left for;
-what is slow to prepare comes last. The page is written after each model.
+int8, compiled; cache-dit's compiler settings without a cache; on a CPU OpenVINO in float32 and
+bfloat16, ONNX Runtime, and stable-diffusion.cpp's Wan where it was built (`sdcpp.py`); ours as
+written (exact), with the fast paths that their trials certify here first (rounding), and with
+compiled blocks besides. Open-Sora has no diffusers class: there "diffusers" is our model without
+any fast path. Processes of ours allocate in large pages, as our workers do; on a CPU diffusers is
+measured so too. What is not installed, or fails, is a line with the reason. Each has a process of
+its own, in which it is prepared once, and its first call is timed from there; then all take turns,
+round after round, with the best matrix product before each round. On a CPU one thread's processor
+time counts (OMP_NUM_THREADS=1), on a card wall time. `--limit` ends the process of one that takes
+longer to prepare, and `--seconds` skips what no time is left for; what is slow to prepare
+comes last. The page is written after each model.
 Writes a dated page into `benchmarks/results/` unless told not to.
 """
 

@@ -2,6 +2,7 @@
 
     python benchmarks/whole.py                  # videos of a small Wan; twenty minutes at most
     python benchmarks/whole.py --model svd      # of a narrow Stable Video Diffusion
+    python benchmarks/whole.py --model opensora # of a narrow Open-Sora 1.2, which diffusers lacks
     python benchmarks/whole.py --folder DIR     # the same, which goes on where it was broken off
     python benchmarks/whole.py --device cuda    # a larger one, on a card; five minutes
 
@@ -134,7 +135,7 @@ def commands(asked: argparse.Namespace, place: Path) -> dict[str, list[str]]:
     script.write_text(START + MODELS[asked.model].script + WRITE)
     sizes = [str(each) for each in (asked.height, asked.width, asked.frames, asked.steps)]
     found: dict[str, list[str]] = {}
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32", "bfloat16") if MODELS[asked.model].script else ():
         theirs = [sys.executable, str(script), folder, asked.device, dtype]
         found[f"diffusers {dtype}"] = [*theirs, "False", output, *sizes]
         if asked.compiled:
@@ -153,8 +154,9 @@ def commands(asked: argparse.Namespace, place: Path) -> dict[str, list[str]]:
 
 def measure(asked: argparse.Namespace, place: Path, found: Measured) -> Iterator[None]:
     """Fill `found`, command by command; yields after each."""
-    if not (place / "model" / "model_index.json").is_file():
+    if not (place / "written").is_file():
         MODELS[asked.model].write(place, asked.width_of_model, asked.layers)
+        (place / "written").touch()
     runs = commands(asked, place)
     model = [str(place / "model"), *own_sizes(asked, place)]
     ours = [sys.executable, "-m", "everyframe"]
@@ -255,8 +257,8 @@ def write_page(asked: argparse.Namespace, found: Measured) -> None:
 
     facts = machine_facts(asked.device)
     device = pick_device(facts, asked.device)
-    base = found.rounds.get("diffusers float32") or next(iter(found.rounds.values()))
-    rows = "\n".join(row(name, found, base) for name in found.rounds)
+    first = next(name for name in ("diffusers float32", *found.rounds) if name in found.rounds)
+    rows = "\n".join(row(name, found, found.rounds[first]) for name in found.rounds)
     lines = "".join(f"\n- {name}: not measured ({why})" for name, why in found.skipped.items())
     fewest = min(map(len, found.rounds.values()))
     took = "was not run" if found.compiled is None else f"took {found.compiled:.0f} s, once, before"
@@ -270,7 +272,7 @@ def write_page(asked: argparse.Namespace, found: Measured) -> None:
 of {asked.width}x{asked.height}, {asked.steps} steps, guided. Medians of {fewest} rounds or more,
 after a first one that fills caches.
 
-| command | wall | x diffusers float32 | processor | x diffusers float32 | first, wall |
+| command | wall | x {first} | processor | x {first} | first, wall |
 | --- | --- | --- | --- | --- | --- |
 {rows}
 

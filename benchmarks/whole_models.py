@@ -1,7 +1,12 @@
-"""Models of `whole.py`: what writes each with random weights, and what a user of diffusers runs."""
+"""Models of `whole.py`: what writes each with random weights, and what a user of diffusers runs.
+
+Open-Sora has no diffusers pipeline, and its own code needs packages that no CPU has: there the base
+is ours without a fast path.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +63,8 @@ class Model:
     Attributes:
         title: describes it, from the width of its denoiser and its layers.
         write: writes it into the folder ``model`` of a place, and its input beside that.
-        script: what a user of diffusers writes between `START` and `WRITE`: it makes the frames.
+        script: what a user of diffusers writes between `START` and `WRITE`: it makes the frames;
+            empty without such a pipeline.
         own: arguments of ours for the input, from the place.
         on_cpu, on_card: sizes, by the names of `whole.py`'s options.
     """
@@ -143,6 +149,20 @@ def write_svd(place: Path, width: int, layers: int) -> None:
     Image.radial_gradient("L").convert("RGB").save(place / "picture.png")
 
 
+def write_opensora(place: Path, width: int, layers: int) -> None:
+    """Open-Sora 1.2: its denoiser as asked, a decoder a quarter as wide as released, a small T5."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+    from helpers.tiny_checkpoints import opensora
+
+    spatial = {"block_out_channels": [32, 64, 128, 128], "layers_per_block": 2}
+    temporal = {"filters": 32, "num_res_blocks": 4, "channel_multipliers": [1, 2, 2, 4]}
+    opensora.opensora_1_2(
+        place / "model", hidden_size=width, num_heads=width // 72, depth=layers,
+        vae={"spatial": {**opensora.AUTOENCODER, **spatial, "norm_num_groups": 32},
+             "temporal": {**temporal, "num_groups": 32}},
+    )  # fmt: skip
+
+
 MODELS = {
     "wan": Model(
         lambda heads, layers: f"Wan 2.1, random weights, {heads} heads of 128, {layers} blocks",
@@ -166,5 +186,18 @@ MODELS = {
          "steps": 15},
         {"width_of_model": 320, "layers": 2, "height": 576, "width": 1024, "frames": 14,
          "steps": 15},
+    ),
+    "opensora": Model(
+        lambda width, layers: (
+            f"Open-Sora 1.2, random weights, width {width}, {layers}+{layers} blocks, a decoder of "
+            "a quarter of its channels"
+        ),
+        write_opensora,
+        "",
+        lambda place: ["--prompt", "a red circle"],
+        {"width_of_model": 576, "layers": 4, "height": 192, "width": 256, "frames": 17,
+         "steps": 8},
+        {"width_of_model": 1152, "layers": 28, "height": 480, "width": 864, "frames": 51,
+         "steps": 10},
     ),
 }  # fmt: skip
