@@ -44,6 +44,9 @@ DENOISER = {
     "cogvideox": "transformer",
     "animatediff": "unet",
 }
+#: Of which the fast set has these: what weights a LoRA merges to in each family is tested in
+#: `test_lora_models.py`.
+FAST = ("opensora-1.2", "svd", "wan", "animatediff")
 #: Said after the file of a LoRA for a model with two denoisers.
 AT = {"wan": "@high"}
 
@@ -119,7 +122,10 @@ def same(one: Any, other: Any) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", DENOISER)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=() if each in FAST else pytest.mark.slow) for each in DENOISER],
+)
 def test_a_lora_gives_the_bits_of_a_merged_checkpoint(
     name: str, tiny_root: Path, tmp_path: Path
 ) -> None:

@@ -159,7 +159,12 @@ def test_the_call_is_made_in_the_callers_thread(wan: Any) -> None:
 
 @pytest.mark.parametrize(
     ("way", "make"),
-    diagonal(["as it is", "bfloat16", "two threads", "narrow products"], [ours, streamed]),
+    [
+        ("as it is", ours),
+        ("bfloat16", streamed),
+        pytest.param("two threads", ours, marks=pytest.mark.slow),
+        pytest.param("narrow products", streamed, marks=pytest.mark.slow),
+    ],
 )
 def test_a_compiled_pipeline_is_compiled_once(
     tiny_models: Callable[[str], Path], way: str, make: Any

@@ -66,7 +66,8 @@ def again(run: Run, folder: Path) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("cpu", "wide", "more_bytes"), [("avx2", "float32", 2), ("amx", "bfloat16", 0)]
+    ("cpu", "wide", "more_bytes"),
+    [("avx2", "float32", 2), pytest.param("amx", "bfloat16", 0, marks=pytest.mark.slow)],
 )
 def test_a_repair_is_remembered_recorded_and_forgotten(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu: str, wide: str,

@@ -39,6 +39,15 @@ Models = Callable[[str], Path]
 Runs = Callable[..., list[Event]]
 
 every_family = pytest.mark.parametrize("family", tiny_families.OURS)
+#: For what the families share and do not write themselves: some in the fast set, the rest slow.
+SOME = ("opensora-1.2", "svd", "stepvideo")
+some_families = pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(each, marks=() if each in SOME else pytest.mark.slow)
+        for each in tiny_families.OURS
+    ],
+)
 
 
 def options_of(models: Models, family: str, **options: Any) -> dict[str, Any]:
@@ -102,7 +111,7 @@ def test_a_checkpoint_loads_strictly(family: str, tmp_path: Path) -> None:
         (place / file).write_bytes(whole)
 
 
-@every_family
+@some_families
 def test_a_broken_late_component_is_refused_before_anything_runs(
     family: str, tmp_path: Path
 ) -> None:
@@ -140,7 +149,7 @@ def test_stages_and_steps_are_events(family: str, runs: Runs) -> None:
     assert tuple(stages) == CASES[family].stages
 
 
-@every_family
+@some_families
 def test_each_of_several_videos_is_that_of_its_seed(family: str, runs: Runs) -> None:
     several = frames_by_seed(runs(family, num_videos=2))
     assert not np.array_equal(several[3], several[4])
@@ -188,7 +197,7 @@ def test_a_resumed_run_equals_an_unbroken_one(
 # ---------------------------------------------------------------- memory and precision
 
 
-@every_family
+@some_families
 def test_offloaded_weights_give_the_bits_of_resident_ones(family: str, tiny_models: Models) -> None:
     """From the host's memory, and out of the files that they are stored in."""
     request = Request(**options_of(tiny_models, family))
