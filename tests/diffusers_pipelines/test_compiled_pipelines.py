@@ -12,7 +12,9 @@ from diffusers import WanPipeline
 
 import everyframe
 from everyframe.core.errors import InputError
+from everyframe.core.request import Request
 from everyframe.fast_paths.compilation import compiled_blocks, disable_compiled
+from helpers.compiled_blocks import compile_for
 from helpers.planted_compiler import PlantedCompiler
 from helpers.tiny_checkpoints import pipelines
 
@@ -86,6 +88,26 @@ def test_other_weights_are_used(pipe: Any, compiler: PlantedCompiler) -> None:
     assert np.abs(after - before).max() > 1e-4
     assert np.abs(after - as_written(pipe)).max() < 1e-5
     assert compiler.count == 1
+
+
+def test_a_run_from_files_uses_what_was_compiled_for_it(
+    tmp_path: Path, compiler: PlantedCompiler, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Its components cast what they are given, also where all is float32: so must the trial's."""
+    pipelines.wan(tmp_path / "wan")
+    asked = {"model": str(tmp_path / "wan"), "prompt": "a", "seed": 1, "device": "cpu",
+             "dtype": "fp32", "height": 16, "width": 16, "num_frames": 5,
+             "num_inference_steps": 10}  # fmt: skip
+    compiler.by = 1 + 5e-6  # tells its results from those of blocks as written
+    for name in ("transformer", "transformer_2"):
+        compile_for(Request(**asked), monkeypatch, name)
+    frames, written = (
+        everyframe.generate(**asked, run_dir="off", output="float", disable=off).frames
+        for off in ((), ("compile",))
+    )
+    assert not [each for each in caplog.messages if "runs as written" in each]
+    assert 0 < np.abs(frames - written).max() < 1e-3
 
 
 def test_components_are_named(pipe: Any) -> None:

@@ -86,6 +86,7 @@ def test_svd_with_less_memory(tmp_path: Path) -> None:
     assert 0 < tiled.mean() < TILED
 
 
+@pytest.mark.slow
 def test_shapes_in_tiles() -> None:
     """Trained weights, whose norms see much the same in a tile: what tiles change in a picture.
 

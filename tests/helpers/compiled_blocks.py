@@ -97,7 +97,9 @@ def inputs(batch: int = 2, length: int = 6, size: int = 16) -> tuple[Tensor, Tex
     return x, Text(torch.randn(batch, 5, size, generator=generator))
 
 
-def compile_for(request: Request, monkeypatch: pytest.MonkeyPatch) -> None:
+def compile_for(
+    request: Request, monkeypatch: pytest.MonkeyPatch, component: str = "denoiser"
+) -> None:
     """Compile the denoiser's blocks for runs like this one; their gain does not matter."""
     monkeypatch.setattr(
         block_trial, "judge",
@@ -106,12 +108,12 @@ def compile_for(request: Request, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = prepare(request)
     (certificate,) = (
         each for each in certificates_of(prepared, "certified", "compile")
-        if each.component == "denoiser"
+        if each.component == component
     )  # fmt: skip
-    runs = [run for run in prepared.fitted.runs if run.stage_call.component == "denoiser"]
-    part, files = prepared.plan.component("denoiser"), []
+    runs = [run for run in prepared.fitted.runs if run.stage_call.component == component]
+    part, files = prepared.plan.component(component), []
     assert prepared.chooser.certificates is not None
-    subject = prepared.chooser.certificates.subject("denoiser", part.precision, runs)
+    subject = prepared.chooser.certificates.subject(component, part.precision, runs)
     with torch.inference_mode():
         for each in blocks_of(subject):
             alone = each.alone(("compile",))

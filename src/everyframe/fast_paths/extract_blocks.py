@@ -64,6 +64,8 @@ class ExtractedBlock:
         wide: the same values in float32.
         precision: the plan's precision, with islands as names in `BlockLocation`.
         cut: how many times as large its largest input is in a run.
+        casts_inputs: whether a run casts inputs in whatever precision, as in a pipeline of
+            diffusers, whose code is not ours.
     """
 
     name: str
@@ -73,6 +75,7 @@ class ExtractedBlock:
     wide: BlockInputs
     precision: Precision
     cut: float = 1.0
+    casts_inputs: bool = False
 
     def alone(self, paths: Sequence[str], *, in_float32: bool = False) -> BlockLocation:
         """Copy the block in the plan's precision or float32, with these fast paths applied."""
@@ -82,6 +85,8 @@ class ExtractedBlock:
             kind = next((path for path in paths if path in PRODUCTS), self.precision.weight_dtype)
             quantise_layers(alone, replace(self.precision, weight_dtype=kind))
         cast_hooks.add_cast_hooks(alone, FLOAT32 if in_float32 else self.precision, outputs=())
+        if self.casts_inputs:
+            cast_hooks.add_input_casts(alone)
         apply_fast_paths(alone, paths, compiles=True)
         return alone
 
@@ -118,7 +123,7 @@ def blocks_of(
                 reduced(first, most_elements), reduced(wide[same[0]], most_elements),
             )  # fmt: skip
             cut = _num_elements(first) / max(_num_elements(block.given), 1)
-            yield replace(block, cut=cut)
+            yield replace(block, cut=cut, casts_inputs=call.call.is_foreign)
 
 
 def _tensors(given: BlockInputs) -> list[Tensor]:
