@@ -16,7 +16,8 @@ from everyframe.core.plan import Precision
 from everyframe.fast_paths.apply import applies_to
 from everyframe.fast_paths.registry import CATALOGUE
 from everyframe.planning.blocked_paths import BlockedPaths, BlockReason, known, tags_of
-from everyframe.planning.choose_fast_paths import FastPathChooser, FastPathOptions, fast_path_notes
+from everyframe.planning.choose_fast_paths import FastPathChooser, FastPathOptions
+from everyframe.planning.fast_path_notes import fast_path_notes
 from everyframe.precision.policy import ComponentNeeds
 
 CARD = DeviceFacts("a card", "cuda", 0, 10**10, 10**10, (9, 0), True, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -231,6 +232,39 @@ def test_code_that_is_here_is_used_however_short_the_run_is(model: str) -> None:
     certificate_store.keep(made)
     off = prepared(model, disable=("compile",), **steps).plan.component("denoiser")
     assert "compile" not in (off.fast_paths or ())
+
+
+@pytest.mark.parametrize(
+    ("compiled", "options", "stays"),
+    [
+        (1.05, {}, "cached-constants"),
+        (1.4, {}, "compile"),
+        (1.05, {"compile": True}, "compile"),
+        (1.05, {"paths": {"transformer": ("compile", "cached-constants")}}, "compile"),
+    ],
+    ids=["constants gain more", "compiled blocks gain more", "requested", "of a record"],
+)
+def test_compiled_blocks_have_no_use_for_constants(
+    tiny_models: Callable[[str], Path], compiled: float, options: dict[str, Any], stays: str
+) -> None:
+    """They compute everything in each step, so only one of the two is used."""
+    steps = {"num_inference_steps": 4, "size": "32x32"}
+    folder = str(tiny_models("ltx"))
+    plan = prepared(folder, **steps)
+    library = certificate_store.folder() / "compiled/key/block.pt2"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    for path, gain in (("compile", compiled), ("cached-constants", 1.2)):
+        made = certificates_of(plan, "certified", path)
+        files = ("compiled/key/block.pt2",) if path == "compile" else ()
+        certificate_store.keep([replace(each, gain=gain, packages=files) for each in made])
+    part = prepared(folder, **steps, **options).plan.component("transformer")
+    pair = {"compile", "cached-constants"}
+    assert pair & {*(part.fast_paths or ())} == {stays}
+    (other,) = pair - {stays}
+    (choice,) = (each for each in part.choices if each.path == other)
+    assert choice.verdict == "off"
+    assert "compiled blocks compute constants in each step" in choice.reason
 
 
 def test_a_foreign_folder_of_compiled_blocks_is_refused(model: str, tmp_path: Path) -> None:

@@ -45,6 +45,9 @@ USED = ("certified", "pinned", "expected")
 #: Verdicts that disable a path whatever a trial shows.
 _AGAINST = ("avoided", "off")
 
+#: Paths of which one is used.
+_RIVALS = ("compile", "cached-constants")
+
 #: Reason of an expected path.
 _FIRST = "the first run tries it"
 
@@ -187,7 +190,30 @@ class FastPathChooser:
             for path in paths
             if not path.on_demand or self._demands(component, path, runs, certificates)
         ]
+        found = self._one_of_rivals(found)
         return tuple(sorted(found, key=lambda choice: -(choice.gain or 0.0)))
+
+    def _one_of_rivals(self, found: Sequence[FastPathChoice]) -> list[FastPathChoice]:
+        """The same, without the slower one of compiled blocks and constants once a video.
+
+        Compiled blocks compute everything in each step. If they are requested, or in a record, they
+        stay.
+        """
+        gains = {each.path: each.gain or 0.0 for each in found if each.verdict in USED}
+        if not {*_RIVALS} <= gains.keys():
+            return [*found]
+        stays = max(_RIVALS, key=lambda name: gains[name])
+        if self.pins.compile or self.pins.exact is not None:
+            stays = "compile"
+        why = "compiled blocks compute constants in each step"
+        if stays != "compile":
+            why = f"{stays} gains more, and {why}"
+        return [
+            replace(each, verdict="off", reason=why)
+            if each.path in _RIVALS and each.path != stays
+            else each
+            for each in found
+        ]
 
     def _trial(self, runs: Sequence[DryRun], keys: tuple[str, str] | None) -> str:
         """Why the next run tries kernels of long runs; empty if it does not."""
@@ -352,34 +378,3 @@ def score_bytes(runs: Sequence[DryRun], paths: Sequence[str] | None) -> int:
     if paths is None or any(kernel_of(path) for path in paths):
         return 0
     return largest_scores(runs)
-
-
-def fast_path_notes(
-    title: str, choices: Sequence[FastPathChoice], precision: Precision
-) -> tuple[str, ...]:
-    """Notes on refused and blocked paths with the reason, and on used paths with a known issue."""
-    lines = []
-    for choice in choices:
-        if choice.despite:
-            what = precision.compute if choice.path in PRECISIONS else choice.path
-            lines.append(f"{title}: {what}, {choice.reason}, in spite of {choice.despite}")
-        if choice.path in PRODUCTS and choice.verdict in ("untried", "off"):
-            lines.append(f"{title}: without {choice.path}: {choice.reason}")
-        if choice.verdict in ("refused", "avoided"):
-            says = choice.verdict if choice.verdict == "refused" else "is avoided"
-            if choice.path in PRECISIONS:
-                lines.append(f"{title}: {precision.compute}, as {choice.path} {_was(says)} here: "
-                            f"{choice.reason}")  # fmt: skip
-            elif choice.verdict == "avoided" or _is_news(choice):
-                lines.append(f"{title}: without {choice.path}, which {_was(says)} here: "
-                            f"{choice.reason}")  # fmt: skip
-    return tuple(lines)
-
-
-def _is_news(choice: FastPathChoice) -> bool:
-    """Whether to report a refusal. "Not faster" is reported only for requested paths."""
-    return CATALOGUE[choice.path].on_demand or "no faster" not in choice.reason
-
-
-def _was(says: str) -> str:
-    return says if says.startswith("is ") else f"was {says}"
