@@ -4,7 +4,7 @@
 #   make test JOBS=1                so many tests at once
 
 PYTHON ?= python3
-JOBS ?= 2
+JOBS ?= 3
 ARGS ?=
 
 VENV := .venv
@@ -14,7 +14,8 @@ READY := $(VENV)/ready
 FIRST := outputs/first.mp4
 PROMPT := a red circle moves to the right on a blue background
 
-# One thread for each of the tests that run at once: more would only get in each other's way.
+# Tests wait for processes that they start a fifth of their time, so one more runs at once than CI has
+# cores. One thread for each: more would only get in each other's way.
 # Tests start dozens of processes, and each would compile all of the package again where nobody may
 # keep what is compiled.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
