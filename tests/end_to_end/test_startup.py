@@ -83,7 +83,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
     And what the first of them imported.
     """
     folder, found = tmp_path_factory.mktemp("used"), list[set[str]]()
-    while len(found) < 8 and (not found or found[-1] & COMPUTES):
+    while len(found) < 4 and (not found or found[-1] & COMPUTES):
         found.append(imported_by(_PLAN, COMPUTES | CLEANS | {"av", "matplotlib"}, folder))
     return folder, found[0]
 

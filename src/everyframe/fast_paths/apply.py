@@ -17,7 +17,7 @@ from torch import nn
 from everyframe.fast_paths import cpu_modules, gated_linear
 from everyframe.fast_paths.constant_results import can_cache
 from everyframe.fast_paths.fast_modules import embedders, fuse, keep, pairs
-from everyframe.fast_paths.registry import kernel_of
+from everyframe.fast_paths.registry import OF_LAYERS, kernel_of
 from everyframe.ops.attention import PLAIN, attend_by
 
 
@@ -43,12 +43,7 @@ def applies_to(name: str, module: nn.Module, *, is_quantised: bool = False) -> b
     """
     if name not in _PLACES:
         return True
-    return not (is_quantised and replaces_layers(name)) and bool(_PLACES[name](module))
-
-
-def replaces_layers(name: str) -> bool:
-    """Whether the path swaps linear layers, of which quantized weights leave none."""
-    return name in _OF_LAYERS
+    return not (is_quantised and name in OF_LAYERS) and bool(_PLACES[name](module))
 
 
 def places_of(name: str, module: nn.Module) -> Sequence[str]:
@@ -125,8 +120,6 @@ _PLACES: Mapping[str, Callable[[nn.Module], Sized]] = {
     "native-gated-linear": gated_linear.places,
     **{name: partial(cpu_modules.places, name) for name in cpu_modules.KINDS},
 }
-#: Paths that swap linear layers.
-_OF_LAYERS = ("linear-gelu", "onednn-linear", "native-gated-linear")
 _SWAPS: Mapping[str, Callable[[nn.Module, tuple[str, ...]], Any]] = {
     "linear-gelu": fuse,
     "kept-embeddings": _keep,

@@ -132,6 +132,9 @@ _ALL = (
 #: All fast paths by name.
 CATALOGUE: Mapping[str, FastPath] = {path.name: path for path in _ALL}
 
+#: Paths that swap linear layers, of which quantized weights leave none.
+OF_LAYERS = ("linear-gelu", "onednn-linear", "native-gated-linear")
+
 #: Dtype of each path in the precision group.
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", BF16_DECODER: "bfloat16"}
 

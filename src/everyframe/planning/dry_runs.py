@@ -27,7 +27,7 @@ from everyframe.dry_run.result import (
     results_from_json,
     results_to_json,
 )
-from everyframe.fast_paths.registry import kernel_used
+from everyframe.fast_paths.registry import CATALOGUE, OF_LAYERS, kernel_used
 from everyframe.fast_paths.target import TargetCall
 from everyframe.precision.dtypes import num_bytes
 
@@ -76,17 +76,13 @@ class DryRun:
 
     def has_place(self, path: str, *, is_quantised: bool) -> bool:
         """Whether that fast path applies to the component; see `fast_paths.apply.applies_to`."""
-
-        from everyframe.fast_paths.apply import replaces_layers
-
-        return path in self._places() and not (is_quantised and replaces_layers(path))
+        return path in self._places() and not (is_quantised and path in OF_LAYERS)
 
     def _places(self) -> Sequence[str]:
         """The fast paths that apply to the plain component: one file for all of them."""
 
         def look() -> Sequence[str]:
             from everyframe.fast_paths.apply import applies_to
-            from everyframe.fast_paths.registry import CATALOGUE
 
             module = self.stage_call.module()
             return [path for path in CATALOGUE if applies_to(path, module)]
