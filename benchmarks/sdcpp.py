@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -26,37 +26,14 @@ from block_stacks import Call, Stack
 from safetensors.torch import save_file
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from helpers.loras import original_names
+
 #: Variable with the path of the library.
 LIBRARY = "SDCPP_LIBRARY"
 
 #: Weight types, by ggml's numbers.
 WEIGHTS = {"float32": 0, "float16": 1, "q8_0": 8}
-
-#: diffusers' names of weights, and those of Wan's own checkpoints.
-_NAMES = (
-    (r"condition_embedder\.time_embedder\.linear_1", "time_embedding.0"),
-    (r"condition_embedder\.time_embedder\.linear_2", "time_embedding.2"),
-    (r"condition_embedder\.time_proj", "time_projection.1"),
-    (r"condition_embedder\.text_embedder\.linear_1", "text_embedding.0"),
-    (r"condition_embedder\.text_embedder\.linear_2", "text_embedding.2"),
-    (r"attn1\.", "self_attn."),
-    (r"attn2\.", "cross_attn."),
-    (r"attn\.to_out\.0", "attn.o"),
-    (r"attn\.to_([qkv])\b", r"attn.\1"),
-    (r"(blocks\.\d+\.)norm2", r"\1norm3"),
-    (r"ffn\.net\.0\.proj", "ffn.0"),
-    (r"ffn\.net\.2", "ffn.2"),
-    (r"(blocks\.\d+\.)scale_shift_table", r"\1modulation"),
-    (r"^scale_shift_table", "head.modulation"),
-    (r"^proj_out", "head.head"),
-)
-
-
-def own_name(name: str) -> str:
-    """Name of a weight in Wan's own checkpoints."""
-    for pattern, new in _NAMES:
-        name = re.sub(pattern, new, name)
-    return name
 
 
 def wan(stack: Stack, weights: str) -> Call:
@@ -71,7 +48,7 @@ def wan(stack: Stack, weights: str) -> Call:
     config = model.config
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder, "wan.safetensors"))
-        save_file({own_name(name): each for name, each in model.state_dict().items()}, path)
+        save_file(original_names.wan(model.state_dict()), path)
         del model
         handle = library.wan_load(
             path.encode(), config.num_attention_heads, config.num_layers, config.ffn_dim,

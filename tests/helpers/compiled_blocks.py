@@ -100,7 +100,7 @@ def inputs(batch: int = 2, length: int = 6, size: int = 16) -> tuple[Tensor, Tex
 def compile_for(
     request: Request, monkeypatch: pytest.MonkeyPatch, component: str = "denoiser"
 ) -> None:
-    """Compile the denoiser's blocks for runs like this one; their gain does not matter."""
+    """Compile the component's blocks for runs like this one; their gain does not matter."""
     monkeypatch.setattr(
         block_trial, "judge",
         lambda error, limit, gain: ("certified" if error <= limit else "refused", "planted"),

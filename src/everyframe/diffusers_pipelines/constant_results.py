@@ -18,12 +18,12 @@ def cache_constants(
 ) -> ExitStack:
     """Context: what no step changes is computed once, in the denoisers that the plan names.
 
-    Ranks that share a video's tokens exchange tensors inside the model and compute all of it, and
-    so does compiled code. Calls that are repeated for a repair are plain.
+    Ranks that share a video's tokens exchange tensors inside the model and compute all of it. Calls
+    that are repeated for a repair are plain.
     """
     stack = ExitStack()
     for name, module in denoisers.items():
         paths = plan.component(name).fast_paths or ()
-        if PATH in paths and "compile" not in paths and teams.sharing.size == 1:
+        if PATH in paths and teams.sharing.size == 1:
             stack.enter_context(CachedConstants(module, lambda: watch.is_paused))
     return stack

@@ -92,7 +92,7 @@ def _each(kind: StoredKind) -> Iterator[StoredEntry]:
 #: Folders within a kind's folder that are a kind of their own.
 _OF_OTHERS = {"certificates": ("compiled",)}
 
-
+#: What plans cache, beside certificates.
 _OF_PLANS = ("dry_runs", "pipeline_dry_runs", "fast_path_places", "sizes", "rates", "digests.json")
 
 

@@ -45,8 +45,8 @@ USED = ("certified", "pinned", "expected")
 #: Verdicts that disable a path whatever a trial shows.
 _AGAINST = ("avoided", "off")
 
-#: Paths of which one is used.
-_RIVALS = ("compile", "cached-constants")
+#: Paths of which a component uses one.
+_EITHER = ("compile", "cached-constants")
 
 #: Reason of an expected path.
 _FIRST = "the first run tries it"
@@ -190,19 +190,19 @@ class FastPathChooser:
             for path in paths
             if not path.on_demand or self._demands(component, path, runs, certificates)
         ]
-        found = self._one_of_rivals(found)
+        found = self._keep_one(found)
         return tuple(sorted(found, key=lambda choice: -(choice.gain or 0.0)))
 
-    def _one_of_rivals(self, found: Sequence[FastPathChoice]) -> list[FastPathChoice]:
+    def _keep_one(self, found: Sequence[FastPathChoice]) -> list[FastPathChoice]:
         """The same, without the slower one of compiled blocks and constants once a video.
 
         Compiled blocks compute everything in each step. If they are requested, or in a record, they
         stay.
         """
         gains = {each.path: each.gain or 0.0 for each in found if each.verdict in USED}
-        if not {*_RIVALS} <= gains.keys():
+        if not {*_EITHER} <= gains.keys():
             return [*found]
-        stays = max(_RIVALS, key=lambda name: gains[name])
+        stays = max(_EITHER, key=lambda name: gains[name])
         if self.pins.compile or self.pins.exact is not None:
             stays = "compile"
         why = "compiled blocks compute constants in each step"
@@ -210,7 +210,7 @@ class FastPathChooser:
             why = f"{stays} gains more, and {why}"
         return [
             replace(each, verdict="off", reason=why)
-            if each.path in _RIVALS and each.path != stays
+            if each.path in _EITHER and each.path != stays
             else each
             for each in found
         ]
