@@ -93,7 +93,7 @@ def _compile(module: nn.Module, plain: Sequence[str], compiles: bool) -> None:
     from everyframe.fast_paths import compilation
 
     blocks = (block for block in block_names(module) if not _is_in(block, plain))
-    compilation.compile_blocks(module, blocks, compiles=compiles)
+    compilation.compile_blocks(module, blocks, compiles=compiles, warns=False)
 
 
 def _is_in(name: str, parts: Sequence[str]) -> bool:

@@ -7,6 +7,7 @@ stored (`package_store`) and called (`compiled_block`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -100,6 +101,7 @@ def compile_blocks(
     *,
     dynamic: bool = True,
     compiles: bool = True,
+    warns: bool = True,
 ) -> None:
     """Compile the submodules with these names in place; the first call of each kind is slow.
 
@@ -109,6 +111,7 @@ def compile_blocks(
         backend: of torch.compile, for all calls; by default that is for what has no package.
         dynamic: a package takes varying sizes where it can.
         compiles: make missing packages; otherwise those calls run as written.
+        warns: log why calls run as written.
     """
     for name in names:
         block = module.get_submodule(name)
@@ -116,14 +119,48 @@ def compile_blocks(
             block._compiled_call_impl = _graphs(block._call_impl, backend)
             continue
         block._compiled_call_impl = CompiledBlock(
-            block, dynamic=dynamic, compiles=compiles, fallback=partial(_graphs, backend="inductor")
-        )
+            block, dynamic=dynamic, compiles=compiles, warns=warns,
+            fallback=partial(_graphs, backend="inductor"),
+        )  # fmt: skip
 
 
 def compiled_blocks(module: nn.Module) -> dict[str, CompiledBlock]:
     """Blocks with packages, by name."""
     found = {name: part._compiled_call_impl for name, part in module.named_modules()}
     return {name: each for name, each in found.items() if isinstance(each, CompiledBlock)}
+
+
+class WrittenCalls:
+    """Finds out why compiled blocks run as written, from its making on.
+
+    Args:
+        parts: components by name, whose blocks are compiled by now.
+    """
+
+    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+        self._reports = [
+            (name, block.report)
+            for name, part in parts.items()
+            for block in compiled_blocks(part).values()
+        ]
+        self._since, self._told = self._counted(), set[tuple[str, str]]()
+
+    def new_reasons(self) -> list[str]:
+        """A text for each component and reason that no earlier call has given."""
+        found = [
+            key
+            for key, number in self._counted().items()
+            if number > self._since[key] and key not in self._told
+        ]
+        self._told.update(found)
+        return [f"{name}: compiled blocks run as written: {why}" for name, why in found]
+
+    def _counted(self) -> Counter[tuple[str, str]]:
+        """Calls by component and reason."""
+        counted: Counter[tuple[str, str]] = Counter()
+        for name, report in self._reports:
+            counted.update({(name, why): number for why, number in report.notes.items()})
+        return counted
 
 
 def _graphs(call: Callable[..., Any], backend: str | Callable[..., Any]) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -100,11 +101,11 @@ class BlockReport:
 
     Attributes:
         packages: in use, by digest.
-        notes: why some calls run as written.
+        notes: why some calls ran as written, and how many.
     """
 
     packages: dict[str, Package] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)
 
 
 Run = Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
@@ -117,6 +118,7 @@ class CompiledBlock:
         block: the block.
         dynamic: compile for varying sizes where that can be done.
         compiles: compile what has no package yet; otherwise it runs as written.
+        warns: log why calls run as written; `report` has it in any case.
         fallback: makes a compiled function of the block's `forward` where it can't be exported.
     """
 
@@ -126,10 +128,12 @@ class CompiledBlock:
         *,
         dynamic: bool = True,
         compiles: bool = True,
+        warns: bool = True,
         fallback: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> None:
         self._block = weakref.ref(block)  # which holds this
-        self._dynamic, self._compiles, self._fallback = dynamic, compiles, fallback
+        self._dynamic, self._compiles, self._warns = dynamic, compiles, warns
+        self._fallback = fallback
         self._state = BlockState()
         self._ways: dict[Any, Run | None] = {}
         self.report = BlockReport()
@@ -170,12 +174,13 @@ class CompiledBlock:
         return block.forward(*args, **kwargs) if run is None else run(weights, tensors)
 
     def _note(self, block: nn.Module, why: str) -> None:
-        if why and why not in self.report.notes:
-            self.report.notes.append(why)
-            said = f"{type(block).__name__} runs as written: {why}"
-            if said not in _SAID:
-                _SAID.add(said)  # once for all equal blocks
-                _log.warning("%s", said)
+        if not why:
+            return
+        self.report.notes[why] += 1
+        said = f"{type(block).__name__} runs as written: {why}"
+        if self._warns and said not in _SAID:
+            _SAID.add(said)  # once for all equal blocks
+            _log.warning("%s", said)
 
     def _weights(self, block: nn.Module) -> list[Tensor]:
         """Parameters and buffers as they are now; describes the block again if it has changed."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from everyframe.core.errors import NumericsError
 from everyframe.core.events import Event, Note, Repaired
 from everyframe.core.plan import Plan, Repair, Settings
+from everyframe.fast_paths.compilation import WrittenCalls
 from everyframe.hardware.memory import OutOfMemory, catch_out_of_memory
 from everyframe.numerics.fault_locator import Fault, bad_weights
 from everyframe.numerics.overflow_probe import OverflowProbe, may_overflow
@@ -75,6 +76,7 @@ class Guard:
         self._repairs = RepairSet(plan.device, parts, keeps_storage=keeps_storage)
         self._reliefs = OomFallbacks(plan, parts, savings, stage, free_others=free_others)
         self._video: VideoState | None = None
+        self._written_calls = WrittenCalls({})
         self._largest = 0.0
         self._is_probed = False
 
@@ -101,6 +103,7 @@ class Guard:
             if remedy.component in self._parts:
                 self._repairs.put_on(remedy)
         self._video, self._largest, self._is_probed = video, 0.0, False
+        self._written_calls = WrittenCalls(self._parts)
         self._reliefs.moments.of(video)
 
     def join(self) -> None:
@@ -113,6 +116,8 @@ class Guard:
 
     def events(self) -> Iterator[Event]:
         """Repairs and notes since the last call."""
+        for reason in self._written_calls.new_reasons():
+            self.note(reason, in_record=True)
         return self._calls.events()
 
     def hear(self, events: Iterable[Event]) -> None:
