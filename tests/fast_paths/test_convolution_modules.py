@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from diffusers.models.autoencoders.autoencoder_kl_cogvideox import CogVideoXCausalConv3d
+from diffusers.models.autoencoders.autoencoder_kl_cosmos import CosmosCausalConv3d
+from diffusers.models.autoencoders.autoencoder_kl_magvit import EasyAnimateCausalConv3d
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanRMS_norm
 from torch import Tensor, nn
 
@@ -69,18 +73,21 @@ LAYERS: dict[str, tuple[Callable[[], nn.Conv3d], str]] = {
     "not padded": (lambda: nn.Conv3d(32, 40, 3, bias=False), "WinogradConv3d"),
     "of one frame": (lambda: nn.Conv3d(32, 32, (1, 3, 3), padding=(0, 1, 1)), "WinogradConv3d"),
     "padded in time": (lambda: nn.Conv3d(32, 32, 3, padding=(2, 0, 0)), "WinogradConv3d"),
-    "over time": (lambda: nn.Conv3d(32, 8, (3, 1, 1), padding=(1, 0, 0)), "TemporalTorchConv2d"),
+    "over time": (lambda: nn.Conv3d(32, 8, (3, 1, 1), padding=(1, 0, 0)), "TemporalConv2d"),
     "over time, wide": (
         lambda: nn.Conv3d(32, 40, (3, 1, 1), padding=(1, 0, 0)),
-        "WinogradTemporalTorchConv2d",
+        "WinogradOverTime_TemporalConv2d",
     ),
-    "over time, not padded": (lambda: nn.Conv3d(32, 40, (3, 1, 1)), "WinogradTemporalTorchConv2d"),
-    "over two frames": (lambda: nn.Conv3d(32, 40, (2, 1, 1)), "TemporalTorchConv2d"),
+    "over time, not padded": (
+        lambda: nn.Conv3d(32, 40, (3, 1, 1)),
+        "WinogradOverTime_TemporalConv2d",
+    ),
+    "over two frames": (lambda: nn.Conv3d(32, 40, (2, 1, 1)), "TemporalConv2d"),
     "ours over time": (
         lambda: TemporalConv(32, 40, (3, 1, 1), padding=(1, 0, 0)),
-        "WinogradTemporalConv2d",
+        "WinogradOverTime_TemporalConv2d_TemporalConv",
     ),
-    "of pixels": (lambda: nn.Conv3d(32, 8, 1), "TemporalTorchConv2d"),
+    "of pixels": (lambda: nn.Conv3d(32, 8, 1), "TemporalConv2d"),
     "half padded": (lambda: nn.Conv3d(32, 32, 3, padding=(1, 1, 0)), "Conv3d"),
     "strided": (lambda: nn.Conv3d(32, 32, 3, (2, 1, 1), padding=1), "Conv3d"),
     "grouped": (lambda: nn.Conv3d(32, 32, 3, padding=1, groups=2), "Conv3d"),
@@ -106,6 +113,45 @@ def test_which_convolutions_are_replaced(name: str) -> None:
     for given in (x, x.contiguous(memory_format=torch.channels_last_3d)):
         assert relative_error(layers(given), want) < 1e-5
     assert relative_error(layers(x[:1]), want[:1]) < 1e-5
+
+
+class Cached(nn.Conv3d):
+    """Computes something else where torch's class calls its convolution."""
+
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(x, weight, bias) * 2
+
+
+CAUSAL: dict[str, Callable[[], nn.Conv3d]] = {
+    "of Cosmos": lambda: CosmosCausalConv3d(32, 40, 3),
+    "of Cosmos over time": lambda: CosmosCausalConv3d(32, 40, (3, 1, 1), padding=0),
+    "of EasyAnimate": lambda: EasyAnimateCausalConv3d(32, 40, 3, padding=1),
+    "of CogVideoX": lambda: CogVideoXCausalConv3d(32, 40, 3, pad_mode="constant").conv,
+    "of Wan": lambda: WanCausalConv3d(32, 40, 3, padding=1),
+}
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_causal_convolution_pads_as_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own `forward` runs, twice, as some hold frames for the next call; sums as above.
+
+    EasyAnimate's convolves three frames at a time.
+    """
+    plain = CAUSAL[name]().requires_grad_(False)
+    layers = nn.Sequential(copy.deepcopy(plain))
+    swap_modules(layers, PATHS)
+    assert isinstance(layers[0], type(plain))
+    calls = [called(monkeypatch, kernels, each) for each in ("winograd_3d", "winograd_over_time")]
+    plain.double()
+    for number in (0, 1):
+        x = numbers(2, 32, 5, 22, 17 + number)[..., :17]
+        assert relative_error(layers(x), plain(x.double())) < 1e-5
+    assert sum(map(len, calls)) >= 2
+
+
+def test_a_class_that_computes_something_else_stays() -> None:
+    layer = nn.Sequential(Cached(32, 32, 3, padding=1))
+    assert not any(applies_to(path, layer) for path in PATHS)
 
 
 @pytest.mark.parametrize("paths", [(), ("temporal-conv",)])
@@ -151,12 +197,13 @@ def test_wan_decodes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
              if type(part).__module__ in (convolution_modules.__name__,
                                           diffusers_modules.__name__)}  # fmt: skip
     assert kinds == {
-        "NativeWanRMSNorm", "TemporalWanConv2d", "WinogradWanConv3d", "ChannelsLastConv2d",
-        "WinogradChannelsLastConv2d",
+        "NativeWanRMSNorm", "WinogradWanConv3d", "TemporalConv2d_WanCausalConv3d",
+        "WinogradOverTime_TemporalConv2d_WanCausalConv3d", "ChannelsLastConv2d",
+        "WinogradConv2d_ChannelsLastConv2d",
     }  # fmt: skip
     assert [*fast.state_dict()] == [*plain.state_dict()]
     frames = called(monkeypatch, kernels, "winograd_3d")
-    over_time = called(monkeypatch, diffusers_modules, "convolve_over_time")
+    over_time = called(monkeypatch, convolution_modules, "convolve_over_time")
     got = answer(fast)
     assert {shape[2] for shape in frames} > {1, 3}
     assert over_time
@@ -170,7 +217,9 @@ def test_a_repair_computes_wan_plainly_and_gives_it_back(monkeypatch: pytest.Mon
     undo = put_on(model, RepairSet(native_paths.CPU, {"vae": model}).plainly("vae", ""))
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "_call", lambda *_: pytest.fail("a kernel computes"))
-        patch.setattr(diffusers_modules, "convolve_over_time", lambda *_: pytest.fail("so does it"))
+        patch.setattr(
+            convolution_modules, "convolve_over_time", lambda *_: pytest.fail("so does it")
+        )
         # Weights that lie as oneDNN reads them stay so, and are summed in another order.
         assert relative_error(answer(model), answer(wan())) < 1e-5
     undo()
@@ -245,10 +294,10 @@ def test_a_norm_that_is_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_convolution_over_time_that_is_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its taps are in the wrong order."""
-    right = diffusers_modules.convolve_over_time
+    right = convolution_modules.convolve_over_time
 
     def wrong(x: Tensor, conv: nn.Conv3d, padding: int) -> Tensor:
         return right(x.flip(2), conv, padding)
 
-    monkeypatch.setattr(diffusers_modules, "convolve_over_time", wrong)
+    monkeypatch.setattr(convolution_modules, "convolve_over_time", wrong)
     assert not tried("temporal-conv").is_right

@@ -118,13 +118,13 @@ _PLACES: Mapping[str, Callable[[nn.Module], Sized]] = {
     "kept-embeddings": embedders,
     "cached-constants": _conditioned,  # the call of a pipeline puts it on, for each video
     "native-gated-linear": gated_linear.places,
-    **{name: partial(cpu_modules.places, name) for name in cpu_modules.KINDS},
+    **{name: partial(cpu_modules.places, name) for name in cpu_modules.PATHS},
 }
 _SWAPS: Mapping[str, Callable[[nn.Module, tuple[str, ...]], Any]] = {
     "linear-gelu": fuse,
     "kept-embeddings": _keep,
     "native-gated-linear": gated_linear.fuse,
-    **{name: cpu_modules.swapper(name) for name in cpu_modules.KINDS},
+    **{name: cpu_modules.swapper(name) for name in cpu_modules.PATHS},
 }
 _AROUND: Mapping[str, Callable[[nn.Module, Sequence[str], bool], None]] = {"compile": _compile}
 

@@ -1,7 +1,13 @@
-"""Convolutions by Winograd's algorithm or by two-dimensional kernels; see `cpu_modules`."""
+"""Convolutions by Winograd's algorithm or by two-dimensional kernels; see `cpu_modules`.
+
+The classes override `_conv_forward`, to which torch's `forward` gives its input, weight and bias.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import chain
 from typing import Any, TypeGuard
 
 import torch
@@ -9,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from everyframe.fast_paths import path_sizes
-from everyframe.ops.convolution import TemporalConv
 from everyframe.ops.native import kernels
 from everyframe.precision.dtypes import dtype_name
 
@@ -54,19 +59,16 @@ def convolve_over_time(x_NCTHW: Tensor, conv: nn.Conv3d, padding: int) -> Tensor
     return torch.unflatten(y, -1, sizes)
 
 
-class TemporalTorchConv2d(nn.Conv3d):
+class TemporalConv2d(nn.Conv3d):
     """A convolution over time as one of two dimensions: oneDNN has kernels for those."""
 
     is_plain = False
 
-    def forward(self, x_NCTHW: Tensor) -> Tensor:
-        if self.is_plain or x_NCTHW.ndim != 5 or not multiplies(x_NCTHW, self.weight):
-            return super().forward(x_NCTHW)
-        return convolve_over_time(x_NCTHW, self, int(self.padding[0]))
-
-
-class TemporalConv2d(TemporalTorchConv2d, TemporalConv):
-    """The same, that accepts input without pixels."""
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.is_plain or x.ndim != 5 or not multiplies(x, weight):
+            plain: Tensor = super()._conv_forward(x, weight, bias)
+            return plain
+        return convolve_over_time(x, self, int(self.padding[0]))
 
 
 class ChannelsLastConv2d(nn.Conv2d):
@@ -75,12 +77,12 @@ class ChannelsLastConv2d(nn.Conv2d):
     is_plain = False
     moves_its_weight = True  # see `everyframe.runtime.component_state`
 
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         is_last = weight.is_contiguous(memory_format=torch.channels_last)
         if not self.is_plain and not is_last and multiplies(x, weight):
             weight.data = weight.data.contiguous(memory_format=torch.channels_last)
-        return super().forward(x)
+        plain: Tensor = super()._conv_forward(x, weight, bias)
+        return plain
 
 
 class WinogradConv2d(nn.Conv2d):
@@ -88,15 +90,12 @@ class WinogradConv2d(nn.Conv2d):
 
     is_plain = False
 
-    def forward(self, x: Tensor) -> Tensor:
-        suits = x.ndim == 4 and x.dtype == self.weight.dtype and kernels.takes(x, self.weight)
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        suits = x.ndim == 4 and x.dtype == weight.dtype and kernels.takes(x, weight)
         if self.is_plain or not suits or not saves_products(self, len(x), *x.shape[2:]):
-            return super().forward(x)
-        return kernels.winograd(x, self.weight, self.bias)
-
-
-class WinogradChannelsLastConv2d(WinogradConv2d, ChannelsLastConv2d):
-    """The same for one whose weight lies as oneDNN reads it, which computes small images."""
+            plain: Tensor = super()._conv_forward(x, weight, bias)
+            return plain
+        return kernels.winograd(x, weight, bias)
 
 
 class WinogradConv3d(nn.Conv3d):
@@ -104,11 +103,12 @@ class WinogradConv3d(nn.Conv3d):
 
     is_plain = False
 
-    def forward(self, x_NCTHW: Tensor) -> Tensor:
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         around, pad, _ = (int(each) for each in self.padding)
-        if self.is_plain or not suits_winograd(self, x_NCTHW, (around, around), pad):
-            return super().forward(x_NCTHW)
-        return kernels.winograd_3d(x_NCTHW, self.weight, self.bias, (around, around), pad)
+        if self.is_plain or not suits_winograd(self, x, (around, around), pad):
+            plain: Tensor = super()._conv_forward(x, weight, bias)
+            return plain
+        return kernels.winograd_3d(x, weight, bias, (around, around), pad)
 
 
 def suits_winograd(conv: nn.Conv3d, x: Tensor, frame_padding: tuple[int, int], pad: int) -> bool:
@@ -131,23 +131,43 @@ class WinogradOverTime(nn.Conv3d):
 
     is_plain = False
 
-    def forward(self, x_NCTHW: Tensor) -> Tensor:
-        if self.is_plain or not _suits_winograd_over_time(self, x_NCTHW):
-            return super().forward(x_NCTHW)
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.is_plain or not _suits_winograd_over_time(self, x):
+            plain: Tensor = super()._conv_forward(x, weight, bias)
+            return plain
         padding = (int(self.padding[0]),) * 2
-        return kernels.winograd_over_time(x_NCTHW, self.weight, self.bias, padding)
+        return kernels.winograd_over_time(x, weight, bias, padding)
 
 
-class WinogradTemporalConv(WinogradOverTime, TemporalConv):
-    """The same, that accepts input without pixels."""
+#: By fast path: the classes that convolutions become, each a subclass of torch's.
+CONVOLUTIONS: Mapping[str, Sequence[Any]] = {
+    "temporal-conv": (TemporalConv2d,),
+    "temporal-winograd": (WinogradOverTime,),
+    "channels-last": (ChannelsLastConv2d,),
+    "winograd": (WinogradConv2d, WinogradConv3d),
+}
+
+#: Definitions of `_conv_forward` that compute the convolution and nothing else.
+_KNOWN = {each._conv_forward for each in (nn.Conv2d, nn.Conv3d, *chain(*CONVOLUTIONS.values()))}
 
 
-class WinogradTemporalTorchConv2d(WinogradOverTime, TemporalTorchConv2d):
-    """The same, with few frames as one of two dimensions."""
+@cache
+def convolution_kind(path: str, own: Any) -> type[nn.Module] | None:
+    """The class that a convolution of this class becomes; None if the path has none for it.
 
-
-class WinogradTemporalConv2d(WinogradOverTime, TemporalConv2d):
-    """Both."""
+    A subclass of torch's keeps its own `forward`, as the causal ones of diffusers' autoencoders
+    pad in theirs. What torch calls at its end is ours.
+    """
+    if getattr(own, "_conv_forward", None) not in _KNOWN:
+        return None
+    for kind in CONVOLUTIONS[path]:
+        (plain,) = kind.__bases__
+        if own is plain:
+            found: type[nn.Module] = kind
+            return found
+        if issubclass(own, plain) and not issubclass(own, kind):
+            return type(f"{kind.__name__}_{own.__name__}", (kind, own), {"__module__": __name__})
+    return None
 
 
 def _suits_winograd_over_time(conv: nn.Conv3d, x: Tensor) -> bool:

@@ -16,16 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from everyframe.fast_paths.convolution_modules import (
-    ChannelsLastConv2d,
-    TemporalConv2d,
-    TemporalTorchConv2d,
-    WinogradChannelsLastConv2d,
-    WinogradConv2d,
-    WinogradConv3d,
-    WinogradOverTime,
-    WinogradTemporalConv,
-    WinogradTemporalConv2d,
-    WinogradTemporalTorchConv2d,
+    CONVOLUTIONS,
+    convolution_kind,
     is_temporal,
     is_winograd,
     is_winograd_over_time,
@@ -34,7 +26,6 @@ from everyframe.fast_paths.convolution_modules import (
 from everyframe.fast_paths.diffusers_attention import is_attention, native_kind
 from everyframe.ops.activation import GatedGELU
 from everyframe.ops.attention import AttentionCore, attention, merge_heads, split_heads
-from everyframe.ops.convolution import TemporalConv
 from everyframe.ops.modulation import GatedAdd
 from everyframe.ops.native import kernels
 from everyframe.ops.norm import (
@@ -278,21 +269,10 @@ KINDS: Mapping[str, Mapping[type[nn.Module], type[nn.Module]]] = {
     "native-attention": {TemporalAttention: NativeTemporalAttention},
     "native-flash": {SelfAttention: NativeSelfAttention, AttentionCore: NativeAttentionCore},
     "onednn-linear": {nn.Linear: OneDNNLinear},
-    "temporal-conv": {TemporalConv: TemporalConv2d, nn.Conv3d: TemporalTorchConv2d},
-    "temporal-winograd": {
-        TemporalConv: WinogradTemporalConv,
-        TemporalConv2d: WinogradTemporalConv2d,
-        TemporalTorchConv2d: WinogradTemporalTorchConv2d,
-        nn.Conv3d: WinogradOverTime,
-    },
-    "channels-last": {nn.Conv2d: ChannelsLastConv2d},
-    "winograd": {
-        nn.Conv2d: WinogradConv2d,
-        ChannelsLastConv2d: WinogradChannelsLastConv2d,
-        nn.Conv3d: WinogradConv3d,
-    },
 }
 
+#: The fast paths that swap modules here.
+PATHS = (*KINDS, *CONVOLUTIONS)
 
 _DIFFUSERS = "everyframe.fast_paths.diffusers_modules"
 _WAN = "diffusers.models.autoencoders.autoencoder_kl_wan"
@@ -303,7 +283,6 @@ _FOREIGN: Mapping[tuple[str, str], str] = {
     ("native-norm", "diffusers.models.normalization.FP32LayerNorm"): "NativeFP32LayerNorm",
     ("native-norm", "diffusers.models.normalization.RMSNorm"): "NativeDiffusersRMSNorm",
     ("native-norm", f"{_WAN}.WanRMS_norm"): "NativeWanRMSNorm",
-    ("temporal-conv", f"{_WAN}.WanCausalConv3d"): "TemporalWanConv2d",
     ("winograd", f"{_WAN}.WanCausalConv3d"): "WinogradWanConv3d",
 }
 
@@ -323,6 +302,8 @@ def _new_kind(path: str, part: nn.Module) -> type[nn.Module] | None:
     if foreign is not None:
         found: type[nn.Module] = getattr(import_module(_DIFFUSERS), foreign)
         return found
+    if path in CONVOLUTIONS:
+        return convolution_kind(path, own)  # type: ignore[arg-type]
     return KINDS[path].get(own)
 
 

@@ -8,17 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from diffusers.models.activations import GEGLU, GELU
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanRMS_norm
 from diffusers.models.normalization import FP32LayerNorm, RMSNorm
 from torch import Tensor
 
-from everyframe.fast_paths.convolution_modules import (
-    convolve_over_time,
-    multiplies,
-    suits_winograd,
-)
+from everyframe.fast_paths.convolution_modules import suits_winograd
 from everyframe.ops.native import kernels
 
 
@@ -93,29 +88,6 @@ class NativeWanRMSNorm(WanRMS_norm):  # type: ignore[misc]
         return rows.movedim(-1, 1)
 
 
-def _with_frames_before(
-    conv: WanCausalConv3d, x: Tensor, before: Tensor | None
-) -> tuple[Tensor, int]:
-    """The input with the frames before it, and how many frames of zeros go in front of those."""
-    front: int = conv._padding[4]
-    if before is None or front == 0:
-        return x, front
-    return torch.cat([before.to(x.device), x], dim=2), front - before.shape[2]
-
-
-class TemporalWanConv2d(WanCausalConv3d):  # type: ignore[misc]
-    """A causal convolution over time as one of two dimensions."""
-
-    is_plain = False
-
-    def forward(self, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
-        if self.is_plain or not multiplies(x, self.weight):
-            plain: Tensor = super().forward(x, cache_x)
-            return plain
-        whole, front = _with_frames_before(self, x, cache_x)
-        return convolve_over_time(F.pad(whole, (0, 0, 0, 0, front, 0)), self, 0)
-
-
 class WinogradWanConv3d(WanCausalConv3d):  # type: ignore[misc]
     """A causal convolution of 3x3x3 by Winograd's algorithm, which needs no padded copy."""
 
@@ -123,8 +95,11 @@ class WinogradWanConv3d(WanCausalConv3d):  # type: ignore[misc]
 
     def forward(self, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
         if not self.is_plain:
-            whole, front = _with_frames_before(self, x, cache_x)
-            pad = self._padding[0]
+            front, pad = self._padding[4], self._padding[0]
+            whole = x
+            if cache_x is not None and front > 0:
+                whole = torch.cat([cache_x.to(x.device), x], dim=2)
+                front -= cache_x.shape[2]
             if suits_winograd(self, whole, (front, 0), pad):
                 return kernels.winograd_3d(whole, self.weight, self.bias, (front, 0), pad)
         plain: Tensor = super().forward(x, cache_x)

@@ -2,6 +2,7 @@
 
 #include "activation.c"
 #include "attention.c"
+#include "channels_last.c"
 #include "frame_attention.c"
 #include "gated_linear.c"
 #include "group_norm.c"

@@ -32,6 +32,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "attention": (_P, _P, _P, _P, _L, _L, _L, _L, _L, _P, _D, _I, _I),
     "gated_linear": (_P, _P, _P, _P, _L, _L, _L, _I, _I),
     "has_halves": (),
+    "channels_last": (_P, _P, _L, _L, _L, _I),
     "winograd": (_P, _P, _P, _P, _L, _P, _P, _L, _L, _L, _L, _L, _P, _I, _I),
     "winograd_over_time": (_P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _L, _P, _I, _I),
 }
@@ -253,7 +254,7 @@ def winograd_3d(
     sizes = (frames + front + back + 1 - taps, height + 2 * pad - 2, width + 2 * pad - 2)
     if min(sizes) < 1 or pad not in (0, 1) or min(frame_padding) < 0:
         raise ValueError(f"frames of {given} with a padding of {frame_padding} and {pad}")
-    x_NCTHW = x_NCTHW.contiguous(memory_format=torch.channels_last_3d)
+    x_NCTHW = _channels_last(x_NCTHW)
     y = torch.empty((samples, *sizes, outputs), dtype=x_NCTHW.dtype).permute(0, 4, 1, 2, 3)
     _call(
         "winograd", x_NCTHW, weight, None if bias is None else _floats(bias, outputs), y, samples,
@@ -278,13 +279,23 @@ def winograd_over_time(
     made = frames + sum(frame_padding) - 2
     if made < 1 or min(frame_padding) < 0:
         raise ValueError(f"{frames} frames with a padding of {frame_padding}")
-    x_NCTHW = x_NCTHW.contiguous(memory_format=torch.channels_last_3d)
+    x_NCTHW = _channels_last(x_NCTHW)
     y = x_NCTHW.new_empty((samples, made, height, width, outputs)).permute(0, 4, 1, 2, 3)
     _call(
         "winograd_over_time", x_NCTHW, weight, None if bias is None else _floats(bias, outputs), y,
         samples, frames, made, height * width, channels, outputs, frame_padding[0],
         (c_long * 3)(*weight.stride()[:3]), _is_bf16(y),
     )  # fmt: skip
+    return y
+
+
+def _channels_last(x_NCTHW: Tensor) -> Tensor:
+    """The same numbers as rows of channels, moved by a kernel if contiguous and float32."""
+    if x_NCTHW.dtype != torch.float32 or not x_NCTHW.is_contiguous():
+        return x_NCTHW.contiguous(memory_format=torch.channels_last_3d)
+    y = torch.empty_like(x_NCTHW, memory_format=torch.channels_last_3d)
+    samples, channels = x_NCTHW.shape[:2]
+    _call("channels_last", x_NCTHW, y, samples, channels, x_NCTHW[0, 0].numel())
     return y
 
 
