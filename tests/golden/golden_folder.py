@@ -47,17 +47,30 @@ class Golden:
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.tensors:
             raise InputError(f"{self.folder / 'io.safetensors'} has no tensor {name!r}")
-        return self.tensors[name]
+        tensor = self.tensors[name]
+        # The parts are built in float32, in whatever numbers a golden is stored.
+        return tensor.float() if tensor.is_floating_point() else tensor
 
     def setting(self, name: str) -> Any:
         if name not in self.config:
             raise InputError(f"{self.folder / 'config.json'} has no setting {name!r}")
         return self.config[name]
 
+    def only(self, name: str, supported: object) -> None:
+        """Raise `InputError` where the config sets `name` to another than the supported value."""
+        refuse_other(self.folder, self.config, name, supported)
+
     def load(self, module: nn.Module, keys: KeyMap | None = None) -> None:
         """Fill `module` with the folder's weights: none missing, left over or misshapen."""
         load_strictly(module, open_checkpoint(self._file("weights.safetensors")), keys=keys)
         module.eval()
+
+
+def refuse_other(folder: Path, config: dict[str, Any], name: str, supported: object) -> None:
+    """Raise `InputError` where `config` sets `name` to another than the supported value."""
+    given = config.get(name, supported)
+    if given != supported:
+        raise InputError(f"{folder}: {name} must be {supported!r}, got {given!r}")
 
 
 def constructor(golden: Golden, *leave_out: str) -> dict[str, Any]:
