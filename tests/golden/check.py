@@ -46,7 +46,7 @@ def opensora_stdit_v1_0(golden: Golden) -> Outputs:
     from everyframe.families.opensora.config import STDiTConfig
     from everyframe.families.opensora.stdit import STDiT
 
-    model = STDiT(STDiTConfig.from_json(golden.config))
+    model = STDiT(STDiTConfig.from_json(constructor(golden)))
     golden.load(model, STDIT_KEYS)
     for name, mask in (("output", "mask"), ("output_without_mask", None)):
         if name in golden:
@@ -60,7 +60,7 @@ def opensora_stdit3_v1_2(golden: Golden) -> Outputs:
     from everyframe.families.opensora.config import STDiT3Config
     from everyframe.families.opensora.stdit3 import STDiT3
 
-    model = STDiT3(STDiT3Config.from_json(golden.config))
+    model = STDiT3(STDiT3Config.from_json(constructor(golden)))
     golden.load(model, STDIT3_KEYS)
     sizes = {name: golden[name] for name in ("fps", "height", "width")}
     outputs = (
@@ -80,7 +80,7 @@ def opensora_vae_temporal_v1_2(golden: Golden) -> Outputs:
     from everyframe.families.opensora.temporal_vae import TemporalVAE
     from everyframe.families.opensora.vae_config import TemporalVAEConfig
 
-    vae = TemporalVAE(TemporalVAEConfig.from_json(golden.config))
+    vae = TemporalVAE(TemporalVAEConfig.from_json(constructor(golden)))
     golden.load(vae)
     yield "moments", torch.cat(vae.moments(golden["x"]), dim=1)
     yield "z", vae.encode(golden["x"])

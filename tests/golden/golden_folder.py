@@ -73,8 +73,17 @@ def refuse_other(folder: Path, config: dict[str, Any], name: str, supported: obj
         raise InputError(f"{folder}: {name} must be {supported!r}, got {given!r}")
 
 
-def constructor(golden: Golden, *leave_out: str) -> dict[str, Any]:
-    """What upstream's class was made with, as its config.json would say it."""
-    name = next((key for key in golden.config if key.startswith("constructor")), "constructor")
-    given: dict[str, Any] = golden.setting(name)
-    return {key: value for key, value in given.items() if key not in leave_out}
+#: What a config says of how the golden was made, beside the sizes.
+_NOTES = (
+    "upstream_class", "seed", "call", "fp32_vs_fp64_max_abs", "suggested_atol", "suggested_rtol",
+)  # fmt: skip
+
+
+def constructor(golden: Golden) -> dict[str, Any]:
+    """What upstream's class was made with, as its config.json would say it.
+
+    It stands under a name of its own, or is the whole config.
+    """
+    name = next((key for key in golden.config if key.startswith("constructor")), None)
+    given: dict[str, Any] = golden.config if name is None else golden.config[name]
+    return {key: value for key, value in given.items() if key not in _NOTES}

@@ -17,7 +17,7 @@ def opensora2_mmdit(golden: Golden) -> Outputs:
     from everyframe.families.opensora2.config import MMDiTConfig
     from everyframe.families.opensora2.mmdit import MMDiT
 
-    config = MMDiTConfig.from_json(golden.config)
+    config = MMDiTConfig.from_json(constructor(golden))
     model = MMDiT(config)
     golden.load(model)
     guidance = golden["guidance"] if config.guidance_embed else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 import subprocess
 import sys
@@ -181,6 +182,16 @@ def test_tensors_may_be_of_other_numbers(copy: Callable[[str], Path], name: str)
 
     change(folder / "io.safetensors", widen)
     change(folder / "weights.safetensors", widen)
+    assert check.main([str(folder)]) == 0
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_sizes_may_stand_among_notes(copy: Callable[[str], Path], is_nested: bool) -> None:
+    folder = copy("opensora_vae_temporal_v1_2")
+    config = json.loads((folder / "config.json").read_text())
+    config = {"constructor": config} if is_nested else config
+    notes = {"upstream_class": "VAE_Temporal", "seed": 7}
+    (folder / "config.json").write_text(json.dumps({**notes, **config}))
     assert check.main([str(folder)]) == 0
 
 
