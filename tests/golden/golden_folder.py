@@ -47,12 +47,18 @@ class Golden:
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.tensors:
             raise InputError(f"{self.folder / 'io.safetensors'} has no tensor {name!r}")
-        return self.tensors[name]
+        tensor = self.tensors[name]
+        # The parts are built in float32, in whatever numbers a golden is stored.
+        return tensor.float() if tensor.is_floating_point() else tensor
 
     def setting(self, name: str) -> Any:
         if name not in self.config:
             raise InputError(f"{self.folder / 'config.json'} has no setting {name!r}")
         return self.config[name]
+
+    def only(self, name: str, supported: object) -> None:
+        """Raise `InputError` where the config sets `name` to another than the supported value."""
+        refuse_other(self.folder, self.config, name, supported)
 
     def load(self, module: nn.Module, keys: KeyMap | None = None) -> None:
         """Fill `module` with the folder's weights: none missing, left over or misshapen."""
@@ -60,8 +66,24 @@ class Golden:
         module.eval()
 
 
-def constructor(golden: Golden, *leave_out: str) -> dict[str, Any]:
-    """What upstream's class was made with, as its config.json would say it."""
-    name = next((key for key in golden.config if key.startswith("constructor")), "constructor")
-    given: dict[str, Any] = golden.setting(name)
-    return {key: value for key, value in given.items() if key not in leave_out}
+def refuse_other(folder: Path, config: dict[str, Any], name: str, supported: object) -> None:
+    """Raise `InputError` where `config` sets `name` to another than the supported value."""
+    given = config.get(name, supported)
+    if given != supported:
+        raise InputError(f"{folder}: {name} must be {supported!r}, got {given!r}")
+
+
+#: What a config says of how the golden was made, beside the sizes.
+_NOTES = (
+    "upstream_class", "seed", "call", "fp32_vs_fp64_max_abs", "suggested_atol", "suggested_rtol",
+)  # fmt: skip
+
+
+def constructor(golden: Golden) -> dict[str, Any]:
+    """What upstream's class was made with, as its config.json would say it.
+
+    It stands under a name of its own, or is the whole config.
+    """
+    name = next((key for key in golden.config if key.startswith("constructor")), None)
+    given: dict[str, Any] = golden.config if name is None else golden.config[name]
+    return {key: value for key, value in given.items() if key not in _NOTES}

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from golden_folder import Golden, Outputs, constructor
+from golden_folder import Golden, Outputs, constructor, refuse_other
 from torch import Tensor
 
 from everyframe.core.errors import InputError
@@ -17,19 +17,19 @@ def opensora2_mmdit(golden: Golden) -> Outputs:
     from everyframe.families.opensora2.config import MMDiTConfig
     from everyframe.families.opensora2.mmdit import MMDiT
 
-    config = MMDiTConfig.from_json(golden.config)
+    config = MMDiTConfig.from_json(constructor(golden))
     model = MMDiT(config)
     golden.load(model)
     guidance = golden["guidance"] if config.guidance_embed else None
     context = model.context(golden["txt"], golden["y_vec"], guidance)
     patch = config.patch_size
 
-    def unpacked(prefix: str) -> Tensor:
+    def unpacked(prefix: str, tokens: str = "img") -> Tensor:
         """Latents of tokens, whose ids count frames, rows and columns."""
         t, h, w = (int(n) + 1 for n in golden[f"{prefix}img_ids"][0].amax(0))
         sizes = {"t": t, "h": h, "w": w, "ph": patch, "pw": patch}
         pattern = "b (t h w) (c ph pw) -> b c t (h ph) (w pw)"
-        return rearrange(golden[f"{prefix}img"], pattern, **sizes)
+        return rearrange(golden[f"{prefix}{tokens}"], pattern, **sizes)
 
     def packed(x: Tensor) -> Tensor:
         return rearrange(x, "b c t (h ph) (w pw) -> b (t h w) (c ph pw)", ph=patch, pw=patch)
@@ -38,6 +38,8 @@ def opensora2_mmdit(golden: Golden) -> Outputs:
     cond = None
     if "masks" in golden:
         cond = torch.cat([golden["masks"], golden["masked_ref"]], dim=1)
+    elif "cond" in golden:
+        cond = unpacked("", "cond")
     velocity = model(x, t, context, cond)
     yield "output", packed(velocity)
     yield "output_unpacked", velocity
@@ -47,16 +49,28 @@ def opensora2_mmdit(golden: Golden) -> Outputs:
         yield "image.output", packed(model(unpacked("image."), t, context))
 
 
+_HUNYUAN_ALWAYS: dict[str, object] = {
+    "act_fn": "silu", "mid_block_add_attention": True, "time_compression_ratio": 4,
+    "spatial_compression_ratio": 8, "dropout": 0.0, "channel": False, "from_pretrained": None,
+}  # fmt: skip
+
+
 def opensora2_vae_hunyuan(golden: Golden) -> Outputs:
     """Both directions of HunyuanVideo's autoencoder, in the tiles of each case."""
     from everyframe.families.opensora2 import vae as vaes
     from everyframe.families.opensora2.vae_config import HunyuanVAEConfig
 
     given = constructor(golden)
+    for name, supported in _HUNYUAN_ALWAYS.items():
+        refuse_other(golden.folder, given, name, supported)
+    # Of how it runs; each case says it.
+    unused = (*_HUNYUAN_ALWAYS, "use_slicing", "use_spatial_tiling", "use_temporal_tiling")
+    given = {name: value for name, value in given.items() if name not in unused}
     # Upstream's names; what isn't named is as released.
     names = {"sample_tsize": "sample_frames", "tile_overlap_factor": "overlap"}
     fields = {names.get(name, name): value for name, value in given.items()}
-    fields["block_out_channels"] = tuple(fields["block_out_channels"])
+    if "block_out_channels" in fields:
+        fields["block_out_channels"] = tuple(fields["block_out_channels"])
     config = HunyuanVAEConfig(**fields)
     vae = vaes.build(config)
     golden.load(vae)
@@ -129,16 +143,10 @@ def _opensora2_case(golden: Golden, case: dict[str, Any]) -> Outputs:
     yield f"{name}.timesteps", times
     yield f"{name}.model_timesteps", times[:-1].float()
 
-    kind = case["cond_type"]
-    given = [GivenLatents() for _ in z0]
-    if f"{name}.references_0" in golden and frames > 1:
-        refs = [golden[f"{name}.references_{i}"] for i in range(2 if "loop" in kind else 1)]
-        for item in range(len(z0) - bool(case.get("no_reference_for_last"))):
-            at = slice(item, item + 1)
-            first = None if "tail" in kind else refs[0][at]
-            last = refs[-1][at] if "tail" in kind or "loop" in kind else None
-            given[item] = GivenLatents(first, last)
-    cond = torch.cat([each.condition(tuple(z0.shape[1:])) for each in given])
+    given = _given(golden, case)
+    # Upstream has no condition for a single frame, but writes the given one over it.
+    seen = given if frames > 1 else [GivenLatents()] * len(given)
+    cond = torch.cat([each.condition(tuple(z0.shape[1:])) for each in seen])
     yield f"{name}.masks", cond[:, :1]
     yield f"{name}.masked_ref", cond[:, 1:]
 
@@ -153,7 +161,8 @@ def _opensora2_case(golden: Golden, case: dict[str, Any]) -> Outputs:
 
     guidance = Guidance(
         case["num_steps"], case["guidance"], case["guidance_img"], case["text_osci"],
-        case["image_osci"], case["scale_temporal_osci"] and "i2v" in kind, bool(cond.any()),
+        case["image_osci"], case["scale_temporal_osci"] and "i2v" in case["cond_type"],
+        bool(cond.any()),
     )  # fmt: skip
 
     def denoise(x: Tensor, t: Tensor) -> Tensor:
@@ -164,8 +173,8 @@ def _opensora2_case(golden: Golden, case: dict[str, Any]) -> Outputs:
         now, outputs = guidance.at(step, frames), []
         for row, has_condition in now.branches:
             told = 1.0 if (row, has_condition) == PROMPT else -float(case["negative_prompt"])
-            seen = cond if has_condition else torch.zeros_like(cond)
-            outputs.append(model(x, t, told, seen[:, :1], seen[:, 1:]))
+            here = cond if has_condition else torch.zeros_like(cond)
+            outputs.append(model(x, t, told, here[:, :1], here[:, 1:]))
         return now.combine(outputs)
 
     *_, last_step = flow_matching.sample(denoise, z0, times)
@@ -173,3 +182,23 @@ def _opensora2_case(golden: Golden, case: dict[str, Any]) -> Outputs:
     # Upstream writes the given frames over those of the first video alone.
     pasted = torch.cat([given[0].pasted(last_step.x[:1]), last_step.x[1:]])
     yield f"{name}.sample_pasted", pasted
+
+
+def _given(golden: Golden, case: dict[str, Any]) -> list[Any]:
+    """Latents that each video of the case begins and ends with, as much as its kind reads."""
+    from everyframe.families.opensora2.conditions import GivenLatents
+
+    name, kind = case["name"], case["cond_type"]
+    given = [GivenLatents() for _ in golden[f"{name}.z0"]]
+    if kind == "t2v" or f"{name}.references_0" not in golden:
+        return given
+    refs = [golden[f"{name}.references_{i}"] for i in range(2 if "loop" in kind else 1)]
+    length = 1
+    if "v2v" in kind:
+        length = (16 if "easy" in kind else 8) + case["is_causal_vae"]
+    for item in range(len(given) - bool(case.get("no_reference_for_last"))):
+        at = slice(item, item + 1)
+        first = None if "tail" in kind else refs[0][at, :, :length]
+        last = refs[-1][at, :, -length:] if "tail" in kind or "loop" in kind else None
+        given[item] = GivenLatents(first, last)
+    return given

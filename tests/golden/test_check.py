@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 import subprocess
 import sys
@@ -169,3 +170,77 @@ def test_other_sizes_are_run(copy: Callable[[str], Path]) -> None:
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config.replace("20", "10"))
     assert check.main([str(folder)]) == 1
+
+
+@pytest.mark.parametrize("name", ["opensora_vae_temporal_v1_2", "opensora_stdit3_v1_2"])
+def test_tensors_may_be_of_other_numbers(copy: Callable[[str], Path], name: str) -> None:
+    folder = copy(name)
+
+    def widen(tensors: dict[str, Tensor]) -> None:
+        for key, tensor in tensors.items():
+            tensors[key] = tensor.double() if tensor.is_floating_point() else tensor
+
+    change(folder / "io.safetensors", widen)
+    change(folder / "weights.safetensors", widen)
+    assert check.main([str(folder)]) == 0
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_sizes_may_stand_among_notes(copy: Callable[[str], Path], is_nested: bool) -> None:
+    folder = copy("opensora_vae_temporal_v1_2")
+    config = json.loads((folder / "config.json").read_text())
+    config = {"constructor": config} if is_nested else config
+    notes = {"upstream_class": "VAE_Temporal", "seed": 7}
+    (folder / "config.json").write_text(json.dumps({**notes, **config}))
+    assert check.main([str(folder)]) == 0
+
+
+def test_a_reference_is_read_as_far_as_its_kind_says(copy: Callable[[str], Path]) -> None:
+    """Upstream takes 9 latent frames of a clip, none without a condition, and pastes a picture
+    over a video of one frame."""
+    folder = copy("opensora2_sampler")
+    config = folder / "config.json"
+    head, image, tail = (config.read_text(), '"name": "t2v_image"', '"cond_type": "t2v"')
+    at = head.index(tail, head.index(image))
+    config.write_text(head[:at] + '"cond_type": "i2v_head"' + head[at + len(tail) :])
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        clip = tensors["v2v_head.references_0"]
+        tensors["v2v_head.references_0"] = torch.cat([clip, clip[:, :, :2] + 1], dim=2)
+        tensors["t2v.references_0"] = tensors["t2v.z0"][:, :, :1].clone()
+        picture = tensors["t2v_image.z0"] + 1
+        tensors["t2v_image.references_0"] = picture
+        tensors["t2v_image.sample_pasted"] = picture.clone()
+
+    change(folder / "io.safetensors", edit)
+    assert check.main([str(folder)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("opensora_rflow_10", '"use_discrete_timesteps": true'),
+        ("opensora_iddpm_20", '"predict_xstart": true'),
+        ("opensora_iddpm_20", '"noise_schedule": "cosine"'),
+    ],
+)
+def test_a_setting_that_changes_the_function_is_refused(
+    copy: Callable[[str], Path], capsys: pytest.CaptureFixture[str], name: str, setting: str
+) -> None:
+    folder = copy(name)
+    config = folder / "config.json"
+    config.write_text(config.read_text().rstrip().removesuffix("}") + f", {setting}}}")
+    assert check.main([str(folder)]) == 2
+    key = setting.split('"')[1]
+    assert f"{key} must be" in capsys.readouterr().err
+
+
+def test_an_error_of_one_folder_leaves_the_others(
+    copy: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copy("opensora2_sampler")
+    (folder / "config.json").write_text('{"cases": [{"name": "t2v"}]}')
+    assert check.main([str(folder), str(HERE / "opensora_rflow_10")]) == 2
+    said = capsys.readouterr()
+    assert "KeyError: 'patch_size'" in said.err
+    assert "opensora_rflow_10" in said.out

@@ -65,7 +65,13 @@ def test_an_unknown_key_is_named_with_its_nearest() -> None:
         STDiT3Config.from_json({"space_scale": 0.5})
 
 
-@pytest.mark.parametrize("name", ["qk_norm_legacy", "skip_y_embedder", "no_temporal_pos_emb"])
+def test_a_1_0_config_that_leaves_things_out_is_read_as_upstreams_class_does() -> None:
+    assert STDiTConfig.from_json({}).space_scale == 1.0  # not the 0.5 of 256 pixels
+    # v1.0.0's class takes this switch and never reads it.
+    assert STDiTConfig.from_json({"no_temporal_pos_emb": True}) == STDiTConfig()
+
+
+@pytest.mark.parametrize("name", ["qk_norm_legacy", "skip_y_embedder"])
 def test_a_switch_to_another_function_is_refused(name: str) -> None:
     assert STDiT3Config.from_json({name: False}) == STDiT3Config()
     with pytest.raises(CheckpointError, match=name):

@@ -240,6 +240,12 @@ def test_config_reads_upstreams_file() -> None:
     assert small.latent_channels == 5
 
 
+def test_one_number_shifts_and_scales_all_channels() -> None:
+    """Upstream's class has 0.0 and 1.0 where its config says nothing."""
+    config = VideoVAEConfig.from_json({**PIPELINE, "shift": 0.5, "scale": 2.0})
+    assert (config.shift, config.scale) == ((0.5,) * 5, (2.0,) * 5)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

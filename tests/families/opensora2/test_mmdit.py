@@ -160,6 +160,15 @@ def test_foreign_tensors_are_refused() -> None:
         MMDiTConfig.from_json({"extra": 1})
 
 
+def test_switches_that_are_left_out_are_those_of_upstreams_class() -> None:
+    """The class is FLUX's, whose rotary channels are pairs; read otherwise, numbers are wrong."""
+    config = MMDiTConfig.from_json({"depth": 3})
+    assert (config.depth, config.cond_embed, config.fused_qkv, config.use_liger_rope) == (
+        3, False, True, False,
+    )  # fmt: skip
+    assert MMDiTConfig.from_json({"use_liger_rope": True}).use_liger_rope
+
+
 def test_the_feed_forwards_width_survives_its_ratio() -> None:
     """`int(hidden * (width / hidden))` is one too small for 313 of these pairs."""
     mlp_size = MMDiTConfig.mlp_size.fget  # type: ignore[attr-defined]

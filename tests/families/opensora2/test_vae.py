@@ -66,6 +66,23 @@ def test_hunyuans_autoencoder_equals_diffusers(frames: int, tiled: bool) -> None
     assert wanted.std() > 0.01
 
 
+@pytest.mark.parametrize("frames", [13, 17, 21])
+def test_tiles_of_frames_equal_diffusers(frames: int) -> None:
+    """17 frames are a tile and its first one: upstream makes two of them, 13 are one."""
+    vae = built(HUNYUAN)
+    config = replace(HUNYUAN, sample_frames=16).in_tiles(sides=False, frames=True)
+    theirs = diffusers_vae(vae)
+    theirs.use_framewise_encoding = theirs.use_framewise_decoding = True
+    theirs.tile_sample_min_num_frames, theirs.tile_sample_stride_num_frames = 16, 12
+    pixels = torch.rand(1, 3, frames, 16, 16, dtype=torch.float64) * 2 - 1
+    latents = torch.randn(1, 2, (frames - 1) // 4 + 1, 2, 2, dtype=torch.float64)
+    with torch.no_grad():
+        mean = theirs.encode(pixels).latent_dist.mode()
+        wanted = theirs.decode(latents / config.scale_factor).sample
+        assert (vaes.encode(vae, config, pixels) / config.scale_factor - mean).abs().max() < 1e-9
+        assert (vaes.decode(vae, config, latents) - wanted).abs().max() < 1e-9
+
+
 class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The number of elements of the largest tensor that is made."""
 

@@ -21,10 +21,11 @@ TRAINING_KEYS = frozenset({
     "enable_flash_attn", "enable_flashattn", "enable_layernorm_kernel",
     "enable_sequence_parallelism",
     "class_dropout_prob", "drop_path", "freeze", "freeze_y_embedder", "only_train_temporal",
+    "no_temporal_pos_emb",  # 1.0's class takes it and never reads it
 })  # fmt: skip
 """Keys of upstream's config.json that say how it was trained or executed, not what it computes."""
 
-MUST_BE_OFF = ("qk_norm_legacy", "skip_y_embedder", "no_temporal_pos_emb")
+MUST_BE_OFF = ("qk_norm_legacy", "skip_y_embedder")
 """Upstream's switches to another function, off in every released checkpoint of 1.0 and 1.2."""
 
 
@@ -73,17 +74,18 @@ class DenoiserConfig:
 
 @dataclass(frozen=True)
 class STDiTConfig(DenoiserConfig):
-    """Config of `STDiT`, Open-Sora 1.0; the default is the 16x256x256 model.
+    """Config of `STDiT`, Open-Sora 1.0.
 
     Attributes:
         input_size: latent (frames, rows, columns) in training; other sizes run as well.
-        space_scale: divisor of spatial positions: 0.5 at 256 pixels, 1.0 at 512 pixels.
+        space_scale: divisor of spatial positions: 0.5 at 256 pixels, 1.0 at 512 pixels; 1.0 where
+            a config says nothing, as in upstream's class.
         time_scale: divisor of temporal positions.
     """
 
     input_size: tuple[int, int, int] = (16, 32, 32)
     model_max_length: int = 120
-    space_scale: float = 0.5
+    space_scale: float = 1.0
     time_scale: float = 1.0
 
 

@@ -219,8 +219,13 @@ class VideoVAEConfig(LatentSizes):
             micro_batch_size=stage.get("micro_batch_size") or 4,
         )
         temporal = TemporalVAEConfig.from_json(data.get("vae_temporal", {}))
+        # One number is for all channels; upstream's class has 0.0 and 1.0 so.
         given: dict[str, Any] = {
-            name: tuple(data[name]) for name in ("shift", "scale") if name in data
+            name: tuple(data[name])
+            if isinstance(data[name], (list, tuple))
+            else (data[name],) * temporal.embed_dim
+            for name in ("shift", "scale")
+            if name in data
         }
         if "micro_frame_size" in data:
             given["micro_frame_size"] = data["micro_frame_size"]

@@ -18,6 +18,8 @@ from everyframe.families.opensora2.vae_config import VAEConfig
 #: Keys of upstream's configs that say where weights are or how they run, not what is computed.
 IGNORED_KEYS = frozenset({"type", "from_pretrained", "strict_load", "grad_ckpt_settings"})
 
+_CLASS_SWITCHES = {"cond_embed": False, "fused_qkv": True, "use_liger_rope": False}
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -88,7 +90,11 @@ class MMDiTConfig:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> MMDiTConfig:
-        """Parse upstream's fields; raises `CheckpointError` that names the faulty key."""
+        """Parse upstream's fields; raises `CheckpointError` that names the faulty key.
+
+        A switch that is left out is as in upstream's class, which isn't the released video model.
+        """
+        data = {**_CLASS_SWITCHES, **data}
         return cls(**config_values(cls, data, IGNORED_KEYS, "the denoiser's config.json"))
 
     @classmethod

@@ -56,10 +56,11 @@ class Tiles:
     def spans(self, size: LatentSize | tuple[int, ...]) -> tuple[tuple[range, ...], ...]:
         """Tiles along frames, rows and columns.
 
-        Upstream tiles both sides as soon as one is longer than a tile, and so also one that isn't.
+        Upstream tiles both sides as soon as one is longer than a tile, and so also one that isn't;
+        and it tiles frames of which a tile with its `lead` would hold all.
         """
         frames, height, width = size
-        by_time = self.frames is not None and frames > self.frames.size + self.frames.lead
+        by_time = self.frames is not None and frames > self.frames.size
         across = self.sides is not None and max(height, width) > self.sides.size
         time = self.frames or AxisTiles(1, 1, 1, 0)
         side = self.sides or AxisTiles(1, 1, 1, 0)
