@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from everyframe.diffusers_pipelines.group_offload import tensors_on_disk
 from everyframe.diffusers_pipelines.step_caches import describe_cache
+from everyframe.diffusers_pipelines.weight_hooks import tensors_on_disk
 
 #: Most values of one tensor that enter a pipeline's digest, evenly spaced.
 _MOST_SAMPLES = 1 << 14

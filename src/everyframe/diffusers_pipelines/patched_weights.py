@@ -22,7 +22,7 @@ from everyframe.diffusers_pipelines.call import in_one_run, restore_after
 from everyframe.diffusers_pipelines.checkpoint import ComponentFolder, PipelineFiles
 from everyframe.diffusers_pipelines.component_tensors import tensor_files
 from everyframe.diffusers_pipelines.defaults import denoisers
-from everyframe.diffusers_pipelines.group_offload import host_copies, tensors_on_disk
+from everyframe.diffusers_pipelines.weight_hooks import host_copies, tensors_on_disk
 from everyframe.precision.dtypes import torch_dtype
 from everyframe.precision.upcast import has_float32
 from everyframe.runtime.patchable import WeightTable
