@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.hooks import apply_group_offloading
 
 import everyframe
 from everyframe.core.errors import CheckpointError, InputError
@@ -25,6 +26,7 @@ from helpers.loras import files as lora_files
 from helpers.loras.files import Factors, as_lora, factors_for
 from helpers.tiny_checkpoints import pipelines
 
+CPU = torch.device("cpu")
 NAMES = ("wan", "ltx", "hunyuan", "cogvideox")
 
 
@@ -229,3 +231,55 @@ def test_a_plan_counts_what_is_saved(pipe_of: Callable[[str], Any], tmp_path: Pa
     assert plan.host_bytes - bare.host_bytes == size
     assert any("saved in host memory for the call" in note for note in plan.notes)
     assert not any("saved in host memory" in note for note in bare.notes)
+
+
+@pytest.mark.parametrize("name", ["wan", "cogvideox"])
+def test_joined_projections_are_refused_until_they_are_parted(
+    name: str, pipe_of: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """They are copies: what is merged into the weights that they were made of has no effect."""
+    pipe = deepcopy(pipe_of(name))
+    lora_of(pipe, tmp_path / "one.safetensors")
+    lora = f"{tmp_path / 'one.safetensors'}" + ("@high" if name == "wan" else "")
+    wanted = frames(deepcopy(pipe), name, loras=[lora])
+    pipe.transformer.fuse_qkv_projections()
+    with pytest.raises(InputError, match=r"pipe\.transformer\.unfuse_qkv_projections\(\)"):
+        frames(pipe, name, loras=[lora])
+    pipe.transformer.unfuse_qkv_projections()
+    assert np.array_equal(frames(pipe, name, loras=[lora]), wanted)
+
+
+def test_weights_on_a_disk_are_refused(pipe_of: Callable[[str], Any], tmp_path: Path) -> None:
+    """Each call reads them from their files again."""
+    pipe = deepcopy(pipe_of("ltx"))
+    lora_of(pipe, tmp_path / "one.safetensors")
+    pipe.transformer.enable_group_offload(
+        CPU, offload_type="leaf_level", offload_to_disk_path=str(tmp_path / "offloaded")
+    )
+    with pytest.raises(InputError, match="of the transformer is not in memory"):
+        frames(pipe, "ltx", loras=str(tmp_path / "one.safetensors"))
+
+
+def test_a_copy_of_group_offloading_is_patched_and_put_back() -> None:
+    """With streams, a group gives its copy to a weight at each offload, also after an error."""
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
+    apply_group_offloading(module, CPU, offload_type="leaf_level")
+    weight = module[0].weight
+    group = module[0]._diffusers_hook.get_hook("group_offloading").group
+    before = weight.detach().clone()
+    group.cpu_param_dict = {weight: weight.data}  # as its streams, which a CPU has not, would do
+
+    def one_more(given: torch.Tensor) -> torch.Tensor:
+        return given + 1
+
+    def breaks() -> None:
+        with merged_in_place({"transformer": module}, {"transformer": {"0.weight": one_more}}):
+            assert torch.equal(group.cpu_param_dict[weight], before + 1)
+            weight.data = weight.data.clone()  # on the device meanwhile
+            raise KeyError("planted")
+
+    with pytest.raises(KeyError, match="planted"):
+        breaks()
+    assert torch.equal(weight, before)
+    weight.data = group.cpu_param_dict[weight]
+    assert torch.equal(weight, before)

@@ -222,3 +222,24 @@ def test_frames_of_any_one_colour_are_decoded_again(
     (repair,) = (event for event in events if isinstance(event, Repaired))
     assert (repair.component, repair.cause, repair.to) == ("vae", "blank", "float32")
     assert float(frames.std(axis=(1, 2)).min()) > 0.01
+
+
+@pytest.mark.parametrize("how", ["layerwise", "disk"])
+def test_weights_that_are_set_anew_in_each_call_are_told(
+    how: str, pipe_of: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """A repair would widen weights that the call replaces; it ended in a mismatch of dtypes."""
+    pipe = copy.deepcopy(pipe_of("cogvideox"))
+    with torch.no_grad():
+        weight = pipe.transformer.transformer_blocks[0].ff.net[0].proj.weight
+        weight.copy_(weight.float() * (6e4 / weight.float().abs().max()))
+    if how == "layerwise":
+        pipe.transformer.enable_layerwise_casting(torch.float8_e5m2, torch.float16)
+        told = "give it a wider compute_dtype"
+    else:
+        told = "reads its weights from a disk"
+        pipe.transformer.enable_group_offload(
+            torch.device("cpu"), offload_type="leaf_level", offload_to_disk_path=str(tmp_path)
+        )
+    with pytest.raises(NumericsError, match=f"step 1 .* transformer made values .*{told}"):
+        run(pipe, "cogvideox")

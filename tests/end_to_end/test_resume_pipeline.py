@@ -167,6 +167,19 @@ def test_a_copy_is_the_same_pipeline(pipe: Any, loaded: Any, tmp_path: Path) -> 
     assert digest_pipeline(again) == digest_pipeline(loaded)
 
 
+def test_weights_on_a_disk_have_no_values_in_memory(pipe: Any, tmp_path: Path) -> None:
+    """Each call leaves others in the memory that stands for them; they were another pipeline."""
+    pipe.transformer.enable_group_offload(
+        torch.device("cpu"), offload_type="leaf_level", offload_to_disk_path=str(tmp_path / "files")
+    )
+    wanted = frames(everyframe.run(pipe, **ASKED))
+    run = break_off(pipe)
+    with torch.no_grad():
+        for each in pipe.transformer.parameters():
+            each.data.fill_(7.0)
+    assert np.array_equal(frames(everyframe.resume(run.name, pipe=pipe, output="float")), wanted)
+
+
 def test_a_value_in_a_large_tensor_is_seen_in_what_a_call_is_given() -> None:
     """Of what a call is given every bit counts."""
     large = torch.randn(1 << 19)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from everyframe.diffusers_pipelines.step_caches import describe_cache
+from everyframe.diffusers_pipelines.weight_hooks import tensors_on_disk
 
 #: Most values of one tensor that enter a pipeline's digest, evenly spaced.
 _MOST_SAMPLES = 1 << 14
@@ -88,9 +89,10 @@ def _config(part: Any) -> Any:
 
 def _of_module(module: nn.Module) -> Iterator[Any]:
     """For each submodule: class, settings, hooks, patched methods and tensors."""
+    on_disk = tensors_on_disk(module)
     for name, each in module.named_modules():
         hooks = [_kind(hook) for hook in _hooks(each)]
-        yield [name, _kind(each), each.training, _scalars(each), hooks, *_tensors(each)]
+        yield [name, _kind(each), each.training, _scalars(each), hooks, *_tensors(each, on_disk)]
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:
@@ -120,11 +122,12 @@ def _scalars(part: Any) -> dict[str, Any]:
     }
 
 
-def _tensors(module: nn.Module) -> Iterator[Any]:
+def _tensors(module: nn.Module, on_disk: Collection[int]) -> Iterator[Any]:
     own = {**module._parameters, **module._buffers}
     for name, tensor in own.items():
         if tensor is not None:
-            yield [name, *(_of_weight(each) for each in _plain_tensors(tensor.detach()))]
+            is_known = id(tensor) not in on_disk
+            yield [name, *(_of_weight(each, is_known) for each in _plain_tensors(tensor.detach()))]
 
 
 def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
@@ -136,9 +139,9 @@ def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
 
 
-def _of_weight(tensor: Tensor) -> list[Any]:
+def _of_weight(tensor: Tensor, is_known: bool) -> list[Any]:
     facts: list[Any] = [str(tensor.dtype), [*tensor.shape]]
-    if tensor.is_meta:
+    if tensor.is_meta or not is_known:
         return facts
     return [*facts, hashlib.sha256(_samples(tensor)).hexdigest()]
 

@@ -27,6 +27,7 @@ from everyframe.diffusers_pipelines.components import STAGE, has_frames
 from everyframe.diffusers_pipelines.defaults import denoisers
 from everyframe.diffusers_pipelines.saved_call import SavedCall
 from everyframe.diffusers_pipelines.step_tracking import StepTracker, called_parts
+from everyframe.diffusers_pipelines.weight_hooks import why_not_widened
 from everyframe.numerics.overflow_probe import OverflowProbe
 from everyframe.numerics.tensor_stats import blank_frames, iter_tensors, value_range
 from everyframe.precision.cast_hooks import map_tensors
@@ -161,6 +162,8 @@ class _Part:
         self._kept = SavedCall((), {})
         self._probe: OverflowProbe | None = None
         self._within = ExitStack()
+        #: Why nothing of it can run in a wider dtype; empty if it can.
+        self._why_fixed = why_not_widened(module)
         #: Output dtype of each called module before any repair.
         self._dtypes: dict[nn.Module, torch.dtype] = {}
 
@@ -198,7 +201,7 @@ class _Part:
 
     def _begin_probe(self) -> OverflowProbe | None:
         """The overflow probe of this call; None if it has none."""
-        return self._guard.probe()
+        return None if self._why_fixed else self._guard.probe()
 
     def _end_probe(self) -> OverflowProbe | None:
         probe, self._probe = self._probe, None
@@ -246,6 +249,12 @@ class _Part:
             again = kept.calling(module)
             return self._guard.probed(self._number(), probe, result, again)
         try:
+            if self._why_fixed:
+                raise NumericsError(
+                    f"{self._guard.place(self._number())}: {self.name} made values that are not "
+                    f"finite, and can't be repaired: {self._why_fixed}, or load the pipeline in a "
+                    "wider dtype. Nothing was written"
+                )
             with self._guard.apart():
                 given = kept.by_name(module)
                 return self._guard.repaired(self._number(), kept.calling(module), given)
@@ -311,7 +320,7 @@ class _Coder(_Part):
         result = super()._watched(module, kept, result, probe)
         latents = next(iter_tensors((kept.args, kept.kwargs)), None)
         is_decoder = module is getattr(self._module, "decoder", None)
-        if latents is None or not is_decoder:
+        if latents is None or not is_decoder or self._why_fixed:
             return result
         again = kept.calling(module)
         if not self._is_checked:

@@ -22,6 +22,7 @@ from everyframe.diffusers_pipelines.call import in_one_run, restore_after
 from everyframe.diffusers_pipelines.checkpoint import ComponentFolder, PipelineFiles
 from everyframe.diffusers_pipelines.component_tensors import tensor_files
 from everyframe.diffusers_pipelines.defaults import denoisers
+from everyframe.diffusers_pipelines.weight_hooks import host_copies, tensors_on_disk
 from everyframe.precision.dtypes import torch_dtype
 from everyframe.precision.upcast import has_float32
 from everyframe.runtime.patchable import WeightTable
@@ -44,7 +45,7 @@ def tables_of_modules(components: Mapping[str, Any]) -> dict[str, WeightTable]:
     """Parameters of each component of a loaded pipeline.
 
     Raises:
-        InputError: diffusers has loaded an adapter into one.
+        InputError: diffusers has loaded an adapter into one, or has joined its projections.
     """
     modules = {name: _plain(each) for name, each in components.items() if _is_module(each)}
     tables = {}
@@ -55,8 +56,27 @@ def tables_of_modules(components: Mapping[str, Any]) -> dict[str, WeightTable]:
                 f"the {name} of this pipeline has adapters of PEFT's; unload them before: "
                 "pipe.unload_lora_weights()"
             )
+        if any(map(_has_joined_projections, module.modules())):
+            raise InputError(
+                f"the {name} of this pipeline computes with copies of its projections that "
+                "fuse_qkv_projections made, which no LoRA changes; undo that before: "
+                f"pipe.{name}.unfuse_qkv_projections()"
+            )
         tables[name] = WeightTable(type(module).__name__, shapes, name in denoisers(modules))
     return tables
+
+
+def _has_joined_projections(module: nn.Module) -> bool:
+    """Whether it is an attention that computes with one joined copy of its projections.
+
+    Diffusers' older attention keeps the copy, and the mark, when its processor is put back.
+    """
+    from diffusers.models.attention_processor import Attention
+
+    if not getattr(module, "fused_projections", False):
+        return False
+    processor = type(getattr(module, "processor", None)).__name__
+    return not isinstance(module, Attention) or processor.startswith("Fused")
 
 
 def merge_from_files(where: str, part: ComponentFolder, module: nn.Module) -> None:
@@ -143,26 +163,36 @@ def merged_in_place(
     meanwhile; that takes as many bytes as they have.
 
     Raises:
-        InputError: a patched weight is on meta or quantised, or two components that are one module
-            have different patches.
+        InputError: a patched weight is on meta, on a disk or quantised, or two components that are
+            one module have different patches.
     """
-    saved: list[tuple[Tensor, Tensor]] = []
+    saved: list[tuple[Tensor, Tensor, Tensor | None]] = []
     try:
         for component, own in _once_a_module(components, patches).items():
-            parameters = dict(_plain(components[component]).named_parameters())
+            module = _plain(components[component])
+            parameters = dict(module.named_parameters())
+            on_disk, copies = tensors_on_disk(module), host_copies(module)
             for name, patch in own.items():
                 parameter = parameters[name]
-                _check_plain(component, name, parameter)
+                _check_plain(component, name, parameter, id(parameter) in on_disk)
+                copy = copies.get(id(parameter))
                 with torch.inference_mode(False), torch.no_grad():
                     before = parameter.detach().to("cpu", copy=True)
                     merged = patch(before.to(torch.float32))
-                    saved.append((parameter, before))
-                    parameter.data.copy_(merged)
+                    saved.append((parameter, before, copy))
+                    _write(merged, parameter, copy)
         yield
     finally:
         with torch.inference_mode(False), torch.no_grad():
-            for patched, before in saved:
-                patched.data.copy_(before)
+            for patched, before, copy in saved:
+                _write(before, patched, copy)
+
+
+def _write(values: Tensor, parameter: Tensor, copy: Tensor | None) -> None:
+    """Write them where the parameter is now, and into the copy that offloading gives back to it."""
+    parameter.data.copy_(values)
+    if copy is not None:
+        copy.copy_(values)
 
 
 def _once_a_module(
@@ -182,8 +212,10 @@ def _once_a_module(
     return {name: patches[name] for name in first.values() if name in patches}
 
 
-def _check_plain(component: str, name: str, parameter: nn.Parameter) -> None:
-    if parameter.is_meta:
+def _check_plain(
+    component: str, name: str, parameter: nn.Parameter, is_on_disk: bool = False
+) -> None:
+    if parameter.is_meta or is_on_disk:
         raise InputError(
             f"{name} of the {component} is not in memory (offloaded to a disk, or in turns), so no "
             "LoRA can be merged into it; load the pipeline without, or give its folder: "
