@@ -190,3 +190,9 @@ def test_frames_that_are_not_finite_never_come_back(
     monkeypatch.setattr(VideoVAE, "decode_piece", broken)
     with pytest.raises(NumericsError, match=r"step 1 of decode .*values that are not finite"):
         everyframe.generate("a", model=str(model), output=output, **SIZES)
+
+
+@pytest.mark.parametrize("given", ["a red circle", None, 5, {"prompt": "a red circle"}])
+def test_a_stream_is_of_a_request(given: Any) -> None:
+    with pytest.raises(InputError, match=r"stream takes a request, got .*Request\(prompt"):
+        everyframe.stream(given)

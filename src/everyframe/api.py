@@ -15,7 +15,7 @@ from everyframe.core.errors import InputError
 from everyframe.core.events import Event, Events
 from everyframe.core.events import Output as PipelineOutput
 from everyframe.core.option_values import with_current_names
-from everyframe.core.options import Options
+from everyframe.core.options import Options, shown
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine import run as engine
@@ -208,7 +208,14 @@ def stream(request: Request, *, pipe: Any = None) -> Iterator[Event]:
 
     With `pipe`, a loaded diffusers pipeline, that pipeline runs; see `run`. Its call has its own
     thread, with torch's settings as they are when `stream` is called.
+
+    Raises:
+        InputError: it is no request, or an option is wrong.
     """
+    if not isinstance(request, Request):
+        raise InputError(
+            f"stream takes a request, got {shown(request)}; give everyframe.Request(prompt=...)"
+        )
     if pipe is not None:
         return _events_of_pipe(pipe, request, None)
     if request.num_ranks > 1:

@@ -258,3 +258,13 @@ def test_a_run_goes_on_with_the_same_file(
             stored.write(file, {key: each + 1 for key, each in tensors.items()})
             with pytest.raises(InputError, match=r"are not those that|was changed since"):
                 everyframe.resume()
+
+
+def test_a_file_in_the_home_of_nobody_is_wrong_input(tiny_root: Path) -> None:
+    model = str(tiny_families.made("wan", tiny_root))
+    with pytest.raises(InputError, match=r"^components '~nobody-is-called-so/x' is in the home"):
+        everyframe.plan(
+            everyframe.Request(
+                prompt="a", model=model, components={"transformer": "~nobody-is-called-so/x"}
+            )
+        )

@@ -101,3 +101,14 @@ def test_what_is_on_can_be_turned_off(
     }
     assert "image_oscillation" in on
     assert shown == {f"--no-{name.replace('_', '-')}" for name in on}
+
+
+def test_help_of_serve_says_what_is_a_name_and_what_a_host(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main(["serve", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for text in ("--models NAME", "--allowed-hosts HOST", "--cors-origin ORIGIN"):
+        assert text in shown
+    assert "NAME=VALUE" not in shown

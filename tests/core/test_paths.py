@@ -10,6 +10,7 @@ import pytest
 
 from everyframe.checkpoints.folder import cache_folder
 from everyframe.core.errors import InputError
+from everyframe.core.lora import parse_lora
 from everyframe.core.paths import check_path, expand_path, home_folder
 from everyframe.media.input_checks import check_video
 from everyframe.media.record import read_record
@@ -32,6 +33,12 @@ def test_homes() -> None:
     assert expand_path("~/x", "model") == Path.home() / "x"
     with pytest.raises(InputError, match="model '~nobody-is-called-so/x' is in the home folder of"):
         expand_path("~nobody-is-called-so/x", "model")
+
+
+@pytest.mark.parametrize("file", ["~nobody-is-called-so/x", "a" * 300, "a\0b"])
+def test_a_loras_file_is_such_a_path(file: str) -> None:
+    with pytest.raises(InputError, match=r"^loras "):
+        _ = parse_lora(file).path
 
 
 def test_a_user_without_a_home_is_told_what_to_set(

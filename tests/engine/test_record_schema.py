@@ -79,6 +79,17 @@ def test_a_broken_record_is_one_line_and_wrong_input(
     assert "bug" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_a_number_without_end_is_in_no_record(
+    tmp_path: Path, number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither JSON has one, nor what `inspect --json` would print."""
+    file = tmp_path / "r.json"
+    file.write_text(json.dumps(record()).replace('"seed": 1', f'"seed": 1, "fps": {number}'))
+    assert main(["inspect", str(file), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["type"] == "error"
+
+
 @pytest.mark.parametrize("name", ["fps", "guidance_scale", "num_inference_steps", "num_frames"])
 @pytest.mark.parametrize("value", ["null", "1e-320", "0"])
 def test_whatever_a_record_can_hold_is_shown(tmp_path: Path, name: str, value: str) -> None:

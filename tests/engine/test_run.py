@@ -129,6 +129,19 @@ def test_start_noise_that_is_not_finite_is_refused(model: str, bad: float) -> No
         next(iter(run.stream(request(model, latents=latents))))
 
 
+@pytest.mark.parametrize(
+    "latents",
+    [
+        np.zeros((1, 4, 1, 2, 2), object), np.full((1, 4, 1, 2, 2), "a"),
+        np.zeros((1, 4, 1, 2, 2), complex), torch.zeros(1, 4, 1, 2, 2, device="meta"),
+    ],
+    ids=lambda latents: str(latents.dtype),
+)  # fmt: skip
+def test_start_noise_that_is_no_real_number_is_refused(model: str, latents: Any) -> None:
+    with pytest.raises(InputError, match="latents must be real numbers in memory, got"):
+        next(iter(run.stream(request(model, latents=latents))))
+
+
 def test_start_noise_replaces_the_seeds(model: str) -> None:
     latents = torch.ones(1, 4, 1, 2, 2)
     one = frames_by_seed(run.stream(request(model, seed=1, latents=latents)))[1]

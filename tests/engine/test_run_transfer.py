@@ -156,6 +156,10 @@ def test_input_files_travel_and_come_back_under_their_own_names(tmp_path: Path) 
     assert Path(there.image).read_bytes() == b"cat"
     assert Path(there.image).name == "cat.png"
     assert (Path(there.last_image) / "0.png").read_bytes() == b"0"
+    # Any text may be a parameter of a pipeline, also one that begins like the home of nobody.
+    for words in ("~ nobody is called so", "~nobody-is-called-so/x"):
+        assert not read_inputs(Request(prompt="a", option={"words": words}), here).names
+        assert absolute_models(Request(prompt="a", model=words), here) == {}
     # A prompt is no file, whatever it says.
     assert there.prompt == "cat.png"
     assert with_texts(there, {node: here for here, node in texts.items()}) == request

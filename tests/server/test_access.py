@@ -119,7 +119,8 @@ def test_keys_are_read_from_variable_and_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "host",
     ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[::2]:8000",
-     "localhost.evil.example", "127.0.0.1@evil.example"],
+     "localhost.evil.example", "127.0.0.1@evil.example",
+     "[::1]evil.example", "[::1"],
 )  # fmt: skip
 def test_another_name_in_the_host_header_is_refused(bare: ServedApp, host: str) -> None:
     """DNS rebinding: a page's own name, resolved to this machine."""

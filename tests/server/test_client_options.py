@@ -10,9 +10,11 @@ import pytest
 
 pytest.importorskip("fastapi", reason="serving needs the extra everyframe[server]")
 
+from everyframe.core.errors import InputError
 from everyframe.core.options import Options, facts_of, option
 from everyframe.server import client_options
 from everyframe.server.client_fields import CHECKED_PATHS, CLIENTS_CHOICES, MEDIA
+from everyframe.server.models import ModelRegistry
 from helpers.server_app import ServedApp
 
 #: What an option's help says if its value is a place.
@@ -99,3 +101,9 @@ def test_a_pipelines_own_text_names_no_file_of_the_folder_of_the_server(
     answer = app.client.post("/v1/videos", json=body)
     assert answer.status_code == 400
     assert "could name a file" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("given", ["=shapes", " =shapes", "shapes="])
+def test_a_served_model_has_a_name_and_a_target(given: str) -> None:
+    with pytest.raises(InputError, match="models must be NAME or NAME=FOLDER"):
+        ModelRegistry([given])

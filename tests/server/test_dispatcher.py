@@ -275,7 +275,7 @@ def test_groups_are_parsed() -> None:
     assert parse_groups(None) == {"default": None}
     assert parse_groups("0,1; 2,3") == {"0,1": "0,1", "2,3": "2,3"}
     assert parse_groups("cpu;cpu") == {"cpu": "cpu", "cpu (2)": "cpu"}
-    for wrong in ("", "0,1;", "0,;1"):
+    for wrong in ("", "0,1;", "0,;1", "cuda:-1", "0,1/2,3", "-1", "²"):
         with pytest.raises(InputError, match="groups must be lists"):
             parse_groups(wrong)
     with pytest.raises(InputError, match="device 1 is in two groups"):

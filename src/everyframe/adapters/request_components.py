@@ -5,11 +5,12 @@ Headers are read here; values as the weights are loaded.
 
 from __future__ import annotations
 
-from pathlib import Path, PurePath
+from pathlib import PurePath
 
 from everyframe.adapters.distilled_models import find_preset, titles_in
 from everyframe.adapters.request_loras import with_loras
 from everyframe.core.errors import InputError, did_you_mean
+from everyframe.core.paths import expand_path
 from everyframe.core.request import Request
 from everyframe.runtime.interface import ModelSpec
 from everyframe.runtime.patchable import ComponentSpec, ReplacedComponents
@@ -32,7 +33,7 @@ def with_preset(model: ModelSpec, request: Request) -> ModelSpec:
         return model
     loras = {lora.name: titles_in(lora.path) for lora in request.loras if lora.strength}
     files = {
-        PurePath(file).name: titles_in(Path(file).expanduser())
+        PurePath(file).name: titles_in(expand_path(file, "components"))
         for file in request.components.values()
     }
     known = {**loras, **files, PurePath(model.name).name: ()}
@@ -65,7 +66,7 @@ def with_components(model: ModelSpec, request: Request) -> ModelSpec:
             )
     found = {
         name: match_component(
-            Path(file).expanduser(),
+            expand_path(file, "components"),
             model.component_table(name),
             f"the {name} of {model.title}",
             model.component_keys(name),

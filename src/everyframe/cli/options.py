@@ -86,13 +86,22 @@ def command(
 
 
 def flag(
-    name: str, kind: type, help_text: str, *, alias: str = "", group: Group | None = None
+    name: str,
+    kind: type,
+    help_text: str,
+    *,
+    alias: str = "",
+    group: Group | None = None,
+    word: str | None = None,
 ) -> inspect.Parameter:
-    """A flag of the command line only. An `alias` with two dashes replaces the name."""
+    """A flag of the command line only. An `alias` with two dashes replaces the name.
+
+    `word` stands for its value in help.
+    """
     is_name = alias.startswith("--")
     aliases = (alias,) if alias and not is_name else ()
     written = alias if is_name else None
-    return _parameter(name, kind, None, help_text, aliases, group or _RUN, written)
+    return _parameter(name, kind, None, help_text, aliases, group or _RUN, written, word)
 
 
 def positional(name: str, help_text: str) -> inspect.Parameter:

@@ -212,7 +212,7 @@ COMMAND = command(
         flag("retention", str, "Delete finished videos after this time, such as 7d; never by "
              "default.", group=_ADDRESS),
         flag("models", list, "Model that clients may ask for, NAME or NAME=FOLDER; may be "
-             "repeated; by default those on this disk.", group=_JOBS),
+             "repeated; by default those on this disk.", group=_JOBS, word="NAME"),
         flag("loras", Path, "Folder of LoRAs that clients may name; also EVERYFRAME_LORAS.",
              group=_JOBS),
         flag("groups", str, "Devices that work together, group by group, such as 0,1;2,3.",
@@ -238,11 +238,11 @@ COMMAND = command(
              "EVERYFRAME_API_KEYS.", group=_ACCESS),
         flag("no_auth", bool, "Serve other machines without keys.", group=_ACCESS),
         flag("allowed_hosts", list, "Further name in the Host header; may be repeated.",
-             group=_ACCESS),
+             group=_ACCESS, word="HOST"),
         flag("cors_origin", list, "Origin whose pages may call the API; may be repeated.",
-             group=_ACCESS),
+             group=_ACCESS, word="ORIGIN"),
         flag("allow_url_inputs", list, "Host from which clients may name pictures by URL; may be "
-             "repeated.", group=_ACCESS),
+             "repeated.", group=_ACCESS, word="HOST"),
         flag("max_upload", str, "Largest body of a request; 64MiB by default.", group=_ACCESS),
         flag("max_queue", int, "Most jobs that wait, 0 for any number; 50 by default.",
              group=_ACCESS),

@@ -17,6 +17,7 @@ from typing import Any
 
 from everyframe.core.errors import InputError
 from everyframe.core.options import shown
+from everyframe.core.paths import expand_path
 
 #: What the text of a LoRA looks like, for messages.
 FORM = "FILE[:STRENGTH][@COMPONENT]"
@@ -63,12 +64,16 @@ class Lora:
 
     @property
     def path(self) -> Path:
-        """Path of the file; a bare name may be one of the folder in `FOLDER`."""
-        given = Path(self.file).expanduser()
+        """Path of the file; a bare name may be one of the folder in `FOLDER`.
+
+        Raises:
+            InputError: no file can have this name.
+        """
+        given = expand_path(self.file, "loras")
         folder = os.environ.get(FOLDER)
         if folder and given.name == self.file and not given.exists():
             for name in (self.file, *(f"{self.file}{suffix}" for suffix in _SUFFIXES)):
-                registered = Path(folder).expanduser() / name
+                registered = expand_path(folder, FOLDER) / name
                 if registered.is_file():
                     return registered
         return given

@@ -6,6 +6,7 @@ the same place on each machine, and relative names become absolute ones.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,7 @@ def read_inputs(
     names: dict[str, tuple[str, ...]] = {}
     contents: dict[str, Any] = {}
     for text in _texts([[] if request is None else _values(request), named or {}]):
-        paths = [place / Path(each).expanduser() for each in (text, *text.split(","))]
+        paths = [place / os.path.expanduser(each) for each in (text, *text.split(","))]
         paths = paths[:1] if _exists(paths[0]) else paths[1:]
         if text in names or not all(map(_exists, paths)):
             continue
@@ -75,7 +76,8 @@ def absolute_models(request: Request, place: Path) -> dict[str, str]:
     named = [v for k, v in request.family_options.items() if option_facts(k).get("names_model")]
     given += [part.strip() for text in _texts(named) for part in text.split(",")]
     found = {lora.file: lora.path for lora in request.loras}
-    found |= {text: Path(text).expanduser() for text in given if text and not is_listed(text)}
+    models = [text for text in given if text and not is_listed(text)]
+    found |= {text: Path(os.path.expanduser(text)) for text in models}
     whole = {text: place / path for text, path in found.items()}
     return {text: str(path) for text, path in whole.items() if _exists(path) and str(path) != text}
 

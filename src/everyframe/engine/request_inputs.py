@@ -97,11 +97,18 @@ def start_noise(request: Request) -> torch.Tensor | None:
     """Initial noise given in place of the seed's, as float32 on the CPU; None if not given.
 
     Raises:
-        InputError: the noise is not finite.
+        InputError: the noise is not of real numbers, or not finite.
     """
     if request.latents is None:
         return None
-    noise = torch.as_tensor(request.latents).to("cpu", torch.float32)
+    try:
+        given = torch.as_tensor(request.latents)
+    except TypeError:  # numpy's objects and texts, which torch has no type for
+        given = None
+    if given is None or given.is_complex() or given.is_meta:
+        kind = getattr(request.latents, "dtype", type(request.latents).__name__)
+        raise InputError(f"latents must be real numbers in memory, got {kind}")
+    noise = given.to("cpu", torch.float32)
     if not torch.isfinite(noise).all():
         raise InputError("latents hold values that are not finite")
     return noise

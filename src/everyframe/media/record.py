@@ -12,6 +12,7 @@ sidecar can be edited, left behind, or shared by ``clip.mp4`` and ``clip.gif``.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -81,12 +82,20 @@ def parse(text: str | bytes | None) -> dict[str, Any] | None:
     if not text or len(text) > MOST_RECORD_BYTES:
         return None
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
     if not isinstance(value, dict) or not str(value.get("schema", "")).startswith("everyframe."):
         return None
     return with_current_fields(value)
+
+
+def _finite(text: str) -> float:
+    """The number; no record of ours has one without end, and JSON knows none."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not finite")
+    return number
 
 
 def with_current_fields(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -127,7 +127,6 @@ def _signature(key: ApiKey, ends: str) -> str:
 def _host_name(header: str) -> str:
     """The name in a Host header, without its port."""
     host = header.strip().lower()
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
     name, colon, port = host.rpartition(":")
-    return name if colon and port.isdigit() else host
+    name = name if colon and port.isdigit() else host
+    return name[1:-1] if name.startswith("[") and name.endswith("]") else name

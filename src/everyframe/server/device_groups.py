@@ -9,6 +9,7 @@ tried before, or left a batch, run alone.
 
 from __future__ import annotations
 
+import re
 import threading
 from dataclasses import dataclass
 
@@ -17,6 +18,9 @@ from everyframe.core.plan import Plan
 from everyframe.server.group_health import GroupHealth
 from everyframe.server.jobs import Job
 from everyframe.server.store import JobStore
+
+#: What a device may be called. Whether it is there is found by the plan of the first job.
+_DEVICE = re.compile(r"\d{1,4}|[a-z]{2,16}(:\d{1,4})?", re.IGNORECASE | re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -101,13 +105,13 @@ def parse_groups(text: str | None) -> dict[str, str | None]:
     """Groups of ``0,1;2,3``; one group of what the plan chooses for None.
 
     Raises:
-        InputError: a group is empty, or two share a device.
+        InputError: a group is empty, holds no name of a device, or two share a device.
     """
     if text is None:
         return {"default": None}
     groups = [each.replace(" ", "") for each in text.split(";")]
     devices = [device for group in groups for device in group.split(",")]
-    if not all(devices):
+    if not all(map(_DEVICE.fullmatch, devices)):
         raise InputError(f"groups must be lists of devices such as 0,1;2,3, got {text!r}")
     twice = [device for device in devices if devices.count(device) > 1 and device != "cpu"]
     if twice:

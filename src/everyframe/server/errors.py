@@ -68,9 +68,9 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         assert code in CODES, code
-        super().__init__(message)
+        super().__init__(_encodable(message))
         self.code = code
-        self.body = ApiErrorBody(param, details, headers)
+        self.body = ApiErrorBody(param and _encodable(param), details, headers)
 
     @property
     def status(self) -> int:
@@ -93,6 +93,11 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         """Headers of the answer. Clients don't repeat a request by themselves."""
         return {"x-should-retry": "false", **(self.body.headers or {})}
+
+
+def _encodable(text: str) -> str:
+    """The text with halves of letters, which a JSON body may hold, written out."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def api_error(error: EveryframeError, names: Iterable[str] = ()) -> ApiError:

@@ -53,12 +53,13 @@ def bytes_of_data_url(url: str, param: str, limits: Limits) -> bytes:
         raise ApiError("invalid_value", f"{param} is a data URL without a comma", param)
     if len(payload) > limits.body_bytes * 4 // 3 + 4:
         raise ApiError("too_large", f"{param} is too large", param)
-    if not head.endswith(";base64"):
-        return urllib.parse.unquote_to_bytes(payload)
     try:
+        if not head.endswith(";base64"):
+            return urllib.parse.unquote_to_bytes(payload)
         return base64.b64decode("".join(payload.split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ApiError("invalid_value", f"{param} is no base64: {error}", param) from None
+        text = f"{param} is no data URL that can be read: {error}"
+        raise ApiError("invalid_value", text, param) from None
 
 
 def store_media(

@@ -28,6 +28,8 @@ MEDIA_TYPE = CONTENT_TYPE_LATEST
 
 _LONG = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200)
 _SHORT = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+#: Methods of HTTP that have a label of their own; a client may write any other word.
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 #: Errors that mean that a worker process is gone.
 _DEATHS = frozenset({"worker_died", "device_lost", "peer_lost"})
 
@@ -100,6 +102,7 @@ class Metrics:
 
     def observe_request(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count a request that was answered."""
+        method = method if method in _METHODS else "other"
         self._requests.labels(method, route, str(status)).inc()
         self._request_seconds.labels(method, route).observe(seconds)
 

@@ -79,6 +79,8 @@ class ModelRegistry:
 
 def _registered(text: str) -> RegisteredModel:
     name, equals, target = text.partition("=")
+    if equals and not (name.strip() and target):
+        raise InputError(f"models must be NAME or NAME=FOLDER, got {text!r}")
     location = locate(target if equals else text)
     if not location.complete:
         raise InputError(

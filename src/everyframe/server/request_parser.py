@@ -118,6 +118,8 @@ class RequestParser:
                 warnings.append(_note(name, NOTED[name]))
                 continue
             _check_name(name, own)
+            if isinstance(value, bytes) and own not in MEDIA:
+                raise ApiError("invalid_value", f"{name} must be text, and not a file", name)
             if value is None or (value == "" and own in MEDIA):
                 continue
             if own in values:
@@ -138,7 +140,21 @@ class RequestParser:
                 )
         if isinstance(values.get("prompt"), str) and not values["prompt"].strip():
             raise ApiError("invalid_value", "prompt is empty; say what the video shows", "prompt")
+        _refuse_unstorable(values)
         _refuse_file_names(request_of(values).family_options.get("option"))
+
+
+def _refuse_unstorable(values: Mapping[str, Any]) -> None:
+    """Raise `ApiError` for a value that the queue can't store: half a letter, no finite number."""
+    for name, value in values.items():
+        try:
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        except UnicodeEncodeError:
+            text = f"{name} is not UTF-8 text, got {shown(value)}"
+            raise ApiError("invalid_value", text, name) from None
+        except ValueError:
+            text = f"{name} must have finite numbers, got {shown(value)}"
+            raise ApiError("invalid_value", text, name) from None
 
 
 def request_of(values: Mapping[str, Any]) -> Request:
