@@ -17,7 +17,7 @@ from torch import nn
 from everyframe.fast_paths import cpu_modules, gated_linear
 from everyframe.fast_paths.constant_results import can_cache
 from everyframe.fast_paths.fast_modules import embedders, fuse, keep, pairs
-from everyframe.fast_paths.registry import OF_LAYERS, kernel_of
+from everyframe.fast_paths.registry import kernel_of
 from everyframe.ops.attention import PLAIN, attend_by
 
 
@@ -35,15 +35,12 @@ def _blocks(module: nn.Module, name: str) -> Iterator[str]:
             yield from _blocks(child, place)
 
 
-def applies_to(name: str, module: nn.Module, *, is_quantised: bool = False) -> bool:
+def applies_to(name: str, module: nn.Module) -> bool:
     """Whether the module contains anything that this fast path can replace.
 
-    Only for paths that are recognised by their modules; for others the trial decides. Quantized
-    layers (`is_quantised`) are swapped already.
+    Only for paths that are recognised by their modules; for others the trial decides.
     """
-    if name not in _PLACES:
-        return True
-    return not (is_quantised and name in OF_LAYERS) and bool(_PLACES[name](module))
+    return name not in _PLACES or bool(_PLACES[name](module))
 
 
 def places_of(name: str, module: nn.Module) -> Sequence[str]:

@@ -75,7 +75,10 @@ class DryRun:
         return TargetCall(self.stage_call, self.precisions)
 
     def has_place(self, path: str, *, is_quantised: bool) -> bool:
-        """Whether that fast path applies to the component; see `fast_paths.apply.applies_to`."""
+        """Whether that fast path applies to the component; see `fast_paths.apply.applies_to`.
+
+        The linear layers of a component that `is_quantised` are swapped already.
+        """
         return path in self._places() and not (is_quantised and path in OF_LAYERS)
 
     def _places(self) -> Sequence[str]:
