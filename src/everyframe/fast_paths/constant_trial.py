@@ -15,12 +15,7 @@ from torch import nn
 from everyframe.fast_paths.benchmark import Comparison
 from everyframe.fast_paths.constant_modules import ConstantModule, find_constant_modules
 from everyframe.fast_paths.constant_results import CachedConstants
-from everyframe.fast_paths.extract_blocks import (
-    BlockInputs,
-    BlockLocation,
-    ExtractedBlock,
-    blocks_of,
-)
+from everyframe.fast_paths.extract_blocks import BlockLocation, ExtractedBlock, blocks_of
 from everyframe.fast_paths.registry import FastPath
 from everyframe.fast_paths.target import CertificationTarget, TargetCall
 from everyframe.ops.call_override import override_call
@@ -38,13 +33,7 @@ def constants(subject: CertificationTarget, path: FastPath) -> Iterator[Comparis
             raise RuntimeError("nothing in this model is the same in every step")
         for each in blocks_of(replace(subject, calls=(call,))):
             plain = each.alone(())
-            yield Comparison(
-                f"block {each.name}, one of {each.count}",
-                truth=partial(_called, each.alone((), in_float32=True), each.wide),
-                plain=partial(_called, plain, each.given),
-                fast=partial(_called, _caching(each, found) or plain, each.given),
-                weight=each.count,
-            )
+            yield each.compare(plain, _caching(each, found) or plain)
 
 
 def _constant_modules(subject: CertificationTarget, call: TargetCall) -> tuple[ConstantModule, ...]:
@@ -74,9 +63,5 @@ def _caching(block: ExtractedBlock, found: tuple[ConstantModule, ...]) -> BlockL
     alone = block.alone(())
     CachedConstants(alone, modules=inside).__enter__()  # it ends with the process
     for _ in range(2):  # the second call confirms tables of positions
-        _called(alone, block.given)
+        block.given.call(alone)
     return alone
-
-
-def _called(module: nn.Module, given: BlockInputs) -> Any:
-    return module(*given.args, **given.kwargs)
