@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
-
-from torch import nn
 
 from everyframe.fast_paths.benchmark import Comparison
 from everyframe.fast_paths.constant_modules import ConstantModule, find_constant_modules
@@ -18,7 +15,7 @@ from everyframe.fast_paths.constant_results import CachedConstants
 from everyframe.fast_paths.extract_blocks import BlockLocation, ExtractedBlock, blocks_of
 from everyframe.fast_paths.registry import FastPath
 from everyframe.fast_paths.target import CertificationTarget, TargetCall
-from everyframe.ops.call_override import override_call
+from everyframe.ops.call_override import ModuleCall, override_call
 
 
 def constants(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
@@ -40,9 +37,8 @@ def _constant_modules(subject: CertificationTarget, call: TargetCall) -> tuple[C
     """The modules whose results no step changes, seen in a dry run of the call."""
     seen: list[tuple[ConstantModule, ...]] = []
 
-    def follow(base: type[nn.Module], own: nn.Module, args: Any, kwargs: Any) -> Any:
-        compute = partial(base.__call__, own, *args, **kwargs)
-        result, found = find_constant_modules(own, args, kwargs, compute)
+    def follow(call: ModuleCall) -> Any:
+        result, found = find_constant_modules(call)
         seen.append(found)
         return result
 
