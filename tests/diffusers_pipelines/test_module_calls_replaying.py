@@ -31,10 +31,10 @@ class Kept:
         self.calls.append(call)
         return self.left.pop() if self.left else None
 
-    def keep(self, answer: Any, remedies: Any) -> None:
+    def keep(self, answer: Any, repairs: Any) -> None:
         self.kept.append(answer)
 
-    def remedies(self) -> tuple[()]:
+    def repairs(self) -> tuple[()]:
         return ()
 
 

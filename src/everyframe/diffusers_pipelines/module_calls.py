@@ -56,18 +56,18 @@ class BroadcastReplayLog:
         came = self._team.broadcast_tree(answer, 0, _WHAT)
         return answer if self._team.is_lead else came
 
-    def keep(self, answer: Any, remedies: tuple[Repair, ...]) -> None:
+    def keep(self, answer: Any, repairs: tuple[Repair, ...]) -> None:
         """See `ReplayLog`."""
         if self._own is not None:
-            self._own.keep(answer, remedies)
+            self._own.keep(answer, repairs)
 
     def again(self) -> None:
         """See `ReplayLog`."""
         raise AssertionError("one rank of several is not called again by itself")
 
-    def remedies(self) -> tuple[Repair, ...]:
+    def repairs(self) -> tuple[Repair, ...]:
         """See `ReplayLog`."""
-        mine = [] if self._own is None else [asdict(each) for each in self._own.remedies()]
+        mine = [] if self._own is None else [asdict(each) for each in self._own.repairs()]
         return tuple(Repair(**each) for each in self._team.broadcast_object(mine, 0, _WHAT))
 
 
@@ -101,7 +101,7 @@ class DenoiserReplay:
         self._on.enter_context(self._caches)
         answers = self._video.replay_log
         if self._denoisers and answers is not None:
-            self._video.repairs = answers.remedies()
+            self._video.repairs = answers.repairs()
             for name, module in self._denoisers.items():
                 served = partial(self._called, answers, name)
                 self._on.enter_context(override_call(module, served))

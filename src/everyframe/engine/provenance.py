@@ -42,7 +42,7 @@ from everyframe.media.output_path import RECORD_SCHEMA
 from everyframe.media.record import read_record, with_current_fields
 from everyframe.media.video import Video
 from everyframe.runtime.patchable import LoraIdentity
-from everyframe.runtime.repair_cache import remedy_from
+from everyframe.runtime.repair_cache import repair_from
 
 #: Left out of the recorded request: the values in force are in the recorded plan.
 _OF_THIS_MACHINE = (
@@ -253,7 +253,7 @@ def request_from(
     names_products = "quantize" in wanted or "+" in str(wanted.get("quality", ""))
     if not names_products and not wanted.keys() & _CHOOSE_ANEW and _was_made_here(record):
         asked |= _recorded_paths(record)
-    asked.setdefault("remedies", _remedies(record))
+    asked.setdefault("remedies", _recorded_repairs(record))
     is_anew = bool(wanted.keys() & {"quality", "num_inference_steps", "disable"})
     if not names_products:
         is_of_quality = is_anew and asked.get("quantize", "auto") == "auto"
@@ -272,14 +272,14 @@ def _was_made_here(record: Mapping[str, Any]) -> bool:
     return is_same and device in {each.name for each in here.devices}
 
 
-def _remedies(record: Mapping[str, Any]) -> tuple[Repair, ...]:
+def _recorded_repairs(record: Mapping[str, Any]) -> tuple[Repair, ...]:
     """Repairs that the recorded run began with; later ones recur without help.
 
     Other repairs, such as those cached on this machine, would change the bits.
     """
     parts = record.get("plan", {}).get("components", ())
     try:
-        return tuple(remedy_from(each) for part in parts for each in part.get("repairs", ()))
+        return tuple(repair_from(each) for part in parts for each in part.get("repairs", ()))
     except (TypeError, AttributeError) as error:
         raise InputError(f"the repairs in this record can't be read: {error}") from error
 

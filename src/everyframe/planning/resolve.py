@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
 
 from everyframe.adapters.request_components import with_adapters
 from everyframe.checkpoints.config_errors import config_errors
@@ -61,14 +60,12 @@ from everyframe.planning.parallelism import (
     shares_asked,
 )
 from everyframe.planning.previews import plan_previews
-from everyframe.planning.quality import fit_to_quality, with_named_products
+from everyframe.planning.quality import Fit, fit_to_quality, with_named_products
 from everyframe.planning.stage_forecasts import rates_of, stage_plans
 from everyframe.precision.policy import check_asked
 from everyframe.runtime.interface import ModelSpec, PromptReadingSpec
 from everyframe.runtime.patchable import notes_of, patches_of, saved_bytes_of
 from everyframe.runtime.repair_cache import cached_key, load_repairs, repair_notes
-
-_Fit: TypeAlias = tuple[BalancedPlan, MemoryFit, FitResult]
 
 
 @dataclass(frozen=True)
@@ -161,7 +158,7 @@ def _prepared(
     is_own = profile is None and given is None
     fitting = _fitting(model, facts, device, request, chooser, is_own=is_own)
 
-    def fit(settings: Settings, products: str) -> _Fit:
+    def fit(settings: Settings, products: str) -> Fit:
         shared = partial(_shares, request, model, settings, products, devices, num_threads, fitting)
         return _fitted(shared, request, settings, chooser, will_run=will_run)
 
@@ -304,7 +301,7 @@ def _fitted(
     chooser: FastPathChooser,
     *,
     will_run: bool,
-) -> tuple[BalancedPlan, MemoryFit, FitResult]:
+) -> Fit:
     """The memory fit; a run first creates needed certificates and keeps only certified paths.
 
     If a video doesn't fit on one device, several share it.
@@ -346,7 +343,7 @@ def _fitting(
     *,
     is_own: bool,
 ) -> MemoryFit:
-    remedies = _remedies(request, model, device, facts) if is_own else ()
+    repairs = _first_repairs(request, model, device, facts) if is_own else ()
     host = within(facts.cpu, _asked_bytes(request, "max_host_memory"))
     if device.kind == "cpu":  # both limits are of the same memory
         device = within(device, host.free_memory)
@@ -358,14 +355,14 @@ def _fitting(
             force=request.force,
             host_memory=host.free_memory,
             chooser=chooser,
-            remedies=remedies,
+            repairs=repairs,
             quantising=quantising_of(request, device),
             shards=request.shard_weights,
         )
     )
 
 
-def _remedies(
+def _first_repairs(
     request: Request, model: ModelSpec, device: DeviceFacts, facts: MachineFacts
 ) -> tuple[Repair, ...]:
     """Repairs to begin with: those of a record, else those cached from earlier runs here."""

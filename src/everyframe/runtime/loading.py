@@ -167,8 +167,8 @@ def load_component(
     module.eval().requires_grad_(False)
     track_component(module)
     put_on = cast_hooks.add_cast_hooks(module, part.precision, outputs, keeps_float32=is_checked)
-    for remedy in part.repairs:
-        repairs.put_on(module, remedy)
+    for repair in part.repairs:
+        repairs.put_on(module, repair)
     if part.block_offload or held is not None:
         kind = part.precision.weight_dtype
         files = from_files(opened, left, where, kind) if part.from_disk else None
