@@ -274,7 +274,7 @@ class _Member:
     Attributes:
         call: the call at which it has stopped.
         answer: what it gets for that call.
-        refusal: raised in it as soon as it goes on.
+        refusal: raised in it as soon as it continues.
     """
 
     batch: BatchedRuns

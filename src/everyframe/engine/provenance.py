@@ -78,7 +78,7 @@ def make_record(plan: Plan, request: Request, weight_files: Sequence[str]) -> di
         "model": {
             "name": _model_name(plan.model),
             "is_local": _is_local(plan.model),
-            # Weights that somebody had in memory are no file's.
+            # None for weights that were given in memory.
             "sha256": digest(weight_files) if weight_files else None,
         },
         "request": _asked(request, plan),

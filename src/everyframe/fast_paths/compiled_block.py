@@ -310,7 +310,7 @@ class CompiledBlock:
         return run
 
     def _by_torch(self, call: _Call) -> Run:
-        """The block by torch.compile, which finds out by itself what has changed."""
+        """The block by torch.compile, whose guards notice changes."""
         compiled = self._fallback(call.block.forward)
         given = call.given
 

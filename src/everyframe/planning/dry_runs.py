@@ -200,7 +200,7 @@ def _saved(
     found = run()
     from torch import float32, get_default_dtype
 
-    # A default that somebody changed in this process is no other's; what JSON can't hold stays.
+    # Not saved: results under another default dtype, or that JSON can't hold.
     is_whole = from_json(json.loads(json.dumps(to_json(found)))) == found
     if is_whole and get_default_dtype() == float32:
         file.write(to_json(found))

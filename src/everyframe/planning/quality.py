@@ -299,7 +299,7 @@ def calibration_key(
         return None
     try:
         files = model.weight_files()
-    except CheckpointError:  # whoever loads it says so, a plan loads nothing
+    except CheckpointError:  # missing weights; loading reports them
         return None
     sha256, loras = known_digest(files) if files else None, patches_of(model).known()
     if sha256 is None or loras is None:

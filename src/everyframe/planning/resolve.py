@@ -122,7 +122,7 @@ def prepare(
     tokenizers, as in a run. `will_run` tries fast paths without a certificate, for some seconds at
     most, so that the plan has only certified ones; otherwise it lists expected ones.
     """
-    # A class in memory, and the model inside of the package, are not somebody's files.
+    # A class in memory and the embedded model have no files of the user.
     is_foreign = given is None and request.model is not None
     with config_errors(str(request.model)) if is_foreign else nullcontext():
         return _prepared(
@@ -154,7 +154,7 @@ def _prepared(
     device = common_facts(devices)
     num_threads = num_threads or default_threads(facts, len(devices), is_here=profile is None)
     chooser = _chooser(request, facts, devices, num_threads, is_here=profile is None)
-    # Repairs are of this machine, and a model that somebody has in memory may hold any weights.
+    # Repairs are of this machine, and a model in memory may hold any weights.
     is_own = profile is None and given is None
     fitting = _fitting(model, facts, device, request, chooser, is_own=is_own)
 
@@ -187,7 +187,7 @@ def _prepared(
         quality=quality.plan,
         preview=preview,
     )
-    # What somebody has in memory is there already: what is free says nothing against it.
+    # A model in memory is there already: what is free says nothing against it.
     if given is None:
         plan = replace(plan, infeasible=infeasible_reason(plan, fit_used, fitted, facts))
     return PreparedPlan(with_batch(plan, model) if is_own else plan, model, fitted, chooser)

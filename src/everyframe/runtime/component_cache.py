@@ -173,7 +173,7 @@ class ComponentCache:
         return freed
 
     def encoded(self, key: Hashable) -> Any:
-        """What was encoded before; None if it was not. Nobody writes to it."""
+        """Stored results of an encoder, read-only; None if there are none."""
         with self._lock:
             found = self._encoded.get(key)
             if found is not None:
@@ -372,6 +372,6 @@ def _num_bytes(results: Any) -> int:
 
 
 def _collect() -> None:
-    """Free what nobody holds: hooks and modules may hold each other."""
+    """Free unreferenced memory, also of reference cycles: hooks and modules refer to each other."""
     gc.collect()
     empty_cache()

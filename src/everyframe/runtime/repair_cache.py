@@ -68,7 +68,7 @@ def cached_key(
         return None
     try:
         files = model.weight_files()
-    except CheckpointError:  # a part without weights: whoever loads it says so, a plan loads none
+    except CheckpointError:  # missing weights; loading reports them
         return None
     sha256 = known_digest(files) if files else None
     loras = patches_of(model).known()

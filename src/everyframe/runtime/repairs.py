@@ -160,7 +160,7 @@ class RepairSet:
         """Apply a repair. Raises `LeftBatchError` in a batch, whose runs share the component."""
         change_modules(f"{repair.place} needs {repair.to}")
         part = self._parts[repair.component]
-        # Does nothing where the plan has put casts on already; somebody else's module has none.
+        # No effect on modules that have the plan's casts; those of foreign code have none.
         self._joined.append(cast_hooks.add_input_casts(part))
         undo = put_on(part, repair, keeps_storage=self._keeps_storage)
         self._put_on.append((repair, undo))
@@ -168,7 +168,7 @@ class RepairSet:
 
     def join(self) -> None:
         """Let each component accept inputs wider than its parameters."""
-        # Does nothing where the plan has put casts already; somebody else's module has none.
+        # As in `put_on`.
         self._joined += [cast_hooks.add_input_casts(part) for part in self._parts.values()]
 
     def take_off(self, repair: Repair) -> None:
