@@ -81,49 +81,33 @@ def apply_fast_paths(
         return
     kernels = [kernel for kernel in map(kernel_of, paths) if kernel]
     attend_by(module, *(kernels or [PLAIN]), parts=called)
-    for name in paths:
-        if name in _AROUND:
-            _AROUND[name](module, plain, compiles)
+    if "compile" in paths:
+        # Not on top: this brings torch's compiler.
+        from everyframe.fast_paths.compilation import compile_blocks
 
-
-def _compile(module: nn.Module, plain: Sequence[str], compiles: bool) -> None:
-    from everyframe.fast_paths import compilation
-
-    blocks = (block for block in block_names(module) if not _is_in(block, plain))
-    compilation.compile_blocks(module, blocks, compiles=compiles)
+        blocks = (block for block in block_names(module) if not _is_in(block, plain))
+        compile_blocks(module, blocks, compiles=compiles)
 
 
 def _is_in(name: str, parts: Sequence[str]) -> bool:
     return any(not part or f"{name}.".startswith(f"{part}.") for part in parts)
 
 
-def _pairs(module: nn.Module) -> Sequence[Any]:
-    return pairs(module, block_names(module))
-
-
-def _conditioned(module: nn.Module) -> Sequence[nn.Module]:
-    return [module] if can_cache(module) else []
-
-
-def _keep(module: nn.Module, blocks: tuple[str, ...]) -> None:
-    keep(module, embedders(module))
-
-
 #: Finds what a path can replace, for paths that are recognised by their modules.
 _PLACES: Mapping[str, Callable[[nn.Module], Sized]] = {
-    "linear-gelu": _pairs,
+    "linear-gelu": lambda module: pairs(module, block_names(module)),
     "kept-embeddings": embedders,
-    "cached-constants": _conditioned,  # the call of a pipeline puts it on, for each video
+    # The call of a pipeline applies it, for each video.
+    "cached-constants": lambda module: [module] if can_cache(module) else [],
     "native-gated-linear": gated_linear.places,
     **{name: partial(cpu_modules.places, name) for name in cpu_modules.KINDS},
 }
 _SWAPS: Mapping[str, Callable[[nn.Module, tuple[str, ...]], Any]] = {
     "linear-gelu": fuse,
-    "kept-embeddings": _keep,
+    "kept-embeddings": lambda module, blocks: keep(module, embedders(module)),
     "native-gated-linear": gated_linear.fuse,
     **{name: cpu_modules.swapper(name) for name in cpu_modules.KINDS},
 }
-_AROUND: Mapping[str, Callable[[nn.Module, Sequence[str], bool], None]] = {"compile": _compile}
 
 
 def import_function(place: str) -> Callable[..., Any]:
