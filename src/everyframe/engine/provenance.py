@@ -20,7 +20,7 @@ from everyframe.checkpoints.digest import digest
 from everyframe.checkpoints.locate import locate
 from everyframe.core.errors import InputError
 from everyframe.core.lora import Lora
-from everyframe.core.option_values import with_current_names
+from everyframe.core.option_values import replaced_by, with_current_names
 from everyframe.core.options import facts_of
 from everyframe.core.plan import Plan, Repair
 from everyframe.core.quality import PRODUCTS, recorded_method
@@ -49,13 +49,6 @@ _OF_THIS_MACHINE = (
     "compiled", "report", "forget_repairs", "remedies", "paths", "quantized", "method", "preview",
     "preview_decoder",
 )  # fmt: skip
-#: Mutually exclusive options.
-_ALIKE = (
-    {"size", "height", "width", "resolution"},
-    {"size", "height", "width", "aspect"},
-    {"num_frames", "seconds"},
-    {"image", "extend"},
-)
 #: Overriding one of these discards the recorded fast paths.
 _CHOOSE_ANEW = {"device", "dtype", "attention", "disable", "compile", "compiled", "paths"}
 #: Maximum number of threads per core taken from the record of a larger machine.
@@ -232,14 +225,13 @@ def request_from(
     checked = check_record(record)
     overrides = with_current_names(overrides)
     wanted = {name: value for name, value in overrides.items() if value is not None}
-    # What says the same in other words gives way as well: seconds to num_frames, for one.
-    replaced = {name for group in _ALIKE if wanted.keys() & group for name in group}
+    own = wanted.pop("option", None)
+    replaced = replaced_by(wanted)
     if has_model:
         replaced.add("model")
     elif "model" not in wanted:
         _check_given_in_python(record)
-    own = wanted.pop("option", None)
-    asked = accepted_options(with_current_names(record["request"]), wanted.keys() | replaced)
+    asked = accepted_options(with_current_names(record["request"]), replaced)
     for name in (*GIVEN, *_options_that("names_files")):
         asked |= {name: find_files(name, asked[name])} if name in asked else {}
     if "loras" in asked:
