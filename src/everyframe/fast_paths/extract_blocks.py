@@ -217,12 +217,7 @@ def _kind(module: nn.Module, given: BlockInputs) -> Any:
     """Key of equal blocks: class, parameter shapes, input shapes."""
     shapes: list[Any] = [type(module)]
     shapes += [(name, tuple(p.shape)) for name, p in module.named_parameters()]
-
-    def note(tensor: Tensor) -> Tensor:
-        shapes.append(tuple(tensor.shape))
-        return tensor
-
-    cast_hooks.map_tensors((given.args, given.kwargs), note)
+    shapes += [tuple(each.shape) for each in cast_hooks.tensors_in((given.args, given.kwargs))]
     return tuple(shapes)
 
 
