@@ -24,6 +24,7 @@ from everyframe.diffusers_pipelines.cfg_detection import CfgBranches
 from everyframe.diffusers_pipelines.cfg_parallel import CfgParallel, DenoiserCall
 from everyframe.diffusers_pipelines.lazy_tensor import LazyTensor
 from everyframe.ops.attention import PLAIN, by_kernel
+from everyframe.ops.call_override import ModuleCall
 from everyframe.parallel.cfg_groups import CfgGroups
 from everyframe.parallel.communicator import (
     Communicator,
@@ -201,8 +202,8 @@ def everything(team: Communicator) -> Callable[[], None]:
     """A rank computes what is not its own, and hands nothing on that is wrong for it."""
     kept = CfgParallel._called
 
-    def called(self: Any, name: str, base: Any, own: Any, args: Any, kwargs: Any) -> Any:
-        return DenoiserCall(name, own, base, args, kwargs).made()
+    def called(self: Any, name: str, call: ModuleCall) -> Any:
+        return call.compute()
 
     CfgParallel._called = called  # type: ignore[method-assign]
     return lambda: setattr(CfgParallel, "_called", kept)
@@ -269,7 +270,7 @@ def part_of(**given: Any) -> Any:
     """The second rank's part of a call."""
     _, _, branches = WAYS["together"]
     teams = teams_of(FakeCommunicator(1, (1.0, 1.0)))
-    call = DenoiserCall("transformer", model_of("ltx"), type(model_of("ltx")), (), given)
+    call = DenoiserCall(model_of("ltx"), type(model_of("ltx")), (), given, "transformer")
     return CfgParallel({}, branches, teams)._part(call, range(1, 2))
 
 

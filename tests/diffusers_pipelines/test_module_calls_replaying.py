@@ -31,10 +31,10 @@ class Kept:
         self.calls.append(call)
         return self.left.pop() if self.left else None
 
-    def keep(self, answer: Any, remedies: Any) -> None:
+    def keep(self, answer: Any, repairs: Any) -> None:
         self.kept.append(answer)
 
-    def remedies(self) -> tuple[()]:
+    def repairs(self) -> tuple[()]:
         return ()
 
 
@@ -66,7 +66,7 @@ def test_what_lay_in_a_file_comes_to_where_the_inputs_are() -> None:
 def test_modules_are_as_they_were() -> None:
     denoiser = Denoiser()
     kind = type(denoiser)
-    with override_call(denoiser, lambda base, own, args, kwargs: "served"):
+    with override_call(denoiser, lambda call: "served"):
         assert denoiser(torch.ones(1), torch.ones(1)) == "served"
         assert isinstance(denoiser, kind)
     assert type(denoiser) is kind

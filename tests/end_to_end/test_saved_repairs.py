@@ -118,8 +118,8 @@ def test_a_trace_of_modules_repaired_from_the_start_is_of_the_same_weights(
     def traced(name: str, **more: Any) -> Path:
         request = Request(model=str(folder), **{**ASKED, **more})
         (planned,) = [e for e in tracing.record(request, tmp_path / name) if isinstance(e, Planned)]
-        remedies = [r.module for part in planned.plan.components for r in part.repairs]
-        assert remedies == ([] if more else RAISED)
+        repairs = [r.module for part in planned.plan.components for r in part.repairs]
+        assert repairs == ([] if more else RAISED)
         return tmp_path / name
 
     verdict = everyframe.trace_diff(traced("half.trace"), traced("wide.trace", dtype="fp32"))

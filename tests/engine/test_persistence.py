@@ -70,7 +70,7 @@ def test_a_foreign_pipeline_goes_on_by_replay(tmp_path: Path) -> None:
 def test_an_answer_that_is_damaged_is_computed_again(tmp_path: Path) -> None:
     told: list[str] = []
     answers = FileReplayLog(tmp_path / "3", told.append)
-    remedy = Repair("unet", "conv", "float32", "float16")
+    repair = Repair("unet", "conv", "float32", "float16")
     laid_out = torch.zeros(1, 2).t().expand(2, 3)
     given = (
         torch.arange(4.0),
@@ -79,9 +79,9 @@ def test_an_answer_that_is_damaged_is_computed_again(tmp_path: Path) -> None:
     )
     for number, answer in enumerate(given):
         assert answers.next(f"call {number}") is None
-        answers.keep(answer, (remedy,) if number else ())
+        answers.keep(answer, (repair,) if number else ())
     again = FileReplayLog(tmp_path / "3", told.append)
-    assert again.remedies() == (remedy,)
+    assert again.repairs() == (repair,)
     assert torch.equal(again.next("call 0"), given[0])
     assert torch.equal(again.next("call 1")[0], given[1][0])
     output = again.next("call 2")

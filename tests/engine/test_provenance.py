@@ -166,6 +166,12 @@ def test_a_size_displaces_a_named_one_with_its_aspect(
     assert (other.resolution, other.aspect) == ("240p", "1:1")
 
 
+def test_a_height_goes_with_the_recorded_width(model: Path) -> None:
+    record = record_of(model, size=None, height=24, width=32)
+    record["request"].pop("size")
+    assert request_from(record, {"height": 32, "model": str(model)}).asked_size() == (32, 32)
+
+
 def test_a_folder_called_as_a_known_model_is_not_that_model(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ from everyframe.core.errors import (
 from everyframe.core.events import Event, FramesDecoded, Note, RunSaved, Step, VideoDone
 from everyframe.core.request import Request
 from everyframe.engine import ray_group
-from everyframe.engine.executor import FreshWorkers
+from everyframe.engine.launcher import run_in_workers
 from everyframe.engine.ray_executor import RayExecutor, ray_executor
 from everyframe.engine.stop_switch import StopSwitch
 from everyframe.engine.worker_process import WorkerJob
@@ -94,7 +94,7 @@ def executor(cluster: Any) -> Iterator[RayExecutor]:
 @pytest.fixture(scope="module")
 def unbroken() -> Any:
     """The frames of the request, made by two processes of this machine."""
-    return frames_of(list(FreshWorkers().run(WorkerJob(REQUEST, as_uint8=True))))
+    return frames_of(list(run_in_workers(WorkerJob(REQUEST, as_uint8=True).of_ranks(2))))
 
 
 def frames_of(events: list[Event]) -> Any:
@@ -178,7 +178,7 @@ def test_a_killed_node_leaves_the_run_to_fewer_ranks_up_to_rounding(
 ) -> None:
     """In float frames, where rounding would be seen."""
     asked = WorkerJob(REQUEST, root=tmp_path, pace=(0.0, 1e9))
-    whole = frames_of(list(FreshWorkers().run(WorkerJob(REQUEST))))
+    whole = frames_of(list(run_in_workers(WorkerJob(REQUEST).of_ranks(2))))
     with ray_cluster.node(cluster, num_cpus=1) as second:
         events = broken(executor.run(asked), lambda: ray_cluster.kill(cluster, second))
     found = frames_of(events)
@@ -194,7 +194,7 @@ def test_groups_of_several_videos_resume_each_its_own(
 ) -> None:
     """Each group saves its part of the run; what is done is not made again."""
     asked = Request(**{**REQUEST.given(), "num_videos": 2, "parallel": "data=2"})
-    whole = frames_by_seed(list(FreshWorkers().run(WorkerJob(asked, as_uint8=True))))
+    whole = frames_by_seed(list(run_in_workers(WorkerJob(asked, as_uint8=True).of_ranks(2))))
 
     def kill_one() -> None:
         os.kill(ray_cluster.actor_processes()[-1], signal.SIGKILL)
@@ -216,6 +216,7 @@ import os, sys
 from pathlib import Path
 from everyframe.core.events import RunSaved, Step
 from everyframe.core.request import Request
+from everyframe.engine.launcher import run_in_workers
 from everyframe.engine.ray_executor import ray_executor
 from everyframe.engine.worker_process import WorkerJob
 

@@ -12,8 +12,8 @@ import pytest
 
 from everyframe.core.events import FramesDecoded, RunSaved, Step, VideoDone
 from everyframe.core.request import Request
-from everyframe.engine.executor import FreshWorkers
 from everyframe.engine.input_transfer import InputFiles
+from everyframe.engine.launcher import run_in_workers
 from everyframe.engine.message_bytes import from_bytes, to_bytes
 from everyframe.engine.rank_layout import RankJob
 from everyframe.engine.run_transfer import write_changes
@@ -75,7 +75,7 @@ def test_a_ranks_state_comes_before_its_step_and_its_frames_are_those_of_a_worke
     assert found[-1][0] == "end"
     events = [value for name, value in found if name == "event"]
     frames = [each.frames for each in events if isinstance(each, FramesDecoded)]
-    whole = list(FreshWorkers().run(WorkerJob(REQUEST, as_uint8=True)))
+    whole = list(run_in_workers(WorkerJob(REQUEST, as_uint8=True)))
     other = [each.frames for each in whole if isinstance(each, FramesDecoded)]
     assert np.array_equal(np.concatenate(frames), np.concatenate(other))
     assert isinstance(events[-1], VideoDone)

@@ -37,7 +37,7 @@ from everyframe.core.plan import ComponentPlan, Plan, Precision, Settings
 from everyframe.engine import launcher, replan
 from everyframe.engine.error_transfer import error_data, error_from
 from everyframe.engine.launcher import EventDeduplicator
-from everyframe.engine.replan import relieved_of, remind, replan_with_less_memory
+from everyframe.engine.replan import add_fallbacks, applied_fallbacks, replan_with_less_memory
 from everyframe.engine.worker_process import WorkerJob, receive, send
 from everyframe.runs.folder import RunFolder
 from everyframe.runs.run_state import EVERY_STEP, RunState
@@ -258,11 +258,11 @@ def test_where_nothing_is_left_it_is_refused() -> None:
 def test_the_record_holds_what_was_done_once() -> None:
     _, told = replan_with_less_memory(of_ranks(CARD, "net"), MODEL, SHORT.scarcity)
     assert told.text.endswith("all resume from the last saved step: Net: one by one")
-    assert relieved_of([told.to_json()]) == (told,)
+    assert applied_fallbacks([told.to_json()]) == (told,)
     other = {"clip": 1, **replace(told, stage="decode").to_json()}
     progress = RunState(repairs=[other])
     for _ in range(2):
-        remind(progress, [told])
+        add_fallbacks(progress, [told])
     assert progress.repairs == [{"clip": None, **told.to_json()}, other]
 
 

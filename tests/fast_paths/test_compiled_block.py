@@ -286,11 +286,12 @@ def test_a_library_that_is_not_faster_is_not_used(compiler: PlantedCompiler) -> 
     assert [*block.report.notes] == ["planted"]
 
 
-def by_torch(model: Model, asked: list[Any], **more: Any) -> None:
+def by_torch(model: Model, asked: list[Any], *, compiles: bool = True) -> None:
     """Compile a model, with a torch.compile that only counts."""
+    how: Any = {"dynamic": True, "compiles": compiles}
     for block in model.blocks:
         block._compiled_call_impl = compiled_block.CompiledBlock(
-            block, fallback=lambda call: asked.append(call) or call, **more
+            block, **how, warns=True, fallback=lambda call: asked.append(call) or call
         )
 
 

@@ -11,8 +11,9 @@ from diffusers import LTXVideoTransformer3DModel, WanTransformer3DModel
 from torch import Tensor, nn
 
 from everyframe.fast_paths.apply import applies_to
-from everyframe.fast_paths.constant_modules import find_constant_modules
+from everyframe.fast_paths.constant_modules import ConstantModule, find_constant_modules
 from everyframe.fast_paths.constant_results import MOST_RESULTS, PATH, CachedConstants
+from everyframe.ops.call_override import ModuleCall
 
 
 @pytest.fixture(autouse=True)
@@ -165,12 +166,22 @@ class Noise(nn.Module):
         return x + table
 
 
+def found_in(model: nn.Module, *args: Tensor) -> tuple[ConstantModule, ...]:
+    return find_constant_modules(ModuleCall(model, type(model), args, {}))[1]
+
+
+class OtherTensors(ModuleCall):
+    """A call that computes with other tensors than those that it was given."""
+
+    def compute(self) -> Any:
+        return self.module(self.args[0].sum(), text()[..., 0])
+
+
 def test_numbers_of_the_latents_and_random_ones_vary() -> None:
     model, x = Reading(), torch.ones(3)
-    _, found = find_constant_modules(model, (x, text()), {}, lambda: model(x.sum(), text()[..., 0]))
+    _, found = find_constant_modules(OtherTensors(model, type(model), (x, text()), {}))
     assert not found, "nothing is known of tensors that it was not given"
-    prompt = torch.ones(3)
-    _, found = find_constant_modules(model, (x, prompt), {}, lambda: model(x, prompt))
+    found = found_in(model, x, torch.ones(3))
     assert [each.name for each in found] == ["first"]
 
 
@@ -192,8 +203,7 @@ def test_a_view_of_what_varies_varies() -> None:
             table[:2] = hidden_states[:2]
             return self.part(table, 2.0)  # type: ignore[no-any-return]
 
-    model, x = Writing(), torch.ones(3)
-    assert find_constant_modules(model, (x,), {}, lambda: model(x))[1] == ()
+    assert found_in(Writing(), torch.ones(3)) == ()
 
 
 def test_calls_that_are_none_of_the_videos_are_plain() -> None:

@@ -222,7 +222,7 @@ def stepvideo_llm(golden: Golden) -> Outputs:
 
 def stepvideo_rope(golden: Golden) -> Outputs:
     """Rotations along frames, rows and columns, and their tables."""
-    from everyframe.ops.rope import axes_table, axis_angles, grid_positions, rotate_axes
+    from everyframe.ops.rope import axes_table, axis_angles, rotate_axes
 
     theta = constructor(golden).get("freq", 10000.0)
     for case in golden.setting("cases"):
@@ -230,7 +230,6 @@ def stepvideo_rope(golden: Golden) -> Outputs:
         table = axes_table(sizes, widths, theta=theta)
         rotated = rotate_axes(golden[f"{tag}.q"].transpose(1, 2), table)
         yield f"{tag}.q_rotated", rotated.transpose(1, 2)
-        yield f"{tag}.positions", grid_positions(sizes)
         for width in sorted(set(widths)):
             angles = axis_angles(torch.arange(max(sizes)), width, theta).repeat(1, 2)
             yield f"{tag}.cos_{width}", angles.cos()

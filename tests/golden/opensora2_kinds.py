@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,7 +77,9 @@ def opensora2_vae_hunyuan(golden: Golden) -> Outputs:
     golden.load(vae)
     for case in golden.setting("cases"):
         name = case["name"]
-        tiled = config.in_tiles(sides=case["spatial_tiling"], frames=case["temporal_tiling"])
+        tiled = replace(
+            config, tiles_sides=case["spatial_tiling"], tiles_frames=case["temporal_tiling"]
+        )
         moments = vaes.coded(vae, tiled, golden[f"video_{name}"])
         yield f"moments_{name}", moments
         yield f"z_{name}", vaes.encode(vae, tiled, golden[f"video_{name}"])
@@ -115,7 +118,9 @@ def opensora2_dcae(golden: Golden) -> Outputs:
     golden.load(vae)
     for case in golden.setting("cases"):
         name = case["name"]
-        tiled = config.in_tiles(sides=case["spatial_tiling"], frames=case["temporal_tiling"])
+        tiled = replace(
+            config, tiles_sides=case["spatial_tiling"], tiles_frames=case["temporal_tiling"]
+        )
         if f"video_{name}" in golden:
             yield f"z_{name}", vaes.encode(vae, tiled, golden[f"video_{name}"])
         if f"latent_{name}" in golden:

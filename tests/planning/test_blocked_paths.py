@@ -14,7 +14,7 @@ import everyframe
 from everyframe.core.facts import DeviceFacts, MachineFacts, OpShape, SoftwareFacts
 from everyframe.core.plan import Precision
 from everyframe.fast_paths.apply import applies_to
-from everyframe.fast_paths.registry import CATALOGUE
+from everyframe.fast_paths.registry import CATALOGUE, OF_LAYERS
 from everyframe.planning.blocked_paths import BlockedPaths, BlockReason, known, tags_of
 from everyframe.planning.choose_fast_paths import FastPathChooser, FastPathOptions
 from everyframe.planning.fast_path_notes import fast_path_notes
@@ -36,7 +36,7 @@ class Run:
         self.stage_call = type("", (), {"component": component, "key": component, "num_calls": 1})
 
     def has_place(self, path: str, *, is_quantised: bool) -> bool:
-        return applies_to(path, nn.Identity(), is_quantised=is_quantised)
+        return applies_to(path, nn.Identity()) and not (is_quantised and path in OF_LAYERS)
 
 
 VAE: Any = Run("vae", (1, 8, 4, 16, 16), (8, 8, 3, 3, 3))

@@ -96,6 +96,22 @@ def test_a_project_displaces_the_users_size(project: Path) -> None:
     assert values() == {"size": "32x32"}
 
 
+def test_a_projects_named_size_with_its_aspect_goes_before_the_users(project: Path) -> None:
+    write(users(project), 'resolution = "240p"\n')
+    write(project / FILE, 'resolution = "360p"\naspect = "16:9"\n')
+    assert values() == {"resolution": "360p", "aspect": "16:9"}
+
+
+def test_variables_that_need_each_other_are_read_together(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVERYFRAME_HEIGHT", "320")
+    with pytest.raises(InputError, match="EVERYFRAME_HEIGHT: height was given without width"):
+        values()
+    monkeypatch.setenv("EVERYFRAME_WIDTH", "512")
+    assert values() == {"height": 320, "width": 512}
+
+
 def test_a_table_of_pyproject_is_read(project: Path) -> None:
     write(project / "pyproject.toml", "[tool.everyframe]\nsteps = 3\n")
     with pytest.raises(InputError, match=r"no option 'steps'"):

@@ -11,6 +11,7 @@ from everyframe.core.bytes import parse_bytes
 from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, Precision, peak_of
+from everyframe.dry_run.call import DryRunCall
 from everyframe.families.opensora.components import OpenSoraBuilder
 from everyframe.families.opensora.config import OpenSoraConfig, STDiT3Config
 from everyframe.families.opensora.vae_config import VideoVAEConfig
@@ -25,7 +26,6 @@ from everyframe.planning.dry_runs import DryRun, dry_run
 from everyframe.planning.infeasible import infeasible_reason
 from everyframe.planning.memory_fit import FitResult, MemoryFit, within
 from everyframe.runtime import tiling
-from everyframe.runtime.interface import DryRunCall
 from helpers import config_only_models
 from helpers.guard_modules import plan
 

@@ -98,7 +98,7 @@ def test_every_region_of_every_answer_is_seen(tmp_path: Path) -> None:
     for _ in flips(second, _REGIONS):
         said: list[str] = []
         again = FileReplayLog(tmp_path / "3", said.append)
-        assert again.remedies() == ()
+        assert again.repairs() == ()
         assert again.next("0") is not None
         assert again.next("1") is None
         assert len(said) == 1

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from everyframe.runtime.batched_calls import BatchedModule, ModuleCall
+from everyframe.ops.call_override import ModuleCall
+from everyframe.runtime.batched_calls import BatchedModule
 
 
 class Net(nn.Module):

@@ -15,7 +15,7 @@ from everyframe.runtime.repair_cache import (
     delete_repairs,
     key_of,
     load_repairs,
-    remedies_for,
+    repairs_for,
     save_repair,
 )
 
@@ -41,16 +41,16 @@ def test_nothing_is_remembered_at_first() -> None:
 
 
 def test_repairs_come_back_in_their_order_until_they_are_forgotten() -> None:
-    for remedy in (INNER, OTHER, replace(OTHER, to=PLAIN)):
-        save_repair(KEY, remedy)
+    for repair in (INNER, OTHER, replace(OTHER, to=PLAIN)):
+        save_repair(KEY, repair)
     assert load_repairs(KEY) == (INNER, OTHER, replace(OTHER, to=PLAIN))
     assert delete_repairs(KEY) == 3
     assert load_repairs(KEY) == ()
 
 
 def test_what_holds_another_takes_its_place() -> None:
-    for remedy in (INNER, OTHER, INNER, OUTER):
-        save_repair(KEY, remedy)
+    for repair in (INNER, OTHER, INNER, OUTER):
+        save_repair(KEY, repair)
     assert load_repairs(KEY) == (OTHER, OUTER), "blocks.10 is not inside of blocks.1"
     save_repair(KEY, replace(WHOLE, to="bfloat16"))
     assert len(load_repairs(KEY)) == 3, "a narrower one holds nothing"
@@ -97,9 +97,9 @@ def test_where_nothing_can_be_written_the_run_goes_on(
 
 
 def test_repairs_are_for_one_component_in_one_dtype() -> None:
-    assert remedies_for("unet", "float16", (INNER, OTHER)) == (INNER, OTHER)
-    assert remedies_for("unet", "bfloat16", (INNER,)) == ()
-    assert remedies_for("vae", "float16", (INNER,)) == ()
+    assert repairs_for("unet", "float16", (INNER, OTHER)) == (INNER, OTHER)
+    assert repairs_for("unet", "bfloat16", (INNER,)) == ()
+    assert repairs_for("vae", "float16", (INNER,)) == ()
 
 
 def test_repaired_weights_take_the_memory_that_they_take() -> None:

@@ -201,6 +201,15 @@ def test_a_remix_has_the_same_seed(served: ServedApp) -> None:
     assert error_of(missing, 400)["code"] == "missing_required_parameter"
 
 
+def test_a_remix_with_another_aspect_keeps_the_named_size(served: ServedApp) -> None:
+    first = served.client.post(
+        "/v1/videos", json={"prompt": PROMPT, "resolution": "144p", "num_frames": 8}
+    ).json()
+    changed = {"prompt": "a blue circle", "aspect": "1:1"}
+    remix = served.client.post(f"/v1/videos/{first['id']}/remix", json=changed).json()
+    assert (remix["request"]["resolution"], remix["request"]["aspect"]) == ("144p", "1:1")
+
+
 def test_a_repeated_request_makes_one_job(served: ServedApp) -> None:
     def post(prompt: str = PROMPT, **headers: str) -> Any:
         return served.client.post("/v1/videos", json={"prompt": prompt}, headers=headers)

@@ -36,8 +36,6 @@ BESIDE = frozenset({"alpha", "dora", "diff_b", "up_bias"})
 
 #: Kinds that are added or set as they are.
 _UNSCALED = ("diff", "diff_m", "set")
-#: What one factor lacks without the other.
-_PARTNERS = {"down": "up", "up": "down"}
 
 
 def kind_of(roles: Collection[str]) -> tuple[str, str]:

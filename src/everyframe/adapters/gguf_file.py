@@ -45,7 +45,6 @@ class GgufFile(TensorFile):
     """The tensors of a GGUF file; those of a quantized kind are read as float32.
 
     Attributes:
-        architecture: the model that the file says it holds; empty if it says nothing.
         kinds: names of the quantized kinds in it, the most frequent first.
     """
 
@@ -58,7 +57,6 @@ class GgufFile(TensorFile):
         }
         _check_layout(path, entries)
         super().__init__(path, entries)
-        self.architecture = str(header.metadata.get("general.architecture", ""))
         self.metadata = header.metadata
         names = [each.name for each in self._kinds.values()]
         self.kinds = tuple(sorted({*names}, key=lambda name: -names.count(name)))

@@ -26,19 +26,6 @@ DtypeRule = Callable[[str, torch.dtype], torch.dtype]
 """(name in the module, dtype in the module) -> wanted dtype; asked for floating tensors only."""
 
 
-@dataclass(frozen=True)
-class LoadReport:
-    """Names in the module and bytes of the loaded tensors, and ignored names.
-
-    `left` maps names in the module to names in the files, for tensors that were left unread.
-    """
-
-    loaded: tuple[str, ...]
-    ignored: tuple[str, ...]
-    num_bytes: int
-    left: Mapping[str, str]
-
-
 def load_strictly(
     module: nn.Module,
     checkpoint: TensorFile,
@@ -47,7 +34,7 @@ def load_strictly(
     dtype: torch.dtype | DtypeRule | None = None,
     device: str | torch.device = "cpu",
     leave: Collection[str] = (),
-) -> LoadReport:
+) -> dict[str, str]:
     """Fill every parameter and persistent buffer of `module` from `checkpoint`.
 
     Args:
@@ -60,6 +47,9 @@ def load_strictly(
         leave: names in the module that are compared like all others but not read: they are meta
             tensors of their dtype, to be read later.
 
+    Returns:
+        Name in the files by name in the module, of the tensors that were left unread.
+
     Raises:
         CheckpointError: a tensor is missing, extra, misshapen or of another kind, or two have one
             place; names the first few and counts them. The module is then unchanged, unless tied
@@ -69,10 +59,9 @@ def load_strictly(
     keys = keys or KeyMap()
     slots = _slots(module)
     groups = _groups(slots, keys.tied)
-    sources, ignored = _compared(checkpoint, keys, slots, groups)
+    sources = _compared(checkpoint, keys, slots, groups)
 
     filled: set[int] = set()
-    num_bytes = 0
     left: dict[str, str] = {}
     with torch.no_grad():
         for target, source in sources.items():
@@ -88,9 +77,8 @@ def load_strictly(
                 tensor = checkpoint.load(source, device, wanted)
             _place(tensor, [slots[name] for name in group])
             filled.add(id(group))
-            num_bytes += 0 if tensor.is_meta else tensor.nbytes
     _reset_buffers(module, torch.device(device))
-    return LoadReport(tuple(sources), ignored, num_bytes, left)
+    return left
 
 
 def check_strictly(module: nn.Module, checkpoint: TensorFile, keys: KeyMap | None = None) -> None:
@@ -108,12 +96,12 @@ def _compared(
     keys: KeyMap,
     slots: Mapping[str, _Slot],
     groups: Mapping[str, list[str]],
-) -> tuple[dict[str, str], tuple[str, ...]]:
+) -> dict[str, str]:
     """Result of `_map_names`; raises `CheckpointError` on any mismatch."""
-    sources, ignored = _map_names(checkpoint, keys)
+    sources = _map_names(checkpoint, keys)
     _compare_names(checkpoint, sources, slots, groups)
     _compare_facts(checkpoint, sources, slots)
-    return sources, ignored
+    return sources
 
 
 @dataclass
@@ -166,21 +154,19 @@ def _groups(slots: Mapping[str, _Slot], tied: Sequence[Sequence[str]]) -> dict[s
     return groups
 
 
-def _map_names(checkpoint: TensorFile, keys: KeyMap) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Module name -> checkpoint name in file order, and the ignored names."""
+def _map_names(checkpoint: TensorFile, keys: KeyMap) -> dict[str, str]:
+    """Module name -> checkpoint name in file order, without ignored names."""
     sources: dict[str, str] = {}
-    ignored: list[str] = []
     for name in checkpoint:
         target = keys.target(name)
         if target is None:
-            ignored.append(name)
-        elif target in sources:
+            continue
+        if target in sources:
             raise CheckpointError(
                 f"{checkpoint.source}: {sources[target]!r} and {name!r} are both for {target!r}"
             )
-        else:
-            sources[target] = name
-    return sources, tuple(ignored)
+        sources[target] = name
+    return sources
 
 
 def _compare_names(

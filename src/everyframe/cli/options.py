@@ -66,7 +66,7 @@ def make_command(
         # Their place is that of the prompt, which has its flag.
         asked = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in asked]
     parameters = sorted([*asked, *own], key=lambda each: each.kind)
-    parameters += [_run_parameter(name) for name in flags]
+    parameters += [run_flag(name) for name in flags]
     return command(function, parameters, help_text)
 
 
@@ -123,11 +123,7 @@ def request_flag(name: str) -> inspect.Parameter:
 
 
 def run_flag(name: str) -> inspect.Parameter:
-    """One of `RUN_FLAGS`, for commands that take no request."""
-    return _run_parameter(name)
-
-
-def _run_parameter(name: str) -> inspect.Parameter:
+    """One of `RUN_FLAGS`."""
     alias, kind, help_text = RUN_FLAGS[name]
     return flag(name, kind, help_text, alias=alias)
 

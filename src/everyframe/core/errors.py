@@ -92,7 +92,7 @@ class OutOfMemoryInfo:
 class DistributedOutOfMemoryError(CannotRunError):
     """Memory ran out while several ranks computed together.
 
-    No rank can do with less by itself; the launcher can start all of them again.
+    No rank can use less memory alone; the launcher can restart all of them.
     """
 
     def __init__(self, text: str, scarcity: OutOfMemoryInfo) -> None:

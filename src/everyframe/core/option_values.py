@@ -7,7 +7,7 @@ Any other value is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -87,6 +87,29 @@ def _names(given: Any) -> Any:
 REPEATED: dict[str, Callable[[Any], Any]] = {
     "loras": parse_loras, "components": parse_components, "disable": _names,
 }  # fmt: skip
+
+#: Option -> other options of the same thing, which it replaces. An aspect is of a resolution.
+_REPLACES = {
+    "size": ("height", "width", "resolution", "aspect"),
+    "height": ("size", "resolution", "aspect"),
+    "width": ("size", "resolution", "aspect"),
+    "resolution": ("size", "height", "width"),
+    "aspect": ("size", "height", "width"),
+    "num_frames": ("seconds",),
+    "seconds": ("num_frames",),
+    "image": ("extend",),
+    "extend": ("image",),
+    "device": ("devices",),
+    "devices": ("device", "num_devices"),
+    "num_devices": ("devices", "shares"),
+}
+
+
+def replaced_by(given: Iterable[str]) -> set[str]:
+    """The given options, and others that they replace: ``size`` replaces a default ``height``."""
+    given = {*given}
+    return given | {other for name in given for other in _REPLACES.get(name, ())}
+
 
 #: Earlier name of an option, still read -> its name.
 _RENAMED = {"without": "disable"}

@@ -21,7 +21,7 @@ from everyframe.core.quality import SamplingMethod
 from everyframe.diffusers_pipelines.call_budget import CallBudget
 from everyframe.diffusers_pipelines.step_tracking import StepTracker, notify_step_tracker
 from everyframe.numerics.tensor_stats import iter_tensors, value_range
-from everyframe.ops.call_override import override_call
+from everyframe.ops.call_override import ModuleCall, override_call
 from everyframe.precision.cast_hooks import map_tensors
 from everyframe.samplers.prediction import AnswerHistory
 
@@ -59,17 +59,11 @@ class PredictedAnswers:
         if kind is None:
             self._budget.close()
 
-    def _called(
-        self,
-        name: str,
-        base: type[nn.Module],
-        own: nn.Module,
-        args: Any,
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _called(self, name: str, made: ModuleCall) -> Any:
         if self._watch.is_paused:
-            return base.__call__(own, *args, **kwargs)
-        is_new, time = self._watch.next_step(own, args, kwargs)
+            return made.compute()
+        given = (made.module, made.args, made.kwargs)
+        is_new, time = self._watch.next_step(*given)
         if is_new:
             self._num_calls.clear()
             self._begin_step()
@@ -82,10 +76,10 @@ class PredictedAnswers:
             assert time is not None
             answer = self._predicted(call, time)
             if value_range(answer).is_finite:
-                notify_step_tracker(self._watch, name, own, args, kwargs)
+                notify_step_tracker(self._watch, name, *given)
                 self._skipped(call)
                 return answer
-        answer = base.__call__(own, *args, **kwargs)
+        answer = made.compute()
         return answer if time is None else self._computed(call, time, answer, step)
 
     def _begin_step(self) -> None:

@@ -40,7 +40,7 @@ class Calling(Protocol):
 
 
 @dataclass(frozen=True)
-class Apart:
+class InOwnThread:
     """Run the call in its own thread, for a run that sets torch's switches around each event."""
 
     within: Within

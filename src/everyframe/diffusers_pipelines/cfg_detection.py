@@ -24,7 +24,7 @@ from everyframe.diffusers_pipelines.lazy_tensor import LazyTensor
 from everyframe.diffusers_pipelines.module_calls import encoders
 from everyframe.diffusers_pipelines.step_tracking import bind_arguments, called_parts
 from everyframe.dry_run.executor import DryRunModule, dry_run_modules
-from everyframe.ops.call_override import override_call
+from everyframe.ops.call_override import ModuleCall, override_call
 
 Shape = tuple[int, ...]
 
@@ -233,18 +233,12 @@ class _Pending:
         self._number = 0
 
 
-def _noted(
-    seen: ObservedCalls,
-    pending: _Pending,
-    base: type[nn.Module],
-    own: nn.Module,
-    args: Any,
-    kwargs: Any,
-) -> Any:
-    answer = base.__call__(own, *args, **kwargs)
+def _noted(seen: ObservedCalls, pending: _Pending, call: ModuleCall) -> Any:
+    answer = call.compute()
     leaves, form = pytree.tree_flatten(answer)
     shapes = tuple(tuple(leaf.shape) for leaf in leaves if _is_tensor(leaf))
-    paths = {path: tuple(leaf.shape) for path, leaf in tensors_by_path(own, args, kwargs).items()}
+    given = tensors_by_path(call.module, call.args, call.kwargs)
+    paths = {path: tuple(leaf.shape) for path, leaf in given.items()}
     seen.calls.append(_Asked(paths, shapes, form))
     return pending.given_out(answer)
 

@@ -27,7 +27,7 @@ from everyframe.core.errors import CannotRunError
 from everyframe.diffusers_pipelines.cfg_detection import CfgBranches
 from everyframe.diffusers_pipelines.lazy_tensor import LazyTensor
 from everyframe.diffusers_pipelines.step_tracking import bind_arguments
-from everyframe.ops.call_override import override_call
+from everyframe.ops.call_override import ModuleCall, override_call
 from everyframe.parallel.cfg_groups import CfgGroups
 from everyframe.parallel.communicator import Communicator, ParallelContext, memory_order
 
@@ -64,33 +64,21 @@ _WHAT = "answers about branches are exchanged"
 _Facts = list[Any]
 
 
-@dataclass
-class DenoiserCall:
+@dataclass(eq=False)
+class DenoiserCall(ModuleCall):
     """One denoiser call.
 
     Attributes:
         name: the denoiser's component name.
-        module: the denoiser.
-        base: its class, whose `__call__` computes the result.
-        args: positional arguments.
-        kwargs: keyword arguments.
         owner: index of the CFG group that computes it, where each branch has a call of its own.
         mine: this rank's result before the exchange.
         answer: the final result; None until it is known.
     """
 
     name: str
-    module: nn.Module
-    base: type[nn.Module]
-    args: Any
-    kwargs: dict[str, Any]
     owner: int = 0
     mine: Any = None
     answer: Any = None
-
-    def made(self) -> Any:
-        """Compute the result on this rank."""
-        return self.base.__call__(self.module, *self.args, **self.kwargs)
 
 
 class CallHooks:
@@ -148,12 +136,10 @@ class CfgParallel:
     def _num_groups(self) -> int:
         return len(self._groups.ranks)
 
-    def _called(
-        self, name: str, base: type[nn.Module], own: nn.Module, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
-        call = DenoiserCall(name, own, base, args, kwargs)
+    def _called(self, name: str, made: ModuleCall) -> Any:
         if self._around.is_paused:
-            return call.made()
+            return made.compute()
+        call = DenoiserCall(**vars(made), name=name)
         self._around.asked(call)
         if self._branches.is_together:
             return self._together(call)
@@ -166,12 +152,12 @@ class CfgParallel:
         mine = self._groups.branches(self._apart.mine)
         part = self._part(call, mine)
         with self._around.computing(call):
-            answer = (call if part is None else part).made()
+            answer = (call if part is None else part).compute()
         if part is not None:
             answer = self._joined(answer, len(mine))
         return self._around.checked(call, answer)
 
-    def _part(self, call: DenoiserCall, mine: range) -> DenoiserCall | None:
+    def _part(self, call: DenoiserCall, mine: range) -> ModuleCall | None:
         """The call restricted to those branches; None if the call has one branch only."""
         given, rows, count = (
             bind_arguments(call.module, call.args, call.kwargs),
@@ -199,7 +185,7 @@ class CfgParallel:
         cut = pytree.tree_unflatten(here, form)
         names = list(inspect.signature(call.module.forward).parameters)[: len(call.args)]
         args = tuple(cut.pop(name) for name in names)
-        return DenoiserCall(call.name, call.module, call.base, args, cut)
+        return ModuleCall(call.module, call.base, args, cut)
 
     def _joined(self, answer: Any, load: int) -> Any:
         """Concatenate the results of all groups; this group's result has `load` branches."""
@@ -222,7 +208,7 @@ class CfgParallel:
         self._count += 1
         if call.owner == self._apart.mine:
             with self._around.computing(call):
-                call.mine = call.made()
+                call.mine = call.compute()
         self._pending.append(call)
         if len(self._pending) == self._num_groups:
             self._settle()

@@ -82,11 +82,11 @@ def load_from_file(part: ComponentFolder, precision: Precision) -> nn.Module:
     rounded = {*quantization.rows(module, precision)}
     if precision.weight_dtype == PACKED:
         rounded = {name for name in rounded if name in file and file.packed_bytes(name)}
-    found = load_strictly(module, file, dtype=dtype_of, leave=rounded)
+    unread = load_strictly(module, file, dtype=dtype_of, leave=rounded)
     cpu = torch.device("cpu")
     if rounded:
         # A row is rounded as its file has it, not as the plan's dtype would.
-        left = {name: source for name, source in found.left.items() if name in rounded}
+        left = {name: source for name, source in unread.items() if name in rounded}
         fill(module, precision, file, left, (cpu, cpu), ())
     return module
 

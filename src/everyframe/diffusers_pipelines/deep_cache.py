@@ -19,7 +19,7 @@ from everyframe.diffusers_pipelines.call_budget import CallBudget
 from everyframe.diffusers_pipelines.step_tracking import StepTracker
 from everyframe.fast_paths.deep_features import DeepFeatures
 from everyframe.numerics.tensor_stats import iter_tensors
-from everyframe.ops.call_override import override_call
+from everyframe.ops.call_override import ModuleCall, override_call
 
 
 class DeepCachedCalls:
@@ -62,19 +62,17 @@ class DeepCachedCalls:
         if kind is None:
             self._budget.close()
 
-    def _called(
-        self, base: type[nn.Module], own: nn.Module, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
+    def _called(self, call: ModuleCall) -> Any:
         if self._watch.is_paused:
-            return base.__call__(own, *args, **kwargs)
-        is_new, time = self._watch.next_step(own, args, kwargs)
+            return call.compute()
+        is_new, time = self._watch.next_step(call.module, call.args, call.kwargs)
         step = self._watch.begun - 1 + is_new  # the tracker counts from 1, after this call
         if is_new:
             self._begin(step)
         self._num_calls += 1
         if self._is_whole:
-            self._given.append((args, kwargs))
-        answer = base.__call__(own, *args, **kwargs)
+            self._given.append((call.args, call.kwargs))
+        answer = call.compute()
         if time is not None and self._num_calls == 1:
             self._check(time, next(iter_tensors(answer)), step)
         return answer
@@ -85,14 +83,14 @@ class DeepCachedCalls:
         self._is_whole = not self._budget.leaves_out(step) or not self._last
         self._num_calls = 0
 
-    def _compute(self, base: type[nn.Module], own: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _compute(self, call: ModuleCall) -> Any:
         if not self._watch.is_paused:
             features, number = self._features, self._num_calls - 1
             if not self._is_whole and not features.has(number) and number < len(self._last):
-                self._fill(partial(base.__call__, own))
+                self._fill(partial(call.base.__call__, call.module))
             features.is_shallow = not self._is_whole
             features.begin(number)
-        return base.__call__(own, *args, **kwargs)
+        return call.compute()
 
     def _fill(self, compute: Callable[..., Any]) -> None:
         """Compute the last whole step again, unseen by tracker and guard."""

@@ -35,10 +35,10 @@ from everyframe.diffusers_pipelines.loaded_pipeline import CompleteSpec, LoadedP
 from everyframe.diffusers_pipelines.oom_fallback import chunk_savings
 from everyframe.diffusers_pipelines.options import PipelineOptions
 from everyframe.diffusers_pipelines.token_splits import CUTS, TransformerSplit, rank_share
+from everyframe.dry_run.call import DryRunCall
 from everyframe.parallel.head_partition import ATTENDING
 from everyframe.runtime.interface import (
     Component,
-    DryRunCall,
     MemorySaving,
     ModelSpec,
     RankShare,

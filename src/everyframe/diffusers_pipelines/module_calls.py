@@ -30,7 +30,7 @@ from everyframe.diffusers_pipelines.global_generators import is_same, states_of_
 from everyframe.diffusers_pipelines.step_caches import EmptyCaches
 from everyframe.diffusers_pipelines.step_tracking import StepTracker, notify_step_tracker
 from everyframe.numerics.tensor_stats import iter_tensors
-from everyframe.ops.call_override import override_call
+from everyframe.ops.call_override import ModuleCall, override_call
 from everyframe.parallel.communicator import Communicator
 from everyframe.precision.cast_hooks import map_tensors
 from everyframe.runtime.interface import VideoState
@@ -56,18 +56,18 @@ class BroadcastReplayLog:
         came = self._team.broadcast_tree(answer, 0, _WHAT)
         return answer if self._team.is_lead else came
 
-    def keep(self, answer: Any, remedies: tuple[Repair, ...]) -> None:
+    def keep(self, answer: Any, repairs: tuple[Repair, ...]) -> None:
         """See `ReplayLog`."""
         if self._own is not None:
-            self._own.keep(answer, remedies)
+            self._own.keep(answer, repairs)
 
     def again(self) -> None:
         """See `ReplayLog`."""
         raise AssertionError("one rank of several is not called again by itself")
 
-    def remedies(self) -> tuple[Repair, ...]:
+    def repairs(self) -> tuple[Repair, ...]:
         """See `ReplayLog`."""
-        mine = [] if self._own is None else [asdict(each) for each in self._own.remedies()]
+        mine = [] if self._own is None else [asdict(each) for each in self._own.repairs()]
         return tuple(Repair(**each) for each in self._team.broadcast_object(mine, 0, _WHAT))
 
 
@@ -101,7 +101,7 @@ class DenoiserReplay:
         self._on.enter_context(self._caches)
         answers = self._video.replay_log
         if self._denoisers and answers is not None:
-            self._video.repairs = answers.remedies()
+            self._video.repairs = answers.repairs()
             for name, module in self._denoisers.items():
                 served = partial(self._called, answers, name)
                 self._on.enter_context(override_call(module, served))
@@ -110,28 +110,21 @@ class DenoiserReplay:
     def __exit__(self, *_: object) -> None:
         self._on.close()
 
-    def _called(
-        self,
-        answers: ReplayLog,
-        name: str,
-        base: type[nn.Module],
-        own: nn.Module,
-        args: Any,
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _called(self, answers: ReplayLog, name: str, call: ModuleCall) -> Any:
         """Return the saved answer if there is one; otherwise compute and save it."""
+        args, kwargs = call.args, call.kwargs
         if self._watch.is_paused:
-            return base.__call__(own, *args, **kwargs)
+            return call.compute()
         # On every rank, as all have to look at the same tensors at the same time.
         answer = answers.next(digest_call(name, args, kwargs))
         if answer is not None:
-            notify_step_tracker(self._watch, name, own, args, kwargs)
+            notify_step_tracker(self._watch, name, call.module, args, kwargs)
             # It lay in a file: to where the one that is computed would be, with its inputs.
             here = next(iter_tensors((args, kwargs)))
             return map_tensors(answer, lambda kept: kept.to(here.device))
         devices = {each.device for each in iter_tensors((args, kwargs))}
         before = states_of_torch(devices)
-        answer = base.__call__(own, *args, **kwargs)
+        answer = call.compute()
         # Where one is served nothing is drawn, and what draws after it would get other numbers: so
         # neither it nor what comes after it is kept.
         self._can_keep &= is_same(before, states_of_torch(devices))
@@ -174,8 +167,8 @@ class EncodeOnLeadRank:
     def __exit__(self, *_: object) -> None:
         self._on.close()
 
-    def _called(self, base: type[nn.Module], own: nn.Module, args: Any, kwargs: Any) -> Any:
-        answer = base.__call__(own, *args, **kwargs) if self._team.is_lead else None
+    def _called(self, call: ModuleCall) -> Any:
+        answer = call.compute() if self._team.is_lead else None
         leaves, form = pytree.tree_flatten(answer, is_leaf=_is_leaf)
         plain = pytree.tree_unflatten([_plain(leaf) for leaf in leaves], form)
         is_here = [isinstance(leaf, Tensor) and leaf.device.type != "cpu" for leaf in leaves]

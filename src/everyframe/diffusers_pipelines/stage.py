@@ -27,8 +27,7 @@ from everyframe.diffusers_pipelines import call_options, sequence_parallel
 from everyframe.diffusers_pipelines.call import no_progress_bars
 from everyframe.diffusers_pipelines.call_arguments import arguments
 from everyframe.diffusers_pipelines.call_results import Made, OutOfMemory, generators_in
-from everyframe.diffusers_pipelines.call_thread import Apart as InOwnThread
-from everyframe.diffusers_pipelines.call_thread import Calling
+from everyframe.diffusers_pipelines.call_thread import Calling, InOwnThread
 from everyframe.diffusers_pipelines.cfg_detection import CfgBranches
 from everyframe.diffusers_pipelines.cfg_parallel import CfgParallel
 from everyframe.diffusers_pipelines.checkpoint import PipelineFiles

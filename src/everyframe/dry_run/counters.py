@@ -54,12 +54,11 @@ class WorkCounter:
     ) -> None:
         """Count one operation that is not a view, with its tensors."""
         self._kernels += times()
-        self._mapped += times() * sum(
-            size for size in map(_bytes, outs) if size > MAPPED and not _in_place(func)
-        )
+        if not _in_place(func):
+            self._mapped += times() * sum(each.nbytes for each in outs if each.nbytes > MAPPED)
         count = flop_registry.get(func._overloadpacket)
         if count is None:
-            passing = sum(map(_bytes, (*ins, *outs))) * times()
+            passing = sum(each.nbytes for each in (*ins, *outs)) * times()
             self._moved += passing * _COSTLY.get(func._schema.name, 1)
             return
         is_convolution = "convolution" in func._schema.name
@@ -74,10 +73,6 @@ class WorkCounter:
         return Work(
             tuple(self._products.items()), int(self._moved), int(self._kernels), int(self._mapped)
         )
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _in_place(func: Any) -> bool:
@@ -183,13 +178,9 @@ def workspace(
         return copies
     small = given.ndim == 5 and prod(given.shape[:4]) <= _OWN_CONVOLUTION
     if small or (len(kernel) == 3 and kernel[1:] == (1, 1)):
-        return copies + prod(kernel) * _workspace_bytes(given)  # patches written out
-    return copies + max(_workspace_bytes(given), _workspace_bytes(made))  # blocks of channels
+        return copies + prod(kernel) * given.nbytes  # patches written out
+    return copies + max(given.nbytes, made.nbytes)  # blocks of channels
 
 
 def _in_one_piece(tensor: Tensor) -> int:
-    return 0 if tensor.is_contiguous() else _workspace_bytes(tensor)
-
-
-def _workspace_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return 0 if tensor.is_contiguous() else tensor.nbytes

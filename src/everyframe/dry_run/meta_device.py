@@ -120,7 +120,7 @@ def _sizes_of(answer: Any, given: list[Tensor]) -> list[_Sizes] | None:
         if not isinstance(each, Tensor) or not stands_in(each):
             return None
         storage = each.untyped_storage()
-        if id(storage) in known or storage.nbytes() != each.numel() * each.element_size():
+        if id(storage) in known or storage.nbytes() != each.nbytes:
             return None
         made.append((tuple(each.shape), each.stride(), each.dtype))
     return made

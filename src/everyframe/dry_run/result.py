@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from everyframe.core.facts import OpShape
-from everyframe.precision.islands import in_island
 
 #: Finding kinds that stop a run or make it wrong; the others cost time or digits.
 FATAL = frozenset({"clash", "missing", "too large", "island", "fails"})
@@ -93,12 +92,6 @@ class DryRunResult:
     def clashes(self) -> bool:
         """Whether two dtypes met in an operation that requires one."""
         return any(finding.kind == "clash" for finding in self.findings)
-
-    def dtypes_in(self, part: str) -> frozenset[str]:
-        """Floating dtypes of operations in the modules of that name or pattern."""
-        return frozenset(
-            dtype for module, _, dtype in self.seen if dtype and in_island(module or ".", (part,))
-        )
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def check_device(
             yield "emulated", f"{name} has no instructions on {device.name}"
     limit = device.max_array_bytes
     for tensor in results:
-        size = tensor.numel() * tensor.element_size()
+        size = tensor.nbytes
         if limit is not None and size > limit:
             yield "too large", f"a tensor of {size / 1e9:.1f} GB, {device.name} ends at {limit}"
 

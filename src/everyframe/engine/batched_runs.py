@@ -29,13 +29,13 @@ from everyframe.fast_paths.batch_certificates import BatchTrial, batched_compone
 from everyframe.hardware.memory import is_out_of_memory
 from everyframe.hardware.switches import Turn
 from everyframe.hardware.throughput import wait_for_device
+from everyframe.ops.call_override import ModuleCall, override_call
 from everyframe.runtime.batch_member import MEMBER
 from everyframe.runtime.batched_calls import (
     BatchedModule,
-    ModuleCall,
-    calls_meet,
     can_batch,
     have_equal_bits,
+    signature_of,
 )
 from everyframe.runtime.model_sharding import ModelPatch
 
@@ -166,7 +166,7 @@ class BatchedRuns:
         groups: dict[Hashable, list[_Member]] = {}
         for run in self._runs.values():
             assert run.call is not None
-            groups.setdefault(run.call.signature, []).append(run)
+            groups.setdefault(signature_of(run.call), []).append(run)
         for signature, runs in groups.items():
             calls = [run.call for run in runs if run.call is not None]
             for run, answer in zip(runs, self._answers(signature, calls), strict=True):
@@ -239,7 +239,7 @@ class _SharedModule:
             self.patch = stack.enter_context(shard(modules))
             self._batched: dict[int, BatchedModule] = {}
             for each in self._modules:
-                stack.enter_context(calls_meet(each, meet))
+                stack.enter_context(override_call(each, meet))
             self._stack = stack.pop_all()
 
     def prepare(self) -> None:
@@ -274,7 +274,7 @@ class _Member:
     Attributes:
         call: the call at which it has stopped.
         answer: what it gets for that call.
-        refusal: raised in it as soon as it goes on.
+        refusal: raised in it as soon as it continues.
     """
 
     batch: BatchedRuns

@@ -2,7 +2,7 @@
 
 Each video of a set of prompts and seeds is made once by exact steps and once by each method that
 has held the lowest budget so far; with products in eight bits, in a second pass. Results are saved
-after each video, so that an interrupted calibration goes on. `calibration_methods.py` has the
+after each video, so that an interrupted calibration resumes. `calibration_methods.py` has the
 methods; `everyframe.planning.quality` chooses from what is measured here.
 """
 

@@ -7,6 +7,7 @@ the processes; `everyframe.parallel` moves tensors between them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -228,14 +229,8 @@ def _facts(plan: Plan, record: dict[str, Any]) -> dict[str, Any]:
     facts["weights"] = record["model"].get("sha256")
     facts |= {f"setting {name}": value for name, value in asdict(plan.settings).items()}
     facts["parallel"] = asdict(plan.parallel) if plan.parallel is not None else None
-    return {name: _plain(value) for name, value in facts.items()}
-
-
-def _plain(value: Any) -> Any:
-    """Convert to what JSON would return: lists in place of tuples."""
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+    plain: dict[str, Any] = json.loads(json.dumps(facts))  # as other ranks receive it
+    return plain
 
 
 _WHAT = "videos are handed over"

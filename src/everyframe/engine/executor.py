@@ -1,13 +1,11 @@
-"""Executors: where jobs run. `FreshWorkers` starts worker processes for each job.
+"""Interface of executors, which run jobs somewhere else than in the calling process. No torch.
 
-An executor is safe to call from several threads, and imports no torch in its own process.
-`warm_workers.py` has the one that keeps worker processes from job to job.
+`warm_workers.py` keeps worker processes from job to job; `ray_executor.py` runs on a cluster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -16,10 +14,9 @@ from everyframe.core.errors import CannotRunError
 from everyframe.core.events import Events, Planned
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
-from everyframe.engine.launcher import ranks_of, run_in_workers
+from everyframe.engine.launcher import ranks_of
 from everyframe.engine.stop_switch import StopSwitch
 from everyframe.engine.worker_process import WorkerJob
-from everyframe.planning.input_checks import check_input_files
 from everyframe.runs.folder import RunFolder
 
 
@@ -126,32 +123,6 @@ def with_own_ranks(job: WorkerJob) -> WorkerJob:
     assert job.run is not None, "a job is a request or a run"
     asked = Request(**job.ranks).num_ranks if job.ranks else ranks_of(RunFolder(job.run))
     return job.of_ranks(asked)
-
-
-class FreshWorkers:
-    """An executor with new worker processes for each job; nothing stays warm."""
-
-    has_batches = False
-
-    def run(
-        self, job: WorkerJob, place: Path | None = None, stop: StopSwitch | None = None
-    ) -> Events:
-        """Run a job in processes of its own; see `Executor.run`."""
-        if job.request is not None:
-            check_input_files(job.request)
-        return run_in_workers(with_own_ranks(job), place, stop=stop)
-
-    def plan(self, request: Request) -> Plan:
-        """Plan a request in a process of its own; see `Executor.plan`."""
-        with closing(run_in_workers(WorkerJob(request, plans=True))) as events:
-            return feasible_plan(events)
-
-    def describe(self) -> list[WarmModel]:
-        """Nothing."""
-        return []
-
-    def close(self) -> None:
-        """Do nothing: each job ends its own processes."""
 
 
 def feasible_plan(events: Events) -> Plan:

@@ -79,7 +79,7 @@ class FlightRecorder:
         self._reads = threading.Lock()
 
     def close(self) -> None:
-        """Close the file of names. The position may still be written, which nobody reads."""
+        """Close the file of names. Later writes of the position have no reader."""
         self._names.close()
 
     def at(self, stage: str, step: int = 0, num_steps: int = 0) -> None:

@@ -13,7 +13,7 @@ from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.core.serialization import from_jsonable
 from everyframe.engine.foreign_run import check_named, with_named
-from everyframe.engine.replan import relieved_of
+from everyframe.engine.replan import applied_fallbacks
 from everyframe.runs.atomic_write import UNREADABLE, read_json
 from everyframe.runs.folder import RunFolder
 from everyframe.runs.signature import check_files
@@ -33,7 +33,7 @@ class InterruptedRun:
         output: requested output path.
         as_uint8: whether frames are saved as uint8.
         given: digests of an in-memory model by component; None for any other model.
-        relieved: memory fallbacks applied to all ranks so far.
+        fallbacks: memory fallbacks applied to all ranks so far.
         is_own: whether this user's Everyframe wrote it.
         named: options that the person who resumes gave again.
     """
@@ -46,7 +46,7 @@ class InterruptedRun:
     output: str | None
     as_uint8: bool
     given: dict[str, str] | None = None
-    relieved: tuple[Repaired, ...] = ()
+    fallbacks: tuple[Repaired, ...] = ()
     is_own: bool = False
     named: frozenset[str] = frozenset()
 
@@ -90,7 +90,7 @@ def load_run(folder: RunFolder) -> InterruptedRun:
             output=written["output"],
             as_uint8=bool(written["as_uint8"]),
             given=written["given"],
-            relieved=relieved_of(written.get("relieved", ())),
+            fallbacks=applied_fallbacks(written.get("relieved", ())),
         )
         for path in folder.path.glob("shortages*.json"):
             # Without them other bits may come of it: from there on it was computed otherwise.

@@ -167,7 +167,7 @@ def _handed_on(
                 kept = [] if run is not None and run.name in said else kept_in(run)
                 raise died.reworded("; ".join([said, *kept])) from died.__cause__
             except DistributedOutOfMemoryError as scarce:
-                # Under torchrun nobody can start the others again.
+                # Under torchrun the other ranks can't be restarted from here.
                 if run is None or job.local is not None:
                     raise
                 scarcity = scarce.scarcity

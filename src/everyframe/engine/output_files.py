@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from everyframe.core.events import AudioDecoded as SoundMade
-from everyframe.core.events import FramesDecoded, Preview, VideoDone
+from everyframe.core.events import AudioDecoded, FramesDecoded, Preview, VideoDone
 from everyframe.core.paths import replace_file
 from everyframe.core.plan import Plan
 from everyframe.media.audio import Audio
@@ -103,7 +102,7 @@ class OutputFiles:
                 writer.add(piece)
         return self._open[seed]
 
-    def add_sound(self, event: SoundMade) -> str | None:
+    def add_sound(self, event: AudioDecoded) -> str | None:
         """Store the audio of a seed's video; return a note if its file format has no audio."""
         path = self._paths[event.seed]
         if kind_of(path) is not OutputFormat.MP4:

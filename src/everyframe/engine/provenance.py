@@ -20,7 +20,7 @@ from everyframe.checkpoints.digest import digest
 from everyframe.checkpoints.locate import locate
 from everyframe.core.errors import InputError
 from everyframe.core.lora import Lora
-from everyframe.core.option_values import with_current_names
+from everyframe.core.option_values import replaced_by, with_current_names
 from everyframe.core.options import facts_of
 from everyframe.core.plan import Plan, Repair
 from everyframe.core.quality import PRODUCTS, recorded_method
@@ -42,20 +42,13 @@ from everyframe.media.output_path import RECORD_SCHEMA
 from everyframe.media.record import read_record, with_current_fields
 from everyframe.media.video import Video
 from everyframe.runtime.patchable import LoraIdentity
-from everyframe.runtime.repair_cache import remedy_from
+from everyframe.runtime.repair_cache import repair_from
 
 #: Left out of the recorded request: the values in force are in the recorded plan.
 _OF_THIS_MACHINE = (
     "compiled", "report", "forget_repairs", "remedies", "paths", "quantized", "method", "preview",
     "preview_decoder",
 )  # fmt: skip
-#: Mutually exclusive options.
-_ALIKE = (
-    {"size", "height", "width", "resolution"},
-    {"size", "height", "width", "aspect"},
-    {"num_frames", "seconds"},
-    {"image", "extend"},
-)
 #: Overriding one of these discards the recorded fast paths.
 _CHOOSE_ANEW = {"device", "dtype", "attention", "disable", "compile", "compiled", "paths"}
 #: Maximum number of threads per core taken from the record of a larger machine.
@@ -78,7 +71,7 @@ def make_record(plan: Plan, request: Request, weight_files: Sequence[str]) -> di
         "model": {
             "name": _model_name(plan.model),
             "is_local": _is_local(plan.model),
-            # Weights that somebody had in memory are no file's.
+            # None for weights that were given in memory.
             "sha256": digest(weight_files) if weight_files else None,
         },
         "request": _asked(request, plan),
@@ -232,14 +225,13 @@ def request_from(
     checked = check_record(record)
     overrides = with_current_names(overrides)
     wanted = {name: value for name, value in overrides.items() if value is not None}
-    # What says the same in other words gives way as well: seconds to num_frames, for one.
-    replaced = {name for group in _ALIKE if wanted.keys() & group for name in group}
+    own = wanted.pop("option", None)
+    replaced = replaced_by(wanted)
     if has_model:
         replaced.add("model")
     elif "model" not in wanted:
         _check_given_in_python(record)
-    own = wanted.pop("option", None)
-    asked = accepted_options(with_current_names(record["request"]), wanted.keys() | replaced)
+    asked = accepted_options(with_current_names(record["request"]), replaced)
     for name in (*GIVEN, *_options_that("names_files")):
         asked |= {name: find_files(name, asked[name])} if name in asked else {}
     if "loras" in asked:
@@ -253,7 +245,7 @@ def request_from(
     names_products = "quantize" in wanted or "+" in str(wanted.get("quality", ""))
     if not names_products and not wanted.keys() & _CHOOSE_ANEW and _was_made_here(record):
         asked |= _recorded_paths(record)
-    asked.setdefault("remedies", _remedies(record))
+    asked.setdefault("remedies", _recorded_repairs(record))
     is_anew = bool(wanted.keys() & {"quality", "num_inference_steps", "disable"})
     if not names_products:
         is_of_quality = is_anew and asked.get("quantize", "auto") == "auto"
@@ -272,14 +264,14 @@ def _was_made_here(record: Mapping[str, Any]) -> bool:
     return is_same and device in {each.name for each in here.devices}
 
 
-def _remedies(record: Mapping[str, Any]) -> tuple[Repair, ...]:
+def _recorded_repairs(record: Mapping[str, Any]) -> tuple[Repair, ...]:
     """Repairs that the recorded run began with; later ones recur without help.
 
     Other repairs, such as those cached on this machine, would change the bits.
     """
     parts = record.get("plan", {}).get("components", ())
     try:
-        return tuple(remedy_from(each) for part in parts for each in part.get("repairs", ()))
+        return tuple(repair_from(each) for part in parts for each in part.get("repairs", ()))
     except (TypeError, AttributeError) as error:
         raise InputError(f"the repairs in this record can't be read: {error}") from error
 

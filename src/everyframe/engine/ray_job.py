@@ -274,7 +274,7 @@ class _SavedRun:
         self._has_news |= bool(changes.files)
 
     def taken_notes(self) -> Iterator[Event]:
-        """Yield the notes that nobody has seen."""
+        """Yield and clear the queued notes."""
         while self.notes:
             yield self.notes.pop(0)
 

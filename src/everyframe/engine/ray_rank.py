@@ -120,7 +120,7 @@ class RayRank:
                 message = self._messages.get(timeout=_PAUSE)
             except queue.Empty:
                 message = b""
-            # Before the event: whoever sees a step has its state.
+            # Before the event: the consumer of a step has its state.
             changes = reader.changes()
             if changes is not None:
                 yield to_bytes("state", self._with_their_paths(changes))
@@ -196,7 +196,7 @@ class _ToTheOther(logging.Handler):
 
 
 def _free_port() -> int:
-    """A port of this machine that nobody listens on now."""
+    """A port of this machine that is free now."""
     with socket.socket() as one:
         one.bind(("", 0))
         return int(one.getsockname()[1])
@@ -221,7 +221,7 @@ def _forget_threads_of_ray() -> None:
 
 
 def _remove_folders_of_the_dead() -> None:
-    """Remove what killed ranks left on this node: the folders that nobody has locked."""
+    """Remove what killed ranks left on this node: their unlocked folders."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         try:
             Lock(folder / "lock").release()

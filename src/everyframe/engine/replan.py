@@ -52,7 +52,7 @@ def replan_for_devices(
         for part in old.components
         if part.fast_paths is not None
     }
-    remedies = tuple(remedy for part in old.components for remedy in part.repairs)
+    repairs = tuple(repair for part in old.components for repair in part.repairs)
     quantized = {part.name: part.precision.weight_dtype for part in old.components}
     settings = old.settings
     numbers = tuple(sorted(seed - settings.seed for seed in done))
@@ -60,7 +60,7 @@ def replan_for_devices(
         **request.given(),
         "seed": settings.seed,
         "num_videos": settings.num_videos - len(numbers),
-        "remedies": remedies,
+        "remedies": repairs,
         "paths": paths,
         "quantized": quantized,
         "method": recorded_method(settings.method, quantized.values()),
@@ -161,14 +161,14 @@ def replan_with_less_memory(
     return plan, replace(fallback, component=component).event(scarcity.stage, scarcity.step, why)
 
 
-def relieved_of(written: Iterable[Mapping[str, Any]]) -> tuple[Repaired, ...]:
+def applied_fallbacks(written: Iterable[Mapping[str, Any]]) -> tuple[Repaired, ...]:
     """Read from the run folder the memory fallbacks already applied to all ranks."""
     events = (event_of(each) for each in written)
     return tuple(event for event in events if isinstance(event, Repaired))
 
 
-def remind(progress: RunState, relieved: Iterable[Repaired]) -> None:
+def add_fallbacks(progress: RunState, fallbacks: Iterable[Repaired]) -> None:
     """Add earlier memory fallbacks to the run state, which may have been saved before them."""
     known = [{**each, "clip": None} for each in progress.repairs]
-    entries = [{"clip": None, **event.to_json()} for event in relieved]
+    entries = [{"clip": None, **event.to_json()} for event in fallbacks]
     progress.repairs[:0] = [each for each in entries if each not in known]

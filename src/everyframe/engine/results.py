@@ -12,8 +12,16 @@ from typing import Any, Literal
 import numpy as np
 
 from everyframe.core.errors import EveryframeWarning
-from everyframe.core.events import AudioDecoded as SoundMade
-from everyframe.core.events import Event, Events, FramesDecoded, Note, Planned, Repaired, VideoDone
+from everyframe.core.events import (
+    AudioDecoded,
+    Event,
+    Events,
+    FramesDecoded,
+    Note,
+    Planned,
+    Repaired,
+    VideoDone,
+)
 from everyframe.media.audio import Audio
 from everyframe.media.output_path import exact_fps
 from everyframe.media.pixels import to_uint8
@@ -79,7 +87,7 @@ def collect_videos(events: Events, output: Output, teller: EventTeller) -> list[
         if isinstance(event, Planned):
             # Before hours of work: not every number is a frame rate that can be had.
             fps = exact_fps(event.plan.settings.fps)
-        elif isinstance(event, SoundMade):
+        elif isinstance(event, AudioDecoded):
             sounds[event.seed, event.index] = Audio(event.samples, event.rate)
         elif isinstance(event, FramesDecoded):
             pieces = frames.setdefault((event.seed, event.index), [])

@@ -30,7 +30,7 @@ from everyframe.engine.record_schema import option_facts
 from everyframe.engine.repair_report import loaded_in, repairs_of, with_repair_report
 from everyframe.engine.replan import (
     OF_RANKS,
-    remind,
+    add_fallbacks,
     replan_for_devices,
     replan_with_less_memory,
     said_of_move,
@@ -85,7 +85,7 @@ def resume_run(
         changes: tuple[Event, ...] = ()
         if scarcity is not None:
             plan, less = replan_with_less_memory(run.plan, model, scarcity)
-            run, changes = replace(run, plan=plan, relieved=(*run.relieved, less)), (less,)
+            run, changes = replace(run, plan=plan, fallbacks=(*run.fallbacks, less)), (less,)
         elif ranks is not None and left:
             plan = replan_for_devices(run.plan, request, peers, skip)
             run, changes = replace(run, plan=plan), (*map(Note, said_of_move(run.plan, plan)),)
@@ -139,8 +139,8 @@ def _place_of_report(run: InterruptedRun) -> Path | None:
 
 def _write_anew(run: InterruptedRun, request: Request, record: Mapping[str, Any]) -> None:
     """Save the new plan, so that the next resume uses it."""
-    relieved = [each.to_json() for each in run.relieved]
-    entries = {**run.folder.run(), "relieved": relieved}
+    fallbacks = [each.to_json() for each in run.fallbacks]
+    entries = {**run.folder.run(), "relieved": fallbacks}
     write(run.folder, entries, request, run.plan, record, is_own=run.is_own)
 
 
@@ -173,7 +173,7 @@ def _read(
         wanted = {video.seed for video in videos}
         progress = RunState(videos=[video for video in fresh if video.seed in wanted])
         says = f"starting {name} again: {error}"
-    remind(progress, run.relieved)
+    add_fallbacks(progress, run.fallbacks)
     return progress, says
 
 

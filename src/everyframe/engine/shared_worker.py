@@ -1,7 +1,7 @@
 """A worker process that has several jobs of one batch at a time, each with a connection of its own.
 
 The process sends the messages of all jobs through one connection (`worker.py`). A thread here hands
-each message on to the connection of its job, so that whoever runs a job need not know of the
+each message on to the connection of its job, so that the consumer of a job need not know of the
 others. Imports no torch.
 """
 
@@ -74,7 +74,7 @@ class SharedWorker:
             self.worker.waits = self.worker.has_ended = self.is_fit and not self._jobs
 
     def is_read_to_its_end(self, seconds: float) -> bool:
-        """Whether nobody reads the connection of a dead worker any more, within `seconds`.
+        """Whether the thread has stopped reading the connection of a dead worker, within `seconds`.
 
         Before, it must not be closed: its number would be that of another connection.
         """

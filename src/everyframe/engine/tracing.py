@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -61,7 +62,7 @@ def record(
     ended: NumericsError | None = None
     try:
         while True:
-            # For each event anew: whoever reads between two may load models of their own.
+            # For each event anew: the consumer may load models of its own between two events.
             with on_component_loaded(recorder.watch):
                 try:
                     event = next(events, None)
@@ -332,7 +333,7 @@ def _plain(value: Any) -> str:
 
 def _finite(value: Any) -> Any:
     """Replace infinity, which JSON lacks."""
-    return str(value) if isinstance(value, float) and value in (float("inf"),) else value
+    return str(value) if value == math.inf else value
 
 
 def _check_components(full: Sequence[str], plan: Plan) -> None:

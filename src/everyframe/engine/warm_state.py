@@ -26,7 +26,7 @@ def with_cache(
 
     `empties` frees all that is in it first, for a plan that was made when the memory was free.
 
-    Weights that somebody has in memory are theirs. Ranks on CPUs share one memory, of which each
+    Weights in memory belong to the caller. Ranks on CPUs share one memory, of which each
     would count the others' components as taken, so they keep none.
     """
     if cache is not None and empties:

@@ -96,7 +96,7 @@ class WarmWorkers:
             busy = [*self._busy]
         for group in idle:
             group.kill()
-        for group in busy:  # whoever reads its events is told, and ends it
+        for group in busy:  # the consumer of its events gets an error, and ends it
             group.end_now()
 
     @contextmanager
@@ -244,7 +244,7 @@ class _Group:
     Attributes:
         since: when its last job ended.
         shared: the jobs of its batch; None for a job alone.
-        num_jobs: number of jobs that somebody listens to.
+        num_jobs: number of jobs whose events are still consumed.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -291,12 +291,12 @@ class _Group:
             worker.give(replace(job, rank=rank))
 
     def end_now(self) -> None:
-        """Kill all workers under somebody who listens to them."""
+        """Kill all workers; the consumer of their events gets an error."""
         for worker in self.workers:
             worker.end_now()
 
     def settles(self, seconds: float) -> bool:
-        """Stop the job if it goes on; whether all workers wait for another one in time."""
+        """Stop the job if it still runs; whether all workers wait for another one in time."""
         if len(self.workers) > 1:
             return all(worker.waits and worker.has_ended for worker in self.workers)
         (worker,) = self.workers
@@ -306,7 +306,7 @@ class _Group:
         """Kill all workers."""
         self.end_now()
         if self.shared is not None and not self.shared.is_read_to_its_end(_READER_SECONDS):
-            return  # whoever reads the connection closes it with the last reference
+            return  # the reading thread closes the connection with the last reference
         for worker in self.workers:
             worker.kill()
 

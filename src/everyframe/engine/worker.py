@@ -84,7 +84,7 @@ def _run_job(job: WorkerJob, inbox: _Inbox, desk: _Desk) -> bool:
             destroy()
         send(connection, "end", {"waits": job.stays, "warm": desk.warm()})
     except BrokenPipeError:
-        return False  # nobody is there to read it
+        return False  # the parent is gone
     except Exception as error:  # noqa: BLE001 - raised again in the other process
         # After an error for the user all is as before; after another, or among ranks, who knows.
         waits = job.stays and _is_ours(error) and len(job.weights) == 1
@@ -141,7 +141,7 @@ def _run_batch(first: WorkerJob, inbox: _Inbox, desk: _Desk) -> bool:
             job, trail = jobs[tag]
             if isinstance(event, RunEnded):
                 del jobs[tag]
-                # Module calls go on, and are written where somebody may look.
+                # Module calls of the others are recorded for the next of them.
                 for _, other in jobs.values():
                     desk.watch(other)
                 trail.close()
@@ -158,7 +158,7 @@ def _run_batch(first: WorkerJob, inbox: _Inbox, desk: _Desk) -> bool:
             for stopped in inbox.stopped(jobs):
                 batch.stop(stopped)
     except BrokenPipeError:
-        return False  # nobody is there to read it
+        return False  # the parent is gone
     return waits
 
 

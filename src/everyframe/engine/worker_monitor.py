@@ -147,7 +147,7 @@ def _bytes_read(process: int) -> int:
     try:
         lines = Path(f"/proc/{process}/io").read_text().splitlines()
     except OSError:
-        lines = []  # somebody else's process, or a system without
+        lines = []  # another user's process, or a system without
     counted = dict(line.split(": ", 1) for line in lines if ": " in line)
     called, from_disk = (int(counted.get(name, 0)) for name in ("rchar", "read_bytes"))
     return pages * os.sysconf("SC_PAGE_SIZE") + called + from_disk

@@ -48,7 +48,7 @@ class WorkerJob:
         run: run folder, for a resumed run.
         num_threads: CPU threads; None for the default.
         root: folder of runs to save in.
-        run_name: name of the new run in `root`, given by whoever started ranks of several machines;
+        run_name: name of the new run in `root`, given by the launcher of ranks on several machines;
             each machine saves the state of its own ranks. None if rank 0 names it.
         output: requested output path.
         as_uint8: save frames as uint8.
@@ -64,7 +64,7 @@ class WorkerJob:
         trust_remote_code: confirmed by the person who resumes the run.
         named: options of the resumed run that this person gave again; None for a run that this
             very call began.
-        keeps_run: the run folder stays when the run is done, until whoever asked removes it.
+        keeps_run: the run folder stays when the run is done; the caller removes it.
         plans: only plan the request: `Planned` is the one event.
         stays: the worker waits for another job afterwards, and keeps what it loaded.
         batch: names the batch of runs that it may be computed in, of one plan on one device; such
@@ -204,7 +204,7 @@ class Worker:
         return code
 
     def end_now(self) -> None:
-        """Kill the worker; whoever listens to it notices."""
+        """Kill the worker; the reader of its connection gets `EOFError`."""
         self.waits, self.warm = False, ()
         self._process.kill()
 

@@ -17,7 +17,7 @@ from torch import nn
 from everyframe.fast_paths import cpu_modules, gated_linear
 from everyframe.fast_paths.constant_results import can_cache
 from everyframe.fast_paths.fast_modules import embedders, fuse, keep, pairs
-from everyframe.fast_paths.registry import OF_LAYERS, kernel_of
+from everyframe.fast_paths.registry import kernel_of
 from everyframe.ops.attention import PLAIN, attend_by
 
 
@@ -35,15 +35,12 @@ def _blocks(module: nn.Module, name: str) -> Iterator[str]:
             yield from _blocks(child, place)
 
 
-def applies_to(name: str, module: nn.Module, *, is_quantised: bool = False) -> bool:
+def applies_to(name: str, module: nn.Module) -> bool:
     """Whether the module contains anything that this fast path can replace.
 
-    Only for paths that are recognised by their modules; for others the trial decides. Quantized
-    layers (`is_quantised`) are swapped already.
+    Only for paths that are recognised by their modules; for others the trial decides.
     """
-    if name not in _PLACES:
-        return True
-    return not (is_quantised and name in OF_LAYERS) and bool(_PLACES[name](module))
+    return name not in _PLACES or bool(_PLACES[name](module))
 
 
 def places_of(name: str, module: nn.Module) -> Sequence[str]:
@@ -84,49 +81,33 @@ def apply_fast_paths(
         return
     kernels = [kernel for kernel in map(kernel_of, paths) if kernel]
     attend_by(module, *(kernels or [PLAIN]), parts=called)
-    for name in paths:
-        if name in _AROUND:
-            _AROUND[name](module, plain, compiles)
+    if "compile" in paths:
+        # Not on top: this brings torch's compiler.
+        from everyframe.fast_paths.compilation import compile_blocks
 
-
-def _compile(module: nn.Module, plain: Sequence[str], compiles: bool) -> None:
-    from everyframe.fast_paths import compilation
-
-    blocks = (block for block in block_names(module) if not _is_in(block, plain))
-    compilation.compile_blocks(module, blocks, compiles=compiles, warns=False)
+        blocks = (block for block in block_names(module) if not _is_in(block, plain))
+        compile_blocks(module, blocks, compiles=compiles, warns=False)
 
 
 def _is_in(name: str, parts: Sequence[str]) -> bool:
     return any(not part or f"{name}.".startswith(f"{part}.") for part in parts)
 
 
-def _pairs(module: nn.Module) -> Sequence[Any]:
-    return pairs(module, block_names(module))
-
-
-def _conditioned(module: nn.Module) -> Sequence[nn.Module]:
-    return [module] if can_cache(module) else []
-
-
-def _keep(module: nn.Module, blocks: tuple[str, ...]) -> None:
-    keep(module, embedders(module))
-
-
 #: Finds what a path can replace, for paths that are recognised by their modules.
 _PLACES: Mapping[str, Callable[[nn.Module], Sized]] = {
-    "linear-gelu": _pairs,
+    "linear-gelu": lambda module: pairs(module, block_names(module)),
     "kept-embeddings": embedders,
-    "cached-constants": _conditioned,  # the call of a pipeline puts it on, for each video
+    # The call of a pipeline applies it, for each video.
+    "cached-constants": lambda module: [module] if can_cache(module) else [],
     "native-gated-linear": gated_linear.places,
     **{name: partial(cpu_modules.places, name) for name in cpu_modules.PATHS},
 }
 _SWAPS: Mapping[str, Callable[[nn.Module, tuple[str, ...]], Any]] = {
     "linear-gelu": fuse,
-    "kept-embeddings": _keep,
+    "kept-embeddings": lambda module, blocks: keep(module, embedders(module)),
     "native-gated-linear": gated_linear.fuse,
     **{name: cpu_modules.swapper(name) for name in cpu_modules.PATHS},
 }
-_AROUND: Mapping[str, Callable[[nn.Module, Sequence[str], bool], None]] = {"compile": _compile}
 
 
 def import_function(place: str) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from everyframe.hardware.throughput import wait_for_device
-from everyframe.precision.cast_hooks import map_tensors
+from everyframe.precision.cast_hooks import tensors_in
 
 #: Error budget: this multiple of the plain formula's error in the same precision, plus the floor.
 TIMES_PLAIN, FLOOR = 2.0, 1e-5
@@ -160,12 +160,4 @@ def relative_error(got: Any, want: Any) -> float:
 
 
 def _floats(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point():
-            found.append(tensor.detach().cpu())
-        return tensor
-
-    map_tensors(value, note)
-    return found
+    return [each.detach().cpu() for each in tensors_in(value) if each.is_floating_point()]

@@ -3,7 +3,7 @@
 A calibration is of one model, size, precision and device. It holds, for each method and each video
 of a set, the smallest PSNR of a frame against the plan's own exact run, the method's own error
 estimate, and the time saved. `everyframe.engine.calibration` measures; one JSON file each in the
-cache folder, written whole, so that an interrupted calibration goes on.
+cache folder, written whole, so that an interrupted calibration resumes.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def find(device: str, plan: str) -> dict[str, Certificate]:
     """Certificates of this device and plan, by path name; not those whose code is gone."""
     path = _file(device, plan)
     found = {**_read(path), **_UNWRITTEN.get(path, {})}
-    # A file says for whom it is; one that was copied from elsewhere is for nobody here.
+    # A file that was copied from another device or plan names that one, and is ignored.
     return {
         name: each
         for name, each in found.items()

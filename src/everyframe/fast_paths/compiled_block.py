@@ -111,6 +111,25 @@ class BlockReport:
 Run = Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
 
 
+@dataclass(frozen=True)
+class _Call:
+    """A call of a block: its arguments, the block's own tensors and those of the arguments."""
+
+    block: nn.Module
+    given: Given
+    weights: list[Tensor]
+    tensors: list[Tensor]
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors[0].device
+
+    @property
+    def all_tensors(self) -> list[Tensor]:
+        """The inputs of a package."""
+        return [*self.weights, *self.tensors]
+
+
 class CompiledBlock:
     """Calls a block by its packages where they are certified.
 
@@ -126,10 +145,10 @@ class CompiledBlock:
         self,
         block: nn.Module,
         *,
-        dynamic: bool = True,
-        compiles: bool = True,
-        warns: bool = True,
-        fallback: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+        dynamic: bool,
+        compiles: bool,
+        warns: bool,
+        fallback: Callable[[Callable[..., Any]], Callable[..., Any]],
     ) -> None:
         self._block = weakref.ref(block)  # which holds this
         self._dynamic, self._compiles, self._warns = dynamic, compiles, warns
@@ -166,7 +185,8 @@ class CompiledBlock:
             structure = flatten((args, kwargs), tensors)
             key = (self._state.key, _settings(), structure, *map(_form, tensors))
             if key not in self._ways:
-                self._ways[key] = self._way(block, (args, kwargs), weights, tensors, key)
+                call = _Call(block, (args, kwargs), weights, tensors)
+                self._ways[key] = self._way(call, key)
             run = self._ways[key]
         except NotCompilableError as error:
             self._note(block, str(error))
@@ -199,146 +219,105 @@ class CompiledBlock:
             raise NotCompilableError(state.why_not)
         return [found[number] for number in state.first]  # type: ignore[misc]
 
-    def _way(
-        self,
-        block: nn.Module,
-        given: Given,
-        weights: list[Tensor],
-        tensors: list[Tensor],
-        key: tuple[Any, ...],
-    ) -> Run | None:
+    def _way(self, call: _Call, key: tuple[Any, ...]) -> Run | None:
         """How calls like this one are computed; None as written."""
+        tensors = call.tensors
         if not tensors or any(type(each) not in _PLAIN or each.is_meta for each in tensors):
             raise NotCompilableError("its arguments are no plain tensors")
         # With the kinds of arguments, without their sizes: those are the packages' conditions.
         kinds = [(each.dtype, each.device.type, each.ndim, format_of(each)) for each in tensors]
-        device = tensors[0].device
-        if any(each.device != device for each in (*weights, *tensors)):
+        device = call.device
+        if any(each.device != device for each in call.all_tensors):
             raise NotCompilableError("its weights come to the device one by one")
         name = digest((*key[:3], tuple(kinds), machine(device)))
         with _LOCK:
-            package = self._find(name, [*weights, *tensors], device)
+            package = self._find(name, call)
             if package is None:
-                return self._make(block, given, weights, tensors, name)
+                return self._make(call, name)
             if package.verdict == "refused":
                 raise NotCompilableError(package.reason)
             if not package.library:
-                return self._by_torch(block, given)
+                return self._by_torch(call)
             loaded = _LOADED[package.digest, device]
         checked = (package.digest, device, *map(_form, tensors))
         if checked not in _CHECKED:
-            self._check(loaded, block, given, weights, tensors)
+            self._check(loaded, call)
             _CHECKED.add(checked)
         self.report.packages[package.digest] = package
         return loaded.run
 
-    def _check(
-        self,
-        loaded: LoadedPackage,
-        block: nn.Module,
-        given: Given,
-        weights: list[Tensor],
-        tensors: list[Tensor],
-    ) -> None:
+    def _check(self, loaded: LoadedPackage, call: _Call) -> None:
         """Compare a package with a block as written, once for all equal ones of this process."""
         # Copies of the arguments, as blocks may write to theirs.
-        own, named = map_tensors(given, Tensor.clone)
-        got = loaded.run(weights, [each.clone() for each in tensors])
-        error = relative_error(got, block.forward(*own, **named))
+        own, named = map_tensors(call.given, Tensor.clone)
+        got = loaded.run(call.weights, [each.clone() for each in call.tensors])
+        error = relative_error(got, call.block.forward(*own, **named))
         if not error <= 3 * loaded.package.limit + 1e-4:
             raise NotCompilableError(f"its package is off by {error:.1e} from the block as written")
 
-    def _find(self, name: str, tensors: list[Tensor], device: torch.device) -> Package | None:
+    def _find(self, name: str, call: _Call) -> Package | None:
         for package in package_store.find(name):
-            if not package.sizes.fit(tensors):
+            if not package.sizes.fit(call.all_tensors):
                 continue
             if package.verdict == "refused" or not package.library:
                 return package
-            known = (package.digest, device)
+            known = (package.digest, call.device)
             library = None if known in _LOADED else package_store.library_of(package)
             if library is not None:
-                _LOADED[known] = LoadedPackage(package, library, device)
+                _LOADED[known] = LoadedPackage(package, library, call.device)
             if known in _LOADED:
                 return package
         return None
 
-    def _make(
-        self,
-        block: nn.Module,
-        given: Given,
-        weights: list[Tensor],
-        tensors: list[Tensor],
-        name: str,
-    ) -> Run | None:
+    def _make(self, call: _Call, name: str) -> Run | None:
         """Compile a package for this call and try it on its inputs."""
         if not self._compiles:
             raise NotCompilableError("it isn't compiled yet")
         if len(self._ways) >= _MOST:
             raise NotCompilableError(f"it is called in more than {_MOST} ways")
-        began, device = time.perf_counter(), tensors[0].device
+        began = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="everyframe-") as folder:
             try:
-                if any(type(each) not in _PLAIN for each in weights):
+                if any(type(each) not in _PLAIN for each in call.weights):
                     raise NotCompilableError("its weights are no plain tensors")
-                made = compile_block(block, *given, Path(folder), dynamic=self._dynamic)
+                made = compile_block(call.block, *call.given, Path(folder), dynamic=self._dynamic)
             except NotCompilableError as error:
-                return self._otherwise(block, given, [*weights, *tensors], name, str(error))
-            seconds = time.perf_counter() - began
-            draft = _draft(block, name, device, made.sizes, seconds)
+                return self._otherwise(call, name, str(error))
             draft = replace(
-                draft, result=made.result, library=package_store.digest_of(made.library)
-            )
-            fast = LoadedPackage(draft, made.library, device)
-
-            def call(*args: Any, **kwargs: Any) -> Any:
-                own: list[Tensor] = []
-                flatten((args, kwargs), own)
-                return fast.run(weights, own)
-
-            package = replace(draft, **vars(try_block(block, given, call, device)))
+                _draft(call, name, made.sizes, time.perf_counter() - began),
+                result=made.result, library=package_store.digest_of(made.library),
+            )  # fmt: skip
+            package = _tried(draft, call, LoadedPackage(draft, made.library, call.device).run)
             package_store.keep(package, made.library)
         if package.verdict == "refused":
             raise NotCompilableError(package.reason)
         library = package_store.library_of(package)
         assert library is not None, "it was written just now"
-        loaded = _LOADED[package.digest, device] = LoadedPackage(package, library, device)
+        loaded = _LOADED[package.digest, call.device] = LoadedPackage(package, library, call.device)
         self.report.packages[package.digest] = package
         return loaded.run
 
-    def _otherwise(
-        self, block: nn.Module, given: Given, tensors: list[Tensor], name: str, why: str
-    ) -> Run | None:
+    def _otherwise(self, call: _Call, name: str, why: str) -> Run:
         """`torch.compile` of a block that can't be exported, if it is right and faster.
 
         The verdict is kept like a package, without a library and for all sizes: the next block of
         the kind, and the next process, neither export nor try it again.
         """
-        if self._fallback is None:
-            raise NotCompilableError(why)
-        self._note(block, f"no package ({why}); torch.compile instead")
-        run = self._by_torch(block, given)
-        device = tensors[-1].device
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            own: list[Tensor] = []
-            flatten((args, kwargs), own)
-            return run((), own)
-
-        sizes = CallSizes(tuple(((0, None),) * each.ndim for each in tensors))
-        outcome = try_block(block, given, call, device)
-        package = replace(_draft(block, name, device, sizes, 0.0), **vars(outcome))
-        if outcome.verdict == "refused":
-            package = replace(package, reason=f"torch.compile: {outcome.reason} ({why})")
-        package_store.keep(package, b"")
+        self._note(call.block, f"no package ({why}); torch.compile instead")
+        run = self._by_torch(call)
+        sizes = CallSizes(tuple(((0, None),) * each.ndim for each in call.all_tensors))
+        package = _tried(_draft(call, name, sizes, 0.0), call, run)
+        if package.verdict == "refused":
+            package = replace(package, reason=f"torch.compile: {package.reason} ({why})")
+        package_store.keep(package)
         if package.verdict == "refused":
             raise NotCompilableError(package.reason)
         return run
 
-    def _by_torch(self, block: nn.Module, given: Given) -> Run:
-        """The block by torch.compile, which finds out by itself what has changed."""
-        if self._fallback is None:
-            raise NotCompilableError("it can't be exported")
-        compiled = self._fallback(block.forward)
+    def _by_torch(self, call: _Call) -> Run:
+        """The block by torch.compile, whose guards notice changes."""
+        compiled = self._fallback(call.block.forward)
+        given = call.given
 
         def run(_: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
             rest = iter(tensors)
@@ -377,11 +356,22 @@ def _settings() -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _draft(
-    block: nn.Module, name: str, device: torch.device, sizes: CallSizes, seconds: float
-) -> Package:
+def _draft(call: _Call, name: str, sizes: CallSizes, seconds: float) -> Package:
+    """Description of a package that was not tried yet, without a library."""
+    kind = type(call.block)
     return Package(
-        key=name, block=f"{type(block).__module__}.{type(block).__qualname__}",
-        device=machine(device), sizes=sizes, result=None, library="", verdict="refused",
-        reason="not tried", error=0.0, limit=0.0, gain=0.0, seconds=round(seconds, 1),
+        key=name, block=f"{kind.__module__}.{kind.__qualname__}", device=machine(call.device),
+        sizes=sizes, result=None, library="", verdict="refused", reason="not tried",
+        error=0.0, limit=0.0, gain=0.0, seconds=round(seconds, 1),
     )  # fmt: skip
+
+
+def _tried(draft: Package, call: _Call, run: Run) -> Package:
+    """The description with the verdict on `run` in this call."""
+
+    def fast(*args: Any, **kwargs: Any) -> Any:
+        tensors: list[Tensor] = []
+        flatten((args, kwargs), tensors)
+        return run(call.weights, tensors)
+
+    return replace(draft, **vars(try_block(call.block, call.given, fast, call.device)))

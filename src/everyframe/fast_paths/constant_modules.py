@@ -20,6 +20,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from everyframe.ops.call_override import ModuleCall
+
 #: Arguments of a model that differ in every step, by name, beside its first one.
 VARYING = ("hidden_states", "sample", "timestep", "timesteps", "temb")
 
@@ -105,22 +107,21 @@ def result_tensors(value: Any) -> list[Tensor] | None:
     return list(items) if items and all(isinstance(each, Tensor) for each in items) else None
 
 
-def find_constant_modules(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], Any]
-) -> tuple[Any, tuple[ConstantModule, ...]]:
-    """The result of ``call()``, a call of the model with these arguments, and what was constant.
+def find_constant_modules(call: ModuleCall) -> tuple[Any, tuple[ConstantModule, ...]]:
+    """The result of a model's call, and what was constant in it.
 
     Of modules inside each other the outermost is listed. The result has the bits of any other call.
     """
+    model = call.module
     names = list(inspect.signature(model.forward).parameters)
-    by_name = {**dict(zip(names, args, strict=False)), **kwargs}
+    by_name = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
     varying = {*names[:1], *VARYING}
     constants = _tensors([value for name, value in by_name.items() if name not in varying])
     mode = _Dependencies([*model.parameters(), *model.buffers(), *constants])
     found: dict[str, set[int]] = {}
     others: set[str] = set()
     with _watched(model, mode, found, others), mode:
-        result = call()
+        result = call.compute()
     for name in others:
         found.pop(name, None)
     outermost = [each for each in found if not any(outer in found for outer in _outer(each))]

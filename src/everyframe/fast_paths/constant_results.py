@@ -10,7 +10,7 @@ inputs that are other tensors than before have to be compared.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from everyframe.fast_paths.constant_modules import (
 from everyframe.fast_paths.fast_modules import state_key
 from everyframe.fast_paths.path_sizes import constant_bytes
 from everyframe.numerics.tensor_stats import value_range
-from everyframe.ops.call_override import override_call
+from everyframe.ops.call_override import ModuleCall, override_call
 
 #: Most stored results of a module: one for each guidance branch, and some to spare. A module that
 #: needs more is computed from then on.
@@ -134,14 +134,13 @@ class _CachedModule:
         self._results: list[_Result] = []
         self._is_given_up = False
 
-    def call(
-        self, compute: Callable[[], Any], module: nn.Module, args: Any, kwargs: Mapping[str, Any]
-    ) -> Any:
+    def answer(self, call: ModuleCall) -> Any:
         """The stored result of this call, or the computed one, which is stored."""
-        leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
+        module = call.module
+        leaves, tree = pytree.tree_flatten((call.args, call.kwargs))
         form = _form_of(leaves, tree)
         if self._is_given_up or form is None:
-            return compute()
+            return call.compute()
         constant = [
             each
             for number, each in enumerate(leaves)
@@ -151,7 +150,7 @@ class _CachedModule:
         found = next((each for each in self._results if each.fits(form, constant, state)), None)
         if found is not None and found.is_confirmed:
             return found.result
-        result = compute()
+        result = call.compute()
         tensors = result_tensors(result)
         if tensors is None or not value_range(tensors).is_finite:
             return result  # what is not finite has to be seen where it arises
@@ -174,7 +173,7 @@ class _CachedModule:
         *,
         is_confirmed: bool,
     ) -> None:
-        size = sum(each.numel() * each.element_size() for each in result_tensors(result) or ())
+        size = sum(each.nbytes for each in result_tensors(result) or ())
         if len(self._results) == MOST_RESULTS or size > self._memory.left:
             self._is_given_up = True
             self._results.clear()
@@ -214,7 +213,7 @@ class CachedConstants:
         modules: tuple[ConstantModule, ...] | None = None,
     ) -> None:
         self._model, self._is_paused, self.modules = model, is_paused, modules
-        weights = sum(each.numel() * each.element_size() for each in model.parameters())
+        weights = sum(each.nbytes for each in model.parameters())
         self._memory = _Memory(constant_bytes(weights))
         self._on = ExitStack()
 
@@ -228,13 +227,10 @@ class CachedConstants:
     def __exit__(self, *_: object) -> None:
         self._on.close()
 
-    def _called(
-        self, base: type[nn.Module], own: nn.Module, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
-        compute = partial(base.__call__, own, *args, **kwargs)
+    def _called(self, call: ModuleCall) -> Any:
         if self.modules is not None or self._is_paused():
-            return compute()
-        result, self.modules = find_constant_modules(own, args, kwargs, compute)
+            return call.compute()
+        result, self.modules = find_constant_modules(call)
         self._cache(self.modules)
         return result
 
@@ -244,8 +240,5 @@ class CachedConstants:
             module = self._model.get_submodule(each.name)
             self._on.enter_context(override_call(module, partial(self._served, cached)))
 
-    def _served(
-        self, cached: _CachedModule, base: type[nn.Module], own: nn.Module, args: Any, kwargs: Any
-    ) -> Any:
-        compute = partial(base.__call__, own, *args, **kwargs)
-        return compute() if self._is_paused() else cached.call(compute, own, args, kwargs)
+    def _served(self, cached: _CachedModule, call: ModuleCall) -> Any:
+        return call.compute() if self._is_paused() else cached.answer(call)

@@ -7,23 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
-
-from torch import nn
 
 from everyframe.fast_paths.benchmark import Comparison
 from everyframe.fast_paths.constant_modules import ConstantModule, find_constant_modules
 from everyframe.fast_paths.constant_results import CachedConstants
-from everyframe.fast_paths.extract_blocks import (
-    BlockInputs,
-    BlockLocation,
-    ExtractedBlock,
-    blocks_of,
-)
+from everyframe.fast_paths.extract_blocks import BlockLocation, ExtractedBlock, blocks_of
 from everyframe.fast_paths.registry import FastPath
 from everyframe.fast_paths.target import CertificationTarget, TargetCall
-from everyframe.ops.call_override import override_call
+from everyframe.ops.call_override import ModuleCall, override_call
 
 
 def constants(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
@@ -38,22 +30,15 @@ def constants(subject: CertificationTarget, path: FastPath) -> Iterator[Comparis
             raise RuntimeError("nothing in this model is the same in every step")
         for each in blocks_of(replace(subject, calls=(call,))):
             plain = each.alone(())
-            yield Comparison(
-                f"block {each.name}, one of {each.count}",
-                truth=partial(_called, each.alone((), in_float32=True), each.wide),
-                plain=partial(_called, plain, each.given),
-                fast=partial(_called, _caching(each, found) or plain, each.given),
-                weight=each.count,
-            )
+            yield each.compare(plain, _caching(each, found) or plain)
 
 
 def _constant_modules(subject: CertificationTarget, call: TargetCall) -> tuple[ConstantModule, ...]:
     """The modules whose results no step changes, seen in a dry run of the call."""
     seen: list[tuple[ConstantModule, ...]] = []
 
-    def follow(base: type[nn.Module], own: nn.Module, args: Any, kwargs: Any) -> Any:
-        compute = partial(base.__call__, own, *args, **kwargs)
-        result, found = find_constant_modules(own, args, kwargs, compute)
+    def follow(call: ModuleCall) -> Any:
+        result, found = find_constant_modules(call)
         seen.append(found)
         return result
 
@@ -74,9 +59,5 @@ def _caching(block: ExtractedBlock, found: tuple[ConstantModule, ...]) -> BlockL
     alone = block.alone(())
     CachedConstants(alone, modules=inside).__enter__()  # it ends with the process
     for _ in range(2):  # the second call confirms tables of positions
-        _called(alone, block.given)
+        block.given.call(alone)
     return alone
-
-
-def _called(module: nn.Module, given: BlockInputs) -> Any:
-    return module(*given.args, **given.kwargs)

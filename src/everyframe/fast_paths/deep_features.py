@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from everyframe.numerics.tensor_stats import iter_tensors
-from everyframe.ops.call_override import override_call
+from everyframe.ops.call_override import ModuleCall, override_call
 from everyframe.precision.cast_hooks import map_tensors
 
 #: Layers of the way up that a shallow call computes; one fewer of the way down, and its first
@@ -135,20 +134,20 @@ class DeepFeatures:
         self._on.close()
         self.clear()
 
-    def _called(self, base: type[nn.Module], own: nn.Module, args: Any, kwargs: Any) -> Any:
-        compute = partial(base.__call__, own, *args, **kwargs)
+    def _called(self, call: ModuleCall) -> Any:
         if self._is_paused():
-            return compute()
+            return call.compute()
         number, self._number = self._number, self._number + 1
-        found, sizes = self._calls.get(number), tuple(each.shape for each in iter_tensors(args))
+        found = self._calls.get(number)
+        sizes = tuple(each.shape for each in iter_tensors(call.args))
         if found is not None and found.sizes != sizes:
             found = None  # branches that were one call are several now, or the other way round
         try:
             if self.is_shallow and found is not None:
                 self._reading = iter(found.results)
-                return compute()
+                return call.compute()
             self._writing = _CallFeatures(sizes)
-            result = compute()
+            result = call.compute()
             self._note_drift(number, found, self._writing)
             self._calls[number] = self._writing
             return result
@@ -161,12 +160,12 @@ class DeepFeatures:
         if old is not None and new is not None:
             self.drift = max(_relative_change(old, new), self.drift or 0.0)
 
-    def _deep(self, base: type[nn.Module], own: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _deep(self, call: ModuleCall) -> Any:
         if self._reading is not None:
             module, result = next(self._reading)
-            assert module is own, "a UNet calls its layers in the same order in every step"
+            assert module is call.module, "a UNet calls its layers in the same order in every step"
             return result
-        result = base.__call__(own, *args, **kwargs)
+        result = call.compute()
         if self._writing is not None:
-            self._writing.add(own, result)
+            self._writing.add(call.module, result)
         return result

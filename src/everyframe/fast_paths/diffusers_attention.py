@@ -60,7 +60,7 @@ def _attention(
 ) -> Tensor:
     """Attention in C where nothing is masked; else by `compute`, which is torch's."""
     scale_or_default = q.shape[-1] ** -0.5 if scale is None else scale
-    # Whoever asked before us goes first: ranks exchange tokens, a dry run only counts.
+    # Outer function modes come first: ranks exchange tokens, a dry run only counts.
     is_ours = attn_mask is None and not any(how.values()) and scale_or_default > 0
     is_ours = is_ours and not torch._C._len_torch_function_stack()
     if is_ours and q.ndim == 4 and kernels.attends(q, k, v):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.nn.modules.conv import _ConvNd
 from everyframe.core.plan import FLOAT32, Precision
 from everyframe.core.quality import PRODUCTS
 from everyframe.fast_paths.apply import apply_fast_paths, block_names, swap_modules
+from everyframe.fast_paths.benchmark import Comparison
 from everyframe.fast_paths.target import CertificationTarget, TargetCall
 from everyframe.precision import cast_hooks
 from everyframe.precision.islands import in_island
@@ -39,6 +41,10 @@ class BlockInputs:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    def call(self, module: nn.Module) -> Any:
+        """The module's result for these inputs."""
+        return module(*self.args, **self.kwargs)
 
 
 class BlockLocation(nn.Module):
@@ -90,6 +96,19 @@ class ExtractedBlock:
         apply_fast_paths(alone, paths, compiles=True)
         return alone
 
+    def compare(
+        self, plain: nn.Module, fast: nn.Module, kind: str = "block ", allowed: float | None = None
+    ) -> Comparison:
+        """Comparison of two copies of the block on its inputs, weighted by its share of a run."""
+        return Comparison(
+            f"{kind}{self.name}, one of {self.count}",
+            truth=partial(self.wide.call, self.alone((), in_float32=True)),
+            plain=partial(self.given.call, plain),
+            fast=partial(self.given.call, fast),
+            allowed=allowed,
+            weight=self.count * self.cut,
+        )
+
 
 def blocks_of(
     subject: CertificationTarget,
@@ -122,7 +141,7 @@ def blocks_of(
                 subject, module, same,
                 reduced(first, most_elements), reduced(wide[same[0]], most_elements),
             )  # fmt: skip
-            cut = _num_elements(first) / max(_num_elements(block.given), 1)
+            cut = max(_num_elements(first), 1) / max(_num_elements(block.given), 1)
             yield replace(block, cut=cut, casts_inputs=call.call.is_foreign)
 
 
@@ -198,12 +217,7 @@ def _kind(module: nn.Module, given: BlockInputs) -> Any:
     """Key of equal blocks: class, parameter shapes, input shapes."""
     shapes: list[Any] = [type(module)]
     shapes += [(name, tuple(p.shape)) for name, p in module.named_parameters()]
-
-    def note(tensor: Tensor) -> Tensor:
-        shapes.append(tuple(tensor.shape))
-        return tensor
-
-    cast_hooks.map_tensors((given.args, given.kwargs), note)
+    shapes += [tuple(each.shape) for each in cast_hooks.tensors_in((given.args, given.kwargs))]
     return tuple(shapes)
 
 

@@ -154,11 +154,10 @@ def find(key: str) -> Iterator[Package]:
             _log.warning("%s is damaged; that block is compiled again", path)
 
 
-def keep(package: Package, library: Path | bytes) -> None:
-    """Save a package that was compiled in this process."""
-    if package.library:
-        code = library if isinstance(library, bytes) else library.read_bytes()
-        replace_file(_library(package), code)
+def keep(package: Package, library: Path | None = None) -> None:
+    """Save a package that was compiled in this process, with the file of its library."""
+    if library is not None:
+        replace_file(_library(package), library.read_bytes())
     # After its library: what is listed is whole.
     replace_file(packages_folder() / package.key / f"{package.digest}.json", package.text())
 

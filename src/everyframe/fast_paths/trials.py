@@ -85,13 +85,7 @@ def block(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
     """Compare each kind of block with the fast path applied to the block without it."""
     for each in blocks_of(subject):
         if applies_to(path.name, BlockLocation(each.module)):
-            yield Comparison(
-                f"block {each.name}, one of {each.count}",
-                truth=partial(_called, each.alone((), in_float32=True), each.wide),
-                plain=partial(_called, each.alone(()), each.given),
-                fast=partial(_called, each.alone((path.name,)), each.given),
-                weight=each.count,
-            )
+            yield each.compare(each.alone(()), each.alone((path.name,)))
 
 
 def compiled(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
@@ -105,13 +99,7 @@ def compiled(subject: CertificationTarget, path: FastPath) -> Iterator[Compariso
     made: list[CompiledBlock] = []
     for each in blocks_of(subject):
         fast = each.alone((*subject.paths, path.name))
-        yield Comparison(
-            f"block {each.name}, one of {each.count}",
-            truth=partial(_called, each.alone((), in_float32=True), each.wide),
-            plain=partial(_called, each.alone(subject.paths), each.given),
-            fast=partial(_called, fast, each.given),
-            weight=each.count,
-        )
+        yield each.compare(each.alone(subject.paths), fast)
         made += compiled_blocks(fast).values()
     if made and not any(block.is_compiled for block in made):
         raise RuntimeError(
@@ -127,13 +115,11 @@ def modules(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison
     if path.closeness == "lossy":
         names = partial(layers, precision=replace(subject.precision, weight_dtype=path.name))
     for each in blocks_of(subject, names, most=_MOST_MODULES, most_elements=_MOST_ELEMENTS):
-        yield Comparison(
-            f"{each.name}, one of {each.count}",
-            truth=partial(_called, each.alone((), in_float32=True), each.wide),
-            plain=partial(_called, each.alone(path.rivals), each.given),
-            fast=partial(_called, each.alone((*path.rivals, path.name)), each.given),
+        yield each.compare(
+            each.alone(path.rivals),
+            each.alone((*path.rivals, path.name)),
+            kind="",
             allowed=ALLOWED.get(path.name),
-            weight=each.count * each.cut,
         )
 
 
@@ -162,10 +148,6 @@ def _stepped(module: BlockLocation, given: BlockInputs, *, is_new: bool) -> list
     return [
         module(number + step if is_new else number, *rest, **given.kwargs) for step in range(_STEPS)
     ]
-
-
-def _called(module: nn.Module, given: BlockInputs) -> Any:
-    return module(*given.args, **given.kwargs)
 
 
 def heaviest(subject: CertificationTarget, kind: str) -> list[tuple[OpShape, float]]:

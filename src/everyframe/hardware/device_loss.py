@@ -127,7 +127,7 @@ def translate_device_loss(device: str, where: str = "") -> Iterator[None]:
         DeviceLostError: names the device, the error text, the likely cause and the fix.
         CannotRunError: the device refuses a call but is not lost.
     """
-    # Whoever calls may be handling an error of their own, which is none of ours.
+    # The caller may be handling another error, which is not of this call.
     theirs = sys.exc_info()[1]
     try:
         yield
@@ -171,7 +171,7 @@ def _message_lines(text: str) -> Iterator[str]:
     for line in text.strip().splitlines():
         if line.startswith("Exception raised from"):
             return
-        # Whoever made one line of it has it in the middle.
+        # In errors that were joined into one line it stands in the middle.
         advice = _ADVICE.search(line)
         said = line if advice is None else line[: advice.start()]
         if said.strip():

@@ -44,7 +44,7 @@ class Turn:
     def __enter__(self) -> Turn:
         before = _TURN.get()
         held = before if before is not None and before.is_held else None
-        # Where nobody can compute beside it all that is within is a part of it.
+        # Within an exclusive turn, every turn is a part of it.
         is_part = held is not None and (held is self or held.is_alone)
         self._before.append((is_part, before, held))
         if is_part:

@@ -79,6 +79,6 @@ def _keep(key: Hashable, frames: Frames) -> None:
     if key is None or frames.nbytes > _MOST_BYTES:
         return
     with _lock:
-        _frames[key] = frames.copy()  # whoever has the others may write to them
+        _frames[key] = frames.copy()  # the caller may write to the others
         while sum(each.nbytes for each in _frames.values()) > _MOST_BYTES:
             _frames.popitem(last=False)

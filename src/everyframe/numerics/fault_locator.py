@@ -199,7 +199,7 @@ def _followed(parts: Mapping[str, nn.Module], run: _Run) -> Iterator[None]:
 
     def leaving(part: str, name: str) -> Callable[..., None]:
         def leave(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-            # A call that ended in somebody's hook before ours was never entered.
+            # A foreign hook may have ended the call before ours entered it.
             if stack and stack[-1] == (part, name):
                 run.handed_on((args, kwargs), result)
                 stack.pop()

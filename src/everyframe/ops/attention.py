@@ -287,7 +287,7 @@ class AttendBy:
         _sdpa_kernel(_wanted(self._kernels), set_priority=True)
 
     def _leave(self, module: nn.Module, *_: object) -> None:
-        # A call that ended in somebody's hook before ours was never entered.
+        # A foreign hook may have ended the call before ours entered it.
         if self._before and self._before[-1][0] is module:
             self._before.pop()[1].use()
 

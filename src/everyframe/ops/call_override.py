@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 
+@dataclass(eq=False)
+class ModuleCall:
+    """A call of a module that is not made yet; `base` is the module's own class."""
+
+    module: nn.Module
+    base: type[nn.Module]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def compute(self) -> Any:
+        """Make the call."""
+        return self.base.__call__(self.module, *self.args, **self.kwargs)
+
+
 @contextmanager
-def override_call(
-    module: nn.Module, answer: Callable[[type[nn.Module], nn.Module, Any, Any], Any]
-) -> Iterator[None]:
-    """Context: calls of that module return ``answer(class, module, args, kwargs)``.
+def override_call(module: nn.Module, answer: Callable[[ModuleCall], Any]) -> Iterator[None]:
+    """Context: calls of that module return what `answer` returns for them.
 
     A hook can't skip a module's computation, so the module gets a temporary subclass. Its original
     class is not changed.
@@ -21,7 +34,7 @@ def override_call(
     base = type(module)
 
     def call(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return answer(base, own, args, kwargs)
+        return answer(ModuleCall(own, base, args, kwargs))
 
     kind = type(base.__name__, (base,), {"__call__": call, "__module__": base.__module__})
     module.__class__ = kind

@@ -98,12 +98,6 @@ class AxesTable(NamedTuple):
         return self._replace(cos=self.cos[start:stop], sin=self.sin[start:stop])
 
 
-def grid_positions(sizes: Sequence[int]) -> Tensor:
-    """Integer positions of a grid's tokens, (N, axes), the last axis fastest."""
-    axes = [torch.arange(size, device="cpu") for size in sizes]
-    return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, -2)
-
-
 def axis_angles(positions_N: Tensor, width: int, theta: float = 10000.0) -> Tensor:
     """Angles ``p theta^(-2k / width)``, (N, width / 2), float64 on the CPU."""
     exponents = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width

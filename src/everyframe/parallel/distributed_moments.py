@@ -39,7 +39,7 @@ class DistributedMoments:
         # Those of this rank first, then as they arrive: who has them, and of which sample.
         owners = [(team.rank, sample) for sample in samples]
         owners += [(rank, s) for rank, row in enumerate(shared) for s in row[team.rank]]
-        # Added up in the order of the ranks, whoever does it.
+        # Added up in the order of the ranks, on every rank.
         self._order = sorted(range(len(owners)), key=lambda number: owners[number][0])
         self._shares = torch.tensor(
             [

@@ -80,7 +80,7 @@ def new_group(
     if any(len(group) > 1 for group in groups):
         assert team.size == dist.get_world_size(), "processes that are in no group would be missed"
     weights = team.weights if weights is None else weights
-    # All ranks make all of them; who is alone has nobody to talk to.
+    # All ranks create all groups; a rank alone needs none.
     made = [dist.new_group(list(group)) if len(group) > 1 else None for group in groups]
     mine = next(list(group) for group in groups if team.rank in group)
     own = next(each for each, group in zip(made, groups, strict=True) if team.rank in group)

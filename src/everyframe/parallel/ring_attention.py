@@ -24,7 +24,7 @@ from everyframe.ops.dtypes import float32_or_wider
 from everyframe.parallel.communicator import Communicator
 from everyframe.parallel.pending import PendingReceive
 from everyframe.parallel.token_partition import LocalTokens, TokenPartition
-from everyframe.parallel.ulysses import Core
+from everyframe.parallel.ulysses import Core, part_of_mask
 
 #: Maximum number of attention scores in memory.
 _SCORES = 1 << 25
@@ -202,10 +202,5 @@ class Ring:
 
 def _of(mask: Tensor | None, held: LocalTokens, places: range) -> Tensor | None:
     """The part of a mask (B, heads, N, N) for these queries and keys."""
-    if mask is None:
-        return None
-    wanted = {0: range(held.sample, held.sample + 1), 2: held.places, 3: places}
-    for dim, part in wanted.items():
-        if mask.shape[dim] > 1:
-            mask = mask.narrow(dim, part.start, len(part))
-    return mask
+    sample = range(held.sample, held.sample + 1)
+    return part_of_mask(mask, {0: sample, 2: held.places, 3: places})

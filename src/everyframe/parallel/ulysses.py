@@ -14,7 +14,7 @@ N) of the whole batch, and every rank has all of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -182,12 +182,16 @@ def _slice(numbers: range) -> slice:
     return slice(numbers.start, numbers.stop)
 
 
-def _of(mask: Tensor | None, brick: HeadBlock) -> Tensor | None:
-    """The part of a mask for a block; a dimension of length 1 applies to all."""
-    if mask is None:
-        return None
-    wanted = (range(brick.sample, brick.sample + 1), brick.heads, brick.queries)
-    for dim, part in enumerate(wanted):
+def part_of_mask(mask: Tensor | None, wanted: Mapping[int, range]) -> Tensor | None:
+    """The part of a mask in these ranges by dimension; a dimension of length 1 applies to all."""
+    for dim, part in wanted.items() if mask is not None else ():
+        assert mask is not None
         if mask.shape[dim] > 1:
             mask = mask.narrow(dim, part.start, len(part))
     return mask
+
+
+def _of(mask: Tensor | None, brick: HeadBlock) -> Tensor | None:
+    """The part of a mask for a block."""
+    sample = range(brick.sample, brick.sample + 1)
+    return part_of_mask(mask, {0: sample, 1: brick.heads, 2: brick.queries})

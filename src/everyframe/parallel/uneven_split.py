@@ -29,7 +29,7 @@ def uneven_sizes(length: int, weights: Sequence[float]) -> tuple[int, ...]:
     return _shares(length, tuple(weights))
 
 
-# Each rank asks for the same ones, and so does whoever plans for all of them.
+# Every rank and the planner ask for the same ones.
 @lru_cache(maxsize=256)
 def _shares(length: int, weights: tuple[float, ...]) -> tuple[int, ...]:
     exact = _fractions(weights)

@@ -14,6 +14,7 @@ from everyframe.core.facts import DeviceFacts
 from everyframe.core.parallel_plan import ParallelPlan
 from everyframe.core.plan import PACKED, ComponentPlan, Precision, Repair, Settings
 from everyframe.core.quality import PRODUCTS
+from everyframe.dry_run.call import DryRunCall
 from everyframe.fast_paths.path_sizes import constant_bytes, feature_bytes, scratch_bytes
 from everyframe.fast_paths.registry import BF16_DECODER
 from everyframe.planning.choose_fast_paths import FastPathChooser, score_bytes, used
@@ -27,14 +28,9 @@ from everyframe.planning.dry_runs import DryRun
 from everyframe.planning.fast_path_notes import fast_path_notes
 from everyframe.precision.dtypes import num_bytes
 from everyframe.precision.islands import WORTH, num_narrow, weight_bytes
-from everyframe.runtime.interface import (
-    Component,
-    DryRunCall,
-    ModelSpec,
-    ShardableSpec,
-)
+from everyframe.runtime.interface import Component, ModelSpec, ShardableSpec
 from everyframe.runtime.rank_shares import branch_groups
-from everyframe.runtime.repair_cache import remedies_for
+from everyframe.runtime.repair_cache import repairs_for
 
 if TYPE_CHECKING:
     from everyframe.parallel.communicator import ParallelContext
@@ -103,7 +99,7 @@ class ComponentPlanner:
         asked: requested dtype.
         force: option of the request.
         host_memory: free bytes on the host beside the device.
-        remedies: repairs applied from the start to components of that dtype.
+        repairs: repairs applied from the start to components of that dtype.
         chooser: chooses fast paths; None expects every path that the device could have.
         quantising: which weights may be stored in eight bits.
         teams: this rank's communicators, if it is one of several.
@@ -117,7 +113,7 @@ class ComponentPlanner:
     asked: str
     force: bool
     host_memory: int
-    remedies: tuple[Repair, ...] = ()
+    repairs: tuple[Repair, ...] = ()
     chooser: FastPathChooser | None = None
     quantising: QuantizationChoice = WHOLE
     teams: ParallelContext | None = None
@@ -185,10 +181,10 @@ class ComponentPlanner:
         more = self._precisions.chooser.choices(component.name, precision, runs)
         choices = (*chosen.choices, *more)
         paths = used(choices) if runs or len(choices) > len(chosen.choices) else None
-        remedies = remedies_for(component.name, precision.parameters, self.remedies)
+        repairs = repairs_for(component.name, precision.parameters, self.repairs)
         if self.shards:
             where = replace(where, holders=max(where.holders, self.holders_of(component)))
-        weights = self._weight_bytes(component, settings, precision, remedies)
+        weights = self._weight_bytes(component, settings, precision, repairs)
         runs = tuple(self._with_paths(run, precision, settings, paths, weights) for run in runs)
         if BF16_DECODER in (paths or ()):  # for its check they stay in float32 too
             weights += 4 * num_narrow(component.num_elements, precision)
@@ -206,7 +202,7 @@ class ComponentPlanner:
             weight_bytes=weights,
             working_bytes=self._working_bytes(component, runs, precision),
             **self._elsewhere(runs, precision, waits, where),
-            repairs=remedies,
+            repairs=repairs,
             fast_paths=paths,
             choices=choices,
         )
@@ -304,17 +300,17 @@ class ComponentPlanner:
         component: Component,
         settings: Settings,
         precision: Precision,
-        remedies: Sequence[Repair] = (),
+        repairs: Sequence[Repair] = (),
     ) -> int:
         """Bytes of its parameters, including scales of eight-bit weights."""
         count, found = component.num_elements, dict[str, int]()
         if precision.weight_dtype:
             found = _rows(self._precisions.dry_run_calls_of(component.name, settings), precision)
         if precision.weight_dtype != PACKED:
-            return weight_bytes(count, precision, remedies, found)
+            return weight_bytes(count, precision, repairs, found)
         stays = {name: size for name, size in component.packed_bytes.items() if name in found}
         rest = {name: number for name, number in count.items() if name not in stays}
-        return weight_bytes(rest, precision, remedies) + sum(stays.values())
+        return weight_bytes(rest, precision, repairs) + sum(stays.values())
 
     def _working_bytes(
         self, component: Component, runs: Sequence[DryRun], precision: Precision

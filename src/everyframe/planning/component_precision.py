@@ -22,17 +22,12 @@ from everyframe.core.plan import (
 )
 from everyframe.core.quality import PRODUCTS
 from everyframe.core.request import Request
+from everyframe.dry_run.call import DryRunCall
 from everyframe.fast_paths.registry import CATALOGUE
 from everyframe.planning.choose_fast_paths import USED, FastPathChooser
 from everyframe.planning.dry_runs import DryRun, dry_run, not_followed
 from everyframe.precision.policy import choose
-from everyframe.runtime.interface import (
-    Component,
-    DryRunCall,
-    DryRunSpec,
-    ModelSpec,
-    ShardableSpec,
-)
+from everyframe.runtime.interface import Component, DryRunSpec, ModelSpec, ShardableSpec
 
 if TYPE_CHECKING:
     from everyframe.parallel.communicator import ParallelContext

@@ -17,7 +17,7 @@ from typing import Any
 from everyframe.checkpoints.locate import is_listed
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.lora import Lora
-from everyframe.core.option_values import REPEATED
+from everyframe.core.option_values import REPEATED, replaced_by
 from everyframe.core.options import Options, facts_of, shown
 from everyframe.core.paths import config_folder, expand_path
 from everyframe.core.request import Request
@@ -52,19 +52,6 @@ OTHER_VARIABLES = (
     "EVERYFRAME_API_KEYS", "EVERYFRAME_HOST", "EVERYFRAME_PORT", "EVERYFRAME_MODELS",
     "EVERYFRAME_SERVER_DIR", "EVERYFRAME_COMFYUI",
 )  # fmt: skip
-
-#: Option -> options of lower precedence that it displaces, as both set the same thing.
-_DISPLACES = {
-    "size": ("height", "width", "resolution", "aspect"),
-    "height": ("size", "resolution", "aspect"),
-    "width": ("size", "resolution", "aspect"),
-    "resolution": ("size", "height", "width"),
-    "num_frames": ("seconds",),
-    "seconds": ("num_frames",),
-    "device": ("devices",),
-    "devices": ("device", "num_devices"),
-    "num_devices": ("devices", "shares"),
-}
 
 
 @dataclass(frozen=True)
@@ -176,10 +163,7 @@ def default_options(model: str | None) -> dict[str, Default]:
 
 def without_displaced(defaults: Mapping[str, Default], given: Iterable[str]) -> dict[str, Default]:
     """Defaults that the given options leave: a given ``size`` displaces a default ``height``."""
-    given = [*given]
-    gone = {*given, *(other for name in given for other in _DISPLACES.get(name, ()))}
-    if "aspect" in given:
-        gone.discard("resolution")
+    gone = replaced_by(given)
     return {name: default for name, default in defaults.items() if name not in gone}
 
 
@@ -189,13 +173,15 @@ def environment_options() -> dict[str, Default]:
     Raises:
         InputError: a variable holds a wrong value.
     """
-    found = {}
-    for name in _variable_options():
-        text = os.environ.get(variable_of(name))
-        if text:
-            found[name] = Default(_validated(Request, {name: text}, variable_of(name))[name],
-                                  variable_of(name))  # fmt: skip
-    return found
+    texts = {
+        name: text for name in _variable_options() if (text := os.environ.get(variable_of(name)))
+    }
+    try:
+        found = Request(**texts).given()  # together, as some are valid only with others
+    except InputError as error:
+        wrong = [name for name in texts if str(error).startswith(f"{name} ")] or texts
+        raise InputError(f"{', '.join(map(variable_of, wrong))}: {error}") from None
+    return {name: Default(found[name], variable_of(name)) for name in texts}
 
 
 def unknown_variables() -> tuple[str, ...]:

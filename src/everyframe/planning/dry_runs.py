@@ -75,7 +75,10 @@ class DryRun:
         return TargetCall(self.stage_call, self.precisions)
 
     def has_place(self, path: str, *, is_quantised: bool) -> bool:
-        """Whether that fast path applies to the component; see `fast_paths.apply.applies_to`."""
+        """Whether that fast path applies to the component; see `fast_paths.apply.applies_to`.
+
+        The linear layers of a component that `is_quantised` are swapped already.
+        """
         return path in self._places() and not (is_quantised and path in OF_LAYERS)
 
     def _places(self) -> Sequence[str]:
@@ -197,7 +200,7 @@ def _saved(
     found = run()
     from torch import float32, get_default_dtype
 
-    # A default that somebody changed in this process is no other's; what JSON can't hold stays.
+    # Not saved: results under another default dtype, or that JSON can't hold.
     is_whole = from_json(json.loads(json.dumps(to_json(found)))) == found
     if is_whole and get_default_dtype() == float32:
         file.write(to_json(found))

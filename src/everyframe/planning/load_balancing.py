@@ -9,7 +9,7 @@ divisions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor
 from typing import TYPE_CHECKING
@@ -118,7 +118,8 @@ def balance(
     for _ in range(0 if is_asked else _ROUNDS):
         needs = _needs(fitting.parts, division, settings)
         fit = [min(1.0, need.share_that_fits(devices[r])) for r, need in enumerate(needs)]
-        fewer = [floor(_FINE * w * f) / _FINE if f < 1 else w for w, f in _pairs(division, fit)]
+        pairs = zip(division.speeds, fit, strict=True)
+        fewer = [floor(_FINE * w * f) / _FINE if f < 1 else w for w, f in pairs]
         if min(fit) == 1:
             break
         if not min(fewer):  # its weights alone are too much, which no share makes less
@@ -131,10 +132,6 @@ def balance(
     tightest = max(range(len(devices)), key=lambda r: needs[r].peak / devices[r].free_memory)
     fitting = fitting.of_rank(division, tightest, settings, devices[tightest], devices[0])
     return BalancedPlan(division, fitting, tightest, _said(division, devices, sorted(short)))
-
-
-def _pairs(division: ParallelPlan, fit: Sequence[float]) -> Iterator[tuple[float, float]]:
-    return zip(division.speeds, fit, strict=True)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from everyframe.core.bytes import fits, share_of
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.parallel_plan import ParallelPlan
 from everyframe.core.plan import ComponentPlan, Settings, peak_of
+from everyframe.dry_run.call import DryRunCall
 from everyframe.planning.component_memory import (
     ComponentPlanner,
     PlannedComponent,
@@ -28,7 +29,7 @@ from everyframe.planning.dry_runs import DryRun
 from everyframe.planning.largest_video import largest_first
 from everyframe.planning.parallelism import StepCost
 from everyframe.precision.dtypes import num_bytes
-from everyframe.runtime.interface import Component, DryRunCall, DryRunSpec, ModelSpec, ShardableSpec
+from everyframe.runtime.interface import Component, DryRunSpec, ModelSpec, ShardableSpec
 from everyframe.runtime.memory_fallbacks import (
     OFFLOADED,
     MemoryFallback,

@@ -50,16 +50,17 @@ class QualityChoice:
     products: str = ""
 
 
-_Fit: TypeAlias = tuple[BalancedPlan, MemoryFit, FitResult]
+Fit: TypeAlias = tuple[BalancedPlan, MemoryFit, FitResult]
+"""Shares of the work, the memory fit of the tightest rank, and its result."""
 
 
 def fit_to_quality(
-    fit: Callable[[Settings, str], _Fit],
+    fit: Callable[[Settings, str], Fit],
     request: Request,
     model: ModelSpec,
     settings: Settings,
     device: DeviceFacts,
-) -> tuple[_Fit, QualityChoice]:
+) -> tuple[Fit, QualityChoice]:
     """The fit, of settings and products, with the method that the exact run's precision leads to.
 
     Products that this run's trial refuses are not chosen.
@@ -298,7 +299,7 @@ def calibration_key(
         return None
     try:
         files = model.weight_files()
-    except CheckpointError:  # whoever loads it says so, a plan loads nothing
+    except CheckpointError:  # missing weights; loading reports them
         return None
     sha256, loras = known_digest(files) if files else None, patches_of(model).known()
     if sha256 is None or loras is None:

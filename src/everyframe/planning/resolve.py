@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
 
 from everyframe.adapters.request_components import with_adapters
 from everyframe.checkpoints.config_errors import config_errors
@@ -61,14 +60,12 @@ from everyframe.planning.parallelism import (
     shares_asked,
 )
 from everyframe.planning.previews import plan_previews
-from everyframe.planning.quality import fit_to_quality, with_named_products
+from everyframe.planning.quality import Fit, fit_to_quality, with_named_products
 from everyframe.planning.stage_forecasts import rates_of, stage_plans
 from everyframe.precision.policy import check_asked
 from everyframe.runtime.interface import ModelSpec, PromptReadingSpec
 from everyframe.runtime.patchable import notes_of, patches_of, saved_bytes_of
 from everyframe.runtime.repair_cache import cached_key, load_repairs, repair_notes
-
-_Fit: TypeAlias = tuple[BalancedPlan, MemoryFit, FitResult]
 
 
 @dataclass(frozen=True)
@@ -125,7 +122,7 @@ def prepare(
     tokenizers, as in a run. `will_run` tries fast paths without a certificate, for some seconds at
     most, so that the plan has only certified ones; otherwise it lists expected ones.
     """
-    # A class in memory, and the model inside of the package, are not somebody's files.
+    # A class in memory and the embedded model have no files of the user.
     is_foreign = given is None and request.model is not None
     with config_errors(str(request.model)) if is_foreign else nullcontext():
         return _prepared(
@@ -157,11 +154,11 @@ def _prepared(
     device = common_facts(devices)
     num_threads = num_threads or default_threads(facts, len(devices), is_here=profile is None)
     chooser = _chooser(request, facts, devices, num_threads, is_here=profile is None)
-    # Repairs are of this machine, and a model that somebody has in memory may hold any weights.
+    # Repairs are of this machine, and a model in memory may hold any weights.
     is_own = profile is None and given is None
     fitting = _fitting(model, facts, device, request, chooser, is_own=is_own)
 
-    def fit(settings: Settings, products: str) -> _Fit:
+    def fit(settings: Settings, products: str) -> Fit:
         shared = partial(_shares, request, model, settings, products, devices, num_threads, fitting)
         return _fitted(shared, request, settings, chooser, will_run=will_run)
 
@@ -190,7 +187,7 @@ def _prepared(
         quality=quality.plan,
         preview=preview,
     )
-    # What somebody has in memory is there already: what is free says nothing against it.
+    # A model in memory is there already: what is free says nothing against it.
     if given is None:
         plan = replace(plan, infeasible=infeasible_reason(plan, fit_used, fitted, facts))
     return PreparedPlan(with_batch(plan, model) if is_own else plan, model, fitted, chooser)
@@ -304,7 +301,7 @@ def _fitted(
     chooser: FastPathChooser,
     *,
     will_run: bool,
-) -> tuple[BalancedPlan, MemoryFit, FitResult]:
+) -> Fit:
     """The memory fit; a run first creates needed certificates and keeps only certified paths.
 
     If a video doesn't fit on one device, several share it.
@@ -346,7 +343,7 @@ def _fitting(
     *,
     is_own: bool,
 ) -> MemoryFit:
-    remedies = _remedies(request, model, device, facts) if is_own else ()
+    repairs = _first_repairs(request, model, device, facts) if is_own else ()
     host = within(facts.cpu, _asked_bytes(request, "max_host_memory"))
     if device.kind == "cpu":  # both limits are of the same memory
         device = within(device, host.free_memory)
@@ -358,14 +355,14 @@ def _fitting(
             force=request.force,
             host_memory=host.free_memory,
             chooser=chooser,
-            remedies=remedies,
+            repairs=repairs,
             quantising=quantising_of(request, device),
             shards=request.shard_weights,
         )
     )
 
 
-def _remedies(
+def _first_repairs(
     request: Request, model: ModelSpec, device: DeviceFacts, facts: MachineFacts
 ) -> tuple[Repair, ...]:
     """Repairs to begin with: those of a record, else those cached from earlier runs here."""

@@ -227,3 +227,15 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Mapping):
         return {key: map_tensors(item, change) for key, item in value.items()}
     return value
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in a structure, in the order of `map_tensors`."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(value, note)
+    return found

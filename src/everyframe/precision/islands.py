@@ -56,15 +56,15 @@ WORTH = 0.9
 def weight_bytes(
     num_elements: Mapping[str, int],
     precision: Precision,
-    remedies: Iterable[Repair] = (),
+    repairs: Iterable[Repair] = (),
     rows: Mapping[str, int] | None = None,
 ) -> int:
     """Bytes of all parameters, given the number of elements of each by name.
 
-    `remedies` are the component's repairs, which may widen the modules that they name. `rows` lists
+    `repairs` are the component's repairs, which may widen the modules that they name. `rows` lists
     the weights stored in eight bits, with the number of scales of each.
     """
-    raised = [each for each in remedies if each.to != PLAIN]
+    raised = [each for each in repairs if each.to != PLAIN]
 
     def width(name: str) -> int:
         own = num_bytes(parameter_dtype(name, precision))

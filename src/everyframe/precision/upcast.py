@@ -77,7 +77,7 @@ class Upcast:
         self._handles.append(
             module.register_forward_pre_hook(_WidenInputs(dtype), prepend=True, with_kwargs=True)
         )
-        if has_casts():  # somebody's pipeline, within their autocast
+        if has_casts():  # a foreign pipeline under autocast
             self._handles += self._casts.put_on(module)
 
     def _cast(self, parameter: nn.Parameter, dtype: torch.dtype, *, keeps_storage: bool) -> None:

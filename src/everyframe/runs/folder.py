@@ -180,7 +180,7 @@ class RunFolder:
         try:
             file = (self.path / _LOCK).open("rb")
         except OSError:
-            return False  # none was ever taken, or it is nobody's whom we could ask
+            return False  # no lock was ever taken, or it can't be read
         with file:
             try:
                 _lock(file, is_shared=True)
@@ -273,7 +273,7 @@ def new_run(root: Path, name: str | None = None) -> RunFolder:
     for number in range(1000):
         path = root / (f"{began}-{number}" if number else began)
         try:
-            # What was asked is nobody else's business.
+            # Requests are private.
             path.mkdir(mode=0o700)
         except FileExistsError:
             continue

@@ -16,7 +16,7 @@ NOWHERE: Position = (0, 0, 0, 0)
 def saved_position(run: RunFolder) -> Position:
     """The position of a run; what can't be read counts as zero.
 
-    Tuples compare as the state goes on: a further clip or stage outweighs any number of steps.
+    Positions are ordered: a further clip or stage outweighs any number of steps.
     """
     clips = stages = steps = 0
     for part in run.parts():

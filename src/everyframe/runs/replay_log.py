@@ -66,7 +66,7 @@ class FileReplayLog:
         self._number = 0
         self._open.clear()
 
-    def remedies(self) -> tuple[Repair, ...]:
+    def repairs(self) -> tuple[Repair, ...]:
         """The repairs active in the last saved result."""
         while self._files:
             last = len(self._files) - 1
@@ -79,7 +79,7 @@ class FileReplayLog:
                 self._give_up(last, f"{self._files[last]} can't be read: {error!r}")
         return ()
 
-    def keep(self, answer: Any, remedies: tuple[Repair, ...]) -> None:
+    def keep(self, answer: Any, repairs: tuple[Repair, ...]) -> None:
         """Save the result of the oldest call that `next` had none for, with its repairs.
 
         A result without a preceding `next` is not saved, since it would not be replayed either.
@@ -90,7 +90,7 @@ class FileReplayLog:
         try:
             tensors: dict[str, Tensor] = {}
             form = json.dumps(_taken_apart(answer, tensors))
-            each = json.dumps([asdict(remedy) for remedy in remedies])
+            each = json.dumps([asdict(repair) for repair in repairs])
             data = save_tensors(tensors, metadata={_FORM: form, _REMEDIES: each, _CALL: call})
             # Not awaited: what a power cut takes of it is seen by its hash, and made again.
             path = self._folder / _name(self._number, data)

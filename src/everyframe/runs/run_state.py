@@ -43,9 +43,9 @@ class FileOomLog:
             OomEvent(*of) for clip, stage, of in self._all() if [clip, stage] == self._place
         )
 
-    def keep(self, shortage: OomEvent) -> None:
+    def keep(self, event: OomEvent) -> None:
         try:
-            self._folder.write_shortages([*self._all(), [*self._place, [*astuple(shortage)]]])
+            self._folder.write_shortages([*self._all(), [*self._place, [*astuple(event)]]])
         except OSError as error:
             self._failed(error.strerror or str(error))
 

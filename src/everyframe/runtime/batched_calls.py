@@ -10,16 +10,16 @@ which differ in length. What is saved is the rest: launches, norms, activations,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from everyframe.ops.call_override import override_call
+from everyframe.ops.call_override import ModuleCall, override_call
 from everyframe.ops.text_context import KeysValues, TextContext
 from everyframe.parallel.sharded_modules import CrossAttentionPerSample
 
@@ -31,28 +31,9 @@ class UnequalCallsError(Exception):
     """Two calls differ in more than the values of their tensors."""
 
 
-@dataclass(frozen=True)
-class ModuleCall:
-    """A call of a module, not made yet; `base` is the module's class."""
-
-    module: nn.Module
-    base: type[nn.Module]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    def compute(self) -> Any:
-        """Make the call alone."""
-        return self.base.__call__(self.module, *self.args, **self.kwargs)
-
-    @property
-    def batch_size(self) -> int:
-        """Rows of its first tensor."""
-        return int(self.args[0].shape[0])
-
-    @property
-    def signature(self) -> Hashable:
-        """Equal for calls that can be computed as one."""
-        return id(self.module), _signature(self.args), _signature(self.kwargs)
+def signature_of(call: ModuleCall) -> Hashable:
+    """Signature that calls have in common if they can be computed as one."""
+    return id(call.module), _signature(call.args), _signature(call.kwargs)
 
 
 def can_batch(call: ModuleCall) -> bool:
@@ -120,10 +101,10 @@ class BatchedModule:
         Raises:
             UnequalCallsError: a tensor that is shared by all rows differs.
         """
-        batch, count = calls[0].batch_size, len(calls)
+        batch, count = int(calls[0].args[0].shape[0]), len(calls)
         texts: list[tuple[TextContext, ...]] = []
         args = _joined([call.args for call in calls], batch, texts)
-        kwargs = _joined([dict(call.kwargs) for call in calls], batch, texts)
+        kwargs = _joined([call.kwargs for call in calls], batch, texts)
         self._texts, self._block = texts[0] if texts else (), 0
         self._num_videos, self._batch = count, batch
         try:
@@ -138,28 +119,26 @@ class BatchedModule:
         if self._num_videos == 1 and args and isinstance(args[0], Tensor) and args[0].ndim:
             self._batch = int(args[0].shape[0])
 
-    def _product(self, base: type[nn.Module], part: nn.Module, args: Any, kwargs: Any) -> Any:
-        x, *others = args
-        known = self._shapes.setdefault((id(part), self._batch), set())
+    def _product(self, call: ModuleCall) -> Any:
+        x, *others = call.args
+        known = self._shapes.setdefault((id(call.module), self._batch), set())
         if self._num_videos == 1:
             known.add(tuple(x.shape))
-            return base.__call__(part, *args, **kwargs)
+            return call.compute()
         dim = _video_dim(tuple(x.shape), known, self._num_videos)
         if dim is None:
-            return base.__call__(part, *args, **kwargs)
+            return call.compute()
         pieces = x.chunk(self._num_videos, dim)
-        return torch.cat([base.__call__(part, each, *others, **kwargs) for each in pieces], dim)
+        return torch.cat([replace(call, args=(each, *others)).compute() for each in pieces], dim)
 
-    def _cross_attention(
-        self, base: type[nn.Module], part: nn.Module, args: Any, kwargs: Any
-    ) -> Any:
+    def _cross_attention(self, call: ModuleCall) -> Any:
         if not self._texts:
-            return base.__call__(part, *args, **kwargs)
+            return call.compute()
         number, self._block = self._block, self._block + 1
         made = [
             # Its own tensors, not cut from those of all: bits depend on how they lie in memory.
-            base.__call__(part, q, *text.blocks[number], text.mask, **kwargs)
-            for q, text in zip(args[0].chunk(self._num_videos), self._texts, strict=True)
+            replace(call, args=(q, *text.blocks[number], text.mask)).compute()
+            for q, text in zip(call.args[0].chunk(self._num_videos), self._texts, strict=True)
         ]
         return torch.cat(made)
 
@@ -248,18 +227,3 @@ def have_equal_bits(a: Any, b: Any) -> bool:
     if isinstance(a, (tuple, list)):
         return len(a) == len(b) and all(map(have_equal_bits, a, b))
     return a is b
-
-
-Meet = Callable[[ModuleCall], Any]
-"""Makes a call of a module, perhaps together with the same calls for other videos."""
-
-
-@contextmanager
-def calls_meet(module: nn.Module, meet: Meet) -> Iterator[None]:
-    """Context: each call of the module as a whole is made by `meet`."""
-
-    def answer(base: type[nn.Module], own: nn.Module, args: Any, kwargs: Any) -> Any:
-        return meet(ModuleCall(own, base, args, kwargs))
-
-    with override_call(module, answer):
-        yield

@@ -20,14 +20,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from everyframe.core.bytes import USABLE_SHARE
 from everyframe.core.events import Event, Repaired
 from everyframe.core.facts import MachineFacts
 from everyframe.core.plan import ComponentPlan, Plan
 from everyframe.hardware.memory import OutOfMemory, catch_out_of_memory, empty_cache
-from everyframe.precision.cast_hooks import map_tensors
+from everyframe.precision.cast_hooks import tensors_in
 from everyframe.runtime.batch_member import MEMBER
 from everyframe.runtime.component_observers import is_component_awaited
 from everyframe.runtime.component_state import ComponentState
@@ -91,7 +91,7 @@ class ComponentCache:
             for entry in self._waiting.values():
                 sizes[entry.device] += entry.state.num_bytes
             for results in self._encoded.values():
-                for each in _tensors(results):
+                for each in tensors_in(results):
                     sizes[str(each.device)] += each.nbytes
         return sizes
 
@@ -173,7 +173,7 @@ class ComponentCache:
         return freed
 
     def encoded(self, key: Hashable) -> Any:
-        """What was encoded before; None if it was not. Nobody writes to it."""
+        """Stored results of an encoder, read-only; None if there are none."""
         with self._lock:
             found = self._encoded.get(key)
             if found is not None:
@@ -356,22 +356,11 @@ class WarmComponents:
         return (self.identity, self.plan.num_threads, repr(how)), self.loras
 
 
-def _tensors(results: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(each: Tensor) -> Tensor:
-        found.append(each)
-        return each
-
-    map_tensors(results, note)
-    return found
-
-
 def _num_bytes(results: Any) -> int:
-    return sum(each.nbytes for each in _tensors(results))
+    return sum(each.nbytes for each in tensors_in(results))
 
 
 def _collect() -> None:
-    """Free what nobody holds: hooks and modules may hold each other."""
+    """Free unreferenced memory, also of reference cycles: hooks and modules refer to each other."""
     gc.collect()
     empty_cache()

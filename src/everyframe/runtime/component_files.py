@@ -104,7 +104,7 @@ class CheckpointFiles:
 
     def fetched(self: _Files) -> _Files:
         """Copy with all files on this disk, downloaded if missing."""
-        # All at once, so that somebody without a network is shown all that is missing.
+        # All at once, so that without a network one error lists all missing files.
         found = dict(zip(self._places(), fetch_parts(self._places()), strict=True))
         return replace(
             self,

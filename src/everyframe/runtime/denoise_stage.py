@@ -312,7 +312,7 @@ class GuardedDenoiser:
 
     It caches results of modules for the text, so a change makes them stale. It is built with the
     guard's current `settings`, also after a memory fallback. `start` steps are already done;
-    `num_done` counts them and each call, and whoever leaves out calls sets it.
+    `num_done` counts them and each call; a caller that leaves out calls sets it.
     """
 
     def __init__(
@@ -345,7 +345,7 @@ class GuardedDenoiser:
             self._denoise = self._make()
             return self._denoise(*given)
 
-        # A run that goes on from a later step has the repairs that its first step asked for.
+        # A run that resumes at a later step has the repairs of its first step.
         probe = self._guard.probe() if step == 1 else None
         member = None if probe is not None else MEMBER.get()
         with probe or (nullcontext() if member is None else member.meeting()):

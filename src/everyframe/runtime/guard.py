@@ -74,7 +74,7 @@ class Guard:
         self._parts = dict(parts)
         self._calls = GuardLog(plan.device, stage, counts, of or stage)
         self._repairs = RepairSet(plan.device, parts, keeps_storage=keeps_storage)
-        self._reliefs = OomFallbacks(plan, parts, savings, stage, free_others=free_others)
+        self._fallbacks = OomFallbacks(plan, parts, savings, stage, free_others=free_others)
         self._video: VideoState | None = None
         self._written_calls = WrittenCalls({})
         self._largest = 0.0
@@ -87,7 +87,7 @@ class Guard:
     @property
     def settings(self) -> Settings:
         """The plan's settings plus the memory fallbacks applied so far."""
-        return self._reliefs.settings
+        return self._fallbacks.settings
 
     @property
     def has_repaired(self) -> bool:
@@ -99,12 +99,12 @@ class Guard:
         if video is self._video:
             return
         self._repairs.undo()
-        for remedy in video.repairs:
-            if remedy.component in self._parts:
-                self._repairs.put_on(remedy)
+        for repair in video.repairs:
+            if repair.component in self._parts:
+                self._repairs.put_on(repair)
         self._video, self._largest, self._is_probed = video, 0.0, False
         self._written_calls = WrittenCalls(self._parts)
-        self._reliefs.moments.of(video)
+        self._fallbacks.moments.of(video)
 
     def join(self) -> None:
         """Let the components accept inputs wider than their parameters, until `end`."""
@@ -180,7 +180,7 @@ class Guard:
             CannotRunError: no known fallback frees enough memory.
         """
         if self._apart is None:
-            return partial(self._reliefs.spared, self._calls)
+            return partial(self._fallbacks.spared, self._calls)
         return self._spared_together
 
     def _spared_together(
@@ -263,11 +263,11 @@ class Guard:
 
         Of several ranks all do so, and one of them tells it.
         """
-        (remedy,) = self._repairs.widest()
-        self._repairs.put_on(remedy)
-        text = f"{self.place(step)}: {why}; {remedy.component} runs in float32 from here on"
-        event = Repaired(self._calls.stage, step, remedy.component, "decoder", "", "coarse",
-                         remedy.dtype, "", "float32", text, self._seed)  # fmt: skip
+        (repair,) = self._repairs.widest()
+        self._repairs.put_on(repair)
+        text = f"{self.place(step)}: {why}; {repair.component} runs in float32 from here on"
+        event = Repaired(self._calls.stage, step, repair.component, "decoder", "", "coarse",
+                         repair.dtype, "", "float32", text, self._seed)  # fmt: skip
         self._add_events([event] if is_told else [])
 
     def note(self, text: str, *, in_record: bool = False) -> None:
@@ -327,16 +327,16 @@ class Guard:
         )
 
     def _event(self, step: int, done: RepairStep, *, is_swallowed: bool = False) -> Repaired:
-        fault, remedy = done.fault, done.remedy
+        fault, repair = done.fault, done.repair
         # It went well in float32, so the formula is right.
         cause, why = ("range", "lost") if fault.cause == "formula" else (fault.cause, fault.cause)
         problem = describe_fault(fault, why)
         problem += ", which became finite later and changed the result" * is_swallowed
-        text = f"{self._where(step)}: {problem}. {remedy.place} runs in {remedy.to} from here on"
+        text = f"{self._where(step)}: {problem}. {repair.place} runs in {repair.to} from here on"
         dtype = dtype_name(fault.dtype)
         return Repaired(
             self._calls.stage, step, fault.part, fault.module, fault.operation, cause, dtype,
-            remedy.module, remedy.to, text, self._seed,
+            repair.module, repair.to, text, self._seed,
         )  # fmt: skip
 
     @property
@@ -352,15 +352,15 @@ class Guard:
         num_blank: int,
     ) -> _Result | None:
         """Recompute with whole components in float32; stays so if fewer frames are blank."""
-        for remedy in wide:
-            self._repairs.put_on(remedy)
+        for repair in wide:
+            self._repairs.put_on(repair)
         result = compute()
         is_better = value_range(result).is_finite
         if not is_better or len(blank_frames(pixels_of(result), -1, 1, _ONE_COLOUR)) >= num_blank:
-            for remedy in reversed(wide):
-                self._repairs.take_off(remedy)
+            for repair in reversed(wide):
+                self._repairs.take_off(repair)
             return None
-        names, dtype = [remedy.component for remedy in wide], wide[0].dtype
+        names, dtype = [repair.component for repair in wide], wide[0].dtype
         text = (
             f"{self._where(step)}: {num_blank} frames were of one colour in {dtype} and are not in "
             f"float32; {' and '.join(names)} runs in float32 from here on"

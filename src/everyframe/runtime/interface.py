@@ -15,7 +15,7 @@ from everyframe.core.events import Events
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Repair, Settings, Switches
 from everyframe.core.request import Request
-from everyframe.dry_run.call import DryRunCall as DryRunCall
+from everyframe.dry_run.call import DryRunCall
 from everyframe.runtime.run_logs import OomLog, ReplayLog
 
 if TYPE_CHECKING:

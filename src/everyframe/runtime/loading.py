@@ -160,18 +160,18 @@ def load_component(
         leave = offload.unit_parameters(module) if part.from_disk else frozenset[str]()
         held = _held(module, part, supply)
         leave = leave if held is None else held.elsewhere
-    found = load_strictly(
+    left = load_strictly(
         module, opened, keys=keys, dtype=dtype_of, device=device, leave=leave | rounded
     )
-    fill(module, part.precision, opened, found.left, (where, device), leave)
+    fill(module, part.precision, opened, left, (where, device), leave)
     module.eval().requires_grad_(False)
     track_component(module)
     put_on = cast_hooks.add_cast_hooks(module, part.precision, outputs, keeps_float32=is_checked)
-    for remedy in part.repairs:
-        repairs.put_on(module, remedy)
+    for repair in part.repairs:
+        repairs.put_on(module, repair)
     if part.block_offload or held is not None:
         kind = part.precision.weight_dtype
-        files = from_files(opened, found.left, where, kind) if part.from_disk else None
+        files = from_files(opened, left, where, kind) if part.from_disk else None
         offload.apply(module, where, held or files)
     apply_fast_paths(module, part.fast_paths, outputs, repairs.plain_parts(part.repairs))
     notify_loaded(part.name, module)

@@ -50,10 +50,10 @@ class CallCounter:
         # A resumed run that has finished other videos counts from another number.
         return OomEvent(seed, step, number - self._first.setdefault((seed, step), number))
 
-    def keep(self, shortage: OomEvent) -> None:
+    def keep(self, event: OomEvent) -> None:
         """Save the event with its video, if the run saves any."""
         if self._video is not None and self._video.oom_log is not None:
-            self._video.oom_log.keep(shortage)
+            self._video.oom_log.keep(event)
 
     def due(self, number: int) -> Iterator[tuple[OomEvent, bool]]:
         """Each saved event up to this call, and whether it happened in exactly this call."""
@@ -64,13 +64,13 @@ class CallCounter:
                 return
             yield self._left.pop(0), is_now
 
-    def _is_past(self, shortage: OomEvent, now: OomEvent) -> bool:
+    def _is_past(self, event: OomEvent, now: OomEvent) -> bool:
         """Whether the event was in a step or video that a resumed run does not compute again."""
-        if shortage.seed == now.seed:
-            return shortage.step < now.step
+        if event.seed == now.seed:
+            return event.step < now.step
         # Videos come in the order of their seeds, but where each lot of frames goes through all.
         seen = {seed for seed, _ in self._first}
-        return shortage.seed not in seen and (shortage.seed or 0) < (now.seed or 0)
+        return event.seed not in seen and (event.seed or 0) < (now.seed or 0)
 
 
 def together(

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from everyframe.core.plan import LoraPlan
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from everyframe.checkpoints.patched_file import Patches
     from everyframe.checkpoints.tensor_file import TensorFile
-
-Spec = TypeVar("Spec")
 
 LoraIdentity = tuple[str, float, str]
 """Hash of a LoRA's file, its strength and the component that was asked for."""

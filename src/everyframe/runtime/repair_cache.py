@@ -68,7 +68,7 @@ def cached_key(
         return None
     try:
         files = model.weight_files()
-    except CheckpointError:  # a part without weights: whoever loads it says so, a plan loads none
+    except CheckpointError:  # missing weights; loading reports them
         return None
     sha256 = known_digest(files) if files else None
     loras = patches_of(model).known()
@@ -83,7 +83,7 @@ def load_repairs(key: RepairCacheKey) -> tuple[Repair, ...]:
     try:
         whole = json.loads(path.read_text(encoding="utf-8"))
         listed = whole["repairs"] if whole["schema"] == _SCHEMA else ()
-        return tuple(remedy_from(each) for each in listed)
+        return tuple(repair_from(each) for each in listed)
     except FileNotFoundError:
         return ()
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -91,10 +91,10 @@ def load_repairs(key: RepairCacheKey) -> tuple[Repair, ...]:
         return ()
 
 
-def save_repair(key: RepairCacheKey, remedy: Repair) -> None:
+def save_repair(key: RepairCacheKey, repair: Repair) -> None:
     """Save one more repair, and drop those that it covers."""
-    others = [each for each in load_repairs(key) if not _holds(remedy, each)]
-    whole = {"schema": _SCHEMA, "repairs": [asdict(each) for each in (*others, remedy)]}
+    others = [each for each in load_repairs(key) if not _holds(repair, each)]
+    whole = {"schema": _SCHEMA, "repairs": [asdict(each) for each in (*others, repair)]}
     path = key._file
     try:
         replace_file(path, json.dumps(whole, indent=1))
@@ -109,28 +109,28 @@ def delete_repairs(key: RepairCacheKey) -> int:
     return count
 
 
-def remedy_from(data: Mapping[str, Any]) -> Repair:
+def repair_from(data: Mapping[str, Any]) -> Repair:
     """Build a repair from plain data, as records and the cache store it.
 
     Raises:
         TypeError: the data is not a repair.
     """
     if not all(isinstance(value, str) for value in data.values()):
-        raise TypeError(f"not a remedy: {data}")
+        raise TypeError(f"not a repair: {data}")
     return Repair(**data)
 
 
-def remedies_for(component: str, dtype: str, remedies: Iterable[Repair]) -> tuple[Repair, ...]:
+def repairs_for(component: str, dtype: str, repairs: Iterable[Repair]) -> tuple[Repair, ...]:
     """The repairs for this component in that dtype."""
-    return tuple(each for each in remedies if (each.component, each.dtype) == (component, dtype))
+    return tuple(each for each in repairs if (each.component, each.dtype) == (component, dtype))
 
 
 def repair_notes(part: ComponentPlan) -> Sequence[str]:
     """The plan's notes on its repairs, one line each."""
     return [
-        f"{remedy.place} runs in {remedy.to}: in {remedy.dtype} an earlier run of this model was "
+        f"{repair.place} runs in {repair.to}: in {repair.dtype} an earlier run of this model was "
         "wrong here (--forget-repairs begins without)"
-        for remedy in part.repairs
+        for repair in part.repairs
     ]
 
 

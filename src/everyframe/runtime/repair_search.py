@@ -37,12 +37,12 @@ class RepairStep:
     """A fault and its repair."""
 
     fault: Fault
-    remedy: Repair
+    repair: Repair
 
     def is_vain(self, next_fault: Fault) -> bool:
         """Whether the same module failed again although it uses plain kernels."""
         same = (next_fault.part, next_fault.module) == (self.fault.part, self.fault.module)
-        return same and self.remedy.to == PLAIN
+        return same and self.repair.to == PLAIN
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,9 @@ class RepairSearch(Generic[_Result]):
             }
             whole, before = len(found) > _MAX_RAISED, len(self._done)
             for fault in found.values():
-                remedy = self._repairs.for_fault(fault, whole=whole)
-                if remedy is not None:
-                    self._put_on(RepairStep(fault, remedy))
+                repair = self._repairs.for_fault(fault, whole=whole)
+                if repair is not None:
+                    self._put_on(RepairStep(fault, repair))
             if len(self._done) == before:
                 break
         return bool(self._done)
@@ -156,7 +156,7 @@ class RepairSearch(Generic[_Result]):
         if not self._done:
             raise error
         last = self._done.pop()
-        around = self._repairs.around(last.remedy)
+        around = self._repairs.around(last.repair)
         if around is None:
             raise error
         self._put_on(RepairStep(last.fault, around))
@@ -167,21 +167,21 @@ class RepairSearch(Generic[_Result]):
         if any(each.cause == "weights" for each in located.faults):
             return None
         if self._done and located.fault is not None and self._done[-1].is_vain(located.fault):
-            self._repairs.take_off(self._done.pop().remedy)
+            self._repairs.take_off(self._done.pop().repair)
         return self._first(located.faults)
 
     def _first(self, faults: Iterable[Fault]) -> RepairStep | None:
         """The first of these faults that has a repair."""
         whole = len(self._done) >= _MAX_RAISED
         for fault in faults:
-            remedy = self._repairs.for_fault(fault, whole=whole)
-            if remedy is not None:
-                return RepairStep(fault, remedy)
+            repair = self._repairs.for_fault(fault, whole=whole)
+            if repair is not None:
+                return RepairStep(fault, repair)
         return None
 
-    def _put_on(self, repair: RepairStep) -> None:
-        self._repairs.put_on(repair.remedy)
-        self._done.append(repair)
+    def _put_on(self, step: RepairStep) -> None:
+        self._repairs.put_on(step.repair)
+        self._done.append(step)
 
     def _by_whole_components(self, fault: Fault) -> RepairOutcome[_Result]:
         """Last attempt, when nothing around a fault can be raised: whole components in float32.
@@ -191,8 +191,8 @@ class RepairSearch(Generic[_Result]):
         self._repairs.take_back(self._before)
         whole = self._repairs.widest()
         if whole and fault.cause not in ("weights", "given"):
-            for remedy in whole:
-                self._repairs.put_on(remedy)
+            for repair in whole:
+                self._repairs.put_on(repair)
             try:
                 result: _Result | None = self._compute()
             except RuntimeError as error:
@@ -200,7 +200,7 @@ class RepairSearch(Generic[_Result]):
                     raise
                 result = None  # two dtypes met
             if result is not None and value_range(result).is_finite:
-                return RepairOutcome(result, tuple(RepairStep(fault, remedy) for remedy in whole))
+                return RepairOutcome(result, tuple(RepairStep(fault, repair) for repair in whole))
             self._repairs.take_back(self._before)
         return RepairOutcome(None, fault=fault)
 

@@ -31,27 +31,27 @@ from everyframe.runtime.batch_member import change_modules
 Undo = Callable[[], None]
 
 
-def put_on(component: nn.Module, remedy: Repair, *, keeps_storage: bool = False) -> Undo:
+def put_on(component: nn.Module, repair: Repair, *, keeps_storage: bool = False) -> Undo:
     """Apply a repair to its component and return its undo function; see `Upcast`.
 
     Raises:
         InputError: the component has no such module.
     """
     try:
-        module = component.get_submodule(remedy.module)
+        module = component.get_submodule(repair.module)
     except AttributeError:
         raise InputError(
-            f"{remedy.place} is to run in {remedy.to}, and this model has no such part; it is from "
+            f"{repair.place} is to run in {repair.to}, and this model has no such part; it is from "
             "a record of another model, or of another version of it"
         ) from None
-    if remedy.to == PLAIN:
+    if repair.to == PLAIN:
         return _plain(module)
-    return Upcast(module, torch_dtype(remedy.to), keeps_storage=keeps_storage).undo
+    return Upcast(module, torch_dtype(repair.to), keeps_storage=keeps_storage).undo
 
 
-def plain_parts(remedies: Iterable[Repair]) -> Sequence[str]:
+def plain_parts(repairs: Iterable[Repair]) -> Sequence[str]:
     """Names of the modules that these repairs run uncompiled and with plain kernels."""
-    return [remedy.module for remedy in remedies if remedy.to == PLAIN]
+    return [repair.module for repair in repairs if repair.to == PLAIN]
 
 
 def _plain(module: nn.Module) -> Undo:
@@ -110,7 +110,7 @@ class RepairSet:
 
     def all(self) -> tuple[Repair, ...]:
         """Active repairs, in the order in which they were applied."""
-        return tuple(remedy for remedy, _ in self._put_on)
+        return tuple(repair for repair, _ in self._put_on)
 
     def for_fault(self, fault: Fault, *, whole: bool = False) -> Repair | None:
         """Smallest repair to try: the module, or its parent, one dtype wider. None if exhausted.
@@ -134,11 +134,11 @@ class RepairSet:
         """Repair that runs that module uncompiled and with plain kernels."""
         return Repair(component, module, PLAIN, self._dtypes[component])
 
-    def around(self, remedy: Repair) -> Repair | None:
+    def around(self, repair: Repair) -> Repair | None:
         """The same repair for the parent module, after a dtype mismatch beside it; or None."""
-        if not remedy.module or remedy.to == PLAIN:
+        if not repair.module or repair.to == PLAIN:
             return None
-        return self._raising(remedy.component, _around(remedy.module), torch_dtype(remedy.to))
+        return self._raising(repair.component, _around(repair.module), torch_dtype(repair.to))
 
     def _raising(self, component: str, module: str, to: torch.dtype) -> Repair | None:
         while module and not self._is_below(component, module, to):
@@ -156,25 +156,25 @@ class RepairSet:
         ]
         return not before or is_below(before[-1], to)
 
-    def put_on(self, remedy: Repair) -> None:
+    def put_on(self, repair: Repair) -> None:
         """Apply a repair. Raises `LeftBatchError` in a batch, whose runs share the component."""
-        change_modules(f"{remedy.place} needs {remedy.to}")
-        part = self._parts[remedy.component]
-        # Does nothing where the plan has put casts on already; somebody else's module has none.
+        change_modules(f"{repair.place} needs {repair.to}")
+        part = self._parts[repair.component]
+        # No effect on modules that have the plan's casts; those of foreign code have none.
         self._joined.append(cast_hooks.add_input_casts(part))
-        undo = put_on(part, remedy, keeps_storage=self._keeps_storage)
-        self._put_on.append((remedy, undo))
-        self._tried.add(remedy)
+        undo = put_on(part, repair, keeps_storage=self._keeps_storage)
+        self._put_on.append((repair, undo))
+        self._tried.add(repair)
 
     def join(self) -> None:
         """Let each component accept inputs wider than its parameters."""
-        # Does nothing where the plan has put casts already; somebody else's module has none.
+        # As in `put_on`.
         self._joined += [cast_hooks.add_input_casts(part) for part in self._parts.values()]
 
-    def take_off(self, remedy: Repair) -> None:
+    def take_off(self, repair: Repair) -> None:
         """Undo that repair, which must be the last one applied."""
         last, undo = self._put_on.pop()
-        assert last == remedy, "repairs come off in the opposite order"
+        assert last == repair, "repairs come off in the opposite order"
         undo()
 
     def take_back(self, number: int) -> None:

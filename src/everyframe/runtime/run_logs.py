@@ -28,7 +28,7 @@ class OomLog(Protocol):
         """Saved events, in order."""
         ...
 
-    def keep(self, shortage: OomEvent) -> None:
+    def keep(self, event: OomEvent) -> None:
         """Save one event; returns when it is saved."""
         ...
 
@@ -43,7 +43,7 @@ class ReplayLog(Protocol):
         """
         ...
 
-    def keep(self, answer: Any, remedies: tuple[Repair, ...]) -> None:
+    def keep(self, answer: Any, repairs: tuple[Repair, ...]) -> None:
         """Save the output of the oldest call that has run since, with the repairs it needed."""
         ...
 
@@ -51,6 +51,6 @@ class ReplayLog(Protocol):
         """Restart from the first call."""
         ...
 
-    def remedies(self) -> tuple[Repair, ...]:
+    def repairs(self) -> tuple[Repair, ...]:
         """Repairs of the last saved output."""
         ...

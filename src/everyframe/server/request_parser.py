@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 from everyframe.core.errors import InputError, did_you_mean
+from everyframe.core.option_values import replaced_by
 from everyframe.core.options import shown
 from everyframe.core.request import Request
 from everyframe.server.body import Body
@@ -95,7 +96,8 @@ class RequestParser:
             model = next((m for m in self.models if m.target == base["model"]), model)
         _give_to_pipeline(values, model)
         if base is not None:
-            values = _merged(base, values)
+            gone = replaced_by(values)
+            values = {**{k: v for k, v in base.items() if k not in gone}, **values}
         if model is not self.models.default or not _is_embedded(model):
             # Without a name the embedded model refuses what it can't draw.
             values["model"] = model.target
@@ -247,23 +249,6 @@ def _is_word(name: str, value: Any) -> bool:
 
 def _is_embedded(model: RegisteredModel) -> bool:
     return model.location.kind == "embedded"
-
-
-#: Options of which one replaces the others of its group.
-_GROUPS = (
-    {"size", "height", "width", "resolution", "aspect"},
-    {"num_frames", "seconds"},
-    {"image", "extend"},
-)
-
-
-def _merged(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` on top of `base`: a new size replaces the old one, however it was written."""
-    gone = set()
-    for group in _GROUPS:
-        if not group.isdisjoint(values):
-            gone |= group
-    return {**{k: v for k, v in base.items() if k not in gone}, **values}
 
 
 def _refuse_file_names(given: Any) -> None:

@@ -53,7 +53,7 @@ def diffusers_vae(vae: nn.Module) -> Any:
 @pytest.mark.parametrize("frames", [1, 9])
 def test_hunyuans_autoencoder_equals_diffusers(frames: int, tiled: bool) -> None:
     vae = built(HUNYUAN)
-    config = HUNYUAN.in_tiles(sides=tiled, frames=False)
+    config = replace(HUNYUAN, tiles_sides=tiled, tiles_frames=False)
     theirs = diffusers_vae(vae)
     theirs.use_tiling = tiled
     pixels = torch.rand(1, 3, frames, 40, 56, dtype=torch.float64) * 2 - 1

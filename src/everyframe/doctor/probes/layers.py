@@ -104,7 +104,7 @@ def _timed(module: nn.Module, x: Tensor, kind: str) -> tuple[Tensor, float, floa
         before = torch.cuda.memory_allocated()
         result = module(x)
         grown = torch.cuda.max_memory_allocated() - before
-        peak = grown / (result.numel() * result.element_size())
+        peak = grown / result.nbytes
     began = time.perf_counter()
     result = module(x)
     got: Tensor = result.cpu()  # waits for the device

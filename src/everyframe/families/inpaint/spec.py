@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from everyframe.core.plan import Settings
 from everyframe.core.quality import PREDICTORS
 from everyframe.core.request import Request
+from everyframe.dry_run.call import DryRunCall
 from everyframe.families.inpaint.checkpoint import InpaintFiles, keys_of
 from everyframe.families.inpaint.components import InpaintBuilder
 from everyframe.families.inpaint.config import InpaintConfig
@@ -28,7 +29,7 @@ from everyframe.families.inpaint.settings import (
     resolve_settings,
     smaller_settings,
 )
-from everyframe.runtime.interface import DryRunCall, MemorySaving, RankShare, VideoGroup
+from everyframe.runtime.interface import MemorySaving, RankShare, VideoGroup
 from everyframe.runtime.latent_space import LatentSpace, vae_latents
 from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.rank_shares import batch_share

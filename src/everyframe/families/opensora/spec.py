@@ -17,6 +17,7 @@ from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Settings
 from everyframe.core.quality import PREDICTORS, SOLVERS
 from everyframe.core.request import Request
+from everyframe.dry_run.call import DryRunCall
 from everyframe.families.opensora.checkpoint import OpenSoraFiles, keys_of
 from everyframe.families.opensora.components import (
     OpenSoraBuilder,
@@ -32,7 +33,7 @@ from everyframe.families.opensora_parts import VAE_PARTS, part_of
 from everyframe.families.t5_tokenizer import T5_XXL
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from everyframe.runtime.component_files import ComponentSource
-from everyframe.runtime.interface import DryRunCall, MemorySaving, RankShare, VideoGroup
+from everyframe.runtime.interface import MemorySaving, RankShare, VideoGroup
 from everyframe.runtime.latent_space import LatentSpace, vae_latents
 from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.rank_shares import grid_share

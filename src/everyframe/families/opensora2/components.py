@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 DENOISER_ISLANDS = (
     "img_in", "cond_in", "txt_in", "time_in", "vector_in", "guidance_in", "final_layer",
 )  # fmt: skip
-CLIP_ISLANDS = ("*layer_norm*",)
 
 
 @dataclass(frozen=True)

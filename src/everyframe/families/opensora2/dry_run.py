@@ -11,11 +11,12 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from everyframe.core.plan import Settings
+from everyframe.dry_run.call import DryRunCall
 from everyframe.families.opensora2.config import OpenSora2Config
 from everyframe.families.opensora2.guidance import guidance_of
 from everyframe.families.opensora2.settings import is_conditioned, is_guided, latent_shape
 from everyframe.runtime import tiling
-from everyframe.runtime.interface import DryRunCall, MemorySaving
+from everyframe.runtime.interface import MemorySaving
 from everyframe.runtime.memory_fallbacks import cfg_batch_size, split_cfg_saving
 from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.rank_shares import decode_share, key_of_rank

@@ -16,8 +16,6 @@ from everyframe.core.errors import CheckpointError
 
 #: Latents of the denoiser are ``(latents - SHIFT) * SCALE`` of the autoencoder.
 SCALE, SHIFT = 0.3611, 0.1159
-#: The picture's height and width are multiples of this many pixels: latents of 8, patches of 2.
-STEP = 16
 
 
 def vae_config(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:

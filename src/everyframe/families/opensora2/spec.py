@@ -14,6 +14,7 @@ from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Settings
 from everyframe.core.quality import PREDICTORS, SOLVERS
 from everyframe.core.request import Request
+from everyframe.dry_run.call import DryRunCall
 from everyframe.families.opensora2.checkpoint import OpenSora2Files, keys_of
 from everyframe.families.opensora2.components import OpenSora2Builder, rank_share
 from everyframe.families.opensora2.config import MMDiTConfig, OpenSora2Config
@@ -36,7 +37,7 @@ from everyframe.families.opensora_parts import DEEP_PART, HUNYUAN_PART, part_of
 from everyframe.families.t5_tokenizer import T5_XXL
 from everyframe.parallel.head_partition import ATTENDING
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
-from everyframe.runtime.interface import DryRunCall, MemorySaving, RankShare, VideoGroup
+from everyframe.runtime.interface import MemorySaving, RankShare, VideoGroup
 from everyframe.runtime.latent_space import LatentSpace, vae_latents
 from everyframe.runtime.model_spec import NativeModelSpec
 

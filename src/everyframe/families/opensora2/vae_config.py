@@ -7,7 +7,7 @@ part of the model and not a memory fallback.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from everyframe.core.errors import CheckpointError, InputError
@@ -108,10 +108,6 @@ class VAEConfig:
     def decode_tiles(self) -> Tiles:
         """Tiles of latents."""
         raise NotImplementedError
-
-    def in_tiles(self, *, sides: bool, frames: bool) -> VAEConfig:
-        """The same with these kinds of tiles."""
-        return replace(self, tiles_sides=sides, tiles_frames=frames)
 
     def _axis(self, size: int, factor: int, *, encodes: bool, **more: Any) -> AxisTiles:
         """Tiles of `size` pixels or frames, in the units of what is coded."""

@@ -15,6 +15,7 @@ from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Settings
 from everyframe.core.quality import PREDICTORS, SOLVERS
 from everyframe.core.request import Request
+from everyframe.dry_run.call import DryRunCall
 from everyframe.families.stepvideo.checkpoint import KEYS, StepVideoFiles
 from everyframe.families.stepvideo.components import (
     StepVideoBuilder,
@@ -37,7 +38,7 @@ from everyframe.families.stepvideo.settings import (
 from everyframe.families.stepvideo.vae_config import StepVAEConfig
 from everyframe.parallel.head_partition import ATTENDING
 from everyframe.parallel.token_partition import TokenPartition
-from everyframe.runtime.interface import DryRunCall, MemorySaving, RankShare, VideoGroup
+from everyframe.runtime.interface import MemorySaving, RankShare, VideoGroup
 from everyframe.runtime.latent_space import LatentSpace, vae_latents
 from everyframe.runtime.model_spec import NativeModelSpec
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from everyframe.core.plan import Settings
 from everyframe.core.quality import METHODS
 from everyframe.core.request import Request
+from everyframe.dry_run.call import DryRunCall
 from everyframe.families.svd.checkpoint import SVDFiles
 from everyframe.families.svd.components import SVDBuilder, sent_bytes
 from everyframe.families.svd.config import SVDConfig
@@ -22,7 +23,7 @@ from everyframe.families.svd.dry_run import dry_run_calls, memory_savings
 from everyframe.families.svd.options import SVDOptions
 from everyframe.families.svd.settings import latent_shape, resolve_settings, smaller_settings
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
-from everyframe.runtime.interface import DryRunCall, MemorySaving, RankShare, VideoGroup
+from everyframe.runtime.interface import MemorySaving, RankShare, VideoGroup
 from everyframe.runtime.latent_space import LatentSpace, vae_latents
 from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.rank_shares import grid_share
