@@ -1,15 +1,15 @@
 """What does decoding a video's latents take on a CPU, beside diffusers' eager float32?
 
-    OMP_NUM_THREADS=1 python benchmarks/decode.py               # three autoencoders; five minutes
+    OMP_NUM_THREADS=1 python benchmarks/decode.py               # all of them; ten minutes
     python benchmarks/decode.py --model wan --profile           # one of them, and its operators
     python benchmarks/decode.py --disable winograd              # without a fast path
 
-The decoders of Stable Video Diffusion (diffusers' AutoencoderKLTemporalDecoder), Wan 2.1 and
-Open-Sora 1.2, as wide as released, with random weights and few small frames. Open-Sora has no
-diffusers class: there the base is our module as written. "Exact" is without any fast path, "fast
-paths" with all that find a place in the decoder; `everyframe fast-paths` may refuse some. All take
-turns, round after round; ratios are medians over rounds. Writes a dated page into
-`benchmarks/results/` unless told not to.
+The decoders of Stable Video Diffusion (diffusers' AutoencoderKLTemporalDecoder), Wan 2.1, Open-Sora
+1.2, CogVideoX, Mochi and HunyuanVideo, as wide as released, with random weights and few small
+frames. Open-Sora has no diffusers class: there the base is our module as written. "Exact" is
+without any fast path, "fast paths" with all that find a place in the decoder; `everyframe
+fast-paths` may refuse some. All take turns, round after round; ratios are medians over rounds.
+Writes a dated page into `benchmarks/results/` unless told not to.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from typing import Any
 
+import diffusers
 import torch
 from block_stacks import fill
 from measuring import hardware, publish, relative, rounds_and_page, seconds
@@ -54,8 +56,6 @@ class Decoder:
 
 
 def svd() -> Decoder:
-    from diffusers import AutoencoderKLTemporalDecoder
-
     widths = (128, 256, 512, 512)
     levels = ("DownEncoderBlock2D",) * len(widths)
 
@@ -65,7 +65,7 @@ def svd() -> Decoder:
 
     return Decoder(
         "SVD, 8 frames of 128x128",
-        lambda: AutoencoderKLTemporalDecoder(
+        lambda: diffusers.AutoencoderKLTemporalDecoder(
             block_out_channels=widths, down_block_types=levels, layers_per_block=2
         ),
         (8, 4, 16, 16),
@@ -73,14 +73,14 @@ def svd() -> Decoder:
     )
 
 
-def wan() -> Decoder:
-    from diffusers import AutoencoderKLWan
+def of_diffusers(name: str, class_name: str, latents: tuple[int, ...]) -> Decoder:
+    """An autoencoder of diffusers by its defaults, which are those of the released one."""
 
     def decode(vae: Any, latents: Tensor) -> Tensor:
         pixels: Tensor = vae.decode(latents).sample
         return pixels
 
-    return Decoder("Wan 2.1, 9 frames of 128x128", AutoencoderKLWan, (1, 16, 3, 16, 16), decode)
+    return Decoder(name, getattr(diffusers, class_name), latents, decode)
 
 
 def opensora() -> Decoder:
@@ -95,7 +95,23 @@ def opensora() -> Decoder:
     )
 
 
-MODELS = {"svd": svd, "wan": wan, "opensora": opensora}
+MODELS: dict[str, Callable[[], Decoder]] = {
+    "svd": svd,
+    "wan": partial(
+        of_diffusers, "Wan 2.1, 9 frames of 128x128", "AutoencoderKLWan", (1, 16, 3, 16, 16)
+    ),
+    "opensora": opensora,
+    "cogvideox": partial(
+        of_diffusers, "CogVideoX, 9 frames of 128x128", "AutoencoderKLCogVideoX", (1, 16, 3, 16, 16)
+    ),
+    "mochi": partial(
+        of_diffusers, "Mochi, 7 frames of 128x128", "AutoencoderKLMochi", (1, 12, 2, 16, 16)
+    ),
+    "hunyuanvideo": partial(
+        of_diffusers, "HunyuanVideo, 5 frames of 128x128", "AutoencoderKLHunyuanVideo",
+        (1, 16, 2, 16, 16),
+    ),
+}  # fmt: skip
 
 
 def paths_of(decoder: Decoder, device: DeviceFacts, disabled: list[str]) -> tuple[str, ...]:
