@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from everyframe.parallel.communicator import Communicator, FakeCommunicator, broadcastable
 from everyframe.parallel.redistribute import Redistribute
@@ -141,6 +142,24 @@ def test_an_imagined_rank_has_the_shapes_and_bytes_of_a_real_one(ranks: Group) -
         for name in ("columns", "rows", "back", "whole"):
             assert found[name].shape == real[name].shape
         assert found["all sent"] == real["all sent"] > 0
+
+
+class Counted(TorchDispatchMode):
+    """How many operations there are."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_operation_is_for_each_pair_of_ranks() -> None:
+    """Those of 200 ranks took most of the time of a plan."""
+    grid, size = TokenGrid(2, 30, 30), 60
+    with Counted() as counted:
+        Redistribute(TokenPartition(grid, (1.0,) * size, 2), FakeCommunicator(7, (1.0,) * size))
+    assert 0 < counted.number < size
 
 
 @broadcastable

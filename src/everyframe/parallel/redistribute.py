@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from everyframe.parallel.communicator import Communicator
-from everyframe.parallel.token_partition import SampleSegment, TokenPartition
+from everyframe.parallel.token_partition import SampleSegment, TokenPartition, cut
 
 
 class Redistribute:
@@ -39,7 +39,7 @@ class Redistribute:
         mine = self.take(self._tokens[self.samples][..., None])
         self._shape = tuple(mine.shape[:3])
         self._send_order = _order(mine.flatten())
-        self._sizes = [self._sizes_of(rank) for rank in range(team.size)]
+        self._sizes = _sizes(deal)
         self._arrive_order = _order(self._holders(self._row_tokens(team.rank)))
 
     def take(self, x_BTSC: Tensor) -> Tensor:
@@ -95,11 +95,6 @@ class Redistribute:
         ends = torch.tensor([columns.stop for columns in self.deal.columns])
         return torch.searchsorted(ends, self._columns_of(tokens), right=True)
 
-    def _sizes_of(self, rank: int) -> list[int]:
-        """Number of tokens that the rank sends to each other rank."""
-        rows = self._column_tokens(rank).div(self.deal.grid.places, rounding_mode="floor")
-        return [int(((rows >= r.start) & (rows < r.stop)).sum()) for r in self.deal.rows]
-
     def _ordered(self, flat_NC: Tensor, name: str, order: Tensor | None) -> Tensor:
         if order is None:
             return flat_NC
@@ -117,6 +112,19 @@ class Redistribute:
         if key not in self._on_device:
             self._on_device[key] = order.to(beside.device)
         return self._on_device[key]
+
+
+def _sizes(deal: TokenPartition) -> list[list[int]]:
+    """Number of tokens that each rank sends to each other: where its columns cross their rows."""
+    grid = deal.grid
+    columns, rows = (
+        [{sample: stop - start for sample, start, stop in cut(each, length)} for each in spans]
+        for spans, length in ((deal.columns, grid.places), (deal.rows, grid.frames))
+    )
+    return [
+        [sum(number * theirs.get(sample, 0) for sample, number in mine.items()) for theirs in rows]
+        for mine in columns
+    ]
 
 
 def _order(keys: Tensor) -> Tensor | None:
