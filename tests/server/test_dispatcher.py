@@ -278,5 +278,6 @@ def test_groups_are_parsed() -> None:
     for wrong in ("", "0,1;", "0,;1", "cuda:-1", "0,1/2,3", "-1", "²"):
         with pytest.raises(InputError, match="groups must be lists"):
             parse_groups(wrong)
-    with pytest.raises(InputError, match="device 1 is in two groups"):
-        parse_groups("0,1;1,2")
+    for twice in ("0,1;1,2", "1;cuda:1", "1,cuda:2;CUDA:01", "cuda;cuda:0"):
+        with pytest.raises(InputError, match=r"device (1|cuda) is in two groups"):
+            parse_groups(twice)

@@ -113,7 +113,11 @@ def parse_groups(text: str | None) -> dict[str, str | None]:
     devices = [device for group in groups for device in group.split(",")]
     if not all(map(_DEVICE.fullmatch, devices)):
         raise InputError(f"groups must be lists of devices such as 0,1;2,3, got {text!r}")
-    twice = [device for device in devices if devices.count(device) > 1 and device != "cpu"]
+    names = [_full_name(device) for device in devices]
+    twice = [
+        device for device, name in zip(devices, names, strict=True)
+        if names.count(name) > 1 and name != "cpu"
+    ]  # fmt: skip
     if twice:
         raise InputError(f"device {twice[0]} is in two groups of {text!r}; a device runs one job")
     found: dict[str, str | None] = {}
@@ -121,6 +125,14 @@ def parse_groups(text: str | None) -> dict[str, str | None]:
         number = [*found.values()].count(group)
         found[f"{group} ({number + 1})" if number else group] = group
     return found
+
+
+def _full_name(device: str) -> str:
+    """``cuda:0`` for ``0`` and for ``cuda``; the processor has no number."""
+    kind, _, number = device.lower().rpartition(":")
+    if not kind:
+        kind, number = ("cuda", number) if number.isdigit() else (number, "0")
+    return "cpu" if kind == "cpu" else f"{kind}:{int(number)}"
 
 
 class News:
