@@ -211,7 +211,7 @@ class CfgParallel:
                 call.mine = call.compute()
         self._pending.append(call)
         if len(self._pending) == self._num_groups:
-            self._settle()
+            self._exchange_pending()
             return call.answer
         leaves, form = self._form(call)
         return pytree.tree_unflatten(
@@ -231,11 +231,11 @@ class CfgParallel:
 
     def _leaf(self, call: DenoiserCall, number: int) -> Tensor:
         if call.answer is None:
-            self._settle()
+            self._exchange_pending()
         leaf: Tensor = pytree.tree_leaves(call.answer)[number]
         return leaf
 
-    def _settle(self) -> None:
+    def _exchange_pending(self) -> None:
         """Exchange the results of the pending calls and check each."""
         calls, self._pending = self._pending, []
         facts = [list[_Facts]() for _ in self._groups.ranks]

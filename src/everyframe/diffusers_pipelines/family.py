@@ -155,7 +155,7 @@ class PipelineSpec(CompleteSpec):
         )
         return replace(self, files=replace(self.files, parts=parts), patched=patched)
 
-    def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
+    def resolve(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         """Resolve the request to settings, and notes for the user.
 
         Raises:
@@ -329,7 +329,7 @@ class DiffusersPipelineFamily:
     ) -> Sequence[Stage]:
         """One stage: the call, after loading if the pipeline is not in memory."""
         assert isinstance(spec, PipelineSpec | LoadedPipelineSpec)
-        assert clip == 0, "a chain is refused when the request is settled"
+        assert clip == 0, "a chain is refused when the request is resolved"
         return (spec.stage(plan, teams),)
 
 

@@ -182,7 +182,7 @@ class LoadedPipelineSpec(CompleteSpec):
         """Its execution device, by torch's name."""
         return str(getattr(self.pipe, "_execution_device", None) or self.pipe.device)
 
-    def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
+    def resolve(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         """Resolve the request to settings, and notes for the user.
 
         Raises:

@@ -158,7 +158,7 @@ class ModelSpec(Protocol):
         """Display name."""
         ...
 
-    def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
+    def resolve(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         """Resolve the request into settings and notes. `InputError` for what the model can't do."""
         ...
 

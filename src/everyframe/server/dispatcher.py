@@ -287,7 +287,7 @@ class Dispatcher:
         except Exception as error:  # noqa: BLE001 - a job's error is the job's
             group.leave(job.id, is_alone=isinstance(error, LeftBatchError))
             if not self._waits_for_devices(attempt, error, group):
-                self._settle(attempt, error)
+                self._end_unfinished(attempt, error)
             self._leave(attempt)
             return None
         group.leave(job.id)
@@ -300,7 +300,7 @@ class Dispatcher:
         try:
             attempt.finish()
         except Exception as error:  # noqa: BLE001 - as above
-            self._settle(attempt, error)
+            self._end_unfinished(attempt, error)
         finally:
             self._leave(attempt)
 
@@ -327,7 +327,7 @@ class Dispatcher:
             **attempt.fields()))  # fmt: skip
         return True
 
-    def _settle(self, attempt: Attempt, error: Exception) -> None:
+    def _end_unfinished(self, attempt: Attempt, error: Exception) -> None:
         """Decide what follows an attempt that did not finish, and write it into the job's row."""
         job, fields = attempt.job, attempt.fields()
         if isinstance(error, RunStoppedError) and attempt.reason == "cancel":

@@ -36,7 +36,7 @@ class InpaintFamily(NativeFamily[InpaintOptions, InpaintFiles]):
         from everyframe.families.inpaint.vae_stages import DecodeStage, SourceLatentStage
 
         assert isinstance(spec, InpaintSpec)
-        assert clip == 0, "a chain is refused when the request is settled"
+        assert clip == 0, "a chain is refused when the request is resolved"
         job = InpaintContext(spec, plan.settings, teams, clip, plan)
         return (TextEncodeStage(job), SourceLatentStage(job), DenoiseStage(job), DecodeStage(job))
 

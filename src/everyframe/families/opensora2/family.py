@@ -36,7 +36,7 @@ class OpenSora2Family(NativeFamily[OpenSora2Options, OpenSora2Files]):
         from everyframe.families.opensora2 import stages
 
         assert isinstance(spec, OpenSora2Spec)
-        assert clip == 0, "a chain is refused when the request is settled"
+        assert clip == 0, "a chain is refused when the request is resolved"
         job = stages.OpenSora2Context(spec, plan.settings, teams, clip, plan)
         found: list[Stage] = [stages.TextEncodeStage(job), stages.CLIPEncodeStage(job)]
         if plan.settings.option("first_frame"):

@@ -102,7 +102,7 @@ class OpenSora2Spec(NativeModelSpec[OpenSora2Options, OpenSora2Files, OpenSora2C
         name = "AutoencoderKLHunyuanVideo" if isinstance(vae, HunyuanVAEConfig) else "VideoDCAE"
         return vae_latents(self, name, vae.latent_channels, scaling_factor=vae.scale_factor)
 
-    def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
+    def resolve(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         return resolve_settings(self.config, self.title, request, self.options, seed)
 
     def unread(self, settings: Settings) -> tuple[str, ...]:

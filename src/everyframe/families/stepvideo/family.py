@@ -43,7 +43,7 @@ class StepVideoFamily(NativeFamily[StepVideoOptions, StepVideoFiles]):
         )
 
         assert isinstance(spec, StepVideoSpec)
-        assert clip == 0, "a chain is refused when the request is settled"
+        assert clip == 0, "a chain is refused when the request is resolved"
         job = StepVideoContext(spec, plan.settings, teams, clip, plan)
         return (LLMEncodeStage(job), CLIPEncodeStage(job), DenoiseStage(job), DecodeStage(job))
 

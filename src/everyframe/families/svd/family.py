@@ -47,7 +47,7 @@ class SVDFamily(NativeFamily[SVDOptions, SVDFiles]):
         )
 
         assert isinstance(spec, SVDSpec)
-        assert clip == 0, "a chain is refused when the request is settled"
+        assert clip == 0, "a chain is refused when the request is resolved"
         job = SVDContext(spec, plan.settings, teams, clip, plan)
         return (ImageEmbedStage(job), ImageLatentStage(job), DenoiseStage(job), DecodeStage(job))
 

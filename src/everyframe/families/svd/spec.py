@@ -80,7 +80,7 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDConfig]):
         """See `LossySpec`: a consistency model's steps draw noise, and no solver follows them."""
         return () if self.is_distilled else super().sampling_methods(settings)
 
-    def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
+    def resolve(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         settings, notes = resolve_settings(self.config, self.title, request, self.options, seed)
         frames = self.files.assumed_frames
         if frames is not None and request.num_frames is None and request.seconds is None:

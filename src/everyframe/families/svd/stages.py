@@ -66,7 +66,7 @@ Context = SVDContext
 
 def given_picture(video: VideoState) -> Any:
     """Conditioning image of a video: uint8 (1, H, W, 3)."""
-    assert video.inputs.first is not None, "settled without a picture"
+    assert video.inputs.first is not None, "resolved without a picture"
     return video.inputs.first
 
 
