@@ -297,7 +297,7 @@ def test_frames_that_are_not_finite_pass_no_gate() -> None:
     bad[0, 1, 1, 1] = np.nan
 
     class Careless:
-        name, component, goes_on = "decode", "vae", False
+        name, component, is_resumable = "decode", "vae", False
 
         def num_steps(self, num_videos: int) -> int:
             return 0

@@ -111,7 +111,7 @@ class PipelineStage:
     warm: WarmComponents = field(default_factory=WarmComponents)
     name: str = STAGE
     # Its answers are kept call by call, and served again when it is called again.
-    goes_on: bool = False
+    is_resumable: bool = False
 
     @property
     def component(self) -> str:

@@ -257,7 +257,7 @@ def _run(
                     _remember(key, plan, event)
                 if isinstance(event, Note) and event.in_record:
                     progress.notes.append((event.seed, event.text))
-                if isinstance(event, Step) and stage.goes_on:
+                if isinstance(event, Step) and stage.is_resumable:
                     keeper.write(progress)
                 if isinstance(event, FramesDecoded):
                     _check_finite(event, stage)

@@ -62,7 +62,7 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
     """
 
     name = "denoise"
-    goes_on = True
+    is_resumable = True
 
     @abstractmethod
     def denoiser(

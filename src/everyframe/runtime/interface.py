@@ -80,7 +80,7 @@ class VideoState:
         seed: noise seed; identifies the video within a request.
         inputs: conditioning frames of the request.
         text, conditioning: encoded prompts and conditioning frames (family-specific).
-        latents: denoised latents; in a stage that `goes_on`, the state after `step` steps.
+        latents: denoised latents; in a stage that `is_resumable`, the state after `step` steps.
         last_frames: last frames of the previous clip, float32 in 0..1, (T, H, W, 3); a chained clip
             continues from them.
         sampler_state: what else the sampler needs to resume.
@@ -129,7 +129,7 @@ class Stage(Protocol):
         ...
 
     @property
-    def goes_on(self) -> bool:
+    def is_resumable(self) -> bool:
         """Whether the stage resumes in the middle, from the progress in its videos at each `Step`.
 
         Any other stage restarts from its beginning, with the videos as they were then.

@@ -122,7 +122,7 @@ class ComponentStage(ABC, Generic[_Context, _Inputs]):
     context: _Context
     name: ClassVar[str]
     component: ClassVar[str]
-    goes_on: ClassVar[bool] = False
+    is_resumable: ClassVar[bool] = False
 
     @abstractmethod
     def example_inputs(self, device: str) -> _Inputs:

@@ -46,7 +46,7 @@ class OpenSoraFamily(NativeFamily[OpenSoraOptions, OpenSoraFiles]):
         job = OpenSoraContext(spec, plan.settings, teams, clip, plan)
         stages: list[Stage] = [TextEncodeStage(job)] if clip == 0 else []
         given = plan.settings.given_frames
-        if job.goes_on() or "image" in given or (
+        if job.is_continuation() or "image" in given or (
             "last_image" in given and clip == plan.settings.chain - 1
         ):  # fmt: skip
             stages.append(ConditioningStage(job))

@@ -53,7 +53,7 @@ class OpenSoraContext(StageContext[OpenSoraSpec]):
         """Config of the autoencoder."""
         return self.model.config.vae
 
-    def goes_on(self) -> bool:
+    def is_continuation(self) -> bool:
         """Whether this clip continues from the previous clip or from a given video."""
         return self.clip > 0 or "extend" in self.settings.given_frames
 
@@ -62,7 +62,7 @@ class OpenSoraContext(StageContext[OpenSoraSpec]):
 
         One frame if fewer than `known_frames` are available: a given video may be short.
         """
-        if not self.goes_on():
+        if not self.is_continuation():
             return None
         frames = video.last_frames
         if self.clip == 0:
