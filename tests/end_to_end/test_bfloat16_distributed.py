@@ -174,7 +174,7 @@ def moved(x: Tensor, seed: int) -> Tensor:
 def latents(team: Communicator, name: str, x: Tensor, fault: Any = None) -> Tensor:
     """What one rank has in the end."""
     model, apply, sample = MODELS[name][0]()
-    put_on = apply(team)
+    patch = apply(team)
     if fault is not None:
         x = fault(team, model, x)
     try:
@@ -182,7 +182,7 @@ def latents(team: Communicator, name: str, x: Tensor, fault: Any = None) -> Tens
         for step in sample(x):
             last = step.x
     finally:
-        put_on.remove()
+        patch.remove()
     return last
 
 

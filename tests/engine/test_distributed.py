@@ -304,8 +304,8 @@ def test_sharding_is_taken_off_again(model: str) -> None:
 
     module = build_model(STDiT3Config(hidden_size=32, depth=1, num_heads=2, caption_channels=8))
     before = {name: type(part) for name, part in module.named_modules()}
-    put_on = sharding.apply(module, SingleRank())
+    patch = sharding.apply(module, SingleRank())
     assert {name: type(part) for name, part in module.named_modules()} != before
-    put_on.remove()
+    patch.remove()
     assert {name: type(part) for name, part in module.named_modules()} == before
     assert not any(p._forward_hooks or p._forward_pre_hooks for p in module.modules())

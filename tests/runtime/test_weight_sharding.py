@@ -229,14 +229,14 @@ def sent(team: Communicator, path: str) -> dict[str, Any]:
     supply = supply_of(team)
     model = Model().requires_grad_(False)
     carrier = ShardedWeightsProvider(model, supply, torch.device("cpu"))
-    put_on = offload.apply(model, "cpu", carrier)
+    offloaded = offload.apply(model, "cpu", carrier)
     x, counts = torch.zeros(1, WIDTH), []
     for _ in range(3):
         before = supply.sent[WEIGHTS]
         model(x)
         counts.append(supply.sent[WEIGHTS] - before)
-    put_on.remove()
-    return {"sent": counts, "most": put_on.most_bytes}
+    offloaded.remove()
+    return {"sent": counts, "most": offloaded.most_bytes}
 
 
 def test_what_is_sent_is_what_is_told(ranks: Group, tmp_path: Path) -> None:
@@ -347,19 +347,19 @@ def answers(team: Communicator, name: str) -> dict[str, Any]:
     model.load_state_dict(tiny_opensora.randomised(model, 0))
     model = model.double().eval().requires_grad_(False)
     whole = sum(p.nbytes for p in model.parameters())
-    put_on = put(model, team)
+    patch = put(model, team)
     before = answer(model)
-    put_on.remove()
+    patch.remove()
     carrier = ShardedWeightsProvider(model, supply_of(team), torch.device("cpu"))
     for each in carrier.elsewhere:
         part, _, own = each.rpartition(".")
         layer = model.get_submodule(part)
         layer._parameters[own] = nn.Parameter(layer._parameters[own].to("meta"), False)
     offloaded = offload.apply(model, "cpu", carrier)
-    put_on = put(model, team)
+    patch = put(model, team)
     after = [answer(model) for _ in range(2)]
     here = sum(p.nbytes for p in model.parameters() if not p.is_meta)
-    with put_on.apart():  # as when a fault is looked for
+    with patch.apart():  # as when a fault is looked for
         alone = answer(model)
     return {
         "same": [torch.equal(each, before) for each in after],

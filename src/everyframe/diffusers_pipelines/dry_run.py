@@ -241,8 +241,8 @@ class PipelineDryRun:
             # Modules keep tables of positions, as the device has them that the stand-in stood for.
             parts = [part for module in modules.values() for part in module.modules()]
             stack.enter_context(attributes_kept(parts))
-            for put_on in sequence_parallel.apply_to_all(modules, teams).values():
-                stack.callback(put_on.remove)
+            for patch in sequence_parallel.apply_to_all(modules, teams).values():
+                stack.callback(patch.remove)
             if teams.groups > 1:
                 denoising = {name: modules[name] for name in denoisers(modules)}
                 stack.enter_context(CfgParallel(denoising, self.branches(settings), teams))

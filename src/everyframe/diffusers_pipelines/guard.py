@@ -122,12 +122,12 @@ class PipelineGuard:
 
     def __enter__(self) -> PipelineGuard:
         for part in self._parts:
-            part.put_on()
+            part.apply()
         return self
 
     def __exit__(self, *_: object) -> None:
         for part in self._parts:
-            part.take_off()
+            part.remove()
 
 
 class _Part:
@@ -167,7 +167,7 @@ class _Part:
         #: Output dtype of each called module before any repair.
         self._dtypes: dict[nn.Module, torch.dtype] = {}
 
-    def put_on(self) -> None:
+    def apply(self) -> None:
         """Hook the component and its direct submodules."""
         for module in map(self._module.get_submodule, called_parts(self._module)):
             # First of all before the call, and last of all after it.
@@ -175,7 +175,7 @@ class _Part:
             after = module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
             self._handles += [before, after]
 
-    def take_off(self) -> None:
+    def remove(self) -> None:
         """Remove the hooks and the guard's repairs."""
         for handle in self._handles:
             handle.remove()

@@ -101,7 +101,7 @@ class Guard:
         self._repairs.undo()
         for repair in video.repairs:
             if repair.component in self._parts:
-                self._repairs.put_on(repair)
+                self._repairs.apply(repair)
         self._video, self._largest, self._is_probed = video, 0.0, False
         self._written_calls = WrittenCalls(self._parts)
         self._fallbacks.moments.of(video)
@@ -264,7 +264,7 @@ class Guard:
         Of several ranks all do so, and one of them tells it.
         """
         (repair,) = self._repairs.widest()
-        self._repairs.put_on(repair)
+        self._repairs.apply(repair)
         text = f"{self.place(step)}: {why}; {repair.component} runs in float32 from here on"
         event = Repaired(self._calls.stage, step, repair.component, "decoder", "", "coarse",
                          repair.dtype, "", "float32", text, self._seed)  # fmt: skip
@@ -353,12 +353,12 @@ class Guard:
     ) -> _Result | None:
         """Recompute with whole components in float32; stays so if fewer frames are blank."""
         for repair in wide:
-            self._repairs.put_on(repair)
+            self._repairs.apply(repair)
         result = compute()
         is_better = value_range(result).is_finite
         if not is_better or len(blank_frames(pixels_of(result), -1, 1, _ONE_COLOUR)) >= num_blank:
             for repair in reversed(wide):
-                self._repairs.take_off(repair)
+                self._repairs.remove(repair)
             return None
         names, dtype = [repair.component for repair in wide], wide[0].dtype
         text = (

@@ -29,7 +29,7 @@ from everyframe.parallel.sharded_modules import (
 )
 from everyframe.parallel.token_partition import SampleSegment, TokenGrid, TokenPartition
 
-_PutOn = TypeVar("_PutOn", bound="ModelPatch")
+_Patch = TypeVar("_Patch", bound="ModelPatch")
 
 
 class ModelPatch:
@@ -49,7 +49,7 @@ class ModelPatch:
         """Whether a module computes as without the patch: on one rank nothing is exchanged."""
         return self.team.size == 1
 
-    def __enter__(self: _PutOn) -> _PutOn:
+    def __enter__(self: _Patch) -> _Patch:
         return self
 
     def __exit__(self, *_: object) -> None:
