@@ -24,11 +24,11 @@ def parts(lengths: tuple[int, ...]) -> list[torch.Tensor]:
 def exchanged(team: Communicator, lengths: tuple[int, ...], others: bool = False) -> dict[str, Any]:
     """What one rank gets, and the bytes that left it; with `others` it hands on another's part."""
     groups = CfgGroups.of(team.weights, 2, 2)
-    apart = CfgExchange(team, groups)
-    mine = parts(lengths)[apart.mine]
+    exchange = CfgExchange(team, groups)
+    mine = parts(lengths)[exchange.mine]
     if others and team.rank == team.size - 1:
         mine = mine + 1
-    return {"got": apart.exchange(mine, lengths, "parts"), "sent": team.sent["parts"]}
+    return {"got": exchange.exchange(mine, lengths, "parts"), "sent": team.sent["parts"]}
 
 
 @pytest.mark.parametrize(

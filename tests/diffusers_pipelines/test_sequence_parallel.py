@@ -314,13 +314,13 @@ def test_a_rank_that_computes_everything_is_seen(case: str) -> None:
         for way in ATTENDING
     ],
 )
-def test_apart_a_rank_computes_alone_what_one_device_does(case: str, way: str) -> None:
+def test_unsharded_a_rank_computes_alone_what_one_device_does(case: str, way: str) -> None:
     """Where a fault is looked for: nothing is sent, and the bits are those of the bare model."""
     name, given = CASES[case]
     team = FakeCommunicator(2, (1.0,) * 3)
     patch = sequence_parallel.apply(model_of(name), team, way)
     try:
-        with torch.no_grad(), patch.apart():
+        with torch.no_grad(), patch.unsharded():
             out = model_of(name)(**given(), return_dict=False)[0]
     finally:
         patch.remove()

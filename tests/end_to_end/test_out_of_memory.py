@@ -229,7 +229,7 @@ def test_where_nothing_takes_less_it_is_refused(
 
 def test_what_devices_compute_together_says_what_would_do() -> None:
     """The others wait in the middle of an exchange; none of the ways is tried on one alone."""
-    guard = Guard(plan(), "denoise", {}, savings=lambda *_: iter(()), apart=nullcontext)
+    guard = Guard(plan(), "denoise", {}, savings=lambda *_: iter(()), unsharded=nullcontext)
 
     def short() -> torch.Tensor:
         raise RuntimeError(TOO_LITTLE)

@@ -90,13 +90,13 @@ def test_unequal_shares(ranks: Group, name: str, weights: tuple[float, ...]) -> 
     assert worst(found, denoiser.wanted(denoiser.guided)) < RELATIVE
 
 
-def test_apart_a_rank_computes_alone_what_one_device_does() -> None:
+def test_unsharded_a_rank_computes_alone_what_one_device_does() -> None:
     """Where a fault is looked for: nothing is sent, and the bits are those of the bare model."""
     for denoiser in DENOISERS.values():
         team, case = FakeCommunicator(2, (1.0,) * 3), denoiser.guided
         handle = denoiser.apply(denoiser.model(), team, 1)
         try:
-            with torch.inference_mode(), handle.apart():
+            with torch.inference_mode(), handle.unsharded():
                 out = denoiser.answer(denoiser.model(), denoiser.inputs(case))
         finally:
             handle.remove()

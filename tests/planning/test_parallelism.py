@@ -31,7 +31,7 @@ class TwoBranches:
     led = ("text_encoder",)
     ways: tuple[str, ...] = ("",)
     in_step = True
-    apart = False
+    has_independent_branches = False
 
     def num_branches(self, settings: Settings) -> int:
         return 1 if settings.guidance_scale == 1 else 2
@@ -205,7 +205,7 @@ def test_branches_apart_on_three_devices() -> None:
 class ApartOrNot(TwoBranches):
     """A model whose ranks have a branch each, with so many bytes to send, or share both."""
 
-    apart = True
+    has_independent_branches = True
 
     def __init__(self, apart: int, together: int, ways: tuple[str, ...] = ("ring",)) -> None:
         self._sent, self.ways = {1: together, 2: apart}, ways

@@ -359,7 +359,7 @@ def answers(team: Communicator, name: str) -> dict[str, Any]:
     patch = put(model, team)
     after = [answer(model) for _ in range(2)]
     here = sum(p.nbytes for p in model.parameters() if not p.is_meta)
-    with patch.apart():  # as when a fault is looked for
+    with patch.unsharded():  # as when a fault is looked for
         alone = answer(model)
     return {
         "same": [torch.equal(each, before) for each in after],

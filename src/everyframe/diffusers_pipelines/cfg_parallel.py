@@ -114,7 +114,7 @@ class CfgParallel:
         self._denoisers, self._branches = dict(denoisers), branches
         team = teams.team
         self._groups = CfgGroups.of(team.weights, branches.count, teams.groups)
-        self._apart = CfgExchange(team, self._groups)
+        self._exchange = CfgExchange(team, self._groups)
         self._around = CallHooks() if around is None else around
         self._on = ExitStack()
         self._count = 0
@@ -149,7 +149,7 @@ class CfgParallel:
 
     def _together(self, call: DenoiserCall) -> Any:
         """The whole result of a batch, of which this rank's group computes its own branches."""
-        mine = self._groups.branches(self._apart.mine)
+        mine = self._groups.branches(self._exchange.mine)
         part = self._part(call, mine)
         with self._around.computing(call):
             answer = (call if part is None else part).compute()
@@ -206,7 +206,7 @@ class CfgParallel:
         """The result, or a `LazyTensor` that is exchanged when it is read."""
         call.owner = self._count % self._num_groups
         self._count += 1
-        if call.owner == self._apart.mine:
+        if call.owner == self._exchange.mine:
             with self._around.computing(call):
                 call.mine = call.compute()
         self._pending.append(call)
@@ -241,12 +241,12 @@ class CfgParallel:
         facts = [list[_Facts]() for _ in self._groups.ranks]
         made: list[Tensor] = []
         for call in calls:
-            if call.owner == self._apart.mine:
+            if call.owner == self._exchange.mine:
                 made = pytree.tree_leaves(call.mine)
                 self._last = [_facts(tensor) for tensor in made]
         for call in calls:
             first = self._groups.ranks[call.owner].start
-            facts[call.owner] = self._apart.team.broadcast_object(self._last, first, _WHAT)
+            facts[call.owner] = self._exchange.team.broadcast_object(self._last, first, _WHAT)
         parts = self._exchanged(made, facts)
         for call in calls:
             answer = pytree.tree_unflatten(parts[call.owner], self._branches.form)
@@ -263,9 +263,9 @@ class CfgParallel:
         here = [_flat(tensor) for tensor in mine]
         part = torch.cat(here) if here else torch.empty(0, dtype=torch.uint8, device=device)
         lengths = [sum(_num_bytes(each) for each in group) for group in facts]
-        came = self._apart.exchange(part, lengths, _WHAT)
+        came = self._exchange.exchange(part, lengths, _WHAT)
         return [
-            list(mine) if number == self._apart.mine else _taken(came[number], group)
+            list(mine) if number == self._exchange.mine else _taken(came[number], group)
             for number, group in enumerate(facts)
         ]
 

@@ -249,7 +249,7 @@ class ShardablePipelineSpec(PipelineSpec):
     """A pipeline whose videos several ranks can share: by guidance branches, tokens, or both."""
 
     in_step = False
-    apart = True
+    has_independent_branches = True
 
     @property
     def led(self) -> tuple[str, ...]:

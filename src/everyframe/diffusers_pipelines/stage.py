@@ -39,7 +39,7 @@ from everyframe.diffusers_pipelines.global_generators import (
     restore_torch,
     states_of_torch,
 )
-from everyframe.diffusers_pipelines.guard import PipelineGuard, UnshardedCall
+from everyframe.diffusers_pipelines.guard import PipelineGuard
 from everyframe.diffusers_pipelines.guarded_calls import GuardedCallHooks
 from everyframe.diffusers_pipelines.image_forms import call_with_pictures, to_rgb
 from everyframe.diffusers_pipelines.library_patches import float32_noise, quietly
@@ -69,6 +69,7 @@ from everyframe.hardware.device_loss import is_device_loss
 from everyframe.hardware.memory import is_out_of_memory
 from everyframe.parallel.communicator import ONE, ParallelContext
 from everyframe.runtime.component_cache import WarmComponents
+from everyframe.runtime.guard import UnshardedCall
 from everyframe.runtime.interface import MemorySavings, VideoState
 from everyframe.runtime.latent_space import LatentSpace
 from everyframe.runtime.oom_fallback import together
@@ -264,7 +265,7 @@ class PipelineStage:
         others = [module for name, module in modules.items() if name not in denoising]
         scheduler = getattr(pipe, "scheduler", None)
         watch = StepTracker(denoising, others, scheduler, settings.num_inference_steps, on_step)
-        guard = partial(PipelineGuard, keeps_storage=ready.reliefs.keeps_storage)
+        guard = partial(PipelineGuard, self.plan, modules, watch, video, watch.read_by(emit))
         around, branches = GuardedCallHooks(watch, video), self.branches
         inner, outer = lossy_calls(
             self.plan, denoising, watch, scheduler, self.teams, branches, video.seed, emit
@@ -278,7 +279,7 @@ class PipelineStage:
             CfgParallel(denoising, branches, self.teams, around) if branches else nullcontext(),
             DenoiserReplay(denoising, watch, video, at_once=branches is None),
             outer,
-            guard(self.plan, modules, watch, video, watch.read_by(emit), ready.apart) as guarded,
+            guard(ready.unsharded, keeps_storage=ready.reliefs.keeps_storage) as guarded,
         ):
             around.guarded = guarded
             try:
@@ -389,9 +390,9 @@ class _Ready:
         return {*found, torch.device(self.device)}
 
     @property
-    def apart(self) -> dict[str, UnshardedCall]:
+    def unsharded(self) -> dict[str, UnshardedCall]:
         """For each split component, a context that runs it whole on this rank."""
-        return {name: each.apart for name, each in self.shared.items()}
+        return {name: each.unsharded for name, each in self.shared.items()}
 
 
 def _modules(pipe: Any) -> dict[str, nn.Module]:

@@ -183,8 +183,8 @@ def join_plan(
     rest = [resting] if resting else []
     team = split(world, [*working, *rest])
     inside = None
-    apart = [(ranks, branch_groups(model, plan.settings, division, ranks)) for ranks in working]
-    parts = [[ranks[at] for at in own] for ranks, groups in apart if groups for own in groups.ranks]
+    found = [(ranks, branch_groups(model, plan.settings, division, ranks)) for ranks in working]
+    parts = [[ranks[at] for at in own] for ranks, groups in found if groups for own in groups.ranks]
     if parts:
         inside = new_group(world, [*parts, *rest])
     holds = any(each.num_weight_shards > 1 for each in plan.components)

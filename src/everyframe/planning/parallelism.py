@@ -165,7 +165,7 @@ def _branchings(
 ) -> tuple[int, ...]:
     if asked.cfg is not None or asked.sequence is not None or together:
         return (asked.cfg or 1,)
-    if not isinstance(model, ShardableSpec) or not model.apart:
+    if not isinstance(model, ShardableSpec) or not model.has_independent_branches:
         return (1,)
     return tuple(range(1, model.num_branches(settings) + 1))
 

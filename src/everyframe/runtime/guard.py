@@ -39,6 +39,9 @@ from everyframe.runtime.repairs import (
 
 _Result = TypeVar("_Result")
 
+UnshardedCall = Callable[[], AbstractContextManager[None]]
+"""Makes a context in which this rank computes a component without communication."""
+
 #: A denoiser output this many times as large as any before is noted.
 _JUMP = 100.0
 #: Frames whose values (-1..1) differ by less than one of 255 steps are of one colour.
@@ -53,7 +56,7 @@ class Guard:
     """Watch the components `parts`, by name, during one stage.
 
     `counts` and `of` name a call in messages, by default "step 3 of denoise". Ranks that compute
-    one result together each locate its fault alone, inside ``apart()``. With `keeps_storage`,
+    one result together each locate its fault alone, inside ``unsharded()``. With `keeps_storage`,
     `end` restores the storage of the weights too. `free_others` is that of `OomFallbacks`.
     """
 
@@ -66,11 +69,11 @@ class Guard:
         counts: str = "step",
         of: str = "",
         savings: MemorySavings | None = None,
-        apart: Callable[[], AbstractContextManager[None]] | None = None,
+        unsharded: UnshardedCall | None = None,
         keeps_storage: bool = False,
         free_others: Callable[[], bool] | None = None,
     ) -> None:
-        self._plan, self._apart = plan, apart
+        self._plan, self._unsharded = plan, unsharded
         self._parts = dict(parts)
         self._calls = GuardLog(plan.device, stage, counts, of or stage)
         self._repairs = RepairSet(plan.device, parts, keeps_storage=keeps_storage)
@@ -80,9 +83,9 @@ class Guard:
         self._largest = 0.0
         self._is_probed = False
 
-    def apart(self) -> AbstractContextManager[None]:
+    def unsharded(self) -> AbstractContextManager[None]:
         """Context: run the components unsharded on this rank (no communication)."""
-        return nullcontext() if self._apart is None else self._apart()
+        return nullcontext() if self._unsharded is None else self._unsharded()
 
     @property
     def settings(self) -> Settings:
@@ -144,7 +147,7 @@ class Guard:
 
         None for ranks that compute one result together: each sees its own share only.
         """
-        if self._is_probed or self._apart is not None:
+        if self._is_probed or self._unsharded is not None:
             return None
         self._is_probed = True
         return OverflowProbe() if any(map(may_overflow, self._parts.values())) else None
@@ -179,7 +182,7 @@ class Guard:
         Raises:
             CannotRunError: no known fallback frees enough memory.
         """
-        if self._apart is None:
+        if self._unsharded is None:
             return partial(self._fallbacks.spared, self._calls)
         return self._spared_together
 

@@ -346,7 +346,7 @@ class ShardableSpec(Protocol):
         ...
 
     @property
-    def apart(self) -> bool:
+    def has_independent_branches(self) -> bool:
         """Whether ranks with different guidance branches call the denoiser independently.
 
         The planner then weighs CFG groups; else the tokens of all branches form one list.

@@ -64,7 +64,7 @@ class ModelPatch:
         self._handles, self._swapped = [], []
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def unsharded(self) -> Iterator[None]:
         """Context: run the module unsharded on this rank, with the same operations."""
         team, self.team = self.team, SingleRank()
         try:

@@ -196,7 +196,7 @@ _Spec = TypeVar("_Spec", bound="NativeModelSpec")  # type: ignore[type-arg]
 class NativeModelSpec(LossySampling, ABC, Generic[_Options, _Files, _Config]):
     """One checkpoint of a family with its own stages: configs read, weights not.
 
-    Attributes `led`, `ways`, `in_step` and `apart` are those of `ShardableSpec`.
+    Attributes `led`, `ways`, `in_step` and `has_independent_branches` are those of `ShardableSpec`.
     """
 
     name: str
@@ -213,7 +213,7 @@ class NativeModelSpec(LossySampling, ABC, Generic[_Options, _Files, _Config]):
     led: ClassVar[tuple[str, ...]]
     ways: ClassVar[tuple[str, ...]] = ("",)
     in_step: ClassVar[bool] = True
-    apart: ClassVar[bool] = False
+    has_independent_branches: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod

@@ -60,7 +60,11 @@ def branch_groups(
 
     None if all ranks call it together.
     """
-    if division.cfg_degree == 1 or not isinstance(model, ShardableSpec) or not model.apart:
+    if (
+        division.cfg_degree == 1
+        or not isinstance(model, ShardableSpec)
+        or not model.has_independent_branches
+    ):
         return None
     weights = [division.speeds[rank] for rank in ranks]
     return CfgGroups.of(weights, model.num_branches(settings), division.cfg_degree)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
@@ -34,7 +33,7 @@ from everyframe.parallel.uneven_split import assign_pieces
 from everyframe.runtime import tiling
 from everyframe.runtime.decoder_check import check_decoder, middle
 from everyframe.runtime.frame_pieces import as_frames, distribute_pieces
-from everyframe.runtime.guard import Guard
+from everyframe.runtime.guard import Guard, UnshardedCall
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.loading import load_component, rewrite_parameters
 from everyframe.runtime.model_spec import NativeModelSpec
@@ -100,14 +99,14 @@ class StageContext(Generic[_Model]):
         self,
         stage: str,
         parts: Mapping[str, nn.Module],
-        apart: Callable[[], AbstractContextManager[None]] | None = None,
+        unsharded: UnshardedCall | None = None,
     ) -> Guard:
         """The guard of these components in that stage; see `Guard`."""
         assert self.plan is not None
-        warm = self.model.warm
+        model, warm = self.model, self.model.warm
         spare = None if warm is None else warm.free_others
         return Guard(
-            self.plan, stage, parts, savings=self.model.savings, apart=apart, free_others=spare
+            self.plan, stage, parts, savings=model.savings, unsharded=unsharded, free_others=spare
         )
 
 
