@@ -83,7 +83,7 @@ def ranks(request: pytest.FixtureRequest) -> Any:
 
 
 def sharded(
-    team: Communicator,
+    group: Communicator,
     way: str,
     case: str,
     fault: Callable[..., Any] | None = None,
@@ -92,9 +92,9 @@ def sharded(
     """One rank's answer, the bytes that left it and, with `count`, its operations."""
     name, given = CASES[case]
     model, inputs = model_of(name), given()
-    patch = sequence_parallel.apply(model, team, way)
-    undo = fault(patch, model, inputs, team) if fault is not None else None
-    return answered(team, patch, undo, lambda: model(**inputs, return_dict=False)[0], count=count)
+    patch = sequence_parallel.apply(model, group, way)
+    undo = fault(patch, model, inputs, group) if fault is not None else None
+    return answered(group, patch, undo, lambda: model(**inputs, return_dict=False)[0], count=count)
 
 
 @cache
@@ -208,26 +208,26 @@ def test_every_rank_does_its_share(name: str, way: str, size: int) -> None:
 
 
 def other_noise(
-    patch: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], team: Communicator
+    patch: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], group: Communicator
 ) -> None:
     """The last rank begins with other noise, in one number."""
-    if team.rank == team.size - 1:
+    if group.rank == group.size - 1:
         inputs["hidden_states"].view(-1)[-1] += 1e-6
 
 
 def dropped_mask(
-    patch: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], team: Communicator
+    patch: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], group: Communicator
 ) -> None:
     """The first rank looks at all text tokens."""
-    if team.rank == 0 and "encoder_attention_mask" in inputs:
+    if group.rank == 0 and "encoder_attention_mask" in inputs:
         inputs["encoder_attention_mask"][:] = 1
 
 
 def own_positions(
-    patch: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], team: Communicator
+    patch: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], group: Communicator
 ) -> Any:
     """The last rank counts positions from its own first token."""
-    if team.rank < team.size - 1 or not hasattr(model, "rope"):
+    if group.rank < group.size - 1 or not hasattr(model, "rope"):
         return None
 
     def first(rope: nn.Module, args: Any, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -237,10 +237,10 @@ def own_positions(
 
 
 def padding(
-    patch: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], team: Communicator
+    patch: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], group: Communicator
 ) -> Any:
     """The first rank's attention sees a key of zeros behind the others."""
-    if team.rank:
+    if group.rank:
         return None
 
     def padded(x: Tensor) -> Tensor:
@@ -291,10 +291,10 @@ def test_a_planted_fault_is_seen(ranks: Group, way: str, fault: Any, case: str) 
 
 
 def everything(
-    patch: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], team: Communicator
+    patch: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], group: Communicator
 ) -> None:
     """A rank computes it all by itself: the answer is right."""
-    patch.team = SingleRank()
+    patch.group = SingleRank()
 
 
 @pytest.mark.parametrize("case", ["wan", *(slowly(case, unless=False) for case in FAST[1:])])
@@ -317,20 +317,20 @@ def test_a_rank_that_computes_everything_is_seen(case: str) -> None:
 def test_unsharded_a_rank_computes_alone_what_one_device_does(case: str, way: str) -> None:
     """Where a fault is looked for: nothing is sent, and the bits are those of the bare model."""
     name, given = CASES[case]
-    team = FakeCommunicator(2, (1.0,) * 3)
-    patch = sequence_parallel.apply(model_of(name), team, way)
+    group = FakeCommunicator(2, (1.0,) * 3)
+    patch = sequence_parallel.apply(model_of(name), group, way)
     try:
         with torch.no_grad(), patch.unsharded():
             out = model_of(name)(**given(), return_dict=False)[0]
     finally:
         patch.remove()
     assert torch.equal(out, bare(case))
-    assert not team.sent
+    assert not group.sent
 
 
 def test_an_attention_that_is_not_torchs_is_refused() -> None:
     def another(
-        patch: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], team: Communicator
+        patch: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], group: Communicator
     ) -> Any:
         """Torch's plain parts in place of its function."""
         attention = model.blocks[0].attn1

@@ -57,7 +57,7 @@ def pixels(count: int, first: int = 0) -> Any:
 
 
 class MadeUp:
-    """Workers that say what the test has them say: the first team, and the one after it."""
+    """Workers that say what the test has them say: the first group, and the one after it."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.jobs: list[WorkerJob] = []

@@ -21,7 +21,7 @@ RELATIVE = 1e-12
 
 
 def answered(
-    team: Communicator,
+    group: Communicator,
     patch: ModelPatch,
     undo: Callable[[], None] | None,
     call: Callable[[], Tensor],
@@ -44,7 +44,7 @@ def answered(
         patch.remove()
         if undo is not None:
             undo()
-    return {"out": out, "sent": dict(team.sent), "operations": counter.get_total_flops()}
+    return {"out": out, "sent": dict(group.sent), "operations": counter.get_total_flops()}
 
 
 def worst(found: Sequence[dict[str, Any]], wanted: Tensor) -> float:

@@ -104,7 +104,7 @@ class PipelineStage:
     files: PipelineFiles | None = None
     pipe: Any = None
     savings: MemorySavings | None = None
-    teams: ParallelContext = ONE
+    parallel: ParallelContext = ONE
     branches: CfgBranches | None = None
     calling: Calling | None = None
     patches: Mapping[str, Patches] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class PipelineStage:
     @property
     def _is_shared(self) -> bool:
         """Whether several ranks make the same video."""
-        return self.teams.team.size > 1
+        return self.parallel.video_group.size > 1
 
     def num_steps(self, num_videos: int) -> int:
         """Requested steps over all videos."""
@@ -131,11 +131,11 @@ class PipelineStage:
     def run(self, videos: Sequence[VideoState]) -> Events:
         """Yield the frames of each video, and its sound if it has any."""
         with ExitStack() as stack:
-            pipe = self.pipe
+            pipe, group = self.pipe, self.parallel.video_group
             if pipe is None:
                 assert self.files is not None
                 found: list[Any] = []
-                leads = self.teams.team.is_lead
+                leads = group.is_lead
                 yield from quietly(load(self.plan, self.files, found, self.warm, encodes=leads))
                 pipe = found.pop()
             else:
@@ -146,7 +146,7 @@ class PipelineStage:
             reliefs = PipelineOomFallbacks(
                 self.plan, pipe, owned, self.savings, self.warm.free_others
             )
-            shared = sequence_parallel.apply_to_all(_modules(pipe), self.teams)
+            shared = sequence_parallel.apply_to_all(_modules(pipe), self.parallel)
             ready = _Ready(pipe, self.plan.device.torch_name, reliefs, shared)
             for each in ready.shared.values():
                 stack.callback(each.remove)
@@ -154,7 +154,7 @@ class PipelineStage:
                 stack.enter_context(self._encoded_once(_modules(pipe)))
             for number, video in enumerate(videos):
                 if self._is_shared:
-                    video.replay_log = BroadcastReplayLog(self.teams.team, video.replay_log)
+                    video.replay_log = BroadcastReplayLog(group, video.replay_log)
                 yield from self._video(
                     partial(self._call, ready, video, number, len(videos)), video
                 )
@@ -162,7 +162,7 @@ class PipelineStage:
     def _encoded_once(self, modules: Mapping[str, nn.Module]) -> EncodeOnLeadRank:
         """Context: the lead rank encodes for all ranks."""
         found = {name: modules[name] for name in encoders(modules)}
-        return EncodeOnLeadRank(found, self.teams.team, self.plan.device.torch_name)
+        return EncodeOnLeadRank(found, self.parallel.video_group, self.plan.device.torch_name)
 
     def _video(self, call: Callable[[Emit], Made], video: VideoState) -> Iterator[Event]:
         calling = self.calling or InOwnThread(partial(cpu_threads, self.plan.num_threads))
@@ -259,7 +259,7 @@ class PipelineStage:
         on_step: Callable[[int, int], None],
         emit: Emit,
     ) -> Made | OutOfMemory:
-        pipe, settings, leads = ready.pipe, ready.reliefs.settings, self.teams.team.is_lead
+        pipe, settings = ready.pipe, ready.reliefs.settings
         modules = _modules(pipe)
         denoising = {name: modules[name] for name in denoisers(modules)}
         others = [module for name, module in modules.items() if name not in denoising]
@@ -268,15 +268,15 @@ class PipelineStage:
         guard = partial(PipelineGuard, self.plan, modules, watch, video, watch.read_by(emit))
         around, branches = GuardedCallHooks(watch, video), self.branches
         inner, outer = lossy_calls(
-            self.plan, denoising, watch, scheduler, self.teams, branches, video.seed, emit
+            self.plan, denoising, watch, scheduler, self.parallel, branches, video.seed, emit
         )
         with (
             watch,
             nullcontext() if previews is None else previews.listening(scheduler),
             float32_noise(),
-            cache_constants(self.plan, denoising, watch, self.teams),
+            cache_constants(self.plan, denoising, watch, self.parallel),
             inner,
-            CfgParallel(denoising, branches, self.teams, around) if branches else nullcontext(),
+            CfgParallel(denoising, branches, self.parallel, around) if branches else nullcontext(),
             DenoiserReplay(denoising, watch, video, at_once=branches is None),
             outer,
             guard(ready.unsharded, keeps_storage=ready.reliefs.keeps_storage) as guarded,
@@ -295,7 +295,7 @@ class PipelineStage:
                 # Told and not raised, so that nothing holds what the failed call had made.
                 return OutOfMemory(str(error).partition("\n")[0], guarded.at, watch.begun)
             watch.finish()
-            if not leads:  # the first of these ranks has them
+            if not self.parallel.video_group.is_lead:  # the first of these ranks has them
                 return Made(())
             output = result if call_options.wants_output(self.own) else None
             if self.own.get("output_type") == call_options.LATENTS:
@@ -317,7 +317,7 @@ class PipelineStage:
         states: list[tuple[torch.Generator, torch.Tensor]] = []
 
         def call(video: VideoState) -> Any:
-            decodes = self.teams.team.is_lead
+            decodes = self.parallel.video_group.is_lead
             given = arguments(self.interface, settings, video, self.own, decodes=decodes)
             states.extend((each, each.get_state()) for each in generators_in(given.values()))
             return ready.pipe(**given)

@@ -294,9 +294,9 @@ def _events(job: WorkerJob, trail: FlightRecorder, desk: _Desk) -> Events:
     def together(kind: str) -> Communicator:
         trail.wait("ranks meet")
         is_local = job.local is None or job.local[1] == len(job.weights)
-        team = join_ranks(job.rank, job.weights, job.meeting, kind=kind, is_local=is_local)
-        team.waits = trail.wait
-        return team
+        group = join_ranks(job.rank, job.weights, job.meeting, kind=kind, is_local=is_local)
+        group.waits = trail.wait
+        return group
 
     join = Rendezvous(job.rank, together, job.local) if len(job.weights) > 1 else None
     if job.run is not None:

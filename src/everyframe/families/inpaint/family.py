@@ -29,7 +29,7 @@ class InpaintFamily(NativeFamily[InpaintOptions, InpaintFiles]):
         return find_files(location, options.controlnet)
 
     def stages(
-        self, spec: ModelSpec, plan: Plan, clip: int, teams: ParallelContext
+        self, spec: ModelSpec, plan: Plan, clip: int, parallel: ParallelContext
     ) -> Sequence[Stage]:
         from everyframe.families.inpaint.stage_context import InpaintContext
         from everyframe.families.inpaint.stages import DenoiseStage, TextEncodeStage
@@ -37,7 +37,7 @@ class InpaintFamily(NativeFamily[InpaintOptions, InpaintFiles]):
 
         assert isinstance(spec, InpaintSpec)
         assert clip == 0, "a chain is refused when the request is resolved"
-        job = InpaintContext(spec, plan.settings, teams, clip, plan)
+        job = InpaintContext(spec, plan.settings, parallel, clip, plan)
         return (TextEncodeStage(job), SourceLatentStage(job), DenoiseStage(job), DecodeStage(job))
 
 
