@@ -65,13 +65,13 @@ def gone_on(
     path: Path,
     devices: dict[str, Any] | None,
     skip: tuple[int, ...] = (),
-    scarcity: OutOfMemoryInfo | None = None,
+    out_of_memory: OutOfMemoryInfo | None = None,
 ) -> dict[str, Any]:
     """One rank goes on with the run there."""
     join = Rendezvous(group.rank, lambda _: group)
     events = resume_run(
         RunFolder(path), skip=skip, join=join, ranks=devices, pace=EVERY_STEP, cleans=False,
-        scarcity=scarcity,
+        out_of_memory=out_of_memory,
     )  # fmt: skip
     return told(list(events), speaks=True)
 

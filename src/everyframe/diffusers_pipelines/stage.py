@@ -143,11 +143,11 @@ class PipelineStage:
             stack.enter_context(no_progress_bars(pipe))
             set_guidance(pipe, self.interface, self.plan.settings)
             owned = {} if self.pipe is not None else _modules(pipe)
-            reliefs = PipelineOomFallbacks(
+            fallbacks = PipelineOomFallbacks(
                 self.plan, pipe, owned, self.savings, self.warm.free_others
             )
             shared = sequence_parallel.apply_to_all(_modules(pipe), self.parallel)
-            ready = _Ready(pipe, self.plan.device.torch_name, reliefs, shared)
+            ready = _Ready(pipe, self.plan.device.torch_name, fallbacks, shared)
             for each in ready.shared.values():
                 stack.callback(each.remove)
             if self._is_shared:
@@ -226,9 +226,9 @@ class PipelineStage:
                     emit(event)
             begun = time.perf_counter()
 
-        for relief in () if self._is_shared else ready.reliefs.resumed(video):
+        for fallback in () if self._is_shared else ready.fallbacks.resumed(video):
             why = "out of memory here in the interrupted run; using the same fallback again"
-            emit(relief.event(self.name, 0, f"{self.name}: {why}", video.seed))
+            emit(fallback.event(self.name, 0, f"{self.name}: {why}", video.seed))
         while True:
             for generator, state in given:
                 generator.set_state(state)
@@ -241,11 +241,11 @@ class PipelineStage:
             if self._is_shared:
                 at = (made.at,) if made.at else ()
                 raise together(self.name, made.step, at, made.place, made.said)
-            if ready.reliefs.free_others():
+            if ready.fallbacks.free_others():
                 continue
-            less = ready.reliefs.at(0, made.at)
+            less = ready.fallbacks.at(0, made.at)
             if less is None:
-                raise CannotRunError(self._beyond(made, ready.reliefs.tried))
+                raise CannotRunError(self._beyond(made, ready.fallbacks.tried))
             why = f"{made.place}: out of memory ({made.said}); calling it again with less memory"
             emit(less.event(self.name, made.step, why, video.seed))
             if video.replay_log is not None:
@@ -259,7 +259,7 @@ class PipelineStage:
         on_step: Callable[[int, int], None],
         emit: Emit,
     ) -> Made | OutOfMemory:
-        pipe, settings = ready.pipe, ready.reliefs.settings
+        pipe, settings = ready.pipe, ready.fallbacks.settings
         modules = _modules(pipe)
         denoising = {name: modules[name] for name in denoisers(modules)}
         others = [module for name, module in modules.items() if name not in denoising]
@@ -279,7 +279,7 @@ class PipelineStage:
             CfgParallel(denoising, branches, self.parallel, around) if branches else nullcontext(),
             DenoiserReplay(denoising, watch, video, at_once=branches is None),
             outer,
-            guard(ready.unsharded, keeps_storage=ready.reliefs.keeps_storage) as guarded,
+            guard(ready.unsharded, keeps_storage=ready.fallbacks.keeps_storage) as guarded,
         ):
             around.guarded = guarded
             try:
@@ -379,7 +379,7 @@ class _Ready:
 
     pipe: Any
     device: str
-    reliefs: PipelineOomFallbacks
+    fallbacks: PipelineOomFallbacks
     shared: Mapping[str, sequence_parallel.SequenceParallelTransformer]
 
     @property

@@ -303,8 +303,8 @@ def _events(job: WorkerJob, trail: FlightRecorder, desk: _Desk) -> Events:
         run = RunFolder(job.run)
         return resume_run(
             run, skip=job.skip, cleans=False, pace=pace, join=join, ranks=job.ranks,
-            scarcity=job.scarcity, trust_remote_code=job.trust_remote_code, named=job.named,
-            cache=cache,
+            out_of_memory=job.out_of_memory, trust_remote_code=job.trust_remote_code,
+            named=job.named, cache=cache,
         )  # fmt: skip
     keeps = job.root if job.rank == 0 else None
     keep = SaveOptions(keeps, job.output, job.as_uint8, cleans=False, pace=pace, name=job.run_name)
