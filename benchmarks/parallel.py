@@ -4,7 +4,7 @@
     python benchmarks/parallel.py --two         two workers of one thread against one, on this CPU
 
 Every family that can share a video is asked for its released sizes, and each rank of 1 to 8 runs
-one step dry, by the code that runs it: bytes are those that its team counts, operations those that
+one step dry, by the code that runs it: bytes are those that its group counts, operations those that
 the dry run counts. A step of blocks that are alike is counted with one block and with two. Bytes
 are held against the family's own formula and against what others send for the same model: Open-Sora
 1.0 and 1.2 as upstream, and Ulysses, all of which need numbers that divide. A unit is
@@ -182,8 +182,8 @@ def part_of(case: Case, rank: int, size: int, device: DeviceFacts) -> Part:
 
 def counted(case: Case, blocks: int | None, rank: int, size: int, device: DeviceFacts) -> Part:
     """One rank's part of a step, run dry."""
-    model, team = case.model(blocks), FakeCommunicator(rank, (1.0,) * size)
-    steps = model.dry_run_calls(case.settings, ParallelContext(team, team, 1, case.way))
+    model, group = case.model(blocks), FakeCommunicator(rank, (1.0,) * size)
+    steps = model.dry_run_calls(case.settings, ParallelContext(group, group, 1, case.way))
     step = next(each for each in steps if each.stage == "denoise")
     parts = model.components(case.settings)
     needs = next(each.needs for each in parts if each.name == step.component)
@@ -192,13 +192,13 @@ def counted(case: Case, blocks: int | None, rank: int, size: int, device: Device
     assert isinstance(run, DryRun)
     work = run.found.work
     assert device.rates is not None
-    return Part(sum(team.sent.values()), work.operations, call_seconds(work, device.rates))
+    return Part(sum(group.sent.values()), work.operations, call_seconds(work, device.rates))
 
 
 def formula(case: Case, rank: int, size: int) -> int:
     """The bytes that the family's own formula forecasts for that rank, as plans show them."""
-    crew = VideoGroup((1.0,) * size, 1, case.way)
-    part = case.model(case.blocks).rank_part(case.settings, crew, rank, BYTES)
+    video_group = VideoGroup((1.0,) * size, 1, case.way)
+    part = case.model(case.blocks).rank_part(case.settings, video_group, rank, BYTES)
     return int(part.sent_bytes)
 
 

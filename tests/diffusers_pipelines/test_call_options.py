@@ -322,16 +322,16 @@ def test_a_call_that_is_repeated_for_memory_draws_the_same(tmp_path: Path) -> No
         option = {"generator": used(), "callback_on_step_end": counts, **more}
         return everyframe.run(pipe, output="float", option=option, **asked).frames
 
-    wanted, scarce = frames(decode_chunk_size=1), []
+    wanted, ran_out = frames(decode_chunk_size=1), []
 
     def check(module: nn.Module, given: Any) -> None:
         if isinstance(module, UNetMidBlock2D) and len(given[0]) > 1:
-            scarce.append(module)
+            ran_out.append(module)
             raise RuntimeError(TOO_LITTLE)
 
     with before_calls(check):
         assert np.array_equal(frames(), wanted)
-    assert scarce, "memory did not run out"
+    assert ran_out, "memory did not run out"
     assert steps == [0, 1] * 4
 
 

@@ -196,7 +196,7 @@ def of_pipeline(folder: Path, name: str, scale: float | None) -> CfgBranches:
         **tiny_pipelines.CALLS[name],
     )  # fmt: skip
     model: Any = find_model(asked, False)[0]
-    settings, _ = model.settle(asked, 1)
+    settings, _ = model.resolve(asked, 1)
     if scale is not None:
         settings = replace(settings, guidance_scale=scale)
     found_here: CfgBranches = model._dry.branches(settings)

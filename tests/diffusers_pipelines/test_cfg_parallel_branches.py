@@ -94,40 +94,46 @@ def one_device(way: str) -> Tensor:
         return steps(model_of(name))
 
 
-def teams_of(team: Communicator, how: str = "ulysses") -> ParallelContext:
+def parallel_of(video_group: Communicator, how: str = "ulysses") -> ParallelContext:
     """Two groups of these ranks."""
-    groups = CfgGroups.of(team.weights, 2, 2)
-    mine = groups.ranks[groups.number_of(team.rank)]
+    groups = CfgGroups.of(video_group.weights, 2, 2)
+    mine = groups.ranks[groups.number_of(video_group.rank)]
     inside: Communicator = SingleRank()
-    if isinstance(team, FakeCommunicator):
-        inside = FakeCommunicator(mine.index(team.rank), team.weights[mine.start : mine.stop])
-    elif team.size > 1:
-        inside = new_group(team, [list(group) for group in groups.ranks])
-    return ParallelContext(team, team, 2, how, inside=inside)
+    if isinstance(video_group, FakeCommunicator):
+        inside = FakeCommunicator(
+            mine.index(video_group.rank), video_group.weights[mine.start : mine.stop]
+        )
+    elif video_group.size > 1:
+        inside = new_group(video_group, [list(group) for group in groups.ranks])
+    return ParallelContext(video_group, video_group, 2, how, branch_group=inside)
 
 
 def run(
-    team: Communicator, way: str, how: str = "ulysses", fault: Any = None, count: bool = False
+    video_group: Communicator,
+    way: str,
+    how: str = "ulysses",
+    fault: Any = None,
+    count: bool = False,
 ) -> dict[str, Any]:
     """One rank's steps: what came of them, how often it computed, what left it."""
     name, steps, branches = WAYS[way]
-    model, teams = model_of(name), teams_of(team, how)
+    model, parallel = model_of(name), parallel_of(video_group, how)
     counter, calls = FlopCounterMode(display=False), list[int]()
     with ExitStack() as stack:
         if fault is not None:
-            stack.callback(fault(team))
-        for each in sequence_parallel.apply_to_all({"transformer": model}, teams).values():
+            stack.callback(fault(video_group))
+        for each in sequence_parallel.apply_to_all({"transformer": model}, parallel).values():
             stack.callback(each.remove)
         hook = model.register_forward_pre_hook(lambda *_: calls.append(1))
         stack.callback(hook.remove)
-        stack.enter_context(CfgParallel({"transformer": model}, branches, teams))
+        stack.enter_context(CfgParallel({"transformer": model}, branches, parallel))
         if count:
             stack.enter_context(by_kernel(PLAIN))
             stack.enter_context(counter)
         stack.enter_context(torch.no_grad())
         out = steps(model)
-    sent = dict(team.sent)
-    team.sent.clear()
+    sent = dict(video_group.sent)
+    video_group.sent.clear()
     return {
         "out": out, "calls": len(calls), "sent": sent, "operations": counter.get_total_flops()
     }  # fmt: skip
@@ -176,12 +182,12 @@ def test_unequal_ranks(ranks: Group, way: str, weights: tuple[float, ...]) -> No
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_rank_does_its_share(way: str, size: int) -> None:
     whole = run(SingleRank(), way, count=True)["operations"]
-    teams = [teams_of(FakeCommunicator(rank, (1.0,) * size)) for rank in range(size)]
+    parallel = [parallel_of(FakeCommunicator(rank, (1.0,) * size)) for rank in range(size)]
     for rank in range(size):
         mine = run(FakeCommunicator(rank, (1.0,) * size), way, count=True)["operations"]
         # Of five calls the first group has three.
         calls = 1 / 2 if way == "together" else (3 if rank == 0 else 2) / 5
-        assert mine <= 1.1 * whole * calls / teams[rank].sharing.size
+        assert mine <= 1.1 * whole * calls / parallel[rank].denoiser_group.size
 
 
 @pytest.mark.slow
@@ -198,7 +204,7 @@ def test_real_ranks_send_and_compute_what_imagined_ones_do(ranks: Group, way: st
 # ---------------------------------------------------------------- planted faults
 
 
-def everything(team: Communicator) -> Callable[[], None]:
+def everything(video_group: Communicator) -> Callable[[], None]:
     """A rank computes what is not its own, and hands nothing on that is wrong for it."""
     kept = CfgParallel._called
 
@@ -209,7 +215,7 @@ def everything(team: Communicator) -> Callable[[], None]:
     return lambda: setattr(CfgParallel, "_called", kept)
 
 
-def other_branch(team: Communicator) -> Callable[[], None]:
+def other_branch(video_group: Communicator) -> Callable[[], None]:
     """The last rank takes the first branch of a batch, and has the first answer for its own."""
     kept = cfg_parallel._of_branches, cfg_parallel.CfgParallel._exchanged
 
@@ -220,7 +226,7 @@ def other_branch(team: Communicator) -> Callable[[], None]:
         parts = kept[1](self, mine, facts)
         return [parts[0]] * len(parts) if all(facts) else parts
 
-    if team.rank == team.size - 1:
+    if video_group.rank == video_group.size - 1:
         cfg_parallel._of_branches = of_branches
         CfgParallel._exchanged = exchanged  # type: ignore[method-assign]
 
@@ -230,7 +236,7 @@ def other_branch(team: Communicator) -> Callable[[], None]:
     return undo
 
 
-def nothing_is_brought(team: Communicator) -> Callable[[], None]:
+def nothing_is_brought(video_group: Communicator) -> Callable[[], None]:
     """An answer is looked at before it came."""
     kept = LazyTensor.of
 
@@ -269,9 +275,9 @@ def test_a_planted_fault_is_seen(ranks: Group, way: str, fault: Any) -> None:
 def part_of(**given: Any) -> Any:
     """The second rank's part of a call."""
     _, _, branches = WAYS["together"]
-    teams = teams_of(FakeCommunicator(1, (1.0, 1.0)))
+    parallel = parallel_of(FakeCommunicator(1, (1.0, 1.0)))
     call = DenoiserCall(model_of("ltx"), type(model_of("ltx")), (), given, "transformer")
-    return CfgParallel({}, branches, teams)._part(call, range(1, 2))
+    return CfgParallel({}, branches, parallel)._part(call, range(1, 2))
 
 
 def test_a_rank_is_given_its_own_rows_and_all_that_is_of_no_branch() -> None:

@@ -21,14 +21,16 @@ def parts(lengths: tuple[int, ...]) -> list[torch.Tensor]:
     return [torch.arange(n, dtype=torch.float32) + 100 * g for g, n in enumerate(lengths)]
 
 
-def exchanged(team: Communicator, lengths: tuple[int, ...], others: bool = False) -> dict[str, Any]:
+def exchanged(
+    video_group: Communicator, lengths: tuple[int, ...], others: bool = False
+) -> dict[str, Any]:
     """What one rank gets, and the bytes that left it; with `others` it hands on another's part."""
-    groups = CfgGroups.of(team.weights, 2, 2)
-    apart = CfgExchange(team, groups)
-    mine = parts(lengths)[apart.mine]
-    if others and team.rank == team.size - 1:
+    groups = CfgGroups.of(video_group.weights, 2, 2)
+    exchange = CfgExchange(video_group, groups)
+    mine = parts(lengths)[exchange.mine]
+    if others and video_group.rank == video_group.size - 1:
         mine = mine + 1
-    return {"got": apart.exchange(mine, lengths, "parts"), "sent": team.sent["parts"]}
+    return {"got": exchange.exchange(mine, lengths, "parts"), "sent": video_group.sent["parts"]}
 
 
 @pytest.mark.parametrize(

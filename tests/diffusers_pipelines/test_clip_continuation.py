@@ -289,7 +289,7 @@ def test_other_forms_of_a_clip() -> None:
     assert not np.array_equal(fitted, wanted)
 
 
-def _settled(name: str, **given: Any) -> tuple[Settings, tuple[str, ...]]:
+def _resolved(name: str, **given: Any) -> tuple[Settings, tuple[str, ...]]:
     own = {key: given.pop(key) for key in ("option", "source") if key in given}
     sizes = PipelineDefaults(
         of_class(getattr(diffusers, name)),
@@ -303,18 +303,20 @@ CLIP = np.zeros((14, 8, 8, 3), np.uint8)
 
 
 def test_the_plan_says_what_becomes_of_the_clip() -> None:
-    settings, notes = _settled("CosmosVideoToWorldPipeline", extend=CLIP, num_frames=41)
+    settings, notes = _resolved("CosmosVideoToWorldPipeline", extend=CLIP, num_frames=41)
     assert settings.given_frames == ("extend",)
     assert settings.given_forms == (("extend", ("array", (14, 8, 8, 3), "uint8")),)
     assert "the video begins with the 13 frames of extend; num_frames counts them" in notes
     assert any("of the 14 frames of extend the last 1 are made anew: 4n + 1" in n for n in notes)
-    _, notes = _settled("SkyReelsV2DiffusionForcingVideoToVideoPipeline", extend=CLIP)
+    _, notes = _resolved("SkyReelsV2DiffusionForcingVideoToVideoPipeline", extend=CLIP)
     assert any("begins with all frames of extend" in note for note in notes)
     assert any("it has overlap_history=17" in note for note in notes)
     own = {"overlap_history": 37}
-    _, notes = _settled("SkyReelsV2DiffusionForcingVideoToVideoPipeline", extend=CLIP, option=own)
+    _, notes = _resolved("SkyReelsV2DiffusionForcingVideoToVideoPipeline", extend=CLIP, option=own)
     assert not any("it has overlap_history" in note for note in notes)
-    assert any("goes on where extend ends" in n for n in _settled("HeliosPipeline", extend=CLIP)[1])
+    assert any(
+        "goes on where extend ends" in n for n in _resolved("HeliosPipeline", extend=CLIP)[1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -334,5 +336,5 @@ def test_the_plan_says_what_becomes_of_the_clip() -> None:
 )  # fmt: skip
 def test_what_cannot_be_is_said_in_one_line(name: str, given: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message) as refused:
-        _settled(name, **{"extend": CLIP, **given})
+        _resolved(name, **{"extend": CLIP, **given})
     assert "\n" not in str(refused.value)

@@ -288,12 +288,12 @@ def test_a_distilled_scheduler_in_files_is_seen(folder: Path, tmp_path: Path) ->
     pipe = diffusers.DiffusionPipeline.from_pretrained(folder)
     pipe.scheduler = diffusers.FlowMatchLCMScheduler()
     pipe.save_pretrained(tmp_path / "lcm")
-    settled = everyframe.plan(
+    resolved = everyframe.plan(
         "a fox", model=str(tmp_path / "lcm"), quality="32dB", num_inference_steps=4,
         **tiny_pipelines.CALLS["ltx"],
     )  # fmt: skip
-    assert settled.settings.method is None
-    assert any("a distilled model" in note for note in settled.notes)
+    assert resolved.settings.method is None
+    assert any("a distilled model" in note for note in resolved.notes)
 
 
 def test_a_stochastic_scheduler_in_files_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -200,11 +200,11 @@ def test_on_a_card_parts_take_turns_and_then_come_by_blocks() -> None:
             tiles = replace(settings, options=(("vae_tiling", True),))
             yield MemorySaving(tiles, "in tiles", is_lossy=True)
 
-    reliefs = PipelineOomFallbacks(on_card, pipe, nets, savings)
+    fallbacks = PipelineOomFallbacks(on_card, pipe, nets, savings)
     said = []
     for at in ("", "net", "net", "vae", "vae", "vae"):
-        relief = reliefs.next(at)
-        said.append(None if relief is None else (relief.component, relief.message.split()[0]))
+        fallback = fallbacks.next(at)
+        said.append(None if fallback is None else (fallback.component, fallback.message.split()[0]))
         for name, each in nets.items():
             assert torch.equal(each(inputs()), wanted[name])
     assert said == [
@@ -216,18 +216,18 @@ def test_on_a_card_parts_take_turns_and_then_come_by_blocks() -> None:
         None,
     ]
     assert tiled == [True]
-    assert len(reliefs.tried) == 5
+    assert len(fallbacks.tried) == 5
 
 
 def test_on_a_card_a_callers_weights_give_up_their_old_storage_first() -> None:
     on_card = replace(plan(), device=_AsCard())  # type: ignore[arg-type]
-    reliefs = PipelineOomFallbacks(on_card, SimpleNamespace(), {}, None)
-    assert reliefs.keeps_storage
-    relief = reliefs.next("net")
-    assert relief is not None
-    assert "same bits in new storage" in relief.message
-    assert not reliefs.keeps_storage
-    assert reliefs.next("net") is None
+    fallbacks = PipelineOomFallbacks(on_card, SimpleNamespace(), {}, None)
+    assert fallbacks.keeps_storage
+    fallback = fallbacks.next("net")
+    assert fallback is not None
+    assert "same bits in new storage" in fallback.message
+    assert not fallbacks.keeps_storage
+    assert fallbacks.next("net") is None
     assert not PipelineOomFallbacks(on_card, SimpleNamespace(), {"net": net()}, None).keeps_storage
 
 

@@ -83,7 +83,7 @@ def ranks(request: pytest.FixtureRequest) -> Any:
 
 
 def sharded(
-    team: Communicator,
+    group: Communicator,
     way: str,
     case: str,
     fault: Callable[..., Any] | None = None,
@@ -92,9 +92,9 @@ def sharded(
     """One rank's answer, the bytes that left it and, with `count`, its operations."""
     name, given = CASES[case]
     model, inputs = model_of(name), given()
-    put_on = sequence_parallel.apply(model, team, way)
-    undo = fault(put_on, model, inputs, team) if fault is not None else None
-    return answered(team, put_on, undo, lambda: model(**inputs, return_dict=False)[0], count=count)
+    patch = sequence_parallel.apply(model, group, way)
+    undo = fault(patch, model, inputs, group) if fault is not None else None
+    return answered(group, patch, undo, lambda: model(**inputs, return_dict=False)[0], count=count)
 
 
 @cache
@@ -208,26 +208,26 @@ def test_every_rank_does_its_share(name: str, way: str, size: int) -> None:
 
 
 def other_noise(
-    put_on: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], team: Communicator
+    patch: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], group: Communicator
 ) -> None:
     """The last rank begins with other noise, in one number."""
-    if team.rank == team.size - 1:
+    if group.rank == group.size - 1:
         inputs["hidden_states"].view(-1)[-1] += 1e-6
 
 
 def dropped_mask(
-    put_on: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], team: Communicator
+    patch: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], group: Communicator
 ) -> None:
     """The first rank looks at all text tokens."""
-    if team.rank == 0 and "encoder_attention_mask" in inputs:
+    if group.rank == 0 and "encoder_attention_mask" in inputs:
         inputs["encoder_attention_mask"][:] = 1
 
 
 def own_positions(
-    put_on: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], team: Communicator
+    patch: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], group: Communicator
 ) -> Any:
     """The last rank counts positions from its own first token."""
-    if team.rank < team.size - 1 or not hasattr(model, "rope"):
+    if group.rank < group.size - 1 or not hasattr(model, "rope"):
         return None
 
     def first(rope: nn.Module, args: Any, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -237,10 +237,10 @@ def own_positions(
 
 
 def padding(
-    put_on: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], team: Communicator
+    patch: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], group: Communicator
 ) -> Any:
     """The first rank's attention sees a key of zeros behind the others."""
-    if team.rank:
+    if group.rank:
         return None
 
     def padded(x: Tensor) -> Tensor:
@@ -291,10 +291,10 @@ def test_a_planted_fault_is_seen(ranks: Group, way: str, fault: Any, case: str) 
 
 
 def everything(
-    put_on: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], team: Communicator
+    patch: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], group: Communicator
 ) -> None:
     """A rank computes it all by itself: the answer is right."""
-    put_on.team = SingleRank()
+    patch.group = SingleRank()
 
 
 @pytest.mark.parametrize("case", ["wan", *(slowly(case, unless=False) for case in FAST[1:])])
@@ -314,23 +314,23 @@ def test_a_rank_that_computes_everything_is_seen(case: str) -> None:
         for way in ATTENDING
     ],
 )
-def test_apart_a_rank_computes_alone_what_one_device_does(case: str, way: str) -> None:
+def test_unsharded_a_rank_computes_alone_what_one_device_does(case: str, way: str) -> None:
     """Where a fault is looked for: nothing is sent, and the bits are those of the bare model."""
     name, given = CASES[case]
-    team = FakeCommunicator(2, (1.0,) * 3)
-    put_on = sequence_parallel.apply(model_of(name), team, way)
+    group = FakeCommunicator(2, (1.0,) * 3)
+    patch = sequence_parallel.apply(model_of(name), group, way)
     try:
-        with torch.no_grad(), put_on.apart():
+        with torch.no_grad(), patch.unsharded():
             out = model_of(name)(**given(), return_dict=False)[0]
     finally:
-        put_on.remove()
+        patch.remove()
     assert torch.equal(out, bare(case))
-    assert not team.sent
+    assert not group.sent
 
 
 def test_an_attention_that_is_not_torchs_is_refused() -> None:
     def another(
-        put_on: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], team: Communicator
+        patch: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], group: Communicator
     ) -> Any:
         """Torch's plain parts in place of its function."""
         attention = model.blocks[0].attn1
@@ -350,7 +350,7 @@ def test_an_attention_that_is_not_torchs_is_refused() -> None:
 @pytest.mark.parametrize("case", FAST)
 def test_it_is_taken_off_again(case: str) -> None:
     model = model_of(CASES[case][0])
-    put_on = sequence_parallel.apply(model, SingleRank())
+    patch = sequence_parallel.apply(model, SingleRank())
     assert any(part._forward_hooks for part in model.modules())
-    put_on.remove()
+    patch.remove()
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())

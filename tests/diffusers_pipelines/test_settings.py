@@ -1,4 +1,4 @@
-"""Requests settled against pipeline classes: what each takes, and what is refused."""
+"""Requests resolved against pipeline classes: what each takes, and what is refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def sizes(name: str) -> PipelineDefaults:
     return PipelineDefaults(of_class(getattr(diffusers, name)), CONFIGS[name])
 
 
-def settled(name: str, **given: Any) -> tuple[Settings, tuple[str, ...]]:
+def resolved(name: str, **given: Any) -> tuple[Settings, tuple[str, ...]]:
     own = {key: given.pop(key) for key in ("option", "fit") if key in given}
     request = Request(**{"prompt": "a fox", **given})
     return resolve_settings(sizes(name), "it", request, PipelineOptions(**own), 5)
@@ -85,7 +85,7 @@ def settled(name: str, **given: Any) -> tuple[Settings, tuple[str, ...]]:
 def test_defaults_are_the_pipelines_own(
     name: str, size: tuple[int, int], frames: int, fps: float, steps: int, guidance: float
 ) -> None:
-    settings, _ = settled(name)
+    settings, _ = resolved(name)
     assert (settings.height, settings.width, settings.num_frames) == (*size, frames)
     assert (settings.fps, settings.num_inference_steps) == (fps, steps)
     assert settings.guidance_scale == guidance
@@ -134,35 +134,35 @@ def test_what_a_pipeline_cannot_take_is_refused(
     name: str, given: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(InputError, match=text):
-        settled(name, **given)
+        resolved(name, **given)
 
 
 @pytest.mark.parametrize("name", ["WanPipeline", "LTXPipeline", "AllegroPipeline"])
 def test_lengths_and_sizes_are_the_pipelines_to_refuse_or_to_round(name: str) -> None:
     """Which it takes is in its own code, and no config says it: a guess refused documented ones."""
-    settings, _ = settled(name, num_frames=14, size="500x302")
+    settings, _ = resolved(name, num_frames=14, size="500x302")
     assert (settings.num_frames, settings.height, settings.width) == (14, 302, 500)
 
 
 def test_what_nobody_gave_is_the_pipelines_to_choose_where_its_default_is_none() -> None:
-    assert settled("CogVideoXPipeline")[0].own_choices == ("height", "width", "num_frames")
-    assert settled("CogVideoXPipeline", size="64x64")[0].own_choices == ("num_frames",)
-    assert settled("WanPipeline")[0].own_choices == ()
-    for each in smaller_settings(sizes("CogVideoXPipeline"), settled("CogVideoXPipeline")[0]):
+    assert resolved("CogVideoXPipeline")[0].own_choices == ("height", "width", "num_frames")
+    assert resolved("CogVideoXPipeline", size="64x64")[0].own_choices == ("num_frames",)
+    assert resolved("WanPipeline")[0].own_choices == ()
+    for each in smaller_settings(sizes("CogVideoXPipeline"), resolved("CogVideoXPipeline")[0]):
         assert each.own_choices == ()
 
 
 def test_seconds_become_the_nearest_length_that_can_be_had() -> None:
-    assert settled("WanPipeline", seconds=2)[0].num_frames == 33
-    assert settled("AllegroPipeline", seconds=2)[0].num_frames == 32
+    assert resolved("WanPipeline", seconds=2)[0].num_frames == 33
+    assert resolved("AllegroPipeline", seconds=2)[0].num_frames == 32
 
 
 def test_a_guider_takes_the_guidance_that_the_call_does_not() -> None:
-    assert settled("HunyuanVideo15Pipeline", guidance_scale=3)[0].guidance_scale == 3
+    assert resolved("HunyuanVideo15Pipeline", guidance_scale=3)[0].guidance_scale == 3
 
 
 def test_own_parameters_stand_in_the_plan_and_whole_numbers_do_for_others() -> None:
-    settings, _ = settled("LTX2Pipeline", option={"stg_scale": 2, "decode_timestep": [0.1]})
+    settings, _ = resolved("LTX2Pipeline", option={"stg_scale": 2, "decode_timestep": [0.1]})
     assert dict(settings.options) == {"stg_scale": 2.0, "decode_timestep": [0.1]}
     assert isinstance(dict(settings.options)["stg_scale"], float)
 
@@ -175,7 +175,7 @@ def test_options_of_the_command_line_are_read_as_json_or_words() -> None:
 
 
 def test_notes_say_what_it_can_not_do() -> None:
-    _, notes = settled("WanPipeline")
+    _, notes = resolved("WanPipeline")
     assert notes == (
         "only denoising steps are counted; text, pictures and decoding give no events",
     )
@@ -216,7 +216,7 @@ def test_other_pipelines_are_refused_by_name(name: str, text: str) -> None:
 
 
 def test_smaller_ones_are_valid_and_smaller() -> None:
-    settings, _ = settled("WanPipeline")
+    settings, _ = resolved("WanPipeline")
     choices = list(smaller_settings(sizes("WanPipeline"), settings))
     volumes = [each.height * each.width * each.num_frames for each in choices]
     assert volumes == sorted(volumes, reverse=True)

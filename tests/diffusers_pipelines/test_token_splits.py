@@ -13,16 +13,17 @@ IN_TURN = CfgBranches(2, answer=((1, 10),), num_calls=2)
 ONE = CfgBranches(why="it asks its denoiser about one branch", answer=((1, 10),))
 
 
-def tokens(crew: VideoGroup, rank: int, batch: int) -> RankShare:
-    """By the speeds of the crew; 100 bytes a sample leave each that is not alone."""
-    share = crew.weights[rank] / sum(crew.weights)
-    return RankShare(share, share, 100 * batch * (len(crew.weights) > 1))
+def tokens(video_group: VideoGroup, rank: int, batch: int) -> RankShare:
+    """By the speeds of the group; 100 bytes a sample leave each that is not alone."""
+    share = video_group.weights[rank] / sum(video_group.weights)
+    return RankShare(share, share, 100 * batch * (len(video_group.weights) > 1))
 
 
 def parts(branches: CfgBranches, size: int, groups: int, *, cuts: bool = True) -> list[RankShare]:
-    crew = VideoGroup((1.0,) * size, groups)
+    video_group = VideoGroup((1.0,) * size, groups)
     return [
-        rank_share(branches, tokens if cuts else None, crew, rank, "it") for rank in range(size)
+        rank_share(branches, tokens if cuts else None, video_group, rank, "it")
+        for rank in range(size)
     ]
 
 

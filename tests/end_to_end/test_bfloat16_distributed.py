@@ -97,7 +97,7 @@ def open_sora(version: str) -> Sampled:
         draw = lambda step: noise.step_noise(1, step, x.shape[1:])[None]  # noqa: E731
         return iddpm.sample(guided(answer, 3), x, plan, draw)
 
-    return model, lambda team: opensora_sharding.apply(model, team), sample
+    return model, lambda group: opensora_sharding.apply(model, group), sample
 
 
 def step_video(way: str) -> Sampled:
@@ -113,7 +113,7 @@ def step_video(way: str) -> Sampled:
     def sample(x: Tensor) -> Iterator[Step]:
         return flow_matching.sample(denoise, x, flow_matching.schedule(STEPS, 3.0))
 
-    return model, lambda team: stepvideo_sharding.apply(model, team, way=way), sample
+    return model, lambda group: stepvideo_sharding.apply(model, group, way=way), sample
 
 
 def video_unet() -> Sampled:
@@ -144,7 +144,7 @@ def video_unet() -> Sampled:
         start = x * euler_karras.start_scale(sigmas)
         return euler_karras.sample(guided(answer), start, sigmas)
 
-    return model, lambda team: svd_sharding.apply(model, team), sample
+    return model, lambda group: svd_sharding.apply(model, group), sample
 
 
 #: What is sampled, and its start latents: (1, C, T, h, w), for the UNet (1, T, C, h, w).
@@ -171,18 +171,18 @@ def moved(x: Tensor, seed: int) -> Tensor:
     return torch.where(up, bits + 1, bits - 1).view(torch.bfloat16).float()
 
 
-def latents(team: Communicator, name: str, x: Tensor, fault: Any = None) -> Tensor:
+def latents(group: Communicator, name: str, x: Tensor, fault: Any = None) -> Tensor:
     """What one rank has in the end."""
     model, apply, sample = MODELS[name][0]()
-    put_on = apply(team)
+    patch = apply(group)
     if fault is not None:
-        x = fault(team, model, x)
+        x = fault(group, model, x)
     try:
         last = x
         for step in sample(x):
             last = step.x
     finally:
-        put_on.remove()
+        patch.remove()
     return last
 
 
@@ -221,19 +221,19 @@ def test_ranks_are_as_near_as_one_unit_in_the_last_place(
     assert 0 < apart(found[0], right) < SPREAD * floor
 
 
-def other_noise(team: Communicator, model: nn.Module, x: Tensor) -> Tensor:
+def other_noise(group: Communicator, model: nn.Module, x: Tensor) -> Tensor:
     """The last rank has noise of its own."""
-    return drawn(*x.shape, seed=7) if team.rank == team.size - 1 else x
+    return drawn(*x.shape, seed=7) if group.rank == group.size - 1 else x
 
 
-def slightly_wrong(team: Communicator, model: nn.Module, x: Tensor) -> Tensor:
+def slightly_wrong(group: Communicator, model: nn.Module, x: Tensor) -> Tensor:
     """The last rank's products are wrong by a thirtieth."""
 
     def more(layer: nn.Module, args: Any, out: Tensor) -> Tensor:
         return out * (1 + 1 / 30)
 
     for part in model.modules():
-        if isinstance(part, nn.Linear) and team.rank == team.size - 1:
+        if isinstance(part, nn.Linear) and group.rank == group.size - 1:
             part.register_forward_hook(more)
     return x
 

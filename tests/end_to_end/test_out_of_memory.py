@@ -229,7 +229,7 @@ def test_where_nothing_takes_less_it_is_refused(
 
 def test_what_devices_compute_together_says_what_would_do() -> None:
     """The others wait in the middle of an exchange; none of the ways is tried on one alone."""
-    guard = Guard(plan(), "denoise", {}, savings=lambda *_: iter(()), apart=nullcontext)
+    guard = Guard(plan(), "denoise", {}, savings=lambda *_: iter(()), unsharded=nullcontext)
 
     def short() -> torch.Tensor:
         raise RuntimeError(TOO_LITTLE)
@@ -286,13 +286,13 @@ def test_what_shows_in_the_picture_comes_after_weights_that_wait() -> None:
         yield MemorySaving(settings.with_saving("at_once", 1), "one by one")
         yield MemorySaving(settings.with_saving("tile", 8), "in tiles", is_lossy=True)
 
-    reliefs = OomFallbacks(on_a_card(), {"net": Net(nn.Linear(8, 8))}, savings, "denoise")
-    said = [relief.message for relief in iter(reliefs.next, None)]
+    fallbacks = OomFallbacks(on_a_card(), {"net": Net(nn.Linear(8, 8))}, savings, "denoise")
+    said = [fallback.message for fallback in iter(fallbacks.next, None)]
     assert [text.split()[0] for text in said] == ["torch's", "one", "block", "in"]
     assert "in host memory" in said[2]
 
 
 def test_each_way_is_tried_once() -> None:
-    reliefs = OomFallbacks(on_a_card(), {}, None, "denoise")
-    assert reliefs.next() is not None
-    assert reliefs.next() is None
+    fallbacks = OomFallbacks(on_a_card(), {}, None, "denoise")
+    assert fallbacks.next() is not None
+    assert fallbacks.next() is None

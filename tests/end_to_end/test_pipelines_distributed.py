@@ -68,18 +68,18 @@ def alone(asked: dict[str, Any]) -> dict[int, Any]:
     return ALONE[key]
 
 
-def run(team: Communicator, asked: dict[str, Any], fault: Any = None) -> dict[str, Any]:
+def run(group: Communicator, asked: dict[str, Any], fault: Any = None) -> dict[str, Any]:
     """One rank's run."""
-    undo = fault(team) if fault is not None else None
+    undo = fault(group) if fault is not None else None
     try:
-        request = Request(**{"num_devices": team.size, **asked})
-        join = Rendezvous(team.rank, lambda _: team)
+        request = Request(**{"num_devices": group.size, **asked})
+        join = Rendezvous(group.rank, lambda _: group)
         events = list(stream(request, keep=SaveOptions(None), num_threads=1, join=join))
     finally:
         if undo is not None:
             undo()
     repairs = [(each.component, each.module) for each in events if isinstance(each, Repaired)]
-    return {**told(events, speaks=True), "sent": dict(team.sent), "repairs": repairs}
+    return {**told(events, speaks=True), "sent": dict(group.sent), "repairs": repairs}
 
 
 def check_close(found: dict[int, Any], wanted: dict[int, Any]) -> None:
@@ -117,7 +117,7 @@ def test_one_video_on_several_ranks(
     assert all(rank.sent_bytes for rank in division.ranks)
 
 
-def encoded(team: Communicator, asked: dict[str, Any], *, once: bool) -> dict[str, Any]:
+def encoded(group: Communicator, asked: dict[str, Any], *, once: bool) -> dict[str, Any]:
     """One rank's run, with how often an encoder's first layer looked words up in it."""
     from everyframe.diffusers_pipelines import module_calls
 
@@ -131,7 +131,7 @@ def encoded(team: Communicator, asked: dict[str, Any], *, once: bool) -> dict[st
 
     torch.nn.Embedding.forward = looked_up  # type: ignore[method-assign]
     try:
-        return {**run(team, asked), "calls": len(calls)}
+        return {**run(group, asked), "calls": len(calls)}
     finally:
         torch.nn.Embedding.forward = own  # type: ignore[method-assign]
         module_calls._NAMES = names
@@ -183,14 +183,14 @@ def test_a_run_that_is_broken_off_goes_on(
         np.testing.assert_array_equal(videos(found)[3], videos(whole)[3])
 
 
-def _other_noise(team: Communicator) -> Any:
+def _other_noise(group: Communicator) -> Any:
     from everyframe.diffusers_pipelines import call_arguments
 
     kept = torch.Generator.manual_seed
 
     class Other(torch.Generator):
         def manual_seed(self, seed: int) -> Any:
-            return kept(self, seed + team.rank)
+            return kept(self, seed + group.rank)
 
     own = call_arguments.torch.Generator
     call_arguments.torch.Generator = Other  # type: ignore[misc]
@@ -204,7 +204,7 @@ def test_other_noise_on_one_rank_is_seen(ranks: Group, asked: dict[str, dict[str
         check_close(videos(found), alone(asked["wan"]))
 
 
-def _overflow(team: Communicator) -> Any:
+def _overflow(group: Communicator) -> Any:
     """The first feed-forward's products have an infinity, wherever they are in bfloat16."""
     kept = torch.nn.GELU.forward, torch.nn.functional.gelu
 
@@ -376,10 +376,10 @@ def test_a_fault_in_one_ranks_branch_is_repaired_on_all(
     assert np.isfinite(videos(found)[3]).all()
 
 
-def _overflow_of_the_second(team: Communicator) -> Any:
+def _overflow_of_the_second(group: Communicator) -> Any:
     """As `_overflow`, and in what the second rank alone computes; alone, both find it."""
-    undo = _overflow(team)
-    if team.rank:
+    undo = _overflow(group)
+    if group.rank:
         return undo
     faulty = torch.nn.functional.gelu
     undo()

@@ -297,7 +297,7 @@ def test_frames_that_are_not_finite_pass_no_gate() -> None:
     bad[0, 1, 1, 1] = np.nan
 
     class Careless:
-        name, component, goes_on = "decode", "vae", False
+        name, component, is_resumable = "decode", "vae", False
 
         def num_steps(self, num_videos: int) -> int:
             return 0
@@ -312,7 +312,7 @@ def test_frames_that_are_not_finite_pass_no_gate() -> None:
     plan = SimpleNamespace(settings=SimpleNamespace(chain=1))
     here = SimpleNamespace(
         plan=plan,
-        teams=SimpleNamespace(team=SimpleNamespace(is_lead=False)),
+        parallel=SimpleNamespace(video_group=SimpleNamespace(is_lead=False)),
         stages=lambda model, clip: model.stages(plan, clip),
     )
     keeper, progress = RunStateWriter(None, SaveOptions(None)), RunState(videos=[VideoState(0)])

@@ -64,9 +64,9 @@ def test_it_measures_goes_on_and_is_used_by_a_plan(monkeypatch: pytest.MonkeyPat
     assert done() == [], "nothing is left to do"
     budget = f"{max(20.0, more.worst_db('taylor1@3') - 4):.1f}dB"
     if more.worst_db("taylor1@3") >= 23.5:
-        settled = everyframe.plan(prompt, num_inference_steps=4, quality=budget)
-        assert settled.quality is not None
-        assert settled.quality.num_videos == LEAST_VIDEOS
+        resolved = everyframe.plan(prompt, num_inference_steps=4, quality=budget)
+        assert resolved.quality is not None
+        assert resolved.quality.num_videos == LEAST_VIDEOS
     assert any("dB" in line for line in report(more, [20.0]))
 
 

@@ -63,18 +63,18 @@ def alone(model: str, **options: Any) -> dict[int, np.ndarray[Any, Any]]:
 
 
 def run(
-    team: Communicator, model: str, options: dict[str, Any], fault: Any = None
+    group: Communicator, model: str, options: dict[str, Any], fault: Any = None
 ) -> dict[str, Any]:
     """One rank's run; frames of those who speak."""
-    undo = fault(team) if fault is not None else None
+    undo = fault(group) if fault is not None else None
     try:
-        asked = request(model, **{"num_devices": team.size, **options})
+        asked = request(model, **{"num_devices": group.size, **options})
         events = list(
             stream(
                 asked,
                 keep=SaveOptions(None),
                 num_threads=1,
-                join=Rendezvous(team.rank, lambda _: team),
+                join=Rendezvous(group.rank, lambda _: group),
             )
         )
     finally:
@@ -83,11 +83,11 @@ def run(
     division = next(iter(events)).plan.parallel  # type: ignore[attr-defined]
     assert isinstance(division, ParallelPlan)
     return {
-        "frames": frames_by_seed(events) if division.reports_events(team.rank) else {},
+        "frames": frames_by_seed(events) if division.reports_events(group.rank) else {},
         "stages": [each.stage for each in events if isinstance(each, StageStarted)],
         "done": [each.seed for each in events if isinstance(each, VideoDone)],
         "repairs": [each.module for each in events if isinstance(each, Repaired)],
-        "sent": dict(team.sent),
+        "sent": dict(group.sent),
     }
 
 
@@ -174,12 +174,12 @@ def test_two_videos_on_three_ranks_in_uneven_groups(ranks: Group, model: str) ->
     check_close(together(found), alone(model, num_videos=2))
 
 
-def decoded(team: Communicator, model: str) -> dict[str, Any]:
+def decoded(group: Communicator, model: str) -> dict[str, Any]:
     """A run whose latents are the start noise: what is left to differ is the decoder."""
-    return run(team, model, {}, fault=_no_denoising)
+    return run(group, model, {}, fault=_no_denoising)
 
 
-def _no_denoising(team: Communicator | None = None) -> Any:
+def _no_denoising(group: Communicator | None = None) -> Any:
     kept = stages.DenoiseStage.sample
 
     def at_once(self: Any, denoise: Any, inputs: Any, start: int) -> Any:
@@ -211,8 +211,8 @@ def test_one_rank_alone_encodes_the_text(ranks: Group, model: str) -> None:
     check_close(together(found), alone(model))
 
 
-def _no_encoder_but_on_the_first(team: Communicator) -> Any:
-    if team.is_lead:
+def _no_encoder_but_on_the_first(group: Communicator) -> Any:
+    if group.is_lead:
         return None
     kept = stages_module.load_component
 
@@ -227,9 +227,9 @@ def _no_encoder_but_on_the_first(team: Communicator) -> Any:
 # ---------------------------------------------------------------- what goes wrong
 
 
-def _other_noise(team: Communicator) -> Any:
+def _other_noise(group: Communicator) -> Any:
     kept = noise.start_noise
-    if team.rank == 1:
+    if group.rank == 1:
         noise.start_noise = lambda seed, shape: kept(seed + 1, shape)
     return lambda: setattr(noise, "start_noise", kept)
 
@@ -241,9 +241,9 @@ def test_other_noise_on_one_rank_is_seen(ranks: Group, model: str) -> None:
         check_close(found, alone(model))
 
 
-def _other_plan(team: Communicator) -> Any:
+def _other_plan(group: Communicator) -> Any:
     kept = engine_ranks._facts
-    if team.rank == 1:
+    if group.rank == 1:
         engine_ranks._facts = lambda *given: {**kept(*given), "version of torch": "1.13"}
     return lambda: setattr(engine_ranks, "_facts", kept)
 
@@ -253,7 +253,7 @@ def test_ranks_with_other_versions_are_told_at_the_start(ranks: Group, model: st
         ranks.run(2, run, model, {}, fault=_other_plan)
 
 
-def _overflow(team: Communicator | None = None) -> Any:
+def _overflow(group: Communicator | None = None) -> Any:
     """The first MLP of the first block has an infinity, wherever it is computed in bfloat16."""
     from everyframe.families.opensora.layers import MLP
 
@@ -276,9 +276,9 @@ def test_a_repair_is_the_same_on_every_rank(ranks: Group, model: str) -> None:
     assert np.isfinite(together(found)[5]).all()
 
 
-def _no_room_to_decode(team: Communicator) -> Any:
+def _no_room_to_decode(group: Communicator) -> Any:
     """On the second rank a decoder finds no memory for more than one frame."""
-    if team.rank != 1:
+    if group.rank != 1:
         return None
 
     def refuse(module: Any, args: Any) -> None:
@@ -304,8 +304,8 @@ def test_sharding_is_taken_off_again(model: str) -> None:
 
     module = build_model(STDiT3Config(hidden_size=32, depth=1, num_heads=2, caption_channels=8))
     before = {name: type(part) for name, part in module.named_modules()}
-    put_on = sharding.apply(module, SingleRank())
+    patch = sharding.apply(module, SingleRank())
     assert {name: type(part) for name, part in module.named_modules()} != before
-    put_on.remove()
+    patch.remove()
     assert {name: type(part) for name, part in module.named_modules()} == before
     assert not any(p._forward_hooks or p._forward_pre_hooks for p in module.modules())

@@ -25,7 +25,7 @@ class Mailbox:
             return SimpleNamespace(wait=lambda: None)
 
         return SimpleNamespace(
-            teams=SimpleNamespace(
+            parallel=SimpleNamespace(
                 world=SimpleNamespace(
                     rank=rank, is_lead=rank == 0, send=send,
                     receive=lambda source, what: self.sent.popleft(),

@@ -186,14 +186,14 @@ def test_losses_with_progress_in_between_do_not(groups: Any, tmp_path: Path) -> 
 def test_out_of_memory_is_a_new_group_with_a_plan_that_needs_less(
     groups: Any, tmp_path: Path
 ) -> None:
-    scarcity = OutOfMemoryInfo("denoise", 2, ("denoiser",), "step 2", "out of memory", 1)
-    error = DistributedOutOfMemoryError("so", scarcity)
+    out_of_memory = OutOfMemoryInfo("denoise", 2, ("denoiser",), "step 2", "out of memory", 1)
+    error = DistributedOutOfMemoryError("so", out_of_memory)
     failed = RankFailedError(error, keeps=True)
     done = [("event", VideoDone(3, 1, {}))]
     # Lost before the new plan is saved, and after: a second time would need less again.
     made = groups([*BEGIN, failed], [LOST], [saved(2), saved(2, b"1"), LOST], done)
     run(tmp_path, [])
-    assert [each.scarcity for each in made.jobs] == [None, scarcity, scarcity, None]
+    assert [each.out_of_memory for each in made.jobs] == [None, out_of_memory, out_of_memory, None]
     groups([("event", PLANNED), failed])
     with pytest.raises(DistributedOutOfMemoryError):
         run(None, [])

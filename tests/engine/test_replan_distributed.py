@@ -157,8 +157,10 @@ def test_under_torchrun_rank_0_has_all_videos(ranks: Group, model: str, tmp_path
         np.testing.assert_array_equal(to_uint8(found[0]["frames"][seed]), to_uint8(frames))
 
 
-def begun_as_by_torchrun(team: Communicator, root: Path, options: dict[str, Any]) -> dict[str, Any]:
-    return begun(team, root, options, 0, local=(team.rank, team.size))
+def begun_as_by_torchrun(
+    group: Communicator, root: Path, options: dict[str, Any]
+) -> dict[str, Any]:
+    return begun(group, root, options, 0, local=(group.rank, group.size))
 
 
 def test_what_can_not_be_moved(shared: tuple[Path, dict[int, Any]], tmp_path: Path) -> None:

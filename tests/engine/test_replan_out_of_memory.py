@@ -57,7 +57,7 @@ def pixels(count: int, first: int = 0) -> Any:
 
 
 class MadeUp:
-    """Workers that say what the test has them say: the first team, and the one after it."""
+    """Workers that say what the test has them say: the first group, and the one after it."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.jobs: list[WorkerJob] = []
@@ -125,7 +125,7 @@ def test_all_ranks_are_started_again_from_what_was_kept(
     assert [each.run for each in first] == [None, None]
     for rank, each in enumerate(second):
         assert (each.rank, each.request, each.run, each.skip) == (rank, None, run.path, (9, 7))
-        assert each.scarcity == replace(SHORT.scarcity, rank=1)
+        assert each.out_of_memory == replace(SHORT.out_of_memory, rank=1)
         assert each.folder != first[rank].folder, "they meet anew"
     assert made.killed == [0, 1, 2, 3]
     kinds = [event.type for event in events]
@@ -160,12 +160,12 @@ def test_where_nobody_can_start_them_again_it_says_what_would_do(
 def test_an_error_that_is_reworded_says_where_memory_ran_out() -> None:
     """As `kept` does, which adds how to go on; and as it comes out of a worker."""
     again = SHORT.reworded("other words")
-    assert (str(again), again.scarcity) == ("other words", SHORT.scarcity)
+    assert (str(again), again.out_of_memory) == ("other words", SHORT.out_of_memory)
     ours, theirs = Pipe()
     send(theirs, "error", error_data(again))
     found = error_from(receive(ours)[1], 3)
     assert isinstance(found, DistributedOutOfMemoryError)
-    assert found.scarcity.rank == 3
+    assert found.out_of_memory.rank == 3
     assert type(CannotRunError("so").reworded("other")) is CannotRunError
 
 
@@ -194,7 +194,7 @@ def test_frames_that_were_had_are_left_out() -> None:
 class Toy:
     """What the ways to do with less ask of a model that ranks share."""
 
-    led, ways, in_step, apart = (), ("",), True, False
+    led, ways, in_step, has_independent_branches = (), ("",), True, False
 
     def dry_run_calls(self, *_: Any) -> Any:
         """Nothing else is asked of it."""
@@ -221,7 +221,7 @@ def of_ranks(device: DeviceFacts, *names: str) -> Plan:
 
 
 def all_ways(planned: Plan) -> Iterator[tuple[Plan, str]]:
-    while (found := replan.apply_next_fallback(planned, MODEL, SHORT.scarcity)) is not None:
+    while (found := replan.apply_next_fallback(planned, MODEL, SHORT.out_of_memory)) is not None:
         planned = found[0]
         yield planned, found[1].message
 
@@ -252,11 +252,11 @@ def test_parts_of_a_pipeline_come_by_turns_first() -> None:
 def test_where_nothing_is_left_it_is_refused() -> None:
     *_, (last, _) = all_ways(of_ranks(CARD, "net"))
     with pytest.raises(CannotRunError, match=r"^step 3 of denoise, on rank 1: out of memory, and "):
-        replan_with_less_memory(last, MODEL, replace(SHORT.scarcity, rank=1))
+        replan_with_less_memory(last, MODEL, replace(SHORT.out_of_memory, rank=1))
 
 
 def test_the_record_holds_what_was_done_once() -> None:
-    _, told = replan_with_less_memory(of_ranks(CARD, "net"), MODEL, SHORT.scarcity)
+    _, told = replan_with_less_memory(of_ranks(CARD, "net"), MODEL, SHORT.out_of_memory)
     assert told.text.endswith("all resume from the last saved step: Net: one by one")
     assert applied_fallbacks([told.to_json()]) == (told,)
     other = {"clip": 1, **replace(told, stage="decode").to_json()}

@@ -185,7 +185,7 @@ def test_the_first_rank_of_another_group_saves_where_it_is(tmp_path: Path) -> No
     parallel = SimpleNamespace(videos_per_group=(1, 1))
     here: Any = SimpleNamespace(
         plan=SimpleNamespace(parallel=parallel), group=1, videos=[1],
-        teams=SimpleNamespace(world=world, team=SimpleNamespace(is_lead=True)),
+        parallel=SimpleNamespace(world=world, video_group=SimpleNamespace(is_lead=True)),
     )  # fmt: skip
     for parts in (tmp_path, None):
         how = SaveOptions(None, parts=parts)

@@ -225,7 +225,7 @@ def test_runs_of_a_batch_count_their_share_and_other_ranks_nothing(
     model: str, rank: int, is_batch: bool
 ) -> None:
     prepared = prepare(request(model))
-    here: Any = SimpleNamespace(teams=SimpleNamespace(world=SimpleNamespace(rank=rank)))
+    here: Any = SimpleNamespace(parallel=SimpleNamespace(world=SimpleNamespace(rank=rank)))
     assert prepared.plan.batch is not None
     member: Any = object() if is_batch else None
     token = MEMBER.set(member)

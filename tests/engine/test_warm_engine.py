@@ -1,7 +1,7 @@
 """An engine that stays: whatever came before, its videos are those of `generate`, bit for bit.
 
 Each kind of state that a run leaves on components has its leftover planted: what a run left is
-taken off, and without that the next video would be another.
+removed, and without that the next video would be another.
 """
 
 from __future__ import annotations

@@ -26,11 +26,11 @@ every_denoiser = pytest.mark.parametrize("name", DENOISERS)
 
 
 def sharded(
-    team: Communicator, name: str, case: str, groups: int = 1, fault: str = "", count: bool = False
+    group: Communicator, name: str, case: str, groups: int = 1, fault: str = "", count: bool = False
 ) -> dict[str, Any]:
     """One rank's answer, the bytes that left it and, with `count`, its operations."""
     planted = DENOISERS[name].faults[fault][0] if fault else None
-    return DENOISERS[name].sharded(team, case, groups, planted, count)
+    return DENOISERS[name].sharded(group, case, groups, planted, count)
 
 
 CASES = [
@@ -90,18 +90,18 @@ def test_unequal_shares(ranks: Group, name: str, weights: tuple[float, ...]) -> 
     assert worst(found, denoiser.wanted(denoiser.guided)) < RELATIVE
 
 
-def test_apart_a_rank_computes_alone_what_one_device_does() -> None:
+def test_unsharded_a_rank_computes_alone_what_one_device_does() -> None:
     """Where a fault is looked for: nothing is sent, and the bits are those of the bare model."""
     for denoiser in DENOISERS.values():
-        team, case = FakeCommunicator(2, (1.0,) * 3), denoiser.guided
-        handle = denoiser.apply(denoiser.model(), team, 1)
+        group, case = FakeCommunicator(2, (1.0,) * 3), denoiser.guided
+        handle = denoiser.apply(denoiser.model(), group, 1)
         try:
-            with torch.inference_mode(), handle.apart():
+            with torch.inference_mode(), handle.unsharded():
                 out = denoiser.answer(denoiser.model(), denoiser.inputs(case))
         finally:
             handle.remove()
         assert torch.equal(out, denoiser.bare(case))
-        assert not team.sent
+        assert not group.sent
 
 
 @every_denoiser
@@ -174,11 +174,11 @@ def test_half_precision_sends_half_precision(name: str) -> None:
     for dtype, islands in (("float32", ()), ("bfloat16", denoiser.islands)):
         model = denoiser.build().eval().requires_grad_(False)
         cast_hooks.add_cast_hooks(model, Precision(dtype, dtype, islands))
-        team = FakeCommunicator(0, (1.0, 1.0))
-        denoiser.apply(model, team, 1)
+        group = FakeCommunicator(0, (1.0, 1.0))
+        denoiser.apply(model, group, 1)
         with torch.inference_mode():
             assert denoiser.answer(model, inputs).dtype == torch.float32
-        sent[dtype] = team.sent
+        sent[dtype] = group.sent
     exchanged = {dtype: denoiser.exchanged(each) for dtype, each in sent.items()}
     assert exchanged["bfloat16"] * 2 == exchanged["float32"] > 0
     # The last layer is an island.
@@ -215,8 +215,8 @@ def test_a_rank_that_computes_everything_is_seen(name: str) -> None:
     denoiser = DENOISERS[name]
     size, case = 3, denoiser.guided
     whole = sharded(SingleRank(), name, case, count=True)["operations"]
-    team = FakeCommunicator(1, (1.0,) * size)
-    found = denoiser.sharded(team, case, fault=compute_everything, count=True)
+    group = FakeCommunicator(1, (1.0,) * size)
+    found = denoiser.sharded(group, case, fault=compute_everything, count=True)
     assert worst([found], denoiser.wanted(case)) < RELATIVE
     assert found["operations"] > 1.1 * denoiser.share(size, 1, case) * whole
     assert not found["sent"]

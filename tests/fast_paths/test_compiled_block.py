@@ -201,14 +201,14 @@ def test_a_model_is_a_model_afterwards() -> None:
 
 def test_offloaded_blocks_use_their_packages(compiler: PlantedCompiler) -> None:
     model = made()
-    put_on = offload.apply(model, "cpu")
+    offloaded = offload.apply(model, "cpu")
     everyframe.compile(model)
     check(model, *inputs())
     for block in compiled_blocks(model).values():
         assert block.report.packages
         assert not block.report.notes
     assert compiler.count == 1
-    put_on.remove()
+    offloaded.remove()
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from everyframe.fast_paths.benchmark import ComparisonResult, relative_error, ru
 from everyframe.fast_paths.registry import CATALOGUE
 from everyframe.ops.convolution import TemporalConv
 from everyframe.ops.native import kernels, library
-from everyframe.runtime.repairs import RepairSet, put_on
+from everyframe.runtime.repairs import RepairSet, apply_repair
 from helpers import decoder_paths, native_paths
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 
@@ -214,7 +214,7 @@ def test_wan_decodes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_repair_computes_wan_plainly_and_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
     model = wan(*PATHS)
     before = answer(model)
-    undo = put_on(model, RepairSet(native_paths.CPU, {"vae": model}).plainly("vae", ""))
+    undo = apply_repair(model, RepairSet(native_paths.CPU, {"vae": model}).plainly("vae", ""))
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "_call", lambda *_: pytest.fail("a kernel computes"))
         patch.setattr(

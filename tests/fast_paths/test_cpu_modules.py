@@ -29,7 +29,7 @@ from everyframe.ops.native import kernels, library
 from everyframe.ops.norm import GroupNormSiLU, LayerNorm, RMSNorm, WideLayerNorm
 from everyframe.precision.cast_hooks import add_cast_hooks
 from everyframe.precision.upcast import Upcast
-from everyframe.runtime.repairs import RepairSet, put_on
+from everyframe.runtime.repairs import RepairSet, apply_repair
 from helpers import native_paths
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 
@@ -193,7 +193,7 @@ def test_a_repair_makes_it_plain_and_gives_it_back(
         raise AssertionError(f"{name} computes, in spite of the repair")
 
     repairs = RepairSet(native_paths.CPU, {"unet": model})
-    undo = put_on(model, repairs.plainly("unet", ""))
+    undo = apply_repair(model, repairs.plainly("unet", ""))
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "_call", forbidden)
         assert relative_error(answer(model), answer(plain)) < 1e-5

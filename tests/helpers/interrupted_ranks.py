@@ -45,33 +45,33 @@ def is_of_denoising(event: Event) -> bool:
 
 
 def begun(
-    team: Communicator, root: Path, asked: dict[str, Any], steps: int, local: Any = None
+    group: Communicator, root: Path, asked: dict[str, Any], steps: int, local: Any = None
 ) -> dict[str, Any]:
     """One rank's run, let go after so many steps of denoising; 0 lets it come to its end."""
-    request = Request(**{"num_devices": team.size, **asked})
-    keep = SaveOptions(root if team.rank == 0 else None, pace=EVERY_STEP)
+    request = Request(**{"num_devices": group.size, **asked})
+    keep = SaveOptions(root if group.rank == 0 else None, pace=EVERY_STEP)
     events: list[Event] = []
-    join = Rendezvous(team.rank, lambda _: team, local)
+    join = Rendezvous(group.rank, lambda _: group, local)
     with closing(stream(request, keep=keep, num_threads=1, join=join)) as coming:
         for event in coming:
             events.append(event)
             if steps and sum(map(is_of_denoising, events)) == steps:
                 break
-    return told(events, speaks=local is None or team.rank == 0)
+    return told(events, speaks=local is None or group.rank == 0)
 
 
 def gone_on(
-    team: Communicator,
+    group: Communicator,
     path: Path,
     devices: dict[str, Any] | None,
     skip: tuple[int, ...] = (),
-    scarcity: OutOfMemoryInfo | None = None,
+    out_of_memory: OutOfMemoryInfo | None = None,
 ) -> dict[str, Any]:
     """One rank goes on with the run there."""
-    join = Rendezvous(team.rank, lambda _: team)
+    join = Rendezvous(group.rank, lambda _: group)
     events = resume_run(
         RunFolder(path), skip=skip, join=join, ranks=devices, pace=EVERY_STEP, cleans=False,
-        scarcity=scarcity,
+        out_of_memory=out_of_memory,
     )  # fmt: skip
     return told(list(events), speaks=True)
 

@@ -1,8 +1,8 @@
 """Groups of processes for tests: started once a module, they serve all of its cases.
 
-``ranks.run(size, function, *arguments)`` calls ``function(team, *arguments)`` in the first `size`
+``ranks.run(size, function, *arguments)`` calls ``function(group, *arguments)`` in the first `size`
 of them and gives what each of them returned. Functions are those of a module. A process that fails
-says so at once; a hang ends with the test. Teams of fewer than all processes can't go apart into
+says so at once; a hang ends with the test. Groups of fewer than all processes can't go apart into
 others (`meeting.again` refuses), unless they meet anew for that: ``whole=True``.
 """
 
@@ -31,13 +31,15 @@ SLOW = (4, 6, 7, 8)
 _SUPPLIES: dict[int, Any] = {}
 
 
-def supply_of(team: Communicator) -> Communicator:
-    """The ranks of a team once more, as another team; for modules that start `supplied`."""
-    return SingleRank() if team.size == 1 else TorchCommunicator(team.weights, _SUPPLIES[team.size])
+def supply_of(group: Communicator) -> Communicator:
+    """The ranks of a group once more, as another group; for modules that start `supplied`."""
+    return (
+        SingleRank() if group.size == 1 else TorchCommunicator(group.weights, _SUPPLIES[group.size])
+    )
 
 
 class Group:
-    """So many processes that met; `supplied`, they can have a second team (`supply_of`)."""
+    """So many processes that met; `supplied`, they can have a second group (`supply_of`)."""
 
     def __init__(self, sizes: Sequence[int], *, supplied: bool = False) -> None:
         self._sizes, self._num_meetings, self._number = tuple(sizes), 1, max(sizes)
@@ -117,7 +119,7 @@ class _Failed:
 
 @dataclass(frozen=True)
 class _Meeting:
-    """Where so many ranks meet, to form teams of these sizes."""
+    """Where so many ranks meet, to form groups of these sizes."""
 
     place: Path
     number: int
@@ -151,11 +153,11 @@ def _serve(rank: int, meeting: _Meeting, pipe: Any, supplied: bool) -> None:
         size, function, arguments, named = told
         weights = named.pop("weights", None)
         try:
-            team: Communicator = (
+            group: Communicator = (
                 SingleRank() if size == 1 else TorchCommunicator(weights, groups[size])
             )
             with torch.no_grad():
-                pipe.send(function(team, *arguments, **named))
+                pipe.send(function(group, *arguments, **named))
         except Exception:
             pipe.send(_Failed(traceback.format_exc()))
     destroy()

@@ -1,4 +1,4 @@
-"""A denoiser that is put on ranks, as one of them calls it: its answer, what left it, its work.
+"""A denoiser split across ranks, as one of them calls it: its answer, what left it, its work.
 
 In float64, so that a wrong cut can't hide behind rounding. Processes are in `rank_pool.py`.
 """
@@ -21,8 +21,8 @@ RELATIVE = 1e-12
 
 
 def answered(
-    team: Communicator,
-    put_on: ModelPatch,
+    group: Communicator,
+    patch: ModelPatch,
     undo: Callable[[], None] | None,
     call: Callable[[], Tensor],
     *,
@@ -30,7 +30,7 @@ def answered(
 ) -> dict[str, Any]:
     """A rank's answer, the bytes that left it and, with `count`, its operations.
 
-    What was put on is taken off again, and a planted fault undone.
+    The patch is removed, and a planted fault undone.
     """
     counter = FlopCounterMode(display=False)
     try:
@@ -41,10 +41,10 @@ def answered(
                 counting.enter_context(counter)
             out = call()
     finally:
-        put_on.remove()
+        patch.remove()
         if undo is not None:
             undo()
-    return {"out": out, "sent": dict(team.sent), "operations": counter.get_total_flops()}
+    return {"out": out, "sent": dict(group.sent), "operations": counter.get_total_flops()}
 
 
 def worst(found: Sequence[dict[str, Any]], wanted: Tensor) -> float:

@@ -37,18 +37,18 @@ def whole(grid: TokenGrid, channels: int = 3) -> Tensor:
     return numbers.view(grid.samples, grid.frames, grid.places, channels)
 
 
-def moved(team: Communicator, grid: TokenGrid, groups: int, dtype: torch.dtype) -> dict[str, Any]:
+def moved(group: Communicator, grid: TokenGrid, groups: int, dtype: torch.dtype) -> dict[str, Any]:
     """One rank's way to rows, back and to the whole, and bytes that it sent."""
     import torch.distributed as dist
 
     x = whole(grid).to(dtype)
-    switch = Redistribute(TokenPartition(grid, team.weights, groups), team)
+    switch = Redistribute(TokenPartition(grid, group.weights, groups), group)
     mine = switch.take(x[switch.samples])
     sent, before = 0, dist.all_to_all_single
 
     def counting(out: Tensor, given: Tensor, receive: Any, send: list[int], **named: Any) -> None:
         nonlocal sent
-        sent += sum(send) - send[team.rank]
+        sent += sum(send) - send[group.rank]
         before(out, given, receive, send, **named)
 
     dist.all_to_all_single = counting
@@ -63,8 +63,8 @@ def moved(team: Communicator, grid: TokenGrid, groups: int, dtype: torch.dtype) 
         "back": back,
         "whole": switch.gather(mine),
         "sent": sent,
-        "counted": sum(number for what, number in team.sent.items() if "frames" in what),
-        "all sent": team.sent.total(),
+        "counted": sum(number for what, number in group.sent.items() if "frames" in what),
+        "all sent": group.sent.total(),
     }
 
 
@@ -169,16 +169,16 @@ class Pair:
     second: torch.Tensor | None
 
 
-def statistics(team: Communicator) -> dict[str, Any]:
-    x = torch.tensor([0.1, 0.7]) * (team.rank + 1)
+def statistics(group: Communicator) -> dict[str, Any]:
+    x = torch.tensor([0.1, 0.7]) * (group.rank + 1)
     layout = torch.arange(24.0).view(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)
     mine = [x, x.to(torch.bfloat16), {"of": Pair(layout, None)}, (3, "ü")]
-    told = team.broadcast_tree(mine if team.rank == 1 else None, 1, "sharing")
+    told = group.broadcast_tree(mine if group.rank == 1 else None, 1, "sharing")
     return {
-        "sum": team.sum(x, "adding"),
-        "told": team.all_gather_object({"rank": team.rank, "ä": [1.5, None]}, "telling"),
+        "sum": group.sum(x, "adding"),
+        "told": group.all_gather_object({"rank": group.rank, "ä": [1.5, None]}, "telling"),
         "shared": told,
-        "sent": dict(team.sent),
+        "sent": dict(group.sent),
     }
 
 

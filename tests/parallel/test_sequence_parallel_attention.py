@@ -60,7 +60,7 @@ def given(case: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
 
 
 def attended(
-    team: Communicator,
+    group: Communicator,
     way: str,
     case: str,
     groups: int = 1,
@@ -74,10 +74,10 @@ def attended(
     q, k, v = (x.to(dtype) for x in (q, k, v))
     (samples, heads, tokens), _ = CASES[case]
     deal = TokenPartition(
-        TokenGrid(samples, heads, tokens), team.weights, min(groups, team.size, samples)
+        TokenGrid(samples, heads, tokens), group.weights, min(groups, group.size, samples)
     )
-    parts = deal.segments(team.rank)
-    mine = deal.samples(team.rank)
+    parts = deal.segments(group.rank)
+    mine = deal.samples(group.rank)
 
     def take(x: Tensor) -> Tensor:
         return torch.cat([x[mine][p.samples, :, p.places] for p in parts], dim=2)
@@ -86,21 +86,21 @@ def attended(
 
     def counting(out: Tensor, x: Tensor, receive: Any, send: list[int], **named: Any) -> Any:
         nonlocal sent
-        sent += sum(send) - send[team.rank]
+        sent += sum(send) - send[group.rank]
         return before(out, x, receive, send, **named)
 
     core, undo = attention, None
     if fault is not None:
-        core, mask, undo = fault(team, mask)
+        core, mask, undo = fault(group, mask)
     dist.all_to_all_single = counting
     try:
-        out = attending(way, deal, team).attend(core, take(q), take(k), take(v), mask)
+        out = attending(way, deal, group).attend(core, take(q), take(k), take(v), mask)
     finally:
         dist.all_to_all_single = before
         if undo is not None:
             undo()
-    found = [(h.sample, h.places, out[h.row, :, h.here]) for h in deal.held[team.rank]]
-    return {"found": found, "sent": sent, "counted": team.sent.total(), "dtype": out.dtype}
+    found = [(h.sample, h.places, out[h.row, :, h.here]) for h in deal.held[group.rank]]
+    return {"found": found, "sent": sent, "counted": group.sent.total(), "dtype": out.dtype}
 
 
 def wanted(case: str) -> Tensor:
@@ -188,9 +188,9 @@ def test_bytes_are_those_of_the_formula(ranks: Group, size: int) -> None:
         del CASES[case]
 
 
-def _counted(team: Communicator, way: str, size: int) -> dict[str, Any]:
+def _counted(group: Communicator, way: str, size: int) -> dict[str, Any]:
     CASES["counted"] = ((1, size, 4 * size), "")
-    return attended(team, way, "counted")
+    return attended(group, way, "counted")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -233,7 +233,7 @@ def test_every_rank_has_its_share_of_heads(samples: int, heads: int, size: int) 
 Faulty = tuple[Callable[..., Tensor], "Tensor | None", "Callable[[], None] | None"]
 
 
-def padding(team: Communicator, mask: Tensor | None) -> Faulty:
+def padding(group: Communicator, mask: Tensor | None) -> Faulty:
     """The last rank looks at a key of zeros behind its own, as where tokens are padded."""
 
     def core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -243,7 +243,7 @@ def padding(team: Communicator, mask: Tensor | None) -> Faulty:
         return attention(q, k, v, mask)
 
     inner = ring_attention.partial_attention
-    if team.rank != team.size - 1:
+    if group.rank != group.size - 1:
         return attention, mask, None
 
     def partial(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Any:
@@ -254,21 +254,21 @@ def padding(team: Communicator, mask: Tensor | None) -> Faulty:
     return core, mask, lambda: setattr(ring_attention, "partial_attention", inner)
 
 
-def dropped_mask(team: Communicator, mask: Tensor | None) -> Faulty:
+def dropped_mask(group: Communicator, mask: Tensor | None) -> Faulty:
     """The first rank looks at padding."""
-    return attention, None if team.rank == 0 else mask, None
+    return attention, None if group.rank == 0 else mask, None
 
 
-def shifted_mask(team: Communicator, mask: Tensor | None) -> Faulty:
+def shifted_mask(group: Communicator, mask: Tensor | None) -> Faulty:
     """The last rank takes the mask by its own places instead of the whole's."""
     assert mask is not None
-    return attention, mask.roll(1, dims=-1) if team.rank == team.size - 1 else mask, None
+    return attention, mask.roll(1, dims=-1) if group.rank == group.size - 1 else mask, None
 
 
-def without_lse(team: Communicator, mask: Tensor | None) -> Faulty:
+def without_lse(group: Communicator, mask: Tensor | None) -> Faulty:
     """The first rank takes the mean of the parts."""
     inner = ring_attention.merge
-    if team.rank:
+    if group.rank:
         return attention, mask, None
 
     def mean(one: Any, other: Any) -> Any:

@@ -54,22 +54,22 @@ def test_spans_lie_one_behind_the_other() -> None:
         ((1,) * 5, (1, 1), (range(2), range(2, 5))),
     ],
 )
-def test_teams_end_together(
+def test_groups_end_together(
     weights: tuple[float, ...], loads: tuple[float, ...], expected: tuple[range, ...]
 ) -> None:
     assert group_ranks(len(weights), loads, weights) == expected
 
 
 def _times(loads: Sequence[int], weights: Sequence[int], cuts: Sequence[int]) -> list[Fraction]:
-    """How long each team takes where ranks are cut there, the slowest first."""
+    """How long each group takes where ranks are cut there, the slowest first."""
     bounds = pairwise([0, *cuts, len(weights)])
     speeds = [sum(weights[low:high]) for low, high in bounds]
     pairs = zip(loads, speeds, strict=True)
     return sorted((Fraction(load, speed) for load, speed in pairs), reverse=True)
 
 
-def test_teams_are_the_best_of_all_that_there_are() -> None:
-    """Held against every way to cut, by the times of all teams and not of the slowest alone."""
+def test_groups_are_the_best_of_all_that_there_are() -> None:
+    """Held against every way to cut, by the times of all groups and not of the slowest alone."""
     draw = random.Random(0)
     for _ in range(60):
         num_ranks = draw.randint(1, 6)
@@ -78,12 +78,15 @@ def test_teams_are_the_best_of_all_that_there_are() -> None:
 
         every = combinations(range(1, num_ranks), len(loads) - 1)
         best = min(every, key=partial(_times, loads, weights))
-        assert [team.stop for team in group_ranks(num_ranks, loads, weights)] == [*best, num_ranks]
+        assert [group.stop for group in group_ranks(num_ranks, loads, weights)] == [
+            *best,
+            num_ranks,
+        ]
 
 
 def test_many_ranks_are_parted_at_once() -> None:
     """There are 300 million ways to cut these: what looks at each of them does not come back."""
-    assert [len(team) for team in group_ranks(32, [1.0] * 16, [1.0] * 32)] == [2] * 16
+    assert [len(group) for group in group_ranks(32, [1.0] * 16, [1.0] * 32)] == [2] * 16
 
 
 def test_fewer_ranks_than_loads_are_refused() -> None:

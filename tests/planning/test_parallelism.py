@@ -31,16 +31,18 @@ class TwoBranches:
     led = ("text_encoder",)
     ways: tuple[str, ...] = ("",)
     in_step = True
-    apart = False
+    has_independent_branches = False
 
     def num_branches(self, settings: Settings) -> int:
         return 1 if settings.guidance_scale == 1 else 2
 
     def rank_part(
-        self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
+        self, settings: Settings, video_group: VideoGroup, rank: int, element_bytes: int
     ) -> RankShare:
         deal = TokenPartition(
-            TokenGrid(self.num_branches(settings), 5, 16), crew.weights, crew.groups
+            TokenGrid(self.num_branches(settings), 5, 16),
+            video_group.weights,
+            video_group.num_cfg_groups,
         )
         return grid_share(deal, rank, deal.moved(rank) * element_bytes * 100)
 
@@ -137,10 +139,10 @@ class TwoWays(TwoBranches):
         self._more = more
 
     def rank_part(
-        self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
+        self, settings: Settings, video_group: VideoGroup, rank: int, element_bytes: int
     ) -> RankShare:
-        part = super().rank_part(settings, crew, rank, element_bytes)
-        more = self._more if crew.way == "ring" else 1
+        part = super().rank_part(settings, video_group, rank, element_bytes)
+        more = self._more if video_group.backend == "ring" else 1
         return replace(part, sent_bytes=int(part.sent_bytes * more))
 
 
@@ -205,19 +207,19 @@ def test_branches_apart_on_three_devices() -> None:
 class ApartOrNot(TwoBranches):
     """A model whose ranks have a branch each, with so many bytes to send, or share both."""
 
-    apart = True
+    has_independent_branches = True
 
     def __init__(self, apart: int, together: int, ways: tuple[str, ...] = ("ring",)) -> None:
         self._sent, self.ways = {1: together, 2: apart}, ways
 
     def rank_part(
-        self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
+        self, settings: Settings, video_group: VideoGroup, rank: int, element_bytes: int
     ) -> RankShare:
-        share = crew.weights[rank] / sum(crew.weights)
-        if not self.ways and rank >= crew.groups:
+        share = video_group.weights[rank] / sum(video_group.weights)
+        if not self.ways and rank >= video_group.num_cfg_groups:
             return RankShare(0.0, 0.0, 0, "nothing is left", works=False)
-        share = share if self.ways else 1 / crew.groups
-        return RankShare(share, share, self._sent[crew.groups])
+        share = share if self.ways else 1 / video_group.num_cfg_groups
+        return RankShare(share, share, self._sent[video_group.num_cfg_groups])
 
 
 @pytest.mark.parametrize(

@@ -24,23 +24,23 @@ def plan(**options: Any) -> Plan:
 
 
 def test_exact_is_the_default_and_says_nothing() -> None:
-    settled = plan()
-    assert settled.quality is None
-    assert settled.settings.method is None
-    assert settled.settings.num_denoiser_calls == 30
+    resolved = plan()
+    assert resolved.quality is None
+    assert resolved.settings.method is None
+    assert resolved.settings.num_denoiser_calls == 30
 
 
 def test_without_a_calibration_steps_are_exact_and_the_command_is_named() -> None:
-    settled = plan(quality="33dB", num_inference_steps=29)
-    assert settled.settings.method is None
-    assert settled.quality is not None
-    assert settled.quality.method == "exact"
-    assert any("`everyframe calibrate` measures it" in note for note in settled.notes)
+    resolved = plan(quality="33dB", num_inference_steps=29)
+    assert resolved.settings.method is None
+    assert resolved.quality is not None
+    assert resolved.quality.method == "exact"
+    assert any("`everyframe calibrate` measures it" in note for note in resolved.notes)
 
 
 def test_few_steps_are_not_to_be_calibrated() -> None:
-    settled = plan(quality="33dB", num_inference_steps=2)
-    assert str(settled.quality).startswith("33dB: exact (a run of too few steps")
+    resolved = plan(quality="33dB", num_inference_steps=2)
+    assert str(resolved.quality).startswith("33dB: exact (a run of too few steps")
 
 
 def test_the_fastest_measured_method_is_taken_and_told() -> None:
@@ -114,19 +114,19 @@ def test_frames_that_are_edited_have_no_lossy_methods(tmp_path: Path) -> None:
 
 def test_a_distilled_model_has_no_number(tmp_path: Path) -> None:
     model = stepvideo.stepvideo(tmp_path / "stepvideo-turbo")
-    settled = everyframe.plan("a", model=str(model), size="16x16", num_frames=1, quality="32dB")
-    assert settled.settings.method is None
-    assert settled.quality is not None
-    assert settled.quality.worst_db is None
-    assert any("a distilled model" in note for note in settled.notes)
+    resolved = everyframe.plan("a", model=str(model), size="16x16", num_frames=1, quality="32dB")
+    assert resolved.settings.method is None
+    assert resolved.quality is not None
+    assert resolved.quality.worst_db is None
+    assert any("a distilled model" in note for note in resolved.notes)
 
 
 def test_a_recorded_method_comes_before_the_budget() -> None:
     method = SamplingMethod("ab2", 9, limit=0.5)
-    settled = plan(quality="32dB", method=LossyMethod(method))
-    assert settled.settings.method == method
-    assert settled.quality is not None
-    assert settled.quality.why == "as recorded"
+    resolved = plan(quality="32dB", method=LossyMethod(method))
+    assert resolved.settings.method == method
+    assert resolved.quality is not None
+    assert resolved.quality.why == "as recorded"
 
 
 def test_exact_steps_of_a_budget_are_recorded_too() -> None:
@@ -135,11 +135,11 @@ def test_exact_steps_of_a_budget_are_recorded_too() -> None:
     first = everyframe.generate(PROMPT, **asked)
     assert first.record["plan"]["quality"]["method"] == "exact"
     key = plant_calibration({"taylor1@4": Measurement(50.0, 0.01, 1.5)}, num_inference_steps=6)
-    settled = plan(**asked)
-    assert str(settled.settings.method) == "taylor1@4"
+    resolved = plan(**asked)
+    assert str(resolved.settings.method) == "taylor1@4"
     again = everyframe.plan(request_from(first.record, {}))
     assert again.settings.method is None
     assert str(again.quality) == "32dB: exact (as recorded)"
     anew = everyframe.plan(request_from(first.record, {"quality": "33dB"}))
     assert str(anew.settings.method) == "taylor1@4"
-    path_of(key, size_of(settled.settings)).unlink()
+    path_of(key, size_of(resolved.settings)).unlink()

@@ -248,7 +248,7 @@ def test_wide_norms_are_not_given_another_dtype_at_their_edges() -> None:
     """Their parameters are float32, and what comes in stays as narrow as it is."""
     module = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
     widen_norms(module)
-    put_on = add_cast_hooks(module, Precision("bfloat16", "bfloat16", ("1",)))
+    hooks = add_cast_hooks(module, Precision("bfloat16", "bfloat16", ("1",)))
     seen: list[torch.dtype] = []
     module[1].register_forward_hook(
         lambda _, given, answer: seen.extend((given[0].dtype, answer.dtype))
@@ -256,4 +256,4 @@ def test_wide_norms_are_not_given_another_dtype_at_their_edges() -> None:
     assert module(torch.ones(2, 8)).dtype == torch.float32
     assert seen == [torch.bfloat16, torch.bfloat16]
     assert module[1].weight.dtype == torch.float32
-    assert put_on.num_hooks == 3  # two layers' inputs, and the answer
+    assert hooks.num_hooks == 3  # two layers' inputs, and the answer

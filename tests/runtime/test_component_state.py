@@ -1,4 +1,4 @@
-"""What a run leaves on a component is taken off, or seen: each kind of leftover is planted here."""
+"""What a run leaves on a component is removed, or seen: each kind of leftover is planted here."""
 
 from __future__ import annotations
 

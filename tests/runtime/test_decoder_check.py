@@ -150,10 +150,10 @@ def test_all_ranks_do_what_the_first_one_finds() -> None:
     """Each would find nearly the same; near the limit that is not enough."""
     found = Decoder("svd")
     for told, is_coarse in ((55.0, False), (39.9, True)):
-        team: Any = SimpleNamespace(
+        group: Any = SimpleNamespace(
             is_lead=False, broadcast_object=lambda value, source, what, told=told: told
         )
-        assert found.check(team=team) is is_coarse
+        assert found.check(group=group) is is_coarse
     assert {p.dtype for p in found.ours.decoder.parameters()} == {torch.float32}
     assert [each.to for each in found.video.repairs] == ["float32"]
     assert not list(found.guard.events()), "the first rank tells it"

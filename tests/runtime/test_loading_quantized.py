@@ -127,9 +127,9 @@ def test_no_more_is_on_the_device_than_the_plan_says(kind: str, stored: Path) ->
     precision = plan(kind, "bfloat16").precision
     resident = offload.resident_bytes(Model(), precision)
     model = loaded(stored, kind, "bfloat16")
-    put_on = offload.apply(model, "cpu")
+    offloaded = offload.apply(model, "cpu")
     model(X)
-    assert put_on.most_bytes == resident
+    assert offloaded.most_bytes == resident
     assert resident < 0.62 * offload.resident_bytes(Model(), Precision("bfloat16", "bfloat16"))
 
 

@@ -69,10 +69,10 @@ def test_resident_bytes_are_those_of_two_units_and_of_what_is_no_unit_s() -> Non
     model = Model(12)
     block = sum(p.nbytes for p in model.blocks[0].parameters())
     assert offload.resident_bytes(model, WIDE) == 2 * block + model.scale.nbytes
-    put_on = offload.apply(model, "cpu")
+    offloaded = offload.apply(model, "cpu")
     model(torch.randn(2, 8))
     # One computes, the next one is on its way.
-    assert put_on.most_bytes == 2 * block
+    assert offloaded.most_bytes == 2 * block
 
 
 def test_the_same_bits_and_the_weights_go_back() -> None:
@@ -81,24 +81,24 @@ def test_the_same_bits_and_the_weights_go_back() -> None:
     before = {name: p.clone() for name, p in model.named_parameters()}
     expected = model(x)
     waiting = {id(p) for p in model.blocks.parameters()}
-    put_on = offload.apply(model, "cpu")
+    offloaded = offload.apply(model, "cpu")
     for _ in range(2):
         assert torch.equal(model(x), expected)
     # The very same tensors wait on the host again.
     assert {id(p) for p in model.blocks.parameters()} == waiting
-    put_on.remove()
-    put_on.remove()
+    offloaded.remove()
+    offloaded.remove()
     assert torch.equal(model(x), expected)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 def test_a_failing_block_lets_its_weights_go() -> None:
     model = Model()
-    put_on = offload.apply(model, "cpu")
+    offloaded = offload.apply(model, "cpu")
     with pytest.raises(RuntimeError):
         model.blocks[0](torch.randn(2, 9))
-    assert put_on._waiting == {}
-    assert put_on._bytes == 0
+    assert offloaded._waiting == {}
+    assert offloaded._bytes == 0
 
 
 def ready(model: Any, component: str, dtype: str) -> Any:
@@ -134,9 +134,9 @@ def test_an_offloaded_denoiser_of_opensora_gives_the_same_bits(dtype: str) -> No
 
     with torch.no_grad():
         expected = answer()
-        put_on = offload.apply(model, "cpu")
+        offloaded = offload.apply(model, "cpu")
         assert torch.equal(answer(), expected)
-    assert 0 < put_on.most_bytes < sum(p.nbytes for p in model.parameters()) / 2
+    assert 0 < offloaded.most_bytes < sum(p.nbytes for p in model.parameters()) / 2
 
 
 def test_an_offloaded_unet_of_svd_gives_the_same_bits() -> None:
@@ -151,9 +151,9 @@ def test_an_offloaded_unet_of_svd_gives_the_same_bits() -> None:
 
     with torch.no_grad():
         expected = answer()
-        put_on = offload.apply(model, "cpu")
+        offloaded = offload.apply(model, "cpu")
         assert torch.equal(answer(), expected)
-    assert put_on.most_bytes < sum(p.nbytes for p in model.parameters()) / 3
+    assert offloaded.most_bytes < sum(p.nbytes for p in model.parameters()) / 3
 
 
 def test_it_makes_no_cycle_of_the_module() -> None:

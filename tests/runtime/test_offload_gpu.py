@@ -91,11 +91,11 @@ def peak(model: nn.Module, times: int, want: Tensor) -> int:
 @torch.inference_mode()
 def test_blocks_come_and_go_with_the_card_s_work(model: Model) -> None:
     want = on_the_card(model)
-    put_on = offload.apply(model, "cuda")
-    assert put_on.most_bytes == 0
+    offloaded = offload.apply(model, "cuda")
+    assert offloaded.most_bytes == 0
     # One computes, one is on its way, and one may not be given back yet.
     assert peak(model, 3, want) < 3.5 * BLOCK
-    assert put_on.most_bytes == 2 * BLOCK
+    assert offloaded.most_bytes == 2 * BLOCK
 
 
 @torch.inference_mode()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from everyframe.core.plan import PLAIN, Repair
 from everyframe.ops.attention import AttentionCore
 from everyframe.runtime.guard import Guard
-from everyframe.runtime.repairs import put_on
+from everyframe.runtime.repairs import apply_repair
 from helpers.guard_modules import CLOSE, Net, halved, inputs, plan, repairs
 
 
@@ -133,7 +133,7 @@ def test_where_the_plain_way_is_no_better_the_module_is_raised() -> None:
 
 def test_a_remembered_kernel_is_put_on_at_once() -> None:
     net = halved(net_around(TwoWays(), 1000.0))
-    put_on(net, Repair("net", "parts.1.core", PLAIN, "float16"))
+    apply_repair(net, Repair("net", "parts.1.core", PLAIN, "float16"))
     guard = Guard(plan(), "denoise", {"net": net})
     with torch.inference_mode():
         guard.call(1, lambda: net(inputs()))
@@ -146,7 +146,7 @@ def test_diffusers_attention_backends_give_way_too() -> None:
 
     attention = WanAttention(dim=8, heads=1, dim_head=8, processor=WanAttnProcessor())
     attention.processor._attention_backend = "sage"
-    undo = put_on(nn.Sequential(attention), Repair("net", "0", PLAIN, "float16"))
+    undo = apply_repair(nn.Sequential(attention), Repair("net", "0", PLAIN, "float16"))
     assert attention.processor._attention_backend is None
     undo()
     assert attention.processor._attention_backend == "sage"

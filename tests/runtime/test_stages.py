@@ -52,7 +52,7 @@ def loaded(component: str) -> Generator[Any, None, nn.Module]:
 
 def test_inputs_without_room_on_the_device_are_moved_again_with_less_memory() -> None:
     context = SimpleNamespace(
-        teams=ONE,
+        parallel=ONE,
         tried=[],
         loaded=loaded,
         device=lambda component: "cpu",

@@ -103,7 +103,7 @@ def stored(folder: Path) -> tuple[Model, Path]:
 
 
 def loaded(
-    team: Communicator, path: str, dtype: str = "float32", kind: str = ""
+    group: Communicator, path: str, dtype: str = "float32", kind: str = ""
 ) -> tuple[Any, list[str]]:
     """The model on this rank of those that keep it between them, and the tensors that it read."""
     read: list[str] = []
@@ -115,20 +115,20 @@ def loaded(
 
     plan = ComponentPlan(
         "model", "model", "denoise", "here", 0, "cpu", Precision(dtype, dtype, weight_dtype=kind),
-        0, 0, num_weight_shards=team.size,
+        0, 0, num_weight_shards=group.size,
     )  # fmt: skip
     TensorFile.load = noted  # type: ignore[method-assign]
     try:
-        return load_component(plan, Model, Path(path), KeyMap(), supply=supply_of(team)), read
+        return load_component(plan, Model, Path(path), KeyMap(), supply=supply_of(group)), read
     finally:
         TensorFile.load = kept  # type: ignore[method-assign]
 
 
-def held(team: Communicator, path: str, fault: Any = None) -> dict[str, Any]:
+def held(group: Communicator, path: str, fault: Any = None) -> dict[str, Any]:
     """One rank's answers, what it has of the weights, and what it read and sent for them."""
     undo = fault() if fault is not None else None
     try:
-        model, read = loaded(team, path)
+        model, read = loaded(group, path)
     finally:
         if undo is not None:
             undo()
@@ -164,13 +164,13 @@ def test_the_same_bits_from_a_part_of_the_weights(ranks: Group, size: int, tmp_p
     check_kept(found, source)
 
 
-def held_by_room(team: Communicator, path: str, room: list[float]) -> dict[str, Any]:
+def held_by_room(group: Communicator, path: str, room: list[float]) -> dict[str, Any]:
     """As `held`, of ranks that have unequal room."""
-    own, team.weights = team.weights, tuple(room)
+    own, group.weights = group.weights, tuple(room)
     try:
-        return held(team, path)
+        return held(group, path)
     finally:
-        team.weights = own
+        group.weights = own
 
 
 def test_ranks_of_unequal_room_keep_unequal_parts(ranks: Group, tmp_path: Path) -> None:
@@ -197,9 +197,9 @@ def test_a_rank_that_keeps_everything_is_seen(ranks: Group, tmp_path: Path) -> N
         check_kept(found, source)
 
 
-def in_eight_bits(team: Communicator, path: str, kind: str) -> dict[str, Any]:
+def in_eight_bits(group: Communicator, path: str, kind: str) -> dict[str, Any]:
     """One rank's answer by weights in eight bits, and what it keeps of them."""
-    model, _ = loaded(team, path, kind=kind)
+    model, _ = loaded(group, path, kind=kind)
     x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
     kept = sum(p.nbytes for p in model.blocks.parameters() if not p.is_meta)
     kinds = {type(block.inner) for block in model.blocks}
@@ -224,19 +224,19 @@ def test_weights_in_eight_bits_are_kept_by_ranks_too(
     assert not torch.equal(found[0]["out"][0], source(x))
 
 
-def sent(team: Communicator, path: str) -> dict[str, Any]:
+def sent(group: Communicator, path: str) -> dict[str, Any]:
     """What leaves this rank in a pass, and the most that came at once."""
-    supply = supply_of(team)
+    supply = supply_of(group)
     model = Model().requires_grad_(False)
     carrier = ShardedWeightsProvider(model, supply, torch.device("cpu"))
-    put_on = offload.apply(model, "cpu", carrier)
+    offloaded = offload.apply(model, "cpu", carrier)
     x, counts = torch.zeros(1, WIDTH), []
     for _ in range(3):
         before = supply.sent[WEIGHTS]
         model(x)
         counts.append(supply.sent[WEIGHTS] - before)
-    put_on.remove()
-    return {"sent": counts, "most": put_on.most_bytes}
+    offloaded.remove()
+    return {"sent": counts, "most": offloaded.most_bytes}
 
 
 def test_what_is_sent_is_what_is_told(ranks: Group, tmp_path: Path) -> None:
@@ -253,9 +253,9 @@ def test_what_is_sent_is_what_is_told(ranks: Group, tmp_path: Path) -> None:
         assert unit <= each["most"] <= 2 * unit
 
 
-def raised(team: Communicator, path: str) -> list[Any]:
+def raised(group: Communicator, path: str) -> list[Any]:
     """Answers, and the precision that a block computes in: as it is, raised, as it was."""
-    model, _ = loaded(team, path, "bfloat16")
+    model, _ = loaded(group, path, "bfloat16")
     seen: list[torch.dtype] = []
     model.blocks[5].inner.register_forward_pre_hook(lambda part, _: seen.append(part.weight.dtype))
     x = torch.ones(1, WIDTH)
@@ -341,25 +341,25 @@ def svd() -> tuple[Any, Callable[[Any], Tensor], Callable[..., Any]]:
 MODELS = {"opensora": opensora, "stepvideo": stepvideo, "svd": svd}
 
 
-def answers(team: Communicator, name: str) -> dict[str, Any]:
+def answers(group: Communicator, name: str) -> dict[str, Any]:
     """A denoiser on this rank with all of its weights, then with its part of them, twice."""
     model, answer, put = MODELS[name]()
     model.load_state_dict(tiny_opensora.randomised(model, 0))
     model = model.double().eval().requires_grad_(False)
     whole = sum(p.nbytes for p in model.parameters())
-    put_on = put(model, team)
+    patch = put(model, group)
     before = answer(model)
-    put_on.remove()
-    carrier = ShardedWeightsProvider(model, supply_of(team), torch.device("cpu"))
+    patch.remove()
+    carrier = ShardedWeightsProvider(model, supply_of(group), torch.device("cpu"))
     for each in carrier.elsewhere:
         part, _, own = each.rpartition(".")
         layer = model.get_submodule(part)
         layer._parameters[own] = nn.Parameter(layer._parameters[own].to("meta"), False)
     offloaded = offload.apply(model, "cpu", carrier)
-    put_on = put(model, team)
+    patch = put(model, group)
     after = [answer(model) for _ in range(2)]
     here = sum(p.nbytes for p in model.parameters() if not p.is_meta)
-    with put_on.apart():  # as when a fault is looked for
+    with patch.unsharded():  # as when a fault is looked for
         alone = answer(model)
     return {
         "same": [torch.equal(each, before) for each in after],

@@ -147,14 +147,14 @@ def test_a_bug_is_one_failed_job(store: JobStore, dispatch: Start) -> None:
 
 
 def test_out_of_memory_of_ranks_is_queued_again_with_less(store: JobStore, dispatch: Start) -> None:
-    scarcity = OutOfMemoryInfo("denoise", 2, ("denoiser",), "in step 2", "8 GB asked", 1)
-    error = DistributedOutOfMemoryError("memory ran out on rank 1", scarcity)
+    out_of_memory = OutOfMemoryInfo("denoise", 2, ("denoiser",), "in step 2", "8 GB asked", 1)
+    error = DistributedOutOfMemoryError("memory ran out on rank 1", out_of_memory)
     executor = FakeExecutor(failures=[(2, error)])
     job = add(store)
     dispatch(executor)
     ended(store, job)
     assert executor.jobs[1].run is not None
-    assert executor.jobs[1].scarcity == scarcity
+    assert executor.jobs[1].out_of_memory == out_of_memory
 
 
 def test_a_full_disk_makes_jobs_wait(store: JobStore, dispatch: Start) -> None:

@@ -48,22 +48,22 @@ def show(request: Request, output: str | None, *, as_json: bool, profile: str | 
     with collector_paused():
         from everyframe.planning.resolve import resolve
 
-        settled = resolve(request, profile)
+        resolved = resolve(request, profile)
     if output is not None:
-        check_output_of(settled.settings, output)
-    print_it(settled, sys.stdout, as_json=as_json)
-    if settled.infeasible is not None:
-        raise CannotRunError(settled.infeasible)
+        check_output_of(resolved.settings, output)
+    print_it(resolved, sys.stdout, as_json=as_json)
+    if resolved.infeasible is not None:
+        raise CannotRunError(resolved.infeasible)
     return int(ExitCode.DONE)
 
 
-def print_it(settled: Plan, file: IO[str], *, as_json: bool) -> None:
+def print_it(resolved: Plan, file: IO[str], *, as_json: bool) -> None:
     """Print the plan as a table, or as the line of JSON that ``generate`` begins with."""
     if as_json:
-        print(json_line(Planned(settled).to_json()), file=file, flush=True)
+        print(json_line(Planned(resolved).to_json()), file=file, flush=True)
         return
 
-    print_plan(settled, file)
+    print_plan(resolved, file)
 
 
 COMMAND = make_command(

@@ -95,13 +95,13 @@ class DistributedOutOfMemoryError(CannotRunError):
     No rank can use less memory alone; the launcher can restart all of them.
     """
 
-    def __init__(self, text: str, scarcity: OutOfMemoryInfo) -> None:
+    def __init__(self, text: str, out_of_memory: OutOfMemoryInfo) -> None:
         super().__init__(text)
-        self.scarcity = scarcity
+        self.out_of_memory = out_of_memory
 
     def reworded(self, text: str) -> DistributedOutOfMemoryError:
         """Copy of the error with another text."""
-        return DistributedOutOfMemoryError(text, self.scarcity)
+        return DistributedOutOfMemoryError(text, self.out_of_memory)
 
 
 class DevicesBusyError(EveryframeError):

@@ -181,7 +181,7 @@ class ParallelPlan:
         return tuple(left[ends[group] : ends[group + 1]])
 
     def __str__(self) -> str:
-        sizes = sorted({len(team) for team in self.active_groups}, reverse=True)
+        sizes = sorted({len(group) for group in self.active_groups}, reverse=True)
         sequence = " or ".join(str(-(-size // self.cfg_degree)) for size in sizes)
         way = self.backend if sequence != "1" and self.backend else "sequence"
         return f"data={len(self.videos_per_group)}, cfg={self.cfg_degree}, {way}={sequence}"

@@ -34,26 +34,28 @@ from everyframe.parallel.communicator import Communicator, ParallelContext, memo
 
 @dataclass(frozen=True)
 class CfgExchange:
-    """All-to-all between CFG groups: the ranks of `team` in `groups`, each with its own result."""
+    """All-to-all between CFG groups `groups` of `video_group`, each with its own result."""
 
-    team: Communicator
+    video_group: Communicator
     groups: CfgGroups
 
     @property
     def mine(self) -> int:
         """Index of this rank's CFG group."""
-        return self.groups.number_of(self.team.rank)
+        return self.groups.number_of(self.video_group.rank)
 
     def exchange(self, part: Tensor, lengths: Sequence[int], what: str) -> list[Tensor]:
         """Exchange the groups' results so that every rank has all; `part` (n,) is this group's.
 
         `lengths`, the same on all ranks, has the length of each group's result; a length may be 0.
         """
-        mine, team = self.mine, self.team
-        sizes = [self.groups.sent(lengths, rank) for rank in range(team.size)]
-        piece = self.groups.piece(lengths, team.rank)
-        given = part[piece.start : piece.stop].repeat(team.size - len(self.groups.ranks[mine]))
-        came = team.all_to_all(given, sizes, what)
+        mine, video_group = self.mine, self.video_group
+        sizes = [self.groups.sent(lengths, rank) for rank in range(video_group.size)]
+        piece = self.groups.piece(lengths, video_group.rank)
+        given = part[piece.start : piece.stop].repeat(
+            video_group.size - len(self.groups.ranks[mine])
+        )
+        came = video_group.all_to_all(given, sizes, what)
         theirs = iter(torch.split(came, [n for g, n in enumerate(lengths) if g != mine]))
         return [part if number == mine else next(theirs) for number in range(len(lengths))]
 
@@ -108,13 +110,13 @@ class CfgParallel:
         self,
         denoisers: Mapping[str, nn.Module],
         branches: CfgBranches,
-        teams: ParallelContext,
+        parallel: ParallelContext,
         around: CallHooks | None = None,
     ) -> None:
         self._denoisers, self._branches = dict(denoisers), branches
-        team = teams.team
-        self._groups = CfgGroups.of(team.weights, branches.count, teams.groups)
-        self._apart = CfgExchange(team, self._groups)
+        video_group = parallel.video_group
+        self._groups = CfgGroups.of(video_group.weights, branches.count, parallel.num_cfg_groups)
+        self._exchange = CfgExchange(video_group, self._groups)
         self._around = CallHooks() if around is None else around
         self._on = ExitStack()
         self._count = 0
@@ -149,7 +151,7 @@ class CfgParallel:
 
     def _together(self, call: DenoiserCall) -> Any:
         """The whole result of a batch, of which this rank's group computes its own branches."""
-        mine = self._groups.branches(self._apart.mine)
+        mine = self._groups.branches(self._exchange.mine)
         part = self._part(call, mine)
         with self._around.computing(call):
             answer = (call if part is None else part).compute()
@@ -206,12 +208,12 @@ class CfgParallel:
         """The result, or a `LazyTensor` that is exchanged when it is read."""
         call.owner = self._count % self._num_groups
         self._count += 1
-        if call.owner == self._apart.mine:
+        if call.owner == self._exchange.mine:
             with self._around.computing(call):
                 call.mine = call.compute()
         self._pending.append(call)
         if len(self._pending) == self._num_groups:
-            self._settle()
+            self._exchange_pending()
             return call.answer
         leaves, form = self._form(call)
         return pytree.tree_unflatten(
@@ -231,22 +233,24 @@ class CfgParallel:
 
     def _leaf(self, call: DenoiserCall, number: int) -> Tensor:
         if call.answer is None:
-            self._settle()
+            self._exchange_pending()
         leaf: Tensor = pytree.tree_leaves(call.answer)[number]
         return leaf
 
-    def _settle(self) -> None:
+    def _exchange_pending(self) -> None:
         """Exchange the results of the pending calls and check each."""
         calls, self._pending = self._pending, []
         facts = [list[_Facts]() for _ in self._groups.ranks]
         made: list[Tensor] = []
         for call in calls:
-            if call.owner == self._apart.mine:
+            if call.owner == self._exchange.mine:
                 made = pytree.tree_leaves(call.mine)
                 self._last = [_facts(tensor) for tensor in made]
         for call in calls:
             first = self._groups.ranks[call.owner].start
-            facts[call.owner] = self._apart.team.broadcast_object(self._last, first, _WHAT)
+            facts[call.owner] = self._exchange.video_group.broadcast_object(
+                self._last, first, _WHAT
+            )
         parts = self._exchanged(made, facts)
         for call in calls:
             answer = pytree.tree_unflatten(parts[call.owner], self._branches.form)
@@ -263,9 +267,9 @@ class CfgParallel:
         here = [_flat(tensor) for tensor in mine]
         part = torch.cat(here) if here else torch.empty(0, dtype=torch.uint8, device=device)
         lengths = [sum(_num_bytes(each) for each in group) for group in facts]
-        came = self._apart.exchange(part, lengths, _WHAT)
+        came = self._exchange.exchange(part, lengths, _WHAT)
         return [
-            list(mine) if number == self._apart.mine else _taken(came[number], group)
+            list(mine) if number == self._exchange.mine else _taken(came[number], group)
             for number, group in enumerate(facts)
         ]
 

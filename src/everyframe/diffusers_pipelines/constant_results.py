@@ -14,7 +14,7 @@ from everyframe.parallel.communicator import ParallelContext
 
 
 def cache_constants(
-    plan: Plan, denoisers: Mapping[str, nn.Module], watch: StepTracker, teams: ParallelContext
+    plan: Plan, denoisers: Mapping[str, nn.Module], watch: StepTracker, parallel: ParallelContext
 ) -> ExitStack:
     """Context: what no step changes is computed once, in the denoisers that the plan names.
 
@@ -24,6 +24,6 @@ def cache_constants(
     stack = ExitStack()
     for name, module in denoisers.items():
         paths = plan.component(name).fast_paths or ()
-        if PATH in paths and teams.sharing.size == 1:
+        if PATH in paths and parallel.denoiser_group.size == 1:
             stack.enter_context(CachedConstants(module, lambda: watch.is_paused))
     return stack

@@ -164,16 +164,21 @@ class PipelineDryRun:
         return part if isinstance(part, float) and 0 < part < 1 else 1.0
 
     def dry_run_calls(
-        self, settings: Settings, teams: ParallelContext | None
+        self, settings: Settings, parallel: ParallelContext | None
     ) -> tuple[DryRunCall, ...]:
-        """The pipeline's call, once for each component; `teams` selects the rank's share."""
-        teams = teams or ONE
+        """The pipeline's call, once for each component; `parallel` selects the rank's share."""
+        parallel = parallel or ONE
         fewer = defaults.of(defaults.STEPS_FEWER, self.interface.class_name) or 0
         experts = len(denoisers([part.name for part in self.files.models]))
         few = self._few(settings, experts)
         steps = few.num_inference_steps
         repeats = max(settings.num_denoiser_calls - fewer, 1) / max(steps - fewer, 1)
-        rank = (teams.team.rank, teams.team.weights, teams.way, teams.groups)
+        rank = (
+            parallel.video_group.rank,
+            parallel.video_group.weights,
+            parallel.sequence_backend,
+            parallel.num_cfg_groups,
+        )
         key = (self._identity, repr(few), repr(self.own), rank)
         return tuple(
             DryRunCall(
@@ -181,7 +186,7 @@ class PipelineDryRun:
                 component=part.name,
                 components=tuple(each.name for each in self.files.models),
                 modules=partial(getattr, self, "modules"),
-                call=partial(self.call, few, teams),
+                call=partial(self.call, few, parallel),
                 num_calls=repeats if denoisers((part.name,)) else 1,
                 key=key,
                 outputs=_outputs,
@@ -229,11 +234,11 @@ class PipelineDryRun:
     def call(
         self,
         settings: Settings,
-        teams: ParallelContext,
+        parallel: ParallelContext,
         modules: Mapping[str, nn.Module],
         device: str,
     ) -> tuple[int, int, int] | None:
-        """Make the pipeline's call with `modules`, which are its own, as one rank of `teams`.
+        """Make the pipeline's call with `modules`, which are its own, as one rank of `parallel`.
 
         Returns (frames, height, width) of the output; None if nothing is decoded.
         """
@@ -241,11 +246,11 @@ class PipelineDryRun:
             # Modules keep tables of positions, as the device has them that the stand-in stood for.
             parts = [part for module in modules.values() for part in module.modules()]
             stack.enter_context(attributes_kept(parts))
-            for put_on in sequence_parallel.apply_to_all(modules, teams).values():
-                stack.callback(put_on.remove)
-            if teams.groups > 1:
+            for patch in sequence_parallel.apply_to_all(modules, parallel).values():
+                stack.callback(patch.remove)
+            if parallel.num_cfg_groups > 1:
                 denoising = {name: modules[name] for name in denoisers(modules)}
-                stack.enter_context(CfgParallel(denoising, self.branches(settings), teams))
+                stack.enter_context(CfgParallel(denoising, self.branches(settings), parallel))
             result = self._call(settings)
         return None if _is_tiled(settings) else size_of(result)
 

@@ -155,7 +155,7 @@ class PipelineSpec(CompleteSpec):
         )
         return replace(self, files=replace(self.files, parts=parts), patched=patched)
 
-    def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
+    def resolve(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         """Resolve the request to settings, and notes for the user.
 
         Raises:
@@ -189,10 +189,10 @@ class PipelineSpec(CompleteSpec):
         )
 
     def dry_run_calls(
-        self, settings: Settings, teams: ParallelContext | None = None
+        self, settings: Settings, parallel: ParallelContext | None = None
     ) -> tuple[DryRunCall, ...]:
-        """One joint dry-run call, as one rank of `teams` makes it, with an entry per component."""
-        return self._dry.dry_run_calls(settings, teams)
+        """One joint dry-run call, as a rank of `parallel` makes it, with an entry per component."""
+        return self._dry.dry_run_calls(settings, parallel)
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
         """Memory fallbacks: decode fewer frames at once, then VAE tiling, each where supported."""
@@ -224,7 +224,7 @@ class PipelineSpec(CompleteSpec):
             return None
         return latent_space(self.sizes, vae.class_name, files=tuple(map(str, vae.weights)))
 
-    def stage(self, plan: Plan, teams: ParallelContext) -> Stage:
+    def stage(self, plan: Plan, parallel: ParallelContext) -> Stage:
         """The only stage: load the components and make the call."""
         from everyframe.diffusers_pipelines.stage import PipelineStage
         from everyframe.runtime.component_cache import WarmComponents
@@ -237,9 +237,9 @@ class PipelineSpec(CompleteSpec):
             own,
             files=self.files,
             savings=self.savings,
-            teams=teams,
+            parallel=parallel,
             latents=self.latent_space,
-            branches=self._dry.branches(plan.settings) if teams.groups > 1 else None,
+            branches=self._dry.branches(plan.settings) if parallel.num_cfg_groups > 1 else None,
             warm=self.warm or WarmComponents(),
         )
 
@@ -249,7 +249,7 @@ class ShardablePipelineSpec(PipelineSpec):
     """A pipeline whose videos several ranks can share: by guidance branches, tokens, or both."""
 
     in_step = False
-    apart = True
+    has_independent_branches = True
 
     @property
     def led(self) -> tuple[str, ...]:
@@ -283,16 +283,16 @@ class ShardablePipelineSpec(PipelineSpec):
         return self._dry.branches(settings).why
 
     def rank_part(
-        self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
+        self, settings: Settings, video_group: VideoGroup, rank: int, element_bytes: int
     ) -> RankShare:
         """A rank's share: branches, tokens and heads (or their substitute), and bytes sent."""
         cuts, branches = self._cuts, self._dry.branches(settings)
 
-        def cutting(crew: VideoGroup, rank: int, batch: int) -> RankShare:
+        def cutting(video_group: VideoGroup, rank: int, batch: int) -> RankShare:
             assert cuts is not None
-            return cuts.part(self.sizes, settings, crew, rank, element_bytes, batch)
+            return cuts.part(self.sizes, settings, video_group, rank, element_bytes, batch)
 
-        return rank_share(branches, cutting if cuts else None, crew, rank, self.title)
+        return rank_share(branches, cutting if cuts else None, video_group, rank, self.title)
 
 
 def _can_be_shared(files: PipelineFiles) -> bool:
@@ -325,12 +325,12 @@ class DiffusersPipelineFamily:
         return made(location.name, location.title(files.class_name), options, files, sizes)
 
     def stages(
-        self, spec: ModelSpec, plan: Plan, clip: int, teams: ParallelContext
+        self, spec: ModelSpec, plan: Plan, clip: int, parallel: ParallelContext
     ) -> Sequence[Stage]:
         """One stage: the call, after loading if the pipeline is not in memory."""
         assert isinstance(spec, PipelineSpec | LoadedPipelineSpec)
-        assert clip == 0, "a chain is refused when the request is settled"
-        return (spec.stage(plan, teams),)
+        assert clip == 0, "a chain is refused when the request is resolved"
+        return (spec.stage(plan, parallel),)
 
 
 def _configs(files: PipelineFiles, empty: Any) -> Mapping[str, Mapping[str, Any]]:

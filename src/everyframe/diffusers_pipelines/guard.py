@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -33,20 +33,17 @@ from everyframe.numerics.tensor_stats import blank_frames, iter_tensors, value_r
 from everyframe.precision.cast_hooks import map_tensors
 from everyframe.precision.upcast import has_float32, is_below
 from everyframe.runtime.decoder_check import check_decoder
-from everyframe.runtime.guard import GivenError, Guard
+from everyframe.runtime.guard import GivenError, Guard, UnshardedCall
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.repairs import asks_for
-
-UnshardedCall = Callable[[], AbstractContextManager[None]]
-"""Makes a context in which this rank computes a component without communication."""
 
 
 class PipelineGuard:
     """Context: guard a pipeline's modules, by component name.
 
     `watch` counts the steps, and none while a call is repeated. `emit` gets repairs and findings at
-    once. `apart` gives, for components that are split across ranks, a context that runs them whole.
-    With `keeps_storage`, repaired weights get their storage back, and not their values alone.
+    once. `unsharded` gives, for components that are split across ranks, a context that runs them
+    whole. With `keeps_storage`, repaired weights get back their storage, not only their values.
     """
 
     def __init__(
@@ -56,7 +53,7 @@ class PipelineGuard:
         watch: StepTracker,
         video: VideoState,
         emit: Callable[[Event], None],
-        apart: Mapping[str, UnshardedCall] = MappingProxyType({}),
+        unsharded: Mapping[str, UnshardedCall] = MappingProxyType({}),
         *,
         keeps_storage: bool = False,
     ) -> None:
@@ -77,7 +74,7 @@ class PipelineGuard:
                 {name: module},
                 counts=counts,
                 of=of,
-                apart=apart.get(name),
+                unsharded=unsharded.get(name),
                 keeps_storage=keeps_storage,
             )
             guard.start_video(video)
@@ -122,12 +119,12 @@ class PipelineGuard:
 
     def __enter__(self) -> PipelineGuard:
         for part in self._parts:
-            part.put_on()
+            part.apply()
         return self
 
     def __exit__(self, *_: object) -> None:
         for part in self._parts:
-            part.take_off()
+            part.remove()
 
 
 class _Part:
@@ -167,7 +164,7 @@ class _Part:
         #: Output dtype of each called module before any repair.
         self._dtypes: dict[nn.Module, torch.dtype] = {}
 
-    def put_on(self) -> None:
+    def apply(self) -> None:
         """Hook the component and its direct submodules."""
         for module in map(self._module.get_submodule, called_parts(self._module)):
             # First of all before the call, and last of all after it.
@@ -175,7 +172,7 @@ class _Part:
             after = module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
             self._handles += [before, after]
 
-    def take_off(self) -> None:
+    def remove(self) -> None:
         """Remove the hooks and the guard's repairs."""
         for handle in self._handles:
             handle.remove()
@@ -255,7 +252,7 @@ class _Part:
                     f"finite, and can't be repaired: {self._why_fixed}, or load the pipeline in a "
                     "wider dtype. Nothing was written"
                 )
-            with self._guard.apart():
+            with self._guard.unsharded():
                 given = kept.by_name(module)
                 return self._guard.repaired(self._number(), kept.calling(module), given)
         except GivenError as error:

@@ -182,7 +182,7 @@ class LoadedPipelineSpec(CompleteSpec):
         """Its execution device, by torch's name."""
         return str(getattr(self.pipe, "_execution_device", None) or self.pipe.device)
 
-    def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
+    def resolve(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         """Resolve the request to settings, and notes for the user.
 
         Raises:
@@ -241,7 +241,7 @@ class LoadedPipelineSpec(CompleteSpec):
         digest = partial(digest_component, vae)
         return latent_space(self.sizes, type(vae).__name__, own_digest=digest)
 
-    def stage(self, plan: Plan, teams: ParallelContext) -> Stage:
+    def stage(self, plan: Plan, parallel: ParallelContext) -> Stage:
         """The only stage: the call, on one device."""
         from everyframe.diffusers_pipelines.stage import PipelineStage
 
@@ -249,7 +249,7 @@ class LoadedPipelineSpec(CompleteSpec):
         own = request_settings.check_options(interface, self.options.option, is_given=True)
         own = call_options.call_values(own)
         way = InThread(self.tell) if self.tell is not None else Beside(self.thread.entered)
-        assert teams.world.size == 1, "a pipeline in memory is on one device"
+        assert parallel.world.size == 1, "a pipeline in memory is on one device"
         return PipelineStage(
             plan,
             interface,

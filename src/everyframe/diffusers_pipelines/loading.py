@@ -112,7 +112,7 @@ def _component(where: str, part: ComponentFolder, plan: Plan) -> nn.Module:
     # A pipeline's own code hands half precision to a part in float32, too.
     cast_hooks.add_input_casts(module)
     for repair in planned.repairs:
-        repairs.put_on(module, repair)
+        repairs.apply_repair(module, repair)
     plain = repairs.plain_parts(planned.repairs)
     apply_fast_paths(module, planned.fast_paths, called_parts(module), plain)
     waits = planned.block_offload or planned.model_offload

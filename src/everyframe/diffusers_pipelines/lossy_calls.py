@@ -26,7 +26,7 @@ def lossy_calls(
     denoisers: Mapping[str, nn.Module],
     watch: StepTracker,
     scheduler: Any,
-    teams: ParallelContext,
+    parallel: ParallelContext,
     branches: CfgBranches | None,
     seed: int,
     emit: Callable[[Event], None],
@@ -35,7 +35,7 @@ def lossy_calls(
 
     Split branches have no whole answers on each rank, so all steps are exact then, with a note.
     """
-    method, team = plan.settings.method, teams.team
+    method, group = plan.settings.method, parallel.video_group
     if method is None:
         return nullcontext(), nullcontext()
     if branches is not None:
@@ -44,7 +44,7 @@ def lossy_calls(
         return nullcontext(), nullcontext()
 
     def agree(is_over: bool) -> bool:
-        return bool(team.broadcast_object(is_over, 0, "the error budget"))
+        return bool(group.broadcast_object(is_over, 0, "the error budget"))
 
     budget = CallBudget(method, plan.settings.num_inference_steps, agree, seed, emit)
     if method.is_cache:

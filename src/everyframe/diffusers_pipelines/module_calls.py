@@ -41,20 +41,20 @@ _WHAT = "kept answers are broadcast"
 
 
 class BroadcastReplayLog:
-    """Replay log of the lead rank (`own`), broadcast to all ranks of `team`; the others save none.
+    """Replay log of the lead rank (`own`), broadcast to all ranks of `group`; the others save none.
 
     All ranks must request answers in the same order. Leaves that are not tensors become None.
     """
 
-    def __init__(self, team: Communicator, own: ReplayLog | None) -> None:
-        assert team.is_lead or own is None
-        self._team, self._own = team, own
+    def __init__(self, group: Communicator, own: ReplayLog | None) -> None:
+        assert group.is_lead or own is None
+        self._group, self._own = group, own
 
     def next(self, call: str) -> Any:
         """See `ReplayLog`."""
         answer = None if self._own is None else self._own.next(call)
-        came = self._team.broadcast_tree(answer, 0, _WHAT)
-        return answer if self._team.is_lead else came
+        came = self._group.broadcast_tree(answer, 0, _WHAT)
+        return answer if self._group.is_lead else came
 
     def keep(self, answer: Any, repairs: tuple[Repair, ...]) -> None:
         """See `ReplayLog`."""
@@ -68,7 +68,7 @@ class BroadcastReplayLog:
     def repairs(self) -> tuple[Repair, ...]:
         """See `ReplayLog`."""
         mine = [] if self._own is None else [asdict(each) for each in self._own.repairs()]
-        return tuple(Repair(**each) for each in self._team.broadcast_object(mine, 0, _WHAT))
+        return tuple(Repair(**each) for each in self._group.broadcast_object(mine, 0, _WHAT))
 
 
 class DenoiserReplay:
@@ -150,13 +150,13 @@ def without_weights(part: ComponentFolder, dtype: torch.dtype) -> nn.Module:
 
 
 class EncodeOnLeadRank:
-    """Context: the lead rank of `team` computes calls of these modules and broadcasts the results.
+    """Context: the lead rank of `group` computes calls of these modules and broadcasts the results.
 
     All ranks must make the same calls in the same order. Results arrive on `device`, bit for bit.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], team: Communicator, device: str) -> None:
-        self._modules, self._team, self._device = dict(modules), team, device
+    def __init__(self, modules: Mapping[str, nn.Module], group: Communicator, device: str) -> None:
+        self._modules, self._group, self._device = dict(modules), group, device
         self._on = ExitStack()
 
     def __enter__(self) -> EncodeOnLeadRank:
@@ -168,12 +168,12 @@ class EncodeOnLeadRank:
         self._on.close()
 
     def _called(self, call: ModuleCall) -> Any:
-        answer = call.compute() if self._team.is_lead else None
+        answer = call.compute() if self._group.is_lead else None
         leaves, form = pytree.tree_flatten(answer, is_leaf=_is_leaf)
         plain = pytree.tree_unflatten([_plain(leaf) for leaf in leaves], form)
         is_here = [isinstance(leaf, Tensor) and leaf.device.type != "cpu" for leaf in leaves]
-        came, is_here = self._team.broadcast_tree((plain, is_here), 0, _ENCODED)
-        if self._team.is_lead:
+        came, is_here = self._group.broadcast_tree((plain, is_here), 0, _ENCODED)
+        if self._group.is_lead:
             return answer
         leaves, form = pytree.tree_flatten(came)
         placed = [

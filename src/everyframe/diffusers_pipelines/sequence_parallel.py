@@ -38,35 +38,38 @@ _Key = tuple[Communicator, tuple[tuple[int, ...], ...], int]
 
 
 def apply(
-    model: nn.Module, team: Communicator, way: str = "ulysses"
+    model: nn.Module, group: Communicator, way: str = "ulysses"
 ) -> SequenceParallelTransformer:
-    """Split a transformer of `CUTS` across the ranks of `team`.
+    """Split a transformer of `CUTS` across the ranks of `group`.
 
     All ranks must call it in the same order with the same input. `way` is one of
     `everyframe.parallel.head_partition.ATTENDING`.
     """
-    return SequenceParallelTransformer(model, CUTS[type(model).__name__], team, way)
+    return SequenceParallelTransformer(model, CUTS[type(model).__name__], group, way)
 
 
 def apply_to_all(
-    modules: Mapping[str, nn.Module], teams: ParallelContext
+    modules: Mapping[str, nn.Module], parallel: ParallelContext
 ) -> dict[str, SequenceParallelTransformer]:
     """Split the denoisers among these components; returns the patches by name, none for one rank.
 
     Ranks that compute the same guidance branches share tokens.
     """
-    if teams.sharing.size == 1:
+    if parallel.denoiser_group.size == 1:
         return {}
-    return {name: apply(modules[name], teams.sharing, teams.way) for name in denoisers(modules)}
+    return {
+        name: apply(modules[name], parallel.denoiser_group, parallel.sequence_backend)
+        for name in denoisers(modules)
+    }
 
 
 class SequenceParallelTransformer(ModelPatch):
     """The patch that `apply` adds to a transformer; `remove` removes it."""
 
     def __init__(
-        self, model: nn.Module, cuts: TransformerSplit, team: Communicator, way: str
+        self, model: nn.Module, cuts: TransformerSplit, group: Communicator, way: str
     ) -> None:
-        super().__init__(team, 1)
+        super().__init__(group, 1)
         self._way = way
         self._attending: dict[_Key, SequenceParallelAttention] = {}
         #: Tokens per rank of each stream that was split so far in this call.
@@ -96,7 +99,7 @@ class SequenceParallelTransformer(ModelPatch):
 
         def part(value: Any) -> Any:
             if is_stream:
-                self._streams.append(uneven_sizes(value.shape[cut.dim], self.team.weights))
+                self._streams.append(uneven_sizes(value.shape[cut.dim], self.group.weights))
             return self._part(value, cut.dim)
 
         if cut.argument in kwargs:
@@ -120,7 +123,7 @@ class SequenceParallelTransformer(ModelPatch):
             return tuple(self._part(each, dim) for each in value)
         if not isinstance(value, Tensor) or value.ndim <= dim or value.shape[dim] == 1:
             return value
-        mine = uneven_ranges(value.shape[dim], self.team.weights)[self.team.rank]
+        mine = uneven_ranges(value.shape[dim], self.group.weights)[self.group.rank]
         return value.narrow(dim, mine.start, len(mine)) if mine else value.narrow(dim, 0, 1)
 
     def _answer_in(self, module: nn.Module, name: str) -> None:
@@ -162,7 +165,7 @@ class SequenceParallelTransformer(ModelPatch):
                 f"attention of all tokens with {' and '.join(unknown)} can't be shared by devices "
                 "here; give one device"
             )
-        mine = _Mine([each[self.team.rank] for each in self._streams])
+        mine = _Mine([each[self.group.rank] for each in self._streams])
         batch, heads, length, _ = q_BHnD.shape
         assert length == mine.length, "tokens that were not cut"
 
@@ -178,19 +181,19 @@ class SequenceParallelTransformer(ModelPatch):
 
     def _now(self, heads: int) -> SequenceParallelAttention:
         """The parallel attention for the current token split, cached."""
-        key = (self.team, tuple(self._streams), heads)
+        key = (self.group, tuple(self._streams), heads)
         if key not in self._attending:
-            deal = dealt(self._streams, heads, self.team.weights)
-            self._attending[key] = attending(self._way, deal, self.team)
+            deal = dealt(self._streams, heads, self.group.weights)
+            self._attending[key] = attending(self._way, deal, self.group)
         return self._attending[key]
 
     def _arranged(self, mask_BHQL: Tensor, batch: int, heads: int) -> Tensor:
         """Reorder a mask of one sample, all heads (1, B * H, Q, L), to the ranks' token order."""
         starts = [0, *accumulate(sum(each) for each in self._streams)]
-        parts = [uneven_ranges(sum(each), self.team.weights) for each in self._streams]
+        parts = [uneven_ranges(sum(each), self.group.weights) for each in self._streams]
         order = [
             start + place
-            for rank in range(self.team.size)
+            for rank in range(self.group.size)
             for start, kind in zip(starts, parts, strict=False)
             for place in kind[rank]
         ]
@@ -199,11 +202,11 @@ class SequenceParallelTransformer(ModelPatch):
         return mask.index_select(3, torch.tensor(order, device=mask.device))
 
     def _gather(self, video: int, layer: nn.Module, args: _Args, out_BnC: Tensor) -> Tensor:
-        if self.team.size == 1:
+        if self.group.size == 1:
             return out_BnC
         lengths = self._streams[video]
-        rows = out_BnC[:, : lengths[self.team.rank]].transpose(0, 1).contiguous()
-        every = self.team.gather(rows, lengths, "the last projection is gathered")
+        rows = out_BnC[:, : lengths[self.group.rank]].transpose(0, 1).contiguous()
+        every = self.group.gather(rows, lengths, "the last projection is gathered")
         return every.transpose(0, 1).contiguous()
 
 

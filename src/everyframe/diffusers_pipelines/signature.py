@@ -110,15 +110,15 @@ def of_class(cls: Any) -> CallSignature:
         if "__call__" not in vars(home):
             continue
         signature = inspect.signature(vars(home)["__call__"]).parameters
-        goes_on = False
+        has_variadic = False
         for name, each in signature.items():
             if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL):
-                goes_on = True
+                has_variadic = True
             elif name != "self" and name not in parameters:
                 required = each.default is each.empty
                 default = None if required else each.default
                 parameters[name] = declared(name, default, required, each.annotation)
-        if not goes_on:
+        if not has_variadic:
             break
     return CallSignature(cls.__name__, parameters, _gives_frames(cls))
 

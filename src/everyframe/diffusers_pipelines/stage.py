@@ -39,7 +39,7 @@ from everyframe.diffusers_pipelines.global_generators import (
     restore_torch,
     states_of_torch,
 )
-from everyframe.diffusers_pipelines.guard import PipelineGuard, UnshardedCall
+from everyframe.diffusers_pipelines.guard import PipelineGuard
 from everyframe.diffusers_pipelines.guarded_calls import GuardedCallHooks
 from everyframe.diffusers_pipelines.image_forms import call_with_pictures, to_rgb
 from everyframe.diffusers_pipelines.library_patches import float32_noise, quietly
@@ -69,6 +69,7 @@ from everyframe.hardware.device_loss import is_device_loss
 from everyframe.hardware.memory import is_out_of_memory
 from everyframe.parallel.communicator import ONE, ParallelContext
 from everyframe.runtime.component_cache import WarmComponents
+from everyframe.runtime.guard import UnshardedCall
 from everyframe.runtime.interface import MemorySavings, VideoState
 from everyframe.runtime.latent_space import LatentSpace
 from everyframe.runtime.oom_fallback import together
@@ -103,7 +104,7 @@ class PipelineStage:
     files: PipelineFiles | None = None
     pipe: Any = None
     savings: MemorySavings | None = None
-    teams: ParallelContext = ONE
+    parallel: ParallelContext = ONE
     branches: CfgBranches | None = None
     calling: Calling | None = None
     patches: Mapping[str, Patches] = field(default_factory=dict)
@@ -111,7 +112,7 @@ class PipelineStage:
     warm: WarmComponents = field(default_factory=WarmComponents)
     name: str = STAGE
     # Its answers are kept call by call, and served again when it is called again.
-    goes_on: bool = False
+    is_resumable: bool = False
 
     @property
     def component(self) -> str:
@@ -121,7 +122,7 @@ class PipelineStage:
     @property
     def _is_shared(self) -> bool:
         """Whether several ranks make the same video."""
-        return self.teams.team.size > 1
+        return self.parallel.video_group.size > 1
 
     def num_steps(self, num_videos: int) -> int:
         """Requested steps over all videos."""
@@ -130,11 +131,11 @@ class PipelineStage:
     def run(self, videos: Sequence[VideoState]) -> Events:
         """Yield the frames of each video, and its sound if it has any."""
         with ExitStack() as stack:
-            pipe = self.pipe
+            pipe, group = self.pipe, self.parallel.video_group
             if pipe is None:
                 assert self.files is not None
                 found: list[Any] = []
-                leads = self.teams.team.is_lead
+                leads = group.is_lead
                 yield from quietly(load(self.plan, self.files, found, self.warm, encodes=leads))
                 pipe = found.pop()
             else:
@@ -142,18 +143,18 @@ class PipelineStage:
             stack.enter_context(no_progress_bars(pipe))
             set_guidance(pipe, self.interface, self.plan.settings)
             owned = {} if self.pipe is not None else _modules(pipe)
-            reliefs = PipelineOomFallbacks(
+            fallbacks = PipelineOomFallbacks(
                 self.plan, pipe, owned, self.savings, self.warm.free_others
             )
-            shared = sequence_parallel.apply_to_all(_modules(pipe), self.teams)
-            ready = _Ready(pipe, self.plan.device.torch_name, reliefs, shared)
+            shared = sequence_parallel.apply_to_all(_modules(pipe), self.parallel)
+            ready = _Ready(pipe, self.plan.device.torch_name, fallbacks, shared)
             for each in ready.shared.values():
                 stack.callback(each.remove)
             if self._is_shared:
                 stack.enter_context(self._encoded_once(_modules(pipe)))
             for number, video in enumerate(videos):
                 if self._is_shared:
-                    video.replay_log = BroadcastReplayLog(self.teams.team, video.replay_log)
+                    video.replay_log = BroadcastReplayLog(group, video.replay_log)
                 yield from self._video(
                     partial(self._call, ready, video, number, len(videos)), video
                 )
@@ -161,7 +162,7 @@ class PipelineStage:
     def _encoded_once(self, modules: Mapping[str, nn.Module]) -> EncodeOnLeadRank:
         """Context: the lead rank encodes for all ranks."""
         found = {name: modules[name] for name in encoders(modules)}
-        return EncodeOnLeadRank(found, self.teams.team, self.plan.device.torch_name)
+        return EncodeOnLeadRank(found, self.parallel.video_group, self.plan.device.torch_name)
 
     def _video(self, call: Callable[[Emit], Made], video: VideoState) -> Iterator[Event]:
         calling = self.calling or InOwnThread(partial(cpu_threads, self.plan.num_threads))
@@ -225,9 +226,9 @@ class PipelineStage:
                     emit(event)
             begun = time.perf_counter()
 
-        for relief in () if self._is_shared else ready.reliefs.resumed(video):
+        for fallback in () if self._is_shared else ready.fallbacks.resumed(video):
             why = "out of memory here in the interrupted run; using the same fallback again"
-            emit(relief.event(self.name, 0, f"{self.name}: {why}", video.seed))
+            emit(fallback.event(self.name, 0, f"{self.name}: {why}", video.seed))
         while True:
             for generator, state in given:
                 generator.set_state(state)
@@ -240,11 +241,11 @@ class PipelineStage:
             if self._is_shared:
                 at = (made.at,) if made.at else ()
                 raise together(self.name, made.step, at, made.place, made.said)
-            if ready.reliefs.free_others():
+            if ready.fallbacks.free_others():
                 continue
-            less = ready.reliefs.at(0, made.at)
+            less = ready.fallbacks.at(0, made.at)
             if less is None:
-                raise CannotRunError(self._beyond(made, ready.reliefs.tried))
+                raise CannotRunError(self._beyond(made, ready.fallbacks.tried))
             why = f"{made.place}: out of memory ({made.said}); calling it again with less memory"
             emit(less.event(self.name, made.step, why, video.seed))
             if video.replay_log is not None:
@@ -258,27 +259,27 @@ class PipelineStage:
         on_step: Callable[[int, int], None],
         emit: Emit,
     ) -> Made | OutOfMemory:
-        pipe, settings, leads = ready.pipe, ready.reliefs.settings, self.teams.team.is_lead
+        pipe, settings = ready.pipe, ready.fallbacks.settings
         modules = _modules(pipe)
         denoising = {name: modules[name] for name in denoisers(modules)}
         others = [module for name, module in modules.items() if name not in denoising]
         scheduler = getattr(pipe, "scheduler", None)
         watch = StepTracker(denoising, others, scheduler, settings.num_inference_steps, on_step)
-        guard = partial(PipelineGuard, keeps_storage=ready.reliefs.keeps_storage)
+        guard = partial(PipelineGuard, self.plan, modules, watch, video, watch.read_by(emit))
         around, branches = GuardedCallHooks(watch, video), self.branches
         inner, outer = lossy_calls(
-            self.plan, denoising, watch, scheduler, self.teams, branches, video.seed, emit
+            self.plan, denoising, watch, scheduler, self.parallel, branches, video.seed, emit
         )
         with (
             watch,
             nullcontext() if previews is None else previews.listening(scheduler),
             float32_noise(),
-            cache_constants(self.plan, denoising, watch, self.teams),
+            cache_constants(self.plan, denoising, watch, self.parallel),
             inner,
-            CfgParallel(denoising, branches, self.teams, around) if branches else nullcontext(),
+            CfgParallel(denoising, branches, self.parallel, around) if branches else nullcontext(),
             DenoiserReplay(denoising, watch, video, at_once=branches is None),
             outer,
-            guard(self.plan, modules, watch, video, watch.read_by(emit), ready.apart) as guarded,
+            guard(ready.unsharded, keeps_storage=ready.fallbacks.keeps_storage) as guarded,
         ):
             around.guarded = guarded
             try:
@@ -294,7 +295,7 @@ class PipelineStage:
                 # Told and not raised, so that nothing holds what the failed call had made.
                 return OutOfMemory(str(error).partition("\n")[0], guarded.at, watch.begun)
             watch.finish()
-            if not leads:  # the first of these ranks has them
+            if not self.parallel.video_group.is_lead:  # the first of these ranks has them
                 return Made(())
             output = result if call_options.wants_output(self.own) else None
             if self.own.get("output_type") == call_options.LATENTS:
@@ -316,7 +317,7 @@ class PipelineStage:
         states: list[tuple[torch.Generator, torch.Tensor]] = []
 
         def call(video: VideoState) -> Any:
-            decodes = self.teams.team.is_lead
+            decodes = self.parallel.video_group.is_lead
             given = arguments(self.interface, settings, video, self.own, decodes=decodes)
             states.extend((each, each.get_state()) for each in generators_in(given.values()))
             return ready.pipe(**given)
@@ -378,7 +379,7 @@ class _Ready:
 
     pipe: Any
     device: str
-    reliefs: PipelineOomFallbacks
+    fallbacks: PipelineOomFallbacks
     shared: Mapping[str, sequence_parallel.SequenceParallelTransformer]
 
     @property
@@ -389,9 +390,9 @@ class _Ready:
         return {*found, torch.device(self.device)}
 
     @property
-    def apart(self) -> dict[str, UnshardedCall]:
+    def unsharded(self) -> dict[str, UnshardedCall]:
         """For each split component, a context that runs it whole on this rank."""
-        return {name: each.apart for name, each in self.shared.items()}
+        return {name: each.unsharded for name, each in self.shared.items()}
 
 
 def _modules(pipe: Any) -> dict[str, nn.Module]:

@@ -90,24 +90,24 @@ class TransformerSplit:
         self,
         sizes: PipelineDefaults,
         settings: Settings,
-        crew: VideoGroup,
+        video_group: VideoGroup,
         rank: int,
         width: int,
         batch: int,
     ) -> RankShare:
         """A rank's share of a call with `batch` samples; `width` is bytes per value in products."""
         config = sizes.denoiser
-        streams = [uneven_sizes(n, crew.weights) for n in self.num_tokens(sizes, settings)]
-        deal = dealt(streams, batch * int(config["num_attention_heads"]), crew.weights)
+        streams = [uneven_sizes(n, video_group.weights) for n in self.num_tokens(sizes, settings)]
+        deal = dealt(streams, batch * int(config["num_attention_heads"]), video_group.weights)
         heads, tokens = HeadPartition(deal), len(deal.columns[rank])
         held = tokens / deal.grid.places
-        looks = held if crew.way == "ring" else heads.share(rank)
-        vectors = sent_vectors(deal, rank) if crew.way == "ring" else heads.moved(rank)
+        looks = held if video_group.backend == "ring" else heads.share(rank)
+        vectors = sent_vectors(deal, rank) if video_group.backend == "ring" else heads.moved(rank)
         blocks = int(config["num_layers"]) + int(config.get("num_single_layers") or 0)
         sent = vectors * blocks * int(config["attention_head_dim"]) * width
         channels = int(config.get("out_channels") or config["in_channels"])
         answer = streams[self.video][rank] * math.prod(patch_of(config)) * channels * ANSWER_BYTES
-        sent += batch * answer * (len(crew.weights) - 1)
+        sent += batch * answer * (len(video_group.weights) - 1)
         idle = "" if tokens else "there are fewer tokens than devices"
         if looks and not tokens:
             idle += ": it works in attention alone"
@@ -178,13 +178,13 @@ Cutting = Callable[[VideoGroup, int, int], RankShare]
 
 
 def rank_share(
-    branches: CfgBranches, cutting: Cutting | None, crew: VideoGroup, rank: int, title: str
+    branches: CfgBranches, cutting: Cutting | None, video_group: VideoGroup, rank: int, title: str
 ) -> RankShare:
     """A rank's share of all guidance branches of a step, and the bytes it sends.
 
     Without `cutting` tokens can't be split.
     """
-    groups = CfgGroups.of(crew.weights, branches.count, crew.groups)
+    groups = CfgGroups.of(video_group.weights, branches.count, video_group.num_cfg_groups)
     number = groups.number_of(rank)
     group, share = groups.ranks[number], groups.loads[number] / branches.count
     # Of a batch some of the samples; else some of the calls.
@@ -192,7 +192,9 @@ def rank_share(
     if branches.is_together:
         batch, calls = round(batch * share), branches.num_calls
     if cutting is not None:
-        inside = VideoGroup(crew.weights[group.start : group.stop], way=crew.way)
+        inside = VideoGroup(
+            video_group.weights[group.start : group.stop], backend=video_group.backend
+        )
         part = cutting(inside, rank - group.start, batch)
     elif rank == group.start:
         part = RankShare(1.0, 1.0, 0)

@@ -135,10 +135,10 @@ def _prepared(parts: Mapping[str, DryRunModule], run: _Run) -> Iterator[None]:
             # Not their own ways of going somewhere, which may warn.
             nn.Module.to(part.module, STAND_IN).eval().requires_grad_(False)
             if part.precision is not None:
-                put_on = [cast_hooks.add_cast_hooks(part.module, part.precision, part.outputs)]
+                casts = [cast_hooks.add_cast_hooks(part.module, part.precision, part.outputs)]
                 if run.is_lenient and len(parts) > 1:  # as a pipeline's parts are put together
-                    put_on.append(cast_hooks.add_input_casts(part.module))
-                for hooks in put_on:
+                    casts.append(cast_hooks.add_input_casts(part.module))
+                for hooks in casts:
                     stack.callback(hooks.remove)
             stack.enter_context(_names(name, part.module, run))
         # In inference mode some questions (`if mask.all()`) are not taken apart into operations.

@@ -266,9 +266,9 @@ def _prompts(request: Request, prompts: Sequence[str]) -> Sequence[str]:
 
     model, _ = find_model(request, True)
     try:
-        model.settle(_one(request, PROMPTS[0], 0), 0)
+        model.resolve(_one(request, PROMPTS[0], 0), 0)
     except InputError:
-        model.settle(_one(request, "", 0), 0)
+        model.resolve(_one(request, "", 0), 0)
         return ()
     return PROMPTS
 

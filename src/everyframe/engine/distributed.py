@@ -123,14 +123,14 @@ class RankContext:
 
     Attributes:
         plan: the plan with this rank's own device.
-        teams: communicators of this rank.
+        parallel: communicators of this rank.
         videos: the videos of this rank; None means all.
         group: index of the video group, the ranks that compute the same videos.
         sources: first ranks of the other groups; rank 0 gathers their results.
     """
 
     plan: Plan
-    teams: ParallelContext = ONE
+    parallel: ParallelContext = ONE
     videos: Sequence[int] | None = None
     group: int = 0
     sources: tuple[int, ...] = ()
@@ -138,14 +138,14 @@ class RankContext:
     @property
     def leads(self) -> bool:
         """Whether this is the first rank of its video group."""
-        return self.teams.team.is_lead
+        return self.parallel.video_group.is_lead
 
     def mine(self, videos: Sequence[VideoState]) -> list[VideoState]:
         wanted = None if self.videos is None else {self.plan.settings.seed + n for n in self.videos}
         return [video for video in videos if wanted is None or video.seed in wanted]
 
     def stages(self, model: ModelSpec, clip: int) -> Sequence[Stage]:
-        parallel = self.teams if isinstance(model, ShardableSpec) else ONE
+        parallel = self.parallel if isinstance(model, ShardableSpec) else ONE
         return stages_of(model, self.plan, clip, parallel)
 
 
@@ -178,18 +178,16 @@ def join_plan(
     data = world.broadcast_object(to_jsonable(plan), 0, "the plan is broadcast")
     plan, mine = from_jsonable(data), division.ranks[peers.rank]
     world.weights = division.speeds
-    working = [team for team in division.active_groups if team]
+    working = [ranks for ranks in division.active_groups if ranks]
     resting = [rank for rank, each in enumerate(division.ranks) if not each.is_active]
     rest = [resting] if resting else []
-    team = split(world, [*working, *rest])
-    inside = None
-    apart = [(ranks, branch_groups(model, plan.settings, division, ranks)) for ranks in working]
-    parts = [[ranks[at] for at in own] for ranks, groups in apart if groups for own in groups.ranks]
-    if parts:
-        inside = new_group(world, [*parts, *rest])
+    video_group = split(world, [*working, *rest])
+    found = [(ranks, branch_groups(model, plan.settings, division, ranks)) for ranks in working]
+    parts = [[ranks[at] for at in own] for ranks, groups in found if groups for own in groups.ranks]
+    branch_group = new_group(world, [*parts, *rest]) if parts else None
     holds = any(each.num_weight_shards > 1 for each in plan.components)
     room = [each.memory_share for each in division.ranks]
-    supply = new_group(world, division.groups, room) if holds else None
+    weights_group = new_group(world, division.groups, room) if holds else None
     first = plan.settings.seed
     left = [
         [number for number in division.videos_of(group) if first + number not in skip]
@@ -205,10 +203,12 @@ def join_plan(
     if idle and at_work:
         world = split(world, [at_work, idle])
     videos = left[mine.group] if mine.is_active else []
-    teams = ParallelContext(world, team, division.cfg_degree, division.backend, supply, inside)
+    parallel = ParallelContext(
+        world, video_group, division.cfg_degree, division.backend, weights_group, branch_group
+    )
     leads = [at_work.index(group[0]) for group in division.groups if group[0] in at_work]
     sources = tuple(rank for rank in leads if rank) if peers.gathers else ()
-    return RankContext(_on(plan, mine.device), teams, videos, mine.group, sources)
+    return RankContext(_on(plan, mine.device), parallel, videos, mine.group, sources)
 
 
 def _on(plan: Plan, device: str) -> Plan:
@@ -241,7 +241,7 @@ _HANDED_OVER = (FramesDecoded, AudioDecoded, VideoDone, Note, Repaired, Preview)
 
 def gathered(events: Iterator[Event], here: RankContext) -> Events:
     """On rank 0, yield the events of all video groups in turn; elsewhere this rank's own."""
-    world = here.teams.world
+    world = here.parallel.world
     if world.is_lead:
         yield from events
         for source in here.sources:

@@ -19,7 +19,7 @@ def error_data(error: Exception) -> dict[str, Any]:
     """What another process needs to raise this error again; see `error_from`."""
     data: dict[str, Any] = {"class": type(error).__name__, "text": str(error)}
     if isinstance(error, DistributedOutOfMemoryError):
-        data["scarcity"] = error.scarcity
+        data["out_of_memory"] = error.out_of_memory
     if isinstance(error, OSError):
         data |= {"errno": error.errno, "strerror": error.strerror, "file": _text(error.filename)}
     if not isinstance(error, EveryframeError):
@@ -34,8 +34,8 @@ def _text(value: Any) -> str | None:
 def error_from(data: Mapping[str, Any], rank: int) -> Exception:
     """Rebuild the error that `rank` reported, in its own class if that is ours or Python's."""
     name, text = data["class"], data["text"]
-    if "scarcity" in data:
-        return DistributedOutOfMemoryError(text, replace(data["scarcity"], rank=rank))
+    if "out_of_memory" in data:
+        return DistributedOutOfMemoryError(text, replace(data["out_of_memory"], rank=rank))
     own = getattr(errors, name, None)
     if isinstance(own, type) and issubclass(own, EveryframeError):
         return own(text)

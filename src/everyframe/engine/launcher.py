@@ -166,11 +166,11 @@ def _handed_on(
                 said = str(died)
                 kept = [] if run is not None and run.name in said else kept_in(run)
                 raise died.reworded("; ".join([said, *kept])) from died.__cause__
-            except DistributedOutOfMemoryError as scarce:
+            except DistributedOutOfMemoryError as error:
                 # Under torchrun the other ranks can't be restarted from here.
                 if run is None or job.local is not None:
                     raise
-                scarcity = scarce.scarcity
+                out_of_memory = error.out_of_memory
             else:
                 break
         handed.again()
@@ -178,8 +178,8 @@ def _handed_on(
         if job.request is not None and job.request.family_options.get("trust_remote_code"):
             job = replace(job, trust_remote_code=True)
         named = job.named if job.request is None else None
-        again = replace(job, request=None, run=run.path, skip=skip, ranks=None, scarcity=scarcity,
-                        named=named)  # fmt: skip
+        again = replace(job, request=None, run=run.path, skip=skip, ranks=None,
+                        out_of_memory=out_of_memory, named=named)  # fmt: skip
         stack, workers = _begun(again, start)
     if run is not None and not job.keeps_run:
         run.remove()

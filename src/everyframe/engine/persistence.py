@@ -114,12 +114,12 @@ def writer_for_rank(here: RankContext, how: SaveOptions, begun: RunStateWriter) 
     The first rank of each video group saves the state of its own videos in the same folder, if this
     machine can see it.
     """
-    division, world = here.plan.parallel, here.teams.world
+    division, world = here.plan.parallel, here.parallel.world
     if division is None or len(division.videos_per_group) == 1 or not here.videos:
         return begun
     mine = "" if begun.folder is None else str(begun.folder.path)
     path = world.broadcast_object(mine, 0, "where the run is kept")
-    if not here.teams.team.is_lead or begun.folder is not None or not path:
+    if not here.parallel.video_group.is_lead or begun.folder is not None or not path:
         return begun
     folder = RunFolder(Path(path), here.group)
     if not folder.path.is_dir() and how.parts is not None:

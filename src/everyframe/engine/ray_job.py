@@ -67,12 +67,12 @@ def run_on_cluster(
 def _attempts(job: WorkerJob, run: _SavedRun, seconds: float, stop: StopSwitch | None) -> Events:
     """The events of all groups, each once; `Planned` is the first of them."""
     handed, number, lost = EventDeduplicator(), len(job.weights), ""
-    scarcity: OutOfMemoryInfo | None = None
+    out_of_memory: OutOfMemoryInfo | None = None
     notes, losses, is_planned, num_videos = run.notes, 0, False, 0
     while True:
         if is_planned:
             yield from run.taken_notes()
-        asked = run.job_now(job, number, handed.done, scarcity)
+        asked = run.job_now(job, number, handed.done, out_of_memory)
         try:
             with closing(_group_events(asked, run, seconds, stop)) as events:
                 for event in events:
@@ -90,13 +90,13 @@ def _attempts(job: WorkerJob, run: _SavedRun, seconds: float, stop: StopSwitch |
                 if not failed.keeps:
                     run.remove()
                 raise error from error.__cause__
-            scarcity = error.scarcity
+            out_of_memory = error.out_of_memory
             run.has_new_plan()
         except RankLostError as gone:
             if num_videos and len({*job.skip, *handed.done}) >= num_videos:
                 return  # all of it was handed on before the loss was seen
             if run.has_new_plan():  # it needs less already
-                scarcity = None
+                out_of_memory = None
             losses = 1 if run.has_news() else losses + 1
             lost = gone.text
             if losses >= _MOST_LOSSES:
@@ -214,7 +214,7 @@ class _SavedRun:
         return f"; resume it: everyframe resume {self.name}" if self.is_saved else ""
 
     def job_now(
-        self, job: WorkerJob, number: int, done: list[int], scarcity: OutOfMemoryInfo | None
+        self, job: WorkerJob, number: int, done: list[int], out_of_memory: OutOfMemoryInfo | None
     ) -> WorkerJob:
         """The job for `number` ranks, as far as it is saved."""
         skip = (*job.skip, *done)
@@ -235,8 +235,9 @@ class _SavedRun:
         if ranks is None and number != ranks_of(self._folder):
             ranks = {"num_devices": number}
         return replace(
-            job, request=None, run=self.path, root=None, skip=skip, ranks=ranks, scarcity=scarcity,
-            named=self._named, trust_remote_code=trusts, weights=(1.0,) * number,
+            job, request=None, run=self.path, root=None, skip=skip, ranks=ranks,
+            out_of_memory=out_of_memory, named=self._named, trust_remote_code=trusts,
+            weights=(1.0,) * number,
         )  # fmt: skip
 
     def copy(self) -> RunChanges | None:

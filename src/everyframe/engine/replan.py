@@ -114,7 +114,7 @@ def _check_alike(old: Plan, new: Plan) -> None:
 
 
 def apply_next_fallback(
-    plan: Plan, model: ModelSpec, scarcity: OutOfMemoryInfo
+    plan: Plan, model: ModelSpec, out_of_memory: OutOfMemoryInfo
 ) -> tuple[Plan, MemoryFallback] | None:
     """Apply the next memory fallback on every rank; return the plan and the fallback.
 
@@ -124,12 +124,12 @@ def apply_next_fallback(
     left = RemainingFallbacks(
         plan,
         model.savings if isinstance(model, DryRunSpec) else None,
-        scarcity.stage,
-        movable={part.name for part in plan.components if part.stage == scarcity.stage},
+        out_of_memory.stage,
+        movable={part.name for part in plan.components if part.stage == out_of_memory.stage},
         takes_turns=True,
         holders=1 if division is None else holders_among(model, division),
     )
-    found = left.next(scarcity.components)
+    found = left.next(out_of_memory.components)
     if found is None:
         return None
     title = plan.component(found.component).title if found.component else plan.title
@@ -137,28 +137,30 @@ def apply_next_fallback(
 
 
 def replan_with_less_memory(
-    plan: Plan, model: ModelSpec, scarcity: OutOfMemoryInfo
+    plan: Plan, model: ModelSpec, out_of_memory: OutOfMemoryInfo
 ) -> tuple[Plan, Repaired]:
     """The plan with the next memory fallback on all ranks, and the event that reports it.
 
     Raises:
         CannotRunError: no fallback is left.
     """
-    found = apply_next_fallback(plan, model, scarcity)
-    where = f"{scarcity.where}, on rank {scarcity.rank}: out of memory"
+    found = apply_next_fallback(plan, model, out_of_memory)
+    where = f"{out_of_memory.where}, on rank {out_of_memory.rank}: out of memory"
     if found is None:
         raise CannotRunError(
             f"{where}, and no memory fallback is left on so many devices; resume it from the last "
             "step on more devices (everyframe resume --num-devices), or use a smaller size or "
-            f"num_frames ({scarcity.said})"
+            f"num_frames ({out_of_memory.said})"
         )
     plan, fallback = found
     why = (
-        f"{where} ({scarcity.said}), in a step that several devices compute together; all resume "
-        "from the last saved step"
+        f"{where} ({out_of_memory.said}), in a step that several devices compute together; all "
+        "resume from the last saved step"
     )
-    component = scarcity.components[0] if len(scarcity.components) == 1 else ""
-    return plan, replace(fallback, component=component).event(scarcity.stage, scarcity.step, why)
+    component = out_of_memory.components[0] if len(out_of_memory.components) == 1 else ""
+    return plan, replace(fallback, component=component).event(
+        out_of_memory.stage, out_of_memory.step, why
+    )
 
 
 def applied_fallbacks(written: Iterable[Mapping[str, Any]]) -> tuple[Repaired, ...]:

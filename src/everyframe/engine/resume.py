@@ -61,7 +61,7 @@ def resume_run(
     pace: SaveInterval = SaveInterval(),  # noqa: B008 - frozen
     join: Rendezvous | None = None,
     ranks: Mapping[str, Any] | None = None,
-    scarcity: OutOfMemoryInfo | None = None,
+    out_of_memory: OutOfMemoryInfo | None = None,
     trust_remote_code: bool = False,
     named: Mapping[str, Any] | None = MappingProxyType({}),
     cache: ComponentCache | None = None,
@@ -70,8 +70,8 @@ def resume_run(
 
     `skip` are seeds not wanted; `given_model` is an in-memory run's model. With `join` this is one
     of several ranks: all read the saved state before the first one writes. `ranks` replace the
-    run's devices. `scarcity` asks for the next memory fallback. `named` are options given again, as
-    a stranger's run needs; None for a run that this call began. `cache`, of `stream`, is emptied.
+    run's devices. `out_of_memory` asks for the next memory fallback. `named` are options given
+    again, as a stranger's run needs; None if this call began it. `cache`, of `stream`, is emptied.
     """
     lock = _locked(folder) if (leads := join is None or join.rank == 0) else None
     try:
@@ -83,8 +83,8 @@ def resume_run(
         peers = meet_peers(request, join, run.plan.num_threads if ranks is None else None)
         left = [video for video in initial_videos(run.request, run.plan) if video.seed not in skip]
         changes: tuple[Event, ...] = ()
-        if scarcity is not None:
-            plan, less = replan_with_less_memory(run.plan, model, scarcity)
+        if out_of_memory is not None:
+            plan, less = replan_with_less_memory(run.plan, model, out_of_memory)
             run, changes = replace(run, plan=plan, fallbacks=(*run.fallbacks, less)), (less,)
         elif ranks is not None and left:
             plan = replan_for_devices(run.plan, request, peers, skip)
@@ -100,7 +100,7 @@ def resume_run(
         how = SaveOptions(folder.path.parent, run.output, run.as_uint8, cleans, pace)
         keeper = RunStateWriter(replace(folder, part=here.group) if here.leads else None, how, lock)
         progress, says = _read(keeper, run, here.mine(left))
-        yield from map(Note, (says, *_skipped(skip if scarcity is None else ())))
+        yield from map(Note, (says, *_skipped(skip if out_of_memory is None else ())))
         if peers is not None:  # before anybody writes
             peers.world.all_gather_object(None, "ranks read what was kept")
         if leads and changes:

@@ -175,7 +175,7 @@ class _PlannedEvents:
     def __init__(self, events: Generator[Event, None, None], here: RankContext) -> None:
         self._events, self._plan = events, here.plan
         self._where, self._turn = "before its first stage", Turn(is_alone=True)
-        rank = f" of rank {here.teams.world.rank}" if here.teams.world.size > 1 else ""
+        rank = f" of rank {here.parallel.world.rank}" if here.parallel.world.size > 1 else ""
         self._device = f"{here.plan.device.torch_name}{rank} ({here.plan.device.name})"
 
     def __iter__(self) -> Iterator[Event]:
@@ -235,7 +235,7 @@ def _run(
     progress: RunState,
 ) -> Generator[Event, None, None]:
     plan, videos, num_clips = here.plan, progress.videos, here.plan.settings.chain
-    key = _repairs_key(record, plan) if here.teams.team.is_lead else None
+    key = _repairs_key(record, plan) if here.parallel.video_group.is_lead else None
     warm, num_frames = warm_of(model), Counter[_Which]()
     unfinished: list[_Which] = []
     for frames in keeper.kept_frames(progress):
@@ -257,7 +257,7 @@ def _run(
                     _remember(key, plan, event)
                 if isinstance(event, Note) and event.in_record:
                     progress.notes.append((event.seed, event.text))
-                if isinstance(event, Step) and stage.goes_on:
+                if isinstance(event, Step) and stage.is_resumable:
                     keeper.write(progress)
                 if isinstance(event, FramesDecoded):
                     _check_finite(event, stage)

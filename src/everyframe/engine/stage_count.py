@@ -11,7 +11,7 @@ from everyframe.runtime.batch_member import MEMBER
 
 def count_event(event: Event, prepared: PreparedPlan, here: RankContext) -> None:
     """Count a stage of a run of that plan as it ends, on the first rank alone."""
-    if not isinstance(event, StageDone) or here.teams.world.rank:
+    if not isinstance(event, StageDone) or here.parallel.world.rank:
         return
     plan = prepared.plan
     # Runs of a batch share their seconds.

@@ -32,7 +32,7 @@ def with_cache(
     if cache is not None and empties:
         cache.clear()
     sha256 = record["model"].get("sha256")
-    is_shared = here.teams.world.size > 1 and here.plan.device.kind == "cpu"
+    is_shared = here.parallel.world.size > 1 and here.plan.device.kind == "cpu"
     if cache is None or sha256 is None or is_shared or not isinstance(model, WarmSpec):
         return model
     components = repr(record["request"].get("components"))

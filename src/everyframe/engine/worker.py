@@ -294,17 +294,17 @@ def _events(job: WorkerJob, trail: FlightRecorder, desk: _Desk) -> Events:
     def together(kind: str) -> Communicator:
         trail.wait("ranks meet")
         is_local = job.local is None or job.local[1] == len(job.weights)
-        team = join_ranks(job.rank, job.weights, job.meeting, kind=kind, is_local=is_local)
-        team.waits = trail.wait
-        return team
+        group = join_ranks(job.rank, job.weights, job.meeting, kind=kind, is_local=is_local)
+        group.waits = trail.wait
+        return group
 
     join = Rendezvous(job.rank, together, job.local) if len(job.weights) > 1 else None
     if job.run is not None:
         run = RunFolder(job.run)
         return resume_run(
             run, skip=job.skip, cleans=False, pace=pace, join=join, ranks=job.ranks,
-            scarcity=job.scarcity, trust_remote_code=job.trust_remote_code, named=job.named,
-            cache=cache,
+            out_of_memory=job.out_of_memory, trust_remote_code=job.trust_remote_code,
+            named=job.named, cache=cache,
         )  # fmt: skip
     keeps = job.root if job.rank == 0 else None
     keep = SaveOptions(keeps, job.output, job.as_uint8, cleans=False, pace=pace, name=job.run_name)

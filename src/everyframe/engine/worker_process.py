@@ -60,7 +60,7 @@ class WorkerJob:
         local: under torchrun, where this process has one rank only: (rank on this machine, ranks on
             this machine).
         ranks: request options that replace the devices of a resumed run.
-        scarcity: the out-of-memory event of a resumed run, answered by a memory fallback.
+        out_of_memory: the out-of-memory event of a resumed run, answered by a memory fallback.
         trust_remote_code: confirmed by the person who resumes the run.
         named: options of the resumed run that this person gave again; None for a run that this
             very call began.
@@ -91,7 +91,7 @@ class WorkerJob:
     meeting: Path | None = None
     local: tuple[int, int] | None = None
     ranks: Mapping[str, Any] | None = None
-    scarcity: OutOfMemoryInfo | None = None
+    out_of_memory: OutOfMemoryInfo | None = None
     trust_remote_code: bool = False
     named: Mapping[str, Any] | None = field(default_factory=dict)
     keeps_run: bool = False

@@ -267,26 +267,26 @@ class ParallelContext:
 
     Attributes:
         world: all ranks.
-        team: ranks that compute the same videos (video group).
-        groups: number of groups that split the guidance branches.
-        way: sequence-parallel backend, "ulysses" or "ring"; empty if the model has one only.
-        supply: a second group over the ranks of `team`, so that broadcasts of sharded weights
-            overlap with token exchange.
-        inside: ranks of `team` with the same guidance branches, if each such group calls the
-            denoiser independently.
+        video_group: ranks that compute the same videos.
+        num_cfg_groups: number of groups that split the guidance branches.
+        sequence_backend: "ulysses" or "ring"; empty if the model has one only.
+        weights_group: a second group over the ranks of `video_group`, so that broadcasts of sharded
+            weights overlap with token exchange.
+        branch_group: ranks of `video_group` with the same guidance branches, if each such group
+            calls the denoiser independently.
     """
 
     world: Communicator
-    team: Communicator
-    groups: int = 1
-    way: str = ""
-    supply: Communicator | None = None
-    inside: Communicator | None = None
+    video_group: Communicator
+    num_cfg_groups: int = 1
+    sequence_backend: str = ""
+    weights_group: Communicator | None = None
+    branch_group: Communicator | None = None
 
     @property
-    def sharing(self) -> Communicator:
+    def denoiser_group(self) -> Communicator:
         """Ranks that call the denoiser together."""
-        return self.team if self.inside is None else self.inside
+        return self.video_group if self.branch_group is None else self.branch_group
 
 
 #: Context of a run on a single rank.

@@ -25,20 +25,20 @@ _BYTES = 8
 class DistributedMoments:
     """Moments of samples of `length`, concatenated and split; `spans` are the ranks' parts."""
 
-    def __init__(self, spans: Sequence[range], length: int, team: Communicator) -> None:
+    def __init__(self, spans: Sequence[range], length: int, group: Communicator) -> None:
         held = _held(spans, length)
-        mine = held[team.rank]
-        self._team = team
+        mine = held[group.rank]
+        self._group = group
         #: Length of this rank's part of each of its samples, in order.
         self.parts = tuple(mine.values())
         self.is_whole = bool(mine) and all(part == length for part in self.parts)
-        shared = [_shared(held, rank) for rank in range(team.size)]
+        shared = [_shared(held, rank) for rank in range(group.size)]
         self._sizes = [[len(each) for each in row] for row in shared]
         samples = list(mine)
-        self._sent = [samples.index(sample) for row in shared[team.rank] for sample in row]
+        self._sent = [samples.index(sample) for row in shared[group.rank] for sample in row]
         # Those of this rank first, then as they arrive: who has them, and of which sample.
-        owners = [(team.rank, sample) for sample in samples]
-        owners += [(rank, s) for rank, row in enumerate(shared) for s in row[team.rank]]
+        owners = [(group.rank, sample) for sample in samples]
+        owners += [(rank, s) for rank, row in enumerate(shared) for s in row[group.rank]]
         # Added up in the order of the ranks, on every rank.
         self._order = sorted(range(len(owners)), key=lambda number: owners[number][0])
         self._shares = torch.tensor(
@@ -59,7 +59,7 @@ class DistributedMoments:
         if not self.is_whole and self.parts:
             parts = torch.split(x, list(self.parts), dim)
             own = torch.stack([_moments(part, groups) for part in parts])
-        came = self._team.all_to_all(own[self._sent], self._sizes, "statistics are merged")
+        came = self._group.all_to_all(own[self._sent], self._sizes, "statistics are merged")
         if self.is_whole:
             return None
         means, variances = torch.cat([own, came])[self._order].unbind(1)

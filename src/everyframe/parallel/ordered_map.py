@@ -17,7 +17,7 @@ from everyframe.parallel.pending import PendingSend
 
 
 def run_in_order(
-    team: Communicator,
+    group: Communicator,
     owner: Iterable[int],
     compute: Callable[[int], tuple[Tensor, Any]],
     what: str,
@@ -29,16 +29,16 @@ def run_in_order(
     """
     sending: PendingSend | None = None
     for number, rank in enumerate(owner):
-        if rank == team.rank:
+        if rank == group.rank:
             result, data = compute(number)
-            if team.is_lead:
+            if group.is_lead:
                 yield result, data
             else:
                 if sending is not None:
                     sending.wait()  # one waits to be fetched while the next is made
-                sending = team.send([result], data, 0, what)
-        elif team.is_lead:
-            tensors, data = team.receive(rank, what)
+                sending = group.send([result], data, 0, what)
+        elif group.is_lead:
+            tensors, data = group.receive(rank, what)
             yield tensors[0], data
     if sending is not None:
         sending.wait()

@@ -23,14 +23,14 @@ from everyframe.parallel.token_partition import SampleSegment, TokenPartition, c
 class Redistribute:
     """Redistribute tensors of one grid on one rank; the indices are computed once."""
 
-    def __init__(self, deal: TokenPartition, team: Communicator) -> None:
-        assert deal.num_ranks == team.size
-        self.deal, self.team = deal, team
-        self.samples = deal.samples(team.rank)
-        self.segments: tuple[SampleSegment, ...] = deal.segments(team.rank)
+    def __init__(self, deal: TokenPartition, group: Communicator) -> None:
+        assert deal.num_ranks == group.size
+        self.deal, self.group = deal, group
+        self.samples = deal.samples(group.rank)
+        self.segments: tuple[SampleSegment, ...] = deal.segments(group.rank)
         self._on_device: dict[tuple[str, str], Tensor] = {}
         grid = deal.grid
-        if team.size == 1:  # all stays where it is, and of a large video numbers take gigabytes
+        if group.size == 1:  # all stays where it is, and of a large video numbers take gigabytes
             self._shape: tuple[int, ...] = (grid.samples, grid.frames, grid.places)
             self._send_order = self._arrive_order = None
             self._sizes = [[grid.num_tokens]]
@@ -40,7 +40,7 @@ class Redistribute:
         self._shape = tuple(mine.shape[:3])
         self._send_order = _order(mine.flatten())
         self._sizes = _sizes(deal)
-        self._arrive_order = _order(self._holders(self._row_tokens(team.rank)))
+        self._arrive_order = _order(self._holders(self._row_tokens(group.rank)))
 
     def take(self, x_BTSC: Tensor) -> Tensor:
         """This rank's columns (b, T, s, C) of the tokens of its samples."""
@@ -50,7 +50,7 @@ class Redistribute:
     def to_rows(self, x_bTsC: Tensor) -> Tensor:
         """Columns (b, T, s, C) to this rank's rows (1, r, S, C)."""
         flat = self._ordered(x_bTsC.flatten(0, 2), "send", self._send_order)
-        came = self.team.all_to_all(flat, self._sizes, "frames are gathered")
+        came = self.group.all_to_all(flat, self._sizes, "frames are gathered")
         rows = self._placed(came, "arrive", self._arrive_order)
         return rows.view(1, -1, self.deal.grid.places, x_bTsC.shape[-1])
 
@@ -58,19 +58,19 @@ class Redistribute:
         """Rows (1, r, S, C) to this rank's columns (b, T, s, C)."""
         flat = self._ordered(x_1rSC.flatten(0, 2), "arrive", self._arrive_order)
         back = [list(column) for column in zip(*self._sizes, strict=True)]
-        came = self.team.all_to_all(flat, back, "frames are given back")
+        came = self.group.all_to_all(flat, back, "frames are given back")
         return self._placed(came, "send", self._send_order).view(*self._shape, x_1rSC.shape[-1])
 
     def gather(self, x_bTsC: Tensor) -> Tensor:
         """The whole (B, T, S, C) on every rank."""
-        if self.team.size == 1:
+        if self.group.size == 1:
             return x_bTsC
         grid = self.deal.grid
         sizes = [len(columns) * grid.frames for columns in self.deal.columns]
         # In the order of their numbers a rank's columns come sample by sample.
         flat = self._ordered(x_bTsC.flatten(0, 2), "send", self._send_order)
-        came = self.team.gather(flat, sizes, "the last projection is gathered")
-        tokens = [self._column_tokens(rank) for rank in range(self.team.size)]
+        came = self.group.gather(flat, sizes, "the last projection is gathered")
+        tokens = [self._column_tokens(rank) for rank in range(self.group.size)]
         whole = self._placed(came, "gather", torch.cat(tokens))
         return whole.view(grid.samples, grid.frames, grid.places, -1)
 

@@ -60,47 +60,47 @@ def join_ranks(
     return TorchCommunicator(weights)
 
 
-def split(team: Communicator, groups: Sequence[Sequence[int]]) -> Communicator:
-    """Split `team` into `groups` and return this rank's group.
+def split(world: Communicator, groups: Sequence[Sequence[int]]) -> Communicator:
+    """Split `world` into `groups` and return this rank's group.
 
     Every rank must be in exactly one group, and all must call this with the same groups.
     """
-    assert sorted(rank for group in groups for rank in group) == list(range(team.size))
-    return team if len(groups) == 1 else new_group(team, groups)
+    assert sorted(rank for group in groups for rank in group) == list(range(world.size))
+    return world if len(groups) == 1 else new_group(world, groups)
 
 
 def new_group(
-    team: Communicator, groups: Sequence[Sequence[int]], weights: Sequence[float] | None = None
+    world: Communicator, groups: Sequence[Sequence[int]], weights: Sequence[float] | None = None
 ) -> Communicator:
-    """Like `split`, but always a new group, whose exchanges do not queue behind the team's.
+    """Like `split`, but always a new group, whose exchanges do not queue behind the world's.
 
-    `weights` are speeds of all ranks, by default the team's. `team` must contain all processes of
+    `weights` are speeds of all ranks, by default the world's. `world` must contain all processes of
     the world: each of them has to take part.
     """
     if any(len(group) > 1 for group in groups):
-        assert team.size == dist.get_world_size(), "processes that are in no group would be missed"
-    weights = team.weights if weights is None else weights
+        assert world.size == dist.get_world_size(), "processes that are in no group would be missed"
+    weights = world.weights if weights is None else weights
     # All ranks create all groups; a rank alone needs none.
     made = [dist.new_group(list(group)) if len(group) > 1 else None for group in groups]
-    mine = next(list(group) for group in groups if team.rank in group)
-    own = next(each for each, group in zip(made, groups, strict=True) if team.rank in group)
+    mine = next(list(group) for group in groups if world.rank in group)
+    own = next(each for each, group in zip(made, groups, strict=True) if world.rank in group)
     if own is None:
         return SingleRank()
     parted = TorchCommunicator([weights[rank] for rank in mine], own)
-    parted.waits = team.waits
+    parted.waits = world.waits
     return parted
 
 
-def check_equal_on_ranks(team: Communicator, facts: Mapping[str, Any], what: str) -> None:
+def check_equal_on_ranks(world: Communicator, facts: Mapping[str, Any], what: str) -> None:
     """Raise `InputError` if a rank's `facts` differ from those of the first; names both values.
 
     Facts are plain data. A difference at the start would become a hang or a wrong video later.
     """
-    for rank, other in enumerate(team.all_gather_object(dict(facts), "ranks compare their plans")):
+    for rank, other in enumerate(world.all_gather_object(dict(facts), "ranks compare their plans")):
         for name in {**facts, **other}:
             if facts.get(name) != other.get(name):
                 raise InputError(
-                    f"ranks {team.rank} and {rank} do not have the same {what}: {name} is "
+                    f"ranks {world.rank} and {rank} do not have the same {what}: {name} is "
                     f"{facts.get(name)!r} and {other.get(name)!r}; every rank needs the same"
                 )
 

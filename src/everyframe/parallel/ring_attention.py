@@ -103,11 +103,11 @@ def _finite(x: Tensor) -> Tensor:
 class Ring:
     """Ring attention of one grid (samples, heads, tokens) on one rank."""
 
-    def __init__(self, deal: TokenPartition, team: Communicator) -> None:
-        assert deal.num_ranks == team.size
-        self.deal, self.team = deal, team
+    def __init__(self, deal: TokenPartition, group: Communicator) -> None:
+        assert deal.num_ranks == group.size
+        self.deal, self.group = deal, group
         self._held = deal.held
-        self._mine = self._held[team.rank]
+        self._mine = self._held[group.rank]
 
     def attend(
         self, core: Core, q_bHnD: Tensor, k_bHnD: Tensor, v_bHnD: Tensor, mask: Tensor | None = None
@@ -118,17 +118,17 @@ class Ring:
         """
         q, k = q_bHnD.to(v_bHnD.dtype), k_bHnD.to(v_bHnD.dtype)
         if all(map(self._is_whole, self._mine)):
-            for step in range(1, self.team.size):
+            for step in range(1, self.group.size):
                 self._send(step, v_bHnD).wait()  # nothing; but all ranks do it together
             if mask is not None and mask.shape[0] > 1:
-                mask = mask[self.deal.samples(self.team.rank)]
+                mask = mask[self.deal.samples(self.group.rank)]
             return core(q, k, v_bHnD, mask)
         both = torch.cat([k, v_bHnD], dim=-1)
         done: dict[int, Partial] = {}
         coming: PendingReceive | None = None
-        for step in range(self.team.size):
+        for step in range(self.group.size):
             came = coming.wait() if coming is not None else None
-            if step + 1 < self.team.size:
+            if step + 1 < self.group.size:
                 coming = self._send(step + 1, both)
             for held, places, keys in self._blocks(step, both, came):
                 found = self._look(held, places, q, keys, mask)
@@ -149,7 +149,7 @@ class Ring:
 
     def _send(self, step: int, both_bHnE: Tensor) -> PendingReceive:
         """Start sending keys and values, concatenated, to the rank `step` places further."""
-        rank, size = self.team.rank, self.team.size
+        rank, size = self.group.rank, self.group.size
         target = (rank + step) % size
         sizes = [[0] * size for _ in range(size)]
         for source in range(size):
@@ -163,7 +163,7 @@ class Ring:
         ]
         heads, width = both_bHnE.shape[1], both_bHnE.shape[-1]
         rows = torch.cat(given) if given else both_bHnE.new_empty(0, heads, width)
-        return self.team.start_all_to_all(rows, sizes, "keys and values go round")
+        return self.group.start_all_to_all(rows, sizes, "keys and values go round")
 
     def _common(self, source: int, target: int) -> list[LocalTokens]:
         """Tokens of `source` in samples that `target` has tokens of, too."""
@@ -180,8 +180,8 @@ class Ring:
                 if not self._is_whole(held):
                     yield held, held.places, both_bHnE[held.row : held.row + 1, :, held.here]
             return
-        source, at = (self.team.rank - step) % self.team.size, 0
-        for theirs in self._common(source, self.team.rank):
+        source, at = (self.group.rank - step) % self.group.size, 0
+        for theirs in self._common(source, self.group.rank):
             stop = at + len(theirs.places)
             yield mine[theirs.sample], theirs.places, came[at:stop].transpose(0, 1)[None]
             at = stop

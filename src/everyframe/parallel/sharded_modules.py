@@ -30,9 +30,9 @@ class SequenceParallelAttention(Protocol):
         ...
 
 
-def attending(way: str, deal: TokenPartition, team: Communicator) -> SequenceParallelAttention:
+def attending(way: str, deal: TokenPartition, group: Communicator) -> SequenceParallelAttention:
     """Build the attention backend `way`, of `ATTENDING`, for a grid (samples, heads, tokens)."""
-    return Ring(deal, team) if way == "ring" else Ulysses(deal, team)
+    return Ring(deal, group) if way == "ring" else Ulysses(deal, group)
 
 
 class ReplacingModule(nn.Module):

@@ -30,22 +30,22 @@ Core = Callable[..., Tensor]
 class Ulysses:
     """Ulysses attention of one grid (samples, heads, tokens) on one rank."""
 
-    def __init__(self, deal: TokenPartition, team: Communicator) -> None:
-        assert deal.num_ranks == team.size
-        self.deal, self.team = deal, team
+    def __init__(self, deal: TokenPartition, group: Communicator) -> None:
+        assert deal.num_ranks == group.size
+        self.deal, self.group = deal, group
         self._heads = HeadPartition(deal)
         self._held = deal.held
-        ranks = range(team.size)
+        ranks = range(group.size)
         self._back = [[self._heads.queries_sent(q, p) for q in ranks] for p in ranks]
         self._there = [
             [self._heads.queries_sent(p, q) + 2 * self._heads.keys_sent(p, q) for q in ranks]
             for p in ranks
         ]
         self._is_apart = not any(
-            self._there[p][q] for p in ranks for q in ranks if p != q and team.rank in (p, q)
+            self._there[p][q] for p in ranks for q in ranks if p != q and group.rank in (p, q)
         )
         if self._is_apart:  # what it would send itself stays where it is
-            self._there[team.rank][team.rank] = self._back[team.rank][team.rank] = 0
+            self._there[group.rank][group.rank] = self._back[group.rank][group.rank] = 0
 
     def attend(
         self, core: Core, q_bHnD: Tensor, k_bHnD: Tensor, v_bHnD: Tensor, mask: Tensor | None = None
@@ -55,10 +55,10 @@ class Ulysses:
         q, k = q_bHnD.to(v_bHnD.dtype), k_bHnD.to(v_bHnD.dtype)
         if self._is_apart:
             return self._alone(core, q, k, v_bHnD, mask)
-        ranks, mine = range(self.team.size), self.team.rank
+        ranks, mine = range(self.group.size), self.group.rank
         parts = (part for p in ranks for part in self._given(p, q, k, v_bHnD))
         sent = _packed(parts, sum(self._there[mine]), v_bHnD)
-        came = self.team.all_to_all(sent, self._there, "heads are gathered")
+        came = self.group.all_to_all(sent, self._there, "heads are gathered")
         del sent
         queries, seen = self._arranged(came)
         del came
@@ -69,26 +69,26 @@ class Ulysses:
         del queries, seen
         parts = (part for p in ranks for part in self._returned(p, answers))
         back = _packed(parts, sum(self._back[mine]), v_bHnD)
-        back = self.team.all_to_all(back, self._back, "heads are given back")
+        back = self.group.all_to_all(back, self._back, "heads are given back")
         return self._own(back, v_bHnD)
 
     @property
     def _bricks(self) -> Sequence[HeadBlock]:
-        return self._heads.bricks[self.team.rank]
+        return self._heads.bricks[self.group.rank]
 
     def _alone(self, core: Core, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Compute whole samples, or nothing, on this rank; nothing is exchanged."""
         nothing = v.new_empty(0, v.shape[-1])
-        self.team.all_to_all(nothing, self._there, "heads are gathered")
+        self.group.all_to_all(nothing, self._there, "heads are gathered")
         if mask is not None and mask.shape[0] > 1:
-            mask = mask[self.deal.samples(self.team.rank)]
+            mask = mask[self.deal.samples(self.group.rank)]
         answer = core(q, k, v, mask)
-        self.team.all_to_all(nothing, self._back, "heads are given back")
+        self.group.all_to_all(nothing, self._back, "heads are given back")
         return answer
 
     def _given(self, target: int, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Tensor]:
         """What `target` receives of this rank's tokens (H, n, D): queries, then keys and values."""
-        mine = {each.sample: each for each in self._held[self.team.rank]}
+        mine = {each.sample: each for each in self._held[self.group.rank]}
         for brick in self._heads.bricks[target]:
             if brick.sample in mine:
                 held = mine[brick.sample]
@@ -104,7 +104,7 @@ class Ulysses:
     def _arranged(self, came: Tensor) -> tuple[list[Tensor], dict[int, tuple[KeyBlock, Tensor]]]:
         """Queries of each block (H, Q, D), and keys and values (2, H, N, D) by sample."""
         tokens, width = self.deal.grid.places, came.shape[-1]
-        mine = self._heads.keys[self.team.rank]
+        mine = self._heads.keys[self.group.rank]
         queries = [came.new_empty(len(b.heads), len(b.queries), width) for b in self._bricks]
         seen = {
             keys.sample: (keys, came.new_empty(2, len(keys.heads), tokens, width)) for keys in mine
@@ -142,7 +142,7 @@ class Ulysses:
     def _own(self, back: Tensor, like_bHnD: Tensor) -> Tensor:
         """The results of this rank's own queries, in place."""
         out = torch.empty_like(like_bHnD, memory_format=torch.contiguous_format)
-        mine = {each.sample: each for each in self._held[self.team.rank]}
+        mine = {each.sample: each for each in self._held[self.group.rank]}
         taken = _Taken(back)
         for bricks in self._heads.bricks:
             for brick in bricks:

@@ -60,11 +60,11 @@ def group_ranks(
     """
     if num_ranks < len(loads):
         raise InputError(f"{num_ranks} ranks can't be parted into {len(loads)}; give as many ranks")
-    return _teams(num_ranks, tuple(loads), tuple(weights))
+    return _groups(num_ranks, tuple(loads), tuple(weights))
 
 
 @lru_cache(maxsize=256)
-def _teams(
+def _groups(
     num_ranks: int, loads: tuple[float, ...], weights: tuple[float, ...]
 ) -> tuple[range, ...]:
     behind = [Fraction(0), *accumulate(_fractions(weights))]
@@ -74,8 +74,8 @@ def _teams(
         return Fraction(load) / speed if speed else _NEVER
 
     # From the last load to the first: best[start] is how the ranks from `start` on have the loads
-    # from this one on, as times, slowest first, and where each team ends. Of two ways for the same
-    # ranks the better one stays so beside any team before them, so no other has to be kept.
+    # from this one on, as times, slowest first, and where each group ends. Of two ways for the same
+    # ranks the better one stays so beside any group before them, so no other has to be kept.
     best: dict[int, tuple[list[Fraction], list[int]]] = {num_ranks: ([], [])}
     for number in reversed(range(len(loads))):
         found: dict[int, tuple[list[Fraction], list[int]]] = {}

@@ -102,7 +102,7 @@ class ComponentPlanner:
         repairs: repairs applied from the start to components of that dtype.
         chooser: chooses fast paths; None expects every path that the device could have.
         quantising: which weights may be stored in eight bits.
-        teams: this rank's communicators, if it is one of several.
+        parallel: this rank's communicators, if it is one of several.
         holders: number of ranks that can shard the denoiser's weights.
         room: memory share of each of those ranks, if unequal.
         shards: whether they do shard them.
@@ -116,7 +116,7 @@ class ComponentPlanner:
     repairs: tuple[Repair, ...] = ()
     chooser: FastPathChooser | None = None
     quantising: QuantizationChoice = WHOLE
-    teams: ParallelContext | None = None
+    parallel: ParallelContext | None = None
     holders: int = 1
     room: tuple[float, ...] = ()
     shards: bool = False
@@ -126,16 +126,22 @@ class ComponentPlanner:
         from everyframe.parallel.communicator import FakeCommunicator, ParallelContext
 
         group = division.active_groups[division.ranks[rank].group]
-        team = FakeCommunicator(group.index(rank), [division.speeds[other] for other in group])
+        video_group = FakeCommunicator(
+            group.index(rank), [division.speeds[other] for other in group]
+        )
         room = tuple(division.ranks[other].memory_share for other in group)
         inside = None
         groups = branch_groups(self.model, settings, division, group)
         if groups is not None:
-            mine = groups.ranks[groups.number_of(team.rank)]
-            inside = FakeCommunicator(mine.index(team.rank), team.weights[mine.start : mine.stop])
+            mine = groups.ranks[groups.number_of(video_group.rank)]
+            inside = FakeCommunicator(
+                mine.index(video_group.rank), video_group.weights[mine.start : mine.stop]
+            )
         return replace(
             self,
-            teams=ParallelContext(team, team, division.cfg_degree, division.backend, inside=inside),
+            parallel=ParallelContext(
+                video_group, video_group, division.cfg_degree, division.backend, branch_group=inside
+            ),
             holders=holders_among(self.model, division),
             room=room if len(set(room)) > 1 else (),
         )
@@ -147,7 +153,7 @@ class ComponentPlanner:
     def _precisions(self) -> PrecisionPlanner:
         chooser = self.chooser or FastPathChooser(self.device)
         return PrecisionPlanner(
-            self.model, self.device, self.asked, chooser, self.teams, force=self.force
+            self.model, self.device, self.asked, chooser, self.parallel, force=self.force
         )
 
     def named(
@@ -287,9 +293,11 @@ class ComponentPlanner:
 
         if holders == 1:
             return resident_bytes(stage_call.module(), precision)
-        if not self.room or self.teams is None:
+        if not self.room or self.parallel is None:
             return on_device_bytes(stage_call.module(), precision, [1.0] * holders)
-        return on_device_bytes(stage_call.module(), precision, self.room, self.teams.team.rank)
+        return on_device_bytes(
+            stage_call.module(), precision, self.room, self.parallel.video_group.rank
+        )
 
     def holders_of(self, component: Component) -> int:
         """How many ranks can shard its weights: those that call it together."""

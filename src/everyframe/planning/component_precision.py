@@ -53,21 +53,21 @@ class ComponentPrecision:
 class PrecisionPlanner:
     """Chooses precisions of a model's components on a device.
 
-    `asked` is the requested dtype. `teams` is set if this is one rank of several.
+    `asked` is the requested dtype. `parallel` is set if this is one rank of several.
     """
 
     model: ModelSpec
     device: DeviceFacts
     asked: str
     chooser: FastPathChooser
-    teams: ParallelContext | None = None
+    parallel: ParallelContext | None = None
     force: bool = False
 
     def dry_run_calls(self, settings: Settings) -> Sequence[DryRunCall]:
         if not isinstance(self.model, DryRunSpec):
             return ()
-        teams = self.teams if isinstance(self.model, ShardableSpec) else None
-        return self.model.dry_run_calls(settings, teams)
+        parallel = self.parallel if isinstance(self.model, ShardableSpec) else None
+        return self.model.dry_run_calls(settings, parallel)
 
     def dry_run_calls_of(self, component: str, settings: Settings) -> list[DryRunCall]:
         return [each for each in self.dry_run_calls(settings) if each.component == component]

@@ -165,7 +165,7 @@ def _branchings(
 ) -> tuple[int, ...]:
     if asked.cfg is not None or asked.sequence is not None or together:
         return (asked.cfg or 1,)
-    if not isinstance(model, ShardableSpec) or not model.apart:
+    if not isinstance(model, ShardableSpec) or not model.has_independent_branches:
         return (1,)
     return tuple(range(1, model.num_branches(settings) + 1))
 
@@ -304,25 +304,28 @@ def _division(
     model: ModelSpec,
     settings: Settings,
     devices: Sequence[DeviceFacts],
-    crew: VideoGroup,
+    video_group: VideoGroup,
     data: int,
     effort: StepCost,
 ) -> ParallelPlan:
-    """Divide all devices, of the speeds of `crew`, into `data` video groups."""
-    weights = crew.weights
+    """Divide all devices, of the speeds of `video_group`, into `data` video groups."""
+    weights = video_group.weights
     parted = group_ranks(len(devices), [1.0] * data, weights)
     rooms = rooms_of(devices)
     speeds = [sum(weights[rank] for rank in group) for group in parted]
     ranks: list[RankPlan] = []
     for number, group in enumerate(parted):
-        mine = replace(crew, weights=tuple(weights[rank] for rank in group))
+        mine = replace(video_group, weights=tuple(weights[rank] for rank in group))
         for place, rank in enumerate(group):
             plan = RankPlan(
                 devices[rank].torch_name, number, weights[rank], memory_share=rooms[rank]
             )
             ranks.append(_part(plan, model, settings, mine, place, effort))
     return ParallelPlan(
-        tuple(ranks), uneven_sizes(settings.num_videos, speeds), crew.groups, backend=crew.way
+        tuple(ranks),
+        uneven_sizes(settings.num_videos, speeds),
+        video_group.num_cfg_groups,
+        backend=video_group.backend,
     )
 
 
@@ -340,13 +343,13 @@ def _part(
     plan: RankPlan,
     model: ModelSpec,
     settings: Settings,
-    crew: VideoGroup,
+    video_group: VideoGroup,
     place: int,
     effort: StepCost,
 ) -> RankPlan:
     """That rank's share of one video's denoising, as rank `place` of its video group."""
     if isinstance(model, ShardableSpec):
-        part = model.rank_part(settings, crew, place, effort.element_bytes)
+        part = model.rank_part(settings, video_group, place, effort.element_bytes)
         return replace(
             plan,
             token_share=part.tokens,

@@ -145,7 +145,7 @@ def _prepared(
 ) -> PreparedPlan:
     model, family_name = _model(request, given, may_fetch=may_fetch)
     # Before the machine is looked at, which takes torch: what cannot be asked is refused at once.
-    settings, notes = model.settle(request, random_seed() if request.seed is None else request.seed)
+    settings, notes = model.resolve(request, _seed_of(request))
     _check_contents(request, settings, given)
     facts = machine_facts(request.device, freed) if profile is None else machine_of(profile)
     # Ranks that have met have begun, and what they take is no longer free.
@@ -191,6 +191,10 @@ def _prepared(
     if given is None:
         plan = replace(plan, infeasible=infeasible_reason(plan, fit_used, fitted, facts))
     return PreparedPlan(with_batch(plan, model) if is_own else plan, model, fitted, chooser)
+
+
+def _seed_of(request: Request) -> int:
+    return random_seed() if request.seed is None else request.seed
 
 
 def _notes(model: ModelSpec, shares: BalancedPlan, fitted: FitResult) -> tuple[str, ...]:

@@ -78,7 +78,7 @@ class Upcast:
             module.register_forward_pre_hook(_WidenInputs(dtype), prepend=True, with_kwargs=True)
         )
         if has_casts():  # a foreign pipeline under autocast
-            self._handles += self._casts.put_on(module)
+            self._handles += self._casts.apply(module)
 
     def _cast(self, parameter: nn.Parameter, dtype: torch.dtype, *, keeps_storage: bool) -> None:
         before, rungs = parameter.data, _rungs(parameter)
@@ -159,7 +159,7 @@ class _CastsOff:
         self._inside = ExitStack()
         self._depth = 0
 
-    def put_on(self, module: nn.Module) -> list[RemovableHandle]:
+    def apply(self, module: nn.Module) -> list[RemovableHandle]:
         """Hook the module."""
         enter = module.register_forward_pre_hook(self._enter, prepend=True)
         return [enter, module.register_forward_hook(self._leave, always_call=True)]

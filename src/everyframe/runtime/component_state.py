@@ -1,4 +1,4 @@
-"""What a loaded component is made of, so that what a run leaves on it is seen and taken off.
+"""What a loaded component is made of, so that what a run leaves on it is seen and removed.
 
 A snapshot right after loading holds every submodule's class, weights, hooks, children and
 attributes. `restore` puts back what was replaced or added later. What can't be put back, such as

@@ -29,25 +29,25 @@ def check_decoder(
     module: nn.Module,
     decode: Callable[[], Tensor],
     step: int,
-    team: Communicator = ONE.team,
+    group: Communicator = ONE.video_group,
 ) -> bool:
     """Raise a decoder in bfloat16 to float32 if it is too coarse for this video; whether it is.
 
     ``decode()`` gives pixels around -1..1 of a small piece, of the same latents in each call. All
-    ranks of `team` do what the lead rank finds. Nothing is decoded if the plan has the decoder in
+    ranks of `group` do what the lead rank finds. Nothing is decoded if the plan has the decoder in
     float32, or without the float32 values of its weights.
     """
     if not has_float32(module):
         return False
-    found = psnr_to_float32(module, decode) if team.is_lead else 0.0
-    found = team.broadcast_object(found, 0, "the decoder's error is broadcast")
+    found = psnr_to_float32(module, decode) if group.is_lead else 0.0
+    found = group.broadcast_object(found, 0, "the decoder's error is broadcast")
     if found >= LEAST_PSNR:
         return False
     why = (
         f"decoded in bfloat16, a piece of this video has {found:.1f} dB against float32, and "
         f"{LEAST_PSNR:.0f} are wanted"
     )
-    guard.raise_decoder(step, why, is_told=team.is_lead)
+    guard.raise_decoder(step, why, is_told=group.is_lead)
     return True
 
 

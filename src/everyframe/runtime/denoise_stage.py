@@ -62,7 +62,7 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
     """
 
     name = "denoise"
-    goes_on = True
+    is_resumable = True
 
     @abstractmethod
     def denoiser(
@@ -212,8 +212,8 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
 
     def _agree(self, is_over: bool) -> bool:
         """What the lead rank sees: all ranks of a video take the same steps."""
-        team = self.context.teams.team
-        return bool(team.broadcast_object(is_over, 0, "the error budget"))
+        group = self.context.parallel.video_group
+        return bool(group.broadcast_object(is_over, 0, "the error budget"))
 
     def dry_run(self, modules: Mapping[str, Any], device: str) -> object:
         """Make the first step on example inputs."""
@@ -236,8 +236,8 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
         member = MEMBER.get()
         shared = None if member is None else member.denoising(modules, self.shard)
         with shared or self.shard(modules) as patch:
-            apart = patch.apart if patch.team.size > 1 else None
-            guard = self.context.guard(self.name, modules, apart)
+            unsharded = patch.unsharded if patch.group.size > 1 else None
+            guard = self.context.guard(self.name, modules, unsharded)
             for number, video in enumerate(videos):
                 if video.step == num_steps:
                     continue  # done before the run was broken off
@@ -356,7 +356,7 @@ class GuardedDenoiser:
         if seen.is_finite:
             answer = self._guard.probed(step, probe, answer, again)
         if not seen.is_finite:
-            with self._guard.apart():
+            with self._guard.unsharded():
                 answer = self._guard.repaired(step, again)
             seen = value_range(answer)
         self._guard.answered(step, seen)

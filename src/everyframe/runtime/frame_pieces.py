@@ -16,7 +16,7 @@ from everyframe.runtime.guard import Guard
 
 
 def distribute_pieces(
-    team: Communicator, guard: Guard, owner: Iterable[int], decode: Callable[[int], Tensor]
+    group: Communicator, guard: Guard, owner: Iterable[int], decode: Callable[[int], Tensor]
 ) -> Iterator[tuple[Tensor, list[Event]]]:
     """Decode pieces across ranks; yield each with its events, in order, on the lead rank.
 
@@ -27,7 +27,7 @@ def distribute_pieces(
         made = decode(number)
         return made, [event.to_json() for event in guard.events()]
 
-    for made, events in run_in_order(team, owner, make, "frames are handed over"):
+    for made, events in run_in_order(group, owner, make, "frames are handed over"):
         yield made, [event_of(each) for each in events]
 
 

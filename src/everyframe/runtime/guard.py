@@ -39,6 +39,9 @@ from everyframe.runtime.repairs import (
 
 _Result = TypeVar("_Result")
 
+UnshardedCall = Callable[[], AbstractContextManager[None]]
+"""Makes a context in which this rank computes a component without communication."""
+
 #: A denoiser output this many times as large as any before is noted.
 _JUMP = 100.0
 #: Frames whose values (-1..1) differ by less than one of 255 steps are of one colour.
@@ -53,7 +56,7 @@ class Guard:
     """Watch the components `parts`, by name, during one stage.
 
     `counts` and `of` name a call in messages, by default "step 3 of denoise". Ranks that compute
-    one result together each locate its fault alone, inside ``apart()``. With `keeps_storage`,
+    one result together each locate its fault alone, inside ``unsharded()``. With `keeps_storage`,
     `end` restores the storage of the weights too. `free_others` is that of `OomFallbacks`.
     """
 
@@ -66,11 +69,11 @@ class Guard:
         counts: str = "step",
         of: str = "",
         savings: MemorySavings | None = None,
-        apart: Callable[[], AbstractContextManager[None]] | None = None,
+        unsharded: UnshardedCall | None = None,
         keeps_storage: bool = False,
         free_others: Callable[[], bool] | None = None,
     ) -> None:
-        self._plan, self._apart = plan, apart
+        self._plan, self._unsharded = plan, unsharded
         self._parts = dict(parts)
         self._calls = GuardLog(plan.device, stage, counts, of or stage)
         self._repairs = RepairSet(plan.device, parts, keeps_storage=keeps_storage)
@@ -80,9 +83,9 @@ class Guard:
         self._largest = 0.0
         self._is_probed = False
 
-    def apart(self) -> AbstractContextManager[None]:
+    def unsharded(self) -> AbstractContextManager[None]:
         """Context: run the components unsharded on this rank (no communication)."""
-        return nullcontext() if self._apart is None else self._apart()
+        return nullcontext() if self._unsharded is None else self._unsharded()
 
     @property
     def settings(self) -> Settings:
@@ -101,7 +104,7 @@ class Guard:
         self._repairs.undo()
         for repair in video.repairs:
             if repair.component in self._parts:
-                self._repairs.put_on(repair)
+                self._repairs.apply(repair)
         self._video, self._largest, self._is_probed = video, 0.0, False
         self._written_calls = WrittenCalls(self._parts)
         self._fallbacks.moments.of(video)
@@ -144,7 +147,7 @@ class Guard:
 
         None for ranks that compute one result together: each sees its own share only.
         """
-        if self._is_probed or self._apart is not None:
+        if self._is_probed or self._unsharded is not None:
             return None
         self._is_probed = True
         return OverflowProbe() if any(map(may_overflow, self._parts.values())) else None
@@ -179,7 +182,7 @@ class Guard:
         Raises:
             CannotRunError: no known fallback frees enough memory.
         """
-        if self._apart is None:
+        if self._unsharded is None:
             return partial(self._fallbacks.spared, self._calls)
         return self._spared_together
 
@@ -264,7 +267,7 @@ class Guard:
         Of several ranks all do so, and one of them tells it.
         """
         (repair,) = self._repairs.widest()
-        self._repairs.put_on(repair)
+        self._repairs.apply(repair)
         text = f"{self.place(step)}: {why}; {repair.component} runs in float32 from here on"
         event = Repaired(self._calls.stage, step, repair.component, "decoder", "", "coarse",
                          repair.dtype, "", "float32", text, self._seed)  # fmt: skip
@@ -353,12 +356,12 @@ class Guard:
     ) -> _Result | None:
         """Recompute with whole components in float32; stays so if fewer frames are blank."""
         for repair in wide:
-            self._repairs.put_on(repair)
+            self._repairs.apply(repair)
         result = compute()
         is_better = value_range(result).is_finite
         if not is_better or len(blank_frames(pixels_of(result), -1, 1, _ONE_COLOUR)) >= num_blank:
             for repair in reversed(wide):
-                self._repairs.take_off(repair)
+                self._repairs.remove(repair)
             return None
         names, dtype = [repair.component for repair in wide], wide[0].dtype
         text = (

@@ -80,7 +80,7 @@ class VideoState:
         seed: noise seed; identifies the video within a request.
         inputs: conditioning frames of the request.
         text, conditioning: encoded prompts and conditioning frames (family-specific).
-        latents: denoised latents; in a stage that `goes_on`, the state after `step` steps.
+        latents: denoised latents; in a stage that `is_resumable`, the state after `step` steps.
         last_frames: last frames of the previous clip, float32 in 0..1, (T, H, W, 3); a chained clip
             continues from them.
         sampler_state: what else the sampler needs to resume.
@@ -129,7 +129,7 @@ class Stage(Protocol):
         ...
 
     @property
-    def goes_on(self) -> bool:
+    def is_resumable(self) -> bool:
         """Whether the stage resumes in the middle, from the progress in its videos at each `Step`.
 
         Any other stage restarts from its beginning, with the videos as they were then.
@@ -158,7 +158,7 @@ class ModelSpec(Protocol):
         """Display name."""
         ...
 
-    def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
+    def resolve(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         """Resolve the request into settings and notes. `InputError` for what the model can't do."""
         ...
 
@@ -208,11 +208,11 @@ class DryRunSpec(Protocol):
     """A model with dry runs: the planner learns its dtype conflicts, memory and time from them."""
 
     def dry_run_calls(
-        self, settings: Settings, teams: ParallelContext | None = None
+        self, settings: Settings, parallel: ParallelContext | None = None
     ) -> Sequence[DryRunCall]:
-        """One dry-run call for every stage, in order; with `teams`, as one of its ranks makes it.
+        """One dry-run call for every stage, in order; with `parallel`, as one of its ranks.
 
-        Only a `ShardableSpec` gets `teams`; its rank may be simulated.
+        Only a `ShardableSpec` gets `parallel`; its rank may be simulated.
         """
         ...
 
@@ -298,13 +298,13 @@ class PromptReadingSpec(Protocol):
 class VideoGroup:
     """Ranks of these speeds (`weights`) that compute one video together.
 
-    `groups` is the number of groups that split the guidance branches, `way` the sequence-parallel
-    backend, one of the model's `ways`.
+    `num_cfg_groups` is the number of groups that split the guidance branches, `backend` the
+    sequence-parallel one, one of the model's `ways`.
     """
 
     weights: tuple[float, ...]
-    groups: int = 1
-    way: str = ""
+    num_cfg_groups: int = 1
+    backend: str = ""
 
 
 @dataclass(frozen=True)
@@ -346,7 +346,7 @@ class ShardableSpec(Protocol):
         ...
 
     @property
-    def apart(self) -> bool:
+    def has_independent_branches(self) -> bool:
         """Whether ranks with different guidance branches call the denoiser independently.
 
         The planner then weighs CFG groups; else the tokens of all branches form one list.
@@ -358,7 +358,7 @@ class ShardableSpec(Protocol):
         ...
 
     def rank_part(
-        self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
+        self, settings: Settings, video_group: VideoGroup, rank: int, element_bytes: int
     ) -> RankShare:
         """Share of that rank in a video; `element_bytes` is that of intermediate results."""
         ...
@@ -385,7 +385,7 @@ class Family(Protocol):
         ...
 
     def stages(
-        self, spec: ModelSpec, plan: Plan, clip: int, teams: ParallelContext
+        self, spec: ModelSpec, plan: Plan, clip: int, parallel: ParallelContext
     ) -> Sequence[Stage]:
         """The stages of one clip of a chain, in order, as one rank runs them.
 

@@ -166,9 +166,9 @@ def load_component(
     fill(module, part.precision, opened, left, (where, device), leave)
     module.eval().requires_grad_(False)
     track_component(module)
-    put_on = cast_hooks.add_cast_hooks(module, part.precision, outputs, keeps_float32=is_checked)
+    hooks = cast_hooks.add_cast_hooks(module, part.precision, outputs, keeps_float32=is_checked)
     for repair in part.repairs:
-        repairs.put_on(module, repair)
+        repairs.apply_repair(module, repair)
     if part.block_offload or held is not None:
         kind = part.precision.weight_dtype
         files = from_files(opened, left, where, kind) if part.from_disk else None
@@ -178,7 +178,7 @@ def load_component(
     _log.debug(
         "%s: %d parameters from %s on %s in %s, %d casts at module edges",
         part.name, part.num_parameters, opened.source, part.device, part.precision,
-        put_on.num_hooks,
+        hooks.num_hooks,
     )  # fmt: skip
     return module
 

@@ -29,27 +29,27 @@ from everyframe.parallel.sharded_modules import (
 )
 from everyframe.parallel.token_partition import SampleSegment, TokenGrid, TokenPartition
 
-_PutOn = TypeVar("_PutOn", bound="ModelPatch")
+_Patch = TypeVar("_Patch", bound="ModelPatch")
 
 
 class ModelPatch:
-    """Removable hooks and child modules on a model that the ranks of `team` run.
+    """Removable hooks and child modules on a model that the ranks of `group` run.
 
     Patch and model hold references to each other. A stage removes the patch when it is done
     (``with``), so that the model is freed with its last reference, without garbage collection.
     """
 
-    def __init__(self, team: Communicator, groups: int) -> None:
-        self.team, self._groups = team, groups
+    def __init__(self, group: Communicator, groups: int) -> None:
+        self.group, self._groups = group, groups
         self._swapped: list[tuple[nn.Module, str, nn.Module]] = []
         self._handles: list[RemovableHandle] = []
 
     @property
     def is_transparent(self) -> bool:
         """Whether a module computes as without the patch: on one rank nothing is exchanged."""
-        return self.team.size == 1
+        return self.group.size == 1
 
-    def __enter__(self: _PutOn) -> _PutOn:
+    def __enter__(self: _Patch) -> _Patch:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -64,13 +64,13 @@ class ModelPatch:
         self._handles, self._swapped = [], []
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def unsharded(self) -> Iterator[None]:
         """Context: run the module unsharded on this rank, with the same operations."""
-        team, self.team = self.team, SingleRank()
+        group, self.group = self.group, SingleRank()
         try:
             yield
         finally:
-            self.team = team
+            self.group = group
 
     def _swap(self, part: nn.Module, name: str, ours: nn.Module) -> None:
         self._swapped.append((part, name, part.get_submodule(name)))
@@ -78,7 +78,7 @@ class ModelPatch:
 
 
 class ShardedDenoiser(ModelPatch, ABC):
-    """A denoiser on the ranks of `team`; all ranks must apply it and call it in the same order.
+    """A denoiser on the ranks of `group`; all ranks must apply it and call it in the same order.
 
     With `groups` above 1 the batch is first split into that many groups, each with ranks of its
     own. Tokens lie along dimension `stream_dim` of the model's hidden states.
@@ -86,8 +86,8 @@ class ShardedDenoiser(ModelPatch, ABC):
 
     stream_dim: int
 
-    def __init__(self, model: nn.Module, team: Communicator, groups: int) -> None:
-        super().__init__(team, groups)
+    def __init__(self, model: nn.Module, group: Communicator, groups: int) -> None:
+        super().__init__(group, groups)
         self._switches: dict[tuple[TokenGrid, Communicator], Redistribute] = {}
         self._switch: Redistribute | None = None
         self._handles.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
@@ -117,11 +117,11 @@ class ShardedDenoiser(ModelPatch, ABC):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Drop the samples from the call that this rank has no tokens of."""
         grid = self._grid_of(args[0])
-        key = (grid, self.team)
+        key = (grid, self.group)
         if key not in self._switches:
-            groups = min(self._groups, self.team.size, grid.samples)
+            groups = min(self._groups, self.group.size, grid.samples)
             self._switches[key] = Redistribute(
-                TokenPartition(grid, self.team.weights, groups), self.team
+                TokenPartition(grid, self.group.weights, groups), self.group
             )
         self._switch = self._switches[key]
         mine = self._switch.samples
@@ -138,9 +138,9 @@ class FullAttentionSharding(ShardedDenoiser):
     stream_dim = 1
 
     def __init__(
-        self, model: nn.Module, team: Communicator, groups: int, way: str, num_heads: int
+        self, model: nn.Module, group: Communicator, groups: int, way: str, num_heads: int
     ) -> None:
-        super().__init__(model, team, groups)
+        super().__init__(model, group, groups)
         self._way, self._num_heads = way, num_heads
         self._attending: dict[Redistribute, SequenceParallelAttention] = {}
 
@@ -151,7 +151,7 @@ class FullAttentionSharding(ShardedDenoiser):
             rows = switch.deal
             grid = TokenGrid(rows.grid.samples, self._num_heads, rows.grid.places)
             deal = TokenPartition(grid, rows.weights, rows.groups)
-            self._attending[switch] = attending(self._way, deal, switch.team)
+            self._attending[switch] = attending(self._way, deal, switch.group)
         return self._attending[switch]
 
     def _take_rotations(self, rope: nn.Module, args: tuple[Any, ...], table: Any) -> Any:

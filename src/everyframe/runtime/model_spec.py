@@ -196,7 +196,7 @@ _Spec = TypeVar("_Spec", bound="NativeModelSpec")  # type: ignore[type-arg]
 class NativeModelSpec(LossySampling, ABC, Generic[_Options, _Files, _Config]):
     """One checkpoint of a family with its own stages: configs read, weights not.
 
-    Attributes `led`, `ways`, `in_step` and `apart` are those of `ShardableSpec`.
+    Attributes `led`, `ways`, `in_step` and `has_independent_branches` are those of `ShardableSpec`.
     """
 
     name: str
@@ -213,7 +213,7 @@ class NativeModelSpec(LossySampling, ABC, Generic[_Options, _Files, _Config]):
     led: ClassVar[tuple[str, ...]]
     ways: ClassVar[tuple[str, ...]] = ("",)
     in_step: ClassVar[bool] = True
-    apart: ClassVar[bool] = False
+    has_independent_branches: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
@@ -240,15 +240,15 @@ class NativeModelSpec(LossySampling, ABC, Generic[_Options, _Files, _Config]):
         class_name: str,
         num_calls: float,
         *key: Hashable,
-        teams: ParallelContext | None = None,
+        parallel: ParallelContext | None = None,
         components: tuple[str, ...] = (),
     ) -> DryRunCall:
         """The dry-run call of a stage; see `ModuleBuilder.dry_run_call`.
 
-        `class_name` is that of the stage, with the family's module that has it. `teams` are those
-        of one of several ranks.
+        `class_name` is that of the stage, with the family's module that has it. `parallel` is
+        that of one of several ranks.
         """
-        call = partial(self._dry_run, class_name, settings, teams)
+        call = partial(self._dry_run, class_name, settings, parallel)
         return self.builder.dry_run_call(
             stage, component, call, num_calls, *key, components=components
         )
@@ -257,7 +257,7 @@ class NativeModelSpec(LossySampling, ABC, Generic[_Options, _Files, _Config]):
         self,
         class_name: str,
         settings: Settings,
-        teams: ParallelContext | None,
+        parallel: ParallelContext | None,
         modules: Mapping[str, Any],
         device: str,
     ) -> object:
@@ -267,14 +267,14 @@ class NativeModelSpec(LossySampling, ABC, Generic[_Options, _Files, _Config]):
         package, _, _ = type(self).__module__.rpartition(".")
         module, _, name = class_name.rpartition(".")
         stages = import_module(f"{package}.{module}")
-        context = stages.Context(self, settings, teams or ONE)
+        context = stages.Context(self, settings, parallel or ONE)
         return getattr(stages, name)(context).dry_run(modules, device)
 
     @abstractmethod
     def dry_run_calls(
-        self, settings: Settings, teams: ParallelContext | None = None
+        self, settings: Settings, parallel: ParallelContext | None = None
     ) -> tuple[DryRunCall, ...]:
-        """One dry-run call for every stage; with `teams`, as one of its ranks makes it."""
+        """One dry-run call for every stage; with `parallel`, as one of its ranks makes it."""
 
     @property
     def config(self) -> _Config:

@@ -19,18 +19,23 @@ if TYPE_CHECKING:
     from everyframe.parallel.communicator import ParallelContext
 
 
-def key_of_rank(teams: ParallelContext | None) -> tuple[Hashable, ...]:
+def key_of_rank(parallel: ParallelContext | None) -> tuple[Hashable, ...]:
     """Key of a rank's work in a dry run: ranks with equal keys do the same. Empty for one rank."""
-    if teams is None:
+    if parallel is None:
         return ()
-    return (teams.team.rank, teams.team.weights, teams.groups, teams.way)
+    return (
+        parallel.video_group.rank,
+        parallel.video_group.weights,
+        parallel.num_cfg_groups,
+        parallel.sequence_backend,
+    )
 
 
-def decode_share(num_pieces: int, teams: ParallelContext | None) -> float:
+def decode_share(num_pieces: int, parallel: ParallelContext | None) -> float:
     """Fraction (0..1) of a video's pieces that its busiest rank decodes; 1 for one rank."""
-    if teams is None:
+    if parallel is None:
         return 1.0
-    owners = assign_pieces(num_pieces, teams.team.weights)
+    owners = assign_pieces(num_pieces, parallel.video_group.weights)
     return max(map(owners.count, owners)) / num_pieces
 
 
@@ -60,7 +65,11 @@ def branch_groups(
 
     None if all ranks call it together.
     """
-    if division.cfg_degree == 1 or not isinstance(model, ShardableSpec) or not model.apart:
+    if (
+        division.cfg_degree == 1
+        or not isinstance(model, ShardableSpec)
+        or not model.has_independent_branches
+    ):
         return None
     weights = [division.speeds[rank] for rank in ranks]
     return CfgGroups.of(weights, model.num_branches(settings), division.cfg_degree)

@@ -85,12 +85,12 @@ class RepairSearch(Generic[_Result]):
             found = self._repair_of(located)
             if found is None:
                 return self._by_whole_components(located.fault)
-            self._put_on(found)
+            self._apply(found)
         result = self._compute()
         if not value_range(result).is_finite:
             # With each operation watched, blocks ran as they are written: what is compiled is left.
             for fault in find_wrong_graphs(self._parts, self._compute):
-                self._put_on(RepairStep(fault, self._repairs.plainly(fault.part, fault.module)))
+                self._apply(RepairStep(fault, self._repairs.plainly(fault.part, fault.module)))
             result = self._compute()
         if not value_range(result).is_finite:
             self._repairs.take_back(self._before)
@@ -115,7 +115,7 @@ class RepairSearch(Generic[_Result]):
         if repaired is not None and value_range(repaired).is_finite and _is_far(result, repaired):
             return RepairOutcome(repaired, tuple(self._done))
         self._repairs.take_back(self._before)
-        # What a call keeps of its inputs was made with what is taken off now.
+        # What a call keeps of its inputs was made with what is removed now.
         return RepairOutcome(self._compute())
 
     def _raise_swallowed(self) -> bool:
@@ -134,7 +134,7 @@ class RepairSearch(Generic[_Result]):
             for fault in found.values():
                 repair = self._repairs.for_fault(fault, whole=whole)
                 if repair is not None:
-                    self._put_on(RepairStep(fault, repair))
+                    self._apply(RepairStep(fault, repair))
             if len(self._done) == before:
                 break
         return bool(self._done)
@@ -159,7 +159,7 @@ class RepairSearch(Generic[_Result]):
         around = self._repairs.around(last.repair)
         if around is None:
             raise error
-        self._put_on(RepairStep(last.fault, around))
+        self._apply(RepairStep(last.fault, around))
         return None
 
     def _repair_of(self, located: Located) -> RepairStep | None:
@@ -167,7 +167,7 @@ class RepairSearch(Generic[_Result]):
         if any(each.cause == "weights" for each in located.faults):
             return None
         if self._done and located.fault is not None and self._done[-1].is_vain(located.fault):
-            self._repairs.take_off(self._done.pop().repair)
+            self._repairs.remove(self._done.pop().repair)
         return self._first(located.faults)
 
     def _first(self, faults: Iterable[Fault]) -> RepairStep | None:
@@ -179,8 +179,8 @@ class RepairSearch(Generic[_Result]):
                 return RepairStep(fault, repair)
         return None
 
-    def _put_on(self, step: RepairStep) -> None:
-        self._repairs.put_on(step.repair)
+    def _apply(self, step: RepairStep) -> None:
+        self._repairs.apply(step.repair)
         self._done.append(step)
 
     def _by_whole_components(self, fault: Fault) -> RepairOutcome[_Result]:
@@ -192,7 +192,7 @@ class RepairSearch(Generic[_Result]):
         whole = self._repairs.widest()
         if whole and fault.cause not in ("weights", "given"):
             for repair in whole:
-                self._repairs.put_on(repair)
+                self._repairs.apply(repair)
             try:
                 result: _Result | None = self._compute()
             except RuntimeError as error:

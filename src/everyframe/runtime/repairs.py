@@ -31,7 +31,7 @@ from everyframe.runtime.batch_member import change_modules
 Undo = Callable[[], None]
 
 
-def put_on(component: nn.Module, repair: Repair, *, keeps_storage: bool = False) -> Undo:
+def apply_repair(component: nn.Module, repair: Repair, *, keeps_storage: bool = False) -> Undo:
     """Apply a repair to its component and return its undo function; see `Upcast`.
 
     Raises:
@@ -97,7 +97,7 @@ class RepairSet:
         self._device = device
         self._keeps_storage = keeps_storage
         self._parts = dict(parts)
-        self._put_on: list[tuple[Repair, Undo]] = []
+        self._applied: list[tuple[Repair, Undo]] = []
         self._tried: set[Repair] = set()
         self._joined: list[CastHooks] = []
         self._dtypes = {
@@ -106,11 +106,11 @@ class RepairSet:
 
     def __bool__(self) -> bool:
         """Whether any repair is active."""
-        return bool(self._put_on)
+        return bool(self._applied)
 
     def all(self) -> tuple[Repair, ...]:
         """Active repairs, in the order in which they were applied."""
-        return tuple(repair for repair, _ in self._put_on)
+        return tuple(repair for repair, _ in self._applied)
 
     def for_fault(self, fault: Fault, *, whole: bool = False) -> Repair | None:
         """Smallest repair to try: the module, or its parent, one dtype wider. None if exhausted.
@@ -156,31 +156,31 @@ class RepairSet:
         ]
         return not before or is_below(before[-1], to)
 
-    def put_on(self, repair: Repair) -> None:
+    def apply(self, repair: Repair) -> None:
         """Apply a repair. Raises `LeftBatchError` in a batch, whose runs share the component."""
         change_modules(f"{repair.place} needs {repair.to}")
         part = self._parts[repair.component]
         # No effect on modules that have the plan's casts; those of foreign code have none.
         self._joined.append(cast_hooks.add_input_casts(part))
-        undo = put_on(part, repair, keeps_storage=self._keeps_storage)
-        self._put_on.append((repair, undo))
+        undo = apply_repair(part, repair, keeps_storage=self._keeps_storage)
+        self._applied.append((repair, undo))
         self._tried.add(repair)
 
     def join(self) -> None:
         """Let each component accept inputs wider than its parameters."""
-        # As in `put_on`.
+        # As in `apply`.
         self._joined += [cast_hooks.add_input_casts(part) for part in self._parts.values()]
 
-    def take_off(self, repair: Repair) -> None:
+    def remove(self, repair: Repair) -> None:
         """Undo that repair, which must be the last one applied."""
-        last, undo = self._put_on.pop()
-        assert last == repair, "repairs come off in the opposite order"
+        last, undo = self._applied.pop()
+        assert last == repair, "repairs are removed in the opposite order"
         undo()
 
     def take_back(self, number: int) -> None:
         """Undo all but the first `number` repairs."""
-        while len(self._put_on) > number:
-            self.take_off(self._put_on[-1][0])
+        while len(self._applied) > number:
+            self.remove(self._applied[-1][0])
 
     def undo(self) -> None:
         """Undo everything; the components are as before the first repair, bit for bit."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
@@ -34,7 +33,7 @@ from everyframe.parallel.uneven_split import assign_pieces
 from everyframe.runtime import tiling
 from everyframe.runtime.decoder_check import check_decoder, middle
 from everyframe.runtime.frame_pieces import as_frames, distribute_pieces
-from everyframe.runtime.guard import Guard
+from everyframe.runtime.guard import Guard, UnshardedCall
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.loading import load_component, rewrite_parameters
 from everyframe.runtime.model_spec import NativeModelSpec
@@ -51,7 +50,7 @@ class StageContext(Generic[_Model]):
 
     model: _Model
     settings: Settings
-    teams: ParallelContext = ONE
+    parallel: ParallelContext = ONE
     clip: int = 0
     plan: Plan | None = None
 
@@ -72,7 +71,7 @@ class StageContext(Generic[_Model]):
                 partial(builder.taken, component),
                 *self.model.patched_weights(component),
                 outputs=builder.outputs(component),
-                supply=self.teams.supply,
+                supply=self.parallel.weights_group,
             )
 
         warm = self.model.warm
@@ -100,14 +99,14 @@ class StageContext(Generic[_Model]):
         self,
         stage: str,
         parts: Mapping[str, nn.Module],
-        apart: Callable[[], AbstractContextManager[None]] | None = None,
+        unsharded: UnshardedCall | None = None,
     ) -> Guard:
         """The guard of these components in that stage; see `Guard`."""
         assert self.plan is not None
-        warm = self.model.warm
+        model, warm = self.model, self.model.warm
         spare = None if warm is None else warm.free_others
         return Guard(
-            self.plan, stage, parts, savings=self.model.savings, apart=apart, free_others=spare
+            self.plan, stage, parts, savings=model.savings, unsharded=unsharded, free_others=spare
         )
 
 
@@ -122,7 +121,7 @@ class ComponentStage(ABC, Generic[_Context, _Inputs]):
     context: _Context
     name: ClassVar[str]
     component: ClassVar[str]
-    goes_on: ClassVar[bool] = False
+    is_resumable: ClassVar[bool] = False
 
     @abstractmethod
     def example_inputs(self, device: str) -> _Inputs:
@@ -178,7 +177,7 @@ class SharedEncodeStage(ComponentStage[_Context, _Inputs]):
 
     def run(self, videos: Sequence[VideoState]) -> Events:
         """Encode, and store the results in each video."""
-        world = self.context.teams.world
+        world = self.context.parallel.world
         mine = (yield from self._encoded(videos)) if world.is_lead else None
         self.store(videos, world.broadcast_tree(mine, 0, f"the {self.name} is broadcast"))
 
@@ -254,9 +253,9 @@ class VideoEncodeStage(ComponentStage[_Context, _Inputs]):
 
     def run(self, videos: Sequence[VideoState]) -> Events:
         """Encode, and store each video's result."""
-        team = self.context.teams.team
-        mine = (yield from self._encoded(videos)) if team.is_lead else None
-        results = team.broadcast_tree(mine, 0, "given frames are broadcast")
+        group = self.context.parallel.video_group
+        mine = (yield from self._encoded(videos)) if group.is_lead else None
+        results = group.broadcast_tree(mine, 0, "given frames are broadcast")
         for video, result in zip(videos, results, strict=True):
             self.store(video, result)
 
@@ -346,7 +345,7 @@ class DecodeStage(ComponentStage[_Context, LatentPiece]):
             pixels: Tensor = self.compute(module, piece, device, guard.settings)
             return pixels
 
-        check_decoder(guard, module, decode, step, self.context.teams.team)
+        check_decoder(guard, module, decode, step, self.context.parallel.video_group)
 
     def _color_fit(self, video: VideoState) -> ColorFit | None:
         """What fits the colours of previews to this video, where they are not known."""
@@ -379,7 +378,7 @@ class DecodeStage(ComponentStage[_Context, LatentPiece]):
         ``ready(number, piece)`` gives the frames (T, H, W, 3) in 0..1 that are finished after a
         piece; the lead rank calls it.
         """
-        device, team = self.context.device(self.component), self.context.teams.team
+        device, group = self.context.device(self.component), self.context.parallel.video_group
         is_asked = self.is_one_colour(video)
 
         def decode(number: int) -> Tensor:
@@ -389,8 +388,8 @@ class DecodeStage(ComponentStage[_Context, LatentPiece]):
                 guard.decoded(steps[number], call, inputs.latents, is_asked=is_asked)
             )
 
-        begun, owners = time.perf_counter(), assign_pieces(self.num_pieces, team.weights)
-        for number, (piece, events) in enumerate(distribute_pieces(team, guard, owners, decode)):
+        begun, owners = time.perf_counter(), assign_pieces(self.num_pieces, group.weights)
+        for number, (piece, events) in enumerate(distribute_pieces(group, guard, owners, decode)):
             seconds = time.perf_counter() - begun
             yield from events
             yield Step(self.name, steps[number], steps[-1], video.seed, seconds)

@@ -66,14 +66,14 @@ def on_device_bytes(
 
 
 class ShardedWeightsProvider:
-    """`WeightsProvider` for a module that `team` shards in proportion to the ranks' `weights`.
+    """`WeightsProvider` for a module that `group` shards in proportion to the ranks' `weights`.
 
     This group carries weights only; activations use another group.
     """
 
-    def __init__(self, module: nn.Module, team: Communicator, device: torch.device) -> None:
-        self._team, self._device = team, device
-        units, rank_of = offload.units(module), assign_units(_elements(module), team.weights)
+    def __init__(self, module: nn.Module, group: Communicator, device: torch.device) -> None:
+        self._group, self._device = group, device
+        units, rank_of = offload.units(module), assign_units(_elements(module), group.weights)
         by_parameter: dict[int, int] = {}  # one may have several names
         self._holder: dict[str, int] = {}
         for unit, part in units.items():
@@ -84,7 +84,7 @@ class ShardedWeightsProvider:
     @property
     def elsewhere(self) -> frozenset[str]:
         """Parameters that other ranks own."""
-        mine = self._team.rank
+        mine = self._group.rank
         return frozenset(name for name, rank in self._holder.items() if rank != mine)
 
     def bring(self, waiting: Placeholders) -> dict[str, Tensor]:
@@ -93,7 +93,7 @@ class ShardedWeightsProvider:
 
     def send_for(self, waiting: Placeholders) -> PendingWeights:
         """See `WeightsProvider`."""
-        mine, size = self._team.rank, 0
+        mine, size = self._group.rank, 0
         tensors: dict[str, Tensor] = {}
         parts: list[tuple[Tensor, int]] = []
         for name, parameter in waiting.items():
@@ -104,7 +104,7 @@ class ShardedWeightsProvider:
                 tensors[name] = torch.empty_like(parameter, device=self._device)
                 size += tensors[name].nbytes
             parts.append((tensors[name].detach().contiguous(), rank))
-        return _Handed(size, tensors, self._team.start_broadcast(parts, WEIGHTS))
+        return _Handed(size, tensors, self._group.start_broadcast(parts, WEIGHTS))
 
 
 @dataclass

@@ -89,7 +89,7 @@ class Attempt:
         executor: Executor,
         options: AttemptOptions,
         devices: str | None = None,
-        scarcity: OutOfMemoryInfo | None = None,
+        out_of_memory: OutOfMemoryInfo | None = None,
         *,
         batch: str | None = None,
         on_plan: Callable[[Plan], None] = lambda plan: None,
@@ -104,7 +104,7 @@ class Attempt:
         self._executor = executor
         self._options = options
         self._devices = devices
-        self._scarcity = scarcity
+        self._out_of_memory = out_of_memory
         self._batch, self._on_plan, self._on_frames = batch, on_plan, on_frames
         self._report: dict[str, Any] = {"warnings": [], "repairs": [], **job.report}
         self._stages: dict[str, float] = dict(self._report.get("stage_durations", {}))
@@ -219,7 +219,7 @@ class Attempt:
         if kept is not None:
             # On other devices only rounding differs; they are named where they are others.
             ranks = {"devices": self._devices} if self._has_moved() else None
-            return replace(common, run=kept.path, ranks=ranks, scarcity=self._scarcity)
+            return replace(common, run=kept.path, ranks=ranks, out_of_memory=self._out_of_memory)
         options = dict(self.job.request)
         if self._devices is not None:
             options["devices"] = self._devices

@@ -91,7 +91,7 @@ class Dispatcher:
         self._executor = executor
         self._options = replace(options, on_preview=self._take_preview)
         self._attempts: dict[str, Attempt] = {}
-        self._scarcity: dict[str, OutOfMemoryInfo] = {}
+        self._out_of_memory: dict[str, OutOfMemoryInfo] = {}
         self._previews: dict[str, Event] = {}
         self._listeners: list[PreviewListener] = []
         self._lock = threading.Lock()
@@ -260,7 +260,7 @@ class Dispatcher:
 
     def _run(self, claim: Claim, group: DeviceGroup) -> Future[None] | None:
         """Run a job; what is left to do then, if anything."""
-        job, scarcity = claim.job, self._scarcity.pop(claim.job.id, None)
+        job, out_of_memory = claim.job, self._out_of_memory.pop(claim.job.id, None)
 
         def take_plan(plan: Plan) -> None:
             group.note_plan(plan)
@@ -271,7 +271,7 @@ class Dispatcher:
             self._news.note()  # the next one may be handed over
 
         attempt = Attempt(
-            job, self._store, self._executor, self._options, group.devices, scarcity,
+            job, self._store, self._executor, self._options, group.devices, out_of_memory,
             batch=claim.batch, on_plan=take_plan, on_frames=note_end,
         )  # fmt: skip
         with self._lock:
@@ -287,7 +287,7 @@ class Dispatcher:
         except Exception as error:  # noqa: BLE001 - a job's error is the job's
             group.leave(job.id, is_alone=isinstance(error, LeftBatchError))
             if not self._waits_for_devices(attempt, error, group):
-                self._settle(attempt, error)
+                self._end_unfinished(attempt, error)
             self._leave(attempt)
             return None
         group.leave(job.id)
@@ -300,7 +300,7 @@ class Dispatcher:
         try:
             attempt.finish()
         except Exception as error:  # noqa: BLE001 - as above
-            self._settle(attempt, error)
+            self._end_unfinished(attempt, error)
         finally:
             self._leave(attempt)
 
@@ -327,7 +327,7 @@ class Dispatcher:
             **attempt.fields()))  # fmt: skip
         return True
 
-    def _settle(self, attempt: Attempt, error: Exception) -> None:
+    def _end_unfinished(self, attempt: Attempt, error: Exception) -> None:
         """Decide what follows an attempt that did not finish, and write it into the job's row."""
         job, fields = attempt.job, attempt.fields()
         if isinstance(error, RunStoppedError) and attempt.reason == "cancel":
@@ -364,7 +364,7 @@ class Dispatcher:
     def _can_repeat(self, attempt: Attempt, error: Exception) -> bool:
         """Whether another attempt may succeed; prepares it."""
         if isinstance(error, DistributedOutOfMemoryError):
-            self._scarcity[attempt.job.id] = error.scarcity
+            self._out_of_memory[attempt.job.id] = error.out_of_memory
             return True
         if isinstance(error, WorkerDiedError):
             return True

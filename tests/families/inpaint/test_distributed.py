@@ -56,7 +56,7 @@ def request(model: str, **options: Any) -> Request:
 
 
 def run(
-    team: Communicator | None,
+    group: Communicator | None,
     model: str,
     options: dict[str, Any],
     fault: Any = None,
@@ -64,7 +64,7 @@ def run(
     until: int | None = None,
 ) -> dict[str, Any]:
     """One rank's run, or that of a process without ranks; it ends at step `until` of denoising."""
-    undo = fault(team) if fault is not None else None
+    undo = fault(group) if fault is not None else None
     calls: list[int] = []
     answered = Denoiser.__call__
 
@@ -75,12 +75,12 @@ def run(
 
     Denoiser.__call__ = counted  # type: ignore[method-assign]
     try:
-        if team is None:
+        if group is None:
             asked, join = request(model, **options), None
         else:
-            asked = request(model, **{"num_devices": team.size, **options})
-            join = Rendezvous(team.rank, lambda _: team)
-        leads = team is None or team.is_lead
+            asked = request(model, **{"num_devices": group.size, **options})
+            join = Rendezvous(group.rank, lambda _: group)
+        leads = group is None or group.is_lead
         keep = SaveOptions(Path(root) if root and leads else None, cleans=False, pace=EVERY_STEP)
         events: list[Event] = []
         for event in stream(asked, keep=keep, num_threads=1, join=join):
@@ -160,9 +160,9 @@ def test_a_run_that_is_broken_off_goes_on_on_one_device(
     assert steps[0] > 1, "what was done is not done again"
 
 
-def _other_noise(team: Communicator | None) -> Any:
+def _other_noise(group: Communicator | None) -> Any:
     kept = noise.start_noise
-    if team is not None and team.rank == 1:
+    if group is not None and group.rank == 1:
         noise.start_noise = lambda seed, shape: kept(seed + 1, shape)
     return lambda: setattr(noise, "start_noise", kept)
 
@@ -172,7 +172,7 @@ def test_other_noise_on_one_rank_is_seen(ranks: Group, model: str) -> None:
     assert not np.array_equal(found[0]["frames"], run(None, model, {})["frames"])
 
 
-def _overflow(team: Communicator | None) -> Any:
+def _overflow(group: Communicator | None) -> Any:
     """What rank 1 computes in bfloat16 has an infinity in it."""
     kept = torch.nn.SiLU.forward
 
@@ -180,7 +180,7 @@ def _overflow(team: Communicator | None) -> Any:
         out = kept(self, x)
         return out * torch.inf if out.dtype == torch.bfloat16 else out
 
-    if team is not None and team.rank == 1:
+    if group is not None and group.rank == 1:
         torch.nn.SiLU.forward = forward  # type: ignore[method-assign]
     return lambda: setattr(torch.nn.SiLU, "forward", kept)
 
@@ -193,12 +193,12 @@ def test_what_one_rank_repairs_is_told_by_the_first(ranks: Group, model: str) ->
     assert all(stage in ("denoise", "given frames", "decode") for stage, _ in found[0])
 
 
-def told(team: Communicator, model: str, options: dict[str, Any]) -> list[tuple[str, str]]:
+def told(group: Communicator, model: str, options: dict[str, Any]) -> list[tuple[str, str]]:
     from everyframe.core.events import Repaired
 
-    undo = _overflow(team)
+    undo = _overflow(group)
     try:
-        join = Rendezvous(team.rank, lambda _: team)
+        join = Rendezvous(group.rank, lambda _: group)
         asked = request(model, **options)
         events = list(stream(asked, keep=SaveOptions(None), num_threads=1, join=join))
     finally:

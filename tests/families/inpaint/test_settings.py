@@ -1,4 +1,4 @@
-"""Requests settled against an inpainting model: what is said of sizes, and what is refused."""
+"""Requests resolved against an inpainting model: what is said of sizes, and what is refused."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_a_checkpoints_own_defaults(tmp_path: Path) -> None:
     (folder / "everyframe.json").write_text(json.dumps(defaults))
     model = model_at(folder)
     assert not model.config.has_scores
-    settings, _ = model.settle(everyframe.Request(prompt="a"), 0)
+    settings, _ = model.resolve(everyframe.Request(prompt="a"), 0)
     assert (settings.height, settings.width, settings.num_frames) == (16, 24, 17)
     assert settings.guidance_scale == 7.0
     assert settings.option("aesthetic") is None

@@ -1,4 +1,4 @@
-"""Every value of a request settled, and what can't be had refused with what can."""
+"""Every value of a request resolved, and what can't be had refused with what can."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OWN = set(OpenSoraOptions.model_fields)
 PICTURE = np.zeros((8, 8, 3), np.uint8)
 
 
-def settled(config: OpenSoraConfig = V1_2, **options: Any) -> tuple[Settings, tuple[str, ...]]:
+def resolved(config: OpenSoraConfig = V1_2, **options: Any) -> tuple[Settings, tuple[str, ...]]:
     own = {name: options.pop(name) for name in list(options) if name in OWN}
     request = Request(**{"prompt": "a cat", **options})
     title = f"Open-Sora {config.version}"
@@ -41,11 +41,11 @@ def settled(config: OpenSoraConfig = V1_2, **options: Any) -> tuple[Settings, tu
 
 
 def settings(config: OpenSoraConfig = V1_2, **options: Any) -> Settings:
-    return settled(config, **options)[0]
+    return resolved(config, **options)[0]
 
 
 def test_upstreams_defaults() -> None:
-    found, notes = settled()
+    found, notes = resolved()
     assert (found.height, found.width, found.num_frames, found.fps) == (240, 424, 51, 24.0)
     assert (found.num_inference_steps, found.guidance_scale, found.seed) == (30, 7.0, 4)
     assert found.option("aesthetic") == 6.5
@@ -133,7 +133,7 @@ def test_the_table_is_what_it_says() -> None:
 )  # fmt: skip
 def test_what_1_2_refuses(options: dict[str, Any], text: str) -> None:
     with pytest.raises(InputError, match=text):
-        settled(**options)
+        resolved(**options)
 
 
 @pytest.mark.parametrize(
@@ -151,12 +151,12 @@ def test_what_1_2_refuses(options: dict[str, Any], text: str) -> None:
 )
 def test_what_1_0_refuses(options: dict[str, Any], text: str) -> None:
     with pytest.raises(InputError, match=text):
-        settled(V1_0, **options)
+        resolved(V1_0, **options)
 
 
 def test_scores_are_for_weights_that_were_trained_with_them() -> None:
     with pytest.raises(InputError, match="aesthetic has no effect"):
-        settled(EMBEDDED, aesthetic=5)
+        resolved(EMBEDDED, aesthetic=5)
     assert settings(aesthetic=None).option("aesthetic") is None
     assert settings(aesthetic=4, motion_score=2).option("motion_score") == 2
 
@@ -165,7 +165,7 @@ def test_scores_are_for_weights_that_were_trained_with_them() -> None:
     ("seconds", "fps", "frames"), [(2, None, 51), (4.25, 24, 102), (0.01, 24, 17), (1, 12, 17)]
 )
 def test_seconds_become_whole_pieces(seconds: float, fps: float | None, frames: int) -> None:
-    found, notes = settled(size="64x64", seconds=seconds, **({"fps": fps} if fps else {}))
+    found, notes = resolved(size="64x64", seconds=seconds, **({"fps": fps} if fps else {}))
     assert found.num_frames == frames
     exact = round(seconds * (fps or 24)) == frames
     assert any("pieces of 17" in note for note in notes) is not exact
@@ -176,17 +176,17 @@ def test_seconds_of_1_0_are_exact() -> None:
 
 
 def test_untrained_lengths_are_told() -> None:
-    assert any("not on 34" in note for note in settled(num_frames=34)[1])
-    assert not any("trained on" in note for note in settled(num_frames=68)[1])
+    assert any("not on 34" in note for note in resolved(num_frames=34)[1])
+    assert not any("trained on" in note for note in resolved(num_frames=68)[1])
 
 
 @pytest.mark.parametrize("given", [(4, 5, 8, 8), (1, 4, 17, 8, 8), (1, 4, 5, 64, 64)])
 def test_start_noise_of_another_shape_is_refused(given: tuple[int, ...]) -> None:
     with pytest.raises(InputError, match=r"shape \(1, 4, 5, 8, 8\) for 17 frames of 64x64, got \("):
-        settled(size="64x64", num_frames=17, latents=np.zeros(given, np.float32))
+        resolved(size="64x64", num_frames=17, latents=np.zeros(given, np.float32))
     with pytest.raises(InputError, match="got str"):
-        settled(size="64x64", num_frames=17, latents="noise")
-    settled(size="64x64", num_frames=17, latents=np.zeros((1, 4, 5, 8, 8), np.float32))
+        resolved(size="64x64", num_frames=17, latents="noise")
+    resolved(size="64x64", num_frames=17, latents=np.zeros((1, 4, 5, 8, 8), np.float32))
 
 
 def test_going_on_needs_a_piece_or_a_picture() -> None:

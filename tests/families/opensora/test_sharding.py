@@ -23,8 +23,8 @@ def test_bytes_are_two_units_a_pair(version: str, size: int) -> None:
     """
     grid, pairs = TokenGrid(1, 12, 36), DEPTH
     unit = Fraction(grid.num_tokens * HIDDEN * 8 * (size - 1), size**2)
-    team = FakeCommunicator(0, (1.0,) * size)
-    sent = OpenSora(version).sharded(team, "sizes that divide")["sent"]
+    group = FakeCommunicator(0, (1.0,) * size)
+    sent = OpenSora(version).sharded(group, "sizes that divide")["sent"]
     last = sent.pop("the last projection is gathered")
     assert sum(sent.values()) == 2 * pairs * unit
     # 8 channels of a 1x2x2 patch, once, of this rank's tokens, to each other one.

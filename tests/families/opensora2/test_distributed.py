@@ -75,7 +75,7 @@ def test_one_video_on_several_ranks(
     assert alone.std() > 0.01
 
 
-def staged(team: Communicator, plan: Plan, options: dict[str, Any], way: str) -> torch.Tensor:
+def staged(group: Communicator, plan: Plan, options: dict[str, Any], way: str) -> torch.Tensor:
     """One rank's latents by the plan's stages, from noise in float64."""
     found, _ = find_model(Request(**options), may_fetch=False)
     assert isinstance(found, OpenSora2Spec)
@@ -83,7 +83,7 @@ def staged(team: Communicator, plan: Plan, options: dict[str, Any], way: str) ->
     generator = torch.Generator().manual_seed(5)
     video = VideoState(5, start_noise=torch.randn(shape, generator=generator, dtype=torch.float64))
     video.inputs = read_given(Request(**options), plan.settings)
-    for stage in stages_of(found, plan, 0, ParallelContext(team, team, 1, way))[:-1]:
+    for stage in stages_of(found, plan, 0, ParallelContext(group, group, 1, way))[:-1]:
         video.begin_stage()
         if stage.name == "denoise":
             texts = (TextStates(each.t5.double(), each.clip.double()) for each in video.text.texts)

@@ -1,4 +1,4 @@
-"""What is asked of an Open-Sora 2.0, settled: upstream's sizes, lengths, words and refusals."""
+"""What is asked of an Open-Sora 2.0, resolved: upstream's sizes, lengths, words and refusals."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ PICTURE = np.zeros((8, 8, 3), np.uint8)
 CLIP = np.zeros((40, 8, 8, 3), np.uint8)
 
 
-def settled(config: OpenSora2Config = VIDEO, **given: Any) -> tuple[Settings, tuple[str, ...]]:
+def resolved(config: OpenSora2Config = VIDEO, **given: Any) -> tuple[Settings, tuple[str, ...]]:
     own = {name: given.pop(name) for name in list(given) if name in OpenSora2Options.model_fields}
     given.setdefault("prompt", " a red circle ")
     return resolve_settings(config, "this model", Request(**given), OpenSora2Options(**own), 5)
 
 
 def test_defaults_are_upstreams() -> None:
-    settings, notes = settled()
+    settings, notes = resolved()
     assert (settings.height, settings.width, settings.num_frames) == (192, 336, 129)
     assert (settings.num_inference_steps, settings.guidance_scale, settings.fps) == (50, 7.5, 24)
     assert (settings.prompt, settings.negative_prompt) == ("a red circle", None)
     assert latent_shape(VIDEO, settings) == (16, 33, 24, 42)
     assert notes == ()
-    deep, _ = settled(DEEP)
+    deep, _ = resolved(DEEP)
     assert (deep.height, deep.width, deep.num_frames) == (576, 1024, 128)
     assert latent_shape(DEEP, deep) == (128, 32, 18, 32)
 
@@ -66,24 +66,24 @@ def test_words_around_a_prompt_are_upstreams(case: dict[str, Any]) -> None:
 
 
 def test_texts_are_what_each_branch_needs() -> None:
-    assert [text.words for text in texts_of(settled()[0])] == [
+    assert [text.words for text in texts_of(resolved()[0])] == [
         "a red circle. 24 FPS. 4 motion score.", "",
     ]  # fmt: skip
     asked = {"guidance_scale": 1, "motion_score": 0, "fps": 12}
-    assert [text.words for text in texts_of(settled(**asked)[0])] == ["a red circle. 12 FPS."]
+    assert [text.words for text in texts_of(resolved(**asked)[0])] == ["a red circle. 12 FPS."]
     # The picture's guidance alone needs the negative prompt too.
-    guided = settled(guidance_scale=1, image=PICTURE)[0]
+    guided = resolved(guidance_scale=1, image=PICTURE)[0]
     assert len(texts_of(guided)) == 2
-    first = texts_of(settled(first_frame="flux")[0])
+    first = texts_of(resolved(first_frame="flux")[0])
     assert [text.words for text in first][2:] == ["a red circle"]
 
 
 def test_a_length_in_seconds_is_the_nearest_that_can_be() -> None:
-    settings, notes = settled(seconds=2)
+    settings, notes = resolved(seconds=2)
     assert settings.num_frames == 49
     assert "2 s become 49 frames" in notes[0]
-    assert settled(DEEP, seconds=2)[0].num_frames == 48
-    _, notes = settled(num_frames=133)
+    assert resolved(DEEP, seconds=2)[0].num_frames == 48
+    _, notes = resolved(num_frames=133)
     assert "at most 129 frames" in notes[0]
 
 
@@ -125,14 +125,14 @@ def test_what_cannot_be_is_refused(
     config: OpenSora2Config, given: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(InputError, match=text):
-        settled(config, **given)
+        resolved(config, **given)
 
 
 def test_a_clip_is_said_to_be_untrained() -> None:
-    settings, notes = settled(extend=CLIP)
+    settings, notes = resolved(extend=CLIP)
     assert settings.option("given_clip") == 33
     assert "published training of Open-Sora 2.0 left out" in notes[0]
-    assert settled(DEEP, extend=CLIP)[0].option("given_clip") == 32
+    assert resolved(DEEP, extend=CLIP)[0].option("given_clip") == 32
 
 
 @pytest.mark.parametrize(
@@ -145,25 +145,25 @@ def test_a_clip_is_said_to_be_untrained() -> None:
 def test_as_many_frames_are_read_as_can_be_coded(
     config: OpenSora2Config, there: int, read: int
 ) -> None:
-    settings, notes = settled(config, extend=np.zeros((there, 8, 8, 3), np.uint8))
+    settings, notes = resolved(config, extend=np.zeros((there, 8, 8, 3), np.uint8))
     assert settings.option("given_clip") == read
     config.vae.latent_frames(read)
-    is_short = read < settled(config, extend=CLIP)[0].option("given_clip")
+    is_short = read < resolved(config, extend=CLIP)[0].option("given_clip")
     assert (f"has {there} frames, of which {read} are read" in notes[0]) == is_short
 
 
 def test_a_short_clip_takes_no_more_room_than_it_has() -> None:
     short = np.zeros((7, 8, 8, 3), np.uint8)
-    assert settled(extend=short, num_frames=9)[0].num_frames == 9
+    assert resolved(extend=short, num_frames=9)[0].num_frames == 9
     with pytest.raises(InputError, match=r"take 2 of them; .*for example 9"):
-        settled(extend=short, num_frames=5)
+        resolved(extend=short, num_frames=5)
     with pytest.raises(InputError, match="extend must be a path, an array of frames"):
-        settled(extend=5)
+        resolved(extend=5)
 
 
 @pytest.mark.parametrize("config", [VIDEO, DEEP])
 def test_smaller_videos_can_be(config: OpenSora2Config) -> None:
-    found = list(smaller_settings(config, settled(config)[0]))
+    found = list(smaller_settings(config, resolved(config)[0]))
     assert len(found) > 5
     for each in found:
         latent_shape(config, each)

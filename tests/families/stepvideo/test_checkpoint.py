@@ -71,7 +71,7 @@ def test_released_models_are_planned_before_they_are_fetched() -> None:
 
 
 def settings(model: StepVideoSpec) -> object:
-    return model.settle(Request(prompt="a"), 0)[0]
+    return model.resolve(Request(prompt="a"), 0)[0]
 
 
 def test_turbo_s_folder_takes_the_rest_from_the_base(copy: Path, tmp_path: Path) -> None:

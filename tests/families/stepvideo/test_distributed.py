@@ -63,27 +63,27 @@ def asked(model: str, **options: Any) -> Request:
 
 
 def staged(
-    team: Communicator, plan: Plan, model: str, way: str = "", groups: int = 1
+    group: Communicator, plan: Plan, model: str, way: str = "", groups: int = 1
 ) -> dict[str, Any]:
     """One rank's latents and frames by the stages of a plan, what it loaded, and what it sent."""
     found, _ = find_model(asked(model), False)
     assert isinstance(found, ShardableSpec)
     video, events, latents = VideoState(5), [], []
-    for stage in stages_of(found, plan, 0, ParallelContext(team, team, groups, way)):
+    for stage in stages_of(found, plan, 0, ParallelContext(group, group, groups, way)):
         video.begin_stage()
         events += list(stage.run([video]))
         if stage.name == "denoise":
             latents.append(video.latents.clone())
-    return told(events, latents[0], team)
+    return told(events, latents[0], group)
 
 
-def told(events: Sequence[Event], latents: torch.Tensor, team: Communicator) -> dict[str, Any]:
+def told(events: Sequence[Event], latents: torch.Tensor, group: Communicator) -> dict[str, Any]:
     frames = [each.frames for each in events if isinstance(each, FramesDecoded)]
     return {
         "latents": latents,
         "frames": np.concatenate(frames) if frames else None,
         "loaded": [each.component for each in events if isinstance(each, ComponentLoaded)],
-        "sent": dict(team.sent),
+        "sent": dict(group.sent),
     }
 
 
@@ -151,7 +151,7 @@ def test_weights_that_come_block_by_block(ranks: Group, plan: Plan, model: str, 
 # ---------------------------------------------------------------- by the path of --num-devices
 
 
-def run(team: Communicator, model: str, options: dict[str, Any]) -> dict[str, Any]:
+def run(group: Communicator, model: str, options: dict[str, Any]) -> dict[str, Any]:
     """One rank of a whole run, planned by itself and compared with the others."""
     denoise, latents = stages.DenoiseStage.run, []
 
@@ -161,12 +161,12 @@ def run(team: Communicator, model: str, options: dict[str, Any]) -> dict[str, An
 
     stages.DenoiseStage.run = watched  # type: ignore[method-assign]
     try:
-        request = asked(model, num_devices=team.size, **options)
-        join = Rendezvous(team.rank, lambda _: team)
+        request = asked(model, num_devices=group.size, **options)
+        join = Rendezvous(group.rank, lambda _: group)
         events = list(stream(request, keep=SaveOptions(None), num_threads=1, join=join))
     finally:
         stages.DenoiseStage.run = denoise  # type: ignore[method-assign]
-    return told(events, latents[0], team)
+    return told(events, latents[0], group)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What is asked of a Step-Video, settled: each variant's defaults, sizes, lengths, refusals."""
+"""What is asked of a Step-Video, resolved: each variant's defaults, sizes, lengths, refusals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BASE = StepVideoConfig(StepVideoModelConfig(), StepLLMConfig(), HUNYUAN_CLIP, St
 TURBO = replace(BASE, is_turbo=True)
 
 
-def settled(config: StepVideoConfig = BASE, **given: Any) -> tuple[Settings, tuple[str, ...]]:
+def resolved(config: StepVideoConfig = BASE, **given: Any) -> tuple[Settings, tuple[str, ...]]:
     own = {name: given.pop(name) for name in list(given) if name in StepVideoOptions.model_fields}
     given.setdefault("prompt", " a red circle ")
     return resolve_settings(config, "this model", Request(**given), StepVideoOptions(**own), 5)
@@ -45,7 +45,7 @@ def settled(config: StepVideoConfig = BASE, **given: Any) -> tuple[Settings, tup
 def test_defaults_are_what_upstream_recommends(
     config: StepVideoConfig, steps: int, guidance: float, shift: float
 ) -> None:
-    settings, notes = settled(config)
+    settings, notes = resolved(config)
     assert (settings.height, settings.width) == (544, 992)
     assert (settings.num_frames, settings.fps) == (204, 25.0)
     assert (settings.num_inference_steps, settings.guidance_scale) == (steps, guidance)
@@ -58,14 +58,14 @@ def test_defaults_are_what_upstream_recommends(
 
 
 def test_what_is_given_is_taken() -> None:
-    settings, _ = settled(
+    settings, _ = resolved(
         negative_prompt="blur", pos_magic="", time_shift=7, num_inference_steps=30,
         guidance_scale=4, size="768x768", num_frames=26, fps=8,
     )  # fmt: skip
     assert (settings.negative_prompt, settings.option("pos_magic")) == ("blur", "")
     assert (settings.option("time_shift"), settings.num_inference_steps) == (7.0, 30)
     assert latent_shape(BASE, settings) == (64, 5, 48, 48)
-    assert settled(guidance_scale=1)[0].negative_prompt is None
+    assert resolved(guidance_scale=1)[0].negative_prompt is None
 
 
 @pytest.mark.parametrize(
@@ -91,21 +91,21 @@ def test_what_is_given_is_taken() -> None:
 )  # fmt: skip
 def test_what_can_not_be_is_told(given: dict[str, Any], text: str) -> None:
     with pytest.raises(InputError) as caught:
-        settled(**given)
+        resolved(**given)
     assert text in str(caught.value)
 
 
 def test_seconds_become_the_nearest_length() -> None:
-    settings, notes = settled(seconds=8)
+    settings, notes = resolved(seconds=8)
     assert settings.num_frames == 196  # 200 lies between 196 and 204
     assert notes == ("8 s become 196 frames (7.84 s): the autoencoder works in pieces of 17 "
                      "frames",)  # fmt: skip
-    assert settled(seconds=0.04)[0].num_frames == 1
-    assert settled(seconds=0.68)[1] == ()
+    assert resolved(seconds=0.04)[0].num_frames == 1
+    assert resolved(seconds=0.68)[1] == ()
 
 
 def test_smaller_videos_can_all_be_made() -> None:
-    settings, _ = settled()
+    settings, _ = resolved()
     found = list(smaller_settings(BASE, settings))
     pixels = [math.prod((s.height, s.width, s.num_frames)) for s in found]
     assert all(a >= b for a, b in pairwise(pixels))

@@ -19,8 +19,8 @@ def test_bytes_are_those_of_the_formula(way: str, size: int) -> None:
     tokens = 72
     unit = Fraction(tokens * CONFIG.hidden_size * 8 * (size - 1), size**2)
     wanted = {"ulysses": 4 * unit, "ring": 2 * unit * size}
-    team = FakeCommunicator(0, (1.0,) * size)
-    sent = StepVideo(way).sharded(team, "sizes that divide")["sent"]
+    group = FakeCommunicator(0, (1.0,) * size)
+    sent = StepVideo(way).sharded(group, "sizes that divide")["sent"]
     last = sent.pop("the last projection is gathered")
     assert sum(sent.values()) == CONFIG.num_layers * wanted[way]
     assert last == tokens // size * 4 * 8 * (size - 1)

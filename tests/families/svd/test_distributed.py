@@ -48,7 +48,7 @@ def request(model: str, **options: Any) -> Request:
 
 
 def run(
-    team: Communicator | None, model: str, options: dict[str, Any], fault: Any = None
+    group: Communicator | None, model: str, options: dict[str, Any], fault: Any = None
 ) -> dict[str, Any]:
     """One rank's run, or that of one process without ranks: frames, latents, what it did."""
     latents: dict[int, torch.Tensor] = {}
@@ -61,11 +61,11 @@ def run(
     stages.DenoiseStage.run = kept  # type: ignore[method-assign]
     undo = fault() if fault is not None else None
     try:
-        if team is None:
+        if group is None:
             asked, join = request(model, **options), None
         else:
-            asked = request(model, **{"num_devices": team.size, **options})
-            join = Rendezvous(team.rank, lambda _: team)
+            asked = request(model, **{"num_devices": group.size, **options})
+            join = Rendezvous(group.rank, lambda _: group)
         events = list(stream(asked, keep=SaveOptions(None), num_threads=1, join=join))
     finally:
         stages.DenoiseStage.run = inner  # type: ignore[method-assign]
@@ -79,7 +79,7 @@ def run(
         "repairs": [
             each.module for each in events if isinstance(each, Repaired) and each.stage == "denoise"
         ],
-        "sent": {} if team is None else dict(team.sent),
+        "sent": {} if group is None else dict(group.sent),
     }
 
 

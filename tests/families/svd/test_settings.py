@@ -1,4 +1,4 @@
-"""What is asked of a Stable Video Diffusion, settled: defaults, sizes, notes and refusals.
+"""What is asked of a Stable Video Diffusion, resolved: defaults, sizes, notes and refusals.
 
 Against `released`, the sizes of the released models; no weights, no torch modules.
 """
@@ -22,7 +22,7 @@ CONFIG = SVDConfig.from_json("released", released())
 WIDE = np.zeros((288, 512, 3), np.uint8)
 
 
-def settled(image: Any = WIDE, **given: Any) -> tuple[Settings, tuple[str, ...]]:
+def resolved(image: Any = WIDE, **given: Any) -> tuple[Settings, tuple[str, ...]]:
     own = {name: given.pop(name) for name in list(given) if name in SVDOptions.model_fields}
     return resolve_settings(
         CONFIG, "this model", Request(image=image, **given), SVDOptions(**own), 5
@@ -30,7 +30,7 @@ def settled(image: Any = WIDE, **given: Any) -> tuple[Settings, tuple[str, ...]]
 
 
 def test_defaults_are_those_of_diffusers() -> None:
-    settings, notes = settled()
+    settings, notes = resolved()
     assert (settings.height, settings.width) == (576, 1024)
     assert (settings.num_frames, settings.fps, settings.num_inference_steps) == (25, 7.0, 25)
     assert dict(settings.options) == {
@@ -66,11 +66,11 @@ def test_defaults_are_those_of_diffusers() -> None:
 )
 def test_refusals(given: dict[str, Any], text: str) -> None:
     with pytest.raises(InputError, match=text):
-        settled(**given)
+        resolved(**given)
 
 
 def test_notes() -> None:
-    _, notes = settled(np.zeros((50, 40, 3), np.uint8), decode_chunk_size=8, seconds=2)
+    _, notes = resolved(np.zeros((50, 40, 3), np.uint8), decode_chunk_size=8, seconds=2)
     assert [note.split(",")[0] for note in notes] == [
         "the model was trained on 25 frames",
         "frames are decoded 8 at once (decode_chunk_size): the decoder sees a frame's neighbours "
@@ -81,17 +81,17 @@ def test_notes() -> None:
 
 
 def test_a_pillow_picture_will_do() -> None:
-    settings, notes = settled(Image.new("RGB", (64, 64)), size="64x64", fit="pad")
+    settings, notes = resolved(Image.new("RGB", (64, 64)), size="64x64", fit="pad")
     assert (settings.height, settings.width, len(notes)) == (64, 64, 0)
     assert settings.option("fit") == "pad"
 
 
 def test_latents_of_the_right_shape_will_do() -> None:
-    settled(latents=np.zeros((1, 3, 4, 4, 8)), size="64x32", num_frames=3)
+    resolved(latents=np.zeros((1, 3, 4, 4, 8)), size="64x32", num_frames=3)
 
 
 def test_smaller_ones_are_valid_and_smaller() -> None:
-    settings, _ = settled()
+    settings, _ = resolved()
     choices = list(smaller_settings(CONFIG, settings))
     assert choices
     sizes = [each.height * each.width * each.num_frames for each in choices]

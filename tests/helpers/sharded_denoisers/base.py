@@ -34,7 +34,7 @@ class SmallDenoiser(ABC):
         large: the case whose work is counted.
         islands: modules that stay in float32 when the rest is narrow.
         gather: what the exchange of the answer is called.
-        faults: ``fault(handle, model, inputs, team)`` makes one rank wrong in the case beside it;
+        faults: ``fault(handle, model, inputs, group)`` makes one rank wrong in the case beside it;
             what it returns undoes that.
     """
 
@@ -64,8 +64,8 @@ class SmallDenoiser(ABC):
         """Its answer."""
 
     @abstractmethod
-    def apply(self, model: Any, team: Communicator, groups: int) -> Any:
-        """Shard it over the ranks of the team."""
+    def apply(self, model: Any, group: Communicator, groups: int) -> Any:
+        """Shard it over the ranks of the group."""
 
     @abstractmethod
     def planned_bytes(self, weights: tuple[float, ...], groups: int, rank: int) -> int:
@@ -96,14 +96,14 @@ class SmallDenoiser(ABC):
         with torch.inference_mode():
             return self.answer(self.model(), self.inputs(case))
 
-    def operations(self, team: Communicator) -> int:
+    def operations(self, group: Communicator) -> int:
         """Those of one rank in the large case."""
-        found: int = self.sharded(team, self.large, count=True)["operations"]
+        found: int = self.sharded(group, self.large, count=True)["operations"]
         return found
 
     def sharded(
         self,
-        team: Communicator,
+        group: Communicator,
         case: str,
         groups: int = 1,
         fault: Fault | None = None,
@@ -114,10 +114,10 @@ class SmallDenoiser(ABC):
         What was applied is removed again, and a planted fault undone.
         """
         inputs = self.inputs(case)
-        handle: ModelPatch = self.apply(self.model(), team, groups)
-        undo = fault(handle, self.model(), inputs, team) if fault is not None else None
+        handle: ModelPatch = self.apply(self.model(), group, groups)
+        undo = fault(handle, self.model(), inputs, group) if fault is not None else None
         call = partial(self.answer, self.model(), inputs)
-        return answered(team, handle, undo, call, count=count)
+        return answered(group, handle, undo, call, count=count)
 
 
 def drawn(generator: torch.Generator, *shape: int) -> Tensor:
@@ -128,30 +128,30 @@ def drawn(generator: torch.Generator, *shape: int) -> Tensor:
 # Faults that are the same for all.
 
 
-def compute_everything(handle: Any, model: Any, inputs: Inputs, team: Communicator) -> None:
+def compute_everything(handle: Any, model: Any, inputs: Inputs, group: Communicator) -> None:
     """A rank computes it all by itself: the answer is right."""
-    handle.team = SingleRank()
+    handle.group = SingleRank()
 
 
-def other_noise(handle: Any, model: Any, inputs: Inputs, team: Communicator) -> None:
+def other_noise(handle: Any, model: Any, inputs: Inputs, group: Communicator) -> None:
     """The last rank begins with other noise, in one number."""
-    if team.rank == team.size - 1:
+    if group.rank == group.size - 1:
         inputs["x"].view(-1)[-1] += 1e-6
 
 
-def own_positions(handle: Any, model: Any, inputs: Inputs, team: Communicator) -> Any:
+def own_positions(handle: Any, model: Any, inputs: Inputs, group: Communicator) -> Any:
     """The last rank counts positions from its own first token."""
     hook = model.rope.register_forward_hook(
         lambda rope, args, table: table._replace(
-            cos=table.cos.roll(1, 0) if team.rank == team.size - 1 else table.cos
+            cos=table.cos.roll(1, 0) if group.rank == group.size - 1 else table.cos
         )
     )
     return hook.remove
 
 
-def pad_keys(core: nn.Module, team: Communicator) -> Any:
+def pad_keys(core: nn.Module, group: Communicator) -> Any:
     """The first rank's attention by `core` sees a key of zeros behind the others."""
-    if team.rank:
+    if group.rank:
         return None
     inner = ring_attention.partial_attention
 

@@ -17,7 +17,7 @@ from helpers.sharded_denoisers.base import Inputs, SmallDenoiser, drawn, other_n
 HIDDEN, DEPTH, LENGTH, CAPTION = 32, 2, 6, 12
 
 
-def padding(handle: Any, model: Any, inputs: Inputs, team: Communicator) -> Any:
+def padding(handle: Any, model: Any, inputs: Inputs, group: Communicator) -> Any:
     """Frames get a place of zeros behind their own, so that they divide; attention sees it."""
 
     def pad(module: nn.Module, args: tuple[Any, ...]) -> Any:
@@ -38,21 +38,21 @@ def padding(handle: Any, model: Any, inputs: Inputs, team: Communicator) -> Any:
     return undo
 
 
-def dropped_mask(handle: Any, model: Any, inputs: Inputs, team: Communicator) -> None:
+def dropped_mask(handle: Any, model: Any, inputs: Inputs, group: Communicator) -> None:
     """The first rank looks at all text tokens."""
-    if team.rank == 0:
+    if group.rank == 0:
         inputs["mask"][:] = True
 
 
-def dropped_frames_mask(handle: Any, model: Any, inputs: Inputs, team: Communicator) -> None:
+def dropped_frames_mask(handle: Any, model: Any, inputs: Inputs, group: Communicator) -> None:
     """The first rank does not know which frames are given."""
-    if team.rank == 0:
+    if group.rank == 0:
         inputs["x_mask"][:] = True
 
 
-def wrong_samples(handle: Any, model: Any, inputs: Inputs, team: Communicator) -> None:
+def wrong_samples(handle: Any, model: Any, inputs: Inputs, group: Communicator) -> None:
     """The last rank takes the texts of the samples for each other's."""
-    if team.rank == team.size - 1:
+    if group.rank == group.size - 1:
         inputs["text"], inputs["mask"] = inputs["text"].flip(0), inputs["mask"].flip(0)
 
 
@@ -117,8 +117,8 @@ class OpenSora(SmallDenoiser):
         out: Tensor = model(inputs["x"], inputs["t"], context, **rest)
         return out
 
-    def apply(self, model: Any, team: Communicator, groups: int) -> Any:
-        return sharding.apply(model, team, groups)
+    def apply(self, model: Any, group: Communicator, groups: int) -> Any:
+        return sharding.apply(model, group, groups)
 
     def planned_bytes(self, weights: tuple[float, ...], groups: int, rank: int) -> int:
         deal = TokenPartition(TokenGrid(2, 15, 3 * 4), weights, groups)

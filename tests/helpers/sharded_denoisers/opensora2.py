@@ -34,30 +34,30 @@ PAIRED = replace(CONFIG, cond_embed=False, fused_qkv=True, use_liger_rope=False)
 TEXT = 7
 
 
-def wrong_samples(handle: Any, model: Any, inputs: Inputs, team: Communicator) -> None:
+def wrong_samples(handle: Any, model: Any, inputs: Inputs, group: Communicator) -> None:
     """The last rank takes the texts of the samples for each other's."""
-    if team.rank == team.size - 1:
+    if group.rank == group.size - 1:
         inputs["text"], inputs["vector"] = inputs["text"].flip(0), inputs["vector"].flip(0)
 
 
-def wrong_condition(handle: Any, model: Any, inputs: Inputs, team: Communicator) -> None:
+def wrong_condition(handle: Any, model: Any, inputs: Inputs, group: Communicator) -> None:
     """The last rank has the condition in all branches."""
-    if team.rank == team.size - 1:
+    if group.rank == group.size - 1:
         inputs["cond"][:] = inputs["cond"][:1]
 
 
-def dropped_text(handle: Any, model: Any, inputs: Inputs, team: Communicator) -> Any:
+def dropped_text(handle: Any, model: Any, inputs: Inputs, group: Communicator) -> Any:
     """The first rank, which has text tokens, zeroes its last one."""
 
     def forget(module: nn.Module, args: Any, out: Tensor) -> Tensor:
         return torch.cat([out[:, :-1], torch.zeros_like(out[:, -1:])], 1)
 
-    return model.text_tokens.register_forward_hook(forget).remove if team.rank == 0 else None
+    return model.text_tokens.register_forward_hook(forget).remove if group.rank == 0 else None
 
 
-def padding(handle: Any, model: Any, inputs: Inputs, team: Communicator) -> Any:
+def padding(handle: Any, model: Any, inputs: Inputs, group: Communicator) -> Any:
     """The first rank's attention sees a key of zeros behind the others."""
-    return pad_keys(model.double_blocks[0].attention.core.inner, team)
+    return pad_keys(model.double_blocks[0].attention.core.inner, group)
 
 
 class OpenSora2(SmallDenoiser):
@@ -121,8 +121,8 @@ class OpenSora2(SmallDenoiser):
         out: Tensor = model(inputs["x"], inputs["t"], context, cond=inputs.get("cond"))
         return out
 
-    def apply(self, model: Any, team: Communicator, groups: int) -> Any:
-        return sharding.apply(model, team, groups, self.way)
+    def apply(self, model: Any, group: Communicator, groups: int) -> Any:
+        return sharding.apply(model, group, groups, self.way)
 
     def planned_bytes(self, weights: tuple[float, ...], groups: int, rank: int) -> int:
         deal = TokenPartition(

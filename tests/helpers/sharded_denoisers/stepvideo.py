@@ -34,22 +34,22 @@ CONFIG = StepVideoModelConfig(
 LLM, CLIP = 6, 3
 
 
-def dropped_mask(handle: Any, model: Any, inputs: Inputs, team: Communicator) -> None:
+def dropped_mask(handle: Any, model: Any, inputs: Inputs, group: Communicator) -> None:
     """The first rank looks at all text tokens."""
-    if team.rank == 0:
+    if group.rank == 0:
         inputs["mask"][:] = 1
 
 
-def wrong_samples(handle: Any, model: Any, inputs: Inputs, team: Communicator) -> None:
+def wrong_samples(handle: Any, model: Any, inputs: Inputs, group: Communicator) -> None:
     """The last rank takes the texts of the samples for each other's."""
-    if team.rank == team.size - 1:
+    if group.rank == group.size - 1:
         for name in ("llm", "clip", "mask"):
             inputs[name] = inputs[name].flip(0)
 
 
-def padding(handle: Any, model: Any, inputs: Inputs, team: Communicator) -> Any:
+def padding(handle: Any, model: Any, inputs: Inputs, group: Communicator) -> Any:
     """The first rank's attention sees a key of zeros behind the others."""
-    return pad_keys(model.transformer_blocks[0].attn1.core.inner, team)
+    return pad_keys(model.transformer_blocks[0].attn1.core.inner, group)
 
 
 class StepVideo(SmallDenoiser):
@@ -100,8 +100,8 @@ class StepVideo(SmallDenoiser):
         out: Tensor = model(inputs["x"], inputs["t"], context)
         return out
 
-    def apply(self, model: Any, team: Communicator, groups: int) -> Any:
-        return sharding.apply(model, team, groups, self.way)
+    def apply(self, model: Any, group: Communicator, groups: int) -> Any:
+        return sharding.apply(model, group, groups, self.way)
 
     def planned_bytes(self, weights: tuple[float, ...], groups: int, rank: int) -> int:
         deal = TokenPartition(TokenGrid(2, CONFIG.num_attention_heads, 3 * 3 * 5), weights, groups)

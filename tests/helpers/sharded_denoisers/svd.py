@@ -43,7 +43,7 @@ def _undo(owner: Any, name: str, value: Any) -> Callable[[], None]:
     return lambda: setattr(owner, name, before)
 
 
-def norm_of_its_own_frames(handle: Any, model: Any, inputs: Inputs, team: Communicator) -> Any:
+def norm_of_its_own_frames(handle: Any, model: Any, inputs: Inputs, group: Communicator) -> Any:
     """Each rank takes the statistics of its own part for those of the whole."""
 
     def of_its_own(self: Any, x: Tensor, dim: int, groups: int) -> Any:
@@ -55,25 +55,25 @@ def norm_of_its_own_frames(handle: Any, model: Any, inputs: Inputs, team: Commun
     return _undo(distributed_moments.DistributedMoments, "merged", of_its_own)
 
 
-def positions_from_zero(handle: Any, model: Any, inputs: Inputs, team: Communicator) -> Any:
+def positions_from_zero(handle: Any, model: Any, inputs: Inputs, group: Communicator) -> Any:
     """The last rank counts frames from another one on."""
     before = blocks.FrameTransformer.context
 
     def rolled(*given: Any) -> Any:
         made = before(*given)
-        frames = made.frames.roll(1, 0) if team.rank == team.size - 1 else made.frames
+        frames = made.frames.roll(1, 0) if group.rank == group.size - 1 else made.frames
         return blocks.AttentionContext(made.spatial, made.temporal, frames, made.mix)
 
     return _undo(blocks.FrameTransformer, "context", rolled)
 
 
-def wrong_samples(handle: Any, model: Any, inputs: Inputs, team: Communicator) -> None:
+def wrong_samples(handle: Any, model: Any, inputs: Inputs, group: Communicator) -> None:
     """The last rank takes the pictures of the samples for each other's."""
-    if team.rank == team.size - 1:
+    if group.rank == group.size - 1:
         inputs["picture"] = inputs["picture"].flip(0)
 
 
-def padding(handle: Any, model: Any, inputs: Inputs, team: Communicator) -> Any:
+def padding(handle: Any, model: Any, inputs: Inputs, group: Communicator) -> Any:
     """Frames get a pixel of zeros behind their own, so that they divide; attention sees it."""
     before = self_attention.attention
 
@@ -149,8 +149,8 @@ class VideoUNet(SmallDenoiser):
             out: Tensor = model(x, t, context)
         return out
 
-    def apply(self, model: Any, team: Communicator, groups: int) -> Any:
-        return sharding.apply(model, team, groups)
+    def apply(self, model: Any, group: Communicator, groups: int) -> Any:
+        return sharding.apply(model, group, groups)
 
     def planned_bytes(self, weights: tuple[float, ...], groups: int, rank: int) -> int:
         branches, frames, height, width = self.cases[self.guided]
@@ -167,13 +167,13 @@ class VideoUNet(SmallDenoiser):
         places = [len(deal.columns[rank]) / (branches * deal.grid.places) for deal in deals]
         return max(*places, len(deals[0].rows[rank]) / (branches * frames))
 
-    def operations(self, team: Communicator) -> int:
+    def operations(self, group: Communicator) -> int:
         """Those of one rank in the large case, counted on tensors without numbers."""
         batch, frames, height, width = self.cases[self.large]
         made = self._without_numbers()
         sizes = ((batch, frames, 8, height, width), (batch,), (batch, 16), (batch, 3))
         x, t, picture, micro = (torch.empty(size, device="meta") for size in sizes)
-        with self.apply(made, team, 1), FlopCounterMode(display=False) as counter:
+        with self.apply(made, group, 1), FlopCounterMode(display=False) as counter:
             made(x, t, made.context(picture, micro, frames))
         return counter.get_total_flops()
 

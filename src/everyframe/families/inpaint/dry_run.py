@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 def dry_run_calls(
     spec: NativeModelSpec[Any, Any, InpaintConfig],
     settings: Settings,
-    teams: ParallelContext | None = None,
+    parallel: ParallelContext | None = None,
 ) -> tuple[DryRunCall, ...]:
     """Dry-run calls: a prompt, source frames, one step of the networks, one batch of frames.
 
-    With `teams`, the calls are those of one of its ranks; each rank has its own batch.
+    With `parallel`, the calls are those of one of its ranks; each rank has its own batch.
     """
-    num_ranks = 1 if teams is None else len(active_ranks(teams.team.weights))
+    num_ranks = 1 if parallel is None else len(active_ranks(parallel.video_group.weights))
     config = spec.config
     together = min(int(settings.option("frames_at_once")), num_painted(settings))
     num_batches = ceil(num_painted(settings) / together / num_ranks)

@@ -29,15 +29,15 @@ class InpaintFamily(NativeFamily[InpaintOptions, InpaintFiles]):
         return find_files(location, options.controlnet)
 
     def stages(
-        self, spec: ModelSpec, plan: Plan, clip: int, teams: ParallelContext
+        self, spec: ModelSpec, plan: Plan, clip: int, parallel: ParallelContext
     ) -> Sequence[Stage]:
         from everyframe.families.inpaint.stage_context import InpaintContext
         from everyframe.families.inpaint.stages import DenoiseStage, TextEncodeStage
         from everyframe.families.inpaint.vae_stages import DecodeStage, SourceLatentStage
 
         assert isinstance(spec, InpaintSpec)
-        assert clip == 0, "a chain is refused when the request is settled"
-        job = InpaintContext(spec, plan.settings, teams, clip, plan)
+        assert clip == 0, "a chain is refused when the request is resolved"
+        job = InpaintContext(spec, plan.settings, parallel, clip, plan)
         return (TextEncodeStage(job), SourceLatentStage(job), DenoiseStage(job), DecodeStage(job))
 
 

@@ -74,7 +74,7 @@ class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintConfig]):
             layout="t c h w",
         )
 
-    def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
+    def resolve(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         return resolve_settings(self.config, self.title, request, self.options, seed)
 
     def unread(self, settings: Settings) -> tuple[str, ...]:
@@ -92,16 +92,16 @@ class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintConfig]):
         return smaller_settings(settings)
 
     def dry_run_calls(
-        self, settings: Settings, teams: ParallelContext | None = None
+        self, settings: Settings, parallel: ParallelContext | None = None
     ) -> tuple[DryRunCall, ...]:
-        return dry_run_calls(self, settings, teams)
+        return dry_run_calls(self, settings, parallel)
 
     def num_branches(self, settings: Settings) -> int:
         """Always one: each rank has whole frames with both guidance branches."""
         return 1
 
     def rank_part(
-        self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
+        self, settings: Settings, video_group: VideoGroup, rank: int, element_bytes: int
     ) -> RankShare:
         """Share of one rank: whole batches of frames; their latents are sent when done."""
         config, together = self.config, int(settings.option("frames_at_once"))
@@ -109,11 +109,14 @@ class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintConfig]):
         frames = prod(latent_shape(config, settings)) * together
         # Once a round, so a little of it at each of its steps.
         sent = (
-            4 * frames * (len(crew.weights) - 1) // num_timesteps(config.scheduler, steps, strength)
+            4
+            * frames
+            * (len(video_group.weights) - 1)
+            // num_timesteps(config.scheduler, steps, strength)
         )
         batches = ceil(num_painted(settings) / together)
         how = "--frames-at-once 1 has a batch for each frame"
-        return batch_share(batches, crew.weights, rank, sent, how)
+        return batch_share(batches, video_group.weights, rank, sent, how)
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
         return memory_savings(self.config, component, settings)

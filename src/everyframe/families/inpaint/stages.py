@@ -44,19 +44,19 @@ Context = InpaintContext
 HANDED = "batches of frames are broadcast"
 
 
-def hear(team: Communicator, guard: Guard, events: Iterable[Event]) -> None:
+def hear(group: Communicator, guard: Guard, events: Iterable[Event]) -> None:
     """Forward the other ranks' guard events to the first rank's guard."""
-    if team.size == 1:
+    if group.size == 1:
         return
-    gathered = team.all_gather_object(
-        [] if team.is_lead else [each.to_json() for each in events], HANDED
+    gathered = group.all_gather_object(
+        [] if group.is_lead else [each.to_json() for each in events], HANDED
     )
-    if team.is_lead:
+    if group.is_lead:
         guard.hear(event_of(each) for one in gathered for each in one)
 
 
 def in_round(
-    team: Communicator,
+    group: Communicator,
     guard: Guard,
     steps: Iterator[Step],
     ranks: Sequence[int],
@@ -67,20 +67,20 @@ def in_round(
     `ranks` have a batch in this round, in their order. A rank without one (empty `steps`) builds
     one step from the other ranks' results.
     """
-    if team.size == 1:
+    if group.size == 1:
         yield from steps
         return
     events: list[Event] = []
     last: Step | None = None
     error = None
     for step in steps:
-        events += () if team.is_lead else guard.events()
+        events += () if group.is_lead else guard.events()
         if step.index + 1 == num_steps:
             last, error = step, (step.memory or {}).get("error")
         else:
             yield step
-    made = [team.broadcast_tree((last and last.x, error), rank, HANDED) for rank in ranks]
-    hear(team, guard, events)
+    made = [group.broadcast_tree((last and last.x, error), rank, HANDED) for rank in ranks]
+    hear(group, guard, events)
     whole = torch.cat([x for x, _ in made])
     errors = [each for _, each in made if each is not None]  # of a lossy method
     memory = {"error": max(errors, key=abs)} if errors else None
@@ -168,12 +168,12 @@ class DenoiseStage(denoise_stage.DenoiseStage[InpaintContext, SamplerInputs]):
         self, modules: Mapping[str, Any], guard: Guard, video: VideoState
     ) -> Iterator[SamplerBatch]:
         """Yield the batches of frames not yet done, one round of all ranks after the other."""
-        context, team = self.context, self.context.teams.team
-        steps, ranks = context.num_timesteps, active_ranks(team.weights)
+        context, group = self.context, self.context.parallel.video_group
+        steps, ranks = context.num_timesteps, active_ranks(group.weights)
         num_done, start = divmod(video.step, steps)
         left = islice(enumerate(batched(context.controls(video), context.together)), num_done, None)
         for batches in batched(left, len(ranks)):
-            mine = [one for one, rank in zip(batches, ranks, strict=False) if rank == team.rank]
+            mine = [one for one, rank in zip(batches, ranks, strict=False) if rank == group.rank]
             # What was begun is the first one; who has it goes on with it.
             begun = start if mine and mine[0][0] == num_done else 0
             sampled = (
@@ -188,7 +188,7 @@ class DenoiseStage(denoise_stage.DenoiseStage[InpaintContext, SamplerInputs]):
                 )
             )
             last, count = batches[-1][0], len(batches)
-            whole = in_round(team, guard, sampled, ranks[:count], steps)
+            whole = in_round(group, guard, sampled, ranks[:count], steps)
             yield SamplerBatch(whole, (last + 1) * steps, count)
 
     def _inputs(

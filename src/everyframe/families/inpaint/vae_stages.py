@@ -65,13 +65,13 @@ class SourceLatentStage(ComponentStage[InpaintContext, SourceInputs]):
 
         With several ranks, the batches are distributed and every rank receives all results.
         """
-        context, team = self.context, self.context.teams.team
+        context, group = self.context, self.context.parallel.video_group
         vae, guard = yield from self._load()
-        together, total = len(active_ranks(team.weights)), context.num_batches
+        together, total = len(active_ranks(group.weights)), context.num_batches
         mine: dict[int, list[ConditioningLatents]] = {}
         happened: list[Event] = []
         for number, batch in enumerate(batched(context.painted(videos), context.together)):
-            if batch_owner(number, team.weights) != team.rank:
+            if batch_owner(number, group.weights) != group.rank:
                 continue
             begun = time.perf_counter()
             tensors = self._tensors(batch)
@@ -86,10 +86,10 @@ class SourceLatentStage(ComponentStage[InpaintContext, SourceInputs]):
             yield from events
             done, seconds = min(number + together, total), time.perf_counter() - begun
             yield Step(self.name, done, total, videos[0].seed, seconds)
-        hear(team, guard, happened)
+        hear(group, guard, happened)
         yield from guard.events()
         shared = [
-            team.broadcast_tree(mine.get(number), batch_owner(number, team.weights), HANDED)
+            group.broadcast_tree(mine.get(number), batch_owner(number, group.weights), HANDED)
             for number in range(total)
         ]
         for video, batches in zip(videos, zip(*shared, strict=True), strict=True):
@@ -193,7 +193,7 @@ class DecodeStage(ComponentStage[InpaintContext, Tensor]):
         self, vae: Any, guard: Guard, videos: Sequence[VideoState], video: VideoState, done: int
     ) -> Iterator[tuple[Tensor, bool, list[Event]]]:
         """Yield frames (F, H, W, 3) in 0..1, whether any was denoised, and events, per batch."""
-        context, team = self.context, self.context.teams.team
+        context, group = self.context, self.context.parallel.video_group
         latents = video.latents.split(context.together)
         # The lot that is at hand, which of it was denoised, and the number of their batch.
         now: list[tuple[Any, Any]] = []
@@ -208,7 +208,7 @@ class DecodeStage(ComponentStage[InpaintContext, Tensor]):
                     number for number, (_, mask) in enumerate(lot) if context.paints(mask)
                 ]
                 count += bool(painted)
-                yield batch_owner(max(count, 0), team.weights)
+                yield batch_owner(max(count, 0), group.weights)
 
         def decode(_: int) -> Tensor:
             frames = as_floats(np.stack([frame for frame, _ in now]))
@@ -218,7 +218,7 @@ class DecodeStage(ComponentStage[InpaintContext, Tensor]):
                 frames[painted] = self._decode(vae, guard, step, latents[count], these)
             return frames
 
-        for frames, events in distribute_pieces(team, guard, owners(), decode):
+        for frames, events in distribute_pieces(group, guard, owners(), decode):
             yield frames, bool(painted), events
 
     def _lots(self, videos: Sequence[VideoState]) -> Iterator[list[tuple[Any, Any]]]:

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 def dry_run_calls(
     spec: NativeModelSpec[Any, Any, OpenSoraConfig],
     settings: Settings,
-    teams: ParallelContext | None = None,
+    parallel: ParallelContext | None = None,
 ) -> tuple[DryRunCall, ...]:
     """Dry-run calls: one prompt, conditioning frames if any, one step, one piece.
 
-    With `teams`, the step is that of one of several ranks.
+    With `parallel`, the step is that of one of several ranks.
     """
     vae, chain = spec.config.vae, settings.chain
     size = (settings.num_frames, settings.height, settings.width)
@@ -40,7 +40,7 @@ def dry_run_calls(
     tile, given_tile = settings.saving(tiling.DECODE, 0), settings.saving(tiling.ENCODE, 0)
     latents, pieces = vae.latent_size(*size)[1:], vae.pieces(settings.num_frames)
     given = is_conditioned(settings)
-    one = partial(spec.stage_call, settings, teams=teams)
+    one = partial(spec.stage_call, settings, parallel=parallel)
     prompts = 1 + (settings.negative_prompt is not None)
     calls = [one("text", "text_encoder", "stages.TextEncodeStage", prompts)]
     if given:
@@ -49,10 +49,10 @@ def dry_run_calls(
         name = "stages.ConditioningStage"
         calls.append(one("given frames", "vae", name, repeats * chain, *given_size))
     step = (branches, cfg_batch_size(settings, branches), prompts)
-    key: tuple[Hashable, ...] = (*size, *step, given, *key_of_rank(teams))
+    key: tuple[Hashable, ...] = (*size, *step, given, *key_of_rank(parallel))
     steps = settings.num_denoiser_calls * chain
     calls.append(one("denoise", "denoiser", "stages.DenoiseStage", steps, *key))
-    repeats = tiling.num_repeats(*latents, tile) * decode_share(len(pieces), teams)
+    repeats = tiling.num_repeats(*latents, tile) * decode_share(len(pieces), parallel)
     decodes = settings.num_frames / pieces[0].num_frames * repeats * chain
     calls.append(one("decode", "vae", "stages.DecodeStage", decodes, *size, at_once, tile))
     return tuple(calls)

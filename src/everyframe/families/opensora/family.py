@@ -32,7 +32,7 @@ class OpenSoraFamily(NativeFamily[OpenSoraOptions, OpenSoraFiles]):
         return f"Open-Sora {files.version}"
 
     def stages(
-        self, spec: ModelSpec, plan: Plan, clip: int, teams: ParallelContext
+        self, spec: ModelSpec, plan: Plan, clip: int, parallel: ParallelContext
     ) -> Sequence[Stage]:
         from everyframe.families.opensora.stages import (
             ConditioningStage,
@@ -43,10 +43,10 @@ class OpenSoraFamily(NativeFamily[OpenSoraOptions, OpenSoraFiles]):
         )
 
         assert isinstance(spec, OpenSoraSpec)
-        job = OpenSoraContext(spec, plan.settings, teams, clip, plan)
+        job = OpenSoraContext(spec, plan.settings, parallel, clip, plan)
         stages: list[Stage] = [TextEncodeStage(job)] if clip == 0 else []
         given = plan.settings.given_frames
-        if job.goes_on() or "image" in given or (
+        if job.is_continuation() or "image" in given or (
             "last_image" in given and clip == plan.settings.chain - 1
         ):  # fmt: skip
             stages.append(ConditioningStage(job))

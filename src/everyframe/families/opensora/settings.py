@@ -246,8 +246,10 @@ def _check_room(config: OpenSoraConfig, settings: Settings) -> None:
     if not settings.given_frames and settings.chain == 1:
         return
     latent_frames = config.vae.latent_frames(settings.num_frames)
-    goes_on = "extend" in settings.given_frames or settings.chain > 1
-    taken = known_frames(config, settings)[1] if goes_on else "image" in settings.given_frames
+    is_continuation = "extend" in settings.given_frames or settings.chain > 1
+    taken = (
+        known_frames(config, settings)[1] if is_continuation else "image" in settings.given_frames
+    )
     taken += "last_image" in settings.given_frames
     if latent_frames <= taken and settings.edit_strength == 0:
         enough = PIECE if settings.num_frames < PIECE else 2 * PIECE

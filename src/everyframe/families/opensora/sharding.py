@@ -30,13 +30,13 @@ from everyframe.runtime.model_sharding import ShardedDenoiser
 _STREAMS: dict[type[nn.Module], int] = {Modulate: 1, GatedAdd: 2, SelectByFrame: 2}
 
 
-def apply(model: STDiT | STDiT3, team: Communicator, groups: int = 1) -> Sharding:
-    """Shard `model` over the ranks of `team`.
+def apply(model: STDiT | STDiT3, group: Communicator, groups: int = 1) -> Sharding:
+    """Shard `model` over the ranks of `group`.
 
     All ranks must call it in the same order with the same input. With `groups` above 1 the batch is
     first split into that many groups, each with its own ranks.
     """
-    return Sharding(model, team, groups)
+    return Sharding(model, group, groups)
 
 
 class Sharding(ShardedDenoiser):
@@ -44,8 +44,8 @@ class Sharding(ShardedDenoiser):
 
     stream_dim = 2
 
-    def __init__(self, model: STDiT | STDiT3, team: Communicator, groups: int) -> None:
-        super().__init__(model, team, groups)
+    def __init__(self, model: STDiT | STDiT3, group: Communicator, groups: int) -> None:
+        super().__init__(model, group, groups)
         self._patch_size = model.config.patch_size
         self._handles += [
             model.x_embedder.proj.register_forward_pre_hook(self._take_patches),

@@ -82,7 +82,7 @@ class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraConfi
             return vae_latents(self, "AutoencoderKL", vae.latent_channels, scaling_factor=scale)
         return vae_latents(self, "VideoVAE", vae.latent_channels)
 
-    def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
+    def resolve(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         return resolve_settings(self.config, self.title, request, self.options, seed)
 
     def unread(self, settings: Settings) -> tuple[str, ...]:
@@ -104,20 +104,20 @@ class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraConfi
         return smaller_settings(self.config, settings)
 
     def dry_run_calls(
-        self, settings: Settings, teams: ParallelContext | None = None
+        self, settings: Settings, parallel: ParallelContext | None = None
     ) -> tuple[DryRunCall, ...]:
-        return dry_run_calls(self, settings, teams)
+        return dry_run_calls(self, settings, parallel)
 
     def num_branches(self, settings: Settings) -> int:
         """Guidance branches: two with guidance (conditional, unconditional), else one."""
         return 1 if settings.guidance_scale == 1 else 2
 
     def rank_part(
-        self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
+        self, settings: Settings, video_group: VideoGroup, rank: int, element_bytes: int
     ) -> RankShare:
         """Share of one rank: columns, rows for spatial attention, and bytes sent."""
         grid = TokenGrid(self.num_branches(settings), *token_sizes(self.config, settings))
-        deal = TokenPartition(grid, crew.weights, crew.groups)
+        deal = TokenPartition(grid, video_group.weights, video_group.num_cfg_groups)
         return grid_share(deal, rank, sent_bytes(self.config.denoiser, deal, rank, element_bytes))
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:

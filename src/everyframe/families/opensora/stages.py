@@ -53,7 +53,7 @@ class OpenSoraContext(StageContext[OpenSoraSpec]):
         """Config of the autoencoder."""
         return self.model.config.vae
 
-    def goes_on(self) -> bool:
+    def is_continuation(self) -> bool:
         """Whether this clip continues from the previous clip or from a given video."""
         return self.clip > 0 or "extend" in self.settings.given_frames
 
@@ -62,7 +62,7 @@ class OpenSoraContext(StageContext[OpenSoraSpec]):
 
         One frame if fewer than `known_frames` are available: a given video may be short.
         """
-        if not self.goes_on():
+        if not self.is_continuation():
             return None
         frames = video.last_frames
         if self.clip == 0:
@@ -213,8 +213,10 @@ class DenoiseStage(VideoDenoiseStage[OpenSoraContext, SamplerInputs]):
 
     def shard(self, modules: Mapping[str, Any]) -> sharding.Sharding:
         """Split tokens and guidance branches."""
-        teams = self.context.teams
-        return sharding.apply(modules[self.component], teams.team, teams.groups)
+        parallel = self.context.parallel
+        return sharding.apply(
+            modules[self.component], parallel.video_group, parallel.num_cfg_groups
+        )
 
     def inputs(self, video: VideoState, device: str) -> SamplerInputs:
         """The video's noise, conditioning latents and text."""
@@ -321,7 +323,7 @@ class DecodeStage(stages.DecodeStage[OpenSoraContext]):
             for start in range(0, len(source), PIECE):
                 frames = as_floats(source[start : start + PIECE])
                 yield FramesDecoded(video.seed, len(frames), frames.numpy())
-        before = context.before(video) if context.teams.team.is_lead else None
+        before = context.before(video) if context.parallel.video_group.is_lead else None
         new = _NewFrames(0 if before is None else len(before))
         yield from self.decode_pieces(module, guard, video, steps, new.ready)
         # Only where a clip follows: these are floats, one lot for each of many videos.

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 def dry_run_calls(
     spec: NativeModelSpec[Any, Any, OpenSora2Config],
     settings: Settings,
-    teams: ParallelContext | None = None,
+    parallel: ParallelContext | None = None,
 ) -> tuple[DryRunCall, ...]:
     """Dry-run calls: the texts, a first picture, given frames, one step, one tile.
 
-    With `teams`, the step is that of one of several ranks.
+    With `parallel`, the step is that of one of several ranks.
     """
-    one = partial(spec.stage_call, settings, teams=teams)
+    one = partial(spec.stage_call, settings, parallel=parallel)
     shape, tiles = latent_shape(spec.config, settings), _tiles(settings)
     first = settings.option("first_frame")
     texts = 1 + is_guided(settings) + bool(first)
@@ -59,12 +59,12 @@ def dry_run_calls(
         )
     branches = most_branches(spec.config, settings)
     steps = evaluations(spec.config, settings) / branches
-    key = (*shape, branches, cfg_batch_size(settings, branches), *key_of_rank(teams))
+    key = (*shape, branches, cfg_batch_size(settings, branches), *key_of_rank(parallel))
     given = (is_conditioned(settings), settings.option("given_clip"))
     calls.append(one("denoise", "denoiser", "stages.DenoiseStage", steps, *key, *given))
     decodes = _num_repeats(spec.config, settings, settings.num_frames, encodes=False)
     spans = spec.config.vae.decode_tiles().spans(shape[1:])
-    decodes *= decode_share(prod(map(len, spans)), teams)
+    decodes *= decode_share(prod(map(len, spans)), parallel)
     calls.append(one("decode", "vae", "stages.DecodeStage", decodes, *shape, *tiles))
     return tuple(calls)
 

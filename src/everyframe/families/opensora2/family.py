@@ -30,14 +30,14 @@ class OpenSora2Family(NativeFamily[OpenSora2Options, OpenSora2Files]):
         return find_files(location, options)
 
     def stages(
-        self, spec: ModelSpec, plan: Plan, clip: int, teams: ParallelContext
+        self, spec: ModelSpec, plan: Plan, clip: int, parallel: ParallelContext
     ) -> Sequence[Stage]:
         from everyframe.families.opensora2 import first_picture_stages as first
         from everyframe.families.opensora2 import stages
 
         assert isinstance(spec, OpenSora2Spec)
-        assert clip == 0, "a chain is refused when the request is settled"
-        job = stages.OpenSora2Context(spec, plan.settings, teams, clip, plan)
+        assert clip == 0, "a chain is refused when the request is resolved"
+        job = stages.OpenSora2Context(spec, plan.settings, parallel, clip, plan)
         found: list[Stage] = [stages.TextEncodeStage(job), stages.CLIPEncodeStage(job)]
         if plan.settings.option("first_frame"):
             found += [first.FirstDenoiseStage(job), first.FirstDecodeStage(job)]

@@ -45,8 +45,10 @@ class FirstDenoiseStage(VideoDenoiseStage[OpenSora2Context, SamplerInputs]):
 
     def shard(self, modules: Mapping[str, Any]) -> sharding.Sharding:
         """Split tokens or heads."""
-        teams = self.context.teams
-        return sharding.apply(modules[self.component], teams.team, 1, teams.way)
+        parallel = self.context.parallel
+        return sharding.apply(
+            modules[self.component], parallel.video_group, 1, parallel.sequence_backend
+        )
 
     def inputs(self, video: VideoState, device: str) -> SamplerInputs:
         """The picture's noise, of the video's seed, and its prompt."""

@@ -102,7 +102,7 @@ class OpenSora2Spec(NativeModelSpec[OpenSora2Options, OpenSora2Files, OpenSora2C
         name = "AutoencoderKLHunyuanVideo" if isinstance(vae, HunyuanVAEConfig) else "VideoDCAE"
         return vae_latents(self, name, vae.latent_channels, scaling_factor=vae.scale_factor)
 
-    def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
+    def resolve(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         return resolve_settings(self.config, self.title, request, self.options, seed)
 
     def unread(self, settings: Settings) -> tuple[str, ...]:
@@ -118,16 +118,16 @@ class OpenSora2Spec(NativeModelSpec[OpenSora2Options, OpenSora2Files, OpenSora2C
         return smaller_settings(self.config, settings)
 
     def dry_run_calls(
-        self, settings: Settings, teams: ParallelContext | None = None
+        self, settings: Settings, parallel: ParallelContext | None = None
     ) -> tuple[DryRunCall, ...]:
-        return dry_run_calls(self, settings, teams)
+        return dry_run_calls(self, settings, parallel)
 
     def num_branches(self, settings: Settings) -> int:
         """Guidance branches of the first step: three with given frames, else two, or one."""
         return most_branches(self.config, settings)
 
     def rank_part(
-        self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
+        self, settings: Settings, video_group: VideoGroup, rank: int, element_bytes: int
     ) -> RankShare:
         """Share of one rank: tokens, heads or their equivalent, and bytes sent."""
         from everyframe.families.opensora2.prompt_lengths import T5_LENGTH
@@ -136,8 +136,8 @@ class OpenSora2Spec(NativeModelSpec[OpenSora2Options, OpenSora2Files, OpenSora2C
         frames = latent_shape(self.config, settings)[1]
         tokens = T5_LENGTH + frames * frame_tokens(self.config, settings)
         grid = TokenGrid(self.num_branches(settings), config.num_heads, tokens)
-        deal = TokenPartition(grid, crew.weights, crew.groups)
-        share = rank_share(config, deal, crew.way, rank, element_bytes)
+        deal = TokenPartition(grid, video_group.weights, video_group.num_cfg_groups)
+        share = rank_share(config, deal, video_group.backend, rank, element_bytes)
         # Some steps have fewer branches than the first.
         steps = evaluations(self.config, settings) / grid.samples
         return replace(

@@ -29,18 +29,18 @@ SIDES = (48, 32, 16)
 def dry_run_calls(
     spec: NativeModelSpec[Any, Any, StepVideoConfig],
     settings: Settings,
-    teams: ParallelContext | None = None,
+    parallel: ParallelContext | None = None,
 ) -> tuple[DryRunCall, ...]:
     """Dry-run calls: both texts, one step, one piece.
 
-    With `teams`, the step is that of one of several ranks.
+    With `parallel`, the step is that of one of several ranks.
     """
-    one = partial(spec.stage_call, settings, teams=teams)
+    one = partial(spec.stage_call, settings, parallel=parallel)
     shape, tile = latent_shape(spec.config, settings), settings.saving(tiling.DECODE, 0)
     branches = 1 if settings.guidance_scale == 1 else 2
-    step = (*shape, branches, cfg_batch_size(settings, branches), *key_of_rank(teams))
+    step = (*shape, branches, cfg_batch_size(settings, branches), *key_of_rank(parallel))
     pieces = len(spec.config.vae.pieces(settings.num_frames))
-    decodes = pieces * tiling.num_repeats(*shape[2:], tile) * decode_share(pieces, teams)
+    decodes = pieces * tiling.num_repeats(*shape[2:], tile) * decode_share(pieces, parallel)
     return (
         one("text", "step_llm", "stages.LLMEncodeStage", branches),
         one("clip text", "clip", "stages.CLIPEncodeStage", branches),

@@ -32,7 +32,7 @@ class StepVideoFamily(NativeFamily[StepVideoOptions, StepVideoFiles]):
         return f"{self.title} Turbo" if files.is_turbo else self.title
 
     def stages(
-        self, spec: ModelSpec, plan: Plan, clip: int, teams: ParallelContext
+        self, spec: ModelSpec, plan: Plan, clip: int, parallel: ParallelContext
     ) -> Sequence[Stage]:
         from everyframe.families.stepvideo.stages import (
             CLIPEncodeStage,
@@ -43,8 +43,8 @@ class StepVideoFamily(NativeFamily[StepVideoOptions, StepVideoFiles]):
         )
 
         assert isinstance(spec, StepVideoSpec)
-        assert clip == 0, "a chain is refused when the request is settled"
-        job = StepVideoContext(spec, plan.settings, teams, clip, plan)
+        assert clip == 0, "a chain is refused when the request is resolved"
+        job = StepVideoContext(spec, plan.settings, parallel, clip, plan)
         return (LLMEncodeStage(job), CLIPEncodeStage(job), DenoiseStage(job), DecodeStage(job))
 
 

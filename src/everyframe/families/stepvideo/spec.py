@@ -86,7 +86,7 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoC
     def latent_space(self) -> LatentSpace:
         return vae_latents(self, "StepVAE", self.config.vae.latent_channels)
 
-    def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
+    def resolve(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         return resolve_settings(self.config, self.title, request, self.options, seed)
 
     def unread(self, settings: Settings) -> tuple[str, ...]:
@@ -102,16 +102,16 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoC
         return smaller_settings(self.config, settings)
 
     def dry_run_calls(
-        self, settings: Settings, teams: ParallelContext | None = None
+        self, settings: Settings, parallel: ParallelContext | None = None
     ) -> tuple[DryRunCall, ...]:
-        return dry_run_calls(self, settings, teams)
+        return dry_run_calls(self, settings, parallel)
 
     def num_branches(self, settings: Settings) -> int:
         """Guidance branches: two with guidance (prompt, negative prompt), else one."""
         return 1 if settings.guidance_scale == 1 else 2
 
     def rank_part(
-        self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
+        self, settings: Settings, video_group: VideoGroup, rank: int, element_bytes: int
     ) -> RankShare:
         """Share of one rank: tokens, heads or their equivalent, and bytes sent.
 
@@ -119,8 +119,8 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoC
         """
         latents = latent_shape(self.config, settings)
         grid = token_grid(self.config, latents, self.num_branches(settings))
-        deal = TokenPartition(grid, crew.weights, crew.groups)
-        return rank_share(self.config.denoiser, deal, crew.way, rank, element_bytes)
+        deal = TokenPartition(grid, video_group.weights, video_group.num_cfg_groups)
+        return rank_share(self.config.denoiser, deal, video_group.backend, rank, element_bytes)
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
         return memory_savings(self.config, component, settings)

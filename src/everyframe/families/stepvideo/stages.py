@@ -153,8 +153,13 @@ class DenoiseStage(VideoDenoiseStage[StepVideoContext, SamplerInputs]):
 
     def shard(self, modules: Mapping[str, Any]) -> sharding.Sharding:
         """Split tokens or heads, and guidance branches."""
-        teams = self.context.teams
-        return sharding.apply(modules[self.component], teams.team, teams.groups, teams.way)
+        parallel = self.context.parallel
+        return sharding.apply(
+            modules[self.component],
+            parallel.video_group,
+            parallel.num_cfg_groups,
+            parallel.sequence_backend,
+        )
 
     def inputs(self, video: VideoState, device: str) -> SamplerInputs:
         """The video's noise and text."""

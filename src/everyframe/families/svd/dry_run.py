@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 def dry_run_calls(
     spec: NativeModelSpec[Any, Any, SVDConfig],
     settings: Settings,
-    teams: ParallelContext | None = None,
+    parallel: ParallelContext | None = None,
 ) -> tuple[DryRunCall, ...]:
     """Dry-run calls: image, its latents, one step, one chunk of frames.
 
-    With `teams`, the step is that of one of several ranks.
+    With `parallel`, the step is that of one of several ranks.
     """
-    one = partial(spec.stage_call, settings, teams=teams)
+    one = partial(spec.stage_call, settings, parallel=parallel)
     size, frames = (settings.height, settings.width), settings.num_frames
     latents = latent_shape(spec.config, settings)[2:]
     tile, given_tile = settings.saving(tiling.DECODE, 0), settings.saving(tiling.ENCODE, 0)
     chunk = min(int(settings.option("decode_chunk_size")), frames)
     branches = 1 if settings.guidance_scale <= 1 else 2
-    step = (*size, frames, branches, cfg_batch_size(settings, branches), *key_of_rank(teams))
+    step = (*size, frames, branches, cfg_batch_size(settings, branches), *key_of_rank(parallel))
     encodes = tiling.num_repeats(*latents, given_tile)
     chunks = ceil(frames / chunk)
-    decodes = chunks * tiling.num_repeats(*latents, tile) * decode_share(chunks, teams)
+    decodes = chunks * tiling.num_repeats(*latents, tile) * decode_share(chunks, parallel)
     return (
         one("image", "image_encoder", "stages.ImageEmbedStage", 1),
         one("given frames", "vae", "stages.ImageLatentStage", encodes, *size, given_tile),

@@ -36,7 +36,7 @@ class SVDFamily(NativeFamily[SVDOptions, SVDFiles]):
         return f"{title}, taken for the model of {files.assumed_frames} frames"
 
     def stages(
-        self, spec: ModelSpec, plan: Plan, clip: int, teams: ParallelContext
+        self, spec: ModelSpec, plan: Plan, clip: int, parallel: ParallelContext
     ) -> Sequence[Stage]:
         from everyframe.families.svd.stages import (
             DecodeStage,
@@ -47,8 +47,8 @@ class SVDFamily(NativeFamily[SVDOptions, SVDFiles]):
         )
 
         assert isinstance(spec, SVDSpec)
-        assert clip == 0, "a chain is refused when the request is settled"
-        job = SVDContext(spec, plan.settings, teams, clip, plan)
+        assert clip == 0, "a chain is refused when the request is resolved"
+        job = SVDContext(spec, plan.settings, parallel, clip, plan)
         return (ImageEmbedStage(job), ImageLatentStage(job), DenoiseStage(job), DecodeStage(job))
 
 

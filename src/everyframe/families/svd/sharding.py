@@ -31,20 +31,20 @@ from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from everyframe.runtime.model_sharding import ModelPatch
 
 
-def apply(unet: VideoUNet, team: Communicator, groups: int = 1) -> Sharding:
-    """Shard `unet` over the ranks of `team`.
+def apply(unet: VideoUNet, group: Communicator, groups: int = 1) -> Sharding:
+    """Shard `unet` over the ranks of `group`.
 
     All ranks must call it in the same order with the same input. With `groups` above 1 the branches
     are first split into that many groups, each with its own ranks.
     """
-    return Sharding(unet, team, groups)
+    return Sharding(unet, group, groups)
 
 
 class Sharding(ModelPatch):
     """Handle of a sharded UNet; `remove` undoes `apply`."""
 
-    def __init__(self, unet: VideoUNet, team: Communicator, groups: int) -> None:
-        super().__init__(team, groups)
+    def __init__(self, unet: VideoUNet, group: Communicator, groups: int) -> None:
+        super().__init__(group, groups)
         self._num_levels = len(unet.down_blocks)
         self._dealt: dict[tuple[Communicator, tuple[int, ...]], ShardedFrames] = {}
         self._now: ShardedFrames | None = None
@@ -58,15 +58,15 @@ class Sharding(ModelPatch):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replace the call's input by this rank's frames and what it needs of their branches."""
         self._now = None
-        if self.team.size == 1:
+        if self.group.size == 1:
             return args, kwargs
         sample, timestep, context = args
         branches, frames, _, height, width = sample.shape
-        key = (self.team, (branches, frames, height, width))
+        key = (self.group, (branches, frames, height, width))
         if key not in self._dealt:
             places = [h * w for h, w in level_sizes(height, width, self._num_levels)]
-            groups = min(self._groups, self.team.size, branches)
-            self._dealt[key] = ShardedFrames((branches, frames), places, self.team, groups)
+            groups = min(self._groups, self.group.size, branches)
+            self._dealt[key] = ShardedFrames((branches, frames), places, self.group, groups)
         self._now = dealt = self._dealt[key]
         mine = dealt.branches
         here = (dealt.take(sample), timestep[mine], context.rows(mine))
@@ -80,17 +80,17 @@ class ShardedFrames(FrameLayout):
     """One rank's share of (branches, frames), at each UNet level."""
 
     def __init__(
-        self, shape: tuple[int, int], places: Sequence[int], team: Communicator, groups: int
+        self, shape: tuple[int, int], places: Sequence[int], group: Communicator, groups: int
     ) -> None:
-        self.team, self._shape = team, shape
-        deals = [TokenPartition(TokenGrid(*shape, size), team.weights, groups) for size in places]
-        self._levels = {deal.grid.places: _Level(deal, team) for deal in deals}
+        self.group, self._shape = group, shape
+        deals = [TokenPartition(TokenGrid(*shape, size), group.weights, groups) for size in places]
+        self._levels = {deal.grid.places: _Level(deal, group) for deal in deals}
         self._level = self._levels[places[0]]
         all_rows = deals[0].rows  # frames are dealt out alike at every level
-        self._rows = all_rows[team.rank]
+        self._rows = all_rows[group.rank]
         self._sizes = [len(rows) for rows in all_rows]
         self._frames = _Owned(self._rows, shape[1])
-        self._moments = DistributedMoments(all_rows, shape[1], team)
+        self._moments = DistributedMoments(all_rows, shape[1], group)
         owned = [self._frames, *(level.pixels for level in self._levels.values())]
         touched = [branch for each in owned for branch in each.branches]
         # A rank without anything calls the UNet too, and some branch's tables must be there.
@@ -105,7 +105,7 @@ class ShardedFrames(FrameLayout):
     def gather(self, v_brCHW: Tensor) -> Tensor:
         """Gather the frames of all ranks, (B, T, ...), on every rank."""
         mine = v_brCHW.flatten(0, 1)
-        every = self.team.gather(mine, self._sizes, "the answer is gathered")
+        every = self.group.gather(mine, self._sizes, "the answer is gathered")
         return torch.unflatten(every, 0, self._shape)
 
     def over_time(self, x_brSC: Tensor, reader: nn.Module | None = None) -> Tensor:
@@ -152,10 +152,10 @@ class ShardedFrames(FrameLayout):
 class _Level:
     """State of one UNet level."""
 
-    def __init__(self, deal: TokenPartition, team: Communicator) -> None:
-        self.switch = Redistribute(deal, team)
-        self.moments = DistributedMoments(deal.columns, deal.grid.places, team)
-        self.pixels = _Owned(deal.columns[team.rank], deal.grid.places)
+    def __init__(self, deal: TokenPartition, group: Communicator) -> None:
+        self.switch = Redistribute(deal, group)
+        self.moments = DistributedMoments(deal.columns, deal.grid.places, group)
+        self.pixels = _Owned(deal.columns[group.rank], deal.grid.places)
 
 
 class _Owned:

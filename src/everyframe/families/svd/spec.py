@@ -80,7 +80,7 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDConfig]):
         """See `LossySpec`: a consistency model's steps draw noise, and no solver follows them."""
         return () if self.is_distilled else super().sampling_methods(settings)
 
-    def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
+    def resolve(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         settings, notes = resolve_settings(self.config, self.title, request, self.options, seed)
         frames = self.files.assumed_frames
         if frames is not None and request.num_frames is None and request.seconds is None:
@@ -98,21 +98,21 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDConfig]):
         return smaller_settings(self.config, settings)
 
     def dry_run_calls(
-        self, settings: Settings, teams: ParallelContext | None = None
+        self, settings: Settings, parallel: ParallelContext | None = None
     ) -> tuple[DryRunCall, ...]:
-        return dry_run_calls(self, settings, teams)
+        return dry_run_calls(self, settings, parallel)
 
     def num_branches(self, settings: Settings) -> int:
         """Guidance branches: two with guidance (with and without the image), else one."""
         return 2 if settings.guidance_scale > 1 else 1
 
     def rank_part(
-        self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
+        self, settings: Settings, video_group: VideoGroup, rank: int, element_bytes: int
     ) -> RankShare:
         """Share of one rank: frames in space, pixels of the latents in time, and bytes sent."""
         frames, _, rows, columns = latent_shape(self.config, settings)
         grid = TokenGrid(self.num_branches(settings), frames, rows * columns)
-        deal = TokenPartition(grid, crew.weights, crew.groups)
+        deal = TokenPartition(grid, video_group.weights, video_group.num_cfg_groups)
         unet = self.builder.empty("unet")
         sent = sent_bytes(unet, (rows, columns), deal, rank, element_bytes)
         return grid_share(deal, rank, sent, "work in space")

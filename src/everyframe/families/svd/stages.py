@@ -66,7 +66,7 @@ Context = SVDContext
 
 def given_picture(video: VideoState) -> Any:
     """Conditioning image of a video: uint8 (1, H, W, 3)."""
-    assert video.inputs.first is not None, "settled without a picture"
+    assert video.inputs.first is not None, "resolved without a picture"
     return video.inputs.first
 
 
@@ -147,8 +147,10 @@ class DenoiseStage(VideoDenoiseStage[SVDContext, SamplerInputs]):
 
     def shard(self, modules: Mapping[str, Any]) -> sharding.Sharding:
         """Split frames and guidance branches."""
-        teams = self.context.teams
-        return sharding.apply(modules[self.component], teams.team, teams.groups)
+        parallel = self.context.parallel
+        return sharding.apply(
+            modules[self.component], parallel.video_group, parallel.num_cfg_groups
+        )
 
     def _sigmas(self) -> Tensor:
         config, steps = self.context.config, self.context.settings.num_inference_steps
