@@ -87,8 +87,8 @@ def swapped(model: nn.Module) -> set[str]:
         ("native-geglu", {"NativeGatedGELU", "NativeGEGLU"}),
         ("native-attention", {"NativeTemporalAttention"}),
         ("onednn-linear", {"OneDNNLinear"}),
-        ("temporal-conv", {"TemporalConv2d"}),
-        ("temporal-winograd", {"WinogradTemporalConv"}),
+        ("temporal-conv", {"TemporalConv2d_TemporalConv"}),
+        ("temporal-winograd", {"WinogradOverTime_TemporalConv"}),
         ("channels-last", {"ChannelsLastConv2d"}),
         ("winograd", {"WinogradConv2d"}),
         ("native-flash", {"NativeSelfAttention"}),
@@ -303,7 +303,8 @@ def test_convolutions_by_winograd(monkeypatch: pytest.MonkeyPatch) -> None:
     swap_modules(layers, ("channels-last", "winograd"))
     kinds = [type(each).__name__ for each in layers]
     assert kinds == [
-        "ChannelsLastConv2d", *["WinogradChannelsLastConv2d"] * 2, *["ChannelsLastConv2d"] * 5
+        "ChannelsLastConv2d", *["WinogradConv2d_ChannelsLastConv2d"] * 2,
+        *["ChannelsLastConv2d"] * 5,
     ]  # fmt: skip
     called = []
     right = kernels.winograd
