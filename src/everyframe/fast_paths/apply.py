@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from everyframe.fast_paths import cpu_modules, gated_linear
+from everyframe.fast_paths.compilation import compile_blocks
 from everyframe.fast_paths.constant_results import can_cache
 from everyframe.fast_paths.fast_modules import embedders, fuse, keep, pairs
 from everyframe.fast_paths.registry import kernel_of
@@ -82,9 +83,6 @@ def apply_fast_paths(
     kernels = [kernel for kernel in map(kernel_of, paths) if kernel]
     attend_by(module, *(kernels or [PLAIN]), parts=called)
     if "compile" in paths:
-        # Not on top: this brings torch's compiler.
-        from everyframe.fast_paths.compilation import compile_blocks
-
         blocks = (block for block in block_names(module) if not _is_in(block, plain))
         compile_blocks(module, blocks, compiles=compiles, warns=False)
 
