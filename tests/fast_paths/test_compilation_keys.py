@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from everyframe.core.events import Repaired
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import PLAIN, ComponentPlan, Plan, Precision, Repair, Settings
-from everyframe.fast_paths import compilation
+from everyframe.fast_paths import apply
 from everyframe.fast_paths.apply import apply_fast_paths
 from everyframe.fast_paths.compilation import compile_blocks, is_compiled
 from everyframe.fast_paths.toolchain import why_not
@@ -182,9 +182,7 @@ def test_a_wrong_graph_is_left_for_the_block_as_it_is_written(number: int, by: f
 
 def test_what_is_remembered_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[list[str]] = []
-    monkeypatch.setattr(
-        compilation, "compile_blocks", lambda module, blocks, compiles: names.append(list(blocks))
-    )
+    monkeypatch.setattr(apply, "compile_blocks", lambda _, blocks, **__: names.append([*blocks]))
     for plain in ((), ("blocks.1",), ("blocks.1.linear",), ("blocks",), ("",)):
         apply_fast_paths(Model(), ("compile",), plain=plain)
     assert names == [["blocks.0", "blocks.1"], ["blocks.0"], ["blocks.0", "blocks.1"], [], []]
