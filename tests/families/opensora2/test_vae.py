@@ -70,7 +70,7 @@ def test_hunyuans_autoencoder_equals_diffusers(frames: int, tiled: bool) -> None
 def test_tiles_of_frames_equal_diffusers(frames: int) -> None:
     """17 frames are a tile and its first one: upstream makes two of them, 13 are one."""
     vae = built(HUNYUAN)
-    config = replace(HUNYUAN, sample_frames=16).in_tiles(sides=False, frames=True)
+    config = replace(HUNYUAN, sample_frames=16, tiles_sides=False, tiles_frames=True)
     theirs = diffusers_vae(vae)
     theirs.use_framewise_encoding = theirs.use_framewise_decoding = True
     theirs.tile_sample_min_num_frames, theirs.tile_sample_stride_num_frames = 16, 12
