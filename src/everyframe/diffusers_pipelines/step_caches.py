@@ -61,7 +61,8 @@ def cache_notes(components: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _hook_registries(module: nn.Module) -> Iterator[Any]:
+def hook_registries(module: nn.Module) -> Iterator[Any]:
+    """diffusers' registries of hooks, of the module and of its submodules."""
     for each in module.modules():
         registry = getattr(each, "_diffusers_hook", None)
         if registry is not None:
@@ -69,7 +70,7 @@ def _hook_registries(module: nn.Module) -> Iterator[Any]:
 
 
 def _stateful_hooks(module: nn.Module) -> Iterator[Any]:
-    for registry in _hook_registries(module):
+    for registry in hook_registries(module):
         for hook in registry.hooks.values():
             if getattr(hook, "_is_stateful", False):
                 yield hook
@@ -90,7 +91,7 @@ def clear_cache(module: nn.Module) -> None:
         {name: value for name, value in vars(each).items() if name.endswith("context")}
         for each in managers
     ]
-    for registry in _hook_registries(module):
+    for registry in hook_registries(module):
         registry.reset_stateful_hooks(recurse=False)
     for manager, context in zip(managers, contexts, strict=True):
         vars(manager).update(context)

@@ -6,17 +6,18 @@ streams, each offload gives a tensor the copy of it that the group holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
+from everyframe.diffusers_pipelines.step_caches import hook_registries
+
 
 def _hooks(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """(name, hook) of diffusers' hooks of the module and of its submodules."""
-    for each in module.modules():
-        hooks: Mapping[str, Any] = getattr(getattr(each, "_diffusers_hook", None), "hooks", {})
-        yield from hooks.items()
+    for registry in hook_registries(module):
+        yield from registry.hooks.items()
 
 
 def _groups(module: nn.Module) -> Iterator[Any]:

@@ -154,13 +154,13 @@ class CompiledBlock:
         self._dynamic, self._compiles, self._warns = dynamic, compiles, warns
         self._fallback = fallback
         self._state = BlockState()
-        self._ways: dict[Any, Run | None] = {}
+        self._ways: dict[Any, Run] = {}
         self.report = BlockReport()
 
     @property
     def is_compiled(self) -> bool:
         """Whether any call was computed by compiled code."""
-        return any(way is not None for way in self._ways.values())
+        return bool(self._ways)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self._block()
@@ -219,8 +219,12 @@ class CompiledBlock:
             raise NotCompilableError(state.why_not)
         return [found[number] for number in state.first]  # type: ignore[misc]
 
-    def _way(self, call: _Call, key: tuple[Any, ...]) -> Run | None:
-        """How calls like this one are computed; None as written."""
+    def _way(self, call: _Call, key: tuple[Any, ...]) -> Run:
+        """How calls like this one are computed.
+
+        Raises:
+            NotCompilableError: as written, for this reason.
+        """
         tensors = call.tensors
         if not tensors or any(type(each) not in _PLAIN or each.is_meta for each in tensors):
             raise NotCompilableError("its arguments are no plain tensors")
@@ -269,7 +273,7 @@ class CompiledBlock:
                 return package
         return None
 
-    def _make(self, call: _Call, name: str) -> Run | None:
+    def _make(self, call: _Call, name: str) -> Run:
         """Compile a package for this call and try it on its inputs."""
         if not self._compiles:
             raise NotCompilableError("it isn't compiled yet")

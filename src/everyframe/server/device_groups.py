@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Plan
+from everyframe.hardware import device_names
 from everyframe.server.group_health import GroupHealth
 from everyframe.server.jobs import Job
 from everyframe.server.store import JobStore
@@ -129,10 +130,9 @@ def parse_groups(text: str | None) -> dict[str, str | None]:
 
 def _full_name(device: str) -> str:
     """``cuda:0`` for ``0`` and for ``cuda``; the processor has no number."""
-    kind, _, number = device.lower().rpartition(":")
-    if not kind:
-        kind, number = ("cuda", number) if number.isdigit() else (number, "0")
-    return "cpu" if kind == "cpu" else f"{kind}:{int(number)}"
+    (name,) = device_names(device.lower())
+    kind, _, number = name.partition(":")
+    return kind if kind == "cpu" else f"{kind}:{int(number or 0)}"
 
 
 class News:
