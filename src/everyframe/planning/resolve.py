@@ -2,7 +2,8 @@
 
 Nothing is loaded, and nothing is fetched unless allowed.
 
-Read next: `core/plan.py` (the result), `engine/run.py` (its execution).
+Read next: `core/plan.py` (the result), `planning/request_fit.py` (memory and devices),
+`engine/run.py` (the execution).
 """
 
 from __future__ import annotations
@@ -11,61 +12,38 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from everyframe.adapters.request_components import with_adapters
 from everyframe.checkpoints.config_errors import config_errors
-from everyframe.core.bytes import parse_bytes, without_processes
 from everyframe.core.errors import CannotRunError
 from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.core.limits import random_seed
-from everyframe.core.parallel_plan import ParallelPlan
-from everyframe.core.plan import Plan, Repair, Settings
-from everyframe.core.request import DTYPES, Request
+from everyframe.core.plan import Plan, Settings
+from everyframe.core.request import Request
 from everyframe.families.registry import check_option_names, family_options
 from everyframe.hardware.facts import Freed, machine_facts
 from everyframe.hardware.profiles import machine_of
-from everyframe.planning import component_certificates
 from everyframe.planning.batches import with_batch
-from everyframe.planning.blocked_paths import known
-from everyframe.planning.choose_fast_paths import FastPathChooser, pins_of
-from everyframe.planning.component_memory import ComponentPlanner
-from everyframe.planning.component_precision import (
-    QuantizationChoice,
-    check_effect,
-    quantising_of,
-)
+from everyframe.planning.choose_fast_paths import FastPathChooser
 from everyframe.planning.dry_runs import clashes_of
 from everyframe.planning.find_model import find_model, refuse_if_not_drawable
 from everyframe.planning.infeasible import infeasible_reason
-from everyframe.planning.load_balancing import (
-    BalancedPlan,
-    are_alike,
-    balance,
-    common_facts,
-    idle_notes,
-    speed_dtype,
-    weights_by_speed,
-    with_weights,
-)
-from everyframe.planning.memory_fit import FitResult, MemoryFit, within
-from everyframe.planning.output_size import with_output_size
-from everyframe.planning.parallelism import (
-    AVOIDED,
-    asked_devices,
-    can_share,
-    check_division,
-    make_parallel_plan,
-    shares_asked,
-)
+from everyframe.planning.load_balancing import BalancedPlan, idle_notes
+from everyframe.planning.memory_fit import FitResult
+from everyframe.planning.parallelism import check_division
 from everyframe.planning.previews import plan_previews
-from everyframe.planning.quality import Fit, fit_to_quality, with_named_products
+from everyframe.planning.quality import fit_to_quality, with_named_products
+from everyframe.planning.request_fit import (
+    RequestFit,
+    Target,
+    make_chooser,
+    usable_devices,
+)
 from everyframe.planning.stage_forecasts import rates_of, stage_plans
-from everyframe.precision.policy import check_asked
 from everyframe.runtime.interface import ModelSpec, PromptReadingSpec
 from everyframe.runtime.patchable import notes_of, patches_of, saved_bytes_of
-from everyframe.runtime.repair_cache import cached_key, load_repairs, repair_notes
+from everyframe.runtime.repair_cache import repair_notes
 
 
 @dataclass(frozen=True)
@@ -135,7 +113,7 @@ def _prepared(
     request: Request,
     may_fetch: bool,
     num_threads: int | None,
-    devices: Sequence[DeviceFacts] | None,
+    joined: Sequence[DeviceFacts] | None,
     given: LoadedModel | None,
     profile: str | Path | None,
     *,
@@ -147,22 +125,19 @@ def _prepared(
     # Before the machine is looked at, which takes torch: what cannot be asked is refused at once.
     settings, notes = model.resolve(request, _seed_of(request))
     _check_contents(request, settings, given)
+    is_here = profile is None
     facts = machine_facts(request.device, freed) if profile is None else machine_of(profile)
-    # Ranks that have met have begun, and what they take is no longer free.
-    devices = _usable(devices or _before_ranks(asked_devices(request, facts)), request)
+    devices = usable_devices(request, facts, joined)
     check_division(request, model, settings, len(devices))
-    device = common_facts(devices)
-    num_threads = num_threads or default_threads(facts, len(devices), is_here=profile is None)
-    chooser = _chooser(request, facts, devices, num_threads, is_here=profile is None)
+    num_threads = num_threads or default_threads(facts, len(devices), is_here=is_here)
+    target = Target(facts, devices, num_threads, is_here=is_here)
+    chooser = make_chooser(request, target)
     # Repairs are of this machine, and a model in memory may hold any weights.
-    is_own = profile is None and given is None
-    fitting = _fitting(model, facts, device, request, chooser, is_own=is_own)
-
-    def fit(settings: Settings, products: str) -> Fit:
-        shared = partial(_shares, request, model, settings, products, devices, num_threads, fitting)
-        return _fitted(shared, request, settings, chooser, will_run=will_run)
-
-    (shares, fit_used, fitted), quality = fit_to_quality(fit, request, model, settings, device)
+    is_own = is_here and given is None
+    fit = RequestFit(request, model, target, chooser, has_repairs=is_own, will_run=will_run).fit
+    (shares, fit_used, fitted), quality = fit_to_quality(
+        fit, request, model, settings, target.device
+    )
     preview, preview_notes = plan_previews(request, model, fitted.settings)
     unread = model.unread(settings) if with_seconds and isinstance(model, PromptReadingSpec) else ()
     notes = (*notes, *quality.notes, *preview_notes, *unread)
@@ -172,7 +147,7 @@ def _prepared(
         family=family_name,
         title=model.title,
         settings=fitted.settings,
-        device=device,
+        device=target.device,
         num_threads=num_threads,
         components=fitted.components,
         downloads=model.missing(),
@@ -223,164 +198,6 @@ def _check_contents(request: Request, settings: Settings, given: LoadedModel | N
         check_given(request)
     if given is None and request.model is None:
         refuse_if_not_drawable(request)  # after sizes, which are cheaper to mend
-
-
-def _before_ranks(devices: Sequence[DeviceFacts]) -> tuple[DeviceFacts, ...]:
-    """The devices with the memory that their ranks' processes will leave free."""
-    return tuple(without_processes(device, len(devices)) for device in devices)
-
-
-def _usable(devices: Sequence[DeviceFacts], request: Request) -> tuple[DeviceFacts, ...]:
-    """The devices with the memory that may be used; `InputError` if one lacks the dtype."""
-    for device in devices:
-        check_asked(device, DTYPES[request.dtype], force=request.force)
-    most = _asked_bytes(request, "max_memory")
-    return tuple(within(device, most) for device in devices)
-
-
-def _shares(
-    request: Request,
-    model: ModelSpec,
-    settings: Settings,
-    products: str,
-    devices: Sequence[DeviceFacts],
-    num_threads: int,
-    fitting: MemoryFit,
-    *,
-    shards: bool,
-    together: bool = False,
-) -> BalancedPlan:
-    """Divide the work among devices, which may be unequal.
-
-    `products`: those of the denoiser, if a budget chose them; `shards`: several devices per video,
-    to shard its weights; `together`: split CFG on request only.
-    """
-    if products:
-        chosen = QuantizationChoice(products)
-        fitting = replace(fitting, parts=replace(fitting.parts, quantising=chosen))
-    asked = shares_asked(request, len(devices))
-    dtype = speed_dtype(DTYPES[request.dtype])
-
-    def divided(weights: Sequence[float]) -> ParallelPlan | None:
-        return make_parallel_plan(
-            request,
-            model,
-            settings,
-            devices,
-            fitting.effort,
-            num_threads,
-            weights,
-            shards=shards,
-            together=together,
-        )
-
-    weights = asked or weights_by_speed(devices, dtype, num_threads)
-    return balance(fitting, devices, settings, weights, divided, is_asked=asked is not None)
-
-
-def _chooser(
-    request: Request,
-    facts: MachineFacts,
-    devices: Sequence[DeviceFacts],
-    num_threads: int,
-    *,
-    is_here: bool,
-) -> FastPathChooser:
-    device, alike = common_facts(devices), are_alike(devices)
-    return FastPathChooser(
-        device,
-        pins_of(request, device, is_here=is_here),
-        # What is certified on one of them says nothing of the others.
-        component_certificates.Certificates(device, num_threads) if is_here and alike else None,
-        known(facts, device, is_here=is_here).and_these(AVOIDED if len(devices) > 1 else {}),
-        expects=alike,
-        num_threads=num_threads,
-    )
-
-
-def _fitted(
-    shared: Callable[..., BalancedPlan],
-    request: Request,
-    settings: Settings,
-    chooser: FastPathChooser,
-    *,
-    will_run: bool,
-) -> Fit:
-    """The memory fit; a run first creates needed certificates and keeps only certified paths.
-
-    If a video doesn't fit on one device, several share it.
-    """
-    shares = shared(shards=request.shard_weights)
-    fitting, fitted = shares.fitting, shares.fitting.fit(settings)
-    others: list[dict[str, bool]] = []
-    if can_share(request, fitting.model, shares.division):
-        others.append({"shards": True})
-    if shares.division is not None and shares.division.cfg_degree > 1:
-        # A branch apart has all of its tokens on fewer devices than both branches together have.
-        others.append({"shards": request.shard_weights, "together": True})
-    for how in others if not fitted.fits else ():
-        other = shared(**how)
-        again = other.fitting.fit(settings)
-        if again.fits:
-            shares, fitting, fitted = other, other.fitting, again
-            break
-    check_effect(fitting.parts.quantising, fitting.model.title, fitted.components)
-    # What is too large for this device whatever is chosen is not tried.
-    if will_run and fitted.fits:
-        tried = component_certificates.make_at_once(
-            chooser.certificates, fitted.components, fitted.runs
-        )
-        if tried is not None:
-            fitting = fitting.certified_alone()
-            fitted = fitting.fit(settings)
-            fitted = replace(fitted, says=(*fitted.says, *tried))
-    division = with_weights(shares.division, fitting.model, fitted)
-    return replace(shares, division=division), fitting, with_output_size(fitted)
-
-
-def _fitting(
-    model: ModelSpec,
-    facts: MachineFacts,
-    device: DeviceFacts,
-    request: Request,
-    chooser: FastPathChooser,
-    *,
-    is_own: bool,
-) -> MemoryFit:
-    repairs = _first_repairs(request, model, device, facts) if is_own else ()
-    host = within(facts.cpu, _asked_bytes(request, "max_host_memory"))
-    if device.kind == "cpu":  # both limits are of the same memory
-        device = within(device, host.free_memory)
-    return MemoryFit(
-        ComponentPlanner(
-            model=model,
-            device=device,
-            asked=DTYPES[request.dtype],
-            force=request.force,
-            host_memory=host.free_memory,
-            chooser=chooser,
-            repairs=repairs,
-            quantising=quantising_of(request, device),
-            shards=request.shard_weights,
-        )
-    )
-
-
-def _first_repairs(
-    request: Request, model: ModelSpec, device: DeviceFacts, facts: MachineFacts
-) -> tuple[Repair, ...]:
-    """Repairs to begin with: those of a record, else those cached from earlier runs here."""
-    if request.remedies is not None:
-        return tuple(request.remedies)
-    if request.forget_repairs:
-        return ()
-    key = cached_key(model, device, facts.versions)
-    return () if key is None else load_repairs(key)
-
-
-def _asked_bytes(request: Request, name: str) -> int | None:
-    written = getattr(request, name)
-    return None if written is None else parse_bytes(written, name)
 
 
 def default_threads(facts: MachineFacts, num_ranks: int, *, is_here: bool = True) -> int:

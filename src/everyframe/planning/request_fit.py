@@ -1,0 +1,220 @@
+"""Fit a request on its devices: how they divide the work, and how each holds its part.
+
+Read next: `planning/parallelism.py` (the division), `planning/memory_fit.py` (one device's memory).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from everyframe.core.bytes import parse_bytes, without_processes
+from everyframe.core.facts import DeviceFacts, MachineFacts
+from everyframe.core.parallel_plan import ParallelPlan
+from everyframe.core.plan import Repair, Settings
+from everyframe.core.request import DTYPES, Request
+from everyframe.planning import component_certificates
+from everyframe.planning.blocked_paths import known
+from everyframe.planning.choose_fast_paths import FastPathChooser, pins_of
+from everyframe.planning.component_memory import ComponentPlanner
+from everyframe.planning.component_precision import (
+    QuantizationChoice,
+    check_effect,
+    quantising_of,
+)
+from everyframe.planning.load_balancing import (
+    BalancedPlan,
+    are_alike,
+    balance,
+    common_facts,
+    speed_dtype,
+    weights_by_speed,
+    with_weights,
+)
+from everyframe.planning.memory_fit import MemoryFit, within
+from everyframe.planning.output_size import with_output_size
+from everyframe.planning.parallelism import (
+    AVOIDED,
+    asked_devices,
+    can_share,
+    make_parallel_plan,
+    shares_asked,
+)
+from everyframe.planning.quality import Fit
+from everyframe.precision.policy import check_asked
+from everyframe.runtime.interface import ModelSpec
+from everyframe.runtime.repair_cache import cached_key, load_repairs
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a request is planned for.
+
+    Attributes:
+        devices: of its ranks, with the memory that may be used.
+        num_threads: of the CPU, for each rank.
+        is_here: this machine, not a profile of one.
+    """
+
+    facts: MachineFacts
+    devices: tuple[DeviceFacts, ...]
+    num_threads: int
+    is_here: bool = True
+
+    @property
+    def device(self) -> DeviceFacts:
+        """The facts that hold for all devices."""
+        return common_facts(self.devices)
+
+
+def usable_devices(
+    request: Request, facts: MachineFacts, joined: Sequence[DeviceFacts] | None = None
+) -> tuple[DeviceFacts, ...]:
+    """The devices of a request with the memory that may be used.
+
+    `joined` are those of ranks that have met: these have begun, and what they take is no longer
+    free. Of others, what their processes will take is left out.
+
+    Raises:
+        InputError: the machine has no such devices, or one lacks the requested dtype.
+    """
+    devices = joined
+    if not devices:
+        asked = asked_devices(request, facts)
+        devices = [without_processes(device, len(asked)) for device in asked]
+    for device in devices:
+        check_asked(device, DTYPES[request.dtype], force=request.force)
+    most = _asked_bytes(request, "max_memory")
+    return tuple(within(device, most) for device in devices)
+
+
+def make_chooser(request: Request, target: Target) -> FastPathChooser:
+    """What chooses fast paths for these devices."""
+    device, alike = target.device, are_alike(target.devices)
+    certificates = component_certificates.Certificates(device, target.num_threads)
+    avoided = AVOIDED if len(target.devices) > 1 else {}
+    return FastPathChooser(
+        device,
+        pins_of(request, device, is_here=target.is_here),
+        # What is certified on one of them says nothing of the others.
+        certificates if target.is_here and alike else None,
+        known(target.facts, device, is_here=target.is_here).and_these(avoided),
+        expects=alike,
+        num_threads=target.num_threads,
+    )
+
+
+def _asked_bytes(request: Request, name: str) -> int | None:
+    written = getattr(request, name)
+    return None if written is None else parse_bytes(written, name)
+
+
+@dataclass(frozen=True)
+class RequestFit:
+    """Fits a request of a model on its target.
+
+    Attributes:
+        has_repairs: those of earlier runs here are valid, as its weights are of files.
+        will_run: certificates that are missing are created, and only certified paths kept.
+    """
+
+    request: Request
+    model: ModelSpec
+    target: Target
+    chooser: FastPathChooser
+    has_repairs: bool
+    will_run: bool
+
+    def fit(self, settings: Settings, products: str = "") -> Fit:
+        """The memory fit, with the denoiser's `products` if a budget chose them.
+
+        If a video doesn't fit on one device, several share it.
+        """
+        request, sharded = self.request, self.request.shard_weights
+        shares = self._shares(settings, products, shards=sharded)
+        fitting, fitted = shares.fitting, shares.fitting.fit(settings)
+        others: list[dict[str, bool]] = []
+        if can_share(request, self.model, shares.division):
+            others.append({"shards": True})
+        if shares.division is not None and shares.division.cfg_degree > 1:
+            # A branch apart has all of its tokens on fewer devices than both together have.
+            others.append({"shards": sharded, "together": True})
+        for how in others if not fitted.fits else ():
+            other = self._shares(settings, products, **how)
+            again = other.fitting.fit(settings)
+            if again.fits:
+                shares, fitting, fitted = other, other.fitting, again
+                break
+        check_effect(fitting.parts.quantising, self.model.title, fitted.components)
+        # What is too large for this device whatever is chosen is not tried.
+        if self.will_run and fitted.fits:
+            tried = component_certificates.make_at_once(
+                self.chooser.certificates, fitted.components, fitted.runs
+            )
+            if tried is not None:
+                fitting = fitting.certified_alone()
+                fitted = fitting.fit(settings)
+                fitted = replace(fitted, says=(*fitted.says, *tried))
+        division = with_weights(shares.division, self.model, fitted)
+        return replace(shares, division=division), fitting, with_output_size(fitted)
+
+    def _shares(
+        self, settings: Settings, products: str, *, shards: bool, together: bool = False
+    ) -> BalancedPlan:
+        """Divide the work among devices, which may be unequal.
+
+        `shards`: several devices per video, to shard its weights; `together`: split CFG on request
+        only.
+        """
+        request, devices, num_threads = self.request, self.target.devices, self.target.num_threads
+        fitting = self._memory_fit(products)
+        asked = shares_asked(request, len(devices))
+        weights = asked or weights_by_speed(
+            devices, speed_dtype(DTYPES[request.dtype]), num_threads
+        )
+
+        def divided(weights: Sequence[float]) -> ParallelPlan | None:
+            return make_parallel_plan(
+                request,
+                self.model,
+                settings,
+                devices,
+                fitting.effort,
+                num_threads,
+                weights,
+                shards=shards,
+                together=together,
+            )
+
+        return balance(fitting, devices, settings, weights, divided, is_asked=asked is not None)
+
+    def _memory_fit(self, products: str) -> MemoryFit:
+        request, device, facts = self.request, self.target.device, self.target.facts
+        host = within(facts.cpu, _asked_bytes(request, "max_host_memory"))
+        if device.kind == "cpu":  # both limits are of the same memory
+            device = within(device, host.free_memory)
+        chosen = QuantizationChoice(products) if products else quantising_of(request, device)
+        return MemoryFit(
+            ComponentPlanner(
+                model=self.model,
+                device=device,
+                asked=DTYPES[request.dtype],
+                force=request.force,
+                host_memory=host.free_memory,
+                chooser=self.chooser,
+                repairs=self._first_repairs(),
+                quantising=chosen,
+                shards=request.shard_weights,
+            )
+        )
+
+    def _first_repairs(self) -> tuple[Repair, ...]:
+        """Repairs to begin with: those of a record, else those cached from earlier runs here."""
+        if not self.has_repairs:
+            return ()
+        if self.request.remedies is not None:
+            return tuple(self.request.remedies)
+        if self.request.forget_repairs:
+            return ()
+        key = cached_key(self.model, self.target.device, self.target.facts.versions)
+        return () if key is None else load_repairs(key)
