@@ -115,8 +115,9 @@ def test_a_run_from_files_uses_what_was_compiled_for_it(
     monkeypatch.setattr(package_store, "find", lambda name: iter(()))
     video = made()
     assert np.array_equal(video.frames, written)
+    why = "it isn't compiled yet (`everyframe compile` does it)"
     assert video.record["notes"] == [
-        f"{name}: compiled blocks run as written: it isn't compiled yet"
+        f"{name}: compiled blocks run as written: {why}"
         for name in ("transformer", "transformer_2")
     ]
 

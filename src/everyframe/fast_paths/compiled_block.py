@@ -276,7 +276,7 @@ class CompiledBlock:
     def _make(self, call: _Call, name: str) -> Run:
         """Compile a package for this call and try it on its inputs."""
         if not self._compiles:
-            raise NotCompilableError("it isn't compiled yet")
+            raise NotCompilableError("it isn't compiled yet (`everyframe compile` does it)")
         if len(self._ways) >= _MOST:
             raise NotCompilableError(f"it is called in more than {_MOST} ways")
         began = time.perf_counter()
