@@ -111,10 +111,10 @@ def generate(
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
-    paths: Mapping[str, Sequence[str]] | None = None,
+    fast_paths: Mapping[str, Sequence[str]] | None = None,
     quantized: Mapping[str, str] | None = None,
     method: LossyMethod | None = None,
-    remedies: Sequence[Repair] | None = None,
+    repairs: Sequence[Repair] | None = None,
     motion_score: float | None = None,
     image_guidance_scale: float = 3.0,
     text_oscillation: bool = True,
@@ -233,10 +233,10 @@ def generate(
         forget_repairs: Forget the repairs that earlier runs of this model needed on this
             device.
         force: Allow what is refused only for its cost, such as fp16 on a CPU.
-        paths: The fast paths of each component, exactly; a record has them.
+        fast_paths: The fast paths of each component, exactly; a record has them.
         quantized: The storage dtype of each component's weights, exactly; a record has it.
         method: The method of a record, whatever the quality leads to now.
-        remedies: The repairs to begin with, exactly; a record has them.
+        repairs: The repairs to begin with, exactly; a record has them.
         motion_score: Amount of motion, added to the prompt: about 0 (still) to 30 (a lot) for
             Open-Sora 1.2; 1 (still), 4 (usual, by default) to 15 for 2.0, and 0 for none (≥ 0,
             ≤ 1000). For models of opensora2, opensora.
@@ -381,10 +381,10 @@ def plan(
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
-    paths: Mapping[str, Sequence[str]] | None = None,
+    fast_paths: Mapping[str, Sequence[str]] | None = None,
     quantized: Mapping[str, str] | None = None,
     method: LossyMethod | None = None,
-    remedies: Sequence[Repair] | None = None,
+    repairs: Sequence[Repair] | None = None,
     motion_score: float | None = None,
     image_guidance_scale: float = 3.0,
     text_oscillation: bool = True,
@@ -497,10 +497,10 @@ def plan(
         forget_repairs: Forget the repairs that earlier runs of this model needed on this
             device.
         force: Allow what is refused only for its cost, such as fp16 on a CPU.
-        paths: The fast paths of each component, exactly; a record has them.
+        fast_paths: The fast paths of each component, exactly; a record has them.
         quantized: The storage dtype of each component's weights, exactly; a record has it.
         method: The method of a record, whatever the quality leads to now.
-        remedies: The repairs to begin with, exactly; a record has them.
+        repairs: The repairs to begin with, exactly; a record has them.
         motion_score: Amount of motion, added to the prompt: about 0 (still) to 30 (a lot) for
             Open-Sora 1.2; 1 (still), 4 (usual, by default) to 15 for 2.0, and 0 for none (≥ 0,
             ≤ 1000). For models of opensora2, opensora.
@@ -683,10 +683,10 @@ def run(
     report: str | PathLike[str] | None = None,
     forget_repairs: bool = False,
     force: bool = False,
-    paths: Mapping[str, Sequence[str]] | None = None,
+    fast_paths: Mapping[str, Sequence[str]] | None = None,
     quantized: Mapping[str, str] | None = None,
     method: LossyMethod | None = None,
-    remedies: Sequence[Repair] | None = None,
+    repairs: Sequence[Repair] | None = None,
     option: Mapping[str, Any] | Sequence[str] = {},
     source: Any = None,
     strength: float | None = None,
@@ -769,10 +769,10 @@ def run(
         forget_repairs: Forget the repairs that earlier runs of this model needed on this
             device.
         force: Allow what is refused only for its cost, such as fp16 on a CPU.
-        paths: The fast paths of each component, exactly; a record has them.
+        fast_paths: The fast paths of each component, exactly; a record has them.
         quantized: The storage dtype of each component's weights, exactly; a record has it.
         method: The method of a record, whatever the quality leads to now.
-        remedies: The repairs to begin with, exactly; a record has them.
+        repairs: The repairs to begin with, exactly; a record has them.
         option: A parameter that only this pipeline has, as NAME=VALUE; may be given several
             times. A video, picture or .npy of numbers is named by its file. For models of
             pipeline.

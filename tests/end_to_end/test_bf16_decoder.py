@@ -88,7 +88,7 @@ class Model:
     def exactly(self, *paths: str) -> dict[str, Any]:
         """Options with which its autoencoder runs by these paths, and all else plainly."""
         names = [part.name for part in self.prepared(dtype="fp32").plan.components]
-        return {"paths": {**dict.fromkeys(names, ()), "vae": paths}, "force": True}
+        return {"fast_paths": {**dict.fromkeys(names, ()), "vae": paths}, "force": True}
 
 
 def repairs_of(events: list[Event]) -> list[Repaired]:

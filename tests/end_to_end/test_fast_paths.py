@@ -31,11 +31,11 @@ def test_a_record_brings_its_paths_back_where_they_are_certified(
     monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
     record = record_of(model, attention="flash")
     again = request_from(record, {"model": model, "attention": None})
-    assert again.paths is not None
-    assert again.paths["denoiser"] == ("attention-flash",)
+    assert again.fast_paths is not None
+    assert again.fast_paths["denoiser"] == ("attention-flash",)
     assert again.attention is None, "a kernel that nobody tried is for a person to ask for"
     # Another kernel, asked for beside the record, is chosen for anew.
-    assert request_from(record, {"model": model, "attention": "math"}).paths is None
+    assert request_from(record, {"model": model, "attention": "math"}).fast_paths is None
     fast = everyframe.generate(model=model, **ASKED, attention="flash", output="float")
     slow = everyframe.generate(model=model, **ASKED, attention="math", output="float")
     assert not isinstance(fast, list)

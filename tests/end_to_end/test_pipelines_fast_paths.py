@@ -130,7 +130,7 @@ def test_scores_of_plain_attention_are_in_the_forecast(folder: Path) -> None:
 def test_constant_results_are_in_the_forecast(folder: Path) -> None:
     """As many as are stored at most, which are 64 MB of a small model."""
     plain, cached = (
-        prepared(folder, paths={"transformer": paths}, force=True)
+        prepared(folder, fast_paths={"transformer": paths}, force=True)
         for paths in ((), ("cached-constants",))
     )
     assert paths_of(cached)["transformer"] == ("cached-constants",)

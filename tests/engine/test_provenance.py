@@ -125,7 +125,7 @@ def test_it_becomes_the_same_request(model: Path) -> None:
     again = request_from(record, {"model": str(model)})
     # It begins with the repairs of the recorded run, which are none, and runs by its fast paths.
     paths = {part["name"]: tuple(part["fast_paths"]) for part in record["plan"]["components"]}
-    asked = {"prompt": "a", "aesthetic": 5.0, "remedies": (), "paths": paths, **SIZES}
+    asked = {"prompt": "a", "aesthetic": 5.0, "repairs": (), "fast_paths": paths, **SIZES}
     asked["quantized"] = {}  # nothing was, so nothing will be
     asked["method"] = LossyMethod()  # nor will a step be left out
     assert again == everyframe.Request(model=str(model), **asked)
@@ -322,8 +322,8 @@ def test_a_record_of_the_first_schema_is_read_by_its_names(model: Path) -> None:
     repair = {"component": "denoiser", "module": "x", "to": "float32", "dtype": "float16"}
     part["repairs"] = [repair]
     now = request_from(record, {"model": str(model)})
-    assert now.remedies is not None
-    assert [each.module for each in now.remedies] == ["x"]
+    assert now.repairs is not None
+    assert [each.module for each in now.repairs] == ["x"]
     earlier = {
         "repairs": "remedies", "fast_paths": "paths", "block_offload": "offload",
         "from_disk": "streams", "model_offload": "by_turns", "num_weight_shards": "holders",

@@ -110,8 +110,8 @@ ASKED: dict[str, Any] = {
     "num_devices": 256, "devices": "cpu,cpu", "device": "cuda", "parallel": "cfg=2",
     "shares": "1,2", "shard_weights": True, "max_memory": "1GB", "max_host_memory": "1GB",
     "attention": "flash", "compile": True, "compiled": "/tmp/anywhere",
-    "paths": {"denoiser": ["compile"]},
-    "quantized": {"denoiser": "fp8"}, "remedies": [{"component": "x"}],
+    "fast_paths": {"denoiser": ["compile"]},
+    "quantized": {"denoiser": "fp8"}, "repairs": [{"component": "x"}],
     "method": {"name": "ab2", "num_computed": 2},
     "family_options": {"trust_remote_code": True, "vae": "/etc"},
 }  # fmt: skip

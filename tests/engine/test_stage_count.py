@@ -169,7 +169,7 @@ def test_a_component_without_a_turn_has_it_before_the_next_run(
     "options",
     [
         {"size": "32x16"},
-        {"paths": {"denoiser": ()}},
+        {"fast_paths": {"denoiser": ()}},
         {"disable": ["onednn-linear", "native-norm", "native-gelu", "native-flash",
                      "native-gate", "temporal-conv", "channels-last", "winograd",
                      "cached-constants", "native-geglu", "native-attention",

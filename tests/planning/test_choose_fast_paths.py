@@ -143,15 +143,15 @@ def test_paths_of_a_record_are_used_where_they_are_certified(
 
     monkeypatch.setattr("everyframe.fast_paths.certify.certify", certify)
     paths = {"denoiser": ("attention-flash", "compile", "linear-gelu", "nope")}
-    untried = prepared(model, will_run=True, paths=paths).plan
+    untried = prepared(model, will_run=True, fast_paths=paths).plan
     assert untried.component("denoiser").fast_paths == ()
     assert tried == ["attention-flash"], "a compiler is not set to work by a record"
     certificate_store.keep(certificates_of(prepared(model), "certified"))
-    again = prepared(model, will_run=True, paths=paths).plan
+    again = prepared(model, will_run=True, fast_paths=paths).plan
     assert again.component("denoiser").fast_paths == ("attention-flash",)
     assert again.component("text_encoder").fast_paths == (), "the record does without"
     certificate_store.keep(certificates_of(prepared(model), "refused"))
-    refused = prepared(model, will_run=True, paths=paths).plan
+    refused = prepared(model, will_run=True, fast_paths=paths).plan
     assert refused.component("denoiser").fast_paths == ()
 
 
@@ -240,7 +240,7 @@ def test_code_that_is_here_is_used_however_short_the_run_is(model: str) -> None:
         (1.05, {}, "cached-constants"),
         (1.4, {}, "compile"),
         (1.05, {"compile": True}, "compile"),
-        (1.05, {"paths": {"transformer": ("compile", "cached-constants")}}, "compile"),
+        (1.05, {"fast_paths": {"transformer": ("compile", "cached-constants")}}, "compile"),
     ],
     ids=["constants gain more", "compiled blocks gain more", "requested", "of a record"],
 )

@@ -200,7 +200,7 @@ def test_a_project_sets_no_option_of_the_machine(name: str, project: Path) -> No
 #: Options that belong to one call: no file and no variable sets them.
 OF_A_CALL = {
     "prompt", "image", "last_image", "extend", "latents", "report", "forget_repairs", "force",
-    "paths", "quantized", "method", "remedies", "family_options", "trust_remote_code", "option",
+    "fast_paths", "quantized", "method", "repairs", "family_options", "trust_remote_code", "option",
     "source", "mask", "control",
 }  # fmt: skip
 

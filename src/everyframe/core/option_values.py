@@ -112,7 +112,7 @@ def replaced_by(given: Iterable[str]) -> set[str]:
 
 
 #: Earlier name of an option, still read -> its name.
-_RENAMED = {"without": "disable"}
+_RENAMED = {"without": "disable", "remedies": "repairs", "paths": "fast_paths"}
 
 
 def with_current_names(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -282,7 +282,7 @@ class Request(Options):
         call_only=True,
     )
 
-    paths: dict[str, tuple[str, ...]] | None = option(
+    fast_paths: dict[str, tuple[str, ...]] | None = option(
         "The fast paths of each component, exactly; a record has them.",
         group="Machine",
         python_only=True,
@@ -299,7 +299,7 @@ class Request(Options):
         python_only=True,
         person_only=True,
     )
-    remedies: tuple[Repair, ...] | None = option(
+    repairs: tuple[Repair, ...] | None = option(
         "The repairs to begin with, exactly; a record has them.",
         group="Machine",
         python_only=True,

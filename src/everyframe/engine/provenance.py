@@ -46,11 +46,11 @@ from everyframe.runtime.repair_cache import repair_from
 
 #: Left out of the recorded request: the values in force are in the recorded plan.
 _OF_THIS_MACHINE = (
-    "compiled", "report", "forget_repairs", "remedies", "paths", "quantized", "method", "preview",
-    "preview_decoder",
+    "compiled", "report", "forget_repairs", "repairs", "fast_paths", "quantized", "method",
+    "preview", "preview_decoder",
 )  # fmt: skip
 #: Overriding one of these discards the recorded fast paths.
-_CHOOSE_ANEW = {"device", "dtype", "attention", "disable", "compile", "compiled", "paths"}
+_CHOOSE_ANEW = {"device", "dtype", "attention", "disable", "compile", "compiled", "fast_paths"}
 #: Maximum number of threads per core taken from the record of a larger machine.
 _MOST_ON_A_CORE = 4
 #: IPTC digital source type that generators must declare.
@@ -245,7 +245,7 @@ def request_from(
     names_products = "quantize" in wanted or "+" in str(wanted.get("quality", ""))
     if not names_products and not wanted.keys() & _CHOOSE_ANEW and _was_made_here(record):
         asked |= _recorded_paths(record)
-    asked.setdefault("remedies", _recorded_repairs(record))
+    asked.setdefault("repairs", _recorded_repairs(record))
     is_anew = bool(wanted.keys() & {"quality", "num_inference_steps", "disable"})
     if not names_products:
         is_of_quality = is_anew and asked.get("quantize", "auto") == "auto"
@@ -302,7 +302,7 @@ def _recorded_paths(record: Mapping[str, Any]) -> dict[str, Any]:
         for part in record.get("plan", {}).get("components", ())
         if isinstance(part, Mapping) and isinstance(part.get("fast_paths"), (list, tuple))
     }
-    return {"paths": known} if known else {}
+    return {"fast_paths": known} if known else {}
 
 
 def recorded_threads(record: Mapping[str, Any]) -> int | None:

@@ -60,8 +60,8 @@ def replan_for_devices(
         **request.given(),
         "seed": settings.seed,
         "num_videos": settings.num_videos - len(numbers),
-        "remedies": repairs,
-        "paths": paths,
+        "repairs": repairs,
+        "fast_paths": paths,
         "quantized": quantized,
         "method": recorded_method(settings.method, quantized.values()),
     }

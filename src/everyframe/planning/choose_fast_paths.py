@@ -104,7 +104,7 @@ def pins_of(request: Request, device: DeviceFacts, *, is_here: bool = True) -> F
         kernel=None if kernel is None else check_kernel(kernel, device),
         off=switched_off(request.disable),
         compile=request.compile or request.compiled is not None,
-        exact=request.paths,
+        exact=request.fast_paths,
         force=request.force,
     )
 

@@ -212,8 +212,8 @@ class RequestFit:
         """Repairs to begin with: those of a record, else those cached from earlier runs here."""
         if not self.has_repairs:
             return ()
-        if self.request.remedies is not None:
-            return tuple(self.request.remedies)
+        if self.request.repairs is not None:
+            return tuple(self.request.repairs)
         if self.request.forget_repairs:
             return ()
         key = cached_key(self.model, self.target.device, self.target.facts.versions)

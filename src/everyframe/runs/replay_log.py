@@ -27,7 +27,7 @@ from everyframe.core.plan import Repair
 from everyframe.runs.atomic_write import UNREADABLE, checksum
 from everyframe.runs.tensor_store import flattened, laid_out
 
-_FORM, _REMEDIES, _CALL = "form", "remedies", "call"
+_FORM, _REPAIRS, _CALL = "form", "remedies", "call"
 #: Libraries whose output classes can be restored; they are mappings of tensors.
 _LIBRARIES = ("diffusers", "transformers")
 
@@ -72,7 +72,7 @@ class FileReplayLog:
             last = len(self._files) - 1
             try:
                 metadata = _metadata(_whole(self._files[last], last))
-                return tuple(Repair(**each) for each in json.loads(metadata[_REMEDIES]))
+                return tuple(Repair(**each) for each in json.loads(metadata[_REPAIRS]))
             except CorruptRunError as error:
                 self._give_up(last, str(error))
             except UNREADABLE as error:
@@ -91,7 +91,7 @@ class FileReplayLog:
             tensors: dict[str, Tensor] = {}
             form = json.dumps(_taken_apart(answer, tensors))
             each = json.dumps([asdict(repair) for repair in repairs])
-            data = save_tensors(tensors, metadata={_FORM: form, _REMEDIES: each, _CALL: call})
+            data = save_tensors(tensors, metadata={_FORM: form, _REPAIRS: each, _CALL: call})
             # Not awaited: what a power cut takes of it is seen by its hash, and made again.
             path = self._folder / _name(self._number, data)
             replace_file(path, data)
