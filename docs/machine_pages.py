@@ -153,7 +153,7 @@ def _tested(facts: dict[str, Any]) -> str:
     import re
 
     rows = [
-        f"{row.says} ({row.by}, {row.date})"
+        f"{row.evidence} ({row.by}, {row.date})"
         for row in table().rows
         if row.kind == facts["kind"] and row.device != ".*" and re.search(row.device, facts["name"])
     ]

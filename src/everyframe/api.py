@@ -266,7 +266,7 @@ def trace(what: Any, path: str | Path, *, full: Sequence[str] = ()) -> AbstractC
 def trace_diff(a: str | Path, b: str | Path, what: Any = None) -> tracing.TraceVerdict:
     """Find the first place where two traces differ by more than precision explains.
 
-    ``.is_explained`` says whether there is none, ``.place.says`` describes it, ``.png(title)``
+    ``.is_explained`` says whether there is none, ``.place.message`` describes it, ``.png(title)``
     draws all differences. `what`, the traced modules, is for replays of modules that both traces
     store whole; without it, the model of an Everyframe run is loaded when needed.
 

@@ -57,7 +57,7 @@ def test_what_is_wrong_is_said_with_what_mends_it(name: str) -> None:
     report = diagnose(profile=name)
     found = troubles(report)
     assert report.has_errors
-    assert "Not ready" in report.says
+    assert "Not ready" in report.message
     issues = {finding.issue: finding for finding in found.pop("known-issues")}
     assert set(issues) == set(SICK[name])
     for issue, command in SICK[name].items():
@@ -72,20 +72,20 @@ def test_where_nothing_is_wrong_nothing_is_said(name: str) -> None:
     report = diagnose(profile=name)
     assert troubles(report) == {}
     assert not report.has_errors
-    assert report.says.startswith("Ready on ")
+    assert report.message.startswith("Ready on ")
     assert not any(check.mark == "broke" for check in report.checks)
 
 
 def test_the_old_torch_is_named_with_the_least_that_works() -> None:
     versions = troubles(diagnose(["versions"], profile="rtx2080ti-nexfort"))["versions"]
-    texts = [finding.says for finding in versions]
+    texts = [finding.message for finding in versions]
     assert any("torch 2.3.0 is older than 2.11" in text for text in texts)
     assert 'pip install -U "torch>=2.11"' in [finding.fix[0].command for finding in versions]
 
 
 def test_what_is_loaded_and_what_pip_lists_are_told_apart() -> None:
     (check,) = diagnose(["libraries"], profile="h20-cublas12.1").checks
-    assert check.findings[0].says == "cublas 12.1.3 is loaded, and pip lists 12.6.4.1"
+    assert check.findings[0].message == "cublas 12.1.3 is loaded, and pip lists 12.6.4.1"
     (check,) = diagnose(["libraries"], profile="h20-cublas12.5.2.13").checks
     assert check.mark == "fine"
 
@@ -106,7 +106,7 @@ def test_the_setting_that_mends_it_mends_it(tmp_path: Path, value: str) -> None:
     assert troubles(report) == {}
     # And the variable is told with what stands for it here.
     (finding,) = next(check for check in report.checks if check.name == "environment").findings
-    assert finding.says == f"{name}={value}"
+    assert finding.message == f"{name}={value}"
     assert "attention sums in float32" in (finding.cause or "")
 
 

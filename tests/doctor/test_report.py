@@ -39,7 +39,7 @@ def test_json_keeps_to_the_schema() -> None:
 
 
 def test_the_verdict_counts() -> None:
-    trouble, note = Finding(mark="error", says="a"), Finding(mark="note", says="b")
+    trouble, note = Finding(mark="error", message="a"), Finding(mark="note", message="b")
     one, two = Check.of("x", "x", [trouble, note]), Check.of("y", "y", [note])
     assert (one.mark, two.mark) == ("error", "note")
     assert verdict_line([one, two], "a card") == "Not ready: 1 error, 2 notes on a card."
@@ -52,7 +52,7 @@ def test_the_verdict_counts() -> None:
 def test_what_is_shared_holds_nothing_private() -> None:
     private = {"/home/ada/work": "~", "wintermute": "(host)", "ada": "(user)"}
     data = {
-        "says": "on WINTERMUTE, /home/ada/work/venv/libcublas.so and /Users/bob/x",
+        "message": "on WINTERMUTE, /home/ada/work/venv/libcublas.so and /Users/bob/x",
         "list": ["canada", "ada"],
         "environment": {
             "LD_LIBRARY_PATH": "/secret/place",
@@ -62,7 +62,7 @@ def test_what_is_shared_holds_nothing_private() -> None:
         "number": 3,
     }
     assert shareable(data, private) == {
-        "says": "on (host), ~/venv/libcublas.so and ~/x",
+        "message": "on (host), ~/venv/libcublas.so and ~/x",
         "list": ["canada", "(user)"],
         "environment": {
             "LD_LIBRARY_PATH": "(set)",
@@ -112,7 +112,7 @@ def test_the_row_to_contribute_makes_it_tested() -> None:
     )
     (finding,) = checks.tested_versions(judged).findings
     assert finding.fix[0].command == line
-    assert "12.4.5.8" in finding.says  # what others found
+    assert "12.4.5.8" in finding.message  # what others found
 
 
 def test_every_variable_of_the_table_means_something() -> None:
@@ -162,4 +162,4 @@ def test_a_build_without_kernels_for_the_card(architectures: tuple[str, ...], ma
 
 def test_two_copies_of_a_library() -> None:
     check = libraries(patient(copies={"cublas": ("/a/libcublas.so.12", "/b/libcublas.so.12")}))
-    assert check.findings[0].says == "2 copies of cublas are loaded"
+    assert check.findings[0].message == "2 copies of cublas are loaded"

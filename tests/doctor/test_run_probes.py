@@ -54,8 +54,8 @@ def test_a_fault_has_errors_with_its_name(name: str, seconds: float, text: str) 
     check = probe(planted(name, seconds), [CPU])
     assert check.mark == "error"
     (finding,) = check.findings
-    assert text in finding.says
-    assert finding.says.startswith("cpu: ")
+    assert text in finding.message
+    assert finding.message.startswith("cpu: ")
     assert finding.fix[0].do == "do this"
 
 
@@ -65,7 +65,7 @@ def test_a_broken_card_is_not_blamed_on_software(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(facts, "_as_plain", crashing_functions.lose_a_card)
     (check,) = diagnose(["devices"]).checks
     (finding,) = check.findings
-    assert finding.says.endswith(f", cuda:0 was lost before it was used ({said})")
+    assert finding.message.endswith(f", cuda:0 was lost before it was used ({said})")
     assert finding.cause == "its memory gave wrong bits"
     assert "nvidia-smi -q -d ECC" in finding.fix[0].do
     assert finding.fix[0].command is None
@@ -95,7 +95,7 @@ def test_a_death_as_on_h20_brings_the_cublas_that_mends_it() -> None:
         "linear", "linear layers", "helpers.crashing_functions:divide_by_zero", 120.0, "do this"
     )
     (finding,) = probe(item, [CARD]).findings
-    assert "cuda:0: linear layers: the probe died of SIGFPE" in finding.says
+    assert "cuda:0: linear layers: the probe died of SIGFPE" in finding.message
     assert finding.issue == "h20-cublas121-sigfpe"
     assert finding.fix[0].command == "pip install nvidia-cublas-cu12==12.5.2.13"
     (finding,) = probe(item, [CPU]).findings  # no cuBLAS there
@@ -128,7 +128,7 @@ def test_the_doctor_goes_on_after_all_of_them(monkeypatch: pytest.MonkeyPatch) -
     assert marks["hang"] == "note"
     assert marks["be_well"] == "fine"
     assert report.has_errors
-    assert report.says.startswith("Not ready: 1 error, 1 check that broke, 1 note")
+    assert report.message.startswith("Not ready: 1 error, 1 check that broke, 1 note")
 
 
 def test_a_torch_that_kills_is_told_and_survived(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_a_torch_that_kills_is_told_and_survived(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(facts, "run_isolated", lambda *args, **kwargs: dead)
     report = diagnose(["devices", "products"])
     (check,) = report.checks  # no probe is tried: it would end in the same way
-    assert check.findings[0].says == "asking torch for its devices died of SIGSEGV"
+    assert check.findings[0].message == "asking torch for its devices died of SIGSEGV"
     assert report.has_errors
 
 
@@ -147,7 +147,7 @@ def test_a_look_that_raises_is_broken_and_no_more(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(LOOKS, "versions", look)
     report = diagnose(["devices", "versions"], profile="cpu")
     assert [check.mark for check in report.checks] == ["fine", "broke"]
-    assert "the check itself broke: KeyError" in report.checks[1].says
+    assert "the check itself broke: KeyError" in report.checks[1].message
 
 
 def test_one_of_each_kind_is_probed() -> None:
@@ -186,7 +186,7 @@ def test_bf16_that_is_slower_than_facts_say(monkeypatch: pytest.MonkeyPatch) -> 
         run_probes, "run_isolated", lambda *args, **kwargs: ProcessResult(value=value)
     )
     item = next(item for item in PROBES if item.name == "bf16")
-    assert probe(item, [CPU]).findings[0].says == (
+    assert probe(item, [CPU]).findings[0].message == (
         "cpu: bf16 takes 3.0 times as long as float32, although it should be quicker"
     )
     emulating = DeviceFacts("old", "cpu", None, 1, 1, has_fast_bf16=False)
@@ -200,7 +200,7 @@ def test_what_mends_it_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     for seconds in (3, 15, 75):  # in which a machine, however slow, can make a process
         item = planted("hang_unless_mended", seconds, again_with={"PLANTED_MENDED": "1"})
         (finding,) = probe(item, [CPU]).findings
-        assert f"did not end within {seconds} s" in finding.says
+        assert f"did not end within {seconds} s" in finding.message
         if finding.fix[0].command:
             break
     assert finding.fix[0].command == "export PLANTED_MENDED=1"

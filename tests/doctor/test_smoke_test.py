@@ -80,14 +80,14 @@ def test_what_is_wrong_is_told_by_precision(
     check = smoking.smoke(ON_CARD)
     (finding,) = check.findings
     assert (check.mark, finding.mark) == ("error", "error")
-    assert "on cuda:0 in float16" in finding.says
-    assert text in finding.says
+    assert "on cuda:0 in float16" in finding.message
+    assert text in finding.message
 
 
 def test_a_path_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, **{"attention-cudnn": one_bad_frame()})
     (finding,) = smoking.smoke(ON_CARD).findings
-    assert "on cuda:0 in bfloat16 by attention-cudnn is off by 100.0" in finding.says
+    assert "on cuda:0 in bfloat16 by attention-cudnn is off by 100.0" in finding.message
 
 
 def test_on_a_processor_every_path_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_two_minutes_are_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, float32=ProcessResult(FRAMES.tolist(), seconds=102.0))
     check = smoking.smoke(ON_CARD)
     assert check.mark == "note"
-    assert [finding.says.split(":")[0] for finding in check.findings] == [
+    assert [finding.message.split(":")[0] for finding in check.findings] == [
         "no time was left for bfloat16", "no time was left for float16",
         "no time was left for bfloat16 by attention-flash",
     ]  # fmt: skip
@@ -138,28 +138,28 @@ def test_what_hangs_is_told_from_what_had_no_time(monkeypatch: pytest.MonkeyPatc
     plant(monkeypatch, float32=ProcessResult(timed_out=True, seconds=105.0))
     check = smoking.smoke(ON_CARD)
     assert check.findings[0].mark == "error"
-    assert "did not end within 105 s" in check.findings[0].says
+    assert "did not end within 105 s" in check.findings[0].message
     # The reference takes 10 s; here 15 are left when it is the turn of float16.
     plant(monkeypatch, bfloat16=ProcessResult(FRAMES.tolist(), seconds=80.0),
           float16=ProcessResult(timed_out=True, seconds=15.0))  # fmt: skip
     check = smoking.smoke(ON_CARD)
     assert check.mark == "note"
-    assert "float16 did not end within 15 s, which were left" in check.findings[0].says
+    assert "float16 did not end within 15 s, which were left" in check.findings[0].message
 
 
 def test_a_model_narrows_to_its_plan() -> None:
     report = diagnose(["devices"], profile="v100-oneflow", model="shapes")
     check = next(check for check in report.checks if check.name == "model")
     assert check.mark in ("fine", "note")
-    assert "shapes" in check.says
-    assert "needs about" in check.says
+    assert "shapes" in check.message
+    assert "needs about" in check.message
 
 
 def test_a_model_that_is_not_there_is_a_note() -> None:
     report = diagnose(["devices"], profile="cpu", model="nobody/has-this")
     check = next(check for check in report.checks if check.name == "model")
     assert check.findings[0].mark == "note"
-    assert "nobody/has-this" in check.findings[0].says
+    assert "nobody/has-this" in check.findings[0].message
     assert check.findings[0].fix[0].command == "everyframe plan PROMPT --model nobody/has-this"
 
 

@@ -104,7 +104,7 @@ def test_a_planted_half_precision_sum_is_named_and_replayed(
 ) -> None:
     verdict = tracing.diff(right, wrong, model=str(model))
     assert verdict.place is not None
-    assert verdict.place.says.startswith(f"{CORE}, call 1: its output differs by")
+    assert verdict.place.message.startswith(f"{CORE}, call 1: its output differs by")
     assert verdict.replayed, verdict.notes
     (found,) = verdict.replayed
     assert found.wrong == ("second",)
@@ -148,7 +148,7 @@ def test_a_run_that_breaks_leaves_its_trace(model: Path, right: Path, tmp_path: 
     assert "not finite" in file.read(tmp_path / "b.trace").ended
     verdict = tracing.diff(right, tmp_path / "b.trace")
     assert verdict.place is not None
-    assert "weights of denoiser.temporal_blocks.0.mlp.fc2" in verdict.place.says
+    assert "weights of denoiser.temporal_blocks.0.mlp.fc2" in verdict.place.message
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_foreign_module(tmp_path: Path) -> None:
     assert not any(part._forward_hooks for part in net.modules())
     verdict = everyframe.trace_diff(tmp_path / "a", tmp_path / "b", net)
     assert verdict.place is not None
-    assert verdict.place.says.startswith(f"{core}, call 1")
+    assert verdict.place.message.startswith(f"{core}, call 1")
     assert verdict.replayed[0].wrong == ("second",)
     alone = everyframe.trace_diff(tmp_path / "a", tmp_path / "b")
     assert alone.place == verdict.place
@@ -195,7 +195,7 @@ def test_growth_alone_is_passed_over(tmp_path: Path) -> None:
     assert not tracing.diff(tmp_path / "a", tmp_path / "b").is_explained
     verdict = everyframe.trace_diff(tmp_path / "a", tmp_path / "b", net)
     assert verdict.is_explained
-    assert "growth" in verdict.replayed[0].says
+    assert "growth" in verdict.replayed[0].message
 
 
 def test_blocks_that_raise_or_call_nothing(tmp_path: Path) -> None:
@@ -249,6 +249,6 @@ def test_a_pipeline_of_diffusers(tmp_path: Path) -> None:
     assert {part.component for part in trace.parts} == {"text_encoder", "transformer", "vae"}
     named = everyframe.trace_diff(tmp_path / "a.trace", tmp_path / "b.trace")
     assert named.place is not None
-    assert named.place.says.startswith("transformer.transformer_blocks.0.attn1.to_v, call 1")
+    assert named.place.message.startswith("transformer.transformer_blocks.0.attn1.to_v, call 1")
     explained = everyframe.trace_diff(tmp_path / "a.trace", tmp_path / "c.trace")
     assert explained.is_explained, explained.place

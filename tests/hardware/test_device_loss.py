@@ -39,7 +39,7 @@ ACCELERATOR = torch.AcceleratorError
 def test_a_lost_device_is_known_by_its_words(error: RuntimeError, fix: str) -> None:
     loss = parse_device_loss(type(error)(f"{error}{ADVICE}"))
     assert loss is not None
-    assert loss.said == str(error)
+    assert loss.message == str(error)
     assert fix in loss.fix
     assert "\n" not in str(loss)
 
@@ -85,7 +85,7 @@ def test_the_first_of_several_errors_is_told() -> None:
     loss = loss_behind(told.value)
     assert loss is not None
     assert loss.what == "cuda:1 (a card) was lost in denoise"
-    assert loss.said == "CUDA error: uncorrectable ECC error encountered"
+    assert loss.message == "CUDA error: uncorrectable ECC error encountered"
     assert is_device_loss(told.value)
     assert isinstance(again := told.value.reworded("in other words"), DeviceLostError)
     assert again.loss == loss
@@ -116,7 +116,7 @@ def test_what_a_dead_process_printed() -> None:
     )
     loss = loss_in(printed)
     assert loss is not None
-    assert loss.said.startswith("[Rank 1] Process group watchdog")
+    assert loss.message.startswith("[Rank 1] Process group watchdog")
     assert "a kernel that is wrong here" in loss.likely
     assert loss_in(printed.splitlines()[0]) is None
     amd = "Memory access fault by GPU node-1 (Agent handle: 0x1) on address 0x7f. Page not present."

@@ -49,7 +49,7 @@ def part(fitted: FitResult, name: str) -> Any:
 def test_where_there_is_room_nothing_is_saved() -> None:
     fitted = fitting(config_only_models.svd(), CARD).fit(config_only_models.settings(64, 64, 4))
     assert fitted.fits
-    assert fitted.says == ()
+    assert fitted.changes == ()
     assert fitted.settings.savings == ()
 
 
@@ -101,14 +101,14 @@ def test_savings_come_one_after_the_other() -> None:
     for share in (1.05, 0.8, 0.5):
         tight = fitting(model, card(int(max(unet.peak_bytes, vae.peak_bytes) * share / 0.92)))
         said.append(tight.fit(settings))
-    assert said[0].says == ()
+    assert said[0].changes == ()
     assert said[1].settings.option("decode_chunk_size") < 8
     # What shows in the picture is kept as small as it can be: weights wait before there is more.
     assert not part(said[1], "vae").block_offload
     assert part(said[2], "vae").block_offload
     chunks = [fitted.settings.option("decode_chunk_size") for fitted in said]
     assert chunks[0] > chunks[1] >= chunks[2]
-    assert any("decoded" in line and "changes the picture" in line for line in said[1].says)
+    assert any("decoded" in line and "changes the picture" in line for line in said[1].changes)
     assert all(fitted.fits for fitted in said)
     # What was asked for by name is not changed.
     asked = config_only_models.svd(options=SVDOptions(decode_chunk_size=8))
@@ -132,7 +132,7 @@ def test_a_picture_is_encoded_in_tiles_only_where_encoding_is_too_large() -> Non
     less = fitting(model, card(int(encoding * 0.8 / 0.92))).fit(settings)
     assert less.fits
     assert less.settings.saving(tiling.ENCODE, 0) == 32
-    (line,) = [line for line in less.says if "given frames are encoded" in line]
+    (line,) = [line for line in less.changes if "given frames are encoded" in line]
     assert "in 9 tiles" in line
     assert "lossy" in line
     assert part(less, "vae").peak_bytes < encoding
@@ -149,7 +149,7 @@ def test_weights_wait_on_the_host_where_nothing_else_helps() -> None:
     assert fitted.fits
     assert denoiser.block_offload
     assert denoiser.resident_bytes < denoiser.weight_bytes / 3
-    assert any("block by block" in line for line in fitted.says)
+    assert any("block by block" in line for line in fitted.changes)
     # The host must have room for what waits there.
     assert fitted.host_bytes > denoiser.weight_bytes
     tight = fitting(model, device, host_memory=denoiser.weight_bytes // 2).fit(settings)
@@ -157,7 +157,7 @@ def test_weights_wait_on_the_host_where_nothing_else_helps() -> None:
     assert tight.fits
     assert next(part for part in tight.components if part.name == "denoiser").from_disk
     assert tight.host_bytes < denoiser.weight_bytes // 2
-    assert any("read from their files" in line for line in tight.says)
+    assert any("read from their files" in line for line in tight.changes)
     # A CPU's memory is the host's: nothing is won there.
     cpu = replace(device, kind="cpu", index=None)
     assert not any(each.block_offload for each in fitting(model, cpu).fit(settings).components)
@@ -268,17 +268,17 @@ def released_opensora() -> Any:
 def test_svd_fits_into_8_gb() -> None:
     settings = config_only_models.settings(576, 1024, 14)
     fitted = fitting(released_svd(), card(8 * GB)).fit(settings)
-    assert fitted.fits, fitted.says
+    assert fitted.fits, fitted.changes
     assert max(each.peak_bytes for each in fitted.components) < 8 * GB * 0.92
     assert fitted.settings.height == 576
     assert fitted.settings.num_frames == 14
-    assert any("decoded" in line for line in fitted.says)
+    assert any("decoded" in line for line in fitted.changes)
 
 
 def test_opensora_1_2_at_360p_fits_into_8_gb() -> None:
     settings = config_only_models.settings(360, 640, 51, guidance=7.0)
     fitted = fitting(released_opensora(), card(8 * GB)).fit(settings)
-    assert fitted.fits, fitted.says
+    assert fitted.fits, fitted.changes
     # T5 XXL alone has 9.5 GB of weights.
     text = part(fitted, "text_encoder")
     assert text.weight_bytes > 9 * GB
@@ -294,8 +294,8 @@ def test_exact_ways_come_before_tiles_which_are_taken_where_these_are_not_enough
     def vae(memory: int) -> tuple[Any, Any]:
         fitted = fitting(model, card(memory)).fit(settings)
         decoder = part(fitted, "vae")
-        assert decoder.peak_bytes < memory, fitted.says
-        return [line for line in fitted.says if "tiles" in line], decoder
+        assert decoder.peak_bytes < memory, fitted.changes
+        return [line for line in fitted.changes if "tiles" in line], decoder
 
     tiled, whole = vae(4 * GB)
     assert not tiled

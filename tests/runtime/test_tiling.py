@@ -120,7 +120,7 @@ def test_savings_are_those_that_cut() -> None:
     assert not list(tile_savings(settings, 8, 16))
     found = list(tile_savings(settings, 40, 40))
     assert [saving.settings.saving(tiling.DECODE, 0) for saving in found] == [32, 16]
-    assert all(saving.is_lossy and "lossy" in saving.says for saving in found)
+    assert all(saving.is_lossy and "lossy" in saving.message for saving in found)
 
 
 def test_savings_of_encoding_are_for_its_stage_and_leave_decoding_alone() -> None:

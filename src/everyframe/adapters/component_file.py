@@ -228,7 +228,7 @@ class _Reading:
     def _leave(self, name: str, own: str | None) -> None:
         for each in LEFT_OUT:
             if re.fullmatch(each.pattern, own or name) or re.fullmatch(each.pattern, name):
-                self._left[each.says] += 1
+                self._left[each.description] += 1
                 return
         others = (each for each in OTHERS if each != self._prefix)
         if any(name.startswith(other) for other in others) and self._prefix:

@@ -59,11 +59,11 @@ class LeftOut:
 
     Attributes:
         pattern: matches the name, with or without a prefix.
-        says: what they are.
+        description: what they are.
     """
 
     pattern: str
-    says: str
+    description: str
 
 
 LEFT_OUT: tuple[LeftOut, ...] = (

@@ -122,13 +122,13 @@ class MayLack:
     Attributes:
         class_name: class of the denoiser.
         pattern: regular expression for the module's name after prefixes.
-        says: what they are, for the plan's note.
+        description: what they are, for the plan's note.
         source: where the makers say so.
     """
 
     class_name: str
     pattern: str
-    says: str
+    description: str
     source: str
 
 

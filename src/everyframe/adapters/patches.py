@@ -160,8 +160,8 @@ class _Match:
     def applied(self) -> AppliedLora:
         """The result, after `changes`."""
         notes = [
-            f"{self._lora.name}: {number} modules for {each.says} are left out, which this model "
-            f"has not ({each.source})"
+            f"{self._lora.name}: {number} modules for {each.description} are left out, which this "
+            f"model has not ({each.source})"
             for each, number in self._lacking.items()
         ]
         denoisers = self._model.denoisers
@@ -192,7 +192,7 @@ class _Match:
                     problems += [problem] if problem else []
                     made += own
         if problems:
-            raise CheckpointError(self._said(problems))
+            raise CheckpointError(self._message(problems))
         taken: dict[tuple[str, str], str] = {}
         for component, name, change in made:
             other = taken.setdefault((component, name), change.change.stem)
@@ -306,11 +306,11 @@ class _Match:
         number, total = len(unknown), len(self._file.modules)
         shown = listing([repr(module.stem) for module in unknown])
         if number == total:
-            return self._said(
+            return self._message(
                 [f"the model has none of the {total} modules that it changes ({shown})"]
             )
         hint = self._closest(unknown[0])
-        return self._said([f"the model lacks {number} of the {total} modules: {shown}{hint}"])
+        return self._message([f"the model lacks {number} of the {total} modules: {shown}{hint}"])
 
     def _closest(self, module: ModuleChange) -> str:
         *_, (prefixes, name) = _readings(module.stem)
@@ -318,7 +318,7 @@ class _Match:
         close = self._model.sites[components[0]].closest(name) if components else ""
         return f"; closest is {close!r}" if close else ""
 
-    def _said(self, problems: list[str]) -> str:
+    def _message(self, problems: list[str]) -> str:
         looks = identify(self._file)
         made_for = f"; it looks made for {looks}" if looks else ""
         shown = join_problems(problems)

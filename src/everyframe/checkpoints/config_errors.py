@@ -27,24 +27,24 @@ def config_errors(where: str) -> Iterator[None]:
     except (EveryframeError, OSError, MemoryError):
         raise
     except Exception as error:
-        said = next(iter(str(error).splitlines()), "")
+        message = next(iter(str(error).splitlines()), "")
         raise CheckpointError(
             f"{where} can't be used: its configs or files lead to {type(error).__name__}"
-            f"{': ' + said[:300] if said else ''}; compare them with the released ones, and report "
-            "it if they are the same"
+            f"{': ' + message[:300] if message else ''}; compare them with the released ones, and "
+            "report it if they are the same"
         ) from error
 
 
 @contextmanager
-def foreign_errors(said: str) -> Iterator[None]:
-    """Context: raise `CheckpointError`, beginning with `said`, for errors of a library's loader."""
+def foreign_errors(message: str) -> Iterator[None]:
+    """Context: raise `CheckpointError` with `message` for errors of a library's loader."""
     try:
         yield
     except (EveryframeError, MemoryError):
         raise
     except Exception as error:
         text = " ".join(str(error).split())[:400] or type(error).__name__
-        raise CheckpointError(f"{said}: {text}") from error
+        raise CheckpointError(f"{message}: {text}") from error
 
 
 def check_counts(config: Mapping[str, Any], where: str) -> None:

@@ -58,7 +58,7 @@ def doctor(
     elif share:
         print(printable(_as_markdown(report)))
     else:
-        _console(sys.stdout).print(report.says, style=_MARKS[report.verdict][2])
+        _console(sys.stdout).print(report.message, style=_MARKS[report.verdict][2])
     return int(ExitCode.TROUBLE if report.has_errors else ExitCode.DONE)
 
 
@@ -67,7 +67,7 @@ def _teller(file: IO[str], *, everything: bool) -> typing.Callable[[Check], None
     out = _console(file)
 
     def tell(check: Check) -> None:
-        _say(out, 16, f"{_letter(check.mark, file)} {check.name:<13} ", check.says)
+        _say(out, 16, f"{_letter(check.mark, file)} {check.name:<13} ", check.message)
         for finding in check.findings:
             _tell(out, finding, _letter(finding.mark, file), everything=everything)
         if everything:
@@ -93,7 +93,7 @@ def _say(out: Console, indent: int, start: str, text: str, style: str = "") -> N
 
 
 def _tell(out: Console, finding: Finding, letter: str, *, everything: bool) -> None:
-    _say(out, 6, f"    {letter} ", finding.says, _MARKS[finding.mark][2])
+    _say(out, 6, f"    {letter} ", finding.message, _MARKS[finding.mark][2])
     if finding.cause:
         _say(out, 6, "      ", finding.cause)
     for fix in finding.fix:
@@ -123,11 +123,11 @@ def _as_markdown(report: Report) -> str:
     """The report as Markdown to paste, without home paths, host names and user names."""
     from everyframe.doctor.report import shareable
 
-    lines = [f"everyframe {report.everyframe} doctor: {report.says}", ""]
+    lines = [f"everyframe {report.everyframe} doctor: {report.message}", ""]
     for check in report.checks:
-        lines.append(f"- {_MARKS[check.mark][0]} {check.name}: {check.says}")
+        lines.append(f"- {_MARKS[check.mark][0]} {check.name}: {check.message}")
         for finding in check.findings:
-            lines.append(f"  - {_MARKS[finding.mark][0]} {finding.says}")
+            lines.append(f"  - {_MARKS[finding.mark][0]} {finding.message}")
             lines += [f"    {finding.cause}"] if finding.cause else []
     machine = report.machine
     software: dict[str, Any] = machine.get("software") or {}

@@ -102,11 +102,11 @@ def _print(verdict: TraceVerdict, first: str, second: str, output: str | None) -
     for note in verdict.notes:
         line(f"note: {note}")
     for each in verdict.replayed:
-        line(each.says)
+        line(each.message)
     if verdict.place is None:
         line("explained: precision explains every difference", "green")
     else:
-        line(f"found: {verdict.place.says}", "red")
+        line(f"found: {verdict.place.message}", "red")
     if output is not None:
         line(output)
 

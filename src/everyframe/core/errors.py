@@ -77,7 +77,7 @@ class OutOfMemoryInfo:
         step: number of the step, from 1.
         components: one of these ran out of memory.
         where: the step, for a message.
-        said: the allocator's message.
+        message: the allocator's.
         rank: the rank that ran out of memory.
     """
 
@@ -85,7 +85,7 @@ class OutOfMemoryInfo:
     step: int
     components: tuple[str, ...]
     where: str
-    said: str
+    message: str
     rank: int = 0
 
 
@@ -130,18 +130,18 @@ class DeviceLoss:
         likely: the likely cause.
         fix: what to do.
         is_of_the_card: whether no kernel is to blame, because any would have failed.
-        said: the driver's message.
+        message: the driver's.
         what: what was lost, and when.
     """
 
     likely: str
     fix: str
     is_of_the_card: bool = False
-    said: str = ""
+    message: str = ""
     what: str = "a device was lost"
 
     def __str__(self) -> str:
-        return f"({self.said}): {self.likely}; {self.fix}"
+        return f"({self.message}): {self.likely}; {self.fix}"
 
 
 class DeviceLostError(WorkerDiedError):

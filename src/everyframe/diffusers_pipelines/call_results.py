@@ -24,7 +24,7 @@ class Made:
 class OutOfMemory:
     """Out-of-memory event of a call: message, component (may be empty) and step."""
 
-    said: str
+    message: str
     at: str
     step: int
 

@@ -103,8 +103,8 @@ def find_cfg_branches(
     """
     seen = see(is_guided)
     if not seen.calls:
-        said = f" ({seen.stopped})" if seen.stopped else ""
-        return CfgBranches(why=f"no dry run can follow its call to its denoiser's answer{said}")
+        message = f" ({seen.stopped})" if seen.stopped else ""
+        return CfgBranches(why=f"no dry run can follow its call to its denoiser's answer{message}")
     first, num_calls = seen.calls[0], -(-len(seen.calls) // num_steps)
     whole = CfgBranches(answer=first.answer, form=first.form, num_calls=num_calls)
     if seen.in_parts:

@@ -52,17 +52,17 @@ def digest_pipeline(pipe: Any) -> dict[str, str]:
 
 def digest_component(part: Any) -> str:
     """Digest of one component; see `digest_pipeline`."""
-    said: list[Any] = [_kind(part), _config(part), _scalars(part)]
-    said = [said, *_of_module(part)] if isinstance(part, nn.Module) else said[:2]
+    values: list[Any] = [_kind(part), _config(part), _scalars(part)]
+    values = [values, *_of_module(part)] if isinstance(part, nn.Module) else values[:2]
     cache = describe_cache(part)
-    return _digest([*said, getattr(part, "shift", None), *([cache] if cache else [])])
+    return _digest([*values, getattr(part, "shift", None), *([cache] if cache else [])])
 
 
 def _digest(values: list[Any]) -> str:
-    return hashlib.sha256(json.dumps(values, default=_said).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(values, default=_jsonable).encode()).hexdigest()
 
 
-def _said(value: Any) -> Any:
+def _jsonable(value: Any) -> Any:
     """Convert a value that JSON can't hold."""
     if isinstance(value, torch.dtype):
         return str(value)

@@ -156,7 +156,7 @@ class _Part:
         self._handles: list[RemovableHandle] = []
         self._depth = 0
         self._num_calls = 0
-        self._kept = SavedCall((), {})
+        self._saved = SavedCall((), {})
         self._probe: OverflowProbe | None = None
         self._within = ExitStack()
         #: Why nothing of it can run in a wider dtype; empty if it can.
@@ -191,7 +191,7 @@ class _Part:
         if self._depth == 1:
             self._num_calls += 1
             self.at.append(self.name)
-            self._kept = SavedCall(args, kwargs)
+            self._saved = SavedCall(args, kwargs)
             self._probe = self._begin_probe()
             if self._probe is not None:
                 self._within.enter_context(self._probe)
@@ -214,17 +214,17 @@ class _Part:
         probe = self._end_probe() if not self._depth else None
         if self._depth or result is None:  # called by the component itself, or it raised
             return None
-        kept, self._kept = self._kept, SavedCall((), {})
+        saved, self._saved = self._saved, SavedCall((), {})
         self.at.pop()
-        return self.handed_on(module, kept, result, probe)
+        return self.handed_on(module, saved, result, probe)
 
     def handed_on(
-        self, module: nn.Module, kept: SavedCall, result: Any, probe: OverflowProbe | None = None
+        self, module: nn.Module, saved: SavedCall, result: Any, probe: OverflowProbe | None = None
     ) -> Any:
         """The result of a call after check and repair, cast back to its original dtype."""
         self.at.append(self.name)
         with self._watch.paused():
-            result = self._watched(module, kept, result, probe)
+            result = self._watched(module, saved, result, probe)
             if self._guard.has_repaired:
                 # As wide as before, for whoever is given it next.
                 narrow = _Narrow(self._dtypes[module])
@@ -237,13 +237,13 @@ class _Part:
         return result
 
     def _watched(
-        self, module: nn.Module, kept: SavedCall, result: Any, probe: OverflowProbe | None
+        self, module: nn.Module, saved: SavedCall, result: Any, probe: OverflowProbe | None
     ) -> Any:
         """Check the result and repair it if needed."""
         first = next(iter_tensors(result), None)
         self._dtypes.setdefault(module, torch.float32 if first is None else first.dtype)
         if value_range(result).is_finite:
-            again = kept.calling(module)
+            again = saved.calling(module)
             return self._guard.probed(self._number(), probe, result, again)
         try:
             if self._why_fixed:
@@ -253,8 +253,8 @@ class _Part:
                     "wider dtype. Nothing was written"
                 )
             with self._guard.unsharded():
-                given = kept.by_name(module)
-                return self._guard.repaired(self._number(), kept.calling(module), given)
+                given = saved.by_name(module)
+                return self._guard.repaired(self._number(), saved.calling(module), given)
         except GivenError as error:
             # What was not used when it was made is used now.
             message = self.unused[0] if self.unused else str(error)
@@ -268,7 +268,7 @@ class _Part:
                 f"{what}. Other results of {self.name} are finite, so the run continues unless it "
                 "uses the rest"
             )
-            return kept.calling(module)()
+            return saved.calling(module)()
 
     def _may_be_unused(self, result: Any) -> bool:
         """Whether the pipeline may not need the non-finite tensors of the result."""
@@ -293,9 +293,9 @@ class _Denoiser(_Part):
         return self._watch.begun
 
     def _watched(
-        self, module: nn.Module, kept: SavedCall, result: Any, probe: OverflowProbe | None
+        self, module: nn.Module, saved: SavedCall, result: Any, probe: OverflowProbe | None
     ) -> Any:
-        result = super()._watched(module, kept, result, probe)
+        result = super()._watched(module, saved, result, probe)
         self._guard.answered(self._number(), value_range(result))
         return result
 
@@ -312,17 +312,17 @@ class _Coder(_Part):
         return False
 
     def _watched(
-        self, module: nn.Module, kept: SavedCall, result: Any, probe: OverflowProbe | None
+        self, module: nn.Module, saved: SavedCall, result: Any, probe: OverflowProbe | None
     ) -> Any:
-        result = super()._watched(module, kept, result, probe)
-        latents = next(iter_tensors((kept.args, kept.kwargs)), None)
+        result = super()._watched(module, saved, result, probe)
+        latents = next(iter_tensors((saved.args, saved.kwargs)), None)
         is_decoder = module is getattr(self._module, "decoder", None)
         if latents is None or not is_decoder or self._why_fixed:
             return result
-        again = kept.calling(module)
+        again = saved.calling(module)
         if not self._is_checked:
             self._is_checked = True
-            result = self._near_float32(module, kept, result)
+            result = self._near_float32(module, saved, result)
         if _pixels(result) is None:
             return result
         self.has_seen_frames = True
@@ -330,12 +330,12 @@ class _Coder(_Part):
             self._number(), result, again, latents, _pixels, is_asked=self._is_asked
         )
 
-    def _near_float32(self, module: nn.Module, kept: SavedCall, result: Any) -> Any:
+    def _near_float32(self, module: nn.Module, saved: SavedCall, result: Any) -> Any:
         """The result of the decoder, or that in float32 if bfloat16 is too coarse."""
         if not has_float32(self._module):
             return result
-        again, after = kept.calling(module), SavedCall(kept.args, kept.kwargs)
-        piece = kept.cropped().calling(module)
+        again, after = saved.calling(module), SavedCall(saved.args, saved.kwargs)
+        piece = saved.cropped().calling(module)
         is_coarse = check_decoder(
             self._guard, self._module, lambda: next(iter_tensors(piece())), self._number()
         )

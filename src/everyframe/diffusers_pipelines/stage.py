@@ -240,13 +240,13 @@ class PipelineStage:
                 return made
             if self._is_shared:
                 at = (made.at,) if made.at else ()
-                raise together(self.name, made.step, at, made.place, made.said)
+                raise together(self.name, made.step, at, made.place, made.message)
             if ready.fallbacks.free_others():
                 continue
             less = ready.fallbacks.at(0, made.at)
             if less is None:
                 raise CannotRunError(self._beyond(made, ready.fallbacks.tried))
-            why = f"{made.place}: out of memory ({made.said}); calling it again with less memory"
+            why = f"{made.place}: out of memory ({made.message}); calling it again with less memory"
             emit(less.event(self.name, made.step, why, video.seed))
             if video.replay_log is not None:
                 video.replay_log.again()
@@ -348,7 +348,7 @@ class PipelineStage:
             less += ", pipe.vae.enable_tiling() or pipe.enable_model_cpu_offload()"
         return (
             f"{made.place}: out of memory, and no memory fallback is left{was_tried}; {less}, "
-            f"or close other programs that use this memory ({made.said})"
+            f"or close other programs that use this memory ({made.message})"
         )
 
     def _explained(self, error: Exception, step: int) -> Exception:

@@ -31,8 +31,8 @@ def describe_cache(module: Any) -> str:
         found += sorted({type(hook).__name__ for hook in _stateful_hooks(module)})
     if getattr(module, "_is_cached", False) and hasattr(module, "_context_manager"):
         settings = getattr(module, "_context_kwargs", {}).get("cache_config")
-        says = getattr(settings, "strify", None)
-        found.append(f"cache-dit {says()}" if callable(says) else "cache-dit")
+        describe = getattr(settings, "strify", None)
+        found.append(f"cache-dit {describe()}" if callable(describe) else "cache-dit")
     return ", ".join(found)
 
 

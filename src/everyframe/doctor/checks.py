@@ -49,14 +49,14 @@ class DoctorInput:
 
 def devices(patient: DoctorInput) -> Check:
     """Compute devices, and GPUs that torch does not see."""
-    said = "; ".join(_counted(patient.machine))
+    message = "; ".join(_counted(patient.machine))
     found = []
     if patient.failed is not None:
         found.append(_no_answer(patient.failed))
     elif patient.software.driver and patient.is_real:
         if all(device.kind == "cpu" for device in patient.machine.devices):
             found.append(_unseen_card(patient.software))
-    return Check.of("devices", said, found)
+    return Check.of("devices", message, found)
 
 
 def _no_answer(failed: ProcessResult) -> Finding:
@@ -64,13 +64,13 @@ def _no_answer(failed: ProcessResult) -> Finding:
     if (loss := failed.loss) is not None:
         return Finding(
             mark="error",
-            says=f"when torch was asked for its devices, {loss.what} ({loss.said})",
+            message=f"when torch was asked for its devices, {loss.what} ({loss.message})",
             cause=loss.likely,
             fix=(Fix(do=loss.fix),),
         )
     return Finding(
         mark="error",
-        says=f"asking torch for its devices {failed}",
+        message=f"asking torch for its devices {failed}",
         cause="torch, or a library that it loads, does not work here.",
         fix=(Fix(do="install torch anew", command="pip install --force-reinstall torch"),),
     )
@@ -95,7 +95,7 @@ def _unseen_card(software: SoftwareFacts) -> Finding:
     is_cpu_build = software.cuda is None and software.rocm is None
     return Finding(
         mark="error" if is_cpu_build else "note",
-        says=f"there is an NVIDIA driver ({software.driver}), and torch sees no card",
+        message=f"there is an NVIDIA driver ({software.driver}), and torch sees no card",
         cause=(
             f"This torch ({build}) was built without CUDA."
             if is_cpu_build
@@ -115,18 +115,18 @@ def versions(patient: DoctorInput) -> Check:
     software = patient.software
     there = {"python": software.python, **software.packages}
     named = ("python", "torch", "triton", "diffusers", "transformers")
-    said = ", ".join(f"{name} {there[name]}" for name in named if there.get(name))
+    message = ", ".join(f"{name} {there[name]}" for name in named if there.get(name))
     found = [
         Finding(
             mark="error",
-            says=f"{name} {have} is older than {need}, the oldest that Everyframe works with",
+            message=f"{name} {have} is older than {need}, the oldest that Everyframe works with",
             fix=(Fix(do="update it", command=_update(name, need)),),
         )
         for name, (have, need) in reference_tables.too_old(software).items()
     ]
     found += _without_kernels(patient)
     details = (f"{name} {version}" for name, version in software.packages.items())
-    return Check.of("versions", said or "nothing is known of the software", found, details)
+    return Check.of("versions", message or "nothing is known of the software", found, details)
 
 
 def _update(name: str, need: str) -> str:
@@ -146,7 +146,7 @@ def _without_kernels(patient: DoctorInput) -> Iterator[Finding]:
         if not any(_runs_on(name, device.capability) for name in built):
             yield Finding(
                 mark="error",
-                says=f"this torch has no kernels for {device.name}",
+                message=f"this torch has no kernels for {device.name}",
                 cause=f"It was built for {', '.join(built)}.",
                 fix=(
                     Fix(
@@ -185,7 +185,7 @@ def _other_than_listed(software: SoftwareFacts) -> Iterator[Finding]:
             continue
         yield Finding(
             mark="note",
-            says=f"{name} {version} is loaded, and pip lists {software.packages[package]}",
+            message=f"{name} {version} is loaded, and pip lists {software.packages[package]}",
             cause="Another copy comes first in LD_LIBRARY_PATH, or in what torch was built with.",
             fix=(Fix(do="let torch find its own", command="unset LD_LIBRARY_PATH"),),
         )
@@ -204,7 +204,7 @@ def _twice(software: SoftwareFacts) -> Iterator[Finding]:
     for name, paths in software.copies.items():
         yield Finding(
             mark="note",
-            says=f"{len(paths)} copies of {name} are loaded",
+            message=f"{len(paths)} copies of {name} are loaded",
             cause=f"They are {', '.join(paths)}; which one is called is chance.",
             fix=(Fix(do="keep one", command="unset LD_LIBRARY_PATH LD_PRELOAD"),),
         )
@@ -215,10 +215,10 @@ def known_issues(patient: DoctorInput) -> Check:
     matches = find(_known(patient), patient.used)
     found = [finding for match in matches if (finding := _issue(match, patient)) is not None]
     avoided = sum(match.issue.avoided and not match.unused for match in matches)
-    said = f"{len(found)} of this machine" if found else "none of this machine"
+    message = f"{len(found)} of this machine" if found else "none of this machine"
     if avoided:
-        said += f"; {avoided} more that Everyframe avoids"
-    return Check.of("known-issues", said, found, map(_in_short, matches))
+        message += f"; {avoided} more that Everyframe avoids"
+    return Check.of("known-issues", message, found, map(_in_short, matches))
 
 
 def _in_short(match: Match) -> str:
@@ -245,7 +245,7 @@ def _issue(match: Match, patient: DoctorInput) -> Finding | None:
     certain = match.needs is None and issue.certainty != "low"
     return Finding(
         mark="error" if issue.is_severe and certain else "note",
-        says=issue.title + ("" if certain else " (not certain: only a probe can tell)"),
+        message=issue.title + ("" if certain else " (not certain: only a probe can tell)"),
         cause=f"{issue.symptom} {issue.cause} {issue.here}",
         fix=issue.fix,
         issue=issue.id,
@@ -260,9 +260,9 @@ def environment(patient: DoctorInput) -> Check:
         reference_tables.findings(patient.software.environment, patient.machine.num_cores)
     )
     environment = patient.software.environment
-    said = "variables that change results" if found else "nothing set that changes results"
+    message = "variables that change results" if found else "nothing set that changes results"
     details = (f"{name}={value}" for name, value in environment.items())
-    return Check.of("environment", said, found, details)
+    return Check.of("environment", message, found, details)
 
 
 def tested_versions(patient: DoctorInput) -> Check:
@@ -279,17 +279,17 @@ def tested_versions(patient: DoctorInput) -> Check:
         found.append(
             Finding(
                 mark="error",
-                says=f"this combination is known to be bad: {match.row.says}",
+                message=f"this combination is known to be bad: {match.row.evidence}",
                 sources=(match.row.source,) if match.row.source else (),
             )
         )
     elif match.answer == "untested":
-        others = f"; others report it good ({match.row.says})" if match.row else ""
+        others = f"; others report it good ({match.row.evidence})" if match.row else ""
         row = "if all is fine here, contribute this row of tested.yaml"
         found.append(
             Finding(
                 mark="note",
-                says=f"no report yet that this combination works{others}",
+                message=f"no report yet that this combination works{others}",
                 fix=(Fix(do=row, command=reference_tables.as_line(match.own)),)
                 if patient.is_real
                 else (),

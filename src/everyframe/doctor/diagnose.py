@@ -78,7 +78,7 @@ def diagnose(
         profile=None if profile is None else str(profile),
         model=model,
         verdict=worst(check.mark for check in done),
-        says=verdict_line(done, where),
+        message=verdict_line(done, where),
         checks=tuple(done),
         tested=_tested(patient),
         machine=patient.machine.to_json(),
@@ -169,7 +169,7 @@ def _safely(name: str, look: Callable[[DoctorInput], Check], patient: DoctorInpu
         return look(patient)
     except Exception as error:  # noqa: BLE001 - reported as what it is
         text = f"the check itself broke: {type(error).__name__}: {' '.join(str(error).split())}"
-        return Check.of(name, text[:300], [Finding(mark="broke", says=text[:300])])
+        return Check.of(name, text[:300], [Finding(mark="broke", message=text[:300])])
 
 
 def _plan(patient: DoctorInput, model: str) -> Check:

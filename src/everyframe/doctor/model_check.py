@@ -22,18 +22,18 @@ def plan_of(patient: DoctorInput, model: str) -> Check:
     """The check ``model``: whether it fits, dtype clashes, and the plan's notes."""
     ended = run_isolated(plan_as_json, model, patient.profile, seconds=_SECONDS)
     if not ended.is_well:
-        finding = Finding(mark="error", says=f"planning {model} {ended}", fix=_look(model))
+        finding = Finding(mark="error", message=f"planning {model} {ended}", fix=_look(model))
         return Check.of("model", model, [finding])
     result = ended.value
     if result["refused"] is not None:
         return Check.of(
-            "model", model, [Finding(mark="note", says=str(result["refused"]), fix=_look(model))]
+            "model", model, [Finding(mark="note", message=str(result["refused"]), fix=_look(model))]
         )
-    found = [Finding(mark="note", says=str(note)) for note in result["notes"]]
-    found += [Finding(mark="error", says=str(clash)) for clash in result["dtype_errors"]]
+    found = [Finding(mark="note", message=str(note)) for note in result["notes"]]
+    found += [Finding(mark="error", message=str(clash)) for clash in result["dtype_errors"]]
     if result["infeasible"] is not None:
-        found.append(Finding(mark="error", says=str(result["infeasible"]), fix=_look(model)))
-    return Check.of("model", str(result["says"]), found)
+        found.append(Finding(mark="error", message=str(result["infeasible"]), fix=_look(model)))
+    return Check.of("model", str(result["summary"]), found)
 
 
 def _look(model: str) -> tuple[Fix, ...]:
@@ -56,7 +56,7 @@ def plan_as_json(model: str, profile: str | None) -> dict[str, Any]:
         needs = f"{format_bytes(plan.peak_bytes)} of {format_bytes(plan.device.free_memory)}"
         return {
             "refused": None,
-            "says": f"{plan.model} in {dtypes}: needs about {needs}",
+            "summary": f"{plan.model} in {dtypes}: needs about {needs}",
             "notes": list(plan.notes),
             "dtype_errors": [str(clash) for clash in plan.dtype_errors],
             "infeasible": plan.infeasible,

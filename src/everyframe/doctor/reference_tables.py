@@ -43,7 +43,7 @@ class TestedRow(Options):
     result: Literal["good", "bad"]
     by: Literal["us", "report"]
     date: str
-    says: str
+    evidence: str
     source: str | None = None
 
 
@@ -99,7 +99,7 @@ def own_row(device: DeviceFacts, software: SoftwareFacts) -> dict[str, str]:
         "result": "good",
         "by": "us",
         "date": date.today().isoformat(),
-        "says": "everyframe doctor",
+        "evidence": "everyframe doctor",
     }
     return {name: value for name, value in row.items() if value}
 
@@ -158,7 +158,7 @@ class Variable(Options):
     """Environment variables of equal meaning; see the head of ``variables.yaml``."""
 
     names: tuple[str, ...]
-    says: str
+    effect: str
     here: str
     when: str = ".*"
     mark: Literal["note", "error"] = "note"
@@ -189,15 +189,15 @@ def findings(environment: Mapping[str, str], num_cores: int) -> Iterator[Finding
         fix = (Fix(do="turn it off", command=entry.fix),) if entry.fix else ()
         yield Finding(
             mark=entry.mark,
-            says=f"{name}={value}",
-            cause=f"{entry.says} Here: {entry.here}.",
+            message=f"{name}={value}",
+            cause=f"{entry.effect} Here: {entry.here}.",
             fix=fix,
         )
     threads = environment.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and 0 < int(threads) < num_cores:
         yield Finding(
             mark="note",
-            says=f"OMP_NUM_THREADS={threads} leaves cores idle that this process may use",
+            message=f"OMP_NUM_THREADS={threads} leaves cores idle that this process may use",
             cause=f"It may use {num_cores}; what the CPU computes takes longer with fewer.",
             fix=(Fix(do="use all of them", command="unset OMP_NUM_THREADS"),),
         )

@@ -27,7 +27,7 @@ class Finding(Options):
     """One finding: what, why, and its fixes, best first."""
 
     mark: Mark
-    says: str = Field(description="What was found, in a line.")
+    message: str = Field(description="What was found, in a line.")
     cause: str | None = Field(default=None, description="Why.")
     fix: tuple[Fix, ...] = Field(default=(), description="Fixes, best first.")
     issue: str | None = Field(default=None, description="Name of the known issue.")
@@ -40,7 +40,7 @@ class Check(Options):
 
     name: str
     mark: Mark
-    says: str
+    message: str
     findings: tuple[Finding, ...] = ()
     details: tuple[str, ...] = ()
     seconds: float = 0.0
@@ -49,7 +49,7 @@ class Check(Options):
     def of(
         cls,
         name: str,
-        says: str,
+        message: str,
         findings: Iterable[Finding] = (),
         details: Iterable[str] = (),
         seconds: float = 0.0,
@@ -59,7 +59,7 @@ class Check(Options):
         return cls(
             name=name,
             mark=worst(each.mark for each in found),
-            says=says,
+            message=message,
             findings=found,
             details=tuple(details),
             seconds=round(seconds, 2),
@@ -75,7 +75,7 @@ class Report(Options):
     profile: str | None = None
     model: str | None = None
     verdict: Mark
-    says: str
+    message: str
     checks: tuple[Check, ...]
     tested: dict[str, Any] = Field(default_factory=dict)
     machine: dict[str, Any]

@@ -41,8 +41,8 @@ def probe(item: Probe, devices: Sequence[DeviceFacts]) -> Check:
             details.append(f"{device.torch_name}: {json.dumps(ended.value['measured'])}")
         found += _findings(item, device, ended)
     where = ", ".join(device.torch_name for device in targets)
-    said = f"not run: {skipped[0]}" if skipped else f"{item.title}, on {where}"
-    return Check.of(item.name, said, found, details, seconds)
+    message = f"not run: {skipped[0]}" if skipped else f"{item.title}, on {where}"
+    return Check.of(item.name, message, found, details, seconds)
 
 
 def _findings(item: Probe, device: DeviceFacts, ended: ProcessResult) -> Iterator[Finding]:
@@ -53,14 +53,14 @@ def _findings(item: Probe, device: DeviceFacts, ended: ProcessResult) -> Iterato
     for text in ended.value["wrong"]:
         yield Finding(
             mark="note" if item.is_optional else "error",
-            says=f"{where}: {text}",
+            message=f"{where}: {text}",
             fix=(Fix(do=item.advice),),
             evidence=_finite(ended.value["measured"]),
         )
     for text in (*ended.value["notes"], *_slow_bf16(item, device, ended)):
         yield Finding(
             mark="note",
-            says=f"{where}: {text}",
+            message=f"{where}: {text}",
             fix=(Fix(do=item.advice),),
             evidence=_finite(ended.value["measured"]),
         )
@@ -107,7 +107,7 @@ def _ended_badly(
     mark: Mark = "note" if item.is_optional else "error"
     return Finding(
         mark=mark,
-        says=f"{device.torch_name}: {item.title}: the probe {_how(ended)}",
+        message=f"{device.torch_name}: {item.title}: the probe {_how(ended)}",
         cause=" ".join(issue.cause for issue in issues)
         or likely
         or _last_line(ended.printed)

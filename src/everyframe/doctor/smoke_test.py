@@ -43,24 +43,24 @@ def smoke(patient: DoctorInput) -> Check:
     reference = run_isolated(frames_of, "cpu", "float32", None, seconds=_SECONDS)
     seconds = reference.seconds
     if not reference.is_well:
-        finding = Finding(mark="error", says=f"the embedded model on the CPU {reference}")
+        finding = Finding(mark="error", message=f"the embedded model on the CPU {reference}")
         return Check.of("smoke", "float32 on the CPU", [finding], seconds=seconds)
     found: list[Finding] = []
     details = []
     for dtype, path in _cases(device):
         left, way = _SECONDS - seconds, _way(dtype, path)
         if left < _LEAST:
-            says = f"no time was left for {way}: 2 minutes are over"
-            found.append(Finding(mark="note", says=says))
+            message = f"no time was left for {way}: 2 minutes are over"
+            found.append(Finding(mark="note", message=message))
             continue
         ended = run_isolated(frames_of, device.torch_name, dtype, path, seconds=left)
         seconds += ended.seconds
         if ended.timed_out and left < _PATIENCE * reference.seconds:
-            says = (
+            message = (
                 f"{way} {ended}, which were left: the CPU took {reference.seconds:.0f} s; "
                 "on a machine that does nothing else there is time for all"
             )
-            found.append(Finding(mark="note", says=says))
+            found.append(Finding(mark="note", message=message))
             continue
         if not ended.is_well:
             found.append(_wrong(device, way, str(ended)))
@@ -70,8 +70,8 @@ def smoke(patient: DoctorInput) -> Check:
         if not worst <= _BUDGETS[dtype]:
             found.append(_wrong(device, way, f"is off by {255 * worst:.1f} of 255 in a frame"))
     ways = "; ".join(_way(*case) for case in _cases(device))
-    said = f"a video on {device.torch_name} against float32 on the CPU: {ways}"
-    return Check.of("smoke", said, found, details, seconds)
+    message = f"a video on {device.torch_name} against float32 on the CPU: {ways}"
+    return Check.of("smoke", message, found, details, seconds)
 
 
 def _way(dtype: str, path: str | None) -> str:
@@ -98,7 +98,7 @@ def _cases(device: DeviceFacts) -> tuple[tuple[str, str | None], ...]:
 def _wrong(device: DeviceFacts, way: str, how: str) -> Finding:
     return Finding(
         mark="error",
-        says=f"the embedded model on {device.torch_name} in {way} {how}",
+        message=f"the embedded model on {device.torch_name} in {way} {how}",
         fix=(
             Fix(do="compute in float32", command="everyframe generate … --dtype fp32"),
             Fix(do="or on the CPU", command="everyframe generate … --device cpu"),

@@ -116,8 +116,8 @@ def dry_run_modules(
             ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
             ValueError,
         ) as error:  # fmt: skip
-            said = (str(error).strip() or "without a word").splitlines()[0]
-            stopped = f"{type(error).__name__}: {said}"
+            message = (str(error).strip() or "without a word").splitlines()[0]
+            stopped = f"{type(error).__name__}: {message}"
     found = run.found()
     if not stopped:
         return DryRunResults(found, returned=returned)
@@ -319,9 +319,9 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, operation: str, error: RuntimeError | ValueError, kind: str = "fails"
     ) -> NoReturn:
         """Record that an operation raised, and end the run."""
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        self._find(operation, [(kind, said)])
-        raise _Failed(f"{self._place(operation)}: {said}") from error
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
+        self._find(operation, [(kind, message)])
+        raise _Failed(f"{self._place(operation)}: {message}") from error
 
     def listed(self, func: Callable[..., Tensor], args: Any, kwargs: dict[str, Any]) -> Tensor:
         """Make a tensor from a list; it keeps its values where code may read them."""

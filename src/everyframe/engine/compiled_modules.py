@@ -78,8 +78,8 @@ def save_compiled(model: Any, target: str | Path) -> Path:
     packages = {name: each for block in blocks for name, each in block.report.packages.items()}
     if not packages:
         notes = sorted({note for block in blocks for note in block.report.notes})
-        said = "; ".join(notes) if notes else "call it once, so that its blocks are compiled"
-        raise InputError(f"none of its blocks has compiled code: {said}")
+        message = "; ".join(notes) if notes else "call it once, so that its blocks are compiled"
+        raise InputError(f"none of its blocks has compiled code: {message}")
     return package_store.save(packages.values(), target, title=type(model).__name__)
 
 
@@ -136,8 +136,8 @@ def quantize(
             quantise_layers(part, Precision(dtype, dtype, weight_dtype=kind))
             continue
         for note in dynamic_quantization.quantize_products(part, kind):
-            said = f"{name}: {note}" if name else note
-            warnings.warn(said, EveryframeWarning, stacklevel=2)
+            message = f"{name}: {note}" if name else note
+            warnings.warn(message, EveryframeWarning, stacklevel=2)
     return model
 
 

@@ -34,7 +34,7 @@ from everyframe.core.plan import Plan
 from everyframe.core.serialization import from_jsonable
 from everyframe.engine.error_transfer import error_from
 from everyframe.engine.stop_switch import StopSwitch
-from everyframe.engine.worker_monitor import HangDetector, crash_error, kept_in
+from everyframe.engine.worker_monitor import HangDetector, crash_error, resume_hint
 from everyframe.engine.worker_process import Worker, WorkerJob
 from everyframe.runs.folder import RunFolder
 
@@ -163,9 +163,9 @@ def _handed_on(
             except _GoneError as gone:
                 raise crash_error(gone.worker, gone.worker.end(), run) from gone.__cause__
             except WorkerDiedError as died:
-                said = str(died)
-                kept = [] if run is not None and run.name in said else kept_in(run)
-                raise died.reworded("; ".join([said, *kept])) from died.__cause__
+                message = str(died)
+                hint = [] if run is not None and run.name in message else resume_hint(run)
+                raise died.reworded("; ".join([message, *hint])) from died.__cause__
             except DistributedOutOfMemoryError as error:
                 # Under torchrun the other ranks can't be restarted from here.
                 if run is None or job.local is not None:

@@ -381,8 +381,8 @@ def _other_switches(record: Mapping[str, Any], other: Mapping[str, Any]) -> Iter
     if isinstance(was, Mapping) and isinstance(now, Mapping):
         for name in now:
             if name in was and was[name] != now[name]:
-                said = name.replace("_", " ")
-                yield f"torch's {said} was {was[name]!r}, is {now[name]!r}"
+                setting = name.replace("_", " ")
+                yield f"torch's {setting} was {was[name]!r}, is {now[name]!r}"
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -171,7 +171,7 @@ class _SavedRun:
 
     def __init__(self, job: WorkerJob, place: Path) -> None:
         self.notes: list[Event] = []
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._place = place
         self._named = job.named if job.run is not None else None
         self._folder: RunFolder | None = None
@@ -302,6 +302,6 @@ class _SavedRun:
             self._lock.release()
 
     def _note(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._logged:
+            self._logged.add(text)
             self.notes.append(Note(text))

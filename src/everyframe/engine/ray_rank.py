@@ -191,8 +191,8 @@ class _ToTheOther(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Queue a record; a full queue drops it, since events matter more."""
         with suppress(queue.Full):
-            said = [record.name, record.levelno, self.format(record)]
-            self._messages.put_nowait(to_bytes("log", said))
+            entry = [record.name, record.levelno, self.format(record)]
+            self._messages.put_nowait(to_bytes("log", entry))
 
 
 def _free_port() -> int:

@@ -31,8 +31,8 @@ OF_RANKS = ("num_devices", "devices", "parallel", "shares", "shard_weights")
 def with_devices(request: Request, ranks: Mapping[str, Any]) -> Request:
     """The request with these device options in place of its own."""
     replaced = {*OF_RANKS, *(("device",) if ranks.get("devices") else ())}
-    kept = {name: value for name, value in request.given().items() if name not in replaced}
-    return Request(**{**kept, **ranks})
+    given = {name: value for name, value in request.given().items() if name not in replaced}
+    return Request(**{**given, **ranks})
 
 
 def replan_for_devices(
@@ -81,7 +81,7 @@ def replan_for_devices(
     )
 
 
-def said_of_move(old: Plan, new: Plan) -> tuple[str, ...]:
+def change_notes(old: Plan, new: Plan) -> tuple[str, ...]:
     """Notes about a run that resumes on other devices."""
     text = (
         f"begun on {_devices(old)}, resumed on {_devices(new)}: sums in another order differ by "
@@ -150,11 +150,11 @@ def replan_with_less_memory(
         raise CannotRunError(
             f"{where}, and no memory fallback is left on so many devices; resume it from the last "
             "step on more devices (everyframe resume --num-devices), or use a smaller size or "
-            f"num_frames ({out_of_memory.said})"
+            f"num_frames ({out_of_memory.message})"
         )
     plan, fallback = found
     why = (
-        f"{where} ({out_of_memory.said}), in a step that several devices compute together; all "
+        f"{where} ({out_of_memory.message}), in a step that several devices compute together; all "
         "resume from the last saved step"
     )
     component = out_of_memory.components[0] if len(out_of_memory.components) == 1 else ""

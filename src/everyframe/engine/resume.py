@@ -31,9 +31,9 @@ from everyframe.engine.repair_report import loaded_in, repairs_of, with_repair_r
 from everyframe.engine.replan import (
     OF_RANKS,
     add_fallbacks,
+    change_notes,
     replan_for_devices,
     replan_with_less_memory,
-    said_of_move,
     with_devices,
 )
 from everyframe.engine.run import initial_videos, run_stages
@@ -88,7 +88,7 @@ def resume_run(
             run, changes = replace(run, plan=plan, fallbacks=(*run.fallbacks, less)), (less,)
         elif ranks is not None and left:
             plan = replan_for_devices(run.plan, request, peers, skip)
-            run, changes = replace(run, plan=plan), (*map(Note, said_of_move(run.plan, plan)),)
+            run, changes = replace(run, plan=plan), (*map(Note, change_notes(run.plan, plan)),)
         yield Planned(run.plan)
         record = make_record(run.plan, request, (model := model.fetch()).weight_files())
         yield from (*changes, *map(Note, _compared(run, record)), WeightsReady(record))
@@ -99,8 +99,8 @@ def resume_run(
         model = with_cache(model, cache, here, record, empties=True)
         how = SaveOptions(folder.path.parent, run.output, run.as_uint8, cleans, pace)
         keeper = RunStateWriter(replace(folder, part=here.group) if here.leads else None, how, lock)
-        progress, says = _read(keeper, run, here.mine(left))
-        yield from map(Note, (says, *_skipped(skip if out_of_memory is None else ())))
+        progress, message = _read(keeper, run, here.mine(left))
+        yield from map(Note, (message, *_skipped(skip if out_of_memory is None else ())))
         if peers is not None:  # before anybody writes
             peers.world.all_gather_object(None, "ranks read what was kept")
         if leads and changes:
@@ -159,22 +159,22 @@ def _read(
     number = folder.num_answers()
     noun = "call is" if number == 1 else "calls are"
     served = f"; {number} saved model {noun} not computed again" if number else ""
-    kept = furthest(folder, [video.seed for video in videos])
-    progress, says = RunState(videos=videos), f"resuming {name} from the start{served}"
+    saved = furthest(folder, [video.seed for video in videos])
+    progress, message = RunState(videos=videos), f"resuming {name} from the start{served}"
     try:
-        if kept is not None:
-            progress = keeper.read(videos, kept)
+        if saved is not None:
+            progress = keeper.read(videos, saved)
             clip = f"clip {progress.clip + 1} of {settings.chain}, " if progress.clip else ""
             done = f"{clip}stage {progress.stage + 1}, {sum(t.step for t in videos)} of its steps"
-            says = f"resuming {name}: {done} done{served}"
+            message = f"resuming {name}: {done} done{served}"
     except CorruptRunError as error:
         # All of it follows from what was asked, so nothing but time is lost.
         fresh = initial_videos(run.request, run.plan)
         wanted = {video.seed for video in videos}
         progress = RunState(videos=[video for video in fresh if video.seed in wanted])
-        says = f"starting {name} again: {error}"
+        message = f"starting {name} again: {error}"
     add_fallbacks(progress, run.fallbacks)
-    return progress, says
+    return progress, message
 
 
 def _model_here(

@@ -196,10 +196,10 @@ class _PlannedEvents:
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                said = str(error).splitlines()[0] if str(error) else type(error).__name__
+                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
                 raise CannotRunError(
                     "out of memory during the run; use a smaller size or num_frames, or close "
-                    f"other programs that use this memory ({said})"
+                    f"other programs that use this memory ({reason})"
                 ) from error
         if isinstance(event, StageStarted):
             self._where = f"in {event.stage}"
@@ -238,7 +238,7 @@ def _run(
     key = _repairs_key(record, plan) if here.parallel.video_group.is_lead else None
     warm, num_frames = warm_of(model), Counter[_Which]()
     unfinished: list[_Which] = []
-    for frames in keeper.kept_frames(progress):
+    for frames in keeper.saved_frames(progress):
         if frames.seed in {video.seed for video in videos}:
             num_frames[frames.seed, frames.index] += frames.num_frames
             yield frames
@@ -331,7 +331,7 @@ def _done(
     for seed, index in videos:
         notes = [text for of, text in progress.notes if of in (None, seed)]
         found = {"repairs": [*progress.repairs], "notes": notes}
-        whole = {**record, **{name: said for name, said in found.items() if said}}
+        whole = {**record, **{name: value for name, value in found.items() if value}}
         mine = for_seed(whole, seed)
         mine = mine if index is None else {**mine, "index": index}
         yield VideoDone(seed, num_frames[seed, index], mine, index)

@@ -73,9 +73,9 @@ def leave_word(text: str) -> None:
     """
     place = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if place:
-        said = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        details = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with open(place, "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": text, "extraInfo": said}}, file)
+            json.dump({"message": {"message": text, "extraInfo": details}}, file)
 
 
 #: Seconds to wait for other ranks' messages; diagnosing a crashed worker takes some.
@@ -103,6 +103,8 @@ def after_others(ranks: TorchrunRank, error: BaseException, text: str) -> str:
     # Nothing is left to be done here that would have to be undone.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(patience(error, ranks.rank))
-    said = text if not ranks.rank or f"rank {ranks.rank}" in text else f"rank {ranks.rank}: {text}"
-    leave_word(said)
-    return said
+    message = (
+        text if not ranks.rank or f"rank {ranks.rank}" in text else f"rank {ranks.rank}: {text}"
+    )
+    leave_word(message)
+    return message

@@ -165,8 +165,8 @@ def _run_batch(first: WorkerJob, inbox: _Inbox, desk: _Desk) -> bool:
 def _send_end(error: Exception | None, job: WorkerJob, inbox: _Inbox, desk: _Desk) -> bool:
     """Send the end of a job of a batch; whether this process can run another."""
     waits = error is None or _is_ours(error)
-    said = {"waits": waits, "warm": desk.warm()}
-    name, value = ("end", said) if error is None else ("error", {**error_data(error), **said})
+    state = {"waits": waits, "warm": desk.warm()}
+    name, value = ("end", state) if error is None else ("error", {**error_data(error), **state})
     send(inbox.connection, name, value, job.tag)
     return waits
 

@@ -179,22 +179,22 @@ def crash_error(worker: Worker, code: int, run: RunFolder | None) -> WorkerDiedE
     rank = f" of rank {worker.job.rank}" if len(worker.job.weights) > 1 else ""
     # A negative code is the signal that ended it.
     died = f"died of {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-    said = [f"the worker process{rank} {died} {where}"]
+    findings = [f"the worker process{rank} {died} {where}"]
     if code == -9:
-        said.append(
+        findings.append(
             "the system most likely killed it because host memory ran out: use a smaller --size "
             "or --num-frames; `everyframe plan` forecasts the memory"
         )
     elif (loss := loss_in(worker.printed())) is not None:
-        said.append(f"its device was lost {loss}")
+        findings.append(f"its device was lost {loss}")
     else:
-        said += _of_the_machine(
+        findings += _of_the_machine(
             query_machine().machine, signal_name(-code), where, worker.printed()
         )
-    return WorkerDiedError("; ".join([*said, *kept_in(run)]))
+    return WorkerDiedError("; ".join([*findings, *resume_hint(run)]))
 
 
-def kept_in(run: RunFolder | None) -> list[str]:
+def resume_hint(run: RunFolder | None) -> list[str]:
     """Note about the run saved at the time of a crash."""
     return [] if run is None else [f"resume it: everyframe resume {run.name}"]
 
@@ -203,7 +203,7 @@ def _of_the_machine(
     machine: MachineFacts, signal: str, where: LastPosition, printed: str
 ) -> list[str]:
     """Loaded libraries, the matching known issue and its fix."""
-    software, said = machine.software, []
+    software, findings = machine.software, []
     if software is not None:
         loaded = [
             f"{title} {version}"
@@ -211,15 +211,17 @@ def _of_the_machine(
             if (version := software.library(name)) is not None
         ]
         torch = software.packages.get("torch")
-        said.append("loaded were " + ", ".join([f"torch {torch}", *loaded]))
+        findings.append("loaded were " + ", ".join([f"torch {torch}", *loaded]))
     issue = matching(machine, signal, printed)
     if issue is None:
-        said.append("no known issue matches; `everyframe doctor` tries what this machine can do")
-        return said
+        findings.append(
+            "no known issue matches; `everyframe doctor` tries what this machine can do"
+        )
+        return findings
     fix = issue.fix[0]
     command = f": {fix.command}" if fix.command else ""
-    said.append(f"known issue ({issue.id}: {issue.title}); {fix.do}{command}")
-    return said
+    findings.append(f"known issue ({issue.id}: {issue.title}); {fix.do}{command}")
+    return findings
 
 
 def matching(machine: MachineFacts, signal: str, printed: str) -> Issue | None:

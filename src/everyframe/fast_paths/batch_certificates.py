@@ -112,8 +112,8 @@ class BatchTrial:
         if len(self._gains) < _CALLS:
             return
         gain = statistics.median(self._gains[1:])
-        said = f"{gain:.2f} times as many videos a second as one by one, each with its own bits"
-        self._decide("certified" if gain >= LEAST_GAIN else "refused", said, gain)
+        message = f"{gain:.2f} times as many videos a second as one by one, each with its own bits"
+        self._decide("certified" if gain >= LEAST_GAIN else "refused", message, gain)
 
     def _decide(
         self, verdict: Verdict, why: str, gain: float | None, *, is_lasting: bool = True

@@ -103,8 +103,8 @@ class CallSizes:
 def _is_true(condition: str, sizes: Sequence[tuple[int, ...]]) -> bool:
     if not _CONDITION.fullmatch(condition):
         raise NotCompilableError(f"a condition on sizes is more than arithmetic: {condition}")
-    said = _SIZE.sub(lambda found: f"s[{found[1]}][{found[2]}]", condition)
-    return bool(eval(said, {"__builtins__": {}, "min": min, "max": max, "s": sizes}))
+    arithmetic = _SIZE.sub(lambda found: f"s[{found[1]}][{found[2]}]", condition)
+    return bool(eval(arithmetic, {"__builtins__": {}, "min": min, "max": max, "s": sizes}))
 
 
 @dataclass(frozen=True)

@@ -73,9 +73,9 @@ class Certificate:
 def judge(error: float, limit: float, gain: float) -> tuple[Verdict, str]:
     """Verdict on a completed trial, with the reason. NaN is always refused."""
     if not error <= limit:
-        said = "is not finite" if not math.isfinite(error) else f"is off by {error:.1e}"
+        message = "is not finite" if not math.isfinite(error) else f"is off by {error:.1e}"
         allowed = f"allowed {limit:.1e} of float32" if limit else "and may not differ in a bit"
-        return "refused", f"{said}, {allowed}"
+        return "refused", f"{message}, {allowed}"
     if not gain >= LEAST_GAIN:
         return "refused", "no faster than the plain way"
     return "certified", "right, and faster"

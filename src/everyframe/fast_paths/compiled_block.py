@@ -61,7 +61,7 @@ _PLAIN = (Tensor, nn.Parameter)
 _LOCK = threading.RLock()
 
 #: Warnings of this process.
-_SAID: set[str] = set()
+_LOGGED: set[str] = set()
 
 
 class LoadedPackage:
@@ -197,10 +197,10 @@ class CompiledBlock:
         if not why:
             return
         self.report.notes[why] += 1
-        said = f"{type(block).__name__} runs as written: {why}"
-        if self._warns and said not in _SAID:
-            _SAID.add(said)  # once for all equal blocks
-            _log.warning("%s", said)
+        message = f"{type(block).__name__} runs as written: {why}"
+        if self._warns and message not in _LOGGED:
+            _LOGGED.add(message)  # once for all equal blocks
+            _log.warning("%s", message)
 
     def _weights(self, block: nn.Module) -> list[Tensor]:
         """Parameters and buffers as they are now; describes the block again if it has changed."""

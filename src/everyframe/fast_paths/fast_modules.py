@@ -83,7 +83,7 @@ class CachedEmbedding(nn.Module):
     """
 
     is_plain = False
-    _kept: dict[Hashable, tuple[Tensor, list[Tensor]]]
+    _cached: dict[Hashable, tuple[Tensor, list[Tensor]]]
 
     def forward(self, number_B: Tensor) -> Tensor:
         is_looked_at = number_B.device.type == "cpu" and not torch.is_grad_enabled()
@@ -91,16 +91,16 @@ class CachedEmbedding(nn.Module):
             plain: Tensor = super().forward(number_B)
             return plain
         key = (number_B.dtype, tuple(number_B.tolist()), tuple(state_key(self)))
-        found = self._kept.get(key)
+        found = self._cached.get(key)
         if found is not None:
             return found[0].clone()
         made: Tensor = super().forward(number_B)
         if value_range(made).is_finite:  # else the guard has to see how it comes about
-            while len(self._kept) >= _MOST:
-                del self._kept[next(iter(self._kept))]
+            while len(self._cached) >= _MOST:
+                del self._cached[next(iter(self._cached))]
             # With its weights, so that no others can come to lie at the same address meanwhile.
             weights = [each.detach() for each in (*self.parameters(), *self.buffers())]
-            self._kept[key] = (made.clone(), weights)
+            self._cached[key] = (made.clone(), weights)
         return made
 
 
@@ -130,7 +130,7 @@ def keep(module: nn.Module, parts: Iterable[str]) -> None:
     for name in parts:
         part = module.get_submodule(name)
         cached = object.__new__(_kind(type(part)))
-        vars(cached).update(vars(part), _kept={})
+        vars(cached).update(vars(part), _cached={})
         where, _, last = name.rpartition(".")
         setattr(module.get_submodule(where), last, cached)
 
@@ -139,7 +139,7 @@ def forget(module: nn.Module) -> None:
     """Clear the caches of all submodules."""
     for part in module.modules():
         if isinstance(part, CachedEmbedding):
-            part._kept.clear()
+            part._cached.clear()
 
 
 #: Module class -> its caching subclass.

@@ -253,8 +253,8 @@ def _checked(path: Path, name: str, device: torch.device, again: str) -> Package
         found = _package(text)
         code = _read(path / f"{found.library}.pt2", _MOST_CODE) if found and found.library else b""
     except (OSError, UnicodeDecodeError) as error:
-        said = getattr(error, "strerror", None) or "no text"
-        raise InputError(f"{path}: {name[:12]} can't be read ({said}); {again}") from error
+        message = getattr(error, "strerror", None) or "no text"
+        raise InputError(f"{path}: {name[:12]} can't be read ({message}); {again}") from error
     if found is None:
         raise InputError(f"{path}: {name[:12]} is damaged; {again}")
     for fact, here in machine(device).items():

@@ -131,13 +131,13 @@ def embeddings(subject: CertificationTarget, path: FastPath) -> Iterator[Compari
     # Equal parts stand for each other, and here it matters which number comes again.
     for name, is_new in steps.items():
         for each in blocks_of(subject, lambda module, name=name: {name} & {*embedders(module)}):  # type: ignore[misc]
-            kept = each.alone(())
-            keep(kept, ("blocks.0",))
+            cached = each.alone(())
+            keep(cached, ("blocks.0",))
             yield Comparison(
                 f"{name} in {_STEPS} steps",
                 truth=partial(_stepped, each.alone((), in_float32=True), each.wide, is_new=is_new),
                 plain=partial(_stepped, each.alone(()), each.given, is_new=is_new),
-                fast=partial(_stepped, kept, each.given, is_new=is_new),
+                fast=partial(_stepped, cached, each.given, is_new=is_new),
             )
 
 
@@ -273,12 +273,12 @@ def _tried(
     except OutOfTimeError:
         return {"out_of_time": True}
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the verdict
-        said = " ".join((str(error) or type(error).__name__).split())[:200]
+        message = " ".join((str(error) or type(error).__name__).split())[:200]
         loss = parse_device_loss(error)
         if loss is None:
-            return {"error_text": said}
+            return {"error_text": message}
         # Whatever this process tried next would fail too, without being to blame.
-        return {"lost" if loss.is_of_the_card else "error_text": said, "is_over": True}
+        return {"lost" if loss.is_of_the_card else "error_text": message, "is_over": True}
     values = {
         "error": outcome.error, "limit": outcome.limit, "gain": outcome.gain,
         "worst": outcome.worst,

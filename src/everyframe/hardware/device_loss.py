@@ -96,11 +96,11 @@ def parse_device_loss(error: BaseException) -> DeviceLoss | None:
     text = "\n".join(_message_lines(str(error)))
     if not isinstance(error, RuntimeError) or _GOES_ON.search(text):
         return None
-    said = text.partition("\n")[0].strip() or type(error).__name__
+    message = text.partition("\n")[0].strip() or type(error).__name__
     if (kind := _kind_of(text)) is not None:
-        return replace(kind, said=said)
+        return replace(kind, message=message)
     # Every failed call of a device is of this class; what is not known to be harmless is not.
-    return replace(_ANY, said=said) if _is_of_an_accelerator(error) else None
+    return replace(_ANY, message=message) if _is_of_an_accelerator(error) else None
 
 
 def loss_in(printed: str) -> DeviceLoss | None:
@@ -108,7 +108,7 @@ def loss_in(printed: str) -> DeviceLoss | None:
     for line in _message_lines(printed):
         is_error = _PRINTED.search(line) and not _GOES_ON.search(line)
         if is_error and (kind := _kind_of(line)) is not None:
-            return replace(kind, said=line.strip().removeprefix("what():").strip()[:200])
+            return replace(kind, message=line.strip().removeprefix("what():").strip()[:200])
     return None
 
 
@@ -141,10 +141,10 @@ def translate_device_loss(device: str, where: str = "") -> Iterator[None]:
                 f"{loss.what} {loss}; this process can't use it any more", loss
             ) from error
         if _is_of_an_accelerator(error) and "out of memory" not in str(error):
-            said = str(error).strip().partition("\n")[0]
+            message = str(error).strip().partition("\n")[0]
             raise CannotRunError(
-                f"{device} refused a call ({said}); `everyframe doctor` says whether this torch is "
-                "made for it, and names the fix"
+                f"{device} refused a call ({message}); `everyframe doctor` says whether this torch "
+                "is made for it, and names the fix"
             ) from error
         raise
 
@@ -173,9 +173,9 @@ def _message_lines(text: str) -> Iterator[str]:
             return
         # In errors that were joined into one line it stands in the middle.
         advice = _ADVICE.search(line)
-        said = line if advice is None else line[: advice.start()]
-        if said.strip():
-            yield said
+        message = line if advice is None else line[: advice.start()]
+        if message.strip():
+            yield message
 
 
 def _kind_of(text: str) -> DeviceLoss | None:

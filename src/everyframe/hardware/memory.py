@@ -49,9 +49,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """Out-of-memory message of an allocator, in `said`."""
+    """Out-of-memory message of an allocator, in `message`."""
 
-    said: str
+    message: str
 
 
 def catch_out_of_memory(compute: Callable[[], _Result]) -> _Result | OutOfMemory:

@@ -50,16 +50,16 @@ def shape_of(
         found = _frames.get(key)
     if found is not None:
         return found.shape[0], found.shape[1], found.shape[2]
-    kept: list[Frames] = []
+    decoded: list[Frames] = []
     count, height, width = 0, 0, 0
     for frame in decode():
         count, (height, width) = count + 1, frame.shape[:2]
         if count * frame.nbytes > _MOST_BYTES:
-            kept.clear()
+            decoded.clear()
         else:
-            kept.append(frame)
-    if len(kept) == count:
-        _keep(key, np.stack(kept))
+            decoded.append(frame)
+    if len(decoded) == count:
+        _keep(key, np.stack(decoded))
     return count, height, width
 
 

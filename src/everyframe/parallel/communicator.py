@@ -365,9 +365,9 @@ class _Waiting(AbstractContextManager[None]):
         self._waits("")
         # An exchange is where a rank may notice that its own device is gone.
         if isinstance(error, RuntimeError) and not is_device_loss(error):
-            said = str(error).strip().splitlines()[0] if str(error).strip() else "no word"
+            message = str(error).strip().splitlines()[0] if str(error).strip() else "no word"
             raise PeerLostError(
-                f"another rank went away or did not answer while {self._what} ({said})"
+                f"another rank went away or did not answer while {self._what} ({message})"
             ) from error
 
 

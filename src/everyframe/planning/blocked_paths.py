@@ -33,7 +33,7 @@ _OF_COMPONENTS = ("op:conv3d", "component:")
 class BlockReason:
     """Why a path is blocked; it applies to components with the tags `needs`."""
 
-    says: str
+    message: str
     needs: frozenset[str] = frozenset()
 
 
@@ -47,18 +47,19 @@ class BlockedPaths:
     def against(self, path: str, tags: Collection[str]) -> str | None:
         """Why that path is blocked for a component with these tags; None if it is not."""
         found = self.paths.get(path, ())
-        return next((each.says for each in found if each.needs <= set(tags)), None)
+        return next((each.message for each in found if each.needs <= set(tags)), None)
 
     def notes(self, runs: Sequence[DryRun]) -> Iterator[str]:
         """Issues that no path avoids, for a plan with these dry runs, one line each."""
         names = {run.stage_call.component for run in runs}
         tags = {tag for name in names for tag in tags_of(name, runs)}
-        return (each.says for each in self.rest if each.needs <= tags)
+        return (each.message for each in self.rest if each.needs <= tags)
 
     def and_these(self, paths: Mapping[str, str]) -> BlockedPaths:
         """A copy that blocks these paths too, whatever a component computes."""
         more = {
-            name: (BlockReason(says), *self.paths.get(name, ())) for name, says in paths.items()
+            name: (BlockReason(message), *self.paths.get(name, ()))
+            for name, message in paths.items()
         }
         return replace(self, paths={**self.paths, **more})
 
@@ -133,8 +134,8 @@ def _with_software(machine: MachineFacts, *, is_here: bool) -> MachineFacts:
 def _against(issue: Issue, uses: frozenset[str] = frozenset()) -> BlockReason:
     fix = issue.fix[0]
     way = fix.do if fix.command is None else f"{fix.do}: {fix.command}"
-    says = f"known issue {issue.id}: {issue.title} ({way})"
-    return BlockReason(says, frozenset(issue.uses) - uses)
+    message = f"known issue {issue.id}: {issue.title} ({way})"
+    return BlockReason(message, frozenset(issue.uses) - uses)
 
 
 def _about(issue: Issue, uses: frozenset[str]) -> bool:

@@ -53,8 +53,8 @@ def compile_model(request: Request, target: str | Path) -> CompiledModel:
                 files.update(certificates.of(part.name, part.precision, own)[_PATH].packages)
     if not files:
         reasons = [f"{name}: {choice.reason}" for name, choice in choices.items()]
-        said = "; ".join(reasons) or "no component is called often enough"
-        raise CannotRunError(f"{prepared.plan.model}: nothing was compiled ({said})")
+        message = "; ".join(reasons) or "no component is called often enough"
+        raise CannotRunError(f"{prepared.plan.model}: nothing was compiled ({message})")
     packages = package_store.listed(files)
     folder = package_store.save(packages, target, title=prepared.plan.model)
     return CompiledModel(prepared.plan, folder, choices)

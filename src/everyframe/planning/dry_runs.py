@@ -153,10 +153,10 @@ def dry_run(
 
 def not_followed(title: str, why: str) -> str:
     """Note about a component whose pipeline call no dry run can complete."""
-    said = f" ({why})" if why else ""
+    reason = f" ({why})" if why else ""
     return (
-        f"{title}: no dry run can follow the pipeline there{said}; its memory is forecast roughly, "
-        "its time not, and clashes in it are found by the run alone"
+        f"{title}: no dry run can follow the pipeline there{reason}; its memory is forecast "
+        "roughly, its time not, and clashes in it are found by the run alone"
     )
 
 

@@ -21,13 +21,16 @@ def fast_path_notes(
         if choice.path in PRODUCTS and choice.verdict in ("untried", "off"):
             lines.append(f"{title}: without {choice.path}: {choice.reason}")
         if choice.verdict in ("refused", "avoided"):
-            says = choice.verdict if choice.verdict == "refused" else "is avoided"
+            verdict = choice.verdict if choice.verdict == "refused" else "is avoided"
             if choice.path in PRECISIONS:
-                lines.append(f"{title}: {precision.compute}, as {choice.path} {_was(says)} here: "
-                            f"{choice.reason}")  # fmt: skip
+                lines.append(
+                    f"{title}: {precision.compute}, as {choice.path} {_was(verdict)} here: "
+                    f"{choice.reason}"
+                )
             elif choice.verdict == "avoided" or _is_news(choice):
-                lines.append(f"{title}: without {choice.path}, which {_was(says)} here: "
-                            f"{choice.reason}")  # fmt: skip
+                lines.append(
+                    f"{title}: without {choice.path}, which {_was(verdict)} here: {choice.reason}"
+                )
     return tuple(lines)
 
 
@@ -36,5 +39,5 @@ def _is_news(choice: FastPathChoice) -> bool:
     return CATALOGUE[choice.path].on_demand or "no faster" not in choice.reason
 
 
-def _was(says: str) -> str:
-    return says if says.startswith("is ") else f"was {says}"
+def _was(verdict: str) -> str:
+    return verdict if verdict.startswith("is ") else f"was {verdict}"

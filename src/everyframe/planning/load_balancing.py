@@ -93,7 +93,7 @@ class BalancedPlan:
     division: ParallelPlan | None
     fitting: MemoryFit
     rank: int = 0
-    says: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def balance(
@@ -113,7 +113,7 @@ def balance(
     frees = {device.free_memory for device in devices}
     if division is None or len(frees) == 1 or not isinstance(fitting.model, ShardableSpec):
         own = fitting.of_ranks(division, settings)
-        return BalancedPlan(division, own, says=_said(division, devices, ()))
+        return BalancedPlan(division, own, notes=_share_notes(division, devices, ()))
     by_speed, short = division, set[int]()
     for _ in range(0 if is_asked else _ROUNDS):
         needs = _needs(fitting.parts, division, settings)
@@ -131,7 +131,7 @@ def balance(
     needs = _needs(fitting.parts, division, settings)
     tightest = max(range(len(devices)), key=lambda r: needs[r].peak / devices[r].free_memory)
     fitting = fitting.of_rank(division, tightest, settings, devices[tightest], devices[0])
-    return BalancedPlan(division, fitting, tightest, _said(division, devices, sorted(short)))
+    return BalancedPlan(division, fitting, tightest, _share_notes(division, devices, sorted(short)))
 
 
 @dataclass(frozen=True)
@@ -180,14 +180,14 @@ def with_weights(
     ranks = list(division.ranks)
     for group in division.groups:
         room = [ranks[rank].memory_share for rank in group]
-        kept = sharded_bytes(run.stage_call.module(), held.precision, room)
-        for rank, size in zip(group, kept, strict=True):
+        sizes = sharded_bytes(run.stage_call.module(), held.precision, room)
+        for rank, size in zip(group, sizes, strict=True):
             sent = size * (len(group) - 1) * calls
             ranks[rank] = replace(ranks[rank], weight_bytes=sent)
     return replace(division, ranks=tuple(ranks))
 
 
-def _said(
+def _share_notes(
     division: ParallelPlan | None, devices: Sequence[DeviceFacts], short: Sequence[int]
 ) -> tuple[str, ...]:
     """Notes about unequal shares."""

@@ -45,14 +45,14 @@ _FAR = 8.0
 class FitResult:
     """Settings and components as they will run.
 
-    `says` is what was changed to make them fit, and `fits` whether that was enough. `runs` are in
-    the order of the stages; `host_bytes` are in host memory beside the device.
+    `changes` are notes on what was changed to make them fit, and `fits` whether that was enough.
+    `runs` are in the order of the stages; `host_bytes` are in host memory beside the device.
     """
 
     settings: Settings
     components: tuple[ComponentPlan, ...]
     runs: tuple[DryRun, ...]
-    says: tuple[str, ...]
+    changes: tuple[str, ...]
     notes: tuple[str, ...]
     host_bytes: int
     fits: bool
@@ -87,13 +87,13 @@ class MemoryFit:
 
     def fit(self, settings: Settings) -> FitResult:
         """Plan the components at these settings, with the memory fallbacks that each needs."""
-        says: list[str] = []
+        changes: list[str] = []
         parts: list[PlannedComponent] = []
         for component in self.model.components(settings):
-            settings, part, said = self._saved(component, settings)
-            says += said
+            settings, part, notes = self._saved(component, settings)
+            changes += notes
             parts.append(part)
-        if says:
+        if changes:
             # A saving of one component may be seen by another.
             where = {part.plan.name: WeightPlacement.of(part.plan) for part in parts}
             parts = [
@@ -103,15 +103,15 @@ class MemoryFit:
         if not self._hold(parts) and self.device.kind == "cpu":
             parts = self._narrowed(parts, settings)
         elif not self._hold(parts):
-            parts, said = _by_turns(parts)
-            says += said
+            parts, notes = _by_turns(parts)
+            changes += notes
         plans = tuple(part.plan for part in parts)
         host = self._host_bytes(plans, settings)
         return FitResult(
             settings=settings,
             components=plans,
             runs=_in_order(self.parts.dry_run_calls(settings), parts),
-            says=tuple(says),
+            changes=tuple(changes),
             notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
             host_bytes=host,
             fits=self._hold(parts) and host <= self.host_memory,
@@ -239,7 +239,7 @@ class MemoryFit:
                     done, part = self._saved_in(component, stage, part, settings)
                     taken += done
                     settings = taken[-1].settings if taken else settings
-        return settings, part, [*_said(component, taken), *_elsewhere(part)]
+        return settings, part, [*_fallback_notes(component, taken), *_elsewhere(part)]
 
     def _saved_in(
         self, component: Component, stage: str | None, part: PlannedComponent, settings: Settings
@@ -337,10 +337,10 @@ class MemoryFit:
         return max(waiting.values(), default=0) + frame_bytes(settings)
 
 
-def _said(component: Component, done: Sequence[MemoryFallback]) -> list[str]:
+def _fallback_notes(component: Component, done: Sequence[MemoryFallback]) -> list[str]:
     """Notes about the fallbacks; each implies the earlier ones of its kind."""
     kinds = {(way.is_lossy, way.stage): way.message for way in done if not way.moves_weights}
-    return [f"{component.title}: {says}" for says in kinds.values()]
+    return [f"{component.title}: {message}" for message in kinds.values()]
 
 
 def _placement(done: Sequence[MemoryFallback], before: WeightPlacement) -> WeightPlacement:
@@ -379,8 +379,8 @@ def _by_turns(parts: Sequence[PlannedComponent]) -> tuple[list[PlannedComponent]
         for part in parts
     ]
     names = ", ".join(part.plan.title for part in turned if part.plan.model_offload)
-    said = f"stage by stage: {names} are on the device one at a time, each only while it computes"
-    return turned, [f"{said}; the others stay in host memory"]
+    note = f"stage by stage: {names} are on the device one at a time, each only while it computes"
+    return turned, [f"{note}; the others stay in host memory"]
 
 
 def _in_order(

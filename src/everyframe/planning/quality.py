@@ -185,10 +185,10 @@ def _measured(
 ) -> QualityChoice:
     if fastest is None:
         best = max(filter(found.is_whole, found.measured), key=found.worst_db, default=None)
-        says = "no whole measurement" if best is None else (
+        message = "no whole measurement" if best is None else (
             f"the closest method, {best}, has {found.worst_db(best):.1f} dB at worst"
         )  # fmt: skip
-        return _exact(request, settings, f"held by no measured method with a margin: {says}")
+        return _exact(request, settings, f"held by no measured method with a margin: {message}")
     method = parse_method(fastest)
     sampling = method.sampling
     if sampling is not None:

@@ -154,7 +154,7 @@ class RequestFit:
             if tried is not None:
                 fitting = fitting.certified_alone()
                 fitted = fitting.fit(settings)
-                fitted = replace(fitted, says=(*fitted.says, *tried))
+                fitted = replace(fitted, notes=(*fitted.notes, *tried))
         division = with_weights(shares.division, self.model, fitted)
         return replace(shares, division=division), fitting, with_output_size(fitted)
 

@@ -174,8 +174,8 @@ def _seed_of(request: Request) -> int:
 
 def _notes(model: ModelSpec, shares: BalancedPlan, fitted: FitResult) -> tuple[str, ...]:
     repaired = (line for part in fitted.components for line in repair_notes(part))
-    says = (*notes_of(model), *shares.says, *repaired, *idle_notes(shares.division))
-    return (*fitted.notes, *fitted.says, *says)
+    others = (*notes_of(model), *shares.notes, *repaired, *idle_notes(shares.division))
+    return (*fitted.notes, *fitted.changes, *others)
 
 
 def _model(

@@ -179,13 +179,13 @@ class RunStateWriter:
         if self._how.as_uint8:
             frames = to_uint8(frames)
         try:
-            kept = to_jsonable(frames, self._store.keep)
+            saved = to_jsonable(frames, self._store.keep)
         except OSError as error:
             self._failed(f"{error.strerror or error}")
             # A state without these frames would be none to go on from; the last one still is.
             self._is_off = True
             return
-        progress.frames.append((event.seed, event.num_frames, kept))
+        progress.frames.append((event.seed, event.num_frames, saved))
         self._spent += time.monotonic() - began
 
     def shortages(self, clip: int, stage: int) -> FileOomLog | None:
@@ -200,11 +200,11 @@ class RunStateWriter:
             "resumed where there is more memory, its bits may differ"
         )
 
-    def kept_frames(self, progress: RunState) -> Iterator[FramesDecoded]:
+    def saved_frames(self, progress: RunState) -> Iterator[FramesDecoded]:
         """Yield the saved frames of earlier clips again."""
-        for seed, num_frames, kept in progress.frames:
+        for seed, num_frames, saved in progress.frames:
             assert self._store is not None
-            yield FramesDecoded(seed, num_frames, from_jsonable(kept, self._store.fetch))
+            yield FramesDecoded(seed, num_frames, from_jsonable(saved, self._store.fetch))
 
     def read(self, videos: Sequence[VideoState], place: RunFolder) -> RunState:
         """Restore the state of `place` (see `furthest`) into `videos`.
@@ -218,10 +218,10 @@ class RunStateWriter:
         if state is None:
             raise CorruptRunError(f"{place.path} has no state")
         try:
-            kept = {each["seed"]: each for each in state["takes"]}
+            saved = {each["seed"]: each for each in state["takes"]}
             for video in videos:
                 for name in _VIDEO_FIELDS:
-                    setattr(video, name, from_jsonable(kept[video.seed][name], store.fetch))
+                    setattr(video, name, from_jsonable(saved[video.seed][name], store.fetch))
             frames = [
                 (seed, count, self._brought(mark, store))
                 for seed, count, mark in state["frames"]

@@ -56,18 +56,18 @@ class TensorStore:
             return {"as": "picture", "hash": self._write(torch.from_numpy(data))}
         return None
 
-    def fetch(self, kept: Mapping[str, Any]) -> Any:
+    def fetch(self, saved: Mapping[str, Any]) -> Any:
         """Load what `keep` saved, to its original device.
 
         Raises:
             CorruptRunError: the file is missing or changed.
         """
-        kind = kept["as"]
+        kind = saved["as"]
         if kind == "number":
-            return np.dtype(kept["dtype"]).type(kept["value"])
-        tensor = self._read(str(kept["hash"]))
+            return np.dtype(saved["dtype"]).type(saved["value"])
+        tensor = self._read(str(saved["hash"]))
         if kind == "tensor":
-            return laid_out(tensor, kept)
+            return laid_out(tensor, saved)
         if kind == "array":
             return tensor.numpy()
         if kind == "picture":

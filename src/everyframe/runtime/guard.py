@@ -193,7 +193,7 @@ class Guard:
         result = catch_out_of_memory(compute)
         if not isinstance(result, OutOfMemory):
             return result
-        raise together(self._calls.stage, step, self._parts, self._where(step), result.said)
+        raise together(self._calls.stage, step, self._parts, self._where(step), result.message)
 
     def answered(self, step: int, seen: Range) -> None:
         """Note a denoiser output over 100 times as large as any before."""

@@ -188,13 +188,13 @@ class MemorySaving:
     """Settings with which a component needs less memory.
 
     Attributes:
-        says: the plan's note on the change.
+        message: the plan's note on the change.
         is_lossy: the frames change; lossy savings come after all exact ones.
         stage: the stage in which it helps, for a component of several; empty for all stages.
     """
 
     settings: Settings
-    says: str
+    message: str
     is_lossy: bool = False
     stage: str = ""
 

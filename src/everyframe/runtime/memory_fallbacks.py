@@ -105,7 +105,7 @@ def memory_fallbacks(
                     wanted = (saving.is_lossy, saving.stage) == (is_lossy, at)
                     if wanted and saving.settings != settings:
                         settings = saving.settings
-                        yield MemoryFallback(name, settings, saving.says, is_lossy, stage=at)
+                        yield MemoryFallback(name, settings, saving.message, is_lossy, stage=at)
         for name in components if holders > 1 and not is_lossy else ():
             yield MemoryFallback(name, settings, sharding_note(holders), num_weight_shards=holders)
         for name in components if may_wait and not is_lossy else ():
@@ -187,8 +187,8 @@ def cfg_batch_size(settings: Settings, branches: int) -> int:
 
 def split_cfg_saving(settings: Settings) -> MemorySaving:
     """Memory saving of a denoiser with two guidance branches: one after the other."""
-    says = "guidance branches run one after the other (batch size 1)"
-    return MemorySaving(settings.with_saving(_BRANCHES, 1), says)
+    message = "guidance branches run one after the other (batch size 1)"
+    return MemorySaving(settings.with_saving(_BRANCHES, 1), message)
 
 
 def sharding_note(holders: int) -> str:

@@ -278,9 +278,9 @@ class ModelOffload:
         assert module is not None, "it is being called"
         copies: dict[int, nn.Parameter] = {}  # some have several names
         for part in module.modules():
-            kept = {name: each for name, each in part._parameters.items() if each is not None}
-            self._on_host[part] = kept
-            for name, parameter in kept.items():
+            resident = {name: each for name, each in part._parameters.items() if each is not None}
+            self._on_host[part] = resident
+            for name, parameter in resident.items():
                 if id(parameter) not in copies:
                     copies[id(parameter)] = _moved(parameter, self._device)
                 part._parameters[name] = copies[id(parameter)]
@@ -288,8 +288,8 @@ class ModelOffload:
         self.most_bytes = max(self.most_bytes, sum(each.nbytes for each in copies.values()))
 
     def _leave(self) -> None:
-        for part, kept in self._on_host.items():
-            part._parameters.update(kept)
+        for part, resident in self._on_host.items():
+            part._parameters.update(resident)
         self._on_host, self._here = {}, None
 
 

@@ -74,14 +74,14 @@ class CallCounter:
 
 
 def together(
-    stage: str, step: int, components: Iterable[str], where: str, said: str
+    stage: str, step: int, components: Iterable[str], where: str, error_text: str
 ) -> DistributedOutOfMemoryError:
     """Error of a rank that is out of memory while others wait for it; see `OutOfMemoryInfo`."""
     return DistributedOutOfMemoryError(
         f"{where}: out of memory in a step that several devices compute together, where no "
         "device can use less alone; resume it from the last saved step on more devices or with "
-        f"--shard-weights (everyframe resume), or use a smaller size or num_frames ({said})",
-        OutOfMemoryInfo(stage, step, tuple(components), where, said),
+        f"--shard-weights (everyframe resume), or use a smaller size or num_frames ({error_text})",
+        OutOfMemoryInfo(stage, step, tuple(components), where, error_text),
     )
 
 
@@ -157,7 +157,7 @@ class OomFallbacks:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                said = str(error).partition("\n")[0]
+                error_text = str(error).partition("\n")[0]
             # Here the traceback is gone, which keeps the failed call's tensors alive.
             if self.free_others():
                 continue
@@ -166,9 +166,9 @@ class OomFallbacks:
                 raise CannotRunError(
                     f"{calls.where(step)}: out of memory, and no memory fallback is left; use a "
                     "smaller size or num_frames, or close other programs that use this memory "
-                    f"({said})"
+                    f"({error_text})"
                 )
-            why = f"{calls.where(step)}: out of memory ({said})"
+            why = f"{calls.where(step)}: out of memory ({error_text})"
             calls.add_events(
                 done.event(calls.stage, step, f"{why}; computing it again with less memory")
             )

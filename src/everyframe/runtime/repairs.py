@@ -274,8 +274,8 @@ def describe_fault(fault: Fault, why: str) -> str:
 
 def prompt_truncated_note(cut: str) -> Note:
     """Note that a text encoder truncated the prompt; quotes the lost words."""
-    said = f"the prompt is too long for the model; its end is cut: {cut!r}"
-    return Note(said, in_record=True)
+    message = f"the prompt is too long for the model; its end is cut: {cut!r}"
+    return Note(message, in_record=True)
 
 
 def bad_weights_message(parts: Mapping[str, nn.Module], place: str) -> str:

@@ -61,8 +61,10 @@ def on_device_bytes(
     They are its own units, parameters outside units, and two units of other ranks: one computes,
     one is in transfer.
     """
-    kept = sharded_bytes(module, precision, room)
-    return offload.resident_bytes(module, precision) + (max(kept) if rank is None else kept[rank])
+    shards = sharded_bytes(module, precision, room)
+    return offload.resident_bytes(module, precision) + (
+        max(shards) if rank is None else shards[rank]
+    )
 
 
 class ShardedWeightsProvider:

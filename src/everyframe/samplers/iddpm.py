@@ -59,13 +59,13 @@ def schedule(
     stride = (num_timesteps - 1) / (num_steps - 1) if num_steps > 1 else 0.0
     places = itertools.accumulate([0.0, *[stride] * (num_steps - 1)])
     timestep_map = torch.tensor([round(place) for place in places], device="cpu")
-    kept = torch.cumprod(1.0 - betas, dim=0)[timestep_map]
-    return Schedule(betas=1.0 - kept / _before(kept), timestep_map=timestep_map)
+    alphas_cumprod = torch.cumprod(1.0 - betas, dim=0)[timestep_map]
+    return Schedule(betas=1.0 - alphas_cumprod / _before(alphas_cumprod), timestep_map=timestep_map)
 
 
-def _before(kept: Tensor) -> Tensor:
+def _before(alphas_cumprod: Tensor) -> Tensor:
     """Signal share one level lower; 1 below the lowest."""
-    return torch.cat([torch.ones_like(kept[:1]), kept[:-1]])
+    return torch.cat([torch.ones_like(alphas_cumprod[:1]), alphas_cumprod[:-1]])
 
 
 @dataclass(frozen=True)
@@ -81,16 +81,16 @@ class _Coefficients:
 
 
 def _coefficients(plan: Schedule) -> list[_Coefficients]:
-    kept = torch.cumprod(1.0 - plan.betas, dim=0)
-    previous = _before(kept)
-    variance = plan.betas * (1.0 - previous) / (1.0 - kept)
+    alphas_cumprod = torch.cumprod(1.0 - plan.betas, dim=0)
+    previous = _before(alphas_cumprod)
+    variance = plan.betas * (1.0 - previous) / (1.0 - alphas_cumprod)
     # The first is 0, whose logarithm is not used: no noise is added in the last step.
     variance[0] = variance[1] if len(variance) > 1 else plan.betas[0]
     columns = (
-        torch.sqrt(1.0 / kept),
-        torch.sqrt(1.0 / kept - 1.0),
-        plan.betas * torch.sqrt(previous) / (1.0 - kept),
-        (1.0 - previous) * torch.sqrt(1.0 - plan.betas) / (1.0 - kept),
+        torch.sqrt(1.0 / alphas_cumprod),
+        torch.sqrt(1.0 / alphas_cumprod - 1.0),
+        plan.betas * torch.sqrt(previous) / (1.0 - alphas_cumprod),
+        (1.0 - previous) * torch.sqrt(1.0 - plan.betas) / (1.0 - alphas_cumprod),
         torch.log(variance),
         torch.log(plan.betas),
     )
@@ -146,9 +146,9 @@ def path(plan: Schedule) -> DiffusionPath:
     They ignore the learned variance and solve the probability flow: from the same noise comes
     another video than by `sample`, which draws noise in each step.
     """
-    kept = torch.cumprod(1.0 - plan.betas, dim=0).flip(0)
-    alphas = (*torch.sqrt(kept).tolist(), 1.0)
-    sigmas = (*torch.sqrt(1.0 - kept).tolist(), 0.0)
+    alphas_cumprod = torch.cumprod(1.0 - plan.betas, dim=0).flip(0)
+    alphas = (*torch.sqrt(alphas_cumprod).tolist(), 1.0)
+    sigmas = (*torch.sqrt(1.0 - alphas_cumprod).tolist(), 0.0)
     timesteps = plan.timestep_map.flip(0).tolist()
 
     def predict(denoise: Denoise, x: Tensor, index: int) -> tuple[Tensor, Tensor]:

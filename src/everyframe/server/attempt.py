@@ -131,11 +131,11 @@ class Attempt:
         A run made anew after others must also be seen to come further than they were.
         """
         if not self._has_advanced and self._meter is not None:
-            kept = self._folder.kept_run(self.job.id)
+            saved = self._folder.saved_run(self.job.id)
             is_first = self.has_resumed or self.job.attempts <= 1
             is_further = is_first or self._meter.percent > self.job.progress
             self._has_advanced = (
-                is_further and kept is not None and saved_position(kept) > self._began_at
+                is_further and saved is not None and saved_position(saved) > self._began_at
             )
         return self._has_advanced
 
@@ -154,7 +154,7 @@ class Attempt:
         report = self.report()
         report["warnings"] = [*report["warnings"], *warnings]
         progress = self.job.progress if self._meter is None else self._meter.percent
-        run = self._folder.kept_run_path(self.job.id)  # of which the row may not know yet
+        run = self._folder.saved_run_path(self.job.id)  # of which the row may not know yet
         return {"report": report, "progress": progress, "run": run}
 
     def run(self) -> None:
@@ -162,13 +162,13 @@ class Attempt:
 
         Raises any error of the run; `RunStoppedError` once it is halted.
         """
-        kept = self._kept_run()
-        self.has_resumed = self._is_to_say_where = kept is not None
-        if kept is not None:
-            self._began_at = saved_position(kept)
+        saved = self._saved_run()
+        self.has_resumed = self._is_to_say_where = saved is not None
+        if saved is not None:
+            self._began_at = saved_position(saved)
             # The job's own event says where.
             self._routine = (*self._routine, "resuming ", "starting ")
-        events = self._executor.run(self._worker_job(kept), None, self.stop)
+        events = self._executor.run(self._worker_job(saved), None, self.stop)
         with closing(events), ExitStack() as stack:
             planned = next(events)
             assert isinstance(planned, Planned), "the plan comes first"
@@ -213,13 +213,13 @@ class Attempt:
         self._store.finish(self.job.id, "completed", **fields)
         self._folder.remove_runs(self.job.id)
 
-    def _worker_job(self, kept: RunFolder | None) -> WorkerJob:
+    def _worker_job(self, saved: RunFolder | None) -> WorkerJob:
         id = self.job.id  # noqa: A001
         common = WorkerJob(as_uint8=True, pace=self._options.pace, keeps_run=True)
-        if kept is not None:
+        if saved is not None:
             # On other devices only rounding differs; they are named where they are others.
             ranks = {"devices": self._devices} if self._has_moved() else None
-            return replace(common, run=kept.path, ranks=ranks, out_of_memory=self._out_of_memory)
+            return replace(common, run=saved.path, ranks=ranks, out_of_memory=self._out_of_memory)
         options = dict(self.job.request)
         if self._devices is not None:
             options["devices"] = self._devices
@@ -235,7 +235,7 @@ class Attempt:
     def _has_moved(self) -> bool:
         return self._devices is not None and self.job.resolved.get("devices") != self._devices
 
-    def _kept_run(self) -> RunFolder | None:
+    def _saved_run(self) -> RunFolder | None:
         """The run to resume, once the workers of a server that died have let it go."""
         root, until = self._folder.runs_of(self.job.id), time.monotonic() + _LOCK_SECONDS
         while any(run.is_busy() for run in all_runs(root)):
@@ -243,10 +243,10 @@ class Attempt:
             if time.monotonic() > until:
                 raise RunLockedError(f"the run of {self.job.id} is in use by another process")
             time.sleep(0.05)
-        kept = self._folder.kept_run(self.job.id)
-        if kept is not None and self._batch is not None:
+        saved = self._folder.saved_run(self.job.id)
+        if saved is not None and self._batch is not None:
             raise LeftBatchError("it has a run, which is resumed alone")
-        return kept
+        return saved
 
     def _take_plan(self, plan: Plan) -> None:
         self._meter = ProgressMeter(plan, at_least=self.job.progress)

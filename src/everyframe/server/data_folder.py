@@ -92,15 +92,15 @@ class DataFolder:
         """Folder with the files of a finished job; it is complete if it exists."""
         return self.videos / _checked(id)
 
-    def kept_run(self, id: str) -> RunFolder | None:  # noqa: A002
+    def saved_run(self, id: str) -> RunFolder | None:  # noqa: A002
         """The run that a job would resume: the last one that saved a state, else the last."""
         readable = [run for run in all_runs(self.runs_of(id)) if run.is_readable()]
         begun = [run for run in readable if saved_position(run) > NOWHERE]
         return next(reversed(begun or readable), None)
 
-    def kept_run_path(self, id: str) -> str | None:  # noqa: A002
-        """Path of `kept_run`, relative to the folder, as rows have it."""
-        run = self.kept_run(id)
+    def saved_run_path(self, id: str) -> str | None:  # noqa: A002
+        """Path of `saved_run`, relative to the folder, as rows have it."""
+        run = self.saved_run(id)
         return None if run is None else str(run.path.relative_to(self.path))
 
     def new_video(self, id: str) -> Path:  # noqa: A002

@@ -315,7 +315,7 @@ class JobStore(EventLog):
         for job in self.list(limit=-1, order="asc", statuses=("in_progress",)):
             done, has_frames = self.folder.published(job.id), self.folder.has_frames(job.id)
             # A run that was begun at the last moment is one that the row does not know.
-            run = self.folder.kept_run_path(job.id)
+            run = self.folder.saved_run_path(job.id)
             if done is not None:
                 self.finish(job.id, "completed", **done)
             elif job.is_cancel_requested:

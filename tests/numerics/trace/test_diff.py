@@ -71,8 +71,8 @@ def test_a_half_precision_sum_in_one_attention_is_named(right: Trace, block: int
     assert not place.is_between
     assert place.before == 0
     assert place.apart > 100 * place.explained
-    assert "its output differs by" in place.says
-    assert "the same going in, to the bit" in place.says
+    assert "its output differs by" in place.message
+    assert "the same going in, to the bit" in place.message
     assert "was Core in the first run and HalfAccumulating in the second" in compared.notes[0]
 
 
@@ -113,8 +113,8 @@ def test_code_between_modules_is_told_from_the_modules() -> None:
     where, place = first(compare(*traces))
     assert where == "model.0.two, call 1"
     assert place.is_between
-    assert place.says.startswith("model.0, call 1: the input input that it gives to model.0.two")
-    assert "its own code, between its modules" in place.says
+    assert place.message.startswith("model.0, call 1: the input input that it gives to model.0.two")
+    assert "its own code, between its modules" in place.message
 
 
 def test_other_weights_are_told(right: Trace) -> None:
@@ -123,13 +123,13 @@ def test_other_weights_are_told(right: Trace) -> None:
         net.blocks[1].mlp[1].weight[3, 5] += 0.5
     where, place = first(compare(right, recorded(net)))
     assert where == "net.blocks.1.mlp.1, call 1"
-    assert "these are not the same weights" in place.says
+    assert "these are not the same weights" in place.message
 
 
 def test_another_beginning_is_no_module_s_fault(right: Trace) -> None:
     where, place = first(compare(right, recorded(traced_modules.net(), seed=2)))
     assert where == "net, call 1"
-    assert place.says.startswith("before any module: the input x")
+    assert place.message.startswith("before any module: the input x")
 
 
 def test_what_is_not_finite_is_named_where_it_begins(right: Trace) -> None:
@@ -143,7 +143,7 @@ def test_what_is_not_finite_is_named_where_it_begins(right: Trace) -> None:
     where, place = first(compare(right, recorded(net)))
     assert where == "net.blocks.2.mlp.2, call 1"
     assert place.apart == math.inf
-    assert "is not finite in the second trace" in place.says
+    assert "is not finite in the second trace" in place.message
     both = compare(recorded(net), recorded(net))
     assert both.places == ()
 
@@ -188,7 +188,7 @@ def test_whole_numbers_are_exact() -> None:
         recorder.remove()
         traces.append(recorder.trace({}, {}))
     _, place = first(compare(*traces))
-    assert "the input ids that text, call 1 was given" in place.says
+    assert "the input ids that text, call 1 was given" in place.message
 
 
 def test_the_picture_marks_the_place(right: Trace) -> None:

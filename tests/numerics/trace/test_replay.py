@@ -75,7 +75,7 @@ def test_the_wrong_run_is_named(dtype: torch.dtype) -> None:
     assert found.wrong == ("second",)
     assert replayed(wrong, narrow, net).wrong == ("first",)
     assert replayed(narrow, narrow, net).wrong == ()
-    assert "the source is here, in the second run" in found.says
+    assert "the source is here, in the second run" in found.message
 
 
 class Steep(nn.Module):
@@ -99,7 +99,7 @@ def test_growth_is_told_from_source() -> None:
     found = replay(compared, call, net.get_submodule(name[4:]))
     assert found.wrong == ()
     assert found.growth > 20
-    assert "growth, and the source is before it" in found.says
+    assert "growth, and the source is before it" in found.message
 
 
 def test_hooks_and_precision_of_the_module_are_left_out() -> None:

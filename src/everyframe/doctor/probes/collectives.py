@@ -43,10 +43,10 @@ def among(num_ranks: int, backend: str) -> dict[str, Any]:
                 process.start()
         for process in ranks:
             process.join()
-        said = []
+        answers = []
         while not results.empty():
-            said.append(results.get())
-    wrong = [text for text in said if text]
+            answers.append(results.get())
+    wrong = [text for text in answers if text]
     for rank, process in enumerate(ranks):
         code = process.exitcode or 0
         if code:

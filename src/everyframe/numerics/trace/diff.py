@@ -46,7 +46,7 @@ class TracePlace:
         explained: difference that precision explains.
         dtype: the narrower dtype.
         is_between: it is a module's input, so the code around the module made the difference.
-        says: the finding in a sentence.
+        message: the finding in a sentence.
     """
 
     seen: int
@@ -55,7 +55,7 @@ class TracePlace:
     explained: float
     dtype: str
     is_between: bool
-    says: str
+    message: str
 
 
 @dataclass(frozen=True)
@@ -203,21 +203,23 @@ class _Walk:
             differs = f"differs by {apart:.1e}; {dtype} explains {explained:.1e}"
         is_between = seen.kind == "input"
         if seen.kind == "weight":
-            says = f"the weights of {where}: {seen.name} {differs}: these are not the same weights"
+            message = (
+                f"the weights of {where}: {seen.name} {differs}: these are not the same weights"
+            )
         elif not is_between:
-            says = f"{where}: its {thing} {differs}, with {_given(before)}"
+            message = f"{where}: its {thing} {differs}, with {_given(before)}"
         elif self._a.calls[seen.call].parent < 0:
-            says = (
+            message = (
                 f"before any module: the {thing} that {where} was given {differs}, with "
                 f"{_given(before)}"
             )
         else:
             parent = self._a.place(self._a.calls[seen.call].parent)
-            says = (
+            message = (
                 f"{parent}: the {thing} that it gives to {where} {differs}, with {_given(before)}: "
                 "its own code, between its modules"
             )
-        return TracePlace(place, apart, before, explained, dtype, is_between, says)
+        return TracePlace(place, apart, before, explained, dtype, is_between, message)
 
 
 def _by_name(trace: Trace) -> dict[tuple[int, str, str], Seen]:

@@ -47,7 +47,7 @@ class Recorder:
         self._num_calls: Counter[int] = Counter()
         self._nth: Counter[int] = Counter()
         self._weighed: set[int] = set()
-        self._kept: dict[int, Tensor] = {}
+        self._saved: dict[int, Tensor] = {}
         self._arguments: dict[int, Any] = {}
 
     def watch(self, component: str, module: nn.Module) -> None:
@@ -98,7 +98,7 @@ class Recorder:
         )
         return Trace(
             dict(same), dict(about), tuple(self._parts), tuple(self._calls), tuple(seen), numbers,
-            ended, dict(self._kept), dict(self._arguments),
+            ended, dict(self._saved), dict(self._arguments),
         )  # fmt: skip
 
     def _entering(self, part: int, is_full: bool) -> Callable[..., None]:
@@ -147,7 +147,7 @@ class Recorder:
             place = len(self._seen) - 1
             if keep:
                 # A copy of its own: views may share what is changed later.
-                self._kept[place] = tensor.detach().to("cpu", copy=True).contiguous()
+                self._saved[place] = tensor.detach().to("cpu", copy=True).contiguous()
             return place
 
         return see

@@ -123,7 +123,7 @@ class Replayed:
         return tuple(which for which, error, explained in pairs if error > explained)
 
     @property
-    def says(self) -> str:
+    def message(self) -> str:
         """The finding in a sentence."""
         (one, two), (may_one, may_two) = self.errors, self.explained
         off = (
@@ -163,9 +163,9 @@ def replay(compared: Comparison, call: int, module: nn.Module) -> Replayed:
         except (RuntimeError, TypeError, KeyError, InputError) as error:
             text = " ".join(str(error).split())[:300]
             raise InputError(f"{name} can't be replayed: {text}") from error
-    given = [_kept(trace, made, "output") for trace, made in runs]
+    given = [_recorded(trace, made, "output") for trace, made in runs]
     errors = tuple(_apart(got, want, name) for got, want in zip(given, results, strict=True))
-    first, second = (_kept(trace, made, "input") for trace, made in runs)
+    first, second = (_recorded(trace, made, "input") for trace, made in runs)
     inputs, outputs = _apart(first, second, name), _apart(results[0], results[1], name)
     explained = tuple(_explained(trace, made) for trace, made in runs)
     growth = outputs / inputs if inputs else math.inf if outputs else 1.0
@@ -207,7 +207,7 @@ def _again(wide: nn.Module, trace: Trace, call: int) -> list[Tensor]:
     return found
 
 
-def _kept(trace: Trace, call: int, kind: str) -> list[Tensor]:
+def _recorded(trace: Trace, call: int, kind: str) -> list[Tensor]:
     return [
         trace.full[place]
         for place, seen in enumerate(trace.seen)

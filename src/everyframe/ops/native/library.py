@@ -160,7 +160,7 @@ def _key(compiler: str) -> str:
 
 def _compiled(compiler: str, folder: Path, key: str) -> ctypes.CDLL:
     """Compile, load and store the library by the first set of flags that works here."""
-    said = ""
+    message = ""
     with tempfile.TemporaryDirectory(dir=folder, prefix="making-") as place:
         for to_compile, to_link in _attempts():
             made = Path(place, f"{len(list(Path(place).iterdir()))}.so")
@@ -169,13 +169,13 @@ def _compiled(compiler: str, folder: Path, key: str) -> ctypes.CDLL:
                 _run([compiler, "-shared", f"{made}.o", *to_link, "-lm"], str(made))
                 ctypes.CDLL(str(made))
             except (OSError, subprocess.CalledProcessError) as error:
-                said = said or str(getattr(error, "stderr", None) or error).strip()
+                message = message or str(getattr(error, "stderr", None) or error).strip()
                 continue
             stored = folder / f"{key}-{_digest(made.read_bytes())}.so"
             made.chmod(0o600)
             os.replace(made, stored)
             return ctypes.CDLL(str(stored))
-    raise NoLibraryError(f"{compiler} can't compile the kernels: {said.splitlines()[0][:200]}")
+    raise NoLibraryError(f"{compiler} can't compile the kernels: {message.splitlines()[0][:200]}")
 
 
 def _attempts() -> Iterator[tuple[Sequence[str], Sequence[str]]]:

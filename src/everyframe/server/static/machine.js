@@ -42,7 +42,7 @@ function reportOf(report) {
   const bad = checks.filter((check) => check.mark !== "fine");
   const fine = checks.filter((check) => check.mark === "fine");
   return [
-    make("p", { className: `verdict is-${report.verdict}` }, report.says),
+    make("p", { className: `verdict is-${report.verdict}` }, report.message),
     ...bad.map(checkOf),
     make("details", { className: "fine-checks", open: !bad.length }, make("summary", {}, `${fine.length} checks are fine`), ...fine.map(checkOf)),
   ];
@@ -53,14 +53,14 @@ function checkOf(check) {
   const mark = /** @type {Record<string, string>} */ (MARKS)[check.mark] ?? check.mark;
   return make("section", { className: `check is-${check.mark}` },
     make("h2", {}, words(check.name), make("span", { className: "mark" }, mark)),
-    make("p", {}, check.says),
+    make("p", {}, check.message),
     ...check.findings.map(findingOf));
 }
 
 /** @param {any} finding */
 function findingOf(finding) {
   return make("div", { className: "finding" },
-    make("p", {}, make("strong", {}, finding.says)),
+    make("p", {}, make("strong", {}, finding.message)),
     finding.cause && make("p", { className: "soft" }, finding.cause),
     ...finding.fix.map((/** @type {any} */ fix) => make("div", { className: "fix" }, make("span", {}, words(fix.do)), fix.command && commandOf(fix.command))));
 }
