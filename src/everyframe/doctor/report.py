@@ -70,7 +70,7 @@ class Report(Options):
     """All checks on one machine. `machine` is its facts; `profile` the name if it is made up."""
 
     type: Literal["doctor"] = "doctor"
-    version: Literal[2] = Field(default=2, description="Of this format.")
+    version: Literal[3] = Field(default=3, description="Of this format.")
     everyframe: str
     profile: str | None = None
     model: str | None = None
