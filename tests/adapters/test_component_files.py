@@ -232,7 +232,7 @@ def test_a_scale_that_is_not_finite(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------- strictness
 
 
-def test_what_may_be_left_out_is_told(tmp_path: Path) -> None:
+def test_what_may_be_left_out_is_reported(tmp_path: Path) -> None:
     more = {"spiece_model": torch.zeros(5, dtype=torch.uint8), "logit_scale": torch.ones(())}
     tensors = {**originals.original_state("umt5"), **more}
     found = matched(stored.write(tmp_path / "a.safetensors", tensors), "umt5")

@@ -34,7 +34,7 @@ def test_weights_are_those_merged_by_hand(name: str, tmp_path: Path) -> None:
     assert len(notes) == (name == "k_img")
 
 
-def test_a_left_out_module_is_told(tmp_path: Path) -> None:
+def test_a_left_out_module_is_reported(tmp_path: Path) -> None:
     _, (note,) = lora_layouts.here("k_img", tmp_path)
     assert "4 modules for attention to a picture are left out" in note
     assert "LightX2V/issues/417" in note

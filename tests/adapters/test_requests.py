@@ -269,7 +269,7 @@ def test_a_record_reads_no_path(planted: Any, model: Path, lora: Path) -> None:
 # ------------------------------------------------------------------------------------ runs, repairs
 
 
-def broken_off(model: Path, **more: Any) -> None:
+def interrupted(model: Path, **more: Any) -> None:
     """Begin a run and leave it after its first step."""
     request = Request(**tiny_families.asked(NAME, model=str(model), **more))
     events = everyframe.stream(request)
@@ -281,12 +281,12 @@ def test_a_run_goes_on_with_its_lora(
     model: Path, lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = generate(model, loras=f"{lora}:0.5").frames
-    broken_off(model, loras=f"{lora}:0.5")
+    interrupted(model, loras=f"{lora}:0.5")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", everyframe.EveryframeWarning)
         resumed = everyframe.resume()
         assert np.array_equal(resumed.frames, expected)
-        broken_off(model, loras=f"{lora}:0.5")
+        interrupted(model, loras=f"{lora}:0.5")
         shutil.copy(lora, "kept.safetensors")
         write(model, lora, seed=5)
         with pytest.raises(InputError, match=r"loras is not what .* was begun with"):

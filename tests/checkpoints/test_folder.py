@@ -57,7 +57,7 @@ def test_weight_files_one_level_down(tmp_path: Path) -> None:
     assert weight_files(tmp_path) == [tmp_path / "b.safetensors", tmp_path / "vae" / "a.pth"]
 
 
-def test_a_number_of_thousands_of_digits_is_told(tmp_path: Path) -> None:
+def test_a_number_of_thousands_of_digits_is_reported(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"a": %s}' % ("1" * 5000), encoding="utf-8")
     with pytest.raises(CheckpointError, match="is not usable JSON"):
         read_json(tmp_path / "config.json")

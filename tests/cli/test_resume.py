@@ -47,7 +47,7 @@ def test_list_forget_and_go_on(
     assert main(["resume", first.name]) == 2
 
 
-def test_what_is_skipped_is_told(
+def test_what_is_skipped_is_reported(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -48,7 +48,7 @@ def test_one_number_or_several_are_one_option(given: Any) -> None:
 
 
 @pytest.mark.parametrize("given", [10**400, "9" * 400, 1e308])
-def test_of_what_is_long_the_beginning_is_told(given: Any) -> None:
+def test_of_what_is_long_the_beginning_is_reported(given: Any) -> None:
     with pytest.raises(InputError, match="num_frames must be") as told:
         Request(num_frames=given)
     assert len(str(told.value)) < 150

@@ -185,7 +185,7 @@ def test_tiles_and_then_blocks_where_one_part_alone_is_too_large(folder: Path) -
     assert tiled.component("vae").working_bytes < 0.9 * vae.working_bytes
 
 
-def test_what_no_dry_run_can_follow_is_told(
+def test_what_no_dry_run_can_follow_is_reported(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = dry_run.PipelineDryRun._call

@@ -86,7 +86,7 @@ def test_decoders_stay_wide_and_what_steers_is_an_island(folder: Path) -> None:
     assert "time_embedding" in plan.component("transformer").precision.islands
 
 
-def test_what_does_not_fit_together_is_told(folder: Path) -> None:
+def test_what_does_not_fit_together_is_reported(folder: Path) -> None:
     """Each part alone would fit: all of them are in memory at once."""
     plan = everyframe.plan(model=str(folder), **SMALL)
     largest = max(part.peak_bytes for part in plan.components)

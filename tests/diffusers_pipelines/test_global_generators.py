@@ -179,7 +179,7 @@ def with_own(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def begun(pipe: Any) -> str:
-    """The name of a run that was broken off after its first step."""
+    """The name of a run that was interrupted after its first step."""
     name = ""
     request = everyframe.Request(**with_own(ASKED), seed=7)
     with closing(everyframe.stream(request, pipe=pipe)) as events:  # type: ignore[type-var]
@@ -188,7 +188,7 @@ def begun(pipe: Any) -> str:
                 name = event.run
             if isinstance(event, Step):
                 return name
-    raise AssertionError("it was not broken off")
+    raise AssertionError("it was not interrupted")
 
 
 def resumed(pipe: Any, name: str) -> Any:

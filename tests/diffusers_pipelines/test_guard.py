@@ -188,7 +188,7 @@ def test_frames_of_one_colour_are_told(pipe_of: Callable[[str], Any]) -> None:
         with torch.no_grad():
             conv.weight.zero_()
             conv.bias.zero_()
-        for colour, prompt, is_told in (
+        for colour, prompt, is_reported in (
             (0.0, "a fox", True), (0.0, "a black screen", True), (-1.0, "a black screen", False),
             (-1.0, "a white fox in the snow", True),
         ):  # fmt: skip
@@ -196,7 +196,7 @@ def test_frames_of_one_colour_are_told(pipe_of: Callable[[str], Any]) -> None:
                 conv.bias.fill_(colour)
             _, events = run(pipe, "cogvideox", prompt=prompt)
             told = [each for each in events if isinstance(each, Note) and "colour" in each.text]
-            assert bool(told) == is_told
+            assert bool(told) == is_reported
             assert not [event for event in events if isinstance(event, Repaired)]
 
 

@@ -56,7 +56,7 @@ def test_three_frames_are_not_taken_for_channels() -> None:
     assert np.array_equal(frames_of(SimpleNamespace(frames=TCHW[None, :3])), FRAMES[:3])
 
 
-def test_a_result_without_frames_is_told() -> None:
+def test_a_result_without_frames_is_reported() -> None:
     with pytest.raises(EveryframeError, match="gave a SimpleNamespace without frames"):
         frames_of(SimpleNamespace(images=[]))
 
@@ -88,7 +88,7 @@ def test_sound_and_its_rate() -> None:
             sound_of(SimpleNamespace(audio=samples), vocoder(wrong))
 
 
-def test_light_beyond_white_is_told() -> None:
+def test_light_beyond_white_is_reported() -> None:
     frames = np.full((2, 4, 4, 3), 0.5, np.float32)
     frames[0, 0, 0] = (1.0004, -0.0004, 1.0)
     assert beyond_range(frames) is None

@@ -87,7 +87,7 @@ def test_it_is_named_and_the_video_is_that_of_the_pipeline_with_it(
 
 
 @pytest.mark.parametrize("enable", [pytest.param(by_method, marks=pytest.mark.slow), apply_alone])
-def test_a_run_that_was_broken_off_leaves_nothing_in_it(
+def test_a_run_that_was_interrupted_leaves_nothing_in_it(
     enable: Callable[..., None], make_pipe: Callable[..., Any]
 ) -> None:
     """diffusers empties a cache after a whole call only. Resumed, all calls are computed."""

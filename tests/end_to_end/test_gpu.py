@@ -221,7 +221,7 @@ def test_too_little_memory_is_done_in_less(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["opensora-1.2", "svd", "inpaint", "stepvideo"])
-def test_a_run_that_is_broken_off_gives_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_a_run_that_is_interrupted_gives_the_same_bits(name: str, tmp_path: Path) -> None:
     asked = tiny_families.asked(name, device="cuda", num_inference_steps=3)
     request = Request(model=str(tiny_families.made(name, tmp_path)), **asked)
     keep = SaveOptions(tmp_path / "runs", pace=EVERY_STEP)

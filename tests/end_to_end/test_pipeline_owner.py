@@ -206,7 +206,7 @@ def test_the_plan_says_what_is_set(wan: Any) -> None:
         assert switches(events).casts == (), "as it is where the stream is asked for"
 
 
-def test_what_is_otherwise_than_in_the_record_is_told(wan: Any) -> None:
+def test_what_is_otherwise_than_in_the_record_is_reported(wan: Any) -> None:
     with cpu_threads(2):
         video = everyframe.run(wan, **asked_of("wan"))
     assert isinstance(video, everyframe.Video)
@@ -220,12 +220,12 @@ def test_what_is_otherwise_than_in_the_record_is_told(wan: Any) -> None:
     assert any("torch.set_num_threads(2) before the call" in text for text in notes)
 
 
-def test_a_run_that_is_gone_on_with_is_as_its_owner_has_set_torch_now(
+def test_a_run_that_is_resumed_is_as_its_owner_has_set_torch_now(
     wan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EVERYFRAME_RUNS", str(tmp_path))
 
-    def broken_off() -> None:
+    def interrupted() -> None:
         def stop(event: Event) -> None:
             if isinstance(event, Step):
                 raise KeyboardInterrupt
@@ -234,11 +234,11 @@ def test_a_run_that_is_gone_on_with_is_as_its_owner_has_set_torch_now(
             ours(wan, "wan", on_event=stop)
 
     with torch.autocast("cpu", torch.bfloat16):
-        broken_off()
+        interrupted()
         video = everyframe.resume(pipe=wan, output="float")
         assert isinstance(video, everyframe.Video)
         assert np.array_equal(video.frames, theirs(wan, "wan"))
-        broken_off()
+        interrupted()
     model = given_pipeline(wan, family_options("pipeline", _request()))
     given = LoadedModel("pipeline", model, model.digests)
     events = list(resume_run(find_run(None), given_model=given))

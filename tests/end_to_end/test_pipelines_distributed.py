@@ -162,7 +162,7 @@ def test_several_videos_are_dealt_out_whole(ranks: Group, asked: dict[str, dict[
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [None, {"num_devices": 2}, {"num_devices": 1}])
 @pytest.mark.parametrize("name", ["wan", "cogvideox"])
-def test_a_run_that_is_broken_off_goes_on(
+def test_a_run_that_is_interrupted_goes_on(
     ranks: Group,
     asked: dict[str, dict[str, Any]],
     tmp_path: Path,

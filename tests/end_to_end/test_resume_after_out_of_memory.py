@@ -1,4 +1,4 @@
-"""A run that fell back for lack of memory, killed and gone on with where there is enough of it.
+"""A run that fell back for lack of memory, killed and resumed where there is enough of it.
 
 Its frames are those of a run that fell back and was not killed, bit for bit, which are not those
 of a run with enough memory from the start.
@@ -104,7 +104,7 @@ def told(events: list[Event]) -> list[tuple[str, str]]:
 
 #: Family, the class that finds too little for what, after so many calls, and in which call of its
 #: own the process dies afterwards; the seeds whose bits that changes, and those that are there when
-#: it is gone on with.
+#: it is resumed.
 CASES: dict[str, tuple[Any, ...]] = {
     # In the second step of the first video: one branch of guidance after the other from there on.
     "step": ("opensora", "STDiT3Block", lambda x: len(x) > 1, 5, 2, [1, 2], ()),
@@ -168,7 +168,7 @@ def test_a_step_further_on_it_is_done_without_a_word(
     model = folder(family)
     with little(kind, too_large, after):
         wanted = [*begun(model, family, tmp_path / "whole")]
-    root = tmp_path / "broken off"
+    root = tmp_path / "interrupted"
     with little(kind, too_large, after), closing(begun(model, family, root)) as coming:
         assert any(isinstance(event, Step) and event.stage == "denoise" and event.step == 2
                    for event in coming)  # fmt: skip

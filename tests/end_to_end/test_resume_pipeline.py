@@ -1,4 +1,4 @@
-"""A run of a pipeline that was given in Python: gone on with by the same one, and by no other.
+"""A run of a pipeline that was given in Python: resumed by the same one, and by no other.
 
 Wan with its own loop and diffusers' own scheduler. What is changed is what users change between
 two calls: weights, a LoRA that is fused, the scheduler, dtypes, configs, hooks, tiling.

@@ -115,7 +115,7 @@ def test_a_wrong_option_is_left_to_rank_0(
     assert capfd.readouterr().err.startswith("error: rank 1: num_devices asks for 2 and torchrun")
 
 
-def test_a_run_that_is_gone_on_with_is_named(
+def test_a_run_that_is_resumed_is_named(
     silent: list[float], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["resume"]) == 2

@@ -1,4 +1,4 @@
-"""Calibration end to end on the embedded model, with few steps: measured, saved, gone on with."""
+"""Calibration end to end on the embedded model, with few steps: measured, saved, resumed."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_certified_products_are_measured_alone_and_with_the_fastest_of_each_budg
     assert any(best in line for line in report(found, [30.0]))
 
 
-def test_it_goes_on_where_it_was_broken_off(
+def test_it_resumes_where_it_was_interrupted(
     model: Path, certified: list[str], planted_videos: list[str]
 ) -> None:
     options: dict[str, Any] = {"methods": ["taylor1", KIND], "guidance_scale": 1.0}

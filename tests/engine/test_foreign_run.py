@@ -47,7 +47,7 @@ def picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def run(model: str, picture: Path, tmp_path: Path) -> RunFolder:
-    """An own run of it that was broken off."""
+    """An own run of it that was interrupted."""
     return cut(model, tmp_path / "runs", image="cat.png", edit_strength=0.5)
 
 

@@ -29,7 +29,7 @@ from everyframe.hardware.facts import machine_facts
 from everyframe.runs.folder import RunFolder, all_runs, find_run, list_runs, new_run
 from everyframe.runs.replay_log import FileReplayLog
 from helpers.events import steps
-from helpers.interrupted_runs import OPEN_SORA, PICTURE, begun, broken_off, cut, same, videos
+from helpers.interrupted_runs import OPEN_SORA, PICTURE, begun, cut, same, stop_before, videos
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
 PIPELINE: dict[str, Any] = {
@@ -54,7 +54,7 @@ def test_a_foreign_pipeline_goes_on_by_replay(tmp_path: Path) -> None:
         unbroken = list(begun(root, **options))
         num_calls = len(calls)
         third = [place for place, e in enumerate(unbroken) if isinstance(e, Step)][2]
-        folder = broken_off(begun(root, **options), third + 1)
+        folder = stop_before(begun(root, **options), third + 1)
         num_kept = len(list(folder.answers.glob("*/*.safetensors")))
         calls.clear()
         again = list(resume.resume_run(folder))

@@ -258,7 +258,7 @@ def test_differences_are_told(model: Path) -> None:
     assert "torch was 1.0" in lines[2]
 
 
-def test_a_default_that_is_another_now_is_told(model: Path) -> None:
+def test_a_default_that_is_another_now_is_reported(model: Path) -> None:
     record = record_of(model)
     before = json.loads(json.dumps(record))
     before["settings"]["guidance_scale"] = 9.5

@@ -130,7 +130,7 @@ def test_a_resumed_run_has_a_page_beside_that_of_its_first_part(tmp_path: Path) 
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_run_that_is_gone_on_with_is_reported(tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_is_reported(tmp_path: Path) -> None:
     """Broken off before the part in which something has to be repaired."""
     folder = tiny_opensora.opensora_1_2(tmp_path / "model")
     tensors = load_file(folder / "vae/model.safetensors")

@@ -1,7 +1,7 @@
-"""Runs of several ranks that are broken off: gone on with by as many, the same bits; by others,
+"""Runs of several ranks that are interrupted: resumed by as many, the same bits; by others,
 the same but for rounding; and several videos of several groups, each kept where it is made.
 
-How a run is broken off here: `interrupted_ranks`.
+How a run is interrupted here: `interrupted_ranks`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def test_on_another_number_of_ranks_only_rounding_differs(
     )
     plan = load_run(RunFolder(place)).plan
     assert plan.parallel is not None
-    assert len(plan.parallel.ranks) == 3, "broken off again, it goes on as it was now"
+    assert len(plan.parallel.ranks) == 3, "interrupted again, it goes on as it was now"
 
 
 def test_with_too_little_memory_all_ranks_go_on_in_less(

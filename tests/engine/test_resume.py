@@ -1,6 +1,6 @@
-"""Runs that are broken off and gone on with, against unbroken ones: the same bits.
+"""Runs that are interrupted and resumed, against unbroken ones: the same bits.
 
-Here a run is broken off by letting go of its events, which leaves the folder as a kill does: the
+Here a run is interrupted by letting go of its events, which leaves the folder as a kill does: the
 state is written at every step, and nothing is written on the way out.
 `end_to_end/test_killed_runs.py` kills processes.
 """
@@ -18,7 +18,7 @@ from everyframe.core.events import RunSaved, Step
 from everyframe.core.quality import LossyMethod, SamplingMethod
 from everyframe.engine import resume
 from everyframe.runs.folder import all_runs
-from helpers.interrupted_runs import OPEN_SORA, PICTURE, STEPS, begun, broken_off, same
+from helpers.interrupted_runs import OPEN_SORA, PICTURE, STEPS, begun, same, stop_before
 from helpers.tiny_checkpoints import inpaint as tiny_inpaint
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 from helpers.tiny_checkpoints import opensora2 as tiny_opensora2
@@ -45,7 +45,7 @@ def over_limit(name: str, num_computed: int, *numbers: int, **more: Any) -> Loss
 #: The cases of every run of the tests; the others are slow ones.
 FAST = ("opensora-1.2-chain", "svd", "inpaint-unipc", "svd-lossy", "opensora-1.2-lossy")
 
-#: What is broken off: the maker of its model, and what is asked of it.
+#: What is interrupted: the maker of its model, and what is asked of it.
 CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     "opensora-1.2": (tiny_opensora.opensora_1_2, OPEN_SORA),
     "opensora-1.2-chain": (
@@ -149,7 +149,7 @@ def _scheduled(folder: Path, name: str) -> Path:
 @pytest.mark.parametrize(
     "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )
-def test_a_run_that_is_broken_off_anywhere_gives_the_same_bits(case: str, tmp_path: Path) -> None:
+def test_a_run_that_is_interrupted_anywhere_gives_the_same_bits(case: str, tmp_path: Path) -> None:
     make, options = CASES[case]
     options = {"model": str(make(tmp_path / "model")), **options}
     root = tmp_path / "runs"
@@ -158,7 +158,7 @@ def test_a_run_that_is_broken_off_anywhere_gives_the_same_bits(case: str, tmp_pa
     first = next(place for place, e in enumerate(whole) if isinstance(e, RunSaved))
     places = [p for p, e in enumerate(whole) if p > first and isinstance(e, Step)]
     for place in places[2 :: max(1, len(places) // 3)]:
-        folder = broken_off(begun(root, **options), place + 1)
+        folder = stop_before(begun(root, **options), place + 1)
         again = list(resume.resume_run(folder))
         same(whole, again)
         steps = [e for e in again if isinstance(e, Step) and e.stage == "denoise"]

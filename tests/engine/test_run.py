@@ -208,7 +208,7 @@ def test_a_source_may_be_a_video(model: str) -> None:
         )
 
 
-def test_a_source_of_another_rate_is_told(model: str, tmp_path: Path) -> None:
+def test_a_source_of_another_rate_is_reported(model: str, tmp_path: Path) -> None:
     frames = np.zeros((4, 16, 16, 3), np.uint8)
     everyframe.Video(frames, Fraction(12)).save(tmp_path / "clip.mp4")
     asked = request(model, num_frames=17, extend=str(tmp_path / "clip.mp4"))

@@ -293,7 +293,7 @@ def test_what_stays_counts_as_free_for_the_plan() -> None:
 
 
 @pytest.mark.slow
-def test_a_broken_off_run_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
+def test_an_interrupted_run_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
     with everyframe.load() as engine:
         run = ""
         request = Request(**SHAPES)

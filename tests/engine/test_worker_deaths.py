@@ -50,7 +50,7 @@ def test_a_worker_that_dies_before_it_reads_its_job_is_dead(worker: FakeWorker) 
 
 
 @pytest.mark.parametrize("num_bytes", [0, 3, 50])
-def test_a_batch_whose_worker_dies_in_mid_message_is_told(
+def test_a_batch_whose_worker_dies_in_mid_message_is_reported(
     worker: FakeWorker, num_bytes: int
 ) -> None:
     shared = SharedWorker(worker, "a batch")

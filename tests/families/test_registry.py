@@ -59,7 +59,7 @@ def test_an_unknown_option_names_the_nearest(given: str, meant: str) -> None:
         check_option_names(Request(prompt="a", **{given: 1}))
 
 
-def test_another_familys_option_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_familys_option_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from everyframe.core.options import FamilyOptions, option
     from everyframe.families import registry
 

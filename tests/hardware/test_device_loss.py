@@ -61,7 +61,7 @@ def test_what_is_not_about_a_lost_device(error: Exception) -> None:
     assert not is_device_loss(type(error)(f"{error}{ADVICE}"))
 
 
-def test_the_first_of_several_errors_is_told() -> None:
+def test_the_first_of_several_errors_is_reported() -> None:
     """Cleaning up raises errors of its own, of other classes too."""
 
     def fails() -> None:

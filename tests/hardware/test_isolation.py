@@ -48,7 +48,7 @@ def test_an_error_is_told_with_what_was_printed() -> None:
     assert "Traceback" in ended.printed
 
 
-def test_what_cannot_be_sent_is_told() -> None:
+def test_what_cannot_be_sent_is_reported() -> None:
     ended = run_isolated(crashing_functions.answer, "a", lambda: "b", seconds=PATIENCE)
     assert not ended.is_well
     assert ended.error is not None

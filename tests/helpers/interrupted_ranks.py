@@ -1,6 +1,6 @@
-"""Runs of several ranks that are broken off and gone on with, for tests of any family.
+"""Runs of several ranks that are interrupted and resumed, for tests of any family.
 
-A run is broken off by letting go of its events on every rank, which leaves the folder as a kill
+A run is interrupted by letting go of its events on every rank, which leaves the folder as a kill
 does: the state is written at every step, and nothing is written on the way out.
 """
 

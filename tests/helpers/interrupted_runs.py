@@ -55,7 +55,7 @@ def same(events: list[Event], others: list[Event]) -> None:
     assert records[0] == records[1]
 
 
-def broken_off(events: Iterator[Event], number: int) -> RunFolder:
+def stop_before(events: Iterator[Event], number: int) -> RunFolder:
     """The folder of a run that ended before the event of that number."""
     name = None
     for event in itertools.islice(events, number):

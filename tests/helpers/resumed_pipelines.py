@@ -1,4 +1,4 @@
-"""A pipeline's run by a lossy method, broken off after a step and resumed."""
+"""A pipeline's run by a lossy method, interrupted after a step and resumed."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def test_what_a_cpu_lacks_is_not_tried() -> None:
     assert added == {"ONEDNN_MAX_CPU_ISA=AVX512_CORE", "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"}
 
 
-def test_each_has_a_process_and_one_that_fails_is_told(
+def test_each_has_a_process_and_one_that_fails_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cpu, "processor_flags", lambda: frozenset({"sse2", "avx2"}))

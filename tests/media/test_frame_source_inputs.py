@@ -39,7 +39,7 @@ def files(tmp_path: Path) -> Path:
         ("extend", "missing.mp4", "does not exist"),
     ],
 )
-def test_what_is_none_is_told(files: Path, option: str, name: str, says: str) -> None:
+def test_what_is_none_is_reported(files: Path, option: str, name: str, says: str) -> None:
     asked: dict[str, Any] = {option: str(files / name)}
     with pytest.raises(MediaError, match=says):
         check_given(Request(prompt="a red circle", model="shapes", **asked))

@@ -132,12 +132,12 @@ def test_a_loaded_components_dtype_is_kept_and_the_issue_told() -> None:
     sick = machine(CARD, packages={"torch": "2.8.0"}, libraries={"cudnn": "9.10.2"})
     chooser = FastPathChooser(CARD, known=known(sick, CARD))
     bf16 = Precision("bfloat16", "bfloat16")
-    for run, is_told in ((VAE, True), (DENOISER, False)):
+    for run, is_reported in ((VAE, True), (DENOISER, False)):
         name = run.stage_call.component
         part = component(name, has_precision=bf16)
         dtype, choices = chooser.dtype(part, bf16, [run])
         assert dtype == "bfloat16"
-        assert bool(choices) == is_told
+        assert bool(choices) == is_reported
         for note in fast_path_notes("Its vae", choices, bf16):
             assert note.startswith("Its vae: bfloat16, as it was loaded, in spite of known issue")
 

@@ -105,7 +105,7 @@ def test_short_memory_moves_work_to_the_others() -> None:
     assert 0.5 * free < tight.component("denoiser").peak_bytes <= 0.92 * free
     (said,) = (note for note in tight.notes if note.startswith("shares of the work"))
     assert said.endswith("cuda:1 would do more by speed, and has no memory for it")
-    # What was asked for is left as it is, and is told where it can't be done.
+    # What was asked for is left as it is, and is reported where it can't be done.
     asked = plan(card(0), card(1, "other", free=free), shares="1,1", **size)
     assert weights(asked) == [1.0, 1.0]
 
@@ -239,7 +239,7 @@ def test_several_videos_share_devices_where_one_does_not_hold_the_weights() -> N
     assert together.infeasible is None
     assert str(together.parallel) == "data=1, cfg=1, sequence=2"
     assert together.component("denoiser").num_weight_shards == 2
-    # What was asked for by name is left as it is, and is told where it can't be done.
+    # What was asked for by name is left as it is, and is reported where it can't be done.
     assert plan(tight, tight, num_videos=2, parallel="data=2").infeasible is not None
 
 

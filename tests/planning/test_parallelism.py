@@ -120,7 +120,7 @@ def test_devices_that_are_not_there(asked: dict[str, Any], said: str) -> None:
         asked_devices(Request(prompt=PROMPT, **asked), MACHINE)
 
 
-def test_one_gpu_of_its_kind_is_told() -> None:
+def test_one_gpu_of_its_kind_is_reported() -> None:
     apple = MachineFacts((DeviceFacts("Apple GPU", "mps", None, 1, 1),), 8)
     apple = replace(apple, devices=(*apple.devices, MACHINE.cpu))
     with pytest.raises(InputError, match="this machine has 1 of mps"):

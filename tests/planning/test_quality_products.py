@@ -1,4 +1,4 @@
-"""Products in eight bits as a part of quality: named, chosen by a budget, recorded, gone on with.
+"""Products in eight bits as a part of quality: named, chosen by a budget, recorded, resumed.
 
 torchao's products are planted as float32 ones of rounded rows, which every machine computes, but
 for one test; `diffusers_pipelines/test_quantized_products.py` has more with torchao's own.
@@ -25,7 +25,7 @@ from everyframe.fast_paths.calibrations import Measurement
 from everyframe.fast_paths.registry import DISABLE_VARIABLES
 from everyframe.planning.resolve import prepare
 from helpers.calibrations import plant_calibration
-from helpers.interrupted_runs import OPEN_SORA, begun, broken_off, same
+from helpers.interrupted_runs import OPEN_SORA, begun, same, stop_before
 from helpers.planted_products import KIND, certify_as, multiply_here
 
 SAMPLING = "abm2@4"
@@ -239,13 +239,13 @@ def test_a_record_makes_the_same_bits_whatever_is_calibrated_by_then(
 
 
 @pytest.mark.usefixtures("certified")
-def test_a_run_that_is_broken_off_gives_the_same_bits(model: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_interrupted_gives_the_same_bits(model: Path, tmp_path: Path) -> None:
     calibrated(model)
     options = asked(model, quality="32dB")
     whole = list(begun(tmp_path / "runs", **options))
     first = next(place for place, each in enumerate(whole) if isinstance(each, RunSaved))
     steps = [p for p, e in enumerate(whole) if p > first and isinstance(e, Step)]
-    folder = broken_off(begun(tmp_path / "runs", **options), steps[4] + 1)
+    folder = stop_before(begun(tmp_path / "runs", **options), steps[4] + 1)
     calibrated(model, {"abm2@6": Measurement(50.0, 9.0, 1.3)})
     same(whole, list(resume.resume_run(folder)))
 

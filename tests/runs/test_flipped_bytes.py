@@ -20,7 +20,7 @@ from everyframe.runs.atomic_write import read_json
 from everyframe.runs.folder import RunFolder
 from everyframe.runs.replay_log import FileReplayLog
 from everyframe.runs.tensor_store import TensorStore
-from helpers.interrupted_runs import OPEN_SORA, PICTURE, begun, broken_off, same
+from helpers.interrupted_runs import OPEN_SORA, PICTURE, begun, same, stop_before
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 #: Regions of a file of tensors in which a byte is changed.
@@ -29,14 +29,14 @@ _REGIONS = 24
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, list[Event]]:
-    """A run that was broken off in its second clip, and the events of the same run unbroken."""
+    """A run that was interrupted in its second clip, and the events of the same run unbroken."""
     place = tmp_path_factory.mktemp("flipped")
     options = {**OPEN_SORA, "model": str(tiny_opensora.opensora_1_2(place / "model")), "chain": 2,
                "image": PICTURE, "edit_strength": 0.5}  # fmt: skip
     whole = list(begun(place / "whole", **options))
     steps = [number for number, e in enumerate(whole) if isinstance(e, Step)]
     last = [number for number in steps if whole[number].stage == "denoise"][-2]  # type: ignore[attr-defined]
-    folder = broken_off(begun(place / "runs", **options), last + 1)
+    folder = stop_before(begun(place / "runs", **options), last + 1)
     folder.write_shortages([])
     return folder, whole
 

@@ -268,7 +268,7 @@ def test_a_repeated_call_has_the_memory_of_the_denoiser_that_failed() -> None:
     assert len(made) == 2
 
 
-def test_a_jump_is_told() -> None:
+def test_a_jump_is_reported() -> None:
     guard = Guard(plan(), "denoise", {})
     denoise = GuardedDenoiser(guard, lambda: lambda x: x)
     for size in (1.0, 3.0, 0.5, 20.0):

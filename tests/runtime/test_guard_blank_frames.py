@@ -84,7 +84,7 @@ def test_no_word_and_no_colour_keeps_frames_from_being_decoded_again(
 
 
 @pytest.mark.parametrize(
-    ("prompt", "colour", "is_told"),
+    ("prompt", "colour", "is_reported"),
     [
         ("a black screen", BLACK, False),
         ("a black screen", GREY, True),
@@ -101,10 +101,10 @@ def test_no_word_and_no_colour_keeps_frames_from_being_decoded_again(
     ],
 )
 def test_only_words_that_ask_for_the_colour_keep_a_note_back(
-    prompt: str, colour: tuple[float, ...], is_told: bool
+    prompt: str, colour: tuple[float, ...], is_reported: bool
 ) -> None:
     """In float32 too the frames are blank."""
-    assert bool(decoded(0.0, prompt, colour)[1]) == is_told
+    assert bool(decoded(0.0, prompt, colour)[1]) == is_reported
 
 
 def test_a_given_frame_of_one_colour_keeps_a_note_back_and_no_repair() -> None:

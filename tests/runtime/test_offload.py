@@ -209,7 +209,7 @@ def test_a_file_that_is_wrong_is_told_before_anything_runs(tmp_path: Path) -> No
         load_component(plan_of(source, from_disk=True), lambda: Model(12), path, KeyMap())
 
 
-def test_a_file_that_is_cut_short_under_a_run_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_short_under_a_run_is_reported(tmp_path: Path) -> None:
     """Also where it is read in another thread, for a part that comes later."""
     source = Model(12)
     path = stored(source, tmp_path)

@@ -1,4 +1,4 @@
-"""A call is known again in a run that is gone on with, wherever that begins."""
+"""A call is known again in a run that is resumed, wherever that begins."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ def sent(group: Communicator, path: str) -> dict[str, Any]:
     return {"sent": counts, "most": offloaded.most_bytes}
 
 
-def test_what_is_sent_is_what_is_told(ranks: Group, tmp_path: Path) -> None:
+def test_what_is_sent_is_what_is_reported(ranks: Group, tmp_path: Path) -> None:
     """Every unit once a pass, to each of the others; texts come beside, so layers of them again."""
     model = Model()
     unit = sum(p.nbytes for p in model.blocks[0].parameters())

@@ -144,7 +144,7 @@ def test_several_videos_are_dealt_out_whole_first(ranks: Group, model: str) -> N
 
 
 @pytest.mark.parametrize("until", [2, 4])
-def test_a_run_that_is_broken_off_goes_on_on_one_device(
+def test_a_run_that_is_interrupted_goes_on_on_one_device(
     ranks: Group, model: str, tmp_path: Path, until: int
 ) -> None:
     """In the middle of a round of two batches, and at its end: the same bits."""

@@ -124,7 +124,7 @@ def test_a_file_that_is_not_all_there_is_to_it_is_left_to_transformers(
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"model": 3}', "[" * 1000])
-def test_a_broken_file_is_told(text: str, tmp_path: Path) -> None:
+def test_a_broken_file_is_reported(text: str, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(SHAPES, tmp_path / "tokenizer"))
     (folder / "tokenizer.json").write_text(text)
     with pytest.raises(CheckpointError, match="holds no usable tokenizer"):

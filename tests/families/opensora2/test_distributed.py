@@ -1,4 +1,4 @@
-"""Runs of an Open-Sora 2.0 among several ranks, unbroken and broken off, against one rank's."""
+"""Runs of an Open-Sora 2.0 among several ranks, unbroken and interrupted, against one rank's."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ def test_part_of_a_table_is_the_table_of_those_tokens() -> None:
         ({"norm_eps": 0}, "norm_eps must be a number above 0"),
     ],
 )
-def test_a_wrong_config_is_told(change: dict[str, object], says: str) -> None:
+def test_a_wrong_config_is_reported(change: dict[str, object], says: str) -> None:
     with pytest.raises(CheckpointError, match=says):
         StepVideoModelConfig.from_json({"_class_name": "StepVideoModel", **change})
 

@@ -1,5 +1,5 @@
-"""Runs of a Step-Video among ranks that are broken off: on as many ranks the same bits come out, on
-another number of them, or by another way of exchange, the same but for rounding."""
+"""Interrupted runs of a Step-Video among ranks: on as many ranks the same bits come out, on another
+number of them, or by another way of exchange, the same but for rounding."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_on_one_device(kept: tuple[Path, dict[int, Any]], tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("stage", ["text", "clip text", "denoise"])
-def test_begun_on_one_device_and_broken_off_in_any_stage(
+def test_begun_on_one_device_and_interrupted_in_any_stage(
     ranks: Group,
     asked: dict[str, Any],
     kept: tuple[Path, dict[int, Any]],

@@ -89,7 +89,7 @@ def test_what_is_given_is_taken() -> None:
         ({"latents": torch.zeros(1, 36, 64, 34, 62)}, r"of shape (1, 64, 36, 34, 62)"),
     ],
 )  # fmt: skip
-def test_what_can_not_be_is_told(given: dict[str, Any], text: str) -> None:
+def test_what_can_not_be_is_reported(given: dict[str, Any], text: str) -> None:
     with pytest.raises(InputError) as caught:
         resolved(**given)
     assert text in str(caught.value)

@@ -75,7 +75,7 @@ def notes(folder: Path, prompt: str, **options: Any) -> list[str]:
     return [event.text for event in everyframe.stream(request) if isinstance(event, Note)]
 
 
-def test_what_an_encoder_does_not_read_is_told(folder: Path) -> None:
+def test_what_an_encoder_does_not_read_is_reported(folder: Path) -> None:
     fits = notes(folder, "a red circle", pos_magic="", negative_prompt="blue")
     assert not [note for note in fits if "CLIP" in note]
     long = "a red circle on a blue background " * 12

@@ -142,12 +142,12 @@ def test_arguments_of_all_kinds_are_given_again() -> None:
 
 
 @pytest.mark.parametrize("how", [Told(), math.inf, torch.Size([1])])
-def test_what_a_trace_can_not_keep_is_told(how: object) -> None:
+def test_what_a_trace_can_not_keep_is_reported(how: object) -> None:
     with pytest.raises(InputError, match=f"given a {type(how).__name__}, which a trace can't keep"):
         replay(compared_of(torch.ones(3), how), 0, Takes())
 
 
-def test_another_module_is_told() -> None:
+def test_another_module_is_reported() -> None:
     compared = compared_of(torch.ones(1, 3), None)
     with pytest.raises(InputError, match="model can't be replayed"):
         replay(compared, 0, nn.Linear(3, 3))
