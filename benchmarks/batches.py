@@ -33,10 +33,11 @@ from everyframe.families.opensora import sharding
 from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.hardware import machine_facts, pick_device
 from everyframe.media.read import read_video
+from everyframe.ops.call_override import ModuleCall
 from everyframe.ops.text_context import KeysValues, TextContext
 from everyframe.parallel.communicator import SingleRank
 from everyframe.precision.strict_float32 import strict_float32
-from everyframe.runtime.batched_calls import BatchedModule, ModuleCall
+from everyframe.runtime.batched_calls import BatchedModule
 from everyframe.server.data_folder import open_folder
 from everyframe.server.dispatcher import Dispatcher, DispatcherOptions
 from everyframe.server.jobs import NewJob

@@ -32,11 +32,11 @@ from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
 from everyframe.families.opensora.components import DENOISER_ISLANDS
 from everyframe.families.opensora.config import STDiT3Config
-from everyframe.families.opensora.model_inputs import TextContext
 from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.fast_paths.apply import apply_fast_paths, swap_modules
 from everyframe.hardware import machine_facts, pick_device
 from everyframe.ops.attention import AttentionCore
+from everyframe.ops.text_context import TextContext
 from everyframe.precision import cast_hooks
 from everyframe.precision.strict_float32 import strict_float32
 

@@ -11,8 +11,8 @@ from everyframe.core.plan import Settings
 from everyframe.families.inpaint.checkpoint import InpaintFiles
 from everyframe.families.inpaint.components import InpaintBuilder
 from everyframe.families.inpaint.config import InpaintConfig, released
-from everyframe.families.inpaint.family import InpaintSpec
 from everyframe.families.inpaint.options import InpaintOptions
+from everyframe.families.inpaint.spec import InpaintSpec
 from everyframe.families.opensora.checkpoint import OpenSoraFiles
 from everyframe.families.opensora.components import OpenSoraBuilder
 from everyframe.families.opensora.config import OpenSoraConfig, STDiT3Config, STDiTConfig
@@ -31,14 +31,14 @@ from everyframe.families.stepvideo.config import (
     StepVideoConfig,
     StepVideoModelConfig,
 )
-from everyframe.families.stepvideo.family import StepVideoSpec
 from everyframe.families.stepvideo.options import StepVideoOptions
+from everyframe.families.stepvideo.spec import StepVideoSpec
 from everyframe.families.svd.checkpoint import SVDFiles
 from everyframe.families.svd.components import SVDBuilder
 from everyframe.families.svd.config import SVDConfig
 from everyframe.families.svd.config import released as released_svd
-from everyframe.families.svd.family import SVDSpec
 from everyframe.families.svd.options import SVDOptions
+from everyframe.families.svd.spec import SVDSpec
 from everyframe.runtime.component_files import ComponentSource
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 from helpers.tiny_checkpoints import opensora2 as tiny_opensora2
