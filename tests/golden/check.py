@@ -62,7 +62,8 @@ def opensora_stdit3_v1_2(golden: Golden) -> Outputs:
 
     model = STDiT3(STDiT3Config.from_json(constructor(golden)))
     golden.load(model, STDIT3_KEYS)
-    sizes = {name: golden[name] for name in ("fps", "height", "width")}
+    # Upstream gives every sample the first one's pixels; a frame rate is each sample's own.
+    sizes = {"fps": golden["fps"], "height": golden["height"][0], "width": golden["width"][0]}
     outputs = (
         ("output", True, False),
         ("output_with_x_mask", True, True),

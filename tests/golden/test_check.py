@@ -195,6 +195,18 @@ def test_sizes_may_stand_among_notes(copy: Callable[[str], Path], is_nested: boo
     assert check.main([str(folder)]) == 0
 
 
+def test_pixels_are_those_of_the_first_sample(copy: Callable[[str], Path]) -> None:
+    """Upstream looks at ``height[0]`` and ``width[0]``; what others have changes no number."""
+    folder = copy("opensora_stdit3_v1_2")
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        tensors["height"][1:] *= 2
+        tensors["width"][1:] *= 3
+
+    change(folder / "io.safetensors", edit)
+    assert check.main([str(folder)]) == 0
+
+
 def test_a_reference_is_read_as_far_as_its_kind_says(copy: Callable[[str], Path]) -> None:
     """Upstream takes 9 latent frames of a clip, none without a condition, and pastes a picture
     over a video of one frame."""
