@@ -247,6 +247,36 @@ def test_a_setting_that_changes_the_function_is_refused(
     assert f"{key} must be" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        # opensora_rflow_10 has upstream's defaults; what only training reads changes nothing.
+        ("opensora_rflow_10", {"transform_scale": 2.0, "sample_method": "logit-normal"}),
+        ("opensora_iddpm_20", {"timestep_respacing": "20", "cfg_scale": 7.0}),
+        (
+            "opensora_iddpm_20",
+            {"num_sampling_steps": 20, "cfg_scale": 7.0, "rescale_learned_sigmas": True},
+        ),
+    ],
+)
+def test_what_a_config_leaves_out_is_upstreams_default(
+    copy: Callable[[str], Path], name: str, config: dict[str, object]
+) -> None:
+    folder = copy(name)
+    (folder / "config.json").write_text(json.dumps(config))
+    assert check.main([str(folder)]) == 0
+
+
+@pytest.mark.parametrize("respacing", ["ddim20", "10,10"])
+def test_another_respacing_is_refused(
+    copy: Callable[[str], Path], capsys: pytest.CaptureFixture[str], respacing: str
+) -> None:
+    folder = copy("opensora_iddpm_20")
+    (folder / "config.json").write_text(json.dumps({"timestep_respacing": respacing}))
+    assert check.main([str(folder)]) == 2
+    assert f"timestep_respacing must be None, got '{respacing}'" in capsys.readouterr().err
+
+
 def test_an_error_of_one_folder_leaves_the_others(
     copy: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
