@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from everyframe.core.events import (
 from everyframe.engine import request_inputs as given_frames
 from everyframe.engine import run
 from everyframe.engine.provenance import make_record
+from everyframe.media.pixels import fit_image
 from everyframe.runtime import stages
 from helpers.events import frames_by_seed
 from helpers.tiny_checkpoints import opensora as tiny_opensora
@@ -175,6 +177,20 @@ def test_given_frames_are_fitted_to_the_size(model: str) -> None:
     given = given_frames.read_given(asked, everyframe.plan(asked).settings)
     assert given.source is not None
     assert given.source.shape == (4, 16, 16, 3)
+
+
+def test_a_picture_is_fitted_to_the_named_size_and_cut_to_the_videos(model: str) -> None:
+    """240p of Open-Sora is 426 wide and the video 424; one of the video's size is left alone."""
+    shown = np.arange(20 * 40 * 3, dtype=np.uint8).reshape(20, 40, 3)
+    settings = everyframe.plan(request(model, num_frames=17, image=shown)).settings
+    named = replace(settings, nominal_size=(16, 18))
+    given = given_frames.read_given(request(model, image=shown), named)
+    assert given.first is not None
+    np.testing.assert_array_equal(given.first[0], fit_image(shown, 16, 18, "cover")[:, :16])
+    own = shown[:16, :16]
+    given = given_frames.read_given(request(model, image=own), named)
+    assert given.first is not None
+    np.testing.assert_array_equal(given.first[0], own)
 
 
 def test_a_source_of_floats_is_rounded_and_other_shapes_are_refused(model: str) -> None:

@@ -62,7 +62,8 @@ def opensora_stdit3_v1_2(golden: Golden) -> Outputs:
 
     model = STDiT3(STDiT3Config.from_json(constructor(golden)))
     golden.load(model, STDIT3_KEYS)
-    sizes = {name: golden[name] for name in ("fps", "height", "width")}
+    # Upstream gives every sample the first one's pixels; a frame rate is each sample's own.
+    sizes = {"fps": golden["fps"], "height": golden["height"][0], "width": golden["width"][0]}
     outputs = (
         ("output", True, False),
         ("output_with_x_mask", True, True),
@@ -87,18 +88,19 @@ def opensora_vae_temporal_v1_2(golden: Golden) -> Outputs:
     yield "reconstruction", vae.decode(golden["z"], num_frames=golden["x"].shape[2])
 
 
+#: What both of Open-Sora's samplers have where a config says nothing.
+_CFG_SCALE = 4.0
+
+
 def opensora_iddpm(golden: Golden) -> Outputs:
     """A whole run of 1.0's sampler on the analytic model of its README."""
     for name, supported in (
         ("noise_schedule", "linear"), ("learn_sigma", True), ("predict_xstart", False),
-        ("rescale_learned_sigmas", False), ("timestep_respacing", None),
     ):  # fmt: skip
         golden.only(name, supported)
-    plan = iddpm.schedule(
-        golden.setting("num_sampling_steps"),
-        num_timesteps=golden.config.get("diffusion_steps", 1000),
-    )
-    scale = golden.setting("cfg_scale")
+    num_timesteps = golden.config.get("diffusion_steps", 1000)
+    plan = iddpm.schedule(_iddpm_steps(golden, num_timesteps), num_timesteps=num_timesteps)
+    scale = golden.config.get("cfg_scale", _CFG_SCALE)
 
     def model(x: Tensor, t: Tensor, c: float) -> Tensor:
         tt = (t / 1000).view(-1, 1, 1, 1, 1)
@@ -115,18 +117,28 @@ def opensora_iddpm(golden: Golden) -> Outputs:
     yield "sample", last.x
 
 
+def _iddpm_steps(golden: Golden, num_timesteps: int) -> int:
+    """Steps of one even section: a number, its text as a respacing, or by default all of them."""
+    steps = golden.config.get("num_sampling_steps")
+    respacing = golden.config.get("timestep_respacing") or num_timesteps
+    if steps is None and str(respacing).isdecimal():
+        return int(respacing)
+    golden.only("timestep_respacing", None)
+    return int(golden.setting("num_sampling_steps"))
+
+
 def opensora_rflow(golden: Golden) -> Outputs:
     """A whole run of 1.2's sampler on the analytic velocity of its README."""
     golden.only("use_discrete_timesteps", False)
     num_timesteps = golden.config.get("num_timesteps", 1000)
     sizes: dict[str, Any] = {}
-    if golden.setting("use_timestep_transform"):
+    if golden.config.get("use_timestep_transform", False):
         sizes["resolution"] = (golden["height"], golden["width"])
         sizes["num_frames"] = golden["num_frames"]
     timesteps = rectified_flow.schedule(
-        golden.setting("num_sampling_steps"), num_timesteps=num_timesteps, **sizes
+        golden.config.get("num_sampling_steps", 10), num_timesteps=num_timesteps, **sizes
     )
-    scale = golden.setting("cfg_scale")
+    scale = golden.config.get("cfg_scale", _CFG_SCALE)
 
     def model(x: Tensor, t: Tensor, c: float) -> Tensor:
         q = (t / 1000).view(-1, 1, 1, 1, 1)

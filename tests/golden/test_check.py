@@ -195,6 +195,18 @@ def test_sizes_may_stand_among_notes(copy: Callable[[str], Path], is_nested: boo
     assert check.main([str(folder)]) == 0
 
 
+def test_pixels_are_those_of_the_first_sample(copy: Callable[[str], Path]) -> None:
+    """Upstream looks at ``height[0]`` and ``width[0]``; what others have changes no number."""
+    folder = copy("opensora_stdit3_v1_2")
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        tensors["height"][1:] *= 2
+        tensors["width"][1:] *= 3
+
+    change(folder / "io.safetensors", edit)
+    assert check.main([str(folder)]) == 0
+
+
 def test_a_reference_is_read_as_far_as_its_kind_says(copy: Callable[[str], Path]) -> None:
     """Upstream takes 9 latent frames of a clip, none without a condition, and pastes a picture
     over a video of one frame."""
@@ -233,6 +245,36 @@ def test_a_setting_that_changes_the_function_is_refused(
     assert check.main([str(folder)]) == 2
     key = setting.split('"')[1]
     assert f"{key} must be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        # opensora_rflow_10 has upstream's defaults; what only training reads changes nothing.
+        ("opensora_rflow_10", {"transform_scale": 2.0, "sample_method": "logit-normal"}),
+        ("opensora_iddpm_20", {"timestep_respacing": "20", "cfg_scale": 7.0}),
+        (
+            "opensora_iddpm_20",
+            {"num_sampling_steps": 20, "cfg_scale": 7.0, "rescale_learned_sigmas": True},
+        ),
+    ],
+)
+def test_what_a_config_leaves_out_is_upstreams_default(
+    copy: Callable[[str], Path], name: str, config: dict[str, object]
+) -> None:
+    folder = copy(name)
+    (folder / "config.json").write_text(json.dumps(config))
+    assert check.main([str(folder)]) == 0
+
+
+@pytest.mark.parametrize("respacing", ["ddim20", "10,10"])
+def test_another_respacing_is_refused(
+    copy: Callable[[str], Path], capsys: pytest.CaptureFixture[str], respacing: str
+) -> None:
+    folder = copy("opensora_iddpm_20")
+    (folder / "config.json").write_text(json.dumps({"timestep_respacing": respacing}))
+    assert check.main([str(folder)]) == 2
+    assert f"timestep_respacing must be None, got '{respacing}'" in capsys.readouterr().err
 
 
 def test_an_error_of_one_folder_leaves_the_others(

@@ -68,6 +68,26 @@ def test_stretch_keeps_everything() -> None:
     assert fitted[16, 8].tolist() == [255, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("size", "row", "wanted"),
+    [
+        ((3, 4), 1, [152, 104, 86, 114]),
+        ((4, 9), 3, [177, 247, 135, 97, 133, 243, 171, 173, 249]),
+        ((7, 8), 6, [69, 213, 208, 210, 242, 139, 60, 30]),
+    ],
+)
+def test_cover_is_open_soras(size: tuple[int, int], row: int, wanted: list[int]) -> None:
+    """Numbers of `resize_crop_to_fill` (opensora/datasets/utils.py of v1.2.0, and of 2.0) itself.
+
+    It halves to the even number where it cuts an odd row or column: 4 of 9 begins at round(0.5).
+    """
+    y, x = np.mgrid[:5, :9]
+    grey = ((37 * x * x + 59 * y + 11 * x * y) % 256).astype(np.uint8)
+    fitted = fit_image(grey[..., None].repeat(3, axis=-1), *size, "cover")
+    assert fitted.shape == (*size, 3)
+    assert fitted[row, :, 0].tolist() == wanted
+
+
 def test_fit_takes_videos_and_leaves_what_fits_alone() -> None:
     frames = np.stack([_halves(64, 128)] * 2)
     fitted = fit_image(frames, 32, 32)

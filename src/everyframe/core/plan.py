@@ -30,8 +30,8 @@ class Settings:
             not passed to the model.
         given_frames: names of the options that give conditioning frames.
         given_forms: by option name, the kind of conditioning frames that pass through unchanged.
-        fit: how images are brought to the size (``crop``, ``pad``, ``stretch``); None if the family
-            wants them unchanged.
+        fit: how images are brought to the size (``crop``, ``pad``, ``stretch``, ``cover``); None if
+            the family wants them unchanged.
         options: values of the family's own options, by flag name.
         savings: memory savings that the resolver chose, by the family's own names.
         method: lossy sampling method; None computes every step.

@@ -36,10 +36,7 @@ def read_given(request: Request, settings: Settings) -> ConditioningFrames:
     }
 
     def picture(source: Any) -> np.ndarray[Any, Any]:
-        read = read_image(source)
-        if settings.fit is None:
-            return read[None]
-        return fit_image(read, settings.height, settings.width, settings.fit)[None]
+        return _fitted(read_image(source), settings)[None]
 
     fitted = {
         name: picture(given)
@@ -57,6 +54,16 @@ def read_given(request: Request, settings: Settings) -> ConditioningFrames:
         source=source,
         as_given=as_given,
     )
+
+
+def _fitted(picture: np.ndarray[Any, Any], settings: Settings) -> np.ndarray[Any, Any]:
+    height, width = size = settings.height, settings.width
+    if settings.fit is None or picture.shape[:2] == size:
+        return picture
+    if settings.fit == "cover":
+        # As upstream: to the named size, of which latents show what is a multiple of 8.
+        return fit_image(picture, *settings.conditioned_size, settings.fit)[:height, :width]
+    return fit_image(picture, height, width, settings.fit)
 
 
 def _source(extend: Any, settings: Settings) -> tuple[np.ndarray[Any, Any], tuple[str, ...]]:

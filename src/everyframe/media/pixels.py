@@ -17,7 +17,7 @@ Frames = npt.NDArray[np.uint8]
 #: Tolerance outside 0..1, for overshoot from resampling and half precision.
 _SLACK = 1e-2
 
-_WAYS = ("crop", "pad", "stretch")
+_WAYS = ("crop", "pad", "stretch", "cover")
 
 
 def to_uint8(frames: npt.NDArray[Any], *, first_index: int = 0) -> Frames:
@@ -65,8 +65,8 @@ def fit_image(image: Frames, height: int, width: int, how: str = "crop") -> Fram
     """Resize `image` ``(..., H, W, 3)`` to ``(..., height, width, 3)`` with Lanczos resampling.
 
     ``crop`` scales to cover the target and cuts the excess evenly; ``pad`` scales to fit inside and
-    adds black bars; ``stretch`` changes the proportions. An image of the right size is returned
-    unchanged.
+    adds black bars; ``stretch`` changes the proportions; ``cover`` crops as Open-Sora does, after
+    bicubic resampling to whole pixels. An image of the right size is returned unchanged.
     """
     if how not in _WAYS:
         hint = did_you_mean(how, _WAYS)
@@ -93,6 +93,8 @@ def _fit_one(image: Frames, height: int, width: int, how: str) -> Frames:
         left, top = (old_width - scale * width) / 2, (old_height - scale * height) / 2
         box = (left, top, old_width - left, old_height - top)
         return np.asarray(picture.resize((width, height), lanczos, box=box))
+    if how == "cover":
+        return _covering(image, height, width)
     scale = min(width / old_width, height / old_height)
     inner = (max(1, round(old_width * scale)), max(1, round(old_height * scale)))
     padded = Image.new("RGB", (width, height))
@@ -100,3 +102,15 @@ def _fit_one(image: Frames, height: int, width: int, how: str) -> Frames:
         picture.resize(inner, lanczos), ((width - inner[0]) // 2, (height - inner[1]) // 2)
     )
     return np.asarray(padded)
+
+
+def _covering(image: Frames, height: int, width: int) -> Frames:
+    """Cut the middle out of the resized `image`; the rounding is that of Open-Sora's pixels."""
+    from PIL import Image
+
+    tall, wide = height / image.shape[0], width / image.shape[1]
+    rows, columns = round(image.shape[0] * wide), round(image.shape[1] * tall)
+    inner = (height, columns) if tall > wide else (rows, width)
+    resized = Image.fromarray(image).resize(inner[::-1], Image.Resampling.BICUBIC)
+    top, left = (round((inner[0] - height) / 2), round((inner[1] - width) / 2))
+    return np.asarray(resized)[top : top + height, left : left + width]

@@ -1,4 +1,4 @@
-"""What T5 gets to read: pinned examples, and diffusers' own function."""
+"""What T5 gets to read: pinned examples, of upstream's answers too, and diffusers' own function."""
 
 from __future__ import annotations
 
@@ -50,6 +50,12 @@ def affixed(prompt: str, **options: Any) -> str:
 )
 def test_cleaning(prompt: str, cleaned: str) -> None:
     assert clean(prompt) == cleaned
+
+
+@pytest.mark.parametrize("prompt", ["* - : a cat", "*-; a cat", "a cat,: *", "红色 - : a cat"])
+def test_what_surrounds_a_prompt_is_removed_as_upstream_does(prompt: str) -> None:
+    """`text_preprocessing` of v1.2.0 answers "a cat"; diffusers' copy leaves ":", ";" or ","."""
+    assert clean(prompt) == "a cat"
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,8 @@ def test_what_is_given_is_taken() -> None:
     assert (settings.negative_prompt, settings.option("pos_magic")) == ("blur", "")
     assert (settings.option("time_shift"), settings.num_inference_steps) == (7.0, 30)
     assert latent_shape(BASE, settings) == (64, 5, 48, 48)
-    assert resolved(guidance_scale=1)[0].negative_prompt is None
+    for off in (0, 0.5, 1):
+        assert resolved(guidance_scale=off)[0].negative_prompt is None
 
 
 @pytest.mark.parametrize(
@@ -83,6 +84,7 @@ def test_what_is_given_is_taken() -> None:
                               "try 196 or 204"),
         ({"num_frames": 16}, "try 9 or 17"),
         ({"guidance_scale": 1, "negative_prompt": "a"}, "no effect with guidance_scale 1"),
+        ({"guidance_scale": 0.5, "negative_prompt": "a"}, "no effect with guidance_scale 0.5"),
         ({"llm_bias": "sqr"}, "llm_bias must be one of sqrt, linear, none, got 'sqr'; did you"),
         ({"time_shift": 0}, "time_shift must be more than 0"),
         ({"seconds": 1e6}, "at most 100000"),

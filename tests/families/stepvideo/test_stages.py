@@ -58,6 +58,12 @@ def test_without_guidance_there_is_one_branch(folder: Path) -> None:
         run(folder, guidance_scale=1, negative_prompt="blue")
 
 
+def test_a_guidance_of_less_than_1_is_off_as_upstream_has_it(folder: Path) -> None:
+    """And not led away from the prompt: `guidance_scale > 1.0` is upstream's question."""
+    off = run(folder, **SHORT, guidance_scale=1)
+    assert np.array_equal(run(folder, **SHORT, guidance_scale=0), off)
+
+
 def test_text_in_mp4_out(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.mp4"
     words = ["--size", "32x16", "--num-frames", "18", "--steps", "2", "--seed", "1", "-o", str(out)]

@@ -281,9 +281,10 @@ def _as_control(
 ) -> npt.NDArray[np.float32]:
     """Stretch a given control over the source's (height, width), then fit it like the source.
 
-    Another aspect ratio is stretched to the source's, as diffusers does.
+    Another aspect ratio is stretched to the source's, as diffusers does: once, to the result's
+    size, if the source is stretched too.
     """
-    if frame.shape[0] * size[1] != frame.shape[1] * size[0]:
+    if geometry.fit != "stretch" and frame.shape[0] * size[1] != frame.shape[1] * size[0]:
         frame = fit_image(frame, size[0], size[1], "stretch")
     return _in_unit(geometry.pad(geometry.picture(frame)))
 

@@ -3,14 +3,15 @@
 Cleaning is part of the model: the training captions went through it. It converts to lower case and
 removes addresses, CJK characters, markup and most punctuation. Upstream took it from DeepFloyd IF
 and runs it twice (`opensora/models/text_encoder/t5.py`, `text_preprocessing`). diffusers has the
-same function in its Latte pipeline; this module calls that one.
+same function in its Latte pipeline; this module calls that one, with the one step that it lacks.
 """
 
 from __future__ import annotations
 
+import html
 import re
 from io import StringIO
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 from everyframe.core.errors import InputError
@@ -53,8 +54,13 @@ def clean(prompt: str) -> str:
         # Of a text that may be an address or a file it warns, and of the same from a file not.
         return BeautifulSoup(StringIO(text), **options)
 
+    def unescape(text: str) -> str:
+        # Upstream strips where it unescapes, before it looks at the first and the last character.
+        return html.unescape(text).strip()
+
     method: Any = LattePipeline._clean_caption
-    cleaned = FunctionType(method.__code__, {**method.__globals__, "BeautifulSoup": soup})
+    own = {"BeautifulSoup": soup, "html": SimpleNamespace(unescape=unescape)}
+    cleaned = FunctionType(method.__code__, {**method.__globals__, **own})
     # The method reads one class attribute of its pipeline: the class itself serves as `self`.
     return str(cleaned(LattePipeline, cleaned(LattePipeline, prompt)))
 

@@ -113,6 +113,7 @@ def resolve_settings(
         guidance_scale=float(guidance),
         seed=seed,
         num_videos=request.num_videos,
+        fit="cover",
         chain=request.chain,
         edit_strength=request.edit_strength or 0.0,
         given_frames=tuple(

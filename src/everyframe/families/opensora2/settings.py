@@ -109,6 +109,7 @@ def resolve_settings(
         guidance_scale=float(guidance),
         seed=seed,
         num_videos=request.num_videos,
+        fit="cover",
         given_frames=given,
         options=(
             ("motion_score", _MOTION if options.motion_score is None else options.motion_score),

@@ -43,7 +43,7 @@ class Denoiser:
     ) -> None:
         self._model = model
         self._scale = settings.guidance_scale
-        branches = text.branches if self._scale != 1 else text.branches[:1]
+        branches = text.branches if self._scale > 1 else text.branches[:1]
         self._batch_size = cfg_batch_size(settings, len(branches))
         self._num_branches = len(branches)
         self._context = _context(model, branches, device)

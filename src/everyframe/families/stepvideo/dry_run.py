@@ -37,7 +37,7 @@ def dry_run_calls(
     """
     one = partial(spec.stage_call, settings, parallel=parallel)
     shape, tile = latent_shape(spec.config, settings), settings.saving(tiling.DECODE, 0)
-    branches = 1 if settings.guidance_scale == 1 else 2
+    branches = 2 if settings.guidance_scale > 1 else 1
     step = (*shape, branches, cfg_batch_size(settings, branches), *key_of_rank(parallel))
     pieces = len(spec.config.vae.pieces(settings.num_frames))
     decodes = pieces * tiling.num_repeats(*shape[2:], tile) * decode_share(pieces, parallel)
@@ -55,5 +55,5 @@ def memory_savings(
     """Sequential guidance branches; tiled decoding of pieces."""
     if component == "vae":
         yield from tiling.tile_savings(settings, *latent_shape(config, settings)[2:], sides=SIDES)
-    if component == "denoiser" and settings.guidance_scale != 1:
+    if component == "denoiser" and settings.guidance_scale > 1:
         yield split_cfg_saving(settings)

@@ -23,7 +23,7 @@ _SHOWN = 200
 def texts_of(settings: Settings) -> list[str]:
     """Texts to encode: the prompt with its suffix and, with guidance, the negative prompt."""
     texts = [settings.prompt + settings.option("pos_magic")]
-    if settings.guidance_scale != 1:
+    if settings.guidance_scale > 1:
         assert settings.negative_prompt is not None, "resolved with guidance"
         texts.append(settings.negative_prompt)
     return texts

@@ -70,9 +70,11 @@ def resolve_settings(
     defaults = TURBO if config.is_turbo else BASE
     guidance = defaults.guidance if request.guidance_scale is None else request.guidance_scale
     negative = request.negative_prompt
-    if negative is not None and guidance == 1:
-        raise InputError("negative_prompt has no effect with guidance_scale 1; raise the scale")
-    if negative is None and guidance != 1:
+    if negative is not None and guidance <= 1:
+        raise InputError(
+            f"negative_prompt has no effect with guidance_scale {guidance:g}; raise the scale"
+        )
+    if negative is None and guidance > 1:
         negative = NEG_MAGIC
     height, width = _size(config, request)
     fps = _FPS if request.fps is None else request.fps

@@ -108,7 +108,7 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoC
 
     def num_branches(self, settings: Settings) -> int:
         """Guidance branches: two with guidance (prompt, negative prompt), else one."""
-        return 1 if settings.guidance_scale == 1 else 2
+        return 2 if settings.guidance_scale > 1 else 1
 
     def rank_part(
         self, settings: Settings, video_group: VideoGroup, rank: int, element_bytes: int

@@ -178,7 +178,7 @@ class DenoiseStage(VideoDenoiseStage[StepVideoContext, SamplerInputs]):
                 torch.zeros(1, LLM_LENGTH, llm), mask, torch.zeros(1, CLIP_LENGTH, clip)
             )
 
-        is_guided = self.context.settings.guidance_scale != 1
+        is_guided = self.context.settings.guidance_scale > 1
         text = PromptEmbeds(states(LLM_LENGTH), states(LLM_LENGTH // 4) if is_guided else None)
         return SamplerInputs(torch.zeros(1, *self.context.latent_shape, device=device), text)
 
