@@ -11,6 +11,7 @@ forecast of the call on an H100. Writes a dated page into `benchmarks/results/`.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -92,6 +93,7 @@ def large(folder: Path) -> tuple[str, everyframe.Plan]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["EVERYFRAME_CACHE"] = str(Path(folder, "cache"))

@@ -14,6 +14,7 @@ which waiting for other programs doesn't add to.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import subprocess
@@ -57,8 +58,10 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
 
 def main() -> None:
     """The case that was named, or all of them."""
-    if len(sys.argv) > 1:
-        print(json.dumps(measured(sys.argv[1])))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("case", nargs="?", choices=tuple(CASES))
+    if case := parser.parse_args().case:
+        print(json.dumps(measured(case)))
         return
     print("| case | memory forecast | measured | ratio | time forecast | measured | ratio |")
     print("|---|---|---|---|---|---|---|")
