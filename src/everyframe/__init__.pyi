@@ -124,6 +124,7 @@ def generate(
     clip_frames: int | None = None,
     clip_at: str = "head",
     first_frame: str | None = None,
+    first_frame_resolution: str = "768px",
     flux: str | PathLike[str] | None = None,
     vae_scaling: float | None = None,
     truncate_prompt: bool = False,
@@ -255,6 +256,9 @@ def generate(
             of opensora2.
         first_frame: Draw a first picture and begin with it: flux draws it by FLUX.1-dev. For
             models of opensora2.
+        first_frame_resolution: Size at which it is drawn, before it is resized: 768px or 256px
+            at the video's aspect ratio, or video for the video's own size, which takes less
+            memory. For models of opensora2.
         flux: Folder or hub id of FLUX.1-dev, if it is not beside the denoiser:
             flux1-dev.safetensors and flux1-dev-ae.safetensors, or diffusers' layout. For models
             of opensora2.
@@ -394,6 +398,7 @@ def plan(
     clip_frames: int | None = None,
     clip_at: str = "head",
     first_frame: str | None = None,
+    first_frame_resolution: str = "768px",
     flux: str | PathLike[str] | None = None,
     vae_scaling: float | None = None,
     truncate_prompt: bool = False,
@@ -519,6 +524,9 @@ def plan(
             of opensora2.
         first_frame: Draw a first picture and begin with it: flux draws it by FLUX.1-dev. For
             models of opensora2.
+        first_frame_resolution: Size at which it is drawn, before it is resized: 768px or 256px
+            at the video's aspect ratio, or video for the video's own size, which takes less
+            memory. For models of opensora2.
         flux: Folder or hub id of FLUX.1-dev, if it is not beside the denoiser:
             flux1-dev.safetensors and flux1-dev-ae.safetensors, or diffusers' layout. For models
             of opensora2.

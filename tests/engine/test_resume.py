@@ -121,7 +121,10 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     ),
     "opensora2-predicted": (
         tiny_opensora2.opensora2,
-        {**OPENSORA2, "first_frame": "flux", "num_inference_steps": 6, "quality": "taylor1@3"},
+        {
+            **OPENSORA2, "first_frame": "flux", "first_frame_resolution": "video",
+            "num_inference_steps": 6, "quality": "taylor1@3",
+        },
     ),
     "inpaint-pndm": (tiny_inpaint.inpaint, INPAINT),
     "inpaint-lossy": (

@@ -51,7 +51,12 @@ LONG = {"prompt": "a red circle moves to the right " * 100, "truncate_prompt": T
 ASKED: dict[str, dict[str, Any]] = {
     "opensora-1.0": LONG,
     "opensora-1.2": {**LONG, "extend": FRAMES, "num_frames": 34},
-    "opensora2": {"first_frame": "flux", "image": None, "last_image": FRAMES[0]},
+    "opensora2": {
+        "first_frame": "flux",
+        "first_frame_resolution": "video",
+        "image": None,
+        "last_image": FRAMES[0],
+    },
     "opensora2-dcae": {"extend": FRAMES.repeat(2, 0), "num_frames": 40},
     "svd": {},
     "inpaint": LONG,

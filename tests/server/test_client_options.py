@@ -21,7 +21,8 @@ from helpers.server_app import ServedApp
 _PLACE = re.compile(r"\b(file|folder|hub id|picture|image|video)s?\b", re.IGNORECASE)
 #: Options whose help speaks of such a thing, and whose values are numbers or words of a list.
 _NO_PLACE = {
-    "clip_at", "clip_frames", "first_frame", "fit", "fps", "image_fading", "image_oscillation",
+    "clip_at", "clip_frames", "first_frame", "first_frame_resolution", "fit", "fps",
+    "image_fading", "image_oscillation",
     "noise_aug_strength", "num_videos", "preview", "prompt", "quality", "quantize",
 }  # fmt: skip
 

@@ -34,6 +34,7 @@ from helpers.rank_pool import Group, group_of
 OPTIONS: dict[str, Any] = {
     "prompt": "a red circle", "size": "48x32", "num_frames": 9, "seed": 5,
     "num_inference_steps": 12, "device": "cpu", "first_frame": "flux",
+    "first_frame_resolution": "video",
 }  # fmt: skip
 SLOW = (2, 5, 7)
 #: Of frames in 0..1: twelve steps of float32 sums in another order, and a picture in 8 bits, of

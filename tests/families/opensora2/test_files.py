@@ -76,6 +76,7 @@ def test_parts_elsewhere_are_named_by_options(copy: Path, tmp_path: Path) -> Non
     assert spec.missing() == ()
     assert everyframe.generate(
         model=str(copy), first_frame="flux", flux=str(flux), num_inference_steps=1, seed=1,
+        first_frame_resolution="video",
         **options, **ASKED,
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ from everyframe.families.opensora2.config import MMDiTConfig, OpenSora2Config
 from everyframe.families.opensora2.options import OpenSora2Options
 from everyframe.families.opensora2.prompts import texts_of, with_suffixes
 from everyframe.families.opensora2.settings import (
+    first_frame_size,
     latent_shape,
     named_size,
     resolve_settings,
@@ -52,17 +53,39 @@ def test_defaults_are_upstreams() -> None:
 
 
 @pytest.mark.parametrize("step", [16, 32])
-def test_named_sizes_are_upstreams_table(step: int) -> None:
-    for name, sizes in GOLDEN["sizes"][f"inference_{step}"].items():
+@pytest.mark.parametrize("table", ["inference", "training"])
+def test_named_sizes_are_upstreams_table(table: str, step: int) -> None:
+    for name, sizes in GOLDEN["sizes"][f"{table}_{step}"].items():
         for aspect, size in sizes.items():
             width, height = (round(float(side) * 100) for side in aspect.split(":"))
-            assert named_size(name, (width, height), step=step) == tuple(size), (name, aspect)
+            found = named_size(name, (width, height), step=step, of_training=table == "training")
+            assert found == tuple(size), (name, aspect)
 
 
 @pytest.mark.parametrize("case", GOLDEN["prompts"], ids=lambda case: case["sent_to_encoders"])
 def test_words_around_a_prompt_are_upstreams(case: dict[str, Any]) -> None:
     score = None if case["motion_score"] is None else int(case["motion_score"])
     assert with_suffixes(case["prompt"], case["fps"], score) == case["sent_to_encoders"]
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        ({}, (576, 1024)),
+        # At 256px both have one size, at 768px not.
+        ({"resolution": "256px", "aspect": "185:100"}, (560, 1056)),
+        ({"resolution": "256px", "aspect": "9:16"}, (1024, 576)),
+        ({"resolution": "768px"}, (576, 1024)),
+        ({"size": "320x320"}, (768, 768)),
+        ({"size": "480x320"}, (624, 944)),
+        ({"first_frame_resolution": "256px"}, (192, 336)),
+        ({"size": "480x320", "first_frame_resolution": "video"}, (320, 480)),
+    ],
+)
+def test_a_first_picture_has_a_size_of_upstreams_table(
+    options: dict[str, Any], size: tuple[int, int]
+) -> None:
+    assert first_frame_size(resolved(first_frame="flux", **options)[0]) == size
 
 
 def test_texts_are_what_each_branch_needs() -> None:
@@ -118,6 +141,12 @@ def test_a_length_in_seconds_is_the_nearest_that_can_be() -> None:
         (VIDEO, {"first_frame": "sdxl"}, "first_frame must be flux, got 'sdxl'"),
         (VIDEO, {"first_frame": "flux", "image": PICTURE}, "image gives one; drop one"),
         (VIDEO, {"flux": "x/y"}, "flux has no effect without --first-frame flux"),
+        (VIDEO, {"first_frame_resolution": "video"}, "no effect without --first-frame flux"),
+        (
+            VIDEO,
+            {"first_frame": "flux", "first_frame_resolution": "720p"},
+            "first_frame_resolution must be one of 256px, 768px, got '720p'.*, or video",
+        ),
         (VIDEO, {"latents": np.zeros((1, 16, 2, 24, 42))}, r"shape \(1, 16, 33, 24, 42\)"),
     ],
 )

@@ -36,6 +36,8 @@ from helpers.references import opensora2 as reference
 from helpers.tiny_checkpoints import opensora2 as tiny
 
 SIZES = {**reference.SIZES, "seed": 5, "num_inference_steps": 2}
+#: A first picture, at the size of the tiny video.
+FIRST = {"first_frame": "flux", "first_frame_resolution": "video"}
 #: Float32 sums in another order, over two steps and a decoder.
 CLOSE = 5e-5
 
@@ -107,8 +109,13 @@ def test_only_the_needed_branches_are_evaluated(
     assert sum(seen) == branches
 
 
-def test_a_first_picture_of_flux_begins_the_video(folder: Path) -> None:
-    """Equal to FLUX's picture by diffusers' modules, given as the first frame."""
+@pytest.mark.parametrize("resolution", ["video", "256px"])
+def test_a_first_picture_of_flux_begins_the_video(folder: Path, resolution: str) -> None:
+    """Equal to FLUX's picture by diffusers' modules, given as the first frame.
+
+    Upstream draws it at a size of its table, and resizes and crops it as a given one.
+    """
+    height, width = (32, 48) if resolution == "video" else (208, 320)  # 3:2 of 256px
     config = tiny.FIRST
     model = flux.flux_of(config, load_file(folder / FLUX))
     vae: Any = AutoencoderKL(
@@ -122,8 +129,9 @@ def test_a_first_picture_of_flux_begins_the_video(folder: Path) -> None:
         for name, tensor in vae.state_dict().items()
     })  # fmt: skip
     t5, clip = reference.text_states(folder, [reference.PROMPT])
-    x = noise.start_noise(noise.derived_seed(5, "first picture"), (4, 1, 4, 6))[None]
-    times = reference.shifted(2, tokens=6, frames=1)
+    x = noise.start_noise(noise.derived_seed(5, "first picture"), (4, 1, height // 8, width // 8))
+    x, tokens = x[None], height // 16 * (width // 16)
+    times = reference.shifted(2, tokens=tokens, frames=1)
     with torch.no_grad():
         for now, after in pairwise(times):
             x = x + (after - now) * flux.velocity(
@@ -131,24 +139,26 @@ def test_a_first_picture_of_flux_begins_the_video(folder: Path) -> None:
             )
         pixels = vae.decode(x[:, :, 0] / 0.3611 + 0.1159).sample[0]
     picture = (pixels.permute(1, 2, 0) / 2 + 0.5).clamp(0, 1) * 255
-    wanted = reference.frames_of(folder, steps=2, picture=picture.round().numpy())
-    got = drawn(folder, first_frame="flux")
+    picture = picture.round().numpy()
+    if resolution != "video":
+        resized = Image.fromarray(picture.astype(np.uint8)).resize((49, 32), Image.BICUBIC)
+        picture = np.asarray(resized, np.float32)[:, :48]
+    wanted = reference.frames_of(folder, steps=2, picture=picture)
+    got = drawn(folder, first_frame="flux", first_frame_resolution=resolution)
     assert np.abs(got - wanted).max() < 4 * CLOSE
     assert np.abs(got - drawn(folder)).max() > 0.01
 
 
 def test_flux_in_diffusers_layout_draws_the_same_picture(folder: Path, tmp_path: Path) -> None:
     flux_folder = tiny.diffusers_flux(tmp_path / "flux", folder)
-    wanted = drawn(folder, first_frame="flux")
-    got = run(folder, first_frame="flux", flux=str(flux_folder))
+    wanted = drawn(folder, **FIRST)
+    got = run(folder, **FIRST, flux=str(flux_folder))
     assert np.abs(got - wanted).max() < CLOSE
     assert wanted.std() > 0.01
 
 
 def test_stages_of_a_first_picture_load_one_model_at_a_time(folder: Path) -> None:
-    request = Request(
-        prompt="a", model=str(folder), first_frame="flux", num_videos=2, device="cpu", **SIZES
-    )
+    request = Request(prompt="a", model=str(folder), **FIRST, num_videos=2, device="cpu", **SIZES)
     events = list(everyframe.stream(request))
     stages = [event.stage for event in events if isinstance(event, StageStarted)]
     assert stages == [
@@ -227,7 +237,7 @@ def test_options_reach_the_run(folder: Path) -> None:
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_weights_in_eight_bits_give_a_video_near_the_exact_one(folder: Path, kind: str) -> None:
     """T5, FLUX and the denoiser, whose layers' results differ by about 1 % and 3 %."""
-    asked = {"first_frame": "flux", "num_inference_steps": 12}
+    asked = {**FIRST, "num_inference_steps": 12}
     exact, rounded = run(folder, **asked), run(folder, **asked, quantize=kind)
     error = float(np.sqrt(np.mean((rounded - exact) ** 2)))
     assert 1e-5 < error < 0.1 * float(exact.std())

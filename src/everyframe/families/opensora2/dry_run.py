@@ -14,7 +14,12 @@ from everyframe.core.plan import Settings
 from everyframe.dry_run.call import DryRunCall
 from everyframe.families.opensora2.config import OpenSora2Config
 from everyframe.families.opensora2.guidance import guidance_of
-from everyframe.families.opensora2.settings import is_conditioned, is_guided, latent_shape
+from everyframe.families.opensora2.settings import (
+    first_frame_size,
+    is_conditioned,
+    is_guided,
+    latent_shape,
+)
 from everyframe.runtime import tiling
 from everyframe.runtime.interface import MemorySaving
 from everyframe.runtime.memory_fallbacks import cfg_batch_size, split_cfg_saving
@@ -43,7 +48,7 @@ def dry_run_calls(
         one("clip text", "clip", "stages.CLIPEncodeStage", texts),
     ]
     if first:
-        size = (settings.height, settings.width)
+        size = first_frame_size(settings)
         name = "first_picture_stages."
         count = settings.num_denoiser_calls
         calls += [

@@ -1,7 +1,7 @@
-"""FLUX.1's part in a two-stage run: its autoencoder, and the size of the first picture.
+"""FLUX.1's part in a two-stage run: its autoencoder.
 
-The denoiser is `MMDiT` itself. Upstream draws the picture near the size of the video, saves and
-reads it again, and encodes it as a given picture; here it goes on without the file.
+The denoiser is `MMDiT` itself. Upstream saves the picture and reads it again, and encodes it as a
+given picture; here it goes on without the file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Stages of a first picture: FLUX.1 draws it, its autoencoder decodes it, the video begins with it.
 
-The picture has the size of the video; upstream draws it at a table's size near that and resizes.
-Its times are those of the video's schedule with one latent frame, not FLUX's own.
+It is drawn at a size of upstream's training table and resized to the video's, as upstream does. Its
+times are those of the video's schedule with one latent frame, not FLUX's own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from everyframe.families.opensora2 import first_picture, sharding
 from everyframe.families.opensora2.denoiser import FirstPictureDenoiser, PromptEmbeds, TextStates
 from everyframe.families.opensora2.guidance import time_shift
 from everyframe.families.opensora2.prompt_lengths import T5_LENGTH
+from everyframe.families.opensora2.settings import first_frame_size
 from everyframe.families.opensora2.stages import OpenSora2Context, SamplerInputs
+from everyframe.media.pixels import fit_image, to_uint8
 from everyframe.runtime.denoise_stage import VideoDenoiseStage
 from everyframe.runtime.frame_pieces import as_frames
 from everyframe.runtime.interface import VideoState
@@ -32,9 +34,10 @@ Context = OpenSora2Context
 
 def _latent_shape(context: OpenSora2Context) -> tuple[int, int, int, int]:
     """(C, 1, h, w) of the picture's latents."""
-    config, settings = context.model.config.first_denoiser, context.settings
+    config = context.model.config.first_denoiser
     assert config is not None, "FLUX is among the files"
-    return (config.latent_channels, 1, settings.height // 8, settings.width // 8)
+    height, width = first_frame_size(context.settings)
+    return (config.latent_channels, 1, height // 8, width // 8)
 
 
 class FirstDenoiseStage(VideoDenoiseStage[OpenSora2Context, SamplerInputs]):
@@ -112,5 +115,7 @@ class FirstDecodeStage(VideoEncodeStage[OpenSora2Context, Tensor]):
         return (as_frames(pixels) * 255).round() / 255
 
     def store(self, video: VideoState, result: Tensor) -> None:
-        """Set `last_frames` of the video, and begin its noise anew."""
-        video.last_frames, video.latents = result, None
+        """Set `last_frames` of the video, at its size, and begin its noise anew."""
+        size = self.context.settings.conditioned_size
+        picture = fit_image(to_uint8(result.numpy()), *size, "cover")
+        video.last_frames, video.latents = torch.from_numpy(picture) / 255, None

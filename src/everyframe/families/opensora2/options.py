@@ -38,6 +38,11 @@ class OpenSora2Options(FamilyOptions):
     first_frame: str | None = option(
         "Draw a first picture and begin with it: flux draws it by FLUX.1-dev."
     )
+    first_frame_resolution: str = option(
+        "Size at which it is drawn, before it is resized: 768px or 256px at the video's aspect "
+        "ratio, or video for the video's own size, which takes less memory.",
+        default="768px",
+    )
     flux: str | None = option(
         "Folder or hub id of FLUX.1-dev, if it is not beside the denoiser: flux1-dev.safetensors "
         "and flux1-dev-ae.safetensors, or diffusers' layout.",

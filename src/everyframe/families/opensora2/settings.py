@@ -30,6 +30,7 @@ from everyframe.runtime.request_checks import (
 RESOLUTIONS = {"256px": 256, "768px": 768}
 #: Aspect ratios, (width, height), whose sizes upstream works out; the others are transposed.
 _ASPECTS = ((9, 16), (1, 1), (239, 100), (2, 1), (185, 100), (4, 3), (3, 2), (5, 8))
+_ALL_ASPECTS = sorted({*_ASPECTS, *((h, w) for w, h in _ASPECTS)}, key=lambda a: a[0] / a[1])
 _DEFAULT_ASPECT = (16, 9)
 _FPS, _STEPS, _GUIDANCE, _MOTION = 24.0, 50, 7.5, 4.0
 #: Longest video of the training.
@@ -40,16 +41,20 @@ _NO_USE = {
 }
 #: Options that steer by given frames.
 _OF_PICTURES = {"image_guidance_scale", "image_oscillation", "image_fading"}
+#: Options of the settings with the size at which a first picture is drawn.
+FIRST_FRAME_SIZE = ("first_frame_height", "first_frame_width")
 #: Guidance of FLUX's picture, an input of its network; upstream's number.
 FLUX_GUIDANCE = 4.0
 
 
 def named_size(
-    resolution: str, aspect: tuple[int, int] | None, *, step: int = 16
+    resolution: str, aspect: tuple[int, int] | None, *, step: int = 16, of_training: bool = False
 ) -> tuple[int, int]:
     """(height, width) in pixels of a named resolution; `aspect` is (width, height).
 
-    `step` is 16, or 32 for the DC-AE. Raises `InputError` for a name or ratio that upstream lacks.
+    `step` is 16, or 32 for the DC-AE. Upstream's sizes of the training are nearer to the pixels of
+    the resolution (`opensora/datasets/aspect.py`). Raises `InputError` for a name or ratio that
+    upstream lacks.
     """
     side = RESOLUTIONS.get(resolution.lower())
     if side is None:
@@ -62,22 +67,31 @@ def named_size(
     ratio = wanted[0] / wanted[1]
     for known in ratios:
         if math.isclose(ratio, known):
-            return _size_of(side, known, step)
+            return _size_of(side, known, step, of_training=of_training)
         if math.isclose(ratio, 1 / known):
-            height, width = _size_of(side, known, step)
+            height, width = _size_of(side, known, step, of_training=of_training)
             return width, height
-    both = sorted({*_ASPECTS, *((h, w) for w, h in _ASPECTS)}, key=lambda each: each[0] / each[1])
-    names = [f"{w / 100:g}:{h / 100:g}" if h == 100 else f"{w}:{h}" for w, h in both]
-    nearest = min(both, key=lambda each: abs(math.log(each[0] / each[1] / ratio)))
+    names = [f"{w / 100:g}:{h / 100:g}" if h == 100 else f"{w}:{h}" for w, h in _ALL_ASPECTS]
     raise InputError(
         f"aspect (width:height) must be one of {', '.join(names)} (2.39:1 as 239:100), got "
-        f"{wanted[0]}:{wanted[1]}; the nearest is {names[both.index(nearest)]}"
+        f"{wanted[0]}:{wanted[1]}; the nearest is {names[_ALL_ASPECTS.index(_nearest(ratio))]}"
     )
 
 
-def _size_of(side: int, ratio: float, step: int) -> tuple[int, int]:
-    width = int(math.sqrt(side * side * ratio) // step * step)
-    return int(side * side / width // step * step), width
+def _nearest(ratio: float) -> tuple[int, int]:
+    """The known aspect ratio, (width, height), that is nearest."""
+    return min(_ALL_ASPECTS, key=lambda each: abs(math.log(each[0] / each[1] / ratio)))
+
+
+def _size_of(side: int, ratio: float, step: int, *, of_training: bool) -> tuple[int, int]:
+    pixels = side * side
+    width = int(math.sqrt(pixels * ratio) // step * step)
+    height = int(pixels / width // step * step)
+    if not of_training:
+        return height, width
+    beside = [(height - step, width), (height + step, width), (height, width - step)]
+    sizes = [(height, width), *beside, (height, width + step)]
+    return min(sizes, key=lambda size: abs(size[0] * size[1] - pixels))
 
 
 def resolve_settings(
@@ -121,6 +135,7 @@ def resolve_settings(
             ("given_clip", _clip(config, request, options, num_frames, notes)),
             ("clip_at", options.clip_at),
             ("first_frame", options.first_frame),
+            *zip(FIRST_FRAME_SIZE, _first_frame_size(request, options, height, width), strict=True),
             ("truncate_prompt", options.truncate_prompt),
         ),
     )
@@ -168,6 +183,8 @@ def _check_request(title: str, request: Request, options: OpenSora2Options) -> N
         raise InputError(f"first_frame draws the first picture, and {other} gives one; drop one")
     if options.flux is not None and not options.first_frame:
         raise InputError("flux has no effect without --first-frame flux")
+    if "first_frame_resolution" in options.model_fields_set and not options.first_frame:
+        raise InputError("first_frame_resolution has no effect without --first-frame flux")
     if request.extend is not None and request.last_image is not None:
         raise InputError("extend can't be combined with last_image on this model; drop one")
     if options.clip_at not in ("head", "tail"):
@@ -200,6 +217,27 @@ def _size(config: OpenSora2Config, request: Request) -> tuple[int, int]:
         return named_size(name, request.asked_aspect(), step=step)
     check_size(*asked, step)
     return asked
+
+
+def _first_frame_size(
+    request: Request, options: OpenSora2Options, height: int, width: int
+) -> tuple[int, int]:
+    """(height, width) at which a first picture is drawn: upstream's training table has it."""
+    if not options.first_frame or options.first_frame_resolution == "video":
+        return height, width
+    is_named = request.asked_size() is None
+    aspect = request.asked_aspect() if is_named else _nearest(width / height)
+    try:
+        return named_size(options.first_frame_resolution, aspect, of_training=True)
+    except InputError as error:
+        raise InputError(f"first_frame_{error}, or video") from error
+
+
+def first_frame_size(settings: Settings) -> tuple[int, int]:
+    """(height, width) in pixels at which a first picture is drawn."""
+    own = (settings.height, settings.width)
+    height, width = (settings.option(*each) for each in zip(FIRST_FRAME_SIZE, own, strict=True))
+    return height, width
 
 
 def _num_frames(config: OpenSora2Config, request: Request, fps: float, notes: list[str]) -> int:
