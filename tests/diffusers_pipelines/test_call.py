@@ -99,4 +99,7 @@ def test_an_interrupted_call_leaves_no_attention_processors(
     with pytest.raises(KeyboardInterrupt):
         everyframe.run(pipe, **asked, on_event=stop)
     assert pipe.unet.attn_processors == before
-    assert (everyframe.resume(pipe=pipe, output="float").frames == whole.frames).all()
+    resumed = everyframe.resume(pipe=pipe, output="float")
+    assert isinstance(resumed, everyframe.Video)
+    assert isinstance(whole, everyframe.Video)
+    assert (resumed.frames == whole.frames).all()

@@ -32,18 +32,22 @@ def pictures(number: int, side: int) -> list[Image.Image]:
 @pytest.mark.parametrize("name", ["video", "source"])
 def test_a_generator_beside_them(name: str) -> None:
     pipe: Any = CASES["WanVideoToVideoPipeline"].build()
-    call = {"prompt": "a fox", "strength": 0.4, "height": 16, "width": 16, **SHORT}
+    call: dict[str, Any] = {"prompt": "a fox", "strength": 0.4, "height": 16, "width": 16, **SHORT}
     video = pictures(5, 16)
     wanted = pipe(video=video, **call, generator=generator(), output_type="np").frames[0]
-    given = {name: video, "generator": generator(), "output": "float"}
-    assert np.array_equal(everyframe.run(pipe, **call, **given).frames, wanted)
+    given: dict[str, Any] = {name: video, "generator": generator(), "output": "float"}
+    made = everyframe.run(pipe, **call, **given)
+    assert isinstance(made, everyframe.Video)
+    assert np.array_equal(made.frames, wanted)
 
 
 def test_a_strength_for_each_condition() -> None:
     pipe: Any = CASES["LTXConditionPipeline"].build()
-    call = {
+    call: dict[str, Any] = {
         "prompt": "a fox", "image": pictures(2, 20), "frame_index": [0, 8], "strength": [1.0, 0.3],
         "height": 32, "width": 32, "num_frames": 9, **SHORT,
     }  # fmt: skip
     wanted = pipe(**call, generator=generator(), output_type="np").frames[0]
-    assert np.array_equal(everyframe.run(pipe, **call, seed=1, output="float").frames, wanted)
+    made = everyframe.run(pipe, **call, seed=1, output="float")
+    assert isinstance(made, everyframe.Video)
+    assert np.array_equal(made.frames, wanted)

@@ -65,8 +65,7 @@ def arguments(
             call[name] = _as_declared(interface, name, value)
     if OWN_SEED in interface.parameters and "generator" not in own:
         call[OWN_SEED] = video.seed
-    for option in ("prompt", "image"):
-        name = interface.name_of(option)
+    for name in map(interface.name_of, ("prompt", "image")):
         if name is not None and interface.parameters[name].required:
             call.setdefault(name, None)  # it makes a video of what was encoded of one before
     call |= opened(interface, own, settings) | clip_arguments(interface, settings, video, own)
