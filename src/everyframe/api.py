@@ -309,8 +309,12 @@ def _events_of_pipe(
 def _request_of_pipe(given: Mapping[str, Any], record: Mapping[str, Any] | None) -> Request:
     """The request of `run`'s options; unknown options are parameters of the pipeline."""
     from everyframe.diffusers_pipelines import call_options
+    from everyframe.diffusers_pipelines.options import SHARED
 
-    known = {*Request.model_fields, *options_of("pipeline").model_fields}
+    # An option by a pipeline's own name, `strength`, is a parameter of the pipeline like any other.
+    known = {*Request.model_fields, *options_of("pipeline").model_fields}.difference(
+        SHARED.values()
+    )
     # Prompts that are no text go to the pipeline unchanged, as all of its own parameters are.
     ours = {k: v for k, v in given.items() if k in known and not call_options.is_prompts(k, v)}
     rest = {name: value for name, value in given.items() if name not in ours}

@@ -14,9 +14,11 @@ from diffusers.utils import torch_utils
 from torch import Tensor
 
 import everyframe
+from everyframe.core.events import Event, Step
 from everyframe.diffusers_pipelines import stage
 from everyframe.diffusers_pipelines.library_patches import float32_noise
 from helpers.tiny_checkpoints import families as tiny_families
+from helpers.tiny_checkpoints.diffusers import CASES
 
 HALVES = [torch.bfloat16, torch.float16]
 #: The last of 17 are drawn again by torch, in the dtype that is asked for.
@@ -76,3 +78,28 @@ def test_a_run_in_half_precision_begins_with_float32s_noise(
     assert (frames() == usual).all()
     monkeypatch.setattr(stage, "float32_noise", nullcontext)
     assert not (frames() == usual).all(), "the fault was not planted"
+
+
+def test_an_interrupted_call_leaves_no_attention_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Diffusers puts those of perturbed-attention guidance in, and back at the end of its call."""
+    monkeypatch.setenv("EVERYFRAME_RUNS", str(tmp_path))
+    pipe: Any = CASES["AnimateDiffPAGPipeline"].build()
+    asked: dict[str, Any] = {
+        "prompt": "a fox", "num_frames": 2, "height": 16, "width": 16, "num_inference_steps": 2,
+        "seed": 1, "output": "float",
+    }  # fmt: skip
+    before, whole = pipe.unet.attn_processors, everyframe.run(pipe, **asked)
+
+    def stop(event: Event) -> None:
+        if isinstance(event, Step):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        everyframe.run(pipe, **asked, on_event=stop)
+    assert pipe.unet.attn_processors == before
+    resumed = everyframe.resume(pipe=pipe, output="float")
+    assert isinstance(resumed, everyframe.Video)
+    assert isinstance(whole, everyframe.Video)
+    assert (resumed.frames == whole.frames).all()

@@ -190,6 +190,14 @@ def test_a_call_that_begins_at_latents_needs_no_picture() -> None:
     assert "give one" not in str(told.value), "diffusers' own words on latents of that shape"
 
 
+def test_embeddings_in_place_of_a_prompt_that_its_call_requires() -> None:
+    """SkyReels V2's prompt has no default, and is None beside embeddings."""
+    name = "SkyReelsV2DiffusionForcingPipeline"
+    pipe, call = pipeline(name), {**call_of(name), "prompt": None}
+    call |= {"prompt_embeds": numbers(1, 16, 32), "negative_prompt_embeds": numbers(1, 16, 32)}
+    assert np.array_equal(ours(pipe, call), theirs(pipe, call))
+
+
 @pytest.mark.parametrize("value", ["tensor", "picture"])
 def test_an_image_encoder_of_another_size(tmp_path: Path, value: str) -> None:
     """Stable Video Diffusion resizes pictures for its encoder, and takes tensors as they are."""

@@ -53,9 +53,21 @@ _LOCK = threading.RLock()  # given back also while a forgotten stream is collect
 
 @contextmanager
 def restore_after(pipe: Any) -> Iterator[None]:
-    """Context: restore the attributes of the pipeline and its small components on exit."""
-    with attributes_kept([pipe, *filter(_is_small, pipe.components.values())], _copied):
-        yield
+    """Context: restore the attributes of the pipeline and its small components on exit.
+
+    Attention processors are restored too: a pipeline with perturbed-attention guidance puts its own
+    in for each call, and leaves them there where the call is interrupted.
+    """
+    parts = pipe.components.values()
+    before = [(part, part.attn_processors) for part in parts if hasattr(part, "set_attn_processor")]
+    try:
+        with attributes_kept([pipe, *filter(_is_small, parts)], _copied):
+            yield
+    finally:
+        for part, processors in before:
+            now = part.attn_processors
+            if any(now.get(name) is not each for name, each in processors.items()):
+                part.set_attn_processor(dict(processors))
 
 
 @contextmanager

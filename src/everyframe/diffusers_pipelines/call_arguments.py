@@ -65,9 +65,9 @@ def arguments(
             call[name] = _as_declared(interface, name, value)
     if OWN_SEED in interface.parameters and "generator" not in own:
         call[OWN_SEED] = video.seed
-    picture = interface.name_of("image")
-    if picture is not None and interface.parameters[picture].required:
-        call.setdefault(picture, None)  # it makes a video of what was encoded of one before
+    for name in map(interface.name_of, ("prompt", "image")):
+        if name is not None and interface.parameters[name].required:
+            call.setdefault(name, None)  # it makes a video of what was encoded of one before
     call |= opened(interface, own, settings) | clip_arguments(interface, settings, video, own)
     if oom_fallback.NAME in dict(settings.savings):
         call[oom_fallback.NAME] = settings.saving(oom_fallback.NAME, 0)

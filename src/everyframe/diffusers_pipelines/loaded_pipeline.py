@@ -152,7 +152,10 @@ class LoadedPipelineSpec(CompleteSpec):
         """The request with the pipeline's device, and seeds in place of generators."""
         request = Request(**{**request.given(), "device": self.device})
         has_seed = OWN_SEED in self.sizes.interface.parameters
-        return call_options.with_generator_seeds(request, self.options.option, has_seed=has_seed)
+        # As the request has it: `self.options` has its shared options there too (`source`).
+        option = request.family_options.get("option")
+        given = option if isinstance(option, Mapping) else {}
+        return call_options.with_generator_seeds(request, given, has_seed=has_seed)
 
     @property
     def name(self) -> str:
