@@ -30,6 +30,7 @@ from helpers.events import frames_of
 from helpers.guard_modules import Net, inputs, plan
 from helpers.out_of_memory import TOO_LITTLE, before_calls
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
+from helpers.tiny_checkpoints.diffusers import CASES
 
 ASKED: dict[str, Any] = {
     "prompt": "a fox", "num_inference_steps": 2, "seed": 1, **tiny_pipelines.CALLS["wan"],
@@ -89,6 +90,24 @@ def test_decoding_goes_on_in_tiles_and_no_step_is_done_twice(
     done = events[-1]
     assert isinstance(done, VideoDone)
     assert [each["cause"] for each in done.record["repairs"]] == ["memory"]
+
+
+def test_given_latents_are_those_of_the_call_before(tmp_path: Path) -> None:
+    """Kandinsky 5 writes into them."""
+    case = CASES["Kandinsky5T2VPipeline"]
+    case.build().save_pretrained(tmp_path / "kandinsky")
+    asked: dict[str, Any] = {
+        "model": str(tmp_path / "kandinsky"), "prompt": "a fox", "seed": 1, "device": "cpu",
+        "dtype": "fp32", "attention": "flash", "num_inference_steps": 2, "run_dir": "off",
+        "latents": np.random.default_rng(0).normal(size=(1, 2, 2, 2, 4)).astype(np.float32),
+        **case.asked,
+    }  # fmt: skip
+    wanted = everyframe.generate(**asked, vae_tiling=True)
+    failed: list[bool] = []
+    with no_room("HunyuanVideoMidBlock3D", lambda: not failed and not failed.append(True)):
+        video = everyframe.generate(**asked)
+    assert failed
+    np.testing.assert_array_equal(video.frames, wanted.frames)
 
 
 @pytest.fixture(scope="module")

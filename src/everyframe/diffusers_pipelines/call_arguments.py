@@ -58,6 +58,8 @@ def arguments(
     if video.inputs.last is not None:
         ours["last_image"] = Image.fromarray(video.inputs.last[0])
     ours |= {name: each for name, each in video.inputs.as_given.items() if name != OPTION}
+    if isinstance(latents := ours.get("latents"), torch.Tensor):
+        ours["latents"] = latents.clone()  # Kandinsky 5 writes into them, and may be called again
     call: dict[str, Any] = {}
     for option, value in ours.items():
         name = interface.name_of(option)
