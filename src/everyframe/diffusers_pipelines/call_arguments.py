@@ -18,6 +18,9 @@ from everyframe.diffusers_pipelines.media import opened
 from everyframe.diffusers_pipelines.signature import OWN_SEED, CallSignature
 from everyframe.runtime.interface import VideoState
 
+#: What a modular pipeline is asked for, where it has it.
+_MODULAR_OUTPUTS = ("videos", "audio", "sampling_rate")
+
 
 def arguments(
     interface: CallSignature,
@@ -78,8 +81,7 @@ def arguments(
     if "return_dict" in interface.parameters:
         call["return_dict"] = True
     if interface.is_modular:
-        wanted = ("videos", "audio", "sampling_rate")
-        call["output"] = [name for name in wanted if name in interface.results]
+        call["output"] = [name for name in _MODULAR_OUTPUTS if name in interface.results]
     return call
 
 
