@@ -63,11 +63,8 @@ def arguments(
     ours |= {name: each for name, each in video.inputs.as_given.items() if name != OPTION}
     if isinstance(latents := ours.get("latents"), torch.Tensor):
         ours["latents"] = latents.clone()  # Kandinsky 5 writes into them, and may be called again
-    call: dict[str, Any] = {}
-    for option, value in ours.items():
-        name = interface.name_of(option)
-        if name is not None and option not in settings.own_choices:
-            call[name] = _as_declared(interface, name, value)
+    names = {each: interface.name_of(each) for each in ours if each not in settings.own_choices}
+    call = {name: _as_declared(interface, name, ours[each]) for each, name in names.items() if name}
     if OWN_SEED in interface.parameters and "generator" not in own:
         call[OWN_SEED] = video.seed
     for name in map(interface.name_of, ("prompt", "image")):
