@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from everyframe.ops.call_override import override_call
+from everyframe.ops.call_override import ModuleCall, override_call
 from everyframe.samplers.prediction import lagrange_weights
 
 Block = Callable[[Tensor], Tensor]
@@ -62,23 +62,23 @@ class CachedStack:
     def __exit__(self, *_: object) -> None:
         self._on.close()
 
-    def _begun(self, base: Any, own: nn.Module, args: Any, kwargs: Any) -> Any:
-        time = float(args[1][0])
+    def _begun(self, call: ModuleCall) -> Any:
+        time = float(call.args[1][0])
         if time >= self._time:
             raise AssertionError("a step calls the model once")
-        self._time, self._context = time, args[2]
+        self._time, self._context = time, call.args[2]
         self.num_steps += 1
-        return base.__call__(own, *args, **kwargs)
+        return call.compute()
 
-    def _rotated(self, base: Any, own: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._table = base.__call__(own, *args, **kwargs)
+    def _rotated(self, call: ModuleCall) -> Any:
+        self._table = call.compute()
         return self._table
 
-    def _stacked(self, base: Any, own: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _stacked(self, call: ModuleCall) -> Any:
+        x, tables = call.args[:2]
         blocks = self._model.blocks_in_order()
-        calls = [partial(self._computed, base, *each) for each in enumerate(blocks)]
-        tables = args[1]
-        return self._cache(args[0], self._time, [partial(each, tables) for each in calls])
+        calls = [partial(self._computed, call.base, *each) for each in enumerate(blocks)]
+        return self._cache(x, self._time, [partial(each, tables) for each in calls])
 
     def _computed(self, base: Any, number: int, block: nn.Module, tables: Any, x: Tensor) -> Any:
         self.num_computed += 1
@@ -87,9 +87,9 @@ class CachedStack:
         return base.__call__(block, x, tables, text, mask, table)
 
 
-def _passed(base: Any, own: nn.Module, args: Any, kwargs: Any) -> Tensor:
+def _passed(call: ModuleCall) -> Tensor:
     """A block that the stack has computed or left out."""
-    x: Tensor = args[0]
+    x: Tensor = call.args[0]
     return x
 
 

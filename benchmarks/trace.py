@@ -120,7 +120,7 @@ def main() -> None:
         "each",
     )
     table = "\n".join([f"| {' | '.join(head)} |", "| --- " * len(head) + "|", *rows])
-    facts = machine_facts(None)
+    facts = machine_facts("cpu")
     versions = versions_of(facts)
     page = (
         f"# What a trace costs, {date.today().isoformat()}\n\n{table}\n\n"
