@@ -57,13 +57,12 @@ def read_given(request: Request, settings: Settings) -> ConditioningFrames:
 
 
 def _fitted(picture: np.ndarray[Any, Any], settings: Settings) -> np.ndarray[Any, Any]:
-    height, width = size = settings.height, settings.width
+    size = settings.height, settings.width
     if settings.fit is None or picture.shape[:2] == size:
         return picture
-    if settings.fit == "cover":
-        # As upstream: to the named size, of which latents show what is a multiple of 8.
-        return fit_image(picture, *settings.conditioned_size, settings.fit)[:height, :width]
-    return fit_image(picture, height, width, settings.fit)
+    # As Open-Sora: to the named size, of which latents show what is a multiple of 8.
+    fitted = fit_image(picture, *settings.conditioned_size, settings.fit)
+    return fitted[: size[0], : size[1]]
 
 
 def _source(extend: Any, settings: Settings) -> tuple[np.ndarray[Any, Any], tuple[str, ...]]:

@@ -104,6 +104,16 @@ def make_chooser(request: Request, target: Target) -> FastPathChooser:
     )
 
 
+def first_repairs(request: Request, model: ModelSpec, target: Target) -> tuple[Repair, ...]:
+    """Repairs to begin with: those of a record, else those cached from earlier runs here."""
+    if request.repairs is not None:
+        return tuple(request.repairs)
+    if request.forget_repairs:
+        return ()
+    key = cached_key(model, target.device, target.facts.versions)
+    return () if key is None else load_repairs(key)
+
+
 def _asked_bytes(request: Request, name: str) -> int | None:
     written = getattr(request, name)
     return None if written is None else parse_bytes(written, name)
@@ -114,7 +124,7 @@ class RequestFit:
     """Fits a request of a model on its target.
 
     Attributes:
-        has_repairs: those of earlier runs here are valid, as its weights are of files.
+        repairs: those to begin with.
         will_run: certificates that are missing are created, and only certified paths kept.
     """
 
@@ -122,10 +132,10 @@ class RequestFit:
     model: ModelSpec
     target: Target
     chooser: FastPathChooser
-    has_repairs: bool
+    repairs: tuple[Repair, ...]
     will_run: bool
 
-    def fit(self, settings: Settings, products: str = "") -> Fit:
+    def fit(self, settings: Settings, products: str) -> Fit:
         """The memory fit, with the denoiser's `products` if a budget chose them.
 
         If a video doesn't fit on one device, several share it.
@@ -202,19 +212,8 @@ class RequestFit:
                 force=request.force,
                 host_memory=host.free_memory,
                 chooser=self.chooser,
-                repairs=self._first_repairs(),
+                repairs=self.repairs,
                 quantising=chosen,
                 shards=request.shard_weights,
             )
         )
-
-    def _first_repairs(self) -> tuple[Repair, ...]:
-        """Repairs to begin with: those of a record, else those cached from earlier runs here."""
-        if not self.has_repairs:
-            return ()
-        if self.request.repairs is not None:
-            return tuple(self.request.repairs)
-        if self.request.forget_repairs:
-            return ()
-        key = cached_key(self.model, self.target.device, self.target.facts.versions)
-        return () if key is None else load_repairs(key)

@@ -37,6 +37,7 @@ from everyframe.planning.quality import fit_to_quality, with_named_products
 from everyframe.planning.request_fit import (
     RequestFit,
     Target,
+    first_repairs,
     make_chooser,
     usable_devices,
 )
@@ -134,7 +135,8 @@ def _prepared(
     chooser = make_chooser(request, target)
     # Repairs are of this machine, and a model in memory may hold any weights.
     is_own = is_here and given is None
-    fit = RequestFit(request, model, target, chooser, has_repairs=is_own, will_run=will_run).fit
+    repairs = first_repairs(request, model, target) if is_own else ()
+    fit = RequestFit(request, model, target, chooser, repairs, will_run=will_run).fit
     (shares, fit_used, fitted), quality = fit_to_quality(
         fit, request, model, settings, target.device
     )

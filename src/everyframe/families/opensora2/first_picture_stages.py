@@ -110,12 +110,11 @@ class FirstDecodeStage(VideoEncodeStage[OpenSora2Context, Tensor]):
         return torch.zeros(1, channels, height, width, device=device)
 
     def compute(self, module: Any, inputs: Tensor, device: str, settings: Settings) -> Tensor:
-        """The picture (1, H, W, 3) in 0..1, on the host, in steps of 1/255 as a file has it."""
-        pixels = first_picture.decode(module, inputs)
-        return (as_frames(pixels) * 255).round() / 255
+        """The picture (1, H, W, 3) in 0..1, on the host."""
+        return as_frames(first_picture.decode(module, inputs))
 
     def store(self, video: VideoState, result: Tensor) -> None:
-        """Set `last_frames` of the video, at its size, and begin its noise anew."""
+        """Set `last_frames` of the video, in 8 bits as a file has it, and begin its noise anew."""
         size = self.context.settings.conditioned_size
         picture = fit_image(to_uint8(result.numpy()), *size, "cover")
         video.last_frames, video.latents = torch.from_numpy(picture) / 255, None
