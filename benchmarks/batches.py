@@ -28,7 +28,7 @@ from torch import Tensor
 
 from everyframe.core.facts import DeviceFacts
 from everyframe.engine.calibration import shapes_prompts
-from everyframe.engine.warm_workers import WarmWorkers
+from everyframe.engine.workers.warm_workers import WarmWorkers
 from everyframe.families.opensora import sharding
 from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.hardware import machine_facts, pick_device
@@ -39,9 +39,9 @@ from everyframe.parallel.communicator import SingleRank
 from everyframe.precision.strict_float32 import strict_float32
 from everyframe.runtime.batched_calls import BatchedModule
 from everyframe.server.data_folder import open_folder
-from everyframe.server.dispatcher import Dispatcher, DispatcherOptions
-from everyframe.server.jobs import NewJob
-from everyframe.server.store import JobStore
+from everyframe.server.dispatch.dispatcher import Dispatcher, DispatcherOptions
+from everyframe.server.queue.jobs import NewJob
+from everyframe.server.queue.store import JobStore
 
 BATCHES = (1, 2, 4)
 #: The embedded model's size, and two blocks of Open-Sora's.

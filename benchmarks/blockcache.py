@@ -46,7 +46,7 @@ from everyframe.core.quality import parse_method
 from everyframe.engine.calibration import shapes_prompts
 from everyframe.hardware import machine_facts, pick_device
 from everyframe.numerics.psnr import frame_psnr
-from everyframe.runtime.component_observers import on_component_loaded
+from everyframe.runtime.components.component_observers import on_component_loaded
 
 STEPS, BLOCKS = 30, 8
 

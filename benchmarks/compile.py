@@ -47,7 +47,7 @@ def work(asked: argparse.Namespace) -> dict[str, Any]:
     from measuring import finish, relative, seconds
 
     import everyframe
-    from everyframe.fast_paths.compilation import compiled_blocks
+    from everyframe.fast_paths.compilation.module_compilation import compiled_blocks
     from everyframe.precision.strict_float32 import strict_float32
 
     if asked.device == "cpu":

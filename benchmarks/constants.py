@@ -20,7 +20,7 @@ import torch
 from block_stacks import wan
 from measuring import hardware, publish, rounds_and_page, seconds, where
 
-from everyframe.fast_paths.constant_results import CachedConstants
+from everyframe.fast_paths.modules.constant_results import CachedConstants
 from everyframe.hardware import machine_facts, pick_device
 
 #: Frames, height and width of latents, which are 4 and 8 times as many in pixels.

@@ -21,7 +21,7 @@ from block_stacks import svd
 from measuring import hardware, publish, relative, rounds_and_page, seconds, where
 from torch import Tensor
 
-from everyframe.fast_paths.deep_features import DeepFeatures
+from everyframe.fast_paths.modules.deep_features import DeepFeatures
 from everyframe.hardware import machine_facts, pick_device
 from everyframe.samplers import euler_karras
 

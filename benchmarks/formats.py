@@ -99,8 +99,8 @@ def loaded(folder: str, file: str, kind: str) -> tuple[float, int, int]:
 
     from everyframe.adapters.component_file import match_component
     from everyframe.core.plan import Precision
-    from everyframe.diffusers_pipelines.checkpoint import ComponentFolder
-    from everyframe.diffusers_pipelines.component_tensors import load_from_file, module_table
+    from everyframe.diffusers_pipelines.files.checkpoint import ComponentFolder
+    from everyframe.diffusers_pipelines.files.component_tensors import load_from_file, module_table
 
     torch.set_num_threads(1)
     what = ("transformer", "diffusers", "LTXVideoTransformer3DModel", Path(folder))

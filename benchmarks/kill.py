@@ -45,7 +45,7 @@ from versions import versions_of
 from everyframe.core import paths
 from everyframe.core.events import ComponentLoaded, Event, FramesDecoded, StageStarted, Step
 from everyframe.core.request import Request
-from everyframe.engine.resume import resume_run
+from everyframe.engine.resumption.resume import resume_run
 from everyframe.engine.run import stream
 from everyframe.hardware import machine_facts
 from everyframe.planning.resolve import prepare

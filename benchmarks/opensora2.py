@@ -55,9 +55,9 @@ from everyframe.hardware.profiles import find_profile
 from everyframe.ops.text_context import JointTextContext
 from everyframe.planning.resolve import prepare
 from everyframe.precision.islands import present
+from everyframe.runtime.components.meta_init import build_on_meta
 from everyframe.runtime.loading import load_component
-from everyframe.runtime.meta_init import build_on_meta
-from everyframe.runtime.offload import resident_bytes
+from everyframe.runtime.memory.offload import resident_bytes
 
 GRID, TEXT = (2, 8, 16), 512
 ROUNDS = 3

@@ -22,7 +22,7 @@ from everyframe.dry_run.executor import DryRunModule, dry_run_modules
 from everyframe.dry_run.result import DryRunResult
 from everyframe.families.opensora2.config import MMDiTConfig
 from everyframe.families.opensora2.vae_config import HunyuanVAEConfig
-from everyframe.runtime.meta_init import build_on_meta
+from everyframe.runtime.components.meta_init import build_on_meta
 
 TEXT, BRANCHES, STEPS, FRAMES = 512, 3, 50, 33
 #: Picture tokens of a latent frame at 16:9, and the autoencoder's tiles.

@@ -16,7 +16,7 @@ from sdcpp import LIBRARY, WEIGHTS, wan
 from torch import Tensor, nn
 
 import everyframe
-from everyframe.fast_paths.compilation import compiled_blocks
+from everyframe.fast_paths.compilation.module_compilation import compiled_blocks
 from everyframe.precision.strict_float32 import strict_float32
 
 #: What every ratio is to.

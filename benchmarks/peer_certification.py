@@ -11,7 +11,7 @@ from block_stacks import SIZES, precision_of
 
 from everyframe.core.facts import DeviceFacts
 from everyframe.dry_run.call import DryRunCall
-from everyframe.fast_paths.certify import certify
+from everyframe.fast_paths.certification.certify import certify
 from everyframe.fast_paths.registry import for_device, switched_off
 from everyframe.planning.component_certificates import Certificates
 from everyframe.planning.dry_runs import DryRun, dry_run

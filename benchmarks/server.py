@@ -47,8 +47,8 @@ import psutil
 
 from everyframe._version import __version__
 from everyframe.core.request import Request
-from everyframe.engine.warm_workers import WarmWorkers
-from everyframe.engine.worker_process import WorkerJob
+from everyframe.engine.workers.warm_workers import WarmWorkers
+from everyframe.engine.workers.worker_process import WorkerJob
 
 RESULTS = Path(__file__).parent / "results"
 SOURCE = Path(__file__).parent.parent / "src"

@@ -34,7 +34,7 @@ from everyframe.core.quality import EXACT, SHALLOW_SHARE, parse_method
 from everyframe.core.request import Request
 from everyframe.hardware import machine_facts, pick_device
 from everyframe.planning.resolve import prepare
-from everyframe.runtime.component_observers import on_component_loaded
+from everyframe.runtime.components.component_observers import on_component_loaded
 from everyframe.runtime.interface import LossySpec
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

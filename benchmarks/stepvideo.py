@@ -57,9 +57,9 @@ from everyframe.precision import cast_hooks
 from everyframe.precision.dtypes import torch_dtype
 from everyframe.precision.islands import weight_bytes
 from everyframe.precision.quantization import QuantisedLinear, layers, quantise, rows, swap
+from everyframe.runtime.components.meta_init import build_on_meta
 from everyframe.runtime.loading import load_component
-from everyframe.runtime.meta_init import build_on_meta
-from everyframe.runtime.offload import resident_bytes
+from everyframe.runtime.memory.offload import resident_bytes
 
 RESULTS = Path(__file__).parent / "results"
 GRID = (2, 8, 16)  # 256 tokens

@@ -262,7 +262,7 @@ def _argument(name: str) -> str:
 
 def openapi() -> str:
     """The server's OpenAPI document."""
-    from everyframe.server.app import routed_app
+    from everyframe.server.http.app import routed_app
 
     return json.dumps(routed_app().openapi(), indent=1, sort_keys=True) + "\n"
 

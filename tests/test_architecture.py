@@ -15,7 +15,7 @@ import everyframe
 from everyframe.families.registry import family_names
 from helpers import architecture_rules
 from helpers.architecture_rules import PACKAGE, ROOMS, RULES, Module, Rule
-from helpers.import_circles import import_circles
+from helpers.import_circles import folder_circles, import_circles
 
 SOURCE = Path(everyframe.__file__).parent
 
@@ -114,14 +114,56 @@ def test_a_planted_circle_is_found(late: str) -> None:
     assert import_circles(planted[:2]) == []
 
 
-@pytest.mark.parametrize("room", ["runtime", "diffusers_pipelines", "planning"])
+def test_no_folders_import_each_other() -> None:
+    assert folder_circles(modules()) == []
+
+
+def test_a_planted_circle_of_folders_is_found() -> None:
+    planted = [
+        Module.parse("everyframe.server.queue.store", "from everyframe.server.queue.jobs import x"),
+        Module.parse("everyframe.server.queue.jobs", "from everyframe.server import errors"),
+        Module.parse("everyframe.server.errors", "from everyframe.server.http import app"),
+        Module.parse("everyframe.server.http.app", "from everyframe.server.queue import store"),
+        Module.parse("everyframe.server.process", "from everyframe.server.http import app"),
+    ]
+    circle = ["everyframe.server.errors", "everyframe.server.http", "everyframe.server.queue"]
+    assert folder_circles(planted) == [circle]
+    assert folder_circles(planted[:3]) == []
+
+
+#: Packages of more than two dozen modules.
+LARGE = ("diffusers_pipelines", "engine", "fast_paths", "planning", "runtime", "server")
+
+
+@pytest.mark.parametrize("room", LARGE)
 def test_the_large_packages_are_described_module_by_module(room: str) -> None:
     """A module without a place in the page's tables is one that nobody finds."""
     page = PAGE.read_text(encoding="utf-8")
     section = re.split(r"\n##+ ", page.split(f"### `{room}/`\n")[1])[0]
     described = re.findall(r"`(\w+\.py)`", section)
-    there = {path.name for path in SOURCE.glob(f"{room}/*.py")} - {"__init__.py"}
+    there = {path.name for path in SOURCE.glob(f"{room}/**/*.py")} - {"__init__.py"}
     assert there == {*described}, f"describe them in {PAGE.name}"
+
+
+@pytest.mark.parametrize("room", sorted({*LARGE} - {"planning"}))
+def test_rows_of_their_tables_import_rows_above(room: str) -> None:
+    rows = {}
+    page = PAGE.read_text(encoding="utf-8").split(f"### `{room}/`\n")[1].split("\n##")[0]
+    for number, line in enumerate(page.splitlines()):
+        folder = re.match(r"\| `(\w+/)`", line)
+        where = f"{room}/{folder[1]}" if folder else f"{room}/"
+        for name in re.findall(r"`(\w+)\.py`", line):
+            for path in SOURCE.glob(f"{where}{'**/' if folder else ''}{name}.py"):
+                rows[name_of(path)] = number
+    upward = [
+        f"{module.name} imports {target}"
+        for module in modules()
+        for _, name in architecture_rules.imports_of(module, strings=False)
+        for target in (name, name.rpartition(".")[0])
+        if rows.get(target, 0) > rows.get(module.name, len(page))
+    ]
+    assert len(rows) > 20
+    assert not upward, "move the row, or the import"
 
 
 #: The modules that every family has; its networks come beside them.

@@ -33,7 +33,7 @@ class _SharedWorkers:
 
     def get(self) -> Any:
         """The executor, a new one if there is none."""
-        from everyframe.engine.warm_workers import WarmWorkers
+        from everyframe.engine.workers.warm_workers import WarmWorkers
 
         if self._executor is None:
             self._executor = WarmWorkers()
@@ -52,7 +52,7 @@ WORKERS = _SharedWorkers()
 def check_installed() -> None:
     """Raise `RuntimeError` if worker processes can't be had, with what to do."""
     try:
-        from everyframe.engine.launcher import is_possible
+        from everyframe.engine.workers.launcher import is_possible
     except ImportError as error:
         raise RuntimeError(f"{_INSTALL} ({error})") from error
     if not is_possible():
@@ -73,7 +73,7 @@ class LocalRun:
     def __init__(self, options: Mapping[str, Any], *, stays_loaded: bool) -> None:
         check_installed()
         from everyframe.engine.generate_call import GenerateCall
-        from everyframe.engine.stop_switch import StopSwitch
+        from everyframe.engine.workers.stop_switch import StopSwitch
 
         # Here, so that a wrong option is refused before models are unloaded.
         self._call = GenerateCall.of(None, "float", None, None, {**options, "preview": True})
@@ -105,7 +105,7 @@ class LocalRun:
     def _collect(self, tell: Tell) -> Any:
         from everyframe.core.events import Planned, Preview, RunSaved
         from everyframe.engine.results import EventTeller, collect_videos
-        from everyframe.server.progress import ProgressMeter
+        from everyframe.server.dispatch.progress import ProgressMeter
 
         meter: ProgressMeter | None = None
 

@@ -20,16 +20,16 @@ from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine import run as engine
 from everyframe.engine import tracing
-from everyframe.engine.comparison import compare_with
-from everyframe.engine.foreign_run import check_named
 from everyframe.engine.generate_call import GenerateCall, check_output
-from everyframe.engine.interrupted_run import load_run
-from everyframe.engine.launcher import ranks_of, run_in_workers
-from everyframe.engine.provenance import record_in, request_from, threads_to_repeat
-from everyframe.engine.replan import OF_RANKS
+from everyframe.engine.records.comparison import compare_with
+from everyframe.engine.records.provenance import record_in, request_from, threads_to_repeat
 from everyframe.engine.results import EventTeller, Output, Tell, collect_videos
-from everyframe.engine.resume import find_run_of, resume_run
-from everyframe.engine.worker_process import WorkerJob
+from everyframe.engine.resumption.foreign_run import check_named
+from everyframe.engine.resumption.interrupted_run import load_run
+from everyframe.engine.resumption.replan import OF_RANKS
+from everyframe.engine.resumption.resume import find_run_of, resume_run
+from everyframe.engine.workers.launcher import ranks_of, run_in_workers
+from everyframe.engine.workers.worker_process import WorkerJob
 from everyframe.families.registry import (
     all_options,
     check_option_names,
@@ -308,8 +308,8 @@ def _events_of_pipe(
 
 def _request_of_pipe(given: Mapping[str, Any], record: Mapping[str, Any] | None) -> Request:
     """The request of `run`'s options; unknown options are parameters of the pipeline."""
-    from everyframe.diffusers_pipelines import call_options
-    from everyframe.diffusers_pipelines.options import SHARED
+    from everyframe.diffusers_pipelines.inputs import call_options
+    from everyframe.diffusers_pipelines.inputs.options import SHARED
 
     # An option by a pipeline's own name, `strength`, is a parameter of the pipeline like any other.
     known = {*Request.model_fields, *options_of("pipeline").model_fields}.difference(
@@ -349,7 +349,7 @@ def _option_of(request: Request) -> Mapping[str, Any]:
 
 def _result(events: Events, output: Output, request: Request, teller: EventTeller) -> Any:
     """The result of a request: a video, a list of them, or the pipeline's output."""
-    from everyframe.diffusers_pipelines import call_options
+    from everyframe.diffusers_pipelines.inputs import call_options
 
     option = _option_of(request)
     is_list = request.num_videos > 1

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from everyframe.adapters.component_file import MatchedComponent, match_component
 from everyframe.checkpoints.strict_load import load_strictly
 from everyframe.core.errors import CheckpointError
-from everyframe.runtime.patchable import table_of_module
+from everyframe.runtime.components.patchable import table_of_module
 from helpers.components import originals, stored
 
 DENOISERS = ("wan", "wan_of_a_picture", "ltx", "hunyuan", "cogvideox", "mochi")

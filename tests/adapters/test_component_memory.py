@@ -29,8 +29,8 @@ def measured_in(folder: str, file: str, dtype: str) -> tuple[int, int]:
 
     from everyframe.adapters.component_file import match_component
     from everyframe.core.plan import Precision
-    from everyframe.diffusers_pipelines.checkpoint import ComponentFolder
-    from everyframe.diffusers_pipelines.component_tensors import load_from_file, module_table
+    from everyframe.diffusers_pipelines.files.checkpoint import ComponentFolder
+    from everyframe.diffusers_pipelines.files.component_tensors import load_from_file, module_table
 
     part = ComponentFolder("transformer", "diffusers", "LTXVideoTransformer3DModel", Path(folder))
     tensors = match_component(Path(file), module_table(part), "large").tensors

@@ -17,7 +17,7 @@ from everyframe.adapters.distilled_models import PRESETS, find_preset, titles_in
 from everyframe.checkpoints.tensor_file import open_checkpoint
 from everyframe.core.request import Request
 from everyframe.diffusers_pipelines.family import PipelineSpec
-from everyframe.diffusers_pipelines.preset_scheduler import preset_scheduler
+from everyframe.diffusers_pipelines.files.preset_scheduler import preset_scheduler
 from everyframe.planning.find_model import find_model
 from helpers.loras import files as lora_files
 from helpers.loras.files import as_lora, factors_for

@@ -18,7 +18,7 @@ from everyframe.adapters.gguf_blocks import WIDENED, widen_blocks
 from everyframe.adapters.gguf_file import GgufFile
 from everyframe.adapters.gguf_header import read_gguf_header
 from everyframe.core.errors import CheckpointError, MissingPackageError
-from everyframe.runtime.patchable import table_of_module
+from everyframe.runtime.components.patchable import table_of_module
 from helpers.components import originals, stored
 
 gguf = pytest.importorskip("gguf", reason="the package that reads GGUF is not installed")

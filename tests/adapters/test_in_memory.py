@@ -17,9 +17,9 @@ from diffusers.hooks import apply_group_offloading
 import everyframe
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.request import Request
+from everyframe.diffusers_pipelines.calls.patched_weights import merged_in_place
+from everyframe.diffusers_pipelines.inputs.options import PipelineOptions
 from everyframe.diffusers_pipelines.loaded_pipeline import given_pipeline
-from everyframe.diffusers_pipelines.options import PipelineOptions
-from everyframe.diffusers_pipelines.patched_weights import merged_in_place
 from everyframe.planning.resolve import LoadedModel, prepare
 from helpers.diagonals import diagonal
 from helpers.loras import files as lora_files

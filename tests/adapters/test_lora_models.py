@@ -16,7 +16,7 @@ from everyframe.adapters.patches import match_loras
 from everyframe.core.lora import Lora
 from everyframe.core.request import Request
 from everyframe.planning.find_model import find_model
-from everyframe.runtime.patchable import PatchableSpec, WeightTable
+from everyframe.runtime.components.patchable import PatchableSpec, WeightTable
 from helpers.loras import files as lora_files
 from helpers.loras import layouts as lora_layouts
 from helpers.loras.files import State, as_lora, factors_for, hand_merged, random

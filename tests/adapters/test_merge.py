@@ -23,7 +23,7 @@ from everyframe.core.errors import CheckpointError
 from everyframe.core.lora import Lora
 from everyframe.core.request import Request
 from everyframe.planning.resolve import PreparedPlan, prepare
-from everyframe.runtime.component_observers import on_component_loaded
+from everyframe.runtime.components.component_observers import on_component_loaded
 from helpers import plans as planned
 from helpers.diagonals import diagonal
 from helpers.loras import files as lora_files

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from everyframe.adapters.patches import match_loras
 from everyframe.core.lora import Lora
-from everyframe.runtime.patchable import WeightTable
+from everyframe.runtime.components.patchable import WeightTable
 from helpers.loras.files import State, random, write
 
 SIZE = 64

@@ -12,7 +12,7 @@ import torch
 from everyframe.adapters.patches import match_loras
 from everyframe.core.errors import CheckpointError
 from everyframe.core.lora import Lora
-from everyframe.runtime.patchable import WeightTable
+from everyframe.runtime.components.patchable import WeightTable
 from helpers.loras import files as lora_files
 from helpers.loras import layouts as lora_layouts
 from helpers.loras.files import State, as_lora, factors_for, matched, merged, random, write

@@ -26,8 +26,8 @@ from everyframe.core.serialization import from_jsonable, to_jsonable
 from everyframe.media.read import read_video
 from everyframe.planning.find_model import find_model
 from everyframe.planning.resolve import prepare
-from everyframe.runtime.patchable import digest_with_loras
-from everyframe.runtime.repair_cache import RepairCacheKey, cached_key, key_of
+from everyframe.runtime.components.patchable import digest_with_loras
+from everyframe.runtime.repair.repair_cache import RepairCacheKey, cached_key, key_of
 from helpers.loras import files as lora_files
 from helpers.loras.files import as_lora, factors_for
 from helpers.tiny_checkpoints import families as tiny_families
@@ -254,7 +254,7 @@ def test_the_file_of_a_record_must_be_the_same(model: Path, lora: Path, tmp_path
     ],
 )  # fmt: skip
 def test_a_record_reads_no_path(planted: Any, model: Path, lora: Path) -> None:
-    from everyframe.engine.provenance import request_from
+    from everyframe.engine.records.provenance import request_from
 
     record = json.loads(json.dumps(generate(model, loras=str(lora)).record))
     record["request"]["loras"] = planted

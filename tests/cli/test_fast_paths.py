@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from everyframe.cli.main import main
-from everyframe.fast_paths.toolchain import why_not
+from everyframe.fast_paths.compilation.toolchain import why_not
 
 
 @pytest.fixture(autouse=True)

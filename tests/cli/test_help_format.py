@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from everyframe.cli.main import main
-from everyframe.engine import launcher
+from everyframe.engine.workers import launcher
 
 BAD = [
     # (words, what the line must hold)

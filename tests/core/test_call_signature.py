@@ -18,7 +18,7 @@ import everyframe
 from everyframe.core.call_signature import accepted_type, with_options
 from everyframe.core.options import Options, option
 from everyframe.core.request import Request
-from everyframe.engine.replan import OF_RANKS
+from everyframe.engine.resumption.replan import OF_RANKS
 from everyframe.families.registry import all_options, options_of
 
 SOURCE = Path(everyframe.__file__).parent

@@ -20,8 +20,8 @@ import everyframe
 from everyframe.cli.main import main
 from everyframe.core.errors import EveryframeError, InputError
 from everyframe.core.events import Event, Note, Step
-from everyframe.diffusers_pipelines.image_forms import form_of, num_frames_of, sides_of
-from everyframe.diffusers_pipelines.signature import of_class, of_pipeline
+from everyframe.diffusers_pipelines.inputs.image_forms import form_of, num_frames_of, sides_of
+from everyframe.diffusers_pipelines.inputs.signature import of_class, of_pipeline
 from everyframe.media.pixels import to_uint8
 from everyframe.media.read import read_image
 from everyframe.ops.attention import PLAIN, by_kernel

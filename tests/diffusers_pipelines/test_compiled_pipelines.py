@@ -13,8 +13,8 @@ from diffusers import WanPipeline
 import everyframe
 from everyframe.core.errors import InputError
 from everyframe.core.request import Request
-from everyframe.fast_paths import package_store
-from everyframe.fast_paths.compilation import compiled_blocks, disable_compiled
+from everyframe.fast_paths.compilation import package_store
+from everyframe.fast_paths.compilation.module_compilation import compiled_blocks, disable_compiled
 from everyframe.media.video import Video
 from helpers.compiled_blocks import compile_for
 from helpers.planted_compiler import PlantedCompiler

@@ -12,8 +12,8 @@ import torch
 import everyframe
 from everyframe.core.errors import InputError
 from everyframe.fast_paths import certificates
-from everyframe.fast_paths.certify import certify
-from everyframe.fast_paths.constant_results import PATH, CachedConstants
+from everyframe.fast_paths.certification.certify import certify
+from everyframe.fast_paths.modules.constant_results import PATH, CachedConstants
 from everyframe.fast_paths.registry import CATALOGUE
 from everyframe.ops.attention import by_kernel
 from everyframe.planning.resolve import PreparedPlan, prepare

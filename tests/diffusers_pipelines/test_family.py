@@ -22,8 +22,8 @@ from everyframe.checkpoints.safetensors_header import SafetensorsHeader, read_he
 from everyframe.cli.main import main
 from everyframe.core.errors import CheckpointError, EveryframeError, InputError
 from everyframe.core.events import Step
+from everyframe.diffusers_pipelines.inputs.options import PipelineOptions
 from everyframe.diffusers_pipelines.loaded_pipeline import given_pipeline
-from everyframe.diffusers_pipelines.options import PipelineOptions
 from everyframe.families.registry import family_names
 from everyframe.ops.attention import PLAIN, by_kernel
 from everyframe.planning.resolve import LoadedModel, prepare

@@ -21,8 +21,8 @@ from everyframe.core.errors import CannotRunError
 from everyframe.core.events import Event, Repaired, Step, VideoDone
 from everyframe.core.plan import ComponentPlan, Precision, Settings
 from everyframe.core.request import Request
+from everyframe.diffusers_pipelines.inputs.signature import CallSignature, of_class
 from everyframe.diffusers_pipelines.oom_fallback import PipelineOomFallbacks, chunk_savings
-from everyframe.diffusers_pipelines.signature import CallSignature, of_class
 from everyframe.engine.run import stream
 from everyframe.runs.run_state import SaveOptions
 from everyframe.runtime.interface import MemorySaving

@@ -18,8 +18,8 @@ import everyframe
 from everyframe.core.errors import InputError
 from everyframe.core.options import facts_of
 from everyframe.core.request import Request
-from everyframe.diffusers_pipelines.options import SHARED, PipelineOptions
-from everyframe.diffusers_pipelines.signature import NAMES, of_class
+from everyframe.diffusers_pipelines.inputs.options import SHARED, PipelineOptions
+from everyframe.diffusers_pipelines.inputs.signature import NAMES, of_class
 from everyframe.families.registry import all_options
 
 #: What any model calls the same thing.

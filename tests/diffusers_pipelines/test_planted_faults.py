@@ -21,7 +21,7 @@ from torch import Tensor
 import everyframe
 from everyframe.core.errors import NumericsError
 from everyframe.core.events import Event, Note, Repaired
-from everyframe.runtime.guard import Guard
+from everyframe.runtime.stages.guard import Guard
 from helpers.guard_pipelines import hooked, planted, state_of
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 

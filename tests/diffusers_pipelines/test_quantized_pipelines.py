@@ -84,7 +84,8 @@ def test_a_saved_folder_has_the_same_bits(wan: Path, tmp_path: Path, kind: str) 
 
 def test_names_of_an_older_diffusers_are_read_by_it(wan: Path, tmp_path: Path) -> None:
     """Such a folder is quantized after it is loaded, and can't be saved so."""
-    from everyframe.diffusers_pipelines import component_tensors, loading, saved_files
+    from everyframe.diffusers_pipelines import loading
+    from everyframe.diffusers_pipelines.files import component_tensors, saved_files
 
     wanted = frames(wan, quantize="int8")
     with pytest.MonkeyPatch.context() as patch:

@@ -19,7 +19,7 @@ from everyframe.core.plan import Plan, Precision
 from everyframe.fast_paths.registry import CATALOGUE
 from everyframe.precision import quantized_products
 from everyframe.precision.quantization import layers, quantise_layers
-from everyframe.runtime import component_observers
+from everyframe.runtime.components import component_observers
 from helpers.planted_products import KIND, certify_as
 from helpers.tiny_checkpoints import families as tiny_families
 from helpers.tiny_checkpoints.pipelines import loaded

@@ -17,10 +17,10 @@ import everyframe
 from everyframe.core.errors import CheckpointError, EveryframeError, InputError
 from everyframe.core.events import Step
 from everyframe.core.request import Request
-from everyframe.diffusers_pipelines.checkpoint import is_library
-from everyframe.engine.launcher import run_in_workers
+from everyframe.diffusers_pipelines.files.checkpoint import is_library
 from everyframe.engine.run import stream
-from everyframe.engine.worker_process import WorkerJob
+from everyframe.engine.workers.launcher import run_in_workers
+from everyframe.engine.workers.worker_process import WorkerJob
 from everyframe.runs.atomic_write import read_json, write_json
 from everyframe.runs.folder import RunFolder, all_runs
 from everyframe.runs.run_state import EVERY_STEP, SaveOptions

@@ -12,7 +12,7 @@ from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.doctor import smoke_test as smoking
 from everyframe.doctor.checks import DoctorInput
 from everyframe.doctor.diagnose import diagnose
-from everyframe.fast_paths import cpu_modules
+from everyframe.fast_paths.modules import cpu_modules
 from everyframe.fast_paths.registry import CATALOGUE
 from everyframe.hardware.isolation import ProcessResult
 from everyframe.media.video import Video

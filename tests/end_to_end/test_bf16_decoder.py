@@ -18,7 +18,7 @@ from everyframe.cli.main import main
 from everyframe.core.events import Event, Planned, Repaired, VideoDone
 from everyframe.core.plan import ComponentPlan
 from everyframe.core.request import Request
-from everyframe.engine.resume import resume_run
+from everyframe.engine.resumption.resume import resume_run
 from everyframe.fast_paths import certificates
 from everyframe.hardware import cpu as cpu_module
 from everyframe.numerics.psnr import frame_psnr
@@ -35,7 +35,7 @@ PATH = "bf16-decoder"
 LEAST_DB = 38.0
 
 #: All of a family's autoencoders. One of ours and one of a pipeline run always;
-#: `runtime/test_decoder_check.py` has SVD's.
+#: `runtime/stages/test_decoder_check.py` has SVD's.
 FAST = ("opensora-1.2", "cogvideox")
 CASES = [
     pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow])
@@ -136,7 +136,7 @@ def test_a_decoder_that_bfloat16_gets_wrong_runs_in_float32_and_so_do_later_ones
     # Saved: the next plan begins with it, says so, and checks nothing.
     plan = model.prepared(**model.exactly(PATH)).plan
     assert any(note.startswith("vae runs in float32: in bfloat16 an") for note in plan.notes)
-    monkeypatch.setattr("everyframe.runtime.decoder_check.psnr_to_float32", None)
+    monkeypatch.setattr("everyframe.runtime.stages.decoder_check.psnr_to_float32", None)
     again = model.events(**model.exactly(PATH))
     assert not repairs_of(again)
     assert np.array_equal(frames_of(again), wide)

@@ -24,7 +24,7 @@ import everyframe
 from everyframe.diffusers_pipelines.library_patches import float32_noise, stand_in_accepted
 from everyframe.dry_run import executor
 from everyframe.hardware.cpu import cpu_threads
-from everyframe.runtime.meta_init import BUILD_LOCK
+from everyframe.runtime.components.meta_init import BUILD_LOCK
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 

@@ -18,7 +18,6 @@ import pytest
 
 from everyframe import __file__ as package
 from everyframe.cli import generate  # noqa: F401 - so that no fork imports them
-from everyframe.engine import launcher  # noqa: F401 - likewise
 from helpers import fake_engine
 from helpers.forked_process import forked
 

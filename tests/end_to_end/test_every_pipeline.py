@@ -17,7 +17,12 @@ import torch
 
 import everyframe
 from everyframe.core.events import AudioDecoded, Event, FramesDecoded, Planned, Step
-from everyframe.diffusers_pipelines.signature import NAMES, VIDEO_RESULT, of_class, of_pipeline
+from everyframe.diffusers_pipelines.inputs.signature import (
+    NAMES,
+    VIDEO_RESULT,
+    of_class,
+    of_pipeline,
+)
 from everyframe.ops.attention import PLAIN, by_kernel
 from helpers.tiny_checkpoints import diffusers as tiny_diffusers
 from helpers.tiny_checkpoints.diffusers import CASES, table

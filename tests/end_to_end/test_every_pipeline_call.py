@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 import everyframe
-from everyframe.diffusers_pipelines.signature import NAMES, VIDEO_RESULT, of_pipeline
+from everyframe.diffusers_pipelines.inputs.signature import NAMES, VIDEO_RESULT, of_pipeline
 from everyframe.media.pixels import fit_image
 from helpers.tiny_checkpoints.diffusers import CASES
 from helpers.tiny_checkpoints.diffusers.cases import PROMPT, SEED, STEPS, Case, as_python

@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 import everyframe
 from everyframe.core.events import Event, FramesDecoded, Repaired, RunSaved, Step
 from everyframe.core.request import Request
-from everyframe.engine import resume, run, tracing
+from everyframe.engine import run, tracing
+from everyframe.engine.resumption import resume
 from everyframe.runs.folder import RunFolder
 from everyframe.runs.run_state import EVERY_STEP, SaveOptions
 from helpers.tiny_checkpoints import families as tiny_families

@@ -1,7 +1,7 @@
 """A rank that hangs: the run ends within half a minute, names it, and leaves nothing behind.
 
 Real runs that wait for fifteen seconds, so slow; what is decided by which signs is tested without
-any in `tests/engine/test_worker_monitor.py`.
+any in `tests/engine/workers/test_worker_monitor.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from everyframe import __file__ as package
-from everyframe.engine.launcher import IN_PROCESS
+from everyframe.engine.workers.launcher import IN_PROCESS
 
 SOURCE = Path(package).parents[1]
 PLANTED = Path(__file__).parents[1] / "helpers" / "planted"

@@ -21,14 +21,16 @@ from torch import nn
 import everyframe
 from everyframe.core.errors import CannotRunError, DeviceLostError, WorkerDiedError
 from everyframe.core.events import Event, Step
-from everyframe.engine import launcher, resume, run
-from everyframe.engine.launcher import run_in_workers
-from everyframe.engine.worker_process import WorkerJob, receive, send
+from everyframe.engine import run
+from everyframe.engine.resumption import resume
+from everyframe.engine.workers import launcher
+from everyframe.engine.workers.launcher import run_in_workers
+from everyframe.engine.workers.worker_process import WorkerJob, receive, send
 from everyframe.families.opensora import stdit3, vae
 from everyframe.runs.folder import all_runs
 from everyframe.runs.run_state import EVERY_STEP, SaveOptions
 from everyframe.runs.tensor_store import TensorStore
-from everyframe.runtime.guard import Guard
+from everyframe.runtime.stages.guard import Guard
 from helpers.events import steps
 from helpers.guard_modules import Net, halved, inputs, plan, scaled
 from helpers.interrupted_runs import OPEN_SORA, begun, same

@@ -24,12 +24,12 @@ from everyframe.core.events import Event, Repaired, VideoDone
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, Plan, Precision, Settings
 from everyframe.core.request import Request
-from everyframe.engine.provenance import differences
+from everyframe.engine.records.provenance import differences
 from everyframe.planning.resolve import prepare
-from everyframe.runtime import tiling
-from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import ConditioningFrames, MemorySaving
-from everyframe.runtime.oom_fallback import OomFallbacks
+from everyframe.runtime.memory.oom_fallback import OomFallbacks
+from everyframe.runtime.stages import tiling
+from everyframe.runtime.stages.guard import Guard
 from helpers.events import frames_of
 from helpers.guard_modules import Net, inputs, plan
 from helpers.out_of_memory import TOO_LITTLE, before_calls

@@ -24,7 +24,7 @@ import everyframe
 from everyframe.core.events import Event, Note, Planned, Step
 from everyframe.core.plan import Switches
 from everyframe.diffusers_pipelines.loaded_pipeline import given_pipeline
-from everyframe.engine.resume import resume_run
+from everyframe.engine.resumption.resume import resume_run
 from everyframe.families.registry import family_options
 from everyframe.hardware.cpu import cpu_threads
 from everyframe.planning.resolve import LoadedModel

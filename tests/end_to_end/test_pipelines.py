@@ -22,8 +22,8 @@ from torch import nn
 import everyframe
 from everyframe.cli.main import main
 from everyframe.core.events import AudioDecoded, ComponentLoaded, Event, FramesDecoded, Step
-from everyframe.diffusers_pipelines.defaults import denoisers
-from everyframe.diffusers_pipelines.signature import NAMES, of_pipeline
+from everyframe.diffusers_pipelines.inputs.defaults import denoisers
+from everyframe.diffusers_pipelines.inputs.signature import NAMES, of_pipeline
 from everyframe.ops.attention import PLAIN, by_kernel
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 from helpers.tiny_checkpoints.pipelines import loaded

@@ -20,7 +20,7 @@ import everyframe
 from everyframe.core.events import Repaired
 from everyframe.core.request import Request
 from everyframe.engine.distributed import Rendezvous
-from everyframe.engine.resume import resume_run
+from everyframe.engine.resumption.resume import resume_run
 from everyframe.engine.run import stream
 from everyframe.parallel.communicator import Communicator
 from everyframe.parallel.head_partition import ATTENDING
@@ -119,7 +119,7 @@ def test_one_video_on_several_ranks(
 
 def encoded(group: Communicator, asked: dict[str, Any], *, once: bool) -> dict[str, Any]:
     """One rank's run, with how often an encoder's first layer looked words up in it."""
-    from everyframe.diffusers_pipelines import module_calls
+    from everyframe.diffusers_pipelines.calls import module_calls
 
     calls, own, names = [], torch.nn.Embedding.forward, module_calls._NAMES
     module_calls._NAMES = names if once else ()

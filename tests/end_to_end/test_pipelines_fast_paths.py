@@ -16,8 +16,8 @@ import everyframe
 from everyframe.core.plan import FastPathChoice
 from everyframe.fast_paths import certificates
 from everyframe.fast_paths.certificates import digest
-from everyframe.fast_paths.constant_results import CachedConstants
-from everyframe.fast_paths.extract_blocks import blocks_of
+from everyframe.fast_paths.certification.extract_blocks import blocks_of
+from everyframe.fast_paths.modules.constant_results import CachedConstants
 from everyframe.ops.attention import by_kernel
 from everyframe.planning import component_certificates, list_fast_paths
 from everyframe.planning.list_fast_paths import survey

@@ -22,7 +22,7 @@ from everyframe.core import paths
 from everyframe.core.errors import CorruptRunError
 from everyframe.core.events import Event, Repaired, Step, VideoDone
 from everyframe.core.request import Request
-from everyframe.engine.resume import resume_run
+from everyframe.engine.resumption.resume import resume_run
 from everyframe.engine.run import stream
 from everyframe.runs.folder import all_runs
 from everyframe.runs.run_state import EVERY_STEP, FileOomLog, SaveOptions

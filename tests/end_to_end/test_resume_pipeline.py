@@ -20,7 +20,7 @@ import torch
 import everyframe
 from everyframe.core.errors import EveryframeWarning, InputError
 from everyframe.core.events import Event, Step
-from everyframe.diffusers_pipelines.digests import digest_call, digest_pipeline
+from everyframe.diffusers_pipelines.calls.digests import digest_call, digest_pipeline
 from everyframe.runs.folder import RunFolder, all_runs, new_run
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 

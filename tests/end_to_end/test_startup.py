@@ -55,7 +55,7 @@ next(stream(Request(prompt={PROMPT!r}, seed=1), keep=SaveOptions(None)))
 #: This side of it, up to the first event of the worker.
 _PARENT = f"""
 from everyframe.core.errors import InputError
-from everyframe.engine import launcher
+from everyframe.engine.workers import launcher
 def launched(*given):
     raise InputError("the worker says so")
     yield

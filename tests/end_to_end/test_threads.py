@@ -30,7 +30,7 @@ from everyframe.families.opensora.family import OPEN_SORA
 from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.hardware import switches
 from everyframe.hardware.cpu import cpu_threads
-from everyframe.runtime.meta_init import build_on_meta, count_elements
+from everyframe.runtime.components.meta_init import build_on_meta, count_elements
 from helpers.diagonals import diagonal
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 from helpers.tiny_checkpoints.pipelines import loaded

@@ -22,10 +22,10 @@ import pytest
 from everyframe import __file__ as package
 from everyframe.cli.main import main
 from everyframe.core.errors import InputError, PeerLostError, WorkerDiedError
-from everyframe.engine import torchrun as torchrun_module
-from everyframe.engine.launcher import IN_PROCESS
-from everyframe.engine.torchrun import TorchrunRank, leave_word, under_torchrun
-from everyframe.engine.worker_process import WorkerJob
+from everyframe.engine.workers import torchrun as torchrun_module
+from everyframe.engine.workers.launcher import IN_PROCESS
+from everyframe.engine.workers.torchrun import TorchrunRank, leave_word, under_torchrun
+from everyframe.engine.workers.worker_process import WorkerJob
 from everyframe.media.read import read_video
 
 SOURCE = Path(package).parents[1]

@@ -19,10 +19,16 @@ import everyframe
 from everyframe.core.errors import InputError, WorkerDiedError
 from everyframe.core.events import Event, FramesDecoded, Step
 from everyframe.core.facts import MachineFacts
-from everyframe.engine import resume, run, worker_monitor
-from everyframe.engine.flight_recorder import FlightRecorder, LastPosition, read_last_position
-from everyframe.engine.launcher import run_in_workers
-from everyframe.engine.worker_process import WorkerJob
+from everyframe.engine import run
+from everyframe.engine.resumption import resume
+from everyframe.engine.workers import worker_monitor
+from everyframe.engine.workers.flight_recorder import (
+    FlightRecorder,
+    LastPosition,
+    read_last_position,
+)
+from everyframe.engine.workers.launcher import run_in_workers
+from everyframe.engine.workers.worker_process import WorkerJob
 from everyframe.hardware.facts import MachineQuery
 from everyframe.hardware.isolation import ProcessResult
 from everyframe.hardware.profiles import find_profile
@@ -98,8 +104,8 @@ def test_a_worker_gives_the_bits_of_this_process(model: str, tmp_path: Path) -> 
 def test_no_worker_outlives_who_started_it(model: str, tmp_path: Path) -> None:
     program = (
         "import everyframe, sys, os\n"
-        "from everyframe.engine.launcher import run_in_workers\n"
-        "from everyframe.engine.worker_process import WorkerJob\n"
+        "from everyframe.engine.workers.launcher import run_in_workers\n"
+        "from everyframe.engine.workers.worker_process import WorkerJob\n"
         f"request = everyframe.Request(model={model!r}, **{OPTIONS!r})\n"
         "for event in run_in_workers(WorkerJob(request)):\n"
         "    print(event.type, flush=True)\n"
@@ -133,7 +139,7 @@ _LIMITED = """
 import resource, sys
 from pathlib import Path
 from everyframe.core.errors import MediaError
-from everyframe.engine.flight_recorder import FlightRecorder
+from everyframe.engine.workers.flight_recorder import FlightRecorder
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv[1])))
 try:
     trail = FlightRecorder(Path(sys.argv[2]))

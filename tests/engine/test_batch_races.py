@@ -13,10 +13,10 @@ import pytest
 from everyframe.core.errors import WorkerDiedError
 from everyframe.core.events import Events, Note
 from everyframe.core.request import Request
-from everyframe.engine import warm_workers
-from everyframe.engine.shared_worker import SharedWorker
-from everyframe.engine.warm_workers import WarmWorkers
-from everyframe.engine.worker_process import WorkerJob
+from everyframe.engine.workers import warm_workers
+from everyframe.engine.workers.shared_worker import SharedWorker
+from everyframe.engine.workers.warm_workers import WarmWorkers
+from everyframe.engine.workers.worker_process import WorkerJob
 from helpers.fake_worker import FakeWorker
 
 JOB = WorkerJob(Request(prompt="a red circle"), batch="a batch")

@@ -27,7 +27,7 @@ from everyframe.planning import batches
 from everyframe.planning.resolve import resolve
 from everyframe.runs.run_state import SaveOptions
 from everyframe.runtime.batched_calls import BatchedModule
-from everyframe.runtime.component_cache import ComponentCache
+from everyframe.runtime.components.component_cache import ComponentCache
 from helpers.compiled_blocks import compile_for
 from helpers.out_of_memory import TOO_LITTLE
 from helpers.planted_compiler import PlantedCompiler

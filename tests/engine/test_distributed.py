@@ -23,7 +23,7 @@ from everyframe.engine.run import stream
 from everyframe.families.opensora import sharding, stages
 from everyframe.parallel.communicator import Communicator
 from everyframe.runs.run_state import SaveOptions
-from everyframe.runtime import stages as stages_module
+from everyframe.runtime.stages import templates as stages_module
 from everyframe.samplers import noise
 from helpers.events import frames_by_seed
 from helpers.out_of_memory import TOO_LITTLE

@@ -23,7 +23,7 @@ from everyframe.core import paths
 from everyframe.core.errors import CannotRunError, InputError, MediaError, RunLockedError
 from everyframe.core.events import Event, Note, Step, VideoDone
 from everyframe.core.plan import Repair
-from everyframe.engine import resume
+from everyframe.engine.resumption import resume
 from everyframe.families.opensora import stdit3
 from everyframe.hardware.facts import machine_facts
 from everyframe.runs.folder import RunFolder, all_runs, find_run, list_runs, new_run

@@ -23,13 +23,13 @@ from everyframe.core.errors import InputError, NumericsError
 from everyframe.core.events import Event, Note, Repaired, RunSaved, StageStarted
 from everyframe.core.request import Request
 from everyframe.engine.repair_report import page, with_repair_report
-from everyframe.engine.resume import resume_run
+from everyframe.engine.resumption.resume import resume_run
 from everyframe.engine.run import stream
 from everyframe.numerics.tensor_stats import Magnitudes
 from everyframe.runs.folder import RunFolder
 from everyframe.runs.run_state import SaveOptions
-from everyframe.runtime.component_observers import notify_loaded
-from everyframe.runtime.guard import Guard
+from everyframe.runtime.components.component_observers import notify_loaded
+from everyframe.runtime.stages.guard import Guard
 from helpers.guard_modules import Net, halved, inputs, plan, scaled
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 

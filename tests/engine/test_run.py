@@ -25,9 +25,9 @@ from everyframe.core.events import (
 )
 from everyframe.engine import request_inputs as given_frames
 from everyframe.engine import run
-from everyframe.engine.provenance import make_record
+from everyframe.engine.records.provenance import make_record
 from everyframe.media.pixels import fit_image
-from everyframe.runtime import stages
+from everyframe.runtime.stages import templates as stages
 from helpers.events import frames_by_seed
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 

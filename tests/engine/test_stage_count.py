@@ -16,12 +16,12 @@ from everyframe.core.plan import Plan
 from everyframe.engine import run
 from everyframe.engine.stage_count import count_event
 from everyframe.fast_paths import certificates as certificate_store
-from everyframe.fast_paths import certify as certifying
 from everyframe.fast_paths.certificates import Certificate
-from everyframe.fast_paths.certify import CertifyResult
+from everyframe.fast_paths.certification import certify as certifying
+from everyframe.fast_paths.certification.certify import CertifyResult
+from everyframe.fast_paths.certification.target import CertificationTarget
 from everyframe.fast_paths.computing_time import add_computing_time, computing_time
 from everyframe.fast_paths.registry import FastPath
-from everyframe.fast_paths.target import CertificationTarget
 from everyframe.planning.component_certificates import IN_ALL, MANY_SECONDS
 from everyframe.planning.resolve import PreparedPlan, prepare
 from everyframe.runtime.batch_member import MEMBER
@@ -53,7 +53,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         certificate_store.keep(made)
         return CertifyResult(made, {}, 1.0, 1.0)
 
-    monkeypatch.setattr("everyframe.fast_paths.certify.certify", certify)
+    monkeypatch.setattr("everyframe.fast_paths.certification.certify.certify", certify)
     return found
 
 
@@ -129,7 +129,7 @@ def test_what_a_trial_left_waits_for_as_many_seconds(
         calls.append(subject.component)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("everyframe.fast_paths.certify.certify", certify)
+    monkeypatch.setattr("everyframe.fast_paths.certification.certify.certify", certify)
     asked = request(model)
     plant(prepare(asked), "denoiser", MANY_SECONDS)
     with pytest.raises(KeyboardInterrupt):

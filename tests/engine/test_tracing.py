@@ -21,7 +21,7 @@ from everyframe.core.request import Request
 from everyframe.engine import tracing
 from everyframe.engine.run import stream
 from everyframe.numerics.trace import file
-from everyframe.runtime.component_observers import on_component_loaded
+from everyframe.runtime.components.component_observers import on_component_loaded
 from helpers import traced_modules
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines

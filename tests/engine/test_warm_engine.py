@@ -22,9 +22,9 @@ import everyframe
 from everyframe.core.errors import EveryframeError, InputError
 from everyframe.core.events import ComponentLoaded, Event, RunSaved, Step
 from everyframe.core.request import Request
-from everyframe.engine import warm_workers
-from everyframe.runtime.component_cache import WarmComponents
-from everyframe.runtime.component_state import ComponentState
+from everyframe.engine.workers import warm_workers
+from everyframe.runtime.components.component_cache import WarmComponents
+from everyframe.runtime.components.component_state import ComponentState
 from helpers.loras import files as lora_files
 from helpers.loras.files import as_lora, factors_for
 from helpers.out_of_memory import TOO_LITTLE, before_calls

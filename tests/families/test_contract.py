@@ -21,7 +21,7 @@ import everyframe
 from everyframe.core.errors import CheckpointError
 from everyframe.core.events import ComponentLoaded, Event, Planned, StageDone, StageStarted, Step
 from everyframe.core.request import Request
-from everyframe.engine.resume import resume_run
+from everyframe.engine.resumption.resume import resume_run
 from everyframe.engine.run import initial_videos
 from everyframe.ops.attention import by_kernel
 from everyframe.planning import dry_runs

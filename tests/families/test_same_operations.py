@@ -38,10 +38,10 @@ from everyframe.families.svd import vae as svd_vae
 from everyframe.hardware.switches import Turn
 from everyframe.planning.resolve import PreparedPlan, prepare
 from everyframe.runs.run_state import SaveOptions
-from everyframe.runtime import denoise_stage
-from everyframe.runtime.denoise_stage import VideoDenoiseStage
 from everyframe.runtime.loading import load_component
-from everyframe.runtime.stages import ComponentStage, LatentPiece
+from everyframe.runtime.stages import denoise_stage
+from everyframe.runtime.stages.denoise_stage import VideoDenoiseStage
+from everyframe.runtime.stages.templates import ComponentStage, LatentPiece
 from helpers.tiny_checkpoints import families
 
 FRAMES = np.random.default_rng(0).integers(0, 255, (17, 32, 32, 3), np.uint8)

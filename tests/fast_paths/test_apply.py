@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from everyframe.families.opensora.config import STDiT3Config
 from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.fast_paths.apply import applies_to, apply_fast_paths, block_names, swap_modules
-from everyframe.fast_paths.fast_modules import LinearGelu, pairs
+from everyframe.fast_paths.modules.fast_modules import LinearGelu, pairs
 from everyframe.ops.attention import AttentionCore
 
 CONFIG = STDiT3Config(

@@ -14,9 +14,9 @@ import everyframe
 from everyframe.core.facts import OpShape
 from everyframe.core.plan import Precision
 from everyframe.core.request import Request
-from everyframe.fast_paths.certify import certify
+from everyframe.fast_paths.certification.certify import certify
+from everyframe.fast_paths.certification.target import CertificationTarget
 from everyframe.fast_paths.registry import CATALOGUE
-from everyframe.fast_paths.target import CertificationTarget
 from everyframe.hardware.facts import machine_facts
 from everyframe.planning.list_fast_paths import survey
 

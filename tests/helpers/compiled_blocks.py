@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from everyframe.core.request import Request
-from everyframe.fast_paths import block_trial, certificates, package_store
-from everyframe.fast_paths.compilation import compiled_blocks
-from everyframe.fast_paths.extract_blocks import blocks_of
+from everyframe.fast_paths import certificates
+from everyframe.fast_paths.certification.extract_blocks import blocks_of
+from everyframe.fast_paths.compilation import block_trial, package_store
+from everyframe.fast_paths.compilation.module_compilation import compiled_blocks
 from everyframe.planning.resolve import prepare
 from helpers.plans import certificates_of
 

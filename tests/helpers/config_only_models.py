@@ -39,7 +39,7 @@ from everyframe.families.svd.config import SVDConfig
 from everyframe.families.svd.config import released as released_svd
 from everyframe.families.svd.options import SVDOptions
 from everyframe.families.svd.spec import SVDSpec
-from everyframe.runtime.component_files import ComponentSource
+from everyframe.runtime.components.component_files import ComponentSource
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 from helpers.tiny_checkpoints import opensora2 as tiny_opensora2
 from helpers.tiny_checkpoints import stepvideo as tiny_stepvideo

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from everyframe.core.plan import Precision
 from everyframe.dry_run.call import DryRunCall
-from everyframe.fast_paths.target import CertificationTarget, TargetCall
+from everyframe.fast_paths.certification.target import CertificationTarget, TargetCall
 from helpers.native_paths import CPU
 
 SIZES: dict[str, Any] = {

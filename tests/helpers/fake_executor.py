@@ -29,9 +29,9 @@ from everyframe.core.events import (
 )
 from everyframe.core.plan import Plan, StagePlan
 from everyframe.core.request import Request
-from everyframe.engine.executor import WarmModel
-from everyframe.engine.stop_switch import StopSwitch
-from everyframe.engine.worker_process import WorkerJob
+from everyframe.engine.workers.executor import WarmModel
+from everyframe.engine.workers.stop_switch import StopSwitch
+from everyframe.engine.workers.worker_process import WorkerJob
 from everyframe.runs.folder import RunFolder, new_run
 from helpers.fake_engine import plan_of
 

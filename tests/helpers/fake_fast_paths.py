@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from everyframe.fast_paths.benchmark import Comparison
+from everyframe.fast_paths.certification.target import CertificationTarget
 from everyframe.fast_paths.registry import FastPath
-from everyframe.fast_paths.target import CertificationTarget
 
 #: Seconds that the plain way takes; none of it is computing, so a busy machine is no matter.
 _PLAIN = 0.02

@@ -8,8 +8,8 @@ import subprocess
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from everyframe.engine.message_bytes import to_bytes
-from everyframe.engine.worker_process import Worker, WorkerJob, receive, send
+from everyframe.engine.ray.message_bytes import to_bytes
+from everyframe.engine.workers.worker_process import Worker, WorkerJob, receive, send
 
 
 class FakeWorker(Worker):

@@ -11,7 +11,7 @@ from everyframe.core.events import Repaired
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Plan, Precision, Settings
 from everyframe.precision import cast_hooks
-from everyframe.runtime.guard import Guard
+from everyframe.runtime.stages.guard import Guard
 
 CPU = DeviceFacts("a processor", "cpu", None, memory=10**12, free_memory=10**12)
 #: Of a few layers in float16 among others in float32, to numbers around 1.

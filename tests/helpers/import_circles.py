@@ -1,4 +1,4 @@
-"""Modules that import each other: what the rules of one module can't see."""
+"""Modules and folders that import each other: what the rules of one module can't see."""
 
 from __future__ import annotations
 
@@ -14,6 +14,28 @@ def import_circles(modules: Sequence[Module]) -> list[list[str]]:
         module.name.removesuffix(".__init__"): _imported_modules(module, names)
         for module in modules
     }
+    return _circles(graph)
+
+
+def folder_circles(modules: Sequence[Module]) -> list[list[str]]:
+    """The same of a package's folders, each as one; modules beside them stand for themselves."""
+    names = {module.name.removesuffix(".__init__") for module in modules}
+    graph: dict[str, set[str]] = {}
+    for module in modules:
+        own = _place(module.name)
+        targets = {_place(name) for name in _imported_modules(module, names)}
+        graph.setdefault(own, set()).update(targets - {own})
+        for target in targets:
+            graph.setdefault(target, set())
+    return _circles(graph)
+
+
+def _place(name: str) -> str:
+    """``everyframe.server.queue`` of ``everyframe.server.queue.store``."""
+    return ".".join(name.removesuffix(".__init__").split(".")[:3])
+
+
+def _circles(graph: dict[str, set[str]]) -> list[list[str]]:
     return [sorted(group) for group in _strong_components(graph) if len(group) > 1]
 
 

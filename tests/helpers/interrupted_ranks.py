@@ -17,7 +17,7 @@ from everyframe.core.errors import OutOfMemoryInfo
 from everyframe.core.events import Event, Note, Repaired, Step, VideoDone
 from everyframe.core.request import Request
 from everyframe.engine.distributed import Rendezvous
-from everyframe.engine.resume import resume_run
+from everyframe.engine.resumption.resume import resume_run
 from everyframe.engine.run import stream
 from everyframe.parallel.communicator import Communicator
 from everyframe.runs.folder import RunFolder

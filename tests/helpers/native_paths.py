@@ -18,10 +18,10 @@ from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
 from everyframe.dry_run.call import DryRunCall
 from everyframe.families.svd import unet
-from everyframe.fast_paths import trials
 from everyframe.fast_paths.benchmark import Comparison
+from everyframe.fast_paths.certification import trials
+from everyframe.fast_paths.certification.target import CertificationTarget, TargetCall
 from everyframe.fast_paths.registry import CATALOGUE, FastPath
-from everyframe.fast_paths.target import CertificationTarget, TargetCall
 from everyframe.ops.native import kernels
 
 CPU = DeviceFacts("a processor", "cpu", None, 10**9, 10**9)

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from everyframe.fast_paths import block_export, block_trial, compiled_block
-from everyframe.fast_paths.block_export import ExportedBlock
+from everyframe.fast_paths.compilation import block_export, block_trial, compiled_block
+from everyframe.fast_paths.compilation.block_export import ExportedBlock
 
 
 class PlantedCompiler:

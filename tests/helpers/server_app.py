@@ -22,12 +22,12 @@ from starlette.testclient import TestClient
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
-from everyframe.engine.executor import InfeasiblePlanError, WarmModel
-from everyframe.server.app import create_app
+from everyframe.engine.workers.executor import InfeasiblePlanError, WarmModel
 from everyframe.server.data_folder import open_folder
-from everyframe.server.dispatcher import Dispatcher, DispatcherOptions
+from everyframe.server.dispatch.dispatcher import Dispatcher, DispatcherOptions
+from everyframe.server.http.app import create_app
+from everyframe.server.queue.store import JobStore
 from everyframe.server.settings import ApiKey, ServerSettings
-from everyframe.server.store import JobStore
 from helpers.fake_engine import plan_of
 
 ADDRESS = "http://127.0.0.1:8000"

@@ -13,9 +13,9 @@ import pytest
 
 from everyframe.media.read import read_video
 from everyframe.server.data_folder import DataFolder
-from everyframe.server.dispatcher import Dispatcher
-from everyframe.server.jobs import Job, NewJob
-from everyframe.server.store import JobStore
+from everyframe.server.dispatch.dispatcher import Dispatcher
+from everyframe.server.queue.jobs import Job, NewJob
+from everyframe.server.queue.store import JobStore
 
 Start = Callable[..., Dispatcher]
 

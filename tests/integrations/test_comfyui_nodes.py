@@ -17,10 +17,10 @@ import torch
 from everyframe.core.errors import RunStoppedError, WorkerDiedError
 from everyframe.core.events import AudioDecoded, Events, FramesDecoded, Preview
 from everyframe.core.request import Request
-from everyframe.engine.launcher import IN_PROCESS
-from everyframe.engine.provenance import record_in
-from everyframe.engine.stop_switch import StopSwitch
-from everyframe.engine.worker_process import WorkerJob
+from everyframe.engine.records.provenance import record_in
+from everyframe.engine.workers.launcher import IN_PROCESS
+from everyframe.engine.workers.stop_switch import StopSwitch
+from everyframe.engine.workers.worker_process import WorkerJob
 from everyframe.media.preview_picture import encode_preview
 from everyframe.media.video import Video
 from everyframe.runs.folder import list_runs, runs_folder
@@ -168,7 +168,7 @@ def test_wrong_option_is_refused_before_models_are_unloaded(pack: Any, executor:
 def test_missing_everyframe_says_what_to_install(
     pack: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "everyframe.engine.launcher", None)
+    monkeypatch.setitem(sys.modules, "everyframe.engine.workers.launcher", None)
     with pytest.raises(RuntimeError, match="pip install everyframe, or connect an Everyframe"):
         pack.nodes["EveryframeGenerate"].execute(**_inputs(pack))
 

@@ -22,8 +22,8 @@ from typing import Any
 import psutil
 import pytest
 
-from everyframe.engine.launcher import IN_PROCESS
-from everyframe.engine.provenance import record_in
+from everyframe.engine.records.provenance import record_in
+from everyframe.engine.workers.launcher import IN_PROCESS
 from helpers.browser_tabs import find_chromium
 from helpers.comfyui_stand_in import PACK
 from helpers.server_process import SOURCE, ServerProcess
@@ -261,4 +261,6 @@ def test_killed_worker_is_a_message_with_what_to_do(comfyui: ComfyUI) -> None:
 
 def _workers(comfyui: ComfyUI) -> list[psutil.Process]:
     children = psutil.Process(comfyui.process.pid).children(recursive=True)
-    return [each for each in children if "everyframe.engine.worker" in " ".join(each.cmdline())]
+    return [
+        each for each in children if "everyframe.engine.workers.worker" in " ".join(each.cmdline())
+    ]

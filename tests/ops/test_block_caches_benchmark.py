@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor, nn
 
 import everyframe
-from everyframe.runtime.component_observers import on_component_loaded
+from everyframe.runtime.components.component_observers import on_component_loaded
 
 PLACE = Path(__file__).parents[2] / "benchmarks" / "block_caches.py"
 

@@ -15,11 +15,11 @@ from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.core.plan import Plan
 from everyframe.fast_paths import certificates as certificate_store
-from everyframe.fast_paths import certify as certifying
 from everyframe.fast_paths.certificates import Certificate
-from everyframe.fast_paths.certify import CertifyResult
+from everyframe.fast_paths.certification import certify as certifying
+from everyframe.fast_paths.certification.certify import CertifyResult
+from everyframe.fast_paths.certification.target import CertificationTarget
 from everyframe.fast_paths.registry import switched_off
-from everyframe.fast_paths.target import CertificationTarget
 from everyframe.planning import component_certificates
 from everyframe.planning import resolve as resolver
 from everyframe.planning.component_certificates import Certificates, MissingCertificates
@@ -141,7 +141,7 @@ def test_paths_of_a_record_are_used_where_they_are_certified(
         tried.extend(path.name for path in paths)
         return SimpleNamespace(untried={}, tried_seconds=0.0)
 
-    monkeypatch.setattr("everyframe.fast_paths.certify.certify", certify)
+    monkeypatch.setattr("everyframe.fast_paths.certification.certify.certify", certify)
     paths = {"denoiser": ("attention-flash", "compile", "linear-gelu", "nope")}
     untried = prepared(model, will_run=True, fast_paths=paths).plan
     assert untried.component("denoiser").fast_paths == ()

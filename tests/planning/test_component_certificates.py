@@ -11,9 +11,9 @@ import pytest
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
 from everyframe.fast_paths import certificates as certificate_store
-from everyframe.fast_paths import certify as certifies
-from everyframe.fast_paths.certify import CertifyResult, certify
-from everyframe.fast_paths.target import CertificationTarget
+from everyframe.fast_paths.certification import certify as certifies
+from everyframe.fast_paths.certification.certify import CertifyResult, certify
+from everyframe.fast_paths.certification.target import CertificationTarget
 from everyframe.planning.component_certificates import AT_ONCE, IN_ALL, MissingCertificates, make
 from helpers import fake_fast_paths
 

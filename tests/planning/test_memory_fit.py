@@ -25,7 +25,7 @@ from everyframe.planning.component_memory import ComponentPlanner
 from everyframe.planning.dry_runs import DryRun, dry_run
 from everyframe.planning.infeasible import infeasible_reason
 from everyframe.planning.memory_fit import FitResult, MemoryFit, within
-from everyframe.runtime import tiling
+from everyframe.runtime.stages import tiling
 from helpers import config_only_models
 from helpers.guard_modules import plan
 

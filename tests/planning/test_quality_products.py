@@ -19,8 +19,8 @@ from everyframe.core.errors import InputError, MissingPackageError
 from everyframe.core.events import RunSaved, Step
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
-from everyframe.engine import resume
-from everyframe.engine.replan import replan_for_devices
+from everyframe.engine.resumption import resume
+from everyframe.engine.resumption.replan import replan_for_devices
 from everyframe.fast_paths.calibrations import Measurement
 from everyframe.fast_paths.registry import DISABLE_VARIABLES
 from everyframe.planning.resolve import prepare

@@ -11,7 +11,7 @@ import torch
 
 import everyframe
 from everyframe.core.errors import EveryframeWarning, InputError, MissingPackageError
-from everyframe.fast_paths.compilation import compiled_blocks
+from everyframe.fast_paths.compilation.module_compilation import compiled_blocks
 from everyframe.precision import dynamic_quantization
 from everyframe.precision.quantization import QuantisedLinear
 from helpers.compiled_blocks import Model, inputs, made

@@ -15,7 +15,7 @@ import torch
 
 from everyframe.core.errors import CorruptRunError, ExitCode
 from everyframe.core.events import Event, Note, Step
-from everyframe.engine import resume
+from everyframe.engine.resumption import resume
 from everyframe.runs.atomic_write import read_json
 from everyframe.runs.folder import RunFolder
 from everyframe.runs.replay_log import FileReplayLog

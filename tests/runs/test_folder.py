@@ -14,7 +14,7 @@ import pytest
 
 from everyframe.core.errors import InputError, RunLockedError
 from everyframe.core.events import Event, Note
-from everyframe.engine import resume
+from everyframe.engine.resumption import resume
 from everyframe.runs.folder import RunFolder, all_runs, find_run, list_runs, new_run
 from helpers.interrupted_runs import OPEN_SORA, begun, same
 

@@ -17,11 +17,11 @@ from everyframe.checkpoints.key_map import KeyMap
 from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import ComponentPlan, Precision
 from everyframe.runtime import loading
+from everyframe.runtime.components.meta_init import build_on_meta, count_elements
 from everyframe.runtime.loading import (
     load_component,
     release_components,
 )
-from everyframe.runtime.meta_init import build_on_meta, count_elements
 
 
 class Small(nn.Module):

@@ -18,8 +18,8 @@ from everyframe.core.plan import ComponentPlan, Precision
 from everyframe.precision.islands import weight_bytes
 from everyframe.precision.quantization import QuantisedLinear, layers, quantise, rows
 from everyframe.precision.upcast import Upcast
-from everyframe.runtime import offload
 from everyframe.runtime.loading import load_component
+from everyframe.runtime.memory import offload
 
 KINDS = ("int8", "fp8")
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from everyframe.core.plan import PLAIN, Repair
 from everyframe.ops.attention import AttentionCore
-from everyframe.runtime.guard import Guard
-from everyframe.runtime.repairs import apply_repair
+from everyframe.runtime.repair.repairs import apply_repair
+from everyframe.runtime.stages.guard import Guard
 from helpers.guard_modules import CLOSE, Net, halved, inputs, plan, repairs
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from everyframe.engine.executor import Executor
+from everyframe.engine.workers.executor import Executor
 from everyframe.server.data_folder import DataFolder, open_folder
-from everyframe.server.dispatcher import Dispatcher, DispatcherOptions
-from everyframe.server.store import JobStore
+from everyframe.server.dispatch.dispatcher import Dispatcher, DispatcherOptions
+from everyframe.server.queue.store import JobStore
 
 
 @pytest.fixture

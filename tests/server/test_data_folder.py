@@ -106,7 +106,7 @@ def test_files_of_a_video_appear_at_once(tmp_path: Path) -> None:
 
 def test_the_queue_imports_no_torch() -> None:
     program = (
-        "import sys, everyframe.server.store, everyframe.server.data_folder; "
+        "import sys, everyframe.server.queue.store, everyframe.server.data_folder; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

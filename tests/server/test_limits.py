@@ -15,9 +15,9 @@ pytest.importorskip("fastapi", reason="the extra [server] is not installed")
 
 from fastapi import Request
 
-from everyframe.server.body import read_body
 from everyframe.server.errors import ApiError
-from everyframe.server.rate_limits import RateLimit
+from everyframe.server.http.rate_limits import RateLimit
+from everyframe.server.requests.body import read_body
 from everyframe.server.settings import Limits
 from helpers.server_app import ServedApp, key, mp4, png
 

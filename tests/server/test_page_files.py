@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import everyframe
-from everyframe.server.middleware import SECURITY_HEADERS
+from everyframe.server.http.middleware import SECURITY_HEADERS
 
 STATIC = Path(everyframe.__file__).parent / "server" / "static"
 SCRIPTS = sorted(STATIC.glob("*.js"))

@@ -17,15 +17,15 @@ from everyframe.checkpoints.folder import cache_folder
 from everyframe.core.events import Event, Events, FramesDecoded
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
-from everyframe.engine.executor import Executor
 from everyframe.engine.run import stream
-from everyframe.engine.stop_switch import StopSwitch
-from everyframe.engine.warm_workers import WarmWorkers
-from everyframe.engine.worker_process import WorkerJob
+from everyframe.engine.workers.executor import Executor
+from everyframe.engine.workers.stop_switch import StopSwitch
+from everyframe.engine.workers.warm_workers import WarmWorkers
+from everyframe.engine.workers.worker_process import WorkerJob
 from everyframe.fast_paths.calibrations import Measurement
 from everyframe.planning.resolve import resolve
 from everyframe.runs.run_state import SaveOptions
-from everyframe.runtime.component_cache import ComponentCache
+from everyframe.runtime.components.component_cache import ComponentCache
 from helpers.calibrations import PROMPT, plant_calibration
 from helpers.server_app import PlanningExecutor, ServedApp
 from helpers.server_jobs import ended

@@ -20,7 +20,7 @@ pytest.importorskip("fastapi", reason="the extra [server] is not installed")
 
 from everyframe.checkpoints.locate import Location
 from everyframe.server.data_folder import DataFolder
-from everyframe.server.request_parser import _give_to_pipeline
+from everyframe.server.requests.request_parser import _give_to_pipeline
 from helpers.server_app import ServedApp, mp4, png
 
 PROMPT = "a red circle"

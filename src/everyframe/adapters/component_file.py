@@ -31,7 +31,7 @@ from everyframe.checkpoints.folder import listing
 from everyframe.checkpoints.scaled_file import with_scales
 from everyframe.checkpoints.tensor_file import PackedRows, TensorFile, open_checkpoint
 from everyframe.core.errors import CheckpointError
-from everyframe.runtime.patchable import WeightTable
+from everyframe.runtime.components.patchable import WeightTable
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from everyframe.checkpoints.folder import listing
 from everyframe.checkpoints.patched_file import TensorPatch
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.lora import Lora
-from everyframe.runtime.patchable import WeightTable
+from everyframe.runtime.components.patchable import WeightTable
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from everyframe.adapters.request_loras import with_loras
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.paths import expand_path
 from everyframe.core.request import Request
+from everyframe.runtime.components.patchable import ComponentSpec, ReplacedComponents
 from everyframe.runtime.interface import ModelSpec
-from everyframe.runtime.patchable import ComponentSpec, ReplacedComponents
 from everyframe.runtime.sampling_preset import PresetSpec
 
 

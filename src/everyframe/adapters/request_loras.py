@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from everyframe.core.errors import InputError
 from everyframe.core.plan import LoraPlan
 from everyframe.core.request import Request
+from everyframe.runtime.components.patchable import LoraIdentity, PatchableSpec, WeightPatches
 from everyframe.runtime.interface import ModelSpec
-from everyframe.runtime.patchable import LoraIdentity, PatchableSpec, WeightPatches
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from everyframe.adapters.name_maps import NAME_MAPS, Rename
 from everyframe.adapters.unet_names import unet_renames
 from everyframe.core.errors import closest_names
-from everyframe.runtime.patchable import WeightTable
+from everyframe.runtime.components.patchable import WeightTable
 
 Shape = tuple[int, ...]
 

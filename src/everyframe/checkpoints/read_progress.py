@@ -1,6 +1,6 @@
 """Report to a watcher when this process reads weights, which may take long.
 
-`torch_file.py` reads them; `everyframe.engine.worker` watches.
+`torch_file.py` reads them; `everyframe.engine.workers.worker` watches.
 """
 
 from __future__ import annotations

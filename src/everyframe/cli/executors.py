@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from everyframe.cli.options import flag
 from everyframe.core.errors import InputError
 from everyframe.core.events import Events
-from everyframe.engine.torchrun import under_torchrun
+from everyframe.engine.workers.torchrun import under_torchrun
 
 if TYPE_CHECKING:
-    from everyframe.engine.worker_process import WorkerJob
+    from everyframe.engine.workers.worker_process import WorkerJob
 
 _EXECUTORS = ("workers", "ray")
 
@@ -26,7 +26,7 @@ class RayChoice:
 
     def run(self, job: WorkerJob, place: Path) -> Events:
         """Join the cluster, run the job on it, and leave. `place` is where relative paths are."""
-        from everyframe.engine.ray_executor import PLACE_TIMEOUT, ray_executor
+        from everyframe.engine.ray.executor import PLACE_TIMEOUT, ray_executor
 
         seconds = PLACE_TIMEOUT if self._seconds is None else self._seconds
         executor = ray_executor(self._address, place_timeout=seconds)

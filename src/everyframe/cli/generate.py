@@ -34,7 +34,7 @@ from everyframe.core.events import (
     VideoDone,
     VideoWritten,
 )
-from everyframe.engine.torchrun import Terminated, under_torchrun
+from everyframe.engine.workers.torchrun import Terminated, under_torchrun
 from everyframe.media.output_path import check_here
 from everyframe.planning.input_checks import check_input_files, check_output_option
 from everyframe.runs.folder import RunFolder, root_of
@@ -90,9 +90,9 @@ def _events(
 
     def started() -> Events:
         # Not on top: these bring NumPy, or torch, and a wrong option should be refused at once.
-        from everyframe.engine.comparison import compare_with
-        from everyframe.engine.launcher import is_possible, run_in_workers
-        from everyframe.engine.worker_process import WorkerJob
+        from everyframe.engine.records.comparison import compare_with
+        from everyframe.engine.workers.launcher import is_possible, run_in_workers
+        from everyframe.engine.workers.worker_process import WorkerJob
 
         root = root_of(run_dir)
         if ray is not None or is_possible():

@@ -20,7 +20,7 @@ def inspect(file: str, *, json: bool = False) -> int:
     if json:
         print(json_line(record))
     else:
-        from everyframe.engine.record_schema import check_record
+        from everyframe.engine.records.record_schema import check_record
 
         check_record(record)
         print_record(record, sys.stdout)

@@ -22,7 +22,7 @@ from everyframe.cli.streams import is_of_output, mute_output, prepare_streams, t
 from everyframe.cli.tables import error_line, json_line, printable
 from everyframe.core.errors import EveryframeError, ExitCode, InputError, did_you_mean
 from everyframe.core.import_logs import mute_torchao_imports
-from everyframe.engine.torchrun import Terminated, after_others, under_torchrun
+from everyframe.engine.workers.torchrun import Terminated, after_others, under_torchrun
 
 if TYPE_CHECKING:
     from cyclopts import App

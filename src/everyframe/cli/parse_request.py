@@ -13,8 +13,8 @@ from typing import Any
 from everyframe.cli.streams import tell
 from everyframe.core.errors import InputError
 from everyframe.core.request import Request
-from everyframe.engine.record_schema import option_facts
-from everyframe.engine.torchrun import under_torchrun
+from everyframe.engine.records.record_schema import option_facts
+from everyframe.engine.workers.torchrun import under_torchrun
 from everyframe.families.registry import all_options
 from everyframe.planning.config_files import (
     default_options,
@@ -34,7 +34,7 @@ class ParsedRequest:
     def num_threads(self) -> int | None:
         if self.record is None:
             return None
-        from everyframe.engine.provenance import threads_to_repeat
+        from everyframe.engine.records.provenance import threads_to_repeat
 
         return threads_to_repeat(self.record)
 
@@ -63,7 +63,7 @@ def parse_request(
         values["prompt"] = _prompt(values["prompt"])
     if from_record is None:
         return ParsedRequest(Request(**values))
-    from everyframe.engine.provenance import request_from
+    from everyframe.engine.records.provenance import request_from
     from everyframe.media.record import read_record
 
     record = read_record(from_record)

@@ -1,6 +1,6 @@
 """``everyframe resume``: resume an interrupted run, list interrupted runs, or delete them.
 
-The video goes to its original output path. `everyframe.engine.resume` does the work.
+The video goes to its original output path. `everyframe.engine.resumption.resume` does the work.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from everyframe.cli.tables import console, json_line, shortened, table
 from everyframe.core.errors import ExitCode, InputError, RunLockedError
 from everyframe.core.events import Events
 from everyframe.core.request import Request
-from everyframe.engine.torchrun import under_torchrun
+from everyframe.engine.workers.torchrun import under_torchrun
 from everyframe.families.registry import options_of
 from everyframe.media.output_path import check_here, check_output
 from everyframe.runs.folder import RunFolder, RunSummary, find_run, list_runs, root_of
@@ -67,7 +67,7 @@ def resume(
     texts: Any = options_of("pipeline")
     named = {**texts(option=option).option, **({} if model is None else {"model": model})}
     if not is_own:
-        from everyframe.engine.foreign_run import check_named
+        from everyframe.engine.resumption.foreign_run import check_named
 
         again = named.keys() | ({"output"} if output is not None else set())
         check_named(found, again, written["output"])
@@ -111,8 +111,8 @@ def _events(
     trusts: bool,
     ray: RayChoice | None,
 ) -> Events:
-    from everyframe.engine.launcher import is_possible, ranks_of, run_in_workers
-    from everyframe.engine.worker_process import WorkerJob
+    from everyframe.engine.workers.launcher import is_possible, ranks_of, run_in_workers
+    from everyframe.engine.workers.worker_process import WorkerJob
 
     ranks, here = _other_ranks(found, devices, ranks_of(found)), under_torchrun()
     if ray is not None or is_possible():
@@ -123,7 +123,7 @@ def _events(
         if ray is not None:
             return ray.run(job.of_ranks(number), place or Path.cwd())
         return run_in_workers(job.of_ranks(number, here), place)
-    from everyframe.engine.resume import resume_run
+    from everyframe.engine.resumption.resume import resume_run
 
     return resume_run(found, skip=found.done(), ranks=ranks, trust_remote_code=trusts, named=named)
 

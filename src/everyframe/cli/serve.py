@@ -22,8 +22,8 @@ from everyframe.core.errors import ExitCode, InputError, MissingPackageError
 from everyframe.core.paths import expand_path
 
 if TYPE_CHECKING:
-    from everyframe.engine.executor import Executor
-    from everyframe.server.dispatcher import DispatcherOptions
+    from everyframe.engine.workers.executor import Executor
+    from everyframe.server.dispatch.dispatcher import DispatcherOptions
     from everyframe.server.process import Started
     from everyframe.server.settings import ServerSettings
 
@@ -104,8 +104,8 @@ def _settings(host: str, port: int, **given: Any) -> ServerSettings:
 
 
 def _dispatcher_options(settings: ServerSettings, given: Any) -> DispatcherOptions:
-    from everyframe.server.device_groups import parse_groups
-    from everyframe.server.dispatcher import DispatcherOptions
+    from everyframe.server.dispatch.device_groups import parse_groups
+    from everyframe.server.dispatch.dispatcher import DispatcherOptions
 
     names = ("warm_ahead", "max_attempts", "max_batch")
     counts: Any = {
@@ -133,10 +133,10 @@ def _executor(kind: str, given: Any) -> Callable[[], Executor]:
 
     def start() -> Executor:
         if kind == "ray":
-            from everyframe.engine.ray_executor import ray_executor
+            from everyframe.engine.ray.executor import ray_executor
 
             return ray_executor(address, place_timeout=place_seconds)
-        from everyframe.engine.warm_workers import WarmWorkers
+        from everyframe.engine.workers.warm_workers import WarmWorkers
 
         return WarmWorkers(warm_seconds, stop_seconds=5.0)
 

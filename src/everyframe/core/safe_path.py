@@ -2,7 +2,7 @@
 
 ``-m`` and ``-c`` put that folder before the standard library, so a ``queue.py`` in it would run in
 place of Python's own. Every process of ours starts this way
-(`everyframe.engine.worker_process`, `everyframe.hardware.isolation`).
+(`everyframe.engine.workers.worker_process`, `everyframe.hardware.isolation`).
 """
 
 from __future__ import annotations

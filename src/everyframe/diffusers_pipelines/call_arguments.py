@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from everyframe.core.plan import Settings
-from everyframe.diffusers_pipelines import defaults, oom_fallback
-from everyframe.diffusers_pipelines.clip_continuation import OPTION, clip_arguments
-from everyframe.diffusers_pipelines.media import opened
-from everyframe.diffusers_pipelines.signature import OWN_SEED, CallSignature
+from everyframe.diffusers_pipelines import oom_fallback
+from everyframe.diffusers_pipelines.inputs import defaults
+from everyframe.diffusers_pipelines.inputs.clip_continuation import OPTION, clip_arguments
+from everyframe.diffusers_pipelines.inputs.media import opened
+from everyframe.diffusers_pipelines.inputs.signature import OWN_SEED, CallSignature
 from everyframe.runtime.interface import VideoState
 
 #: What a modular pipeline is asked for, where it has it.

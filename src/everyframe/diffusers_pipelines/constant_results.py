@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from torch import nn
 
 from everyframe.core.plan import Plan
-from everyframe.diffusers_pipelines.step_tracking import StepTracker
-from everyframe.fast_paths.constant_results import PATH, CachedConstants
+from everyframe.diffusers_pipelines.calls.step_tracking import StepTracker
+from everyframe.fast_paths.modules.constant_results import PATH, CachedConstants
 from everyframe.parallel.communicator import ParallelContext
 
 

@@ -24,25 +24,26 @@ from torch import nn
 from everyframe.checkpoints.digest import file_states
 from everyframe.core.errors import CannotRunError, InputError
 from everyframe.core.plan import Settings
-from everyframe.diffusers_pipelines import cfg_detection, defaults, sequence_parallel
-from everyframe.diffusers_pipelines.call import all_blocks, attributes_kept, no_progress_bars
 from everyframe.diffusers_pipelines.call_arguments import arguments
-from everyframe.diffusers_pipelines.cfg_detection import CfgBranches
-from everyframe.diffusers_pipelines.cfg_parallel import CfgParallel
-from everyframe.diffusers_pipelines.checkpoint import PipelineFiles
-from everyframe.diffusers_pipelines.clip_continuation import OPTION
-from everyframe.diffusers_pipelines.component_classes import empty_component
-from everyframe.diffusers_pipelines.components import STAGE
-from everyframe.diffusers_pipelines.defaults import denoisers
-from everyframe.diffusers_pipelines.image_forms import Form, blank, sides_of
+from everyframe.diffusers_pipelines.calls.call import all_blocks, attributes_kept, no_progress_bars
+from everyframe.diffusers_pipelines.files.checkpoint import PipelineFiles
+from everyframe.diffusers_pipelines.files.component_classes import empty_component
+from everyframe.diffusers_pipelines.files.components import STAGE
+from everyframe.diffusers_pipelines.inputs import defaults
+from everyframe.diffusers_pipelines.inputs.clip_continuation import OPTION
+from everyframe.diffusers_pipelines.inputs.defaults import denoisers
+from everyframe.diffusers_pipelines.inputs.image_forms import Form, blank, sides_of
+from everyframe.diffusers_pipelines.inputs.media import size_of
+from everyframe.diffusers_pipelines.inputs.signature import CallSignature
 from everyframe.diffusers_pipelines.library_patches import quiet_libraries, stand_in_accepted
 from everyframe.diffusers_pipelines.loading import assembled, outputs_of, set_guidance, set_tiling
-from everyframe.diffusers_pipelines.media import size_of
-from everyframe.diffusers_pipelines.signature import CallSignature
+from everyframe.diffusers_pipelines.parallel import cfg_detection, sequence_parallel
+from everyframe.diffusers_pipelines.parallel.cfg_detection import CfgBranches
+from everyframe.diffusers_pipelines.parallel.cfg_parallel import CfgParallel
 from everyframe.dry_run.call import DryRunCall
 from everyframe.parallel.communicator import ONE, ParallelContext
+from everyframe.runtime.components.meta_init import build_on_meta
 from everyframe.runtime.interface import ConditioningFrames, VideoState
-from everyframe.runtime.meta_init import build_on_meta
 
 
 def call_checked(pipe: Any, arguments: Mapping[str, Any], modules: Iterable[nn.Module]) -> object:

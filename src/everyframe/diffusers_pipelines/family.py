@@ -19,24 +19,35 @@ from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
-from everyframe.diffusers_pipelines import settings as request_settings
-from everyframe.diffusers_pipelines.checkpoint import ComponentFolder, PipelineFiles, find_files
-from everyframe.diffusers_pipelines.component_classes import (
+from everyframe.diffusers_pipelines.files.checkpoint import (
+    ComponentFolder,
+    PipelineFiles,
+    find_files,
+)
+from everyframe.diffusers_pipelines.files.component_classes import (
     component_class,
     empty_modular,
     interface_of,
     is_module,
     pipeline_class,
 )
-from everyframe.diffusers_pipelines.components import ComponentWeights, components, held
-from everyframe.diffusers_pipelines.defaults import PipelineDefaults, denoisers
+from everyframe.diffusers_pipelines.files.components import ComponentWeights, components, held
+from everyframe.diffusers_pipelines.inputs import settings as request_settings
+from everyframe.diffusers_pipelines.inputs.defaults import PipelineDefaults, denoisers
+from everyframe.diffusers_pipelines.inputs.options import PipelineOptions
 from everyframe.diffusers_pipelines.library_patches import quiet_libraries
 from everyframe.diffusers_pipelines.loaded_pipeline import CompleteSpec, LoadedPipelineSpec
 from everyframe.diffusers_pipelines.oom_fallback import chunk_savings
-from everyframe.diffusers_pipelines.options import PipelineOptions
-from everyframe.diffusers_pipelines.token_splits import CUTS, TransformerSplit, rank_share
+from everyframe.diffusers_pipelines.parallel.token_splits import CUTS, TransformerSplit, rank_share
 from everyframe.dry_run.call import DryRunCall
 from everyframe.parallel.head_partition import ATTENDING
+from everyframe.runtime.components.patchable import (
+    NO_PATCHES,
+    NOTHING_REPLACED,
+    ReplacedComponents,
+    WeightPatches,
+    WeightTable,
+)
 from everyframe.runtime.interface import (
     Component,
     MemorySaving,
@@ -45,21 +56,14 @@ from everyframe.runtime.interface import (
     Stage,
     VideoGroup,
 )
-from everyframe.runtime.latent_space import LatentSpace
-from everyframe.runtime.patchable import (
-    NO_PATCHES,
-    NOTHING_REPLACED,
-    ReplacedComponents,
-    WeightPatches,
-    WeightTable,
-)
+from everyframe.runtime.previews.latent_space import LatentSpace
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from everyframe.diffusers_pipelines.dry_run import PipelineDryRun
     from everyframe.parallel.communicator import ParallelContext
-    from everyframe.runtime.component_cache import WarmComponents
+    from everyframe.runtime.components.component_cache import WarmComponents
     from everyframe.runtime.sampling_preset import SamplingPreset
     from everyframe.runtime.saved_checkpoint import ChangedFile
 
@@ -88,7 +92,7 @@ class PipelineSpec(CompleteSpec):
 
     def component_table(self, component: str) -> WeightTable:
         """Parameters and persistent buffers of a component's module."""
-        from everyframe.diffusers_pipelines.component_tensors import module_table
+        from everyframe.diffusers_pipelines.files.component_tensors import module_table
 
         return module_table(next(p for p in self.files.parts if p.name == component))
 
@@ -113,7 +117,7 @@ class PipelineSpec(CompleteSpec):
 
     def changed_files(self, quantize: str) -> Sequence[ChangedFile]:
         """The weights with LoRAs or from files of their own; see `SavableSpec`."""
-        from everyframe.diffusers_pipelines.saved_files import changed_files
+        from everyframe.diffusers_pipelines.files.saved_files import changed_files
 
         return changed_files(self.files, quantize)
 
@@ -144,7 +148,7 @@ class PipelineSpec(CompleteSpec):
 
     def weight_tables(self) -> Mapping[str, WeightTable]:
         """Parameters of each component by its files' headers."""
-        from everyframe.diffusers_pipelines.patched_weights import tables_of_files
+        from everyframe.diffusers_pipelines.calls.patched_weights import tables_of_files
 
         return tables_of_files(self.files)
 
@@ -217,7 +221,7 @@ class PipelineSpec(CompleteSpec):
     @property
     def latent_space(self) -> LatentSpace | None:
         """The latents of its component ``vae``, if it has one."""
-        from everyframe.diffusers_pipelines.step_previews import latent_space
+        from everyframe.diffusers_pipelines.calls.step_previews import latent_space
 
         vae = next((part for part in self.files.models if part.name == "vae"), None)
         if vae is None:
@@ -227,7 +231,7 @@ class PipelineSpec(CompleteSpec):
     def stage(self, plan: Plan, parallel: ParallelContext) -> Stage:
         """The only stage: load the components and make the call."""
         from everyframe.diffusers_pipelines.stage import PipelineStage
-        from everyframe.runtime.component_cache import WarmComponents
+        from everyframe.runtime.components.component_cache import WarmComponents
 
         interface = self.sizes.interface
         own = request_settings.check_options(interface, self.options.option)
@@ -254,7 +258,7 @@ class ShardablePipelineSpec(PipelineSpec):
     @property
     def led(self) -> tuple[str, ...]:
         """Encoders that run on the first rank, which broadcasts their results."""
-        from everyframe.diffusers_pipelines.module_calls import encoders
+        from everyframe.diffusers_pipelines.calls.module_calls import encoders
 
         return encoders(part.name for part in self.files.models)
 

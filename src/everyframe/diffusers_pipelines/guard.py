@@ -4,7 +4,7 @@ For each component the outermost call is watched: of the component, or of a dire
 pipeline calls that (an autoencoder's `decode` calls its decoder only). The inputs of a call are
 saved until it returns, so a bad result is recomputed with repairs before the pipeline sees it.
 Hooks and repairs are removed on exit. The rules of checking and repair are in
-`everyframe.runtime.guard`.
+`everyframe.runtime.stages.guard`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from torch.utils.hooks import RemovableHandle
 from everyframe.core.errors import NumericsError
 from everyframe.core.events import Event, Note
 from everyframe.core.plan import Plan
-from everyframe.diffusers_pipelines.components import STAGE, has_frames
-from everyframe.diffusers_pipelines.defaults import denoisers
-from everyframe.diffusers_pipelines.saved_call import SavedCall
-from everyframe.diffusers_pipelines.step_tracking import StepTracker, called_parts
-from everyframe.diffusers_pipelines.weight_hooks import why_not_widened
+from everyframe.diffusers_pipelines.calls.saved_call import SavedCall
+from everyframe.diffusers_pipelines.calls.step_tracking import StepTracker, called_parts
+from everyframe.diffusers_pipelines.calls.weight_hooks import why_not_widened
+from everyframe.diffusers_pipelines.files.components import STAGE, has_frames
+from everyframe.diffusers_pipelines.inputs.defaults import denoisers
 from everyframe.numerics.overflow_probe import OverflowProbe
 from everyframe.numerics.tensor_stats import blank_frames, iter_tensors, value_range
 from everyframe.precision.cast_hooks import map_tensors
 from everyframe.precision.upcast import has_float32, is_below
-from everyframe.runtime.decoder_check import check_decoder
-from everyframe.runtime.guard import GivenError, Guard, UnshardedCall
 from everyframe.runtime.interface import VideoState
-from everyframe.runtime.repairs import asks_for
+from everyframe.runtime.repair.repairs import asks_for
+from everyframe.runtime.stages.decoder_check import check_decoder
+from everyframe.runtime.stages.guard import GivenError, Guard, UnshardedCall
 
 
 class PipelineGuard:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from everyframe.diffusers_pipelines.cfg_parallel import CallHooks, DenoiserCall
+from everyframe.diffusers_pipelines.calls.step_tracking import StepTracker, notify_step_tracker
 from everyframe.diffusers_pipelines.guard import PipelineGuard
-from everyframe.diffusers_pipelines.step_tracking import StepTracker, notify_step_tracker
+from everyframe.diffusers_pipelines.parallel.cfg_parallel import CallHooks, DenoiserCall
 from everyframe.runtime.interface import VideoState
 
 

@@ -19,26 +19,31 @@ from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Precision, Settings, Switches
 from everyframe.core.quality import CACHES, PREDICTORS
 from everyframe.core.request import Request
-from everyframe.diffusers_pipelines import call_options, media
-from everyframe.diffusers_pipelines import settings as request_settings
-from everyframe.diffusers_pipelines.call_thread import Beside, InThread, Tell
-from everyframe.diffusers_pipelines.component_classes import checked
-from everyframe.diffusers_pipelines.components import STAGE, prefers, working_bytes
-from everyframe.diffusers_pipelines.defaults import UNETS, PipelineDefaults, denoisers
-from everyframe.diffusers_pipelines.digests import digest_component, digest_pipeline
-from everyframe.diffusers_pipelines.euler_correction import EULER_METHODS, why_no_euler
-from everyframe.diffusers_pipelines.image_forms import form_of
+from everyframe.diffusers_pipelines.calls.call_thread import Beside, InThread, Tell
+from everyframe.diffusers_pipelines.calls.digests import digest_component, digest_pipeline
+from everyframe.diffusers_pipelines.calls.step_caches import cache_notes
+from everyframe.diffusers_pipelines.files.component_classes import checked
+from everyframe.diffusers_pipelines.files.components import STAGE, prefers, working_bytes
+from everyframe.diffusers_pipelines.inputs import call_options, media
+from everyframe.diffusers_pipelines.inputs import settings as request_settings
+from everyframe.diffusers_pipelines.inputs.defaults import UNETS, PipelineDefaults, denoisers
+from everyframe.diffusers_pipelines.inputs.image_forms import form_of
+from everyframe.diffusers_pipelines.inputs.options import PipelineOptions
+from everyframe.diffusers_pipelines.inputs.signature import (
+    NAMES,
+    OWN_SEED,
+    CallSignature,
+    of_pipeline,
+)
+from everyframe.diffusers_pipelines.lossy.euler_correction import EULER_METHODS, why_no_euler
 from everyframe.diffusers_pipelines.oom_fallback import chunk_savings
-from everyframe.diffusers_pipelines.options import PipelineOptions
-from everyframe.diffusers_pipelines.signature import NAMES, OWN_SEED, CallSignature, of_pipeline
-from everyframe.diffusers_pipelines.step_caches import cache_notes
 from everyframe.hardware.thread_state import ThreadState
 from everyframe.precision.dtypes import NUM_BYTES, dtype_name
 from everyframe.precision.policy import ComponentNeeds
 from everyframe.precision.strict_float32 import switches_of
+from everyframe.runtime.components.patchable import NO_PATCHES, WeightPatches, WeightTable
 from everyframe.runtime.interface import Component, MemorySaving, Stage
-from everyframe.runtime.latent_space import LatentSpace
-from everyframe.runtime.patchable import NO_PATCHES, WeightPatches, WeightTable
+from everyframe.runtime.previews.latent_space import LatentSpace
 
 if TYPE_CHECKING:
     from everyframe.parallel.communicator import ParallelContext
@@ -128,7 +133,7 @@ class LoadedPipelineSpec(CompleteSpec):
 
     def weight_tables(self) -> Mapping[str, WeightTable]:
         """Parameters of each component."""
-        from everyframe.diffusers_pipelines.patched_weights import tables_of_modules
+        from everyframe.diffusers_pipelines.calls.patched_weights import tables_of_modules
 
         return tables_of_modules(self.pipe.components)
 
@@ -139,7 +144,7 @@ class LoadedPipelineSpec(CompleteSpec):
     @property
     def saved_bytes(self) -> int:
         """Bytes of the weights that LoRAs change, which are put back after the call."""
-        from everyframe.diffusers_pipelines.patched_weights import patched_bytes
+        from everyframe.diffusers_pipelines.calls.patched_weights import patched_bytes
 
         return patched_bytes(self.pipe.components, self.patched.patches)
 
@@ -238,7 +243,7 @@ class LoadedPipelineSpec(CompleteSpec):
     @property
     def latent_space(self) -> LatentSpace | None:
         """The latents of its component ``vae``, if it has one."""
-        from everyframe.diffusers_pipelines.step_previews import latent_space
+        from everyframe.diffusers_pipelines.calls.step_previews import latent_space
 
         vae = self.pipe.components.get("vae")
         digest = partial(digest_component, vae)

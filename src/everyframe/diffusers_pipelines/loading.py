@@ -23,28 +23,32 @@ from everyframe.checkpoints.read_progress import report_reading
 from everyframe.core.errors import CheckpointError, MissingPackageError
 from everyframe.core.events import ComponentLoaded, Event
 from everyframe.core.plan import FLOAT32, Plan, Settings
-from everyframe.diffusers_pipelines.checkpoint import ComponentFolder, PipelineFiles
-from everyframe.diffusers_pipelines.component_classes import (
+from everyframe.diffusers_pipelines.calls.module_calls import encoders, without_weights
+from everyframe.diffusers_pipelines.calls.patched_weights import (
+    merge_from_files,
+    rewrite_from_files,
+)
+from everyframe.diffusers_pipelines.calls.step_tracking import called_parts
+from everyframe.diffusers_pipelines.files.checkpoint import ComponentFolder, PipelineFiles
+from everyframe.diffusers_pipelines.files.component_classes import (
     asks_for_code,
     component_class,
     empty_modular,
     pipeline_class,
 )
-from everyframe.diffusers_pipelines.component_tensors import has_own_names, load_from_file
-from everyframe.diffusers_pipelines.module_calls import encoders, without_weights
-from everyframe.diffusers_pipelines.patched_weights import merge_from_files, rewrite_from_files
-from everyframe.diffusers_pipelines.signature import CallSignature
-from everyframe.diffusers_pipelines.step_tracking import called_parts
+from everyframe.diffusers_pipelines.files.component_tensors import has_own_names, load_from_file
+from everyframe.diffusers_pipelines.inputs.signature import CallSignature
 from everyframe.fast_paths.apply import apply_fast_paths, swap_modules
 from everyframe.fast_paths.registry import BF16_DECODER
 from everyframe.precision import cast_hooks
 from everyframe.precision.dtypes import torch_dtype
 from everyframe.precision.quantization import quantise_layers
-from everyframe.runtime import offload, repairs
-from everyframe.runtime.component_cache import WarmComponents
-from everyframe.runtime.component_observers import notify_loaded
+from everyframe.runtime.components.component_cache import WarmComponents
+from everyframe.runtime.components.component_observers import notify_loaded
+from everyframe.runtime.components.meta_init import BUILD_LOCK
 from everyframe.runtime.loading import track_component
-from everyframe.runtime.meta_init import BUILD_LOCK
+from everyframe.runtime.memory import offload
+from everyframe.runtime.repair import repairs
 
 #: Submodules at which the results of an autoencoder are cast: its `encode` and `decode` are
 #: methods, not calls of the module.
@@ -249,7 +253,7 @@ def assembled(files: PipelineFiles, modules: dict[str, nn.Module]) -> Any:
         if part.name not in modules and (known is None or part.name in known):
             loaded[part.name] = _small(files.where, part)
     if files.preset is not None and "scheduler" in loaded:
-        from everyframe.diffusers_pipelines.preset_scheduler import preset_scheduler
+        from everyframe.diffusers_pipelines.files.preset_scheduler import preset_scheduler
 
         loaded["scheduler"] = preset_scheduler(files.preset, loaded["scheduler"])
     if pipe is not None:

@@ -18,13 +18,13 @@ from typing import Any
 from torch import nn
 
 from everyframe.core.plan import Plan, Settings
-from everyframe.diffusers_pipelines.components import STAGE
+from everyframe.diffusers_pipelines.files.components import STAGE
+from everyframe.diffusers_pipelines.inputs.signature import CallSignature
 from everyframe.diffusers_pipelines.loading import set_tiling, wait_elsewhere
-from everyframe.diffusers_pipelines.signature import CallSignature
-from everyframe.runtime import offload
 from everyframe.runtime.interface import MemorySaving, MemorySavings, VideoState
-from everyframe.runtime.memory_fallbacks import CACHE_RELEASED, MemoryFallback
-from everyframe.runtime.oom_fallback import OomFallbacks
+from everyframe.runtime.memory import offload
+from everyframe.runtime.memory.memory_fallbacks import CACHE_RELEASED, MemoryFallback
+from everyframe.runtime.memory.oom_fallback import OomFallbacks
 
 _NEW_STORAGE = "and weights that a repair replaces get the same bits in new storage"
 

@@ -19,33 +19,36 @@ import torch
 from torch import nn
 
 from everyframe.checkpoints.patched_file import Patches
-from everyframe.core.errors import CannotRunError, EveryframeError, InputError
 from everyframe.core.events import AudioDecoded, Event, Events, FramesDecoded, Note, Output, Step
-from everyframe.core.options import shown
 from everyframe.core.plan import Plan, Settings
-from everyframe.diffusers_pipelines import call_options, sequence_parallel
-from everyframe.diffusers_pipelines.call import no_progress_bars
 from everyframe.diffusers_pipelines.call_arguments import arguments
-from everyframe.diffusers_pipelines.call_results import Made, OutOfMemory, generators_in
-from everyframe.diffusers_pipelines.call_thread import Calling, InOwnThread
-from everyframe.diffusers_pipelines.cfg_detection import CfgBranches
-from everyframe.diffusers_pipelines.cfg_parallel import CfgParallel
-from everyframe.diffusers_pipelines.checkpoint import PipelineFiles
-from everyframe.diffusers_pipelines.components import STAGE
-from everyframe.diffusers_pipelines.constant_results import cache_constants
-from everyframe.diffusers_pipelines.defaults import denoisers
-from everyframe.diffusers_pipelines.global_generators import (
+from everyframe.diffusers_pipelines.calls.call import no_progress_bars
+from everyframe.diffusers_pipelines.calls.call_errors import beyond_memory, explained
+from everyframe.diffusers_pipelines.calls.call_results import Made, OutOfMemory, generators_in
+from everyframe.diffusers_pipelines.calls.call_thread import Calling, InOwnThread
+from everyframe.diffusers_pipelines.calls.global_generators import (
     GlobalGenerators,
     restore_torch,
     states_of_torch,
 )
+from everyframe.diffusers_pipelines.calls.module_calls import (
+    BroadcastReplayLog,
+    DenoiserReplay,
+    EncodeOnLeadRank,
+    encoders,
+)
+from everyframe.diffusers_pipelines.calls.patched_weights import held_for_run
+from everyframe.diffusers_pipelines.calls.step_previews import StepPreviews
+from everyframe.diffusers_pipelines.calls.step_tracking import StepTracker
+from everyframe.diffusers_pipelines.constant_results import cache_constants
+from everyframe.diffusers_pipelines.files.checkpoint import PipelineFiles
+from everyframe.diffusers_pipelines.files.components import STAGE
 from everyframe.diffusers_pipelines.guard import PipelineGuard
 from everyframe.diffusers_pipelines.guarded_calls import GuardedCallHooks
-from everyframe.diffusers_pipelines.image_forms import call_with_pictures, to_rgb
-from everyframe.diffusers_pipelines.library_patches import float32_noise, quietly
-from everyframe.diffusers_pipelines.loading import load, set_guidance
-from everyframe.diffusers_pipelines.lossy_calls import lossy_calls
-from everyframe.diffusers_pipelines.media import (
+from everyframe.diffusers_pipelines.inputs import call_options
+from everyframe.diffusers_pipelines.inputs.defaults import denoisers
+from everyframe.diffusers_pipelines.inputs.image_forms import call_with_pictures, to_rgb
+from everyframe.diffusers_pipelines.inputs.media import (
     Array,
     beyond_range,
     check_finite,
@@ -53,26 +56,23 @@ from everyframe.diffusers_pipelines.media import (
     num_videos_of,
     sound_of,
 )
-from everyframe.diffusers_pipelines.module_calls import (
-    BroadcastReplayLog,
-    DenoiserReplay,
-    EncodeOnLeadRank,
-    encoders,
-)
+from everyframe.diffusers_pipelines.inputs.signature import CallSignature
+from everyframe.diffusers_pipelines.library_patches import float32_noise, quietly
+from everyframe.diffusers_pipelines.loading import load, set_guidance
+from everyframe.diffusers_pipelines.lossy.lossy_calls import lossy_calls
 from everyframe.diffusers_pipelines.oom_fallback import PipelineOomFallbacks
-from everyframe.diffusers_pipelines.patched_weights import held_for_run
-from everyframe.diffusers_pipelines.signature import CallSignature
-from everyframe.diffusers_pipelines.step_previews import StepPreviews
-from everyframe.diffusers_pipelines.step_tracking import StepTracker
+from everyframe.diffusers_pipelines.parallel import sequence_parallel
+from everyframe.diffusers_pipelines.parallel.cfg_detection import CfgBranches
+from everyframe.diffusers_pipelines.parallel.cfg_parallel import CfgParallel
 from everyframe.hardware.cpu import cpu_threads
 from everyframe.hardware.device_loss import is_device_loss
 from everyframe.hardware.memory import is_out_of_memory
 from everyframe.parallel.communicator import ONE, ParallelContext
-from everyframe.runtime.component_cache import WarmComponents
-from everyframe.runtime.guard import UnshardedCall
+from everyframe.runtime.components.component_cache import WarmComponents
 from everyframe.runtime.interface import MemorySavings, VideoState
-from everyframe.runtime.latent_space import LatentSpace
-from everyframe.runtime.oom_fallback import together
+from everyframe.runtime.memory.oom_fallback import together
+from everyframe.runtime.previews.latent_space import LatentSpace
+from everyframe.runtime.stages.guard import UnshardedCall
 
 Emit = Callable[[Event], None]
 
@@ -245,7 +245,8 @@ class PipelineStage:
                 continue
             less = ready.fallbacks.at(0, made.at)
             if less is None:
-                raise CannotRunError(self._beyond(made, ready.fallbacks.tried))
+                tried, is_in_memory = ready.fallbacks.tried, self.pipe is not None
+                raise beyond_memory(made, tried, is_in_memory=is_in_memory)
             why = f"{made.place}: out of memory ({made.message}); calling it again with less memory"
             emit(less.event(self.name, made.step, why, video.seed))
             if video.replay_log is not None:
@@ -291,7 +292,8 @@ class PipelineStage:
                 if is_device_loss(error):
                     raise
                 if not is_out_of_memory(error):
-                    raise self._explained(error, watch.begun) from error
+                    name, notes = self.interface.class_name, self.plan.notes
+                    raise explained(error, watch.begun, name, self.own, notes) from error
                 # Told and not raised, so that nothing holds what the failed call had made.
                 return OutOfMemory(str(error).partition("\n")[0], guarded.at, watch.begun)
             watch.finish()
@@ -340,37 +342,6 @@ class PipelineStage:
             has_begun=lambda: watch.begun > 0,
             tell=lambda text: emit(Note(text)),
         )
-
-    def _beyond(self, made: OutOfMemory, tried: Sequence[str]) -> str:
-        was_tried = f" (tried: {'; '.join(tried)})" if tried else ""
-        less = "use a smaller size or num_frames"
-        if self.pipe is not None:
-            less += ", pipe.vae.enable_tiling() or pipe.enable_model_cpu_offload()"
-        return (
-            f"{made.place}: out of memory, and no memory fallback is left{was_tried}; {less}, "
-            f"or close other programs that use this memory ({made.message})"
-        )
-
-    def _explained(self, error: Exception, step: int) -> Exception:
-        """Classify the pipeline's error: refused input, or a failure of its own."""
-        text = " ".join(str(error).split())
-        if isinstance(error, EveryframeError):
-            return error
-        name = self.interface.class_name
-        if isinstance(error, (ValueError, ArithmeticError)) and not step:
-            return InputError(f"{name} refuses: {text}")
-        if any(f": {text})" in note for note in self.plan.notes):
-            # The dry run met it without weights and device: it comes of the request and the config.
-            return InputError(
-                f"{name} can't do this on any device; another size may do, or the checkpoint's "
-                f"config is wrong ({type(error).__name__}: {text})"
-            )
-        if self.own and not step and not isinstance(error, (ImportError, NameError)):
-            # What only this pipeline knows is checked by nobody but itself, by whatever breaks.
-            given = ", ".join(f"{key}={shown(value)}" for key, value in self.own.items())
-            return InputError(f"{name} can't take {given}: {type(error).__name__}: {text}")
-        when = f"in step {step} or after it" if step else "before its first step"
-        return EveryframeError(f"{name} failed {when}: {type(error).__name__}: {text}")
 
 
 @dataclass(frozen=True)

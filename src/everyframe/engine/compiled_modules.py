@@ -1,8 +1,8 @@
 """Compile, save, load and quantize modules and pipelines in memory, which stay what they are.
 
 A pipeline keeps its class, call, components and parameter names, and can be moved, cast, offloaded
-and given LoRAs afterwards. `everyframe.fast_paths.compilation` compiles; runs of a plan do the same
-by the fast path ``compile``.
+and given LoRAs afterwards. `fast_paths/compilation/` compiles; runs of a plan do the same by
+the fast path ``compile``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from everyframe.core.errors import EveryframeWarning, InputError, did_you_mean
 from everyframe.core.options import shown
 from everyframe.core.plan import Precision
 from everyframe.core.quality import PRODUCTS
-from everyframe.fast_paths import package_store
 from everyframe.fast_paths.apply import block_names
-from everyframe.fast_paths.compilation import compile_blocks, compiled_blocks
-from everyframe.fast_paths.toolchain import why_not
+from everyframe.fast_paths.compilation import package_store
+from everyframe.fast_paths.compilation.module_compilation import compile_blocks, compiled_blocks
+from everyframe.fast_paths.compilation.toolchain import why_not
 from everyframe.precision import dynamic_quantization
 from everyframe.precision.dtypes import dtype_name
 from everyframe.precision.quantization import QuantisedLinear, quantise_layers

@@ -10,10 +10,10 @@ from typing import Any
 from everyframe.core.errors import InputError
 from everyframe.core.events import Event, Events
 from everyframe.core.request import Request
-from everyframe.engine.comparison import compare_with
-from everyframe.engine.provenance import record_in, request_from, threads_to_repeat
+from everyframe.engine.records.comparison import compare_with
+from everyframe.engine.records.provenance import record_in, request_from, threads_to_repeat
 from everyframe.engine.results import EventTeller, Output, collect_videos
-from everyframe.engine.worker_process import WorkerJob
+from everyframe.engine.workers.worker_process import WorkerJob
 from everyframe.media.video import Video
 from everyframe.runs.folder import root_of
 from everyframe.runs.run_state import SaveOptions

@@ -10,8 +10,8 @@ from everyframe.checkpoints.folder import WEIGHT_SUFFIXES
 from everyframe.checkpoints.hub_digest import verify_file
 from everyframe.core.request import Request
 from everyframe.planning.find_model import find_model
+from everyframe.runtime.components.patchable import patches_of
 from everyframe.runtime.loading import check_contents
-from everyframe.runtime.patchable import patches_of
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Write the HTML report of a run with repairs or numeric errors: one page, works offline.
 
 Reporting tracks the largest value of each module at every call, which costs a few per cent of run
-time. A run without faults writes no page. `everyframe.runtime.guard` finds and repairs faults.
+time. A run without faults writes no page. `runtime/stages/guard.py` finds and repairs faults.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from everyframe.core.plan import ComponentPlan, Plan
 from everyframe.numerics.heat_map import heat_map
 from everyframe.numerics.tensor_stats import Magnitudes
 from everyframe.runs.run_state import RunState
-from everyframe.runtime.component_observers import on_component_loaded
+from everyframe.runtime.components.component_observers import on_component_loaded
 from everyframe.runtime.interface import ModelSpec
 
 _NAME = "report.html"

@@ -41,7 +41,7 @@ from everyframe.core.request import Request
 from everyframe.engine.distributed import RankContext, Rendezvous, gathered, join_plan, meet_peers
 from everyframe.engine.owner_switches import thread_count_notes, threads_for, with_owner_switches
 from everyframe.engine.persistence import create_run, saved_run, writer_for_rank
-from everyframe.engine.provenance import for_seed, make_record, recorded_loras
+from everyframe.engine.records.provenance import for_seed, make_record, recorded_loras
 from everyframe.engine.repair_report import loaded_in, with_repair_report
 from everyframe.engine.request_inputs import read_given, start_noise
 from everyframe.engine.stage_count import count_event
@@ -57,11 +57,16 @@ from everyframe.planning.resolve import LoadedModel, check_feasible, prepare
 from everyframe.precision.strict_float32 import strict_float32
 from everyframe.runs.folder import runs_folder
 from everyframe.runs.run_state import RunState, RunStateWriter, SaveOptions
-from everyframe.runtime.component_cache import ComponentCache
+from everyframe.runtime.components.component_cache import ComponentCache
+from everyframe.runtime.components.patchable import digest_with_loras, patches_of
 from everyframe.runtime.interface import ModelSpec, Stage, VideoState
 from everyframe.runtime.loading import release_components
-from everyframe.runtime.patchable import digest_with_loras, patches_of
-from everyframe.runtime.repair_cache import RepairCacheKey, delete_repairs, key_of, save_repair
+from everyframe.runtime.repair.repair_cache import (
+    RepairCacheKey,
+    delete_repairs,
+    key_of,
+    save_repair,
+)
 
 _log = logging.getLogger(__name__)
 _Which = tuple[int, "int | None"]

@@ -13,9 +13,9 @@ from everyframe.engine.saved_model import SavableNative
 from everyframe.families.registry import check_option_names
 from everyframe.planning.find_model import find_model
 from everyframe.precision.dtypes import torch_dtype
+from everyframe.runtime.components.patchable import patches_of
 from everyframe.runtime.loading import check_contents
 from everyframe.runtime.model_spec import NativeModelSpec
-from everyframe.runtime.patchable import patches_of
 from everyframe.runtime.saved_checkpoint import SavableSpec, save_checkpoint
 
 #: Options of a request that change weights.

@@ -23,7 +23,7 @@ from everyframe.core.errors import InputError, NumericsError, did_you_mean
 from everyframe.core.events import Event, Planned, WeightsReady
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
-from everyframe.engine.provenance import record_in, request_from
+from everyframe.engine.records.provenance import record_in, request_from
 from everyframe.engine.run import stream
 from everyframe.families.registry import stages_of
 from everyframe.hardware.device_loss import translate_device_loss
@@ -37,7 +37,7 @@ from everyframe.planning.resolve import prepare
 from everyframe.precision.strict_float32 import strict_float32
 from everyframe.precision.upcast import held_in
 from everyframe.runs.run_state import SaveOptions
-from everyframe.runtime.component_observers import on_component_loaded
+from everyframe.runtime.components.component_observers import on_component_loaded
 from everyframe.runtime.interface import VideoState
 
 AnyPath = str | PathLike[str]

@@ -1,7 +1,7 @@
 """The warm engine: a model that stays in memory from one request to the next.
 
 Its videos are those of `everyframe.generate`, bit for bit, whatever came before. What stays and
-when it goes is in `runtime/component_cache.py`; the worker processes of `isolate` are in
+when it goes is in `runtime/components/component_cache.py`; the worker processes of `isolate` are in
 `warm_workers.py`.
 """
 
@@ -19,18 +19,18 @@ from everyframe.core.events import Event, Events
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine import run as engine
-from everyframe.engine.executor import WarmModel, warm_models
 from everyframe.engine.generate_call import GenerateCall
 from everyframe.engine.results import EventTeller, Output, collect_videos
-from everyframe.engine.resume import resume_run
-from everyframe.engine.warm_workers import WarmWorkers
-from everyframe.engine.worker_process import WorkerJob
+from everyframe.engine.resumption.resume import resume_run
+from everyframe.engine.workers.executor import WarmModel, warm_models
+from everyframe.engine.workers.warm_workers import WarmWorkers
+from everyframe.engine.workers.worker_process import WorkerJob
 from everyframe.media.video import Video
 from everyframe.planning.input_checks import check_input_files
 from everyframe.planning.resolve import resolve
 from everyframe.runs.folder import find_run, runs_folder
 from everyframe.runs.run_state import SaveOptions
-from everyframe.runtime.component_cache import ComponentCache
+from everyframe.runtime.components.component_cache import ComponentCache
 
 
 def load(model: str | Path | None = None, *, isolate: bool = False, **options: Any) -> Engine:

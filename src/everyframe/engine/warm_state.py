@@ -8,8 +8,8 @@ from typing import Any
 
 from everyframe.checkpoints.digest import file_state
 from everyframe.engine.distributed import RankContext
-from everyframe.engine.provenance import recorded_loras
-from everyframe.runtime.component_cache import ComponentCache, WarmComponents
+from everyframe.engine.records.provenance import recorded_loras
+from everyframe.runtime.components.component_cache import ComponentCache, WarmComponents
 from everyframe.runtime.interface import ModelSpec, WarmSpec
 from everyframe.runtime.loading import check_contents
 

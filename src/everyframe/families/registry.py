@@ -40,7 +40,7 @@ _FAMILIES = {
     ),
     # Last: it takes every diffusers folder that makes videos and that no other family took.
     "pipeline": (
-        ("everyframe.diffusers_pipelines.options", "PipelineOptions"),
+        ("everyframe.diffusers_pipelines.inputs.options", "PipelineOptions"),
         ("everyframe.diffusers_pipelines.family", "PIPELINE"),
     ),
 }

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import nn
 
-from everyframe.fast_paths import cpu_modules, gated_linear
-from everyframe.fast_paths.compilation import compile_blocks
-from everyframe.fast_paths.constant_results import can_cache
-from everyframe.fast_paths.fast_modules import embedders, fuse, keep, pairs
+from everyframe.fast_paths.compilation.module_compilation import compile_blocks
+from everyframe.fast_paths.modules import cpu_modules, gated_linear
+from everyframe.fast_paths.modules.constant_results import can_cache
+from everyframe.fast_paths.modules.fast_modules import embedders, fuse, keep, pairs
 from everyframe.fast_paths.registry import kernel_of
 from everyframe.ops.attention import PLAIN, attend_by
 

@@ -60,8 +60,8 @@ class FastPath:
     rivals: tuple[str, ...] = ()
 
 
-_TRIALS = "everyframe.fast_paths.trials"
-_ATTENTION_TRIALS = "everyframe.fast_paths.attention_trial"
+_TRIALS = "everyframe.fast_paths.certification.trials"
+_ATTENTION_TRIALS = "everyframe.fast_paths.certification.attention_trial"
 _ANY = ("cpu", "cuda", "mps", "xpu")
 
 _ALL = (
@@ -122,7 +122,7 @@ _ALL = (
              "products", ("cuda",), f"{_TRIALS}:modules",
              closeness="lossy", on_demand=True),
     FastPath("cached-constants", "keys and values of prompts and tables of positions, once a video",
-             "constants", ("cpu",), "everyframe.fast_paths.constant_trial:constants",
+             "constants", ("cpu",), "everyframe.fast_paths.certification.constant_trial:constants",
              closeness="exact", in_long_runs=True),
     FastPath("compile", "blocks compiled ahead of time, or by torch.compile",
              "compile", ("cpu", "cuda"), f"{_TRIALS}:compiled",

@@ -5,7 +5,7 @@ current module. An operation that turns finite operands into NaN or infinity is 
 repeated in float32 on the same operands, which tells the cause. Results computed from a non-finite
 value inherit its faults. So the faults behind the final result are known at the end, and an
 infinity that vanished (a mask, ``1 / exp(x)``) is not blamed. Slow: it runs only after a non-finite
-result was found. `everyframe.runtime.guard` repairs the fault.
+result was found. `everyframe.runtime.stages.guard` repairs the fault.
 """
 
 from __future__ import annotations

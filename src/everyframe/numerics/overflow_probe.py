@@ -3,7 +3,7 @@
 Later operations can turn infinity into a finite value: ``tanh`` gives 1, a norm gives 0. The result
 is then wrong, and looks right. The probe checks the result of every operation with one asynchronous
 reduction; results stay bit-identical. `fault_locator.py` finds the operation, and
-`everyframe.runtime.repair_search` decides whether it matters.
+`everyframe.runtime.repair.repair_search` decides whether it matters.
 """
 
 from __future__ import annotations

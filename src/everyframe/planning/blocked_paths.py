@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from everyframe.core.facts import DeviceFacts, MachineFacts, SoftwareFacts
+from everyframe.fast_paths.compilation.toolchain import why_not
 from everyframe.fast_paths.registry import for_device
-from everyframe.fast_paths.toolchain import why_not
 from everyframe.hardware.known_issues import Condition, Issue, find, known_issues
 from everyframe.ops.native import library as kernel_library
 from everyframe.planning.dry_runs import DryRun

@@ -2,7 +2,7 @@
 
 A path is used if a certificate for this device, driver, model and size allows it, or if the request
 pins it. Otherwise the component uses the default kernels. A plan that is only shown lists untried
-paths as expected. `everyframe.fast_paths.certify` makes certificates;
+paths as expected. `everyframe.fast_paths.certification.certify` makes certificates;
 `everyframe.fast_paths.apply` applies paths to a module.
 """
 
@@ -95,7 +95,7 @@ def pins_of(request: Request, device: DeviceFacts, *, is_here: bool = True) -> F
             raise MissingPackageError(f"{kind} needs torchao: pip install 'everyframe[torchao]'")
     if request.compiled is not None and is_here:
         # Not on top: this brings torch.
-        from everyframe.fast_paths.package_store import check
+        from everyframe.fast_paths.compilation.package_store import check
 
         check(request.compiled, device.torch_name)
     kernel = request.attention

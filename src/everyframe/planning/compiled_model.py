@@ -33,7 +33,7 @@ def compile_model(request: Request, target: str | Path) -> CompiledModel:
         CannotRunError: nothing of it can be compiled here, or is faster so; with the reasons.
         InputError: the request is wrong, or the folder holds something else.
     """
-    from everyframe.fast_paths import package_store
+    from everyframe.fast_paths.compilation import package_store
 
     package_store.check_target(target)  # compiling takes minutes
     asked = Request(**{**request.given(), "compile": True})

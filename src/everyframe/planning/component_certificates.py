@@ -17,13 +17,13 @@ from everyframe.core.plan import ComponentPlan, FastPathChoice, Precision
 from everyframe.core.quality import PRODUCTS
 from everyframe.fast_paths.certificates import Certificate, device_key, plan_key
 from everyframe.fast_paths.certificates import find as stored
+from everyframe.fast_paths.certification.target import CertificationTarget
 from everyframe.fast_paths.computing_time import (
     add_computing_time,
     computing_time,
     reset_computing_time,
 )
 from everyframe.fast_paths.registry import CATALOGUE, PRECISIONS, FastPath
-from everyframe.fast_paths.target import CertificationTarget
 from everyframe.planning.dry_runs import DryRun, largest_scores
 
 _log = logging.getLogger(__name__)
@@ -206,7 +206,7 @@ def make(
     if not missing:
         return {}
     # Not on top: this brings torch, and most plans miss none.
-    from everyframe.fast_paths.certify import certify
+    from everyframe.fast_paths.certification.certify import certify
 
     left = seconds
     untried: dict[str, str] = {}

@@ -30,7 +30,7 @@ from everyframe.precision.dtypes import num_bytes
 from everyframe.precision.islands import WORTH, num_narrow, weight_bytes
 from everyframe.runtime.interface import Component, ModelSpec, ShardableSpec
 from everyframe.runtime.rank_shares import branch_groups
-from everyframe.runtime.repair_cache import repairs_for
+from everyframe.runtime.repair.repair_cache import repairs_for
 
 if TYPE_CHECKING:
     from everyframe.parallel.communicator import ParallelContext
@@ -288,8 +288,8 @@ class ComponentPlanner:
 
     def _resident_bytes(self, stage_call: DryRunCall, precision: Precision, holders: int) -> int:
         """Maximum bytes on the device for weights that are copied block by block."""
-        from everyframe.runtime.offload import resident_bytes
-        from everyframe.runtime.weight_sharding import on_device_bytes
+        from everyframe.runtime.memory.offload import resident_bytes
+        from everyframe.runtime.memory.weight_sharding import on_device_bytes
 
         if holders == 1:
             return resident_bytes(stage_call.module(), precision)

@@ -27,8 +27,8 @@ from everyframe.dry_run.result import (
     results_from_json,
     results_to_json,
 )
+from everyframe.fast_paths.certification.target import TargetCall
 from everyframe.fast_paths.registry import CATALOGUE, OF_LAYERS, kernel_used
-from everyframe.fast_paths.target import TargetCall
 from everyframe.precision.dtypes import num_bytes
 
 #: Bytes per second of offloaded weights over the bus (PCIe 4 at half its peak).
@@ -130,7 +130,7 @@ def dry_run(
 
     def run() -> DryRunResults:
         from everyframe.dry_run import executor
-        from everyframe.runtime.meta_init import BUILD_LOCK
+        from everyframe.runtime.components.meta_init import BUILD_LOCK
 
         with BUILD_LOCK:
             return executor.dry_run(stage_call, precisions, device)

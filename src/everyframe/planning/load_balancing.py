@@ -172,7 +172,7 @@ def with_weights(
     if division is None or held is None or not isinstance(model, ShardableSpec):
         return division
     # Not on top: it brings torch.
-    from everyframe.runtime.weight_sharding import sharded_bytes
+    from everyframe.runtime.memory.weight_sharding import sharded_bytes
 
     run = next(run for run in fitted.runs if run.stage_call.component == held.name)
     branches = model.num_branches(fitted.settings)

@@ -1,7 +1,7 @@
 """Fit a video into available memory, and find the largest video that fits.
 
 A component that needs too much gets as few memory fallbacks as suffice, in the order of
-`everyframe.runtime.memory_fallbacks`. Stages are always loaded one at a time; components that a
+`runtime/memory/memory_fallbacks.py`. Stages are always loaded one at a time; components that a
 stage needs together take turns on the device if they don't fit side by side. Memory grows with
 each side of the video and falls with each fallback, so both searches bisect.
 `component_memory.py` computes what a component needs.
@@ -30,7 +30,7 @@ from everyframe.planning.largest_video import largest_first
 from everyframe.planning.parallelism import StepCost
 from everyframe.precision.dtypes import num_bytes
 from everyframe.runtime.interface import Component, DryRunSpec, ModelSpec, ShardableSpec
-from everyframe.runtime.memory_fallbacks import (
+from everyframe.runtime.memory.memory_fallbacks import (
     OFFLOADED,
     MemoryFallback,
     memory_fallbacks,

@@ -7,7 +7,7 @@ from everyframe.core.paths import expand_path
 from everyframe.core.plan import PreviewPlan, Settings
 from everyframe.core.request import Request
 from everyframe.runtime.interface import ModelSpec
-from everyframe.runtime.latent_space import LatentSpace, PreviewableSpec
+from everyframe.runtime.previews.latent_space import LatentSpace, PreviewableSpec
 
 #: About so many previews of a video.
 _NUM_PREVIEWS = 12
@@ -44,7 +44,7 @@ def _by_decoder(
     path: str, space: LatentSpace, interval: int, often: str
 ) -> tuple[PreviewPlan, tuple[str, ...]]:
     # Not on top: it brings torch.
-    from everyframe.runtime.tiny_autoencoder import TinyDecoder
+    from everyframe.runtime.previews.tiny_autoencoder import TinyDecoder
 
     place = expand_path(path, "preview_decoder")
     if not place.exists():

@@ -33,8 +33,8 @@ from everyframe.planning.choose_fast_paths import has_torchao
 from everyframe.planning.component_precision import can_multiply
 from everyframe.planning.load_balancing import BalancedPlan
 from everyframe.planning.memory_fit import FitResult, MemoryFit
+from everyframe.runtime.components.patchable import digest_with_loras, patches_of
 from everyframe.runtime.interface import LossySpec, ModelSpec
-from everyframe.runtime.patchable import digest_with_loras, patches_of
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from everyframe.planning.parallelism import (
 from everyframe.planning.quality import Fit
 from everyframe.precision.policy import check_asked
 from everyframe.runtime.interface import ModelSpec
-from everyframe.runtime.repair_cache import cached_key, load_repairs
+from everyframe.runtime.repair.repair_cache import cached_key, load_repairs
 
 
 @dataclass(frozen=True)

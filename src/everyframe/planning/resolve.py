@@ -42,9 +42,9 @@ from everyframe.planning.request_fit import (
     usable_devices,
 )
 from everyframe.planning.stage_forecasts import rates_of, stage_plans
+from everyframe.runtime.components.patchable import notes_of, patches_of, saved_bytes_of
 from everyframe.runtime.interface import ModelSpec, PromptReadingSpec
-from everyframe.runtime.patchable import notes_of, patches_of, saved_bytes_of
-from everyframe.runtime.repair_cache import repair_notes
+from everyframe.runtime.repair.repair_cache import repair_notes
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Files are written atomically and named by a hash of their content. Each contains a digest of the
 call's arguments, and a result is replayed for that call only. From the first missing, corrupt or
-mismatching result on, calls are computed again. `everyframe.diffusers_pipelines.module_calls`
+mismatching result on, calls are computed again. `everyframe.diffusers_pipelines.calls.module_calls`
 replays them.
 """
 

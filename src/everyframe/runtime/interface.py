@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from everyframe.core.plan import Precision
     from everyframe.parallel.communicator import ParallelContext
     from everyframe.precision.policy import ComponentNeeds
-    from everyframe.runtime.component_cache import WarmComponents
+    from everyframe.runtime.components.component_cache import WarmComponents
 
 
 @dataclass(frozen=True)

@@ -37,12 +37,13 @@ from everyframe.precision.quantization import (
     without_numbers,
 )
 from everyframe.precision.upcast import as_raised, has_float32
-from everyframe.runtime import offload, repairs
-from everyframe.runtime.component_observers import notify_loaded
-from everyframe.runtime.meta_init import ModuleT, build_on_meta
+from everyframe.runtime.components.component_observers import notify_loaded
+from everyframe.runtime.components.meta_init import ModuleT, build_on_meta
+from everyframe.runtime.memory import offload
+from everyframe.runtime.memory.prefetch import LocalWeightsProvider
+from everyframe.runtime.memory.weight_sharding import ShardedWeightsProvider
 from everyframe.runtime.model_spec import NativeModelSpec
-from everyframe.runtime.prefetch import LocalWeightsProvider
-from everyframe.runtime.weight_sharding import ShardedWeightsProvider
+from everyframe.runtime.repair import repairs
 
 
 def fill(

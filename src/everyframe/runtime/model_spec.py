@@ -21,12 +21,9 @@ from everyframe.core.plan import Settings
 from everyframe.dry_run.call import DryRunCall
 from everyframe.precision.islands import outside_of
 from everyframe.precision.policy import ComponentNeeds
-from everyframe.runtime.component_files import CheckpointFiles
-from everyframe.runtime.element_counts import parse_counts
-from everyframe.runtime.interface import Component, MemorySaving
-from everyframe.runtime.latent_space import LatentSpace
-from everyframe.runtime.lossy_sampling import LossySampling
-from everyframe.runtime.patchable import (
+from everyframe.runtime.components.component_files import CheckpointFiles
+from everyframe.runtime.components.element_counts import parse_counts
+from everyframe.runtime.components.patchable import (
     NO_PATCHES,
     NOTHING_REPLACED,
     ReplacedComponents,
@@ -34,6 +31,9 @@ from everyframe.runtime.patchable import (
     WeightTable,
     table_of_module,
 )
+from everyframe.runtime.interface import Component, MemorySaving
+from everyframe.runtime.lossy_sampling import LossySampling
+from everyframe.runtime.previews.latent_space import LatentSpace
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from everyframe.checkpoints.key_map import KeyMap
     from everyframe.checkpoints.tensor_file import TensorFile
     from everyframe.parallel.communicator import ParallelContext
-    from everyframe.runtime.component_cache import WarmComponents
+    from everyframe.runtime.components.component_cache import WarmComponents
 
 
 _Config = TypeVar("_Config")
@@ -98,7 +98,7 @@ class ModuleBuilder(ABC, Generic[_Config]):
         saved = parse_counts(file.read(), self.parts)
         if saved is not None:
             return saved
-        from everyframe.runtime.meta_init import count_elements
+        from everyframe.runtime.components.meta_init import count_elements
 
         found = {name: count_elements(self.empty(name)) for name in self.parts}
         file.write(found)
@@ -138,7 +138,7 @@ class ModuleBuilder(ABC, Generic[_Config]):
         return made
 
     def _built(self, component: str) -> nn.Module:
-        from everyframe.runtime.meta_init import build_on_meta, count_elements
+        from everyframe.runtime.components.meta_init import build_on_meta, count_elements
 
         module = build_on_meta(partial(self.build, component))
         counted: Mapping[str, Mapping[str, int]] = vars(self).get("num_elements", {})

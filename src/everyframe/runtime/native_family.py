@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from everyframe.checkpoints.locate import Location
 from everyframe.core.options import FamilyOptions
-from everyframe.runtime.component_files import CheckpointFiles
+from everyframe.runtime.components.component_files import CheckpointFiles
 from everyframe.runtime.model_spec import NativeModelSpec
 
 _Options = TypeVar("_Options", bound=FamilyOptions)

@@ -4,7 +4,7 @@ It stands at ``denoise(x, t)``: the sampler runs as always and takes a predicted
 computed one. Answers are extrapolated over their timesteps by a polynomial through the last two
 (``taylor1``) or three (``taylor2``) computed ones; Liu et al. 2025 (arXiv 2503.06923) do so with
 the features of blocks. Where a sampler takes Euler steps, the line over their levels is also the
-predictor of ``abm2``; `everyframe.diffusers_pipelines.euler_correction` has its corrector.
+predictor of ``abm2``; `everyframe.diffusers_pipelines.lossy.euler_correction` has its corrector.
 """
 
 from __future__ import annotations

@@ -1,1 +1,4 @@
-"""The server: HTTP API, durable queue, dispatcher and web page. Imports no torch."""
+"""The server: HTTP API, durable queue, dispatcher and web page. Imports no torch.
+
+Read next: `process.py` (its parts), `http/app.py`, `queue/store.py`, `dispatch/dispatcher.py`.
+"""

@@ -18,7 +18,7 @@ from everyframe.core.errors import (
     QueueFullError,
     StoreError,
 )
-from everyframe.engine.executor import InfeasiblePlanError
+from everyframe.engine.workers.executor import InfeasiblePlanError
 
 #: Code -> (HTTP status, type), for every error that a route answers.
 CODES: Mapping[str, tuple[int, str]] = {

@@ -20,13 +20,13 @@ from types import FrameType
 import uvicorn
 
 from everyframe.core.errors import InputError
-from everyframe.engine.executor import Executor
-from everyframe.server.app import create_app
+from everyframe.engine.workers.executor import Executor
 from everyframe.server.data_folder import open_folder
-from everyframe.server.dispatcher import Dispatcher, DispatcherOptions
-from everyframe.server.request_heads import limited_protocol
+from everyframe.server.dispatch.dispatcher import Dispatcher, DispatcherOptions
+from everyframe.server.http.app import create_app
+from everyframe.server.http.request_heads import limited_protocol
+from everyframe.server.queue.store import JobStore
 from everyframe.server.settings import ServerSettings
-from everyframe.server.store import JobStore
 
 #: Seconds that open connections have to end once the server stops. Without a limit one open event
 #: stream would keep it for ever.

@@ -17,7 +17,7 @@ from everyframe.core.errors import InputError
 from everyframe.core.events import ComponentLoaded, Event, FramesDecoded, Step, VideoDone
 from everyframe.core.request import Request
 from everyframe.engine.distributed import Rendezvous
-from everyframe.engine.resume import resume_run
+from everyframe.engine.resumption.resume import resume_run
 from everyframe.engine.run import stream
 from everyframe.families.inpaint.denoiser import Denoiser
 from everyframe.parallel.communicator import Communicator

@@ -22,7 +22,7 @@ from everyframe.families.opensora import stages as stages_module
 from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.families.opensora.vae import VideoVAE
 from everyframe.ops.attention import by_kernel
-from everyframe.runtime import stages
+from everyframe.runtime.stages import templates as stages
 from helpers.references.opensora import (
     LATENTS,
     PROMPT,

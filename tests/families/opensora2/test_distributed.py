@@ -13,7 +13,7 @@ import torch
 from everyframe.core.plan import Plan, Precision
 from everyframe.core.request import Request
 from everyframe.engine.request_inputs import read_given
-from everyframe.engine.resume import resume_run
+from everyframe.engine.resumption.resume import resume_run
 from everyframe.engine.run import stream
 from everyframe.families.opensora2.denoiser import TextStates
 from everyframe.families.opensora2.settings import latent_shape

@@ -20,7 +20,7 @@ from everyframe.families.stepvideo.llm import StepLLM
 from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.ops.rope import axes_table, rotate_axes
 from everyframe.precision import cast_hooks
-from everyframe.runtime.meta_init import build_on_meta, count_elements
+from everyframe.runtime.components.meta_init import build_on_meta, count_elements
 
 TINY = StepVideoModelConfig(
     num_attention_heads=3,

@@ -11,7 +11,7 @@ import pytest
 
 from everyframe.core.events import Step
 from everyframe.core.request import Request
-from everyframe.engine.resume import load_run, resume_run
+from everyframe.engine.resumption.resume import load_run, resume_run
 from everyframe.engine.run import stream
 from everyframe.runs.folder import RunFolder, all_runs
 from everyframe.runs.run_state import EVERY_STEP, SaveOptions

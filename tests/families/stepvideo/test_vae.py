@@ -8,7 +8,7 @@ import torch
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.families.stepvideo.vae import Decoder, Encoder, SeamBlender, StepVAE
 from everyframe.families.stepvideo.vae_config import StepVAEConfig
-from everyframe.runtime.meta_init import build_on_meta, count_elements
+from everyframe.runtime.components.meta_init import build_on_meta, count_elements
 
 TINY = StepVAEConfig(
     z_channels=2,

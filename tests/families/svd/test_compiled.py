@@ -10,8 +10,8 @@ import torch
 from everyframe.families.svd import unet
 from everyframe.families.svd.layers import WHOLE
 from everyframe.families.svd.sharding import ShardedFrames
-from everyframe.fast_paths.block_state import NotCompilableError, flatten
-from everyframe.fast_paths.compilation import compile_blocks, compiled_blocks
+from everyframe.fast_paths.compilation.block_state import NotCompilableError, flatten
+from everyframe.fast_paths.compilation.module_compilation import compile_blocks, compiled_blocks
 from everyframe.parallel.communicator import SingleRank
 from helpers import native_paths
 from helpers.planted_compiler import PlantedCompiler

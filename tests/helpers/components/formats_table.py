@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from everyframe.adapters.component_file import match_component
-from everyframe.runtime.patchable import table_of_module
+from everyframe.runtime.components.patchable import table_of_module
 from helpers.components import originals, stored
 
 State = dict[str, Tensor]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 wanted = os.environ.get("PLANTED_RANK")
-is_worker = any("everyframe.engine.worker" in word for word in sys.orig_argv)
+is_worker = any("everyframe.engine.workers.worker" in word for word in sys.orig_argv)
 if os.environ.get("PLANTED") and is_worker:
     import torch
     import torch.distributed as dist

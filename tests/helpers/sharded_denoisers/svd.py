@@ -17,7 +17,7 @@ from everyframe.ops import self_attention
 from everyframe.parallel import distributed_moments
 from everyframe.parallel.communicator import Communicator
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
-from everyframe.runtime.meta_init import build_on_meta
+from everyframe.runtime.components.meta_init import build_on_meta
 from helpers.sharded_denoisers.base import Inputs, SmallDenoiser, drawn, other_noise
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 

@@ -42,7 +42,7 @@ def step_call(size: tuple[int, int, int]) -> DryRunCall:
     from everyframe.families.opensora.options import OpenSoraOptions
     from everyframe.families.opensora.spec import OpenSoraSpec
     from everyframe.families.opensora.vae_config import VideoVAEConfig
-    from everyframe.runtime.component_files import ComponentSource
+    from everyframe.runtime.components.component_files import ComponentSource
 
     config = OpenSoraConfig("1.2", STDiT3Config(depth=1), VideoVAEConfig(), _TEXT)
     nowhere = dict.fromkeys(OpenSoraFiles.table, ComponentSource("nowhere", None))

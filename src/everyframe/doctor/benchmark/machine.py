@@ -163,7 +163,7 @@ class _Measuring:
 
     def _fast_paths(self, run: DryRun, precision: Precision) -> tuple[FastPathResult, ...]:
         """Trials of each fast path of this device that applies, as `fast-paths --certify` runs."""
-        from everyframe.fast_paths.certify import certify
+        from everyframe.fast_paths.certification.certify import certify
         from everyframe.fast_paths.registry import for_device
         from everyframe.planning.component_certificates import Certificates
 

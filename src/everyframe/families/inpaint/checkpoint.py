@@ -22,7 +22,7 @@ from everyframe.core.errors import CheckpointError, InputError, did_you_mean
 from everyframe.core.paths import expand_path
 from everyframe.families.inpaint.components import controlnet_name
 from everyframe.families.inpaint.config import INPAINTING_CHANNELS, PLAIN_CHANNELS, released
-from everyframe.runtime.component_files import (
+from everyframe.runtime.components.component_files import (
     CheckpointFiles,
     ComponentFiles,
     ComponentSource,

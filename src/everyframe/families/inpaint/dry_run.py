@@ -17,11 +17,11 @@ from everyframe.families.inpaint.components import controlnet_name
 from everyframe.families.inpaint.config import InpaintConfig
 from everyframe.families.inpaint.scheduler import num_timesteps
 from everyframe.families.inpaint.settings import geometry_of, latent_shape, num_painted
-from everyframe.runtime import tiling
 from everyframe.runtime.interface import MemorySaving
-from everyframe.runtime.memory_fallbacks import cfg_batch_size, split_cfg_saving
+from everyframe.runtime.memory.memory_fallbacks import cfg_batch_size, split_cfg_saving
 from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.rank_shares import active_ranks
+from everyframe.runtime.stages import tiling
 
 if TYPE_CHECKING:
     from everyframe.parallel.communicator import ParallelContext

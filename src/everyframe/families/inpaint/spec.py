@@ -30,8 +30,8 @@ from everyframe.families.inpaint.settings import (
     smaller_settings,
 )
 from everyframe.runtime.interface import MemorySaving, RankShare, VideoGroup
-from everyframe.runtime.latent_space import LatentSpace, vae_latents
 from everyframe.runtime.model_spec import NativeModelSpec
+from everyframe.runtime.previews.latent_space import LatentSpace, vae_latents
 from everyframe.runtime.rank_shares import batch_share
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintConfig]):
             return ()
         from everyframe.families.clip_tokenizer import load_tokenizer
         from everyframe.families.inpaint.text import tokens_of
-        from everyframe.runtime.repairs import prompt_truncated_note
+        from everyframe.runtime.repair.repairs import prompt_truncated_note
 
         tokenizer = load_tokenizer(self.files.path("tokenizer"))
         tokens = tokens_of(tokenizer, settings, self.config.num_tokens)

@@ -17,8 +17,8 @@ from everyframe.families.inpaint.settings import geometry_of, latent_shape, num_
 from everyframe.families.inpaint.spec import InpaintSpec
 from everyframe.media.pixels import Frames
 from everyframe.parallel.communicator import broadcastable
-from everyframe.runtime import stages
 from everyframe.runtime.interface import VideoState
+from everyframe.runtime.stages import templates as stages
 
 _Item = TypeVar("_Item")
 

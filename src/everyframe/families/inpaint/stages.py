@@ -4,7 +4,7 @@ Frames are denoised in batches of `frames_at_once`, all with the same initial no
 empty mask are skipped. The computation is that of diffusers'
 `StableDiffusionControlNetInpaintPipeline`, frame by frame, except that the source itself replaces
 the result outside of the mask at the end. The other stages are in `vae_stages.py`, the templates in
-`everyframe.runtime.stages`.
+`everyframe.runtime.stages.templates`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from everyframe.families.inpaint.denoiser import ControlNetInputs, ControlNetSca
 from everyframe.families.inpaint.stage_context import InpaintContext, batched
 from everyframe.families.inpaint.text import embed, prompts_of, tokens_of
 from everyframe.parallel.communicator import Communicator
-from everyframe.runtime import denoise_stage
-from everyframe.runtime.denoise_stage import SamplerBatch
-from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import VideoState
-from everyframe.runtime.memory_fallbacks import cfg_batch_size
+from everyframe.runtime.memory.memory_fallbacks import cfg_batch_size
 from everyframe.runtime.rank_shares import active_ranks
-from everyframe.runtime.stages import PromptEncodeStage, PromptTokens
+from everyframe.runtime.stages import denoise_stage
+from everyframe.runtime.stages.denoise_stage import SamplerBatch
+from everyframe.runtime.stages.guard import Guard
+from everyframe.runtime.stages.templates import PromptEncodeStage, PromptTokens
 from everyframe.samplers import diffusers_scheduler, noise
 from everyframe.samplers.base import Step
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from everyframe.core.plan import Settings
-from everyframe.runtime import tiling
+from everyframe.runtime.stages import tiling
 
 
 def posterior(

@@ -24,12 +24,12 @@ from everyframe.families.inpaint import vae as vae_calls
 from everyframe.families.inpaint.inputs import WHITE
 from everyframe.families.inpaint.stage_context import ConditioningLatents, InpaintContext, batched
 from everyframe.families.inpaint.stages import HANDED, hear
-from everyframe.runtime import tiling
-from everyframe.runtime.frame_pieces import as_floats, as_frames, distribute_pieces
-from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.rank_shares import active_ranks, batch_owner
-from everyframe.runtime.stages import ComponentStage
+from everyframe.runtime.stages import tiling
+from everyframe.runtime.stages.frame_pieces import as_floats, as_frames, distribute_pieces
+from everyframe.runtime.stages.guard import Guard
+from everyframe.runtime.stages.templates import ComponentStage
 from everyframe.samplers import noise
 
 #: The context of a dry run; see `NativeModelSpec.stage_call`.

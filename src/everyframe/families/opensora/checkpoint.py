@@ -20,7 +20,7 @@ from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.paths import expand_path
 from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.families.t5_tokenizer import T5_KEYS
-from everyframe.runtime.component_files import (
+from everyframe.runtime.components.component_files import (
     CheckpointFiles,
     ComponentFiles,
     ComponentSource,

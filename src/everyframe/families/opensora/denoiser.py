@@ -14,7 +14,7 @@ from everyframe.families.opensora.settings import PICTURE_FPS
 from everyframe.families.opensora.stdit import STDiT
 from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.families.opensora.text import TextEmbedding
-from everyframe.runtime.memory_fallbacks import cfg_batch_size
+from everyframe.runtime.memory.memory_fallbacks import cfg_batch_size
 from everyframe.samplers import rectified_flow
 from everyframe.samplers.guidance import GuidanceShare, guided
 

@@ -14,11 +14,11 @@ from everyframe.dry_run.call import DryRunCall
 from everyframe.families.opensora.config import OpenSoraConfig
 from everyframe.families.opensora.settings import PIECE
 from everyframe.families.opensora.vae_config import ImageVAEConfig
-from everyframe.runtime import tiling
 from everyframe.runtime.interface import MemorySaving
-from everyframe.runtime.memory_fallbacks import cfg_batch_size, split_cfg_saving
+from everyframe.runtime.memory.memory_fallbacks import cfg_batch_size, split_cfg_saving
 from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.rank_shares import decode_share, key_of_rank
+from everyframe.runtime.stages import tiling
 
 if TYPE_CHECKING:
     from everyframe.parallel.communicator import ParallelContext

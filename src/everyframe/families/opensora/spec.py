@@ -32,10 +32,10 @@ from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConf
 from everyframe.families.opensora_parts import VAE_PARTS, part_of
 from everyframe.families.t5_tokenizer import T5_XXL
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
-from everyframe.runtime.component_files import ComponentSource
+from everyframe.runtime.components.component_files import ComponentSource
 from everyframe.runtime.interface import MemorySaving, RankShare, VideoGroup
-from everyframe.runtime.latent_space import LatentSpace, vae_latents
 from everyframe.runtime.model_spec import NativeModelSpec
+from everyframe.runtime.previews.latent_space import LatentSpace, vae_latents
 from everyframe.runtime.rank_shares import grid_share
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraConfi
         cuts = [cut for _, cut in read_prompts(load_tokenizer(place), settings, most) if cut]
         if not cuts:
             return ()
-        from everyframe.runtime.repairs import prompt_truncated_note  # imports torch
+        from everyframe.runtime.repair.repairs import prompt_truncated_note  # imports torch
 
         return tuple(prompt_truncated_note(cut).text for cut in cuts)
 

@@ -1,7 +1,7 @@
 """Stages of an Open-Sora run: text encoding, conditioning frames, denoising, decoding.
 
 Upstream's loop is `scripts/inference.py` of 1.2; deliberate differences are noted at the code that
-differs. The templates are in `everyframe.runtime.stages`.
+differs. The templates are in `everyframe.runtime.stages.templates`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from everyframe.families.opensora.vae import ImageVAE, VideoVAE, decode_frames, 
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 from everyframe.families.t5_tokenizer import load_tokenizer
 from everyframe.parallel.communicator import broadcastable
-from everyframe.runtime import stages
-from everyframe.runtime.denoise_stage import VideoDenoiseStage
-from everyframe.runtime.frame_pieces import as_floats
-from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import VideoState
-from everyframe.runtime.stages import (
+from everyframe.runtime.stages import templates as stages
+from everyframe.runtime.stages.denoise_stage import VideoDenoiseStage
+from everyframe.runtime.stages.frame_pieces import as_floats
+from everyframe.runtime.stages.guard import Guard
+from everyframe.runtime.stages.templates import (
     LatentPiece,
     PromptEncodeStage,
     PromptTokens,

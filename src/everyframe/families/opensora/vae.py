@@ -27,8 +27,8 @@ from everyframe.core.errors import CheckpointError, InputError, did_you_mean
 from everyframe.core.plan import Settings
 from everyframe.families.opensora.temporal_vae import TemporalVAE
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
-from everyframe.runtime import tiling
 from everyframe.runtime.request_checks import FrameChunk, LatentSize
+from everyframe.runtime.stages import tiling
 
 
 class VideoCoder(nn.Module):

@@ -30,7 +30,11 @@ from everyframe.families.opensora_parts import (
     part_of,
 )
 from everyframe.families.t5_tokenizer import T5_KEYS
-from everyframe.runtime.component_files import CheckpointFiles, ComponentFiles, ComponentSource
+from everyframe.runtime.components.component_files import (
+    CheckpointFiles,
+    ComponentFiles,
+    ComponentSource,
+)
 
 DENOISER, DEEP_DENOISER = "Open_Sora_v2.safetensors", "Open_Sora_v2_Video_DC_AE.safetensors"
 HUNYUAN_VAE, DEEP_VAE = "hunyuan_vae.safetensors", "F32T4C128_AE.safetensors"

@@ -20,7 +20,7 @@ from everyframe.families.opensora2.settings import (
 )
 from everyframe.ops.text_context import JointTextContext
 from everyframe.parallel.communicator import broadcastable
-from everyframe.runtime.memory_fallbacks import cfg_batch_size
+from everyframe.runtime.memory.memory_fallbacks import cfg_batch_size
 from everyframe.samplers import flow_matching
 
 

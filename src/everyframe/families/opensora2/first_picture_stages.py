@@ -20,10 +20,10 @@ from everyframe.families.opensora2.prompt_lengths import T5_LENGTH
 from everyframe.families.opensora2.settings import first_frame_size
 from everyframe.families.opensora2.stages import OpenSora2Context, SamplerInputs
 from everyframe.media.pixels import fit_image, to_uint8
-from everyframe.runtime.denoise_stage import VideoDenoiseStage
-from everyframe.runtime.frame_pieces import as_frames
 from everyframe.runtime.interface import VideoState
-from everyframe.runtime.stages import VideoEncodeStage
+from everyframe.runtime.stages.denoise_stage import VideoDenoiseStage
+from everyframe.runtime.stages.frame_pieces import as_frames
+from everyframe.runtime.stages.templates import VideoEncodeStage
 from everyframe.samplers import flow_matching, noise
 from everyframe.samplers.base import Step as SamplerStep
 from everyframe.samplers.multistep import DiffusionPath

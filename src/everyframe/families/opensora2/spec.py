@@ -38,8 +38,8 @@ from everyframe.families.t5_tokenizer import T5_XXL
 from everyframe.parallel.head_partition import ATTENDING
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from everyframe.runtime.interface import MemorySaving, RankShare, VideoGroup
-from everyframe.runtime.latent_space import LatentSpace, vae_latents
 from everyframe.runtime.model_spec import NativeModelSpec
+from everyframe.runtime.previews.latent_space import LatentSpace, vae_latents
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -3,7 +3,7 @@
 Upstream: `opensora/utils/sampling.py` and `inference.py`. Deliberate differences: times and latents
 are float32, given frames are encoded as the mean of their distribution and written over every
 video's own, and frames are rounded once. Stages of a first picture are in `first_picture_stages`;
-the templates are in `everyframe.runtime.stages`.
+the templates are in `everyframe.runtime.stages.templates`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from everyframe.families.opensora2.prompts import TokenIds, clip_tokens, t5_toke
 from everyframe.families.opensora2.settings import is_conditioned, is_guided, latent_shape
 from everyframe.families.opensora2.spec import OpenSora2Spec
 from everyframe.families.opensora2.vae_config import VAEConfig
-from everyframe.runtime import stages
-from everyframe.runtime.denoise_stage import VideoDenoiseStage
-from everyframe.runtime.frame_pieces import as_floats, as_frames
-from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import VideoState
-from everyframe.runtime.stages import (
+from everyframe.runtime.stages import templates as stages
+from everyframe.runtime.stages.denoise_stage import VideoDenoiseStage
+from everyframe.runtime.stages.frame_pieces import as_floats, as_frames
+from everyframe.runtime.stages.guard import Guard
+from everyframe.runtime.stages.templates import (
     LatentPiece,
     SharedEncodeStage,
     StageContext,

@@ -22,7 +22,7 @@ from everyframe.families.opensora2.vae_config import (
     Tiles,
     VAEConfig,
 )
-from everyframe.runtime import tiling
+from everyframe.runtime.stages import tiling
 
 Corner = tuple[int, int, int]
 """Number of a tile along frames, rows and columns."""

@@ -18,7 +18,7 @@ from everyframe.checkpoints.locate import Location, PartLocation, find_part
 from everyframe.checkpoints.model_zoo import HubPart, shared_part
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.paths import expand_path
-from everyframe.runtime.component_files import (
+from everyframe.runtime.components.component_files import (
     CheckpointFiles,
     ComponentFiles,
     ComponentSource,

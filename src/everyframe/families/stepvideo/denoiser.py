@@ -12,7 +12,7 @@ from everyframe.core.plan import Settings
 from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.families.stepvideo.text import TextStates
 from everyframe.ops.text_context import TextContext
-from everyframe.runtime.memory_fallbacks import cfg_batch_size
+from everyframe.runtime.memory.memory_fallbacks import cfg_batch_size
 from everyframe.samplers.guidance import GuidanceShare, guided
 
 

@@ -13,11 +13,11 @@ from everyframe.core.plan import Settings
 from everyframe.dry_run.call import DryRunCall
 from everyframe.families.stepvideo.config import StepVideoConfig
 from everyframe.families.stepvideo.settings import latent_shape
-from everyframe.runtime import tiling
 from everyframe.runtime.interface import MemorySaving
-from everyframe.runtime.memory_fallbacks import cfg_batch_size, split_cfg_saving
+from everyframe.runtime.memory.memory_fallbacks import cfg_batch_size, split_cfg_saving
 from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.rank_shares import decode_share, key_of_rank
+from everyframe.runtime.stages import tiling
 
 if TYPE_CHECKING:
     from everyframe.parallel.communicator import ParallelContext

@@ -1,7 +1,7 @@
 """Stages of a Step-Video run: Step-LLM encoding, CLIP encoding, denoising, decoding.
 
 Deliberate differences from upstream: the seed determines the noise, pixels are not cropped, and no
-filter is applied to the video. The templates are in `everyframe.runtime.stages`.
+filter is applied to the video. The templates are in `everyframe.runtime.stages.templates`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from everyframe.families.stepvideo.text import (
     llm_states,
 )
 from everyframe.families.stepvideo.vae import SeamBlender, StepVAE, decode_frames
-from everyframe.runtime import stages
-from everyframe.runtime.denoise_stage import VideoDenoiseStage
-from everyframe.runtime.frame_pieces import as_frames
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.request_checks import FrameChunk
-from everyframe.runtime.stages import LatentPiece, SharedEncodeStage, StageContext
+from everyframe.runtime.stages import templates as stages
+from everyframe.runtime.stages.denoise_stage import VideoDenoiseStage
+from everyframe.runtime.stages.frame_pieces import as_frames
+from everyframe.runtime.stages.templates import LatentPiece, SharedEncodeStage, StageContext
 from everyframe.samplers import flow_matching, noise
 from everyframe.samplers.base import Step as SamplerStep
 from everyframe.samplers.multistep import DiffusionPath

@@ -35,8 +35,8 @@ from everyframe.families.stepvideo.vae_layers import (
     repeated_channels,
     space_to_channels,
 )
-from everyframe.runtime import tiling
 from everyframe.runtime.request_checks import FrameChunk, LatentSize
+from everyframe.runtime.stages import tiling
 
 #: Weight of a frame beside a seam in its own blend.
 _OWN = 0.6

@@ -18,7 +18,7 @@ from everyframe.checkpoints.refuse_pickles import refuse_pickled
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.families.svd import single_file
 from everyframe.families.svd.config import IMAGE_VAE, released
-from everyframe.runtime.component_files import (
+from everyframe.runtime.components.component_files import (
     CheckpointFiles,
     ComponentFiles,
     ComponentSource,

@@ -15,8 +15,8 @@ from everyframe.core.plan import Settings
 from everyframe.families.svd.config import SVDConfig
 from everyframe.families.svd.unet import VideoUNet
 from everyframe.media.pixels import fit_image
-from everyframe.runtime.frame_pieces import as_floats
-from everyframe.runtime.memory_fallbacks import cfg_batch_size
+from everyframe.runtime.memory.memory_fallbacks import cfg_batch_size
+from everyframe.runtime.stages.frame_pieces import as_floats
 from everyframe.samplers.guidance import GuidanceShare, guided
 
 

@@ -24,8 +24,8 @@ from everyframe.families.svd.options import SVDOptions
 from everyframe.families.svd.settings import latent_shape, resolve_settings, smaller_settings
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from everyframe.runtime.interface import MemorySaving, RankShare, VideoGroup
-from everyframe.runtime.latent_space import LatentSpace, vae_latents
 from everyframe.runtime.model_spec import NativeModelSpec
+from everyframe.runtime.previews.latent_space import LatentSpace, vae_latents
 from everyframe.runtime.rank_shares import grid_share
 from everyframe.runtime.sampling_preset import SamplingPreset
 

@@ -1,7 +1,7 @@
 """Stages of a Stable Video Diffusion run: image embedding, image latents, denoising, decoding.
 
 The computation is that of diffusers' `StableVideoDiffusionPipeline`, step by step; only the source
-of the initial noise differs. The templates are in `everyframe.runtime.stages`.
+of the initial noise differs. The templates are in `everyframe.runtime.stages.templates`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from everyframe.families.svd.config import SVDConfig
 from everyframe.families.svd.denoiser import Denoiser, ImageConditioning
 from everyframe.families.svd.settings import latent_shape
 from everyframe.families.svd.spec import SVDSpec
-from everyframe.runtime import stages
-from everyframe.runtime.denoise_stage import VideoDenoiseStage
 from everyframe.runtime.interface import VideoState
-from everyframe.runtime.stages import (
+from everyframe.runtime.stages import templates as stages
+from everyframe.runtime.stages.denoise_stage import VideoDenoiseStage
+from everyframe.runtime.stages.templates import (
     LatentPiece,
     SharedEncodeStage,
     StageContext,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from everyframe.core.plan import Settings
 from everyframe.families.svd.config import SVDConfig
-from everyframe.runtime import tiling
+from everyframe.runtime.stages import tiling
 
 
 def encode(

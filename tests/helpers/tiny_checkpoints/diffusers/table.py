@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from everyframe.diffusers_pipelines.clip_continuation import CONTINUATIONS
+from everyframe.diffusers_pipelines.inputs.clip_continuation import CONTINUATIONS
 from helpers.tiny_checkpoints.diffusers import CASES
 from helpers.tiny_checkpoints.diffusers.cases import Case, Clip, Still
 

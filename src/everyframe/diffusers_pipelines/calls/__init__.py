@@ -1,0 +1,1 @@
+"""Around the call of a pipeline or of its modules: events, steps, saved answers, restored state."""

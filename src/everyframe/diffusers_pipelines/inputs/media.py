@@ -1,0 +1,387 @@
+"""Read media files for a pipeline's own parameters, and convert its output to frames and sound.
+
+On a command line a driving video, a mask or a camera track is given as a file name. The pipeline's
+signature (`signature.py`) determines the form it is passed in. In Python the objects themselves may
+be given; they are passed on unchanged, and 8-bit frames as Pillow images. The first and last image,
+which every request can have, are not handled here but in `image_forms.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from everyframe.core.errors import (
+    CheckpointError,
+    EveryframeError,
+    InputError,
+    NumericsError,
+    did_you_mean,
+)
+from everyframe.core.plan import Settings
+from everyframe.diffusers_pipelines.inputs import defaults
+from everyframe.diffusers_pipelines.inputs.image_forms import form_of, num_frames_of, sides_of
+from everyframe.diffusers_pipelines.inputs.signature import CallParameter, CallSignature, declared
+from everyframe.media.input_checks import check_video
+from everyframe.media.limits import MOST_RATE
+from everyframe.media.pixels import Frames, fit_image
+from everyframe.media.read import read_image, read_pixels, video_shape
+from everyframe.numerics.tensor_stats import iter_tensors
+
+VideoSize = tuple[int | None, int | None, int | None]
+"""(frames, height, width)."""
+
+#: Suffix of array files: a camera track, intrinsics.
+_NUMBERS = ".npy"
+_PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff"}
+
+
+def names_files(parameter: CallParameter, value: Any) -> bool:
+    """Whether `value` is a file name, or several, for a parameter that needs their content."""
+    if not parameter.form:
+        return False
+    listed = value if isinstance(value, (list, tuple)) else [value]
+    return bool(listed) and all(isinstance(each, (str, os.PathLike)) for each in listed)
+
+
+def media_parameter_names(value: Any) -> Any:
+    """The same value for plans and records: each existing path is reduced to its file name."""
+    if isinstance(value, Mapping):
+        return {str(key): media_parameter_names(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [media_parameter_names(each) for each in value]
+    is_path = isinstance(value, (str, os.PathLike)) and os.path.exists(value)
+    return Path(value).name if is_path else value
+
+
+def check(interface: CallSignature, parameter: CallParameter, value: Any) -> None:
+    """Raise `InputError` for a missing file, or a condition object with wrong fields."""
+    if names_files(parameter, value):
+        for each in _listed(value):
+            check_video(each)
+        return
+    if parameter.record is None:
+        return
+    for each in _listed(value):
+        if isinstance(each, Mapping):
+            _check_record(interface, parameter, each)
+
+
+def _check_record(
+    interface: CallSignature, parameter: CallParameter, given: Mapping[str, Any]
+) -> None:
+    known = record_fields(parameter)
+    for name, value in given.items():
+        if name not in known:
+            hint = did_you_mean(str(name), known) or f"; it has {', '.join(known)}"
+            raise InputError(
+                f"{parameter.name} of {interface.class_name} has no field {name!r}{hint}"
+            )
+        check(interface, known[name], value)
+    lacking = [name for name, each in known.items() if each.required and name not in given]
+    if lacking:
+        raise InputError(
+            f"{parameter.name} of {interface.class_name} can't do without {', '.join(lacking)}"
+        )
+
+
+def record_fields(parameter: CallParameter) -> dict[str, CallParameter]:
+    """The fields of the parameter's dataclass, as parameters."""
+    assert parameter.record is not None
+    found = {}
+    for each in fields(parameter.record):
+        required = each.default is MISSING and each.default_factory is MISSING
+        found[each.name] = declared(each.name, None, required, each.type)
+    return found
+
+
+def as_fields(interface: CallSignature, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace condition objects by mappings of their fields, from which they can be rebuilt."""
+
+    def recorded(kind: type | None, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [recorded(kind, each) for each in value]
+        if kind is None or type(value) is not kind:
+            return value
+        return {each.name: getattr(value, each.name) for each in fields(kind) if each.init}
+
+    known = interface.parameters
+    return {
+        name: recorded(known[name].record, value) if name in known and known[name].record else value
+        for name, value in own.items()
+    }
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def opened(interface: CallSignature, own: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """The parameters `own` with every file read, in the form that the pipeline expects.
+
+    Content is passed on unchanged, except that with ``fit`` videos are resized to the output size.
+    Images are never resized: they show how something looks and not where it is.
+    """
+    return {
+        name: _opened(interface, interface.parameters[name], value, settings)
+        for name, value in own.items()
+    }
+
+
+def _opened(
+    interface: CallSignature, parameter: CallParameter, value: Any, settings: Settings
+) -> Any:
+    if names_files(parameter, value):
+        if isinstance(value, (list, tuple)):
+            return [_of_file(interface, parameter, each, settings) for each in value]
+        found = _of_file(interface, parameter, value, settings)
+        is_alone = parameter.is_list and not isinstance(found, (list, torch.Tensor))
+        return [found] if is_alone else found
+    if parameter.form == "pictures" and _are_bytes(value):
+        # Diffusers takes the numbers of an array for 0..1, whatever their type.
+        return in_form(interface, parameter, value)
+    if parameter.record is None:
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_opened(interface, parameter, each, settings) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    known = record_fields(parameter)
+    return parameter.record(
+        **{name: _opened(interface, known[name], each, settings) for name, each in value.items()}
+    )
+
+
+def _of_file(
+    interface: CallSignature,
+    parameter: CallParameter,
+    path: str | os.PathLike[str],
+    settings: Settings,
+) -> Any:
+    """The content of one file: an array, an image, or the frames of a video."""
+    if Path(path).suffix.lower() == _NUMBERS:
+        return torch.from_numpy(_numbers(path)) if parameter.form == "tensor" else _numbers(path)
+    is_still = _is_picture(path)
+    frames_THWC = read_image(path)[None] if is_still else read_pixels(path)
+    if is_still:
+        return in_form(interface, parameter, frames_THWC, is_still=True)
+    return in_form(interface, parameter, fitted(interface, parameter, frames_THWC, settings))
+
+
+def fitted(
+    interface: CallSignature, parameter: CallParameter, frames_THWC: Frames, settings: Settings
+) -> Frames:
+    """Frames resized to the output size with ``fit``, else unchanged."""
+    keeps_size = parameter.name in (defaults.of(defaults.OWN_SIZE, interface.class_name) or ())
+    if settings.fit is None or keeps_size:
+        return frames_THWC
+    return fit_image(frames_THWC, settings.height, settings.width, settings.fit)
+
+
+def in_form(
+    interface: CallSignature,
+    parameter: CallParameter,
+    frames_THWC: Frames,
+    *,
+    is_still: bool = False,
+) -> Any:
+    """Frames, uint8, as the pipeline expects them."""
+    from PIL import Image
+
+    if parameter.form != "pictures":
+        video = _tensor(interface, parameter, frames_THWC)
+        return video if parameter.form == "tensor" else video.numpy()
+    pictures = [Image.fromarray(frame) for frame in frames_THWC]
+    if is_still:
+        return pictures[0]
+    lists = defaults.of(defaults.LISTS_OF_VIDEOS, interface.class_name) or ()
+    return [pictures] if parameter.name in lists else pictures
+
+
+def _are_bytes(value: Any) -> bool:
+    """Whether it is the frames of a video, uint8 (T, H, W, 3)."""
+    is_bytes = isinstance(value, np.ndarray) and value.dtype == np.uint8
+    return is_bytes and value.ndim == 4 and value.shape[-1] == 3
+
+
+def _is_picture(path: str | os.PathLike[str]) -> bool:
+    return Path(path).suffix.lower() in _PICTURES and Path(path).is_file()
+
+
+def _numbers(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
+    """Read an array; memory-mapped first, so a header with a false size allocates nothing."""
+    try:
+        return np.array(np.lib.format.open_memmap(os.fspath(path), mode="r"))
+    except (ValueError, EOFError, OverflowError) as error:
+        raise InputError(f"{os.fspath(path)!r} holds no array of numbers: {error}") from error
+
+
+def _tensor(
+    interface: CallSignature, parameter: CallParameter, frames_THWC: Frames
+) -> torch.Tensor:
+    """(1, ...) floats in 0..1 in the pipeline's axis order.
+
+    A mask has one channel of 0 or 255, as diffusers' own helper makes it.
+    """
+    video_TCHW = torch.from_numpy(frames_THWC).movedim(-1, 1)
+    if parameter.name.startswith("mask"):
+        video_TCHW = (video_TCHW.float().mean(1, keepdim=True) >= 127.5) * 255.0
+    else:
+        video_TCHW = video_TCHW / 255.0
+    is_channels_first = defaults.of(defaults.CHANNELS_FIRST, interface.class_name)
+    return (video_TCHW.transpose(0, 1) if is_channels_first else video_TCHW)[None]
+
+
+def size_in(interface: CallSignature, own: Mapping[str, Any]) -> VideoSize | None:
+    """(frames, height, width) of the first video among these parameters; None if there is none.
+
+    An entry is None if the video's form does not have it.
+    """
+    for name, value in own.items():
+        parameter = interface.parameters[name]
+        if "video" not in name or not parameter.form or value is None:
+            continue
+        if names_files(parameter, value) and not isinstance(value, (list, tuple)):
+            return (1, *read_image(value).shape[:2]) if _is_picture(value) else video_shape(value)
+        form = form_of(value)
+        return num_frames_of(form), *(sides_of(form) or (None, None))
+    return None
+
+
+Array = np.ndarray[Any, Any]
+
+#: Names of the frames in a pipeline's output.
+VIDEOS = ("frames", "videos", "video")
+#: Tolerated rounding error of values in 0..1.
+_ROUNDING = 1e-3
+_SOUNDS = ("audio", "audios", "sound")
+_RATES = (("vocoder", "output_sampling_rate"), ("audio_vae", "sampling_rate"),
+          ("audio_vae", "sample_rate"), ("sound_tokenizer", "sampling_rate"))  # fmt: skip
+
+
+def num_videos_of(result: Any) -> int:
+    """Number of videos in a result."""
+    given = _frames_in(result)
+    return len(given) if _is_batch(given) else 1
+
+
+def frames_of(result: Any, index: int = 0) -> Array:
+    """One video of a result, (T, H, W, 3): float32 in 0..1, or uint8 if the pipeline returns that.
+
+    Accepts arrays (B, T, H, W, C), tensors (B, T, C, H, W) or (B, C, T, H, W), and lists of
+    images, each also without the batch.
+
+    Raises:
+        EveryframeError: the result has no frames.
+    """
+    given = _frames_in(result)
+    video = given[index] if len(given) and _is_batch(given) else given
+    if not len(video):
+        raise EveryframeError("the pipeline made a video without frames; ask for a longer one")
+    if isinstance(video, torch.Tensor):
+        tensor = video.detach().to("cpu", torch.float32)
+        is_channels_first = tensor.shape[0] == 3 != tensor.shape[1]
+        tensor_TCHW = tensor.movedim(0, 1) if is_channels_first else tensor
+        return np.ascontiguousarray(tensor_TCHW.permute(0, 2, 3, 1).numpy())
+    frames: Array = np.stack([np.asarray(picture) for picture in video])
+    return frames if frames.dtype == np.uint8 else frames.astype(np.float32, copy=False)
+
+
+def size_of(result: Any) -> tuple[int, int, int] | None:
+    """(frames, height, width) of a dry run's result; None if it has no frames."""
+    given = next((part for name in VIDEOS if (part := _part(result, name)) is not None), None)
+    if given is None or not len(given):
+        return None
+    video = given[0] if _is_batch(given) else given
+    if not isinstance(video, torch.Tensor):
+        first = np.asarray(video[0])
+        return len(video), first.shape[0], first.shape[1]
+    if video.ndim != 4 or 3 not in video.shape:
+        return None
+    # Channels come after the frames, before them, or last.
+    axis = next(axis for axis in (1, 0, 3) if video.shape[axis] == 3)
+    frames, height, width = (size for at, size in enumerate(video.shape) if at != axis)
+    return int(frames), int(height), int(width)
+
+
+def beyond_range(frames: Array) -> str | None:
+    """Message about values outside 0..1 (high dynamic range pipelines); None if there are none."""
+    if frames.dtype == np.uint8:
+        return None
+    share = float(((frames < -_ROUNDING) | (frames > 1 + _ROUNDING)).mean())
+    if not share:
+        return None
+    return (
+        f"{share:.0%} of the values are beyond what a file's frames hold (0 to 1), the largest is "
+        f'{float(frames.max()):.4g}; they are cut off there, and output="float" keeps them'
+    )
+
+
+def sound_of(result: Any, pipe: Any, index: int = 0) -> tuple[Array, int] | None:
+    """(samples (channels, n) float32 in -1..1, samples per second); None for a silent video.
+
+    Raises:
+        EveryframeError: the pipeline has no known sampling rate.
+        CheckpointError: its sampling rate is no number of samples.
+    """
+    given = next((part for name in _SOUNDS if (part := _part(result, name)) is not None), None)
+    if given is None:
+        return None
+    rate = _part(result, "sampling_rate") or _rate_of(pipe)
+    if rate is None:
+        raise EveryframeError(
+            "the pipeline made sound and names no sampling rate; please report it"
+        )
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 1 <= rate <= MOST_RATE:
+        raise CheckpointError(
+            f"the sampling rate of the pipeline's sound must be 1 to {MOST_RATE}, got {rate!r:.100}"
+        )
+    samples = given[index] if not hasattr(given, "ndim") or given.ndim == 3 else given
+    if isinstance(samples, torch.Tensor):
+        samples = samples.detach().to("cpu", torch.float32).numpy()
+    samples = np.asarray(samples, np.float32)
+    return (samples[None] if samples.ndim == 1 else samples), int(rate)
+
+
+def check_finite(result: Any, stage: str) -> None:
+    """Raise `NumericsError` for latents with values that are not finite."""
+    if not all(bool(torch.isfinite(each).all()) for each in iter_tensors(result)):
+        raise NumericsError(
+            f"{stage} made latents that hold values that are not finite; the whole pipeline in "
+            "float32 may not"
+        )
+
+
+def _frames_in(result: Any) -> Any:
+    given = next((part for name in VIDEOS if (part := _part(result, name)) is not None), None)
+    if given is None:
+        raise EveryframeError(
+            f"the pipeline gave a {type(result).__name__} without frames; please report it"
+        )
+    return given
+
+
+def _is_batch(given: Any) -> bool:
+    """Whether it holds videos, and not the frames of one video."""
+    if hasattr(given, "ndim"):
+        return bool(given.ndim == 5)
+    return isinstance(given[0], list) or getattr(given[0], "ndim", 0) == 4
+
+
+def _rate_of(pipe: Any) -> Any:
+    for component, name in _RATES:
+        config = getattr(getattr(pipe, component, None), "config", None)
+        rate = getattr(config, name, None)
+        if rate:
+            return rate
+    return None
+
+
+def _part(result: Any, name: str) -> Any:
+    return result.get(name) if isinstance(result, dict) else getattr(result, name, None)

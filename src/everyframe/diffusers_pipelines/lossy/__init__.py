@@ -1,0 +1,1 @@
+"""Lossy methods around a pipeline's denoisers: predicted answers and shallow UNets."""

@@ -1,0 +1,1 @@
+"""One pipeline's call on several ranks: tokens and guidance branches."""

@@ -1,0 +1,283 @@
+"""The ranks of one job on a Ray cluster: a placement group, an actor for each rank, their messages.
+
+A group serves one job and is the unit of failure: a rank alone is of no use, so Ray restarts none.
+`ray_rank.py` is the other side; `ray_executor.py` decides what follows a loss.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from everyframe.core.errors import CannotRunError, CorruptRunError, DevicesBusyError, InputError
+from everyframe.engine.ray.message_bytes import from_bytes, to_bytes
+from everyframe.engine.ray.rank import RayRank, software
+from everyframe.engine.ray.rank_layout import Rank, RankJob, RankPlace, check_software, lay_out
+from everyframe.engine.workers.error_transfer import error_from
+from everyframe.engine.workers.stop_switch import StopSwitch
+from everyframe.engine.workers.worker_process import WorkerJob
+
+#: Seconds for an actor to start and to say hello; a node may have to import from a slow disk.
+_START = 120.0
+#: Seconds to wait for the reason of a lost peer: a dead process is seen at once, a node later.
+_REASON = 15.0
+#: Seconds for an actor to remove its files.
+_END = 5.0
+#: Messages that a rank may be ahead of us.
+_AHEAD = 16
+
+
+class RankLostError(Exception):
+    """A rank's actor or node is gone, or its peers can't reach it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+
+class RankFailedError(Exception):
+    """A rank reported an error; `keeps` says whether its saved run is still of use."""
+
+    def __init__(self, error: Exception, *, keeps: bool) -> None:
+        super().__init__(str(error))
+        self.error, self.keeps = error, keeps
+
+
+class RayGroup:
+    """The actors of one job. Use `placed_group`, which ends them."""
+
+    def __init__(self, actors: Sequence[Any], stop: StopSwitch | None = None) -> None:
+        self._actors = actors
+        self._stop = stop
+        self._places: list[RankPlace] = []
+
+    def meet(self) -> list[Rank]:
+        """Ask each actor where it is and what it runs.
+
+        Raises:
+            InputError: a node has other software than this machine, or lacks it.
+            RankLostError: an actor died.
+        """
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError, RayError
+
+        asked = [each.hello.remote() for each in self._actors]
+        _wait(_START, self._stop, lambda: not ray.wait(asked, num_returns=len(asked), timeout=1)[1])
+        try:
+            answers = ray.get(asked, timeout=1.0)
+        except (RayActorError, GetTimeoutError) as error:
+            _check_import(error)
+            raise RankLostError(f"a rank did not start: {_first_line(error)}") from error
+        except RayError as error:
+            _check_import(error)
+            raise CannotRunError(f"a rank can't start on the cluster: {error}") from error
+        found = [from_bytes(answer)[1] for answer in answers]
+        for each in found:
+            check_software(software(), each["software"], each["place"])
+        self._places = [each["place"] for each in found]
+        return lay_out(self._places)
+
+    def events(
+        self, ranks: Sequence[Rank], job: WorkerJob, name: str, run: bytes, inputs: bytes
+    ) -> Iterator[tuple[str, Any]]:
+        """Run the job and yield the messages of all ranks: events and states.
+
+        Raises:
+            RankFailedError: a rank reported an error.
+            RankLostError: an actor or a node is gone.
+        """
+        import ray
+
+        level = logging.getLevelName(logging.getLogger("everyframe").getEffectiveLevel())
+        shared = ray.put(run), ray.put(inputs)
+        at_work: dict[Any, int] = {}
+        for rank in ranks:
+            what = RankJob(rank.job_of(job), name, rank.environment, level)
+            method = self._actors[rank.place].run.options(
+                num_returns="streaming", _generator_backpressure_num_objects=_AHEAD
+            )
+            at_work[method.remote(to_bytes("job", what), *shared)] = rank.numbers.rank
+        while at_work:
+            if self._stop is not None:
+                self._stop.check()
+            for stream in _ready(at_work):
+                name_, value = self._next(stream, at_work[stream], ranks)
+                if name_ == "end":
+                    del at_work[stream]
+                elif name_ == "error":
+                    raise self._explained(at_work, stream, value, ranks)
+                elif name_ == "log":
+                    _log(value)
+                else:
+                    yield name_, value
+
+    def _next(self, stream: Any, rank: int, ranks: Sequence[Rank]) -> tuple[str, Any]:
+        """The next message of a rank."""
+        import ray
+        from ray.exceptions import RayError
+
+        try:
+            return from_bytes(ray.get(next(stream)))
+        except (RayError, StopIteration, CorruptRunError) as error:
+            place = self._places[ranks[rank].place]
+            where = f"rank {rank} on the node {place.host} ({place.address})"
+            raise RankLostError(f"{where} was lost: {_first_line(error)}") from error
+
+    def _explained(
+        self, at_work: dict[Any, int], stream: Any, value: Any, ranks: Sequence[Rank]
+    ) -> Exception:
+        """The error that explains a failure: a rank that lost a peer does not know why."""
+        until = time.monotonic() + _REASON
+        others = {each: rank for each, rank in at_work.items() if each is not stream}
+        first, rank = value, at_work[stream]
+        while value["error"]["class"] == "PeerLostError" and others and time.monotonic() < until:
+            for each in _ready(others):
+                try:
+                    name, found = self._next(each, others[each], ranks)
+                except RankLostError as lost:
+                    return lost
+                if name in ("end", "error"):
+                    if name == "error" and found["error"]["class"] != "PeerLostError":
+                        value, rank = found, others[each]
+                    del others[each]
+        if value["error"]["class"] == "PeerLostError":
+            return RankLostError(first["error"]["text"])
+        return RankFailedError(error_from(value["error"], rank), keeps=value["keeps"])
+
+
+def _ready(streams: dict[Any, int]) -> list[Any]:
+    """Streams with a message, or an end; waits a second for one."""
+    import ray
+
+    return list(ray.wait(list(streams), num_returns=1, timeout=1.0)[0])
+
+
+def _log(value: tuple[str, int, str]) -> None:
+    source, level, text = value
+    logging.getLogger(source).log(level, "%s", text)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__
+
+
+def _check_import(error: BaseException) -> None:
+    """Raise `InputError` if a node could not import this package."""
+    if "ModuleNotFoundError" in str(error) or "ImportError" in str(error):
+        wanted = ", ".join(f"{name} {text}" for name, text in software().items())
+        raise InputError(
+            "a node of the cluster can't import Everyframe; install the same on every node "
+            f"({wanted}): {str(error).strip().splitlines()[-1]}"
+        ) from error
+
+
+@contextmanager
+def placed_group(
+    num_ranks: int, kind: str, seconds: float, stop: StopSwitch | None = None
+) -> Iterator[RayGroup]:
+    """Context: a group of that many ranks on devices of `kind`, ``GPU`` or ``CPU``.
+
+    All on one node if one has room within half of `seconds`, else on several.
+
+    Raises:
+        DevicesBusyError: there is no room within `seconds`.
+        RunStoppedError: `stop` was set.
+    """
+    import ray
+    from ray.util.placement_group import remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    bundle = {"CPU": 1.0, **({"GPU": 1.0} if kind == "GPU" else {})}
+    placed = _placed([bundle] * num_ranks, seconds, stop)
+    actors: list[Any] = []
+    try:
+        for at in range(num_ranks):
+            strategy = PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=at)
+            kind_of_actor = ray.remote(RayRank).options(
+                num_cpus=1, num_gpus=bundle.get("GPU", 0), max_restarts=0, max_task_retries=0,
+                max_concurrency=2, scheduling_strategy=strategy,
+            )  # fmt: skip
+            actors.append(kind_of_actor.remote())
+        yield RayGroup(actors, stop)
+    finally:
+        _end(actors)
+        remove_placement_group(placed)
+
+
+def _placed(bundles: list[dict[str, float]], seconds: float, stop: StopSwitch | None) -> Any:
+    """A placement group of these bundles, on one node if possible."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    fits_one = any(
+        all(node.get(name, 0) >= need * len(bundles) for name, need in bundles[0].items())
+        for node in _nodes()
+    )
+    tries = (
+        (("STRICT_PACK", seconds / 2), ("PACK", seconds / 2)) if fits_one else (("PACK", seconds),)
+    )
+    for strategy, each in tries:
+        found = placement_group(bundles, strategy=strategy)
+        is_placed = False
+        try:
+            is_placed = _wait(each, stop, partial(found.wait, 1))
+        finally:
+            if not is_placed:
+                remove_placement_group(found)
+        if is_placed:
+            return found
+    kind = "GPU" if "GPU" in bundles[0] else "CPU"
+    total = sum(int(node.get(kind, 0)) for node in _nodes())
+    raise DevicesBusyError(
+        f"no {len(bundles)} free {kind}s within {seconds:g} s: the Ray cluster has {total} and "
+        f"{num_free(kind)} are free; wait for other jobs, add nodes, or give a smaller "
+        "--num-devices"
+    )
+
+
+def _wait(seconds: float, stop: StopSwitch | None, is_done: Callable[[], bool]) -> bool:
+    """Ask `is_done`, which waits a second each time; whether it came true in time."""
+    until = time.monotonic() + seconds
+    while not is_done():
+        if stop is not None:
+            stop.check()
+        if time.monotonic() > until:
+            return False
+    return True
+
+
+def _nodes() -> list[dict[str, float]]:
+    """Resources of each node that is alive."""
+    import ray
+
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def num_free(kind: str) -> int:
+    """Free devices of that kind in the whole cluster, as Ray last heard."""
+    import ray
+
+    return int(ray.available_resources().get(kind, 0))
+
+
+def has_gpus() -> bool:
+    """Whether any node has GPUs."""
+    return any(node.get("GPU", 0) >= 1 for node in _nodes())
+
+
+def _end(actors: Sequence[Any]) -> None:
+    """End the actors; each removes its files first if it still answers."""
+    import ray
+    from ray.exceptions import RayError
+
+    try:
+        ray.wait([each.end.remote() for each in actors], num_returns=len(actors), timeout=_END)
+        for each in actors:
+            ray.kill(each, no_restart=True)
+    except (RayError, ValueError) as error:
+        # The cluster is gone, and they with it.
+        logging.getLogger(__name__).debug("actors can't be ended: %s", error)

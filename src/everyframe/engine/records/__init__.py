@@ -1,0 +1,1 @@
+"""Records: what a video was made from, as data that reproduces it."""

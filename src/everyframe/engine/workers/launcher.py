@@ -1,0 +1,277 @@
+"""Run a request in worker processes, one per rank, and forward their events.
+
+The parent process displays progress, writes files and survives any crash of a worker. A crash is
+an error with the signal, the last position and a fix. Workers end when the parent ends, however it
+ends. The first worker reports for all ranks. Imports no torch. `worker.py` is the other side;
+`worker_monitor.py` describes crashed workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from everyframe.core.errors import CorruptRunError, DistributedOutOfMemoryError, WorkerDiedError
+from everyframe.core.events import (
+    Event,
+    Events,
+    FramesDecoded,
+    Planned,
+    RunSaved,
+    VideoDone,
+    WeightsReady,
+)
+from everyframe.core.plan import Plan
+from everyframe.core.serialization import from_jsonable
+from everyframe.engine.workers.error_transfer import error_from
+from everyframe.engine.workers.stop_switch import StopSwitch
+from everyframe.engine.workers.worker_monitor import HangDetector, crash_error, resume_hint
+from everyframe.engine.workers.worker_process import Worker, WorkerJob
+from everyframe.runs.folder import RunFolder
+
+
+class EventDeduplicator:
+    """Filter out events that were already forwarded; `done` holds the seeds of finished videos."""
+
+    def __init__(self) -> None:
+        self.done: list[int] = []
+        self._frames: Counter[int] = Counter()
+        self._left_out: Counter[int] = Counter()
+        self._is_again = False
+
+    def again(self) -> None:
+        """Note that ranks restarted: events from here on may repeat earlier steps."""
+        self._is_again, self._left_out = True, self._frames.copy()
+
+    def new(self, event: Event) -> Event | None:
+        """The event with only its new frames, or None if all of it was forwarded before."""
+        if self._is_again and isinstance(event, (Planned, WeightsReady, RunSaved)):
+            return None
+        if isinstance(event, FramesDecoded):
+            return self._new_frames(event)
+        if isinstance(event, VideoDone):
+            self.done.append(event.seed)
+        return event
+
+    def _new_frames(self, event: FramesDecoded) -> FramesDecoded | None:
+        seed = event.seed
+        known = min(self._left_out[seed], event.num_frames)
+        self._left_out[seed] -= known
+        if known == event.num_frames:
+            return None
+        self._frames[seed] += event.num_frames - known
+        if not known:
+            return event
+        return replace(event, num_frames=event.num_frames - known, frames=event.frames[known:])
+
+
+#: Environment variable: compute in this process, without a worker.
+IN_PROCESS = "EVERYFRAME_IN_PROCESS"
+
+
+def is_possible() -> bool:
+    """Whether workers can be started here and `IN_PROCESS` does not disable them."""
+    return os.name == "posix" and not os.environ.get(IN_PROCESS)
+
+
+def ranks_of(run: RunFolder) -> int:
+    """Number of ranks of an interrupted run."""
+    plan = from_jsonable(run.run().get("plan"), lambda _: None)
+    if not isinstance(plan, Plan):
+        raise CorruptRunError(f"{run.path} holds no plan")
+    return 1 if plan.parallel is None else len(plan.parallel.ranks)
+
+
+Start = Callable[[WorkerJob], AbstractContextManager[Sequence[Worker]]]
+"""Context: the workers of a job, one per rank, which have it; its end takes care of them."""
+
+
+@contextmanager
+def fresh_workers(job: WorkerJob) -> Iterator[Sequence[Worker]]:
+    """Context: new workers for this job, all of which end with it."""
+    workers: list[Worker] = []
+    try:
+        for rank in range(len(job.weights)) if job.local is None else [job.rank]:
+            workers.append(Worker())
+            workers[-1].give(replace(job, rank=rank))
+        yield workers
+        for worker in workers:
+            if worker.has_ended:
+                worker.end()
+    finally:
+        for worker in workers:
+            worker.kill()
+
+
+def run_in_workers(
+    job: WorkerJob,
+    place: Path | None = None,
+    stop: StopSwitch | None = None,
+    start: Start = fresh_workers,
+) -> Events:
+    """Run the job in worker processes and yield its events, as `everyframe.engine.run.stream` does.
+
+    Workers use the working folder `place`. A finished run is removed once all of its events are
+    consumed. Ranks that run out of memory during joint computation are stopped and restarted with a
+    plan that needs less (`replan.py`). Raises any error of a worker; `WorkerDiedError` for a crash;
+    `RunStoppedError` once `stop` is set, which leaves the run folder.
+    """
+    job = replace(job, place=place)
+    # Already at work while the caller does something else.
+    return _handed_on(job, start, stop, *_begun(job, start))
+
+
+def _begun(job: WorkerJob, start: Start) -> tuple[ExitStack, Sequence[Worker]]:
+    """Start the job's workers; closing the stack ends them."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="everyframe-")))
+        level = logging.getLevelName(logging.getLogger("everyframe").getEffectiveLevel())
+        meeting = folder / "meeting" if len(job.weights) > 1 and job.local is None else None
+        job = replace(job, folder=folder, log_level=level, meeting=meeting)
+        workers = stack.enter_context(start(job))
+        return stack.pop_all(), workers
+    raise AssertionError("an exit stack swallows nothing")
+
+
+def _handed_on(
+    job: WorkerJob,
+    start: Start,
+    stop: StopSwitch | None,
+    stack: ExitStack,
+    workers: Sequence[Worker],
+) -> Events:
+    run = None if job.run is None else RunFolder(job.run)
+    handed = EventDeduplicator()
+    while True:
+        with stack:
+            try:
+                for event in _events(workers, stop):
+                    if isinstance(event, RunSaved):
+                        run = RunFolder(Path(event.path))
+                    new = handed.new(event)
+                    if new is not None:
+                        yield new
+            except _GoneError as gone:
+                raise crash_error(gone.worker, gone.worker.end(), run) from gone.__cause__
+            except WorkerDiedError as died:
+                message = str(died)
+                hint = [] if run is not None and run.name in message else resume_hint(run)
+                raise died.reworded("; ".join([message, *hint])) from died.__cause__
+            except DistributedOutOfMemoryError as error:
+                # Under torchrun the other ranks can't be restarted from here.
+                if run is None or job.local is not None:
+                    raise
+                out_of_memory = error.out_of_memory
+            else:
+                break
+        handed.again()
+        skip = (*job.skip, *handed.done)
+        if job.request is not None and job.request.family_options.get("trust_remote_code"):
+            job = replace(job, trust_remote_code=True)
+        named = job.named if job.request is None else None
+        again = replace(job, request=None, run=run.path, skip=skip, ranks=None,
+                        out_of_memory=out_of_memory, named=named)  # fmt: skip
+        stack, workers = _begun(again, start)
+    if run is not None and not job.keeps_run:
+        run.remove()
+
+
+def _events(workers: Sequence[Worker], stop: StopSwitch | None = None) -> Iterator[Event]:
+    """Events of the workers that report, until all have exited normally."""
+    at_work = {worker.connection: worker for worker in workers}
+    num_ranks = len(workers[0].job.weights)
+    sees_all = len(workers) == num_ranks
+    patience = HangDetector(workers, sees_all=sees_all) if num_ranks > 1 else None
+    while at_work:
+        for connection in _ready(at_work, patience, stop):
+            assert isinstance(connection, Connection)
+            worker = at_work[connection]
+            try:
+                name, value = worker.receive()
+            except EOFError as error:
+                raise _GoneError(worker) from error
+            if name == "event":
+                yield value
+            elif name == "log":
+                _log(value)
+            elif name == "error":
+                worker, value = yield from _heard_out(worker, value, at_work, workers)
+                raise error_from(value, worker.job.rank)
+            else:
+                assert name == "end", name
+                del at_work[connection]
+
+
+def _ready(
+    at_work: dict[Connection, Worker], patience: HangDetector | None, stop: StopSwitch | None
+) -> list[Any]:
+    """Connections with data to read; raises `WorkerDiedError` if a rank hangs meanwhile."""
+    stops = () if stop is None else (stop.connection,)
+    while True:
+        found = wait([*at_work, *stops], None if patience is None else 1.0)
+        if stop is not None:
+            stop.check()
+        if found:
+            return list(found)
+        if patience is not None:
+            patience.check(at_work.values())
+
+
+def _heard_out(
+    worker: Worker,
+    value: dict[str, Any],
+    at_work: dict[Connection, Worker],
+    workers: Sequence[Worker],
+) -> Generator[Event, None, tuple[Worker, dict[str, Any]]]:
+    """Yield the remaining events of the other workers after a failure; return the worker at fault.
+
+    The error of a rank that only lost a peer is less specific than that peer's. Other ranks lose
+    their connection at once; the peer's message and exit status may arrive a little later
+    (`_GoneError` for an exit without a message). Returns the worker whose error explains the
+    failure, and that error.
+    """
+    until = time.monotonic() + 3.0
+    others = {each: other for each, other in at_work.items() if other is not worker}
+    while True:
+        knows = value["class"] != "PeerLostError"
+        for each in workers if not knows else ():
+            if each.has_died():
+                raise _GoneError(each)
+        found = wait(list(others), 0 if knows else 0.05)
+        if not found and (knows or time.monotonic() > until):
+            return worker, value
+        for connection in found:
+            assert isinstance(connection, Connection)
+            try:
+                name, data = others[connection].receive()
+            except EOFError:
+                del others[connection]
+                continue
+            if name == "event":
+                yield data
+            elif name == "log":
+                _log(data)
+            elif name == "error" and value["class"] == "PeerLostError":
+                worker, value = others[connection], data
+
+
+def _log(value: tuple[str, int, str]) -> None:
+    source, level, text = value
+    logging.getLogger(source).log(level, "%s", text)
+
+
+class _GoneError(Exception):
+    """A worker exited without a message."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__()
+        self.worker = worker

@@ -1,0 +1,1 @@
+"""Trials of fast paths on the sizes of a component, in processes of their own."""

@@ -1,0 +1,296 @@
+"""Extract blocks from a component and run them alone, with random weights and inputs.
+
+A dry run of the component records the inputs of every block. Block and inputs are then filled with
+values as large as in a trained model, so the block runs without the rest of the model and before
+any weights are loaded. One block represents all equal ones.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from everyframe.core.plan import FLOAT32, Precision
+from everyframe.core.quality import PRODUCTS
+from everyframe.fast_paths.apply import apply_fast_paths, block_names, swap_modules
+from everyframe.fast_paths.benchmark import Comparison
+from everyframe.fast_paths.certification.target import CertificationTarget, TargetCall
+from everyframe.precision import cast_hooks
+from everyframe.precision.islands import in_island
+from everyframe.precision.quantization import quantise_layers
+
+#: Every 64th input channel is 20 times as large as the others, as in trained models; accumulation
+#: in a narrow dtype overflows there.
+_LARGE, _EVERY = 20.0, 64
+
+#: Dimensions below this are not cut: a kernel of a convolution has to fit in.
+_SHORTEST = 8
+
+
+@dataclass(frozen=True)
+class BlockInputs:
+    """Inputs of a block: positional and keyword arguments, tensors on meta."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def call(self, module: nn.Module) -> Any:
+        """The module's result for these inputs."""
+        return module(*self.args, **self.kwargs)
+
+
+class BlockLocation(nn.Module):
+    """A block as an item of a module list, as in its model, without the rest of the model."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([block])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.blocks[0](*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class ExtractedBlock:
+    """A block filled with values, in float32 on the device, with its inputs.
+
+    Attributes:
+        name: dotted name in the component.
+        count: number of equal blocks.
+        module: the block.
+        given: inputs in the plan's precision.
+        wide: the same values in float32.
+        precision: the plan's precision, with islands as names in `BlockLocation`.
+        cut: how many times as large its largest input is in a run.
+        casts_inputs: whether a run casts inputs in whatever precision, as in a pipeline of
+            diffusers, whose code is not ours.
+    """
+
+    name: str
+    count: int
+    module: nn.Module
+    given: BlockInputs
+    wide: BlockInputs
+    precision: Precision
+    cut: float = 1.0
+    casts_inputs: bool = False
+
+    def alone(self, paths: Sequence[str], *, in_float32: bool = False) -> BlockLocation:
+        """Copy the block in the plan's precision or float32, with these fast paths applied."""
+        alone = BlockLocation(copy.deepcopy(self.module))
+        swap_modules(alone, paths)
+        if not in_float32:
+            kind = next((path for path in paths if path in PRODUCTS), self.precision.weight_dtype)
+            quantise_layers(alone, replace(self.precision, weight_dtype=kind))
+        cast_hooks.add_cast_hooks(alone, FLOAT32 if in_float32 else self.precision, outputs=())
+        if self.casts_inputs:
+            cast_hooks.add_input_casts(alone)
+        apply_fast_paths(alone, paths, compiles=True)
+        return alone
+
+    def compare(
+        self, plain: nn.Module, fast: nn.Module, kind: str = "block ", allowed: float | None = None
+    ) -> Comparison:
+        """Comparison of two copies of the block on its inputs, weighted by its share of a run."""
+        return Comparison(
+            f"{kind}{self.name}, one of {self.count}",
+            truth=partial(self.wide.call, self.alone((), in_float32=True)),
+            plain=partial(self.given.call, plain),
+            fast=partial(self.given.call, fast),
+            allowed=allowed,
+            weight=self.count * self.cut,
+        )
+
+
+def blocks_of(
+    subject: CertificationTarget,
+    parts: Callable[[nn.Module], Iterable[str]] = block_names,
+    *,
+    most: int | None = None,
+    most_elements: int | None = None,
+) -> Iterator[ExtractedBlock]:
+    """Yield one block of every kind in the component, filled with values.
+
+    `parts` returns the names of the submodules that count as blocks. Of each call, the `most` kinds
+    with the largest inputs in all are yielded. Inputs of more than `most_elements` are cut in batch
+    and places, never in channels, which suits a layer and not a whole block.
+    """
+    for call in subject.calls:
+        module = call.module()
+        names = tuple(parts(module))
+        given = _noted(subject, call, names, subject.precision)
+        wide = _noted(subject, call, names, FLOAT32)
+        alike: dict[Any, list[str]] = {}
+        for name in names:
+            if name in given:
+                alike.setdefault(_kind(module.get_submodule(name), given[name]), []).append(name)
+        largest = sorted(
+            alike.values(), key=lambda same: -len(same) * _num_elements(given[same[0]])
+        )
+        for same in largest[:most] if most else alike.values():
+            first = given[same[0]]
+            block = _block(
+                subject, module, same,
+                reduced(first, most_elements), reduced(wide[same[0]], most_elements),
+            )  # fmt: skip
+            cut = max(_num_elements(first), 1) / max(_num_elements(block.given), 1)
+            yield replace(block, cut=cut, casts_inputs=call.call.is_foreign)
+
+
+def _tensors(given: BlockInputs) -> list[Tensor]:
+    """Floating tensors among the arguments themselves."""
+    values = (*given.args, *given.kwargs.values())
+    return [each for each in values if isinstance(each, Tensor) and each.is_floating_point()]
+
+
+def _num_elements(given: BlockInputs) -> int:
+    return max((each.numel() for each in _tensors(given)), default=0)
+
+
+def reduced(given: BlockInputs, most: int | None) -> BlockInputs:
+    """Inputs with the batch and the places cut until no tensor has more than `most` elements.
+
+    Channels are the second dimension of four and more (B, C, ...) in channels-first layers and the
+    last elsewhere; neither is cut, nor the second of tokens (b, T, s, C), which are frames.
+    """
+    found = _tensors(given)
+    if most is None or not found or any(each.ndim != found[0].ndim for each in found):
+        return given
+    first, sizes = found[0], list(found[0].shape)
+    axes = [axis for axis in range(first.ndim) if axis not in (1, first.ndim - 1)]
+    if first.ndim <= 3:
+        axes = list(range(first.ndim - 1))
+    axes = [axis for axis in axes if all(each.shape[axis] in (1, sizes[axis]) for each in found)]
+    while prod(sizes) > most:
+        longest = max(axes, key=lambda axis: sizes[axis], default=None)
+        if longest is None or sizes[longest] < _SHORTEST:
+            break
+        sizes[longest] = (sizes[longest] + 1) // 2
+
+    def cut(tensor: Tensor) -> Tensor:
+        if not any(tensor is each for each in found):
+            return tensor
+        for axis, size in enumerate(sizes):
+            tensor = tensor.narrow(axis, 0, min(size, tensor.shape[axis]))
+        return tensor
+
+    args, kwargs = cast_hooks.map_tensors((given.args, given.kwargs), cut)
+    return BlockInputs(args, kwargs)
+
+
+def _noted(
+    subject: CertificationTarget, call: TargetCall, names: tuple[str, ...], precision: Precision
+) -> dict[str, BlockInputs]:
+    """Inputs of each submodule's first call, in that precision."""
+    module = call.module()
+    given: dict[str, BlockInputs] = {}
+
+    def noting(name: str) -> Callable[..., None]:
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given.setdefault(name, BlockInputs(args, kwargs))
+
+        return note
+
+    handles = [
+        module.get_submodule(name).register_forward_pre_hook(
+            noting(name), prepend=True, with_kwargs=True
+        )
+        for name in names
+    ]
+    try:
+        call.dry_run(precision, subject.device)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return given
+
+
+def _kind(module: nn.Module, given: BlockInputs) -> Any:
+    """Key of equal blocks: class, parameter shapes, input shapes."""
+    shapes: list[Any] = [type(module)]
+    shapes += [(name, tuple(p.shape)) for name, p in module.named_parameters()]
+    shapes += [tuple(each.shape) for each in cast_hooks.tensors_in((given.args, given.kwargs))]
+    return tuple(shapes)
+
+
+def _block(
+    subject: CertificationTarget,
+    whole: nn.Module,
+    names: list[str],
+    given: BlockInputs,
+    wide: BlockInputs,
+) -> ExtractedBlock:
+    name, device = names[0], subject.device.torch_name
+    # Weights of the dry run have the dtype of its last precision, and no numbers.
+    module = copy.deepcopy(whole.get_submodule(name)).to_empty(device=device)
+    _fill(module)
+    module.eval().requires_grad_(False)
+    inside = [own for own, _ in module.named_parameters()]
+    islands = [
+        f"blocks.0.{own}" for own in inside if in_island(f"{name}.{own}", subject.precision.islands)
+    ]
+    precision = replace(subject.precision, islands=tuple(islands))
+    inputs = _numbers(given, device), _numbers(wide, device)
+    if _is_channels_last(whole, module):
+        inputs = _with_channels_last(inputs[0]), _with_channels_last(inputs[1])
+    return ExtractedBlock(name, len(names), module, *inputs, precision)
+
+
+def _fill(module: nn.Module) -> None:
+    """Fill a module with values of trained magnitude: a product preserves its input's magnitude."""
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not tensor.is_floating_point():
+            tensor.data.zero_()
+            continue
+        values = torch.randn(tensor.shape, generator=generator)
+        if tensor.ndim >= 2:
+            values /= max(tensor[0].numel(), 1) ** 0.5
+        elif name.endswith("weight"):
+            values = 1 + 0.1 * values
+        else:
+            values *= 0.02
+        tensor.data = values.to(tensor.device)
+
+
+def _numbers(given: BlockInputs, device: str) -> BlockInputs:
+    """Fill the arguments with values, equal in every precision up to rounding."""
+    generator = torch.Generator().manual_seed(1)
+
+    def filled(tensor: Tensor) -> Tensor:
+        if tensor.device.type != "meta":
+            return tensor
+        if tensor.dtype == torch.bool:
+            return torch.ones(tensor.shape, dtype=torch.bool, device=device)
+        if not tensor.is_floating_point():
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+        values = torch.randn(tensor.shape, generator=generator)
+        if values.ndim > 1:
+            values[..., ::_EVERY] *= _LARGE
+        values = values.to(device, tensor.dtype)
+        return torch.empty_like(tensor, device=device).copy_(values)  # with its strides
+
+    args, kwargs = cast_hooks.map_tensors((given.args, given.kwargs), filled)
+    return BlockInputs(args, kwargs)
+
+
+def _is_channels_last(whole: nn.Module, part: nn.Module) -> bool:
+    """Whether a layer's input lies in memory channels last; tensors on meta don't show it."""
+    is_of_images = isinstance(part, (nn.GroupNorm, _ConvNd))
+    return is_of_images and bool(getattr(whole, "is_channels_last", False))
+
+
+def _with_channels_last(given: BlockInputs) -> BlockInputs:
+    def lay(tensor: Tensor) -> Tensor:
+        return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
+
+    args, kwargs = cast_hooks.map_tensors((given.args, given.kwargs), lay)
+    return BlockInputs(args, kwargs)

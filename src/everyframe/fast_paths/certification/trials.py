@@ -1,0 +1,288 @@
+"""Trials of fast paths: comparisons on a component's own sizes, run in a separate process.
+
+`certify` starts the process, so a crashing kernel ends nothing else. The sizes come from the dry
+run: attentions and products, with fewer rows where they are large, and whole blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from everyframe.core.facts import OpShape
+from everyframe.fast_paths.apply import applies_to, import_function, places_of
+from everyframe.fast_paths.benchmark import Comparison, OutOfTimeError, run_comparisons
+from everyframe.fast_paths.certification.extract_blocks import BlockInputs, BlockLocation, blocks_of
+from everyframe.fast_paths.certification.target import CertificationTarget
+from everyframe.fast_paths.compilation.compiled_block import CompiledBlock
+from everyframe.fast_paths.compilation.module_compilation import compiled_blocks
+from everyframe.fast_paths.compilation.package_store import Package, files_of
+from everyframe.fast_paths.modules.fast_modules import embedders, forget, keep
+from everyframe.fast_paths.registry import FastPath
+from everyframe.hardware.device_loss import parse_device_loss
+from everyframe.hardware.isolation import ends_after
+from everyframe.hardware.throughput import reduced_sizes
+from everyframe.precision.dtypes import torch_dtype
+from everyframe.precision.quantization import layers
+from everyframe.precision.strict_float32 import strict_float32
+
+#: Compiled code that the path on trial used.
+_PACKAGES: list[Package] = []
+
+#: FLOPs to which one attention or product of a trial is cut.
+_CPU_OPERATIONS, _CARD_OPERATIONS = 4e8, 2e11
+
+#: Number of different attentions or products that are tried per component, the most expensive.
+_MOST = 4
+
+#: Number of different modules that are tried per component, and of an input's elements.
+_MOST_MODULES, _MOST_ELEMENTS = 8, 2**22
+
+#: Allowed error of a half precision product against float32: some roundings of operands and result.
+#: Blocks of models in bfloat16 were measured at 0.3 to 2 %; 5 % is a defect. Products in eight bits
+#: were measured at 0.7 to 3 %.
+ALLOWED = {"bfloat16": 2e-2, "float16": 3e-3, "int8-dynamic": 5e-2, "fp8-scaled": 5e-2}
+
+#: Steps of a simulated run, in which some numbers repeat.
+_STEPS = 20
+
+
+def precision(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
+    """Compare the most expensive products and convolutions in half precision with float32.
+
+    These are the layers; operations between them stay as wide as the islands demand.
+    """
+    for product, weight in (*heaviest(subject, "product"), *heaviest(subject, "convolution")):
+        if product.dtype not in ALLOWED:
+            continue
+        dtype = torch_dtype(product.dtype)
+        multiply: Callable[..., Tensor]
+        if product.kind == "convolution":
+            x, y, cut = _filters(product, subject)
+            multiply = partial(_convolved, product.parameters)
+        else:
+            x, y, cut = _factors(product, subject)
+            multiply = F.linear if len(product.shapes[-2]) == 2 else torch.bmm
+        wide = partial(multiply, x, y)
+        narrow = partial(multiply, x.to(dtype), y.to(dtype))
+        name = f"{product.kind} of {sizes_of(product)} in {product.dtype}"
+        yield Comparison(
+            name, wide, wide, narrow, allowed=ALLOWED[product.dtype], weight=weight * cut
+        )
+
+
+def block(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
+    """Compare each kind of block with the fast path applied to the block without it."""
+    for each in blocks_of(subject):
+        if applies_to(path.name, BlockLocation(each.module)):
+            yield each.compare(each.alone(()), each.alone((path.name,)))
+
+
+def compiled(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
+    """Compare each kind of block compiled with the block as written.
+
+    The packages that were used or made stay in the store, for the run.
+
+    Raises:
+        RuntimeError: no block can be compiled, or none is faster; says why.
+    """
+    made: list[CompiledBlock] = []
+    for each in blocks_of(subject):
+        fast = each.alone((*subject.paths, path.name))
+        yield each.compare(each.alone(subject.paths), fast)
+        made += compiled_blocks(fast).values()
+    if made and not any(block.is_compiled for block in made):
+        raise RuntimeError(
+            "; ".join(sorted({note for block in made for note in block.report.notes}))
+        )
+    # Those alone that load at once: torch.compile's code is no reason to compile a short run.
+    _PACKAGES.extend(package for block in made for package in block.report.packages.values())
+
+
+def modules(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
+    """Compare the heaviest kinds of modules that the path replaces, one by one, on fewer rows."""
+    names: Callable[[nn.Module], Iterable[str]] = partial(places_of, path.name)
+    if path.closeness == "lossy":
+        names = partial(layers, precision=replace(subject.precision, weight_dtype=path.name))
+    for each in blocks_of(subject, names, most=_MOST_MODULES, most_elements=_MOST_ELEMENTS):
+        yield each.compare(
+            each.alone(path.rivals),
+            each.alone((*path.rivals, path.name)),
+            kind="",
+            allowed=ALLOWED.get(path.name),
+        )
+
+
+def embeddings(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
+    """Compare scalar embeddings over all steps of a run, with and without the cache."""
+    steps: dict[str, bool] = {}
+    for call in subject.calls:
+        steps |= embedders(call.module())
+    # Equal parts stand for each other, and here it matters which number comes again.
+    for name, is_new in steps.items():
+        for each in blocks_of(subject, lambda module, name=name: {name} & {*embedders(module)}):  # type: ignore[misc]
+            cached = each.alone(())
+            keep(cached, ("blocks.0",))
+            yield Comparison(
+                f"{name} in {_STEPS} steps",
+                truth=partial(_stepped, each.alone((), in_float32=True), each.wide, is_new=is_new),
+                plain=partial(_stepped, each.alone(()), each.given, is_new=is_new),
+                fast=partial(_stepped, cached, each.given, is_new=is_new),
+            )
+
+
+def _stepped(module: BlockLocation, given: BlockInputs, *, is_new: bool) -> list[Tensor]:
+    """Results of a module over `_STEPS` steps; its number changes at each step if `is_new`."""
+    forget(module)
+    number, *rest = given.args
+    return [
+        module(number + step if is_new else number, *rest, **given.kwargs) for step in range(_STEPS)
+    ]
+
+
+def heaviest(subject: CertificationTarget, kind: str) -> list[tuple[OpShape, float]]:
+    """The most expensive products of that kind; products that differ only in rows are merged."""
+    alike: dict[Any, tuple[OpShape, float]] = {}
+    for product, operations in subject.products:
+        if product.kind == kind:
+            key = (product.dtype, product.parameters, *_unlike(product))
+            first, before = alike.get(key, (product, 0.0))
+            alike[key] = (first, before + operations)
+    return sorted(alike.values(), key=lambda pair: pair[1], reverse=True)[:_MOST]
+
+
+def _unlike(product: OpShape) -> list[tuple[int, ...]]:
+    """Sizes that distinguish two products of a kind."""
+    if product.kind == "convolution":
+        return [product.shapes[0][1:2], product.shapes[1]]
+    return [shape[-2:] if product.kind == "attention" else shape[-1:] for shape in product.shapes]
+
+
+def operations_of_a_trial(subject: CertificationTarget) -> float:
+    """FLOPs to which one attention or product of a trial is cut."""
+    return _CPU_OPERATIONS if subject.device.kind == "cpu" else _CARD_OPERATIONS
+
+
+def _factors(product: OpShape, subject: CertificationTarget) -> tuple[Tensor, Tensor, float]:
+    """Two float32 factors with fewer rows, and the inverse of the trial's FLOPs."""
+    number, rows, inner, columns = reduced_sizes(product, operations_of_a_trial(subject))
+    generator = torch.Generator().manual_seed(0)
+
+    def filled(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(subject.device.torch_name)
+
+    one = 1 / (2 * number * rows * inner * columns)
+    if len(product.shapes[-2]) > 2:
+        return filled(number, rows, inner), filled(number, inner, columns), one
+    # As the weight of a linear layer lies in memory.
+    return filled(rows, inner), filled(columns, inner) / inner**0.5, one
+
+
+def _filters(product: OpShape, subject: CertificationTarget) -> tuple[Tensor, Tensor, float]:
+    """A convolution's reduced float32 input, its weight, and the inverse of the trial's FLOPs."""
+    (batch, channels, *sides), weight = product.shapes[:2]
+    least = [2 * side for side in weight[2:]]
+    inner = weight[0] * prod(weight[1:])
+    while batch * prod(sides) * 2 * inner > operations_of_a_trial(subject):
+        if batch > 1:
+            batch = (batch + 1) // 2
+            continue
+        longest = max(range(len(sides)), key=lambda axis: sides[axis] / least[axis])
+        if sides[longest] <= least[longest]:
+            break
+        sides[longest] = max(least[longest], sides[longest] // 2)
+    generator = torch.Generator().manual_seed(0)
+    device = subject.device.torch_name
+    x = torch.randn((batch, channels, *sides), generator=generator).to(device)
+    y = torch.randn(weight, generator=generator).to(device) / prod(weight[1:]) ** 0.5
+    return x, y, 1 / (2 * batch * prod(sides) * inner)
+
+
+def _convolved(parameters: tuple[Any, ...], x: Tensor, weight: Tensor) -> Tensor:
+    return torch.convolution(x, weight, None, *parameters)
+
+
+def sizes_of(product: OpShape) -> str:
+    """The operands' last sizes, for a message."""
+    return " by ".join("x".join(map(str, shape)) for shape in product.shapes[-3:][:2])
+
+
+@dataclass(frozen=True)
+class TrialRequest:
+    """Work order of a trial process.
+
+    A trial that runs `grace` seconds past its deadline counts as hung and ends the process.
+
+    Attributes:
+        subject: the component.
+        paths: fast paths to try, in order.
+        log: file that receives one line of JSON per event.
+        seconds: time limit, from the start of the process.
+        grace: seconds.
+    """
+
+    subject: CertificationTarget
+    paths: tuple[FastPath, ...]
+    log: str
+    seconds: float
+    grace: float
+
+
+def run(orders: TrialRequest) -> None:
+    """Try the paths one after the other, in this process."""
+    began = time.monotonic()
+    device = orders.subject.device.torch_name
+    torch.set_num_threads(orders.subject.num_threads)
+    with open(orders.log, "a", encoding="utf-8") as file:
+        file.write(json.dumps({"ready": time.time()}) + "\n")
+
+        def tell(path: FastPath, **values: Any) -> None:
+            file.write(json.dumps({"path": path.name, **values}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+        for path in orders.paths:
+            left = began + orders.seconds - time.monotonic()
+            if left <= 0:
+                break
+            tell(path, began=True)
+            with ends_after(left + orders.grace), strict_float32(), torch.inference_mode():
+                values = _tried(path, orders.subject, device, began + orders.seconds)
+            is_over = values.pop("is_over", False)
+            tell(path, **values)
+            if is_over:
+                break
+
+
+def _tried(
+    path: FastPath, subject: CertificationTarget, device: str, deadline: float
+) -> dict[str, Any]:
+    try:
+        contests = import_function(path.trial)(subject, path)
+        outcome = run_comparisons(contests, device, deadline, is_exact=path.closeness == "exact")
+    except OutOfTimeError:
+        return {"out_of_time": True}
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the verdict
+        message = " ".join((str(error) or type(error).__name__).split())[:200]
+        loss = parse_device_loss(error)
+        if loss is None:
+            return {"error_text": message}
+        # Whatever this process tried next would fail too, without being to blame.
+        return {"lost" if loss.is_of_the_card else "error_text": message, "is_over": True}
+    values = {
+        "error": outcome.error, "limit": outcome.limit, "gain": outcome.gain,
+        "worst": outcome.worst,
+    }  # fmt: skip
+    files = sorted({file for package in _PACKAGES for file in files_of(package)})
+    _PACKAGES.clear()
+    return {**values, "packages": files}

@@ -1,0 +1,1 @@
+"""Compile blocks, store them as packages, and load only what this device compiled itself."""

@@ -1,0 +1,209 @@
+"""Convolutions by Winograd's algorithm or by two-dimensional kernels; see `cpu_modules`.
+
+The classes override `_conv_forward`, to which torch's `forward` gives its input, weight and bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import chain
+from typing import Any, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from everyframe.fast_paths import path_sizes
+from everyframe.ops.native import kernels
+from everyframe.precision.dtypes import dtype_name
+
+
+def multiplies(x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN's kernels suit: on a CPU, in a dtype of theirs, in a run."""
+    return (
+        x.device.type == "cpu"
+        and x.dtype == weight.dtype
+        and x.dtype in kernels.DTYPES
+        and 0 not in x.shape
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _is_usual(conv: nn.Conv2d | nn.Conv3d) -> bool:
+    """Whether every output has all inputs of its neighbours, zeros beyond the edge."""
+    return (
+        set(conv.stride) == set(conv.dilation) == {1}
+        and conv.groups == 1
+        and conv.padding_mode == "zeros"
+    )
+
+
+def is_temporal(part: nn.Module) -> TypeGuard[nn.Conv3d]:
+    """Whether it is a convolution over time only, or over single pixels of frames."""
+    return (
+        isinstance(part, nn.Conv3d)
+        and _is_usual(part)
+        and part.kernel_size[1:] == (1, 1)
+        and not isinstance(part.padding, str)
+        and tuple(part.padding)[1:] == (0, 0)
+    )
+
+
+def convolve_over_time(x_NCTHW: Tensor, conv: nn.Conv3d, padding: int) -> Tensor:
+    """The convolution as one of two dimensions, time and pixels; zero frames at both ends."""
+    sizes = x_NCTHW.shape[-2:]
+    zeros: Any = (padding, 0)
+    y = F.conv2d(x_NCTHW.flatten(3), conv.weight[..., 0], conv.bias, padding=zeros)
+    return torch.unflatten(y, -1, sizes)
+
+
+class TemporalConv2d(nn.Conv3d):
+    """A convolution over time as one of two dimensions: oneDNN has kernels for those."""
+
+    is_plain = False
+
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.is_plain or x.ndim != 5 or not multiplies(x, weight):
+            plain: Tensor = super()._conv_forward(x, weight, bias)
+            return plain
+        return convolve_over_time(x, self, int(self.padding[0]))
+
+
+class ChannelsLastConv2d(nn.Conv2d):
+    """A convolution whose weight lies in memory as oneDNN reads it, and is not copied each time."""
+
+    is_plain = False
+    moves_its_weight = True  # see `everyframe.runtime.components.component_state`
+
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        is_last = weight.is_contiguous(memory_format=torch.channels_last)
+        if not self.is_plain and not is_last and multiplies(x, weight):
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+        plain: Tensor = super()._conv_forward(x, weight, bias)
+        return plain
+
+
+class WinogradConv2d(nn.Conv2d):
+    """A convolution of 3x3 by Winograd's algorithm, where the images are large enough for it."""
+
+    is_plain = False
+
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        suits = x.ndim == 4 and x.dtype == weight.dtype and kernels.takes(x, weight)
+        if self.is_plain or not suits or not saves_products(self, len(x), *x.shape[2:]):
+            plain: Tensor = super()._conv_forward(x, weight, bias)
+            return plain
+        return kernels.winograd(x, weight, bias)
+
+
+class WinogradConv3d(nn.Conv3d):
+    """A convolution of Tx3x3 as T of 3x3 over shifted frames, by Winograd's algorithm."""
+
+    is_plain = False
+
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        around, pad, _ = (int(each) for each in self.padding)
+        if self.is_plain or not suits_winograd(self, x, (around, around), pad):
+            plain: Tensor = super()._conv_forward(x, weight, bias)
+            return plain
+        return kernels.winograd_3d(x, weight, bias, (around, around), pad)
+
+
+def suits_winograd(conv: nn.Conv3d, x: Tensor, frame_padding: tuple[int, int], pad: int) -> bool:
+    """Whether `kernels.winograd_3d` takes this input, and repays."""
+    weight = conv.weight
+    if x.ndim != 5 or x.dtype != weight.dtype or not kernels.takes(x, weight):
+        return False
+    samples, _, frames, height, width = x.shape
+    frames += sum(frame_padding) + 1 - weight.shape[2]
+    height, width = height + 2 * pad - 2, width + 2 * pad - 2
+    is_there = min(frames, height, width, *(1 + each for each in frame_padding)) > 0
+    return is_there and saves_products(conv, samples * frames, height, width)
+
+
+class WinogradOverTime(nn.Conv3d):
+    """A convolution of three frames by Winograd's algorithm over time, in float32.
+
+    Its products are float32, so in bfloat16 half of them take as long as all of oneDNN's.
+    """
+
+    is_plain = False
+
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.is_plain or not _suits_winograd_over_time(self, x):
+            plain: Tensor = super()._conv_forward(x, weight, bias)
+            return plain
+        padding = (int(self.padding[0]),) * 2
+        return kernels.winograd_over_time(x, weight, bias, padding)
+
+
+#: By fast path: the classes that convolutions become, each a subclass of torch's.
+CONVOLUTIONS: Mapping[str, Sequence[Any]] = {
+    "temporal-conv": (TemporalConv2d,),
+    "temporal-winograd": (WinogradOverTime,),
+    "channels-last": (ChannelsLastConv2d,),
+    "winograd": (WinogradConv2d, WinogradConv3d),
+}
+
+#: Definitions of `_conv_forward` that compute the convolution and nothing else.
+_KNOWN = {each._conv_forward for each in (nn.Conv2d, nn.Conv3d, *chain(*CONVOLUTIONS.values()))}
+
+
+@cache
+def convolution_kind(path: str, own: Any) -> type[nn.Module] | None:
+    """The class that a convolution of this class becomes; None if the path has none for it.
+
+    A subclass of torch's keeps its own `forward`, as the causal ones of diffusers' autoencoders
+    pad in theirs. What torch calls at its end is ours.
+    """
+    if getattr(own, "_conv_forward", None) not in _KNOWN:
+        return None
+    for kind in CONVOLUTIONS[path]:
+        (plain,) = kind.__bases__
+        if own is plain:
+            found: type[nn.Module] = kind
+            return found
+        if issubclass(own, plain) and not issubclass(own, kind):
+            return type(f"{kind.__name__}_{own.__name__}", (kind, own), {"__module__": __name__})
+    return None
+
+
+def _suits_winograd_over_time(conv: nn.Conv3d, x: Tensor) -> bool:
+    """Whether `kernels.winograd_over_time` takes this input, and repays."""
+    weight = conv.weight
+    if x.ndim != 5 or {weight.dtype, x.dtype} != {torch.float32} or not kernels.takes(x, weight):
+        return False
+    samples, _, frames, height, width = x.shape
+    frames += 2 * int(conv.padding[0]) - 2
+    return frames > 0 and path_sizes.saves_products_over_time(frames, samples * height * width)
+
+
+def is_winograd_over_time(part: nn.Module) -> bool:
+    """Whether it is a convolution of three frames, with channels enough."""
+    return (
+        is_temporal(part)
+        and part.kernel_size[0] == 3
+        and min(part.in_channels, part.out_channels) >= path_sizes.FEWEST_CHANNELS
+    )
+
+
+def saves_products(conv: nn.Conv2d | nn.Conv3d, images: int, height: int, width: int) -> bool:
+    """See `path_sizes.saves_products`."""
+    inputs, dtype = conv.weight[0, ..., 0, 0].numel(), dtype_name(conv.weight.dtype)
+    return path_sizes.saves_products(dtype, inputs, images, height, width)
+
+
+def is_winograd(part: nn.Module) -> bool:
+    """Whether it is a convolution of 3x3, over frames too, with channels enough."""
+    if not isinstance(part, (nn.Conv2d, nn.Conv3d)) or not _is_usual(part):
+        return False
+    if (
+        part.kernel_size[-2:] != (3, 3)
+        or min(part.in_channels, part.out_channels) < path_sizes.FEWEST_CHANNELS
+    ):
+        return False
+    if isinstance(part, nn.Conv2d):
+        return part.padding in ((1, 1), "same")
+    return not isinstance(part.padding, str) and tuple(part.padding)[1:] in ((0, 0), (1, 1))

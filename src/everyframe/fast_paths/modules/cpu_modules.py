@@ -1,0 +1,340 @@
+"""Modules that compute by our kernels in C or by oneDNN's, in place of plain ones on a CPU.
+
+Each is a subclass of the module that it replaces, with the same parameters, names and hooks, and
+computes as that does where the kernel does not suit: other dtypes, gradients, a dry run, a compiled
+block, a repair that wants plain kernels (it sets `is_plain`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everyframe.fast_paths.modules.convolution_modules import (
+    CONVOLUTIONS,
+    convolution_kind,
+    is_temporal,
+    is_winograd,
+    is_winograd_over_time,
+    multiplies,
+)
+from everyframe.fast_paths.modules.diffusers_attention import is_attention, native_kind
+from everyframe.ops.activation import GatedGELU
+from everyframe.ops.attention import AttentionCore, attention, merge_heads, split_heads
+from everyframe.ops.modulation import GatedAdd
+from everyframe.ops.native import kernels
+from everyframe.ops.norm import (
+    GroupNormSiLU,
+    LayerNorm,
+    RMSNorm,
+    Statistics,
+    WideGroupNorm,
+    WideLayerNorm,
+)
+from everyframe.ops.self_attention import SelfAttention, TemporalAttention
+
+
+class NativeGroupNorm(WideGroupNorm):
+    """Group norm in C; a shard of a sample, which has foreign statistics, is normed plainly."""
+
+    is_plain = False
+    has_silu = False
+
+    def forward(self, x: Tensor, statistics: Statistics | None = None) -> Tensor:
+        found = statistics(x, self.num_groups) if statistics is not None else None
+        if self.is_plain or found is not None or not kernels.takes(x):
+            # Statistics are exchanged among ranks: asked for once, whoever computes.
+            return super().forward(x, None if found is None else lambda *_: found)
+        return kernels.group_norm(
+            x, self.num_groups, self.weight, self.bias, self.eps, has_silu=self.has_silu
+        )
+
+
+class NativeGroupNormSiLU(NativeGroupNorm, GroupNormSiLU):
+    """Group norm and SiLU in one pass."""
+
+    has_silu = True
+
+
+class NativeTorchGroupNorm(nn.GroupNorm):
+    """torch's own group norm, in C."""
+
+    is_plain = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        suits = x.dtype == self.weight.dtype and kernels.takes(x)
+        if self.is_plain or not suits:
+            return super().forward(x)
+        return kernels.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+
+
+class NativeLayerNorm(LayerNorm):
+    """Layer norm without parameters, in C."""
+
+    is_plain = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_plain or not kernels.takes(x):
+            return super().forward(x)
+        return kernels.layer_norm(x, None, None, self.eps)
+
+
+class NativeWideLayerNorm(WideLayerNorm):
+    """Layer norm with float32 parameters for input of any dtype, in C."""
+
+    is_plain = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_plain or len(self.normalized_shape) > 1 or not kernels.takes(x):
+            return super().forward(x)
+        return kernels.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class NativeRMSNorm(RMSNorm):
+    """RMS norm in one pass over memory, in place of four."""
+
+    is_plain = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_plain or not kernels.takes(x):
+            return super().forward(x)
+        return kernels.layer_norm(x, self.weight, None, self.eps, is_rms=True)
+
+
+class NativeTorchRMSNorm(nn.RMSNorm):
+    """torch's own RMS norm, in C."""
+
+    is_plain = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        suits = self.eps is not None and len(self.normalized_shape) == 1
+        if self.is_plain or not suits or x.dtype != self.weight.dtype or not kernels.takes(x):
+            return super().forward(x)
+        assert self.eps is not None
+        return kernels.layer_norm(x, self.weight, None, self.eps, is_rms=True)
+
+
+class NativeGatedAdd(GatedAdd):
+    """A branch times its gate, added to the stream in one pass, with one rounding."""
+
+    is_plain = False
+
+    def forward(self, x_BTSC: Tensor, branch_BTSC: Tensor, gate_BF1C: Tensor) -> Tensor:
+        widest = torch.promote_types(branch_BTSC.dtype, gate_BF1C.dtype)
+        suits = (
+            torch.promote_types(x_BTSC.dtype, widest) == x_BTSC.dtype
+            and branch_BTSC.shape == x_BTSC.shape
+            and _is_row_table(gate_BF1C, x_BTSC)
+        )
+        if self.is_plain or not suits or not kernels.takes(x_BTSC, branch_BTSC):
+            return super().forward(x_BTSC, branch_BTSC, gate_BF1C)
+        return kernels.gated_add(x_BTSC, branch_BTSC, gate_BF1C)
+
+
+def _is_row_table(table: Tensor, x: Tensor) -> bool:
+    """Whether each row of the table is for so many rows of x in order: sizes of x, then ones."""
+    sizes, own = x.shape[:-1], table.shape[:-1]
+    if len(own) != len(sizes) or table.shape[-1] != x.shape[-1]:
+        return False
+    equal = next((i for i, size in enumerate(own) if size != sizes[i]), len(own))
+    return all(size == 1 for size in own[equal:])
+
+
+class NativeGatedGELU(GatedGELU):
+    """The gated GELU in one pass, with one rounding."""
+
+    is_plain = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.is_plain or not kernels.takes(x) else kernels.geglu(x)
+
+
+class NativeGELU(nn.GELU):
+    """torch's GELU in C, whose approximation by tanh takes half the time."""
+
+    is_plain = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_plain or not kernels.takes(x):
+            return super().forward(x)
+        return kernels.gelu(x, self.approximate)
+
+
+class NativeSelfAttention(SelfAttention):
+    """Self-attention in blocks, by the processor's products for bfloat16 where it has them."""
+
+    is_plain = False
+
+    def forward(self, rows_NLC: Tensor) -> Tensor:
+        if self.is_plain or not kernels.takes(rows_NLC):
+            return super().forward(rows_NLC)
+        q, k, v = (
+            split_heads(project(rows_NLC), self.heads)
+            for project in (self.to_q, self.to_k, self.to_v)
+        )
+        if not kernels.attends(q, k, v):
+            return self.out(merge_heads(attention(q, k, v, scale=self.scale)))
+        return self.out(kernels.attention(q, k, v, self.scale).flatten(2))
+
+
+class NativeAttentionCore(AttentionCore):
+    """The same between projections of other makes, if every query sees every key."""
+
+    is_plain = False
+
+    def forward(
+        self, q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        q, k = (each.to(v_BHLD.dtype) for each in (q_BHQD, k_BHLD))
+        is_masked = self.is_causal or mask is not None
+        if self.is_plain or is_masked or not kernels.attends(q, k, v_BHLD):
+            return super().forward(q_BHQD, k_BHLD, v_BHLD, mask)
+        return kernels.attention(q, k, v_BHLD, q.shape[-1] ** -0.5).transpose(1, 2)
+
+
+class NativeTemporalAttention(TemporalAttention):
+    """Attention over the few frames of a pixel, where they lie: nothing is transposed."""
+
+    is_plain = False
+
+    def forward(self, x_bTsC: Tensor) -> Tensor:
+        width = x_bTsC.shape[-1] // self.heads
+        suits = x_bTsC.shape[1] <= kernels.MOST_FRAMES and width <= kernels.MOST_WIDTH
+        if self.is_plain or not suits or width % 16 or not kernels.takes(x_bTsC):
+            return super().forward(x_bTsC)
+        q, k, v = (project(x_bTsC) for project in (self.to_q, self.to_k, self.to_v))
+        if not q.dtype == k.dtype == v.dtype or not kernels.takes(q, k, v):
+            return super().forward(x_bTsC)
+        return self.out(kernels.frame_attention(q, k, v, self.heads, self.scale))
+
+
+def onednn_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "none", algorithm: str = ""
+) -> Tensor:
+    """``activation(x W^T + b)`` in one kernel: a private operator, made for torch's compiler."""
+    operators: Any = torch.ops.mkldnn
+    made: Tensor = operators._linear_pointwise(x, weight, bias, activation, [], algorithm)
+    return made
+
+
+def has_onednn_linear(x: Tensor, weight: Tensor) -> bool:
+    """Whether `onednn_linear` takes these."""
+    return multiplies(x, weight) and _multiplies_in(x.dtype)
+
+
+@cache
+def _multiplies_in(dtype: torch.dtype) -> bool:
+    """Whether this oneDNN has products of that dtype: in bfloat16 none on CPUs without AVX-512."""
+    try:
+        onednn_linear(torch.ones(2, 16, dtype=dtype), torch.ones(16, 16, dtype=dtype), None)
+    except RuntimeError:
+        return False
+    return True
+
+
+class OneDNNLinear(nn.Linear):
+    """A linear layer by oneDNN, its bias added inside the product.
+
+    torch copies the bias over the output first in bfloat16, and takes MKL for float32, which knows
+    no AVX-512 on processors of other makers.
+    """
+
+    is_plain = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_plain or not has_onednn_linear(x, self.weight):
+            return super().forward(x)
+        return onednn_linear(x, self.weight, self.bias)
+
+
+#: By fast path: the class that each plain class becomes.
+KINDS: Mapping[str, Mapping[type[nn.Module], type[nn.Module]]] = {
+    "native-norm": {
+        GroupNormSiLU: NativeGroupNormSiLU,
+        WideGroupNorm: NativeGroupNorm,
+        nn.GroupNorm: NativeTorchGroupNorm,
+        LayerNorm: NativeLayerNorm,
+        WideLayerNorm: NativeWideLayerNorm,
+        RMSNorm: NativeRMSNorm,
+        nn.RMSNorm: NativeTorchRMSNorm,
+    },
+    "native-gate": {GatedAdd: NativeGatedAdd},
+    "native-gelu": {nn.GELU: NativeGELU},
+    "native-geglu": {GatedGELU: NativeGatedGELU},
+    "native-attention": {TemporalAttention: NativeTemporalAttention},
+    "native-flash": {SelfAttention: NativeSelfAttention, AttentionCore: NativeAttentionCore},
+    "onednn-linear": {nn.Linear: OneDNNLinear},
+}
+
+#: The fast paths that swap modules here.
+PATHS = (*KINDS, *CONVOLUTIONS)
+
+_DIFFUSERS = "everyframe.fast_paths.modules.diffusers_modules"
+_WAN = "diffusers.models.autoencoders.autoencoder_kl_wan"
+#: The same for classes of diffusers, which is imported where a model has them only.
+_FOREIGN: Mapping[tuple[str, str], str] = {
+    ("native-geglu", "diffusers.models.activations.GEGLU"): "NativeGEGLU",
+    ("native-gelu", "diffusers.models.activations.GELU"): "NativeProjectedGELU",
+    ("native-norm", "diffusers.models.normalization.FP32LayerNorm"): "NativeFP32LayerNorm",
+    ("native-norm", "diffusers.models.normalization.RMSNorm"): "NativeDiffusersRMSNorm",
+    ("native-norm", f"{_WAN}.WanRMS_norm"): "NativeWanRMSNorm",
+    ("winograd", f"{_WAN}.WanCausalConv3d"): "WinogradWanConv3d",
+}
+
+
+def places(path: str, module: nn.Module) -> tuple[str, ...]:
+    """Names of the submodules that the path replaces."""
+    return tuple(name for name, part in module.named_modules() if name and _new_kind(path, part))
+
+
+def _new_kind(path: str, part: nn.Module) -> type[nn.Module] | None:
+    if not _suits(path, part):
+        return None
+    own = type(part)
+    if path == "native-flash" and is_attention(part):
+        return native_kind(own)  # type: ignore[arg-type]
+    foreign = _FOREIGN.get((path, f"{own.__module__}.{own.__qualname__}"))
+    if foreign is not None:
+        found: type[nn.Module] = getattr(import_module(_DIFFUSERS), foreign)
+        return found
+    if path in CONVOLUTIONS:
+        return convolution_kind(path, own)  # type: ignore[arg-type]
+    return KINDS[path].get(own)
+
+
+def _suits(path: str, part: nn.Module) -> bool:
+    """False for a norm without the weights that it is called for, and for most convolutions."""
+    if path == "winograd":
+        return is_winograd(part)
+    if path == "temporal-conv":
+        return is_temporal(part)
+    if path == "temporal-winograd":
+        return is_winograd_over_time(part)
+    if isinstance(part, nn.GroupNorm):
+        return bool(part.affine)
+    return not isinstance(part, nn.RMSNorm) or part.weight is not None
+
+
+def swapper(path: str) -> Callable[[nn.Module, tuple[str, ...]], None]:
+    """The function that swaps all `places` of a path, inside of blocks and outside."""
+
+    def swap(module: nn.Module, blocks: tuple[str, ...]) -> None:
+        for name in places(path, module):
+            kind = _new_kind(path, module.get_submodule(name))
+            assert kind is not None
+            recast(module, name, kind)
+
+    return swap
+
+
+def recast(module: nn.Module, name: str, kind: type[nn.Module]) -> None:
+    """Replace a submodule by one of another class with the same parameters, hooks and values."""
+    where, _, last = name.rpartition(".")
+    made = object.__new__(kind)
+    vars(made).update(vars(module.get_submodule(name)))
+    setattr(module.get_submodule(where), last, made)

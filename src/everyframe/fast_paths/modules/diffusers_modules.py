@@ -1,0 +1,106 @@
+"""Subclasses of diffusers' modules that compute by our kernels; see `cpu_modules`.
+
+Imported only for a model that has such modules, as diffusers takes a while.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers.models.activations import GEGLU, GELU
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanRMS_norm
+from diffusers.models.normalization import FP32LayerNorm, RMSNorm
+from torch import Tensor
+
+from everyframe.fast_paths.modules.convolution_modules import suits_winograd
+from everyframe.ops.native import kernels
+
+
+class NativeGEGLU(GEGLU):  # type: ignore[misc]
+    """diffusers' projection with a gated GELU after it."""
+
+    is_plain = False
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        x: Tensor = self.proj(hidden_states)
+        if not self.is_plain and kernels.takes(x):
+            return kernels.geglu(x)
+        value, gate = x.chunk(2, dim=-1)
+        plain: Tensor = value * self.gelu(gate)
+        return plain
+
+
+class NativeProjectedGELU(GELU):  # type: ignore[misc]
+    """diffusers' projection with a GELU after it."""
+
+    is_plain = False
+
+    def gelu(self, gate: Tensor) -> Tensor:
+        """The activation alone."""
+        if not self.is_plain and kernels.takes(gate):
+            return kernels.gelu(gate, self.approximate)
+        plain: Tensor = super().gelu(gate)
+        return plain
+
+
+class NativeFP32LayerNorm(FP32LayerNorm):  # type: ignore[misc]
+    """diffusers' layer norm with statistics in float32."""
+
+    is_plain = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.is_plain or len(self.normalized_shape) > 1 or not kernels.takes(inputs):
+            plain: Tensor = super().forward(inputs)
+            return plain
+        return kernels.layer_norm(inputs, self.weight, self.bias, self.eps)
+
+
+class NativeDiffusersRMSNorm(RMSNorm):  # type: ignore[misc]
+    """diffusers' RMS norm; without a weight, or with one of another dtype, it computes itself."""
+
+    is_plain = False
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weight = self.weight
+        suits = weight is not None and weight.ndim == 1 and weight.dtype == hidden_states.dtype
+        if self.is_plain or not suits or not kernels.takes(hidden_states):
+            plain: Tensor = super().forward(hidden_states)
+            return plain
+        return kernels.layer_norm(hidden_states, weight, self.bias, self.eps, is_rms=True)
+
+
+class NativeWanRMSNorm(WanRMS_norm):  # type: ignore[misc]
+    """The RMS norm over channels of Wan's autoencoder; the result lies channels last."""
+
+    is_plain = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.gamma
+        suits = self.channel_first and x.dtype == weight.dtype and kernels.takes(x)
+        if self.is_plain or not suits:
+            plain: Tensor = super().forward(x)
+            return plain
+        bias = self.bias if isinstance(self.bias, Tensor) else None
+        # It divides by the norm, of 1e-12 at least, times the root of the number of channels.
+        least = 1e-24 / weight.numel()
+        rows = kernels.layer_norm(x.movedim(1, -1), weight, bias, least, is_rms=True)
+        return rows.movedim(-1, 1)
+
+
+class WinogradWanConv3d(WanCausalConv3d):  # type: ignore[misc]
+    """A causal convolution of 3x3x3 by Winograd's algorithm, which needs no padded copy."""
+
+    is_plain = False
+
+    def forward(self, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
+        if not self.is_plain:
+            front, pad = self._padding[4], self._padding[0]
+            whole = x
+            if cache_x is not None and front > 0:
+                whole = torch.cat([cache_x.to(x.device), x], dim=2)
+                front -= cache_x.shape[2]
+            if suits_winograd(self, whole, (front, 0), pad):
+                return kernels.winograd_3d(whole, self.weight, self.bias, (front, 0), pad)
+        plain: Tensor = super().forward(x, cache_x)
+        return plain

@@ -1,0 +1,1 @@
+"""Small pictures of the latents while a run goes on."""

@@ -1,0 +1,1 @@
+"""Repair numerics: run modules in a wider dtype or with plain kernels, and remember which."""

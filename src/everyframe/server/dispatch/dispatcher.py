@@ -1,0 +1,393 @@
+"""Dispatcher: threads of each device group claim jobs, run them, and decide what follows.
+
+A group has a thread for each job that it may run at a time (`device_groups.py`); the files of a job
+are finished while the next one runs. An attempt that was stopped or died puts its job back into the
+queue with its run, which the next one resumes.
+
+Read next: `attempt.py`, `store.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+from everyframe.core.errors import (
+    CannotRunError,
+    CorruptRunError,
+    DevicesBusyError,
+    DistributedOutOfMemoryError,
+    EveryframeError,
+    InputError,
+    LeftBatchError,
+    OutOfMemoryInfo,
+    RunLockedError,
+    RunStoppedError,
+    StoreError,
+    WorkerDiedError,
+)
+from everyframe.core.events import Event
+from everyframe.core.paths import is_disk_full
+from everyframe.core.plan import Plan
+from everyframe.engine.workers.executor import Executor
+from everyframe.fast_paths.batch_certificates import MOST_VIDEOS
+from everyframe.server.dispatch.attempt import Attempt, AttemptOptions, expiry
+from everyframe.server.dispatch.device_groups import Claim, DeviceGroup, News
+from everyframe.server.dispatch.retention import CLEAN_SECONDS, clean
+from everyframe.server.errors import code_of, message_of
+from everyframe.server.queue.jobs import Job
+from everyframe.server.queue.store import JobStore
+
+_log = logging.getLogger(__name__)
+
+#: Failed attempts of a job, one after the other without a step between, after which it fails.
+MAX_ATTEMPTS = 3
+#: Room on the disk below which no job begins.
+MIN_FREE_BYTES = 256 * 2**20
+#: Jobs in a row that may go before older ones because their model is warm.
+WARM_AHEAD = 4
+#: Seconds between two looks whether an obstacle is gone, and whether a thread has ended.
+_PAUSE = 0.25
+#: Longest wait of an idle group, in seconds; a new job ends it at once.
+_IDLE_SECONDS = 1.0
+#: Seconds that stopped jobs have to end.
+_STOP_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class DispatcherOptions(AttemptOptions):
+    """How a dispatcher works.
+
+    Attributes:
+        groups: name of each group and its devices, such as ``0,1``; None is what a plan chooses.
+        max_attempts: failed attempts in a row after which a job fails.
+        warm_ahead: jobs in a row that may go first because their model is warm.
+        min_free_bytes: room on the disk below which no job begins.
+        max_batch: most jobs that a group runs at a time, as one batch.
+    """
+
+    groups: Mapping[str, str | None] = field(default_factory=lambda: {"default": None})
+    max_attempts: int = MAX_ATTEMPTS
+    warm_ahead: int = WARM_AHEAD
+    min_free_bytes: int = MIN_FREE_BYTES
+    max_batch: int = MOST_VIDEOS
+
+
+PreviewListener = Callable[[str, Event], None]
+
+
+class Dispatcher:
+    """Runs the jobs of a store on an executor. All methods are thread-safe."""
+
+    def __init__(
+        self, store: JobStore, executor: Executor, options: DispatcherOptions | None = None
+    ) -> None:
+        options = options or DispatcherOptions()
+        self._store = store
+        self._executor = executor
+        self._options = replace(options, on_preview=self._take_preview)
+        self._attempts: dict[str, Attempt] = {}
+        self._out_of_memory: dict[str, OutOfMemoryInfo] = {}
+        self._previews: dict[str, Event] = {}
+        self._listeners: list[PreviewListener] = []
+        self._lock = threading.Lock()
+        self._draining = threading.Event()
+        self._ended = threading.Event()
+        self._news = News()
+        self._trouble: str | None = None
+        most = options.max_batch if executor.has_batches else 1
+        self._groups = [
+            DeviceGroup(name, devices, most, options.warm_ahead)
+            for name, devices in options.groups.items()
+        ]
+        self._finisher = ThreadPoolExecutor(most * len(self._groups), "files of jobs")
+        self._threads = [
+            threading.Thread(target=self._work, args=(group,), name=f"group {group.name}")
+            for group in self._groups
+            for _ in range(most)
+        ] + [threading.Thread(target=self._clean, name="retention")]
+
+    def start(self) -> list[Job]:
+        """Recover what an earlier server left, and begin; the jobs that were put back."""
+        back = self._store.recover()
+        self._store.keep_groups([*self._options.groups])
+        self._store.listen(lambda event: self._news.note() if event.type == "status" else None)
+        for thread in self._threads:
+            thread.start()
+        return back
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether no further job begins."""
+        return self._draining.is_set()
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no job begins, in a sentence; None while all is well."""
+        return self._trouble
+
+    @property
+    def groups(self) -> dict[str, str | None]:
+        """Name of each device group, and the id of the job that it runs; of a batch, the first."""
+        return {group.name: group.job for group in self._groups}
+
+    @property
+    def paused_groups(self) -> dict[str, str]:
+        """Groups whose devices do not work, and why."""
+        found = {group.name: group.health.trouble for group in self._groups}
+        return {name: why for name, why in found.items() if why is not None}
+
+    def cancel(self, id: str, wait: float = 0.0) -> Job:  # noqa: A002
+        """Cancel a job; a running one is stopped, and `wait` bounds the seconds until it has.
+
+        Its run stays for a retry. Raises `LookupError` if there is no such job.
+        """
+        job = self._store.request_cancel(id)
+        with self._lock:
+            attempt = self._attempts.get(id)
+        if attempt is not None and not job.is_final:
+            attempt.halt("cancel")
+        until = time.monotonic() + wait
+        while not job.is_final and (left := until - time.monotonic()) > 0:
+            last = self._store.last_event
+            job = self._store.get(id) or job
+            if not job.is_final:
+                self._store.wait(last, left)
+        return job
+
+    def retry(self, id: str) -> Job:  # noqa: A002
+        """Queue a failed or cancelled job again; it resumes its run if there is one.
+
+        Raises:
+            LookupError: there is no such job.
+            InputError: it is neither failed nor cancelled.
+        """
+        job = self._store.get(id)
+        if job is None:
+            raise LookupError(f"there is no video {id!r}")
+        if job.status not in ("failed", "cancelled"):
+            raise InputError(
+                f"only a failed or cancelled video can be retried; {id} is {job.status}"
+            )
+        return self._store.requeue(id, counts_attempt=False, is_retry=True)
+
+    def preview(self, id: str) -> Event | None:  # noqa: A002
+        """The last preview of a running job."""
+        return self._previews.get(id)
+
+    def listen_previews(self, listener: PreviewListener) -> Callable[[], None]:
+        """Call `listener` with (id, `Preview`) for each new one; undo by the result.
+
+        It is called in the thread of the job, must not raise and must not block.
+        """
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    def drain(self, seconds: float = 0.0) -> None:
+        """Begin no further job, give running ones that long to finish, then stop them.
+
+        Stopped jobs are queued again with their run, and without a counted attempt. Returns once
+        all have ended, which takes at most `seconds` and a few more.
+        """
+        self._draining.set()
+        self._news.note()
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and any(thread.is_alive() for thread in self._threads):
+            if self._ended.wait(min(_PAUSE, max(until - time.monotonic(), 0.0))):
+                break
+        self.stop_now()
+        until = time.monotonic() + _STOP_SECONDS
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(until - time.monotonic(), 0.0))
+        self._finisher.shutdown()
+
+    def stop_now(self) -> None:
+        """End the time that a drain gives to running jobs."""
+        self._ended.set()
+        with self._lock:
+            attempts = [*self._attempts.values()]
+        for attempt in attempts:
+            attempt.halt("drain")
+
+    def _take_preview(self, id: str, event: Event) -> None:  # noqa: A002
+        self._previews[id] = event
+        for listener in tuple(self._listeners):
+            listener(id, event)
+
+    def _work(self, group: DeviceGroup) -> None:
+        """Run jobs in one group until the server drains, one at a time in this thread."""
+        ends: Future[None] | None = None
+        while not self._draining.is_set():
+            seen, claim = self._news.count, None
+            try:
+                self._trouble = self._obstacle()
+                claim = None if self._trouble else group.claim(self._store)
+            except (StoreError, OSError) as error:
+                if str(error) != self._trouble:
+                    _log.error("no job begins: %s", error)
+                self._trouble = str(error)
+            if claim is not None:
+                # One job may wait for its files while the next one runs, and no more.
+                ends, before = self._run(claim, group), ends
+                if before is not None:
+                    before.result()
+            elif self._trouble:
+                self._draining.wait(_PAUSE)
+            elif not self._draining.is_set():
+                self._news.wait(seen, _IDLE_SECONDS)
+
+    def _clean(self) -> None:
+        """Delete what has expired, every now and then, until the server drains."""
+        while not self._draining.wait(CLEAN_SECONDS):
+            try:
+                clean(self._store)
+            except (StoreError, OSError) as error:
+                _log.error("expired jobs can't be deleted: %s", error)
+
+    def _obstacle(self) -> str | None:
+        free = self._store.folder.free_bytes()
+        if free >= self._options.min_free_bytes:
+            return None
+        return (
+            f"the disk of the data folder has {free / 2**20:.0f} MiB left; jobs wait until there "
+            f"are {self._options.min_free_bytes / 2**20:.0f} MiB"
+        )
+
+    def _run(self, claim: Claim, group: DeviceGroup) -> Future[None] | None:
+        """Run a job; what is left to do then, if anything."""
+        job, out_of_memory = claim.job, self._out_of_memory.pop(claim.job.id, None)
+
+        def take_plan(plan: Plan) -> None:
+            group.note_plan(plan)
+            self._news.note()  # others may join now
+
+        def note_end() -> None:
+            group.note_end(job.id)
+            self._news.note()  # the next one may be handed over
+
+        attempt = Attempt(
+            job, self._store, self._executor, self._options, group.devices, out_of_memory,
+            batch=claim.batch, on_plan=take_plan, on_frames=note_end,
+        )  # fmt: skip
+        with self._lock:
+            self._attempts[job.id] = attempt
+        try:
+            # Between the claim and here, nobody knew whom to halt.
+            now = self._store.get(job.id)
+            if now is not None and now.is_cancel_requested:
+                attempt.halt("cancel")
+            if self._ended.is_set():
+                attempt.halt("drain")
+            attempt.run()
+        except Exception as error:  # noqa: BLE001 - a job's error is the job's
+            group.leave(job.id, is_alone=isinstance(error, LeftBatchError))
+            if not self._waits_for_devices(attempt, error, group):
+                self._end_unfinished(attempt, error)
+            self._leave(attempt)
+            return None
+        group.leave(job.id)
+        group.health.note_work()
+        self._news.note()
+        return self._finisher.submit(self._finish, attempt)
+
+    def _finish(self, attempt: Attempt) -> None:
+        """Write the files of a job whose devices are free again."""
+        try:
+            attempt.finish()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._end_unfinished(attempt, error)
+        finally:
+            self._leave(attempt)
+
+    def _leave(self, attempt: Attempt) -> None:
+        with self._lock:
+            del self._attempts[attempt.job.id]
+        self._previews.pop(attempt.job.id, None)
+
+    def _waits_for_devices(self, attempt: Attempt, error: Exception, group: DeviceGroup) -> bool:
+        """Put a job back, for any group, if it died of devices that do not work; whether it did."""
+        if attempt.has_stepped:
+            group.health.note_work()
+            return False
+        if not isinstance(error, WorkerDiedError):
+            return False
+        job = attempt.job
+        is_last = job.attempts >= self._options.max_attempts
+        why = group.health.note_death(is_last=is_last)
+        if why is None:
+            return False
+        _log.error("group %s waits, its devices do not work: %s", group.name, why)
+        self._persist(lambda: self._store.requeue(
+            job.id, counts_attempt=False, cause="devices_fail", group=None,
+            **attempt.fields()))  # fmt: skip
+        return True
+
+    def _end_unfinished(self, attempt: Attempt, error: Exception) -> None:
+        """Decide what follows an attempt that did not finish, and write it into the job's row."""
+        job, fields = attempt.job, attempt.fields()
+        if isinstance(error, RunStoppedError) and attempt.reason == "cancel":
+            expires = expiry(self._options.retention_seconds)
+            self._persist(lambda: self._store.finish(
+                job.id, "cancelled", expires_at=expires, **fields))  # fmt: skip
+            return
+        is_stopped = isinstance(error, (RunStoppedError, LeftBatchError))
+        waits = isinstance(error, (RunLockedError, StoreError, DevicesBusyError))
+        if is_stopped or waits or is_disk_full(error):
+            if not is_stopped:
+                if not isinstance(error, DevicesBusyError):  # which is no trouble of the server
+                    self._trouble = str(error)
+                _log.error("%s waits: %s", job.id, error)
+                self._draining.wait(_PAUSE)
+            cause = attempt.reason or code_of(error)
+            self._persist(lambda: self._store.requeue(
+                job.id, counts_attempt=False, cause=cause, **fields))  # fmt: skip
+            return
+        attempts = 1 if attempt.has_advanced else job.attempts
+        if attempts < self._options.max_attempts and self._can_repeat(attempt, error):
+            _log.warning("%s is tried again (attempt %d failed): %s", job.id, attempts, error)
+            fields = attempt.fields(f"an attempt failed: {message_of(error)}")
+            self._persist(lambda: self._store.requeue(
+                job.id, counts_attempt=True, cause=code_of(error), attempts=attempts,
+                **fields))  # fmt: skip
+            return
+        _log.error("%s failed: %s", job.id, error, exc_info=not isinstance(error, EveryframeError))
+        data = {"code": code_of(error), "message": message_of(error)}
+        expires = expiry(self._options.retention_seconds)
+        self._persist(lambda: self._store.finish(
+            job.id, "failed", error=data, expires_at=expires, **fields))  # fmt: skip
+
+    def _can_repeat(self, attempt: Attempt, error: Exception) -> bool:
+        """Whether another attempt may succeed; prepares it."""
+        if isinstance(error, DistributedOutOfMemoryError):
+            self._out_of_memory[attempt.job.id] = error.out_of_memory
+            return True
+        if isinstance(error, WorkerDiedError):
+            return True
+        if attempt.has_resumed and isinstance(error, (InputError, CorruptRunError, CannotRunError)):
+            # The weights or the device changed, or the run is damaged: all of it is made anew.
+            self._store.folder.remove_runs(attempt.job.id)
+            return True
+        return False
+
+    def _persist(self, write: Callable[[], object]) -> None:
+        """Write into the store, again and again while it can't be written.
+
+        A server that ends before leaves the row as of a running job, which `recover` puts back.
+        """
+        while True:
+            try:
+                write()
+            except LookupError as error:
+                _log.warning("%s", error)
+            except StoreError as error:
+                if str(error) != self._trouble:
+                    _log.error("%s", error)
+                self._trouble = str(error)
+                if not self._ended.wait(_PAUSE):
+                    continue
+            return

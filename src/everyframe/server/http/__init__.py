@@ -1,0 +1,1 @@
+"""The HTTP application: access, routes, events and documents around the queue."""

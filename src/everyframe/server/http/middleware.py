@@ -1,0 +1,87 @@
+"""What happens around every route: Host, Origin and key are checked, headers are set.
+
+Plain ASGI, so that event streams and files pass through unbuffered.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+
+from fastapi.responses import JSONResponse
+from starlette.datastructures import MutableHeaders
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from everyframe.server.errors import ApiError
+from everyframe.server.http.access import Access, Principal
+
+#: Headers of every answer. The page runs its own scripts alone, and nobody frames it.
+SECURITY_HEADERS = {
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "content-security-policy": (
+        "default-src 'self'; img-src 'self' data: blob:; media-src 'self' blob:; "
+        "object-src 'none'; base-uri 'none'; frame-ancestors 'none'; form-action 'none'"
+    ),
+}
+
+#: Called at the end of each request: method, route's template, status, seconds.
+Observer = Callable[[str, str, int, float], None]
+
+
+class AccessMiddleware:
+    """Answers for who may not ask; puts `principal` into the scope for those who may."""
+
+    def __init__(self, app: ASGIApp, access: Access, observe: Observer) -> None:
+        self._app, self._access, self._observe = app, access, observe
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # there are no WebSockets here
+            await send({"type": "websocket.close", "code": 1003})
+            return
+        began, status = time.monotonic(), 500
+        request_id = f"req_{uuid.uuid4().hex}"
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                for name, value in SECURITY_HEADERS.items():
+                    headers.setdefault(name, value)
+                headers["x-request-id"] = request_id
+                # Else an upgrade of the page would mix old and new modules.
+                headers.setdefault("cache-control", "no-cache")
+            await send(message)
+
+        try:
+            refused = self._refusal(scope)
+            if refused is not None:
+                answer = JSONResponse(refused.to_json(), refused.status, refused.headers)
+                await answer(scope, receive, send_with_headers)
+            else:
+                await self._app(scope, receive, send_with_headers)
+        finally:
+            # A mount of files and what no route knows are one label each, whatever was asked for.
+            route = getattr(scope.get("route"), "path", "") or "other"
+            self._observe(scope["method"], route, status, time.monotonic() - began)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        """Why this request is not served; None if it is."""
+        connection = HTTPConnection(scope)
+        scope["principal"] = Principal(name="", role="user")
+        try:
+            self._access.check_host(connection.headers.get("host", ""))
+            self._access.check_origin(scope["method"], connection.headers)
+            if self._access.needs_key(scope["path"]):
+                scope["principal"] = self._access.principal(connection.headers, connection.cookies)
+        except ApiError as error:
+            return error
+        return None

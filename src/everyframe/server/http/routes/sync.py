@@ -1,0 +1,62 @@
+"""The route that waits for its video, as vLLM-Omni and TensorRT-LLM have it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import FileResponse
+
+from everyframe.server.errors import ApiError
+from everyframe.server.http.context import Context, GivenBody, ServerContext, Who, in_thread
+from everyframe.server.http.creation import create_job
+from everyframe.server.http.routes.content import open_hub
+from everyframe.server.queue.jobs import Job
+
+router = APIRouter(tags=["videos"])
+
+
+@router.post("/v1/videos/sync", response_class=FileResponse)
+async def create_video_sync(request: Request, context: Context, who: Who, body: GivenBody) -> Any:
+    """Make a video and answer with its file; a client that leaves cancels it."""
+    open_hub(context)
+    job, _ = await create_job(context, who, request, body)
+    done = await _ended(request, context, job)
+    if done.status != "completed":
+        raise _failure(done)
+    assert done.file is not None, "a completed job has a file"
+    report = done.report
+    headers = {
+        "x-video-id": done.id,
+        "x-model": done.model,
+        "x-seed": str(done.request["seed"]),
+        "x-inference-time-s": str(report.get("inference_time_s", "")),
+        "x-stage-durations": json.dumps(report.get("stage_durations", {})),
+        "x-peak-memory-mb": str(report.get("peak_memory_mb") or ""),
+    }
+    return FileResponse(context.folder.path / done.file, media_type="video/mp4", headers=headers)
+
+
+async def _ended(request: Request, context: ServerContext, job: Job) -> Job:
+    """The job once it has ended. Raises `ApiError` if the server drains first."""
+    stream = open_hub(context).stream(0, video=job.id, owner=None, snapshot=list)
+    async for _ in stream:
+        if await request.is_disconnected():
+            await in_thread(context.dispatcher.cancel, job.id)
+    done: Job | None = await in_thread(context.store.get, job.id)
+    if done is None:
+        raise ApiError("not_found", f"video {job.id} was deleted", "id")
+    if not done.is_final:
+        raise ApiError(
+            "draining", f"the server shuts down; video {job.id} goes on after its restart",
+            details={"id": job.id}, headers={"retry-after": "10"},
+        )  # fmt: skip
+    return done
+
+
+def _failure(job: Job) -> ApiError:
+    error = job.error or {"code": "cancelled", "message": f"video {job.id} was cancelled"}
+    details = {"id": job.id, "code": error["code"]}
+    code = "invalid_value" if error["code"] in ("input", "media") else "job_failed"
+    return ApiError(code, str(error["message"]), details=details)

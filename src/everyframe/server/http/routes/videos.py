@@ -1,0 +1,172 @@
+"""Routes of videos: create, list, retrieve, delete, and what makes a job of another."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse
+
+from everyframe.server.errors import ApiError
+from everyframe.server.http.context import Context, GivenBody, ServerContext, Who, in_thread
+from everyframe.server.http.creation import create_job
+from everyframe.server.http.resources import (
+    DeletedVideo,
+    VideoList,
+    VideoResource,
+    poll_after_ms,
+    video_resource,
+)
+from everyframe.server.queue.jobs import Job
+from everyframe.server.requests.body import Body
+
+router = APIRouter(prefix="/v1/videos", tags=["videos"])
+
+#: Seconds that a deletion waits for a running job to stop.
+_STOP_SECONDS = 10.0
+
+
+def answer(job: Job, position: int | None) -> JSONResponse:
+    """A job as an answer, with the time until a client should ask again."""
+    headers = {}
+    if not job.is_final:
+        headers["openai-poll-after-ms"] = str(poll_after_ms(job, position, time.time()))
+    return JSONResponse(video_resource(job, position), headers=headers)
+
+
+@router.post("", response_model=VideoResource)
+async def create_video(request: Request, context: Context, who: Who, body: GivenBody) -> Any:
+    """Add a job to the queue."""
+    return answer(*await create_job(context, who, request, body))
+
+
+@router.get("", response_model=VideoList)
+async def list_videos(
+    context: Context,
+    who: Who,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    after: str | None = None,
+    order: str = "desc",
+    status: str | None = None,
+) -> Any:
+    """Jobs of the key, newest first; `after` is the last id of the page before."""
+    statuses = tuple(filter(None, (status or "").split(",")))
+    jobs = await in_thread(
+        context.store.list,
+        limit=limit + 1,
+        after=after,
+        order=order,
+        statuses=statuses,
+        owner=who.owner,
+    )
+    page = jobs[:limit]
+
+    def rows() -> list[dict[str, Any]]:
+        return [video_resource(job, context.store.queue_position(job)) for job in page]
+
+    return JSONResponse({
+        "object": "list",
+        "data": await in_thread(rows),
+        "first_id": page[0].id if page else None,
+        "last_id": page[-1].id if page else None,
+        "has_more": len(jobs) > limit,
+    })  # fmt: skip
+
+
+@router.get("/{video_id}", response_model=VideoResource)
+async def retrieve_video(video_id: str, context: Context, who: Who) -> Any:
+    """A job, also a failed one."""
+    return answer(*await context.placed_job(video_id, who))
+
+
+@router.delete("/{video_id}", response_model=DeletedVideo)
+async def delete_video(video_id: str, context: Context, who: Who) -> Any:
+    """Cancel a job if it runs, and delete it with its files."""
+    await context.job(video_id, who)
+    stopped = await in_thread(context.dispatcher.cancel, video_id, _STOP_SECONDS)
+    if not stopped.is_final or not await in_thread(context.store.delete, video_id):
+        raise ApiError(
+            "conflict", "the job is still stopping; delete it again in a moment",
+            headers={"retry-after": "5"},
+        )  # fmt: skip
+    return JSONResponse(DeletedVideo(id=video_id).model_dump())
+
+
+@router.post("/{video_id}/cancel", response_model=VideoResource)
+async def cancel_video(video_id: str, context: Context, who: Who) -> Any:
+    """Cancel a job; a running one stops at its next step and its run is kept."""
+    await context.job(video_id, who)
+    await in_thread(context.dispatcher.cancel, video_id)
+    return answer(*await context.placed_job(video_id, who))
+
+
+@router.post("/{video_id}/retry", response_model=VideoResource)
+async def retry_video(video_id: str, context: Context, who: Who) -> Any:
+    """Put a failed or cancelled job back into the queue; it goes on with its run."""
+    context.check_not_draining()
+    job = await context.job(video_id, who)
+    if job.status not in ("failed", "cancelled"):
+        raise ApiError(
+            "conflict", f"the job is {job.status}; failed and cancelled jobs can be retried"
+        )
+    context.creations.take(who.name)
+    again = await in_thread(context.dispatcher.retry, video_id)
+    return answer(again, await in_thread(context.store.queue_position, again))
+
+
+@router.post("/{video_id}/remix", response_model=VideoResource)
+async def remix_video(
+    video_id: str,
+    request: Request,
+    context: Context,
+    who: Who,
+    body: GivenBody,
+) -> Any:
+    """The old request with the same seed and a new prompt; any other field may be given too."""
+    job = await context.job(video_id, who)
+    if not body.fields.get("prompt"):
+        raise ApiError(
+            "missing_required_parameter", "prompt is missing; say what to show", "prompt"
+        )
+    made = await create_job(context, who, request, body, base=job.request, parent=job.id)
+    return answer(*made)
+
+
+@router.post("/extensions", response_model=VideoResource)
+async def extend_video(request: Request, context: Context, who: Who, body: GivenBody) -> Any:
+    """Continue a video: a file, or the id of one of ours."""
+    return await _of_video(request, context, who, body)
+
+
+@router.post("/edits", response_model=VideoResource)
+async def edit_video(request: Request, context: Context, who: Who, body: GivenBody) -> Any:
+    """Change a video by `edit_strength`, where the model can."""
+    if "edit_strength" not in body.fields:
+        body = Body({"edit_strength": 0.5, **body.fields}, body.files, body.digest)
+    try:
+        return await _of_video(request, context, who, body)
+    except ApiError as error:
+        if error.code == "invalid_value" and error.body.param == "edit_strength":
+            raise ApiError("not_supported", str(error), "edit_strength") from None
+        raise
+
+
+async def _of_video(request: Request, context: ServerContext, who: Who, body: Body) -> JSONResponse:
+    """A job that begins with a video."""
+    if "video" not in body.fields and "video" not in body.files and "extend" not in body.files:
+        raise ApiError(
+            "missing_required_parameter", "video is missing; send a file, or an id", "video"
+        )
+    given = body.fields.get("video")
+    parent = None
+    if isinstance(given, dict) and "id" in given:
+        job = await context.job(str(given["id"]), who)
+        if job.file is None:
+            raise ApiError("not_ready", f"video {job.id} is {job.status}; wait for it", "video")
+        file = context.folder.path / job.file
+        data = await in_thread(file.read_bytes)
+        rest = {name: value for name, value in body.fields.items() if name != "video"}
+        body = Body(rest, {**body.files, "video": data}, body.digest)
+        parent = job.id
+    return answer(*await create_job(context, who, request, body, parent=parent))

@@ -1,0 +1,1 @@
+"""The durable queue: jobs and their events in one SQLite file."""

@@ -1,0 +1,72 @@
+"""A denoiser that is served what it answered before, where its inputs are."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everyframe.diffusers_pipelines.calls.module_calls import DenoiserReplay
+from everyframe.diffusers_pipelines.calls.step_tracking import StepTracker
+from everyframe.ops.call_override import override_call
+from everyframe.runtime.interface import VideoState
+
+
+class Denoiser(nn.Module):
+    def forward(self, hidden_states: Tensor, timestep: Tensor) -> tuple[Tensor]:
+        return (hidden_states * 2,)
+
+
+class Kept:
+    """One answer, as it comes out of a file; what is kept of others."""
+
+    def __init__(self) -> None:
+        self.left: list[Any] = [(torch.full((2,), 7.0),)]
+        self.kept: list[Any] = []
+        self.calls: list[str] = []
+
+    def next(self, call: str) -> Any:
+        self.calls.append(call)
+        return self.left.pop() if self.left else None
+
+    def keep(self, answer: Any, repairs: Any) -> None:
+        self.kept.append(answer)
+
+    def repairs(self) -> tuple[()]:
+        return ()
+
+
+def served(device: str) -> tuple[list[Tensor], Kept, StepTracker]:
+    kept, denoiser = Kept(), Denoiser()
+    watch = StepTracker({"denoiser": denoiser}, (), None, 2, lambda *_: None)
+    video: VideoState = SimpleNamespace(replay_log=kept, repairs=())  # type: ignore[assignment]
+    x = torch.ones(2, device=device)
+    with watch, DenoiserReplay({"denoiser": denoiser}, watch, video):
+        answers = [denoiser(x, timestep=torch.tensor(float(step)))[0] for step in (1, 0)]
+    return answers, kept, watch
+
+
+def test_what_was_kept_is_served_and_what_comes_after_is_computed_and_kept() -> None:
+    (first, second), kept, watch = served("cpu")
+    assert first.tolist() == [7, 7]
+    assert second.tolist() == [2, 2]
+    assert [answer[0].tolist() for answer in kept.kept] == [[2, 2]]
+    assert watch.begun == 2
+    assert len(set(kept.calls)) == 2, "each step is another call"
+
+
+def test_what_lay_in_a_file_comes_to_where_the_inputs_are() -> None:
+    """On a card the sampler would have met a prediction in the host's memory; so does meta."""
+    answers, _, _ = served("meta")
+    assert [answer.device.type for answer in answers] == ["meta", "meta"]
+
+
+def test_modules_are_as_they_were() -> None:
+    denoiser = Denoiser()
+    kind = type(denoiser)
+    with override_call(denoiser, lambda call: "served"):
+        assert denoiser(torch.ones(1), torch.ones(1)) == "served"
+        assert isinstance(denoiser, kind)
+    assert type(denoiser) is kind

@@ -1,0 +1,108 @@
+"""How a worker is started: nothing beside the user or the script is imported in its place."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from everyframe.core.child_environment import HUGE_PAGES, child_environment
+from everyframe.core.errors import CorruptRunError, InputError
+from everyframe.core.request import Request
+from everyframe.core.safe_path import SAFE_PATH_VARIABLE
+from everyframe.engine.workers import launcher
+from everyframe.engine.workers.error_transfer import error_from
+from everyframe.engine.workers.launcher import run_in_workers
+from everyframe.engine.workers.worker_process import Worker, WorkerJob
+from everyframe.runs.atomic_write import write_json
+from everyframe.runs.folder import SCHEMA, RunFolder
+from helpers.shadowing_modules import plant
+
+
+def test_a_module_in_the_current_folder_is_not_imported_by_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = plant(tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(InputError, match="unknown model"):
+        list(run_in_workers(WorkerJob(Request(prompt="a", model="no-such-model"))))
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("way", ["name", "module"])
+def test_the_planted_modules_would_be_seen(tmp_path: Path, way: str) -> None:
+    trace = plant(tmp_path / "here", ("queue",))
+    words = ["-m", "queue"] if way == "module" else ["-c", "import queue"]
+    subprocess.run([sys.executable, *words], cwd=tmp_path / "here", check=True)
+    assert trace.exists()
+
+
+def test_the_command_as_a_module_imports_none_of_them(tmp_path: Path) -> None:
+    trace = plant(tmp_path / "here", ("queue", "torch", "numpy", "pydantic", "cyclopts"))
+    command = [sys.executable, "-m", "everyframe", "plan", "a red circle", "--model", "nope"]
+    done = subprocess.run(command, cwd=tmp_path / "here", capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert not trace.exists()
+
+
+def test_a_worker_is_found_where_the_package_was_found(tmp_path: Path) -> None:
+    """Also where the caller alone put that folder on its path."""
+    import everyframe
+
+    source = str(Path(everyframe.__file__).parents[1])
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import sys; sys.path.insert(0, {source!r})\n"
+        "from everyframe.core.request import Request\n"
+        "from everyframe.engine.workers.launcher import run_in_workers\n"
+        "from everyframe.engine.workers.worker_process import WorkerJob\n"
+        "try:\n    list(run_in_workers(WorkerJob(Request(prompt='a', model='no-such-model'))))\n"
+        "except Exception as error: print(type(error).__name__)\n",
+        encoding="utf-8",
+    )
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, env=plain, cwd=tmp_path
+    )
+    assert done.stdout.split() == ["InputError"], done.stderr
+
+
+@pytest.mark.parametrize("name", ["UnicodeDecodeError", "UnicodeEncodeError", "ExceptionGroup"])
+def test_errors_that_a_text_alone_does_not_make_keep_their_text(name: str) -> None:
+    told = {"class": name, "text": "byte 0xff at 3", "trace": "Traceback"}
+    error = error_from(told, 0)
+    assert "byte 0xff at 3" in str(error)
+    assert isinstance(error, Exception)
+
+
+def test_a_run_whose_plan_is_none_is_damaged(tmp_path: Path) -> None:
+    write_json(tmp_path / "run.json", {"schema": SCHEMA, "plan": {"parallel": 1}})
+    with pytest.raises(CorruptRunError, match="holds no plan"):
+        launcher.ranks_of(RunFolder(tmp_path))
+
+
+def test_a_message_that_a_worker_can_not_read_ends_it() -> None:
+    """In place of a process that waits for a job for ever, and of a parent that waits for it."""
+    worker = Worker()
+    try:
+        worker.connection.send_bytes(b'{"name": "job"}')
+        assert worker.connection.poll(60), "it is still there"
+        with pytest.raises(EOFError):
+            worker.connection.recv_bytes()
+        assert worker.end() == 1
+    finally:
+        worker.kill()
+
+
+def test_workers_allocate_in_large_pages_unless_a_person_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(HUGE_PAGES, raising=False)
+    assert child_environment()[HUGE_PAGES] == "1"
+    monkeypatch.setenv(HUGE_PAGES, "0")
+    given = child_environment()
+    assert given[HUGE_PAGES] == "0"
+    assert given[SAFE_PATH_VARIABLE] == "1"

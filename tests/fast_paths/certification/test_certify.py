@@ -1,0 +1,185 @@
+"""What is wrong, slow, or deadly is refused with its reason, and what is right is certified."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from everyframe.core.facts import DeviceFacts, OpShape
+from everyframe.core.plan import Precision
+from everyframe.fast_paths import certificates
+from everyframe.fast_paths.benchmark import run_comparisons
+from everyframe.fast_paths.certification import trials
+from everyframe.fast_paths.certification.certify import CertifyResult, certify
+from everyframe.fast_paths.certification.target import CertificationTarget
+from everyframe.fast_paths.registry import CATALOGUE
+from helpers import fake_fast_paths
+
+#: Trials take some hundredths of a second each; a busy machine may take a hundred times as long.
+PATIENCE = 120.0
+
+CPU = DeviceFacts("a processor", "cpu", None, 10**9, 10**9)
+SUBJECT = CertificationTarget("denoiser", CPU, 1, Precision("float32", "float32"), "plan", "device")
+NAMES = ("crashes", "wrong", "nearly", "slow", "not_finite", "another_shape", "raises", "right")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> CertifyResult:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EVERYFRAME_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return certify(SUBJECT, [fake_fast_paths.planted(name) for name in NAMES], PATIENCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "reason"),
+    [
+        ("right", "certified", "right, and faster"),
+        ("wrong", "refused", "exponentials is off by 1.0e-03, allowed 1.0e-05 of float32"),
+        ("nearly", "refused", "exponentials is off by 2.4e-07, and may not differ in a bit"),
+        ("slow", "refused", "no faster than the plain way"),
+        ("not_finite", "refused", "exponentials is not finite, allowed 1.0e-05 of float32"),
+        ("another_shape", "refused", "exponentials is not finite, allowed 1.0e-05 of float32"),
+        ("raises", "refused", "no kernel image is available for execution on the device"),
+        ("crashes", "refused", "died of SIGFPE"),
+    ],
+)
+def test_the_verdict_and_its_reason(
+    made: CertifyResult, name: str, verdict: str, reason: str
+) -> None:
+    certificate = {each.what: each for each in made.certificates}[name]
+    assert (certificate.verdict, certificate.reason) == (verdict, reason)
+    assert (certificate.device, certificate.plan) == ("device", "plan")
+    if name == "right":
+        assert certificate.error == 0
+        assert certificate.gain is not None
+        assert certificate.gain > 2
+    if name == "slow":
+        assert certificate.gain is not None
+        assert certificate.gain < 1
+
+
+def test_a_hang_is_cut_off_and_what_comes_after_it_is_tried(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
+    paths = [fake_fast_paths.planted("hangs"), fake_fast_paths.planted("right")]
+    made = certify(SUBJECT, paths, 1.0, grace=0.5)
+    assert made.certificates[0].reason == "did not end, 0 s after its time was over"
+    # The time is up with the first.
+    assert made.untried == {"right": "there was no time to try it"}
+    # It is kept, so that nobody waits for it again.
+    assert certificates.find("device", "plan")["hangs"].verdict == "refused"
+
+
+def test_a_kernel_that_loses_the_device_alone_is_refused(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes after it is tried in another process, where the device is well again."""
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
+    made = certify(SUBJECT, [fake_fast_paths.planted(n) for n in ("faulty", "right")], PATIENCE)
+    assert [each.verdict for each in made.certificates] == ["refused", "certified"]
+    assert made.certificates[0].reason == "CUDA error: an illegal memory access was encountered"
+
+
+def test_no_path_is_refused_for_a_broken_card(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
+    names = ("on_a_broken_card", "right")
+    made = certify(SUBJECT, [fake_fast_paths.planted(name) for name in names], PATIENCE)
+    assert not made.certificates
+    assert made.untried.keys() == set(names)
+    assert "uncorrectable ECC" in made.untried["right"]
+
+
+@pytest.mark.parametrize(("name", "signal"), [("killed", "SIGKILL"), ("terminated", "SIGTERM")])
+def test_a_path_whose_process_was_ended_from_outside_is_not_refused_for_good(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch, name: str, signal: str
+) -> None:
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
+    made = certify(SUBJECT, [fake_fast_paths.planted(n) for n in (name, "right")], PATIENCE)
+    assert [each.what for each in made.certificates] == ["right"], "what comes after it is tried"
+    assert made.untried == {name: f"the process that tried it was ended by {signal}"}
+    assert name not in certificates.find("device", "plan")
+
+
+def test_attention_of_the_request_is_tried_with_keys_as_large_as_they_come(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
+    shapes = ((2, 4, 200, 64), (2, 4, 200, 64), (2, 4, 200, 64))
+    products = (
+        (OpShape("attention", "bfloat16", shapes), 1e9),
+        (OpShape("attention", "bfloat16", shapes, ("masked",)), 1e9),
+    )
+    precision = Precision("bfloat16", "bfloat16")
+    subject = CertificationTarget(
+        "denoiser", CPU, 1, precision, "plan", "device", products=products
+    )
+    made = certify(subject, [CATALOGUE["attention-flash"]], PATIENCE)
+    (certificate,) = made.certificates
+    assert certificate.error is not None
+    assert certificate.limit is not None
+    # Whether it is faster is this processor's affair; that it is right is torch's.
+    assert 0 < certificate.error < certificate.limit < 0.05
+
+
+def convolving(dtype: str) -> CertificationTarget:
+    """A component that computes a 3D convolution in that dtype."""
+    shapes = ((2, 8, 5, 40, 40), (16, 8, 3, 3, 3))
+    told = ((1, 1, 1), (1, 1, 1), (1, 1, 1), False, (0, 0, 0), 1)
+    products = ((OpShape("convolution", dtype, shapes, told), 1e9),)
+    return CertificationTarget(
+        "vae", CPU, 1, Precision(dtype, dtype), "plan", "device", products=products
+    )
+
+
+def test_a_precision_is_tried_by_its_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, so that a kernel that is wrong in that dtype alone can be planted."""
+    path, subject = CATALOGUE["bf16"], convolving("bfloat16")
+    outcome = run_comparisons(trials.precision(subject, path), "cpu", time.monotonic() + PATIENCE)
+    assert outcome.is_right
+    assert 5e-4 < outcome.error < 6e-3
+    assert outcome.worst == "convolution of 2x8x5x40x40 by 16x8x3x3x3 in bfloat16"
+    right = trials._convolved
+
+    def wrong(told: tuple[Any, ...], x: Tensor, weight: Tensor) -> Tensor:
+        out = right(told, x, weight)
+        if x.dtype == torch.bfloat16:
+            out[:, :, -1] = 0  # the end of a large output, as with cuDNN 9.8
+        return out
+
+    monkeypatch.setattr(trials, "_convolved", wrong)
+    outcome = run_comparisons(trials.precision(subject, path), "cpu", time.monotonic() + PATIENCE)
+    assert not outcome.is_right
+    assert outcome.error > 0.3
+
+
+def test_a_large_convolution_is_tried_on_less_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "_CPU_OPERATIONS", 1e6)
+    (contest,) = trials.precision(convolving("bfloat16"), CATALOGUE["bf16"])
+    assert isinstance(contest.fast, partial)
+    given = contest.fast.args[-2]
+    assert given.shape == (1, 8, 5, 6, 6)
+    assert contest.weight == pytest.approx(1e9 / (2 * 180 * 16 * 8 * 27))
+
+
+def test_a_precision_is_tried_by_its_products(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
+    products = ((OpShape("product", "bfloat16", ((96, 256), (256, 192))), 1e9),)
+    precision = Precision("bfloat16", "bfloat16")
+    subject = CertificationTarget(
+        "denoiser", CPU, 1, precision, "plan", "device", products=products
+    )
+    (certificate,) = certify(subject, [CATALOGUE["bf16"]], PATIENCE).certificates
+    assert certificate.error is not None
+    # Three roundings to 8 bits, each about 2^-9 in the mean square.
+    assert 5e-4 < certificate.error < 6e-3
+    assert certificate.gain is not None

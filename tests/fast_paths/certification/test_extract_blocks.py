@@ -1,0 +1,144 @@
+"""Blocks are tried alone, as the request calls them; one that computes something else is found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import everyframe
+from everyframe.core.plan import Precision
+from everyframe.fast_paths import apply
+from everyframe.fast_paths.benchmark import ComparisonResult, relative_error, run_comparisons
+from everyframe.fast_paths.certification.extract_blocks import blocks_of
+from everyframe.fast_paths.certification.target import CertificationTarget
+from everyframe.fast_paths.certification.trials import block
+from everyframe.fast_paths.compilation.module_compilation import is_compiled
+from everyframe.fast_paths.compilation.toolchain import why_not
+from everyframe.fast_paths.registry import CATALOGUE
+from everyframe.planning.component_certificates import Certificates
+from everyframe.planning.resolve import prepare
+
+SIZES: dict[str, Any] = {"size": "32x16", "num_frames": 3, "num_inference_steps": 2, "seed": 5}
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_run() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def subject(model: str, dtype: str = "fp32", **more: Any) -> CertificationTarget:
+    sizes = {**SIZES, **more}
+    prepared = prepare(everyframe.Request(prompt="a", model=model, dtype=dtype, **sizes))
+    part = prepared.plan.component("denoiser")
+    runs = [run for run in prepared.fitted.runs if run.stage_call.component == "denoiser"]
+    certificates = Certificates(prepared.plan.device, 1)
+    return certificates.subject("denoiser", part.precision, runs)
+
+
+def tried(of: CertificationTarget) -> ComparisonResult:
+    return run_comparisons(block(of, CATALOGUE["linear-gelu"]), "cpu", time.monotonic() + 100)
+
+
+def test_each_kind_of_block_is_there_once_with_what_it_is_given(model: str) -> None:
+    found = list(blocks_of(subject(model)))
+    assert [(each.name, each.count) for each in found] == [
+        ("spatial_blocks.0", 2), ("temporal_blocks.0", 2),
+    ]  # fmt: skip
+    stream = found[0].given.args[0]
+    # Two branches of guidance, one latent frame of 1 x 2 patches, 32 channels.
+    assert stream.shape == (2, 1, 2, 32)
+    # The dry run itself does not mind the mode that it is asked in.
+    clashes = prepare(everyframe.Request(prompt="a", model=model, **SIZES)).plan.dtype_errors
+    assert clashes == ()
+    assert stream.isfinite().all()
+    assert all(p.isfinite().all() for p in found[0].module.parameters())
+
+
+def test_a_block_in_half_precision_keeps_its_islands(model: str) -> None:
+    of = subject(model, "bf16")
+    found = next(blocks_of(of))
+    fast = found.alone(()).blocks[0]
+    assert fast.get_parameter("scale_shift_table").dtype == torch.float32
+    assert fast.get_parameter("mlp.fc1.weight").dtype == torch.bfloat16
+    # The stream is wide, what comes of the text is not, in the run and here.
+    assert found.given.args[0].dtype == torch.float32
+    assert found.given.args[2].keys.dtype == torch.bfloat16
+    assert found.wide.args[2].keys.dtype == torch.float32
+
+
+def test_a_right_swap_is_right(model: str) -> None:
+    outcome = tried(subject(model))
+    assert outcome.is_right
+    # Not the plain way twice, which would differ by nothing.
+    assert 0 < outcome.error < 1e-5
+
+
+def test_a_swap_that_leaves_something_out_is_wrong(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def careless(module: nn.Module, inside: tuple[str, ...]) -> None:
+        assert inside, "there is a block to put it on"
+        for name in inside:
+            mlp = module.get_submodule(name).get_submodule("mlp")
+            mlp.register_module("act", nn.Identity())
+
+    monkeypatch.setitem(apply._SWAPS, "linear-gelu", careless)
+    outcome = tried(subject(model))
+    assert not outcome.is_right
+    assert outcome.error > 1e-3
+    assert outcome.worst.startswith("block spatial_blocks.0, one of 2")
+
+
+def test_a_component_without_blocks_has_nothing_to_be_tried_on(model: str) -> None:
+    of = subject(model)
+    bare = CertificationTarget(
+        "denoiser", of.device, 1, Precision("float32", "float32"), "plan", "device"
+    )
+    with pytest.raises(ValueError, match="nothing that it could be tried on"):
+        tried(bare)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing := why_not()), reason=str(missing))
+def test_a_compiled_block_of_a_model_follows_whatever_changes(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real compiler on the real block: another shape, scalar or weight is never an old graph's.
+
+    It computes in float32 what the block does, in another order of sums.
+    """
+    # Of its own: a compiler that was killed elsewhere leaves half a library in the one of all.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    first = next(blocks_of(subject(model)))
+    larger = next(blocks_of(subject(model, size="48x32", num_frames=5)))
+    plain, compiled = first.alone(()), first.alone(("compile",))
+    assert is_compiled(compiled.blocks[0])
+    seen: list[Any] = []
+
+    def check(given: Any) -> None:
+        want = plain(*given.args, **given.kwargs)
+        assert relative_error(compiled(*given.args, **given.kwargs), want) < 1e-5
+        assert not seen or relative_error(want, seen[-1]) > 1e-3
+        seen.append(want)
+
+    check(first.given)
+    check(larger.given)  # other shapes, and back
+    check(first.given)
+    for each in (plain, compiled):
+        each.blocks[0].get_parameter("mlp.fc2.weight").mul_(3)  # the same memory, other numbers
+    check(first.given)
+    for each in (plain, compiled):
+        each.blocks[0].get_submodule("norm1").eps = 2.0  # a number of its own
+    check(first.given)
+    for each in (plain, compiled):
+        layer = each.blocks[0].get_submodule("mlp.fc2")
+        layer.bias = nn.Parameter(torch.ones_like(layer.bias), requires_grad=False)  # another one
+    check(first.given)
