@@ -23,7 +23,7 @@ from everyframe.engine.run import stream
 from everyframe.families.opensora import sharding, stages
 from everyframe.parallel.communicator import Communicator
 from everyframe.runs.run_state import SaveOptions
-from everyframe.runtime.stages import templates as stages_module
+from everyframe.runtime.stages import templates
 from everyframe.samplers import noise
 from helpers.events import frames_by_seed
 from helpers.out_of_memory import TOO_LITTLE
@@ -214,14 +214,14 @@ def test_one_rank_alone_encodes_the_text(ranks: Group, model: str) -> None:
 def _no_encoder_but_on_the_first(group: Communicator) -> Any:
     if group.is_lead:
         return None
-    kept = stages_module.load_component
+    kept = templates.load_component
 
     def refuse(part: ComponentPlan, *more: Any, **named: Any) -> Any:
         assert part.name != "text_encoder", "the text is encoded once"
         return kept(part, *more, **named)
 
-    stages_module.load_component = refuse
-    return lambda: setattr(stages_module, "load_component", kept)
+    templates.load_component = refuse
+    return lambda: setattr(templates, "load_component", kept)
 
 
 # ---------------------------------------------------------------- what goes wrong

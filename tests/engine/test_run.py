@@ -27,7 +27,7 @@ from everyframe.engine import request_inputs as given_frames
 from everyframe.engine import run
 from everyframe.engine.records.provenance import make_record
 from everyframe.media.pixels import fit_image
-from everyframe.runtime.stages import templates as stages
+from everyframe.runtime.stages import templates
 from helpers.events import frames_by_seed
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 
@@ -89,7 +89,7 @@ def test_the_number_of_threads_is_the_plans_while_it_runs(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = set()
-    load = stages.load_component
+    load = templates.load_component
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         used.add(torch.get_num_threads())
@@ -97,7 +97,7 @@ def test_the_number_of_threads_is_the_plans_while_it_runs(
         assert torch.backends.cudnn.conv.fp32_precision == "ieee"
         return load(*args, **kwargs)
 
-    monkeypatch.setattr(stages, "load_component", spy)
+    monkeypatch.setattr(templates, "load_component", spy)
     before = torch.get_num_threads()
     for event in run.stream(request(model, seed=1), num_threads=before + 1):
         # Whoever reads the events runs in their own surroundings.
@@ -159,7 +159,7 @@ def test_given_pictures_are_read_before_anything_is_loaded(
     def never(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("loaded")
 
-    monkeypatch.setattr(stages, "load_component", never)
+    monkeypatch.setattr(templates, "load_component", never)
     (tmp_path / "no.png").write_text("no picture")
     options = {"num_frames": 17, "image": str(tmp_path / "no.png")}
     with pytest.raises(MediaError, match=r"no\.png' is no picture"):

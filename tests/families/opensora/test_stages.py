@@ -18,11 +18,11 @@ import everyframe
 from everyframe.core.errors import InputError
 from everyframe.core.events import ComponentLoaded, Note, StageDone
 from everyframe.core.quality import LossyMethod, SamplingMethod
-from everyframe.families.opensora import stages as stages_module
+from everyframe.families.opensora import stages
 from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.families.opensora.vae import VideoVAE
 from everyframe.ops.attention import by_kernel
-from everyframe.runtime.stages import templates as stages
+from everyframe.runtime.stages import templates
 from helpers.references.opensora import (
     LATENTS,
     PROMPT,
@@ -196,7 +196,7 @@ def test_each_part_is_gone_before_the_next_one_is_loaded(
     model_1_2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[weakref.ref[nn.Module]] = []
-    load = stages.load_component
+    load = templates.load_component
 
     def spy(*args: Any, **kwargs: Any) -> nn.Module:
         alive = [ref for ref in loaded if ref() is not None]
@@ -205,7 +205,7 @@ def test_each_part_is_gone_before_the_next_one_is_loaded(
         loaded.append(weakref.ref(module))
         return module
 
-    monkeypatch.setattr(stages, "load_component", spy)
+    monkeypatch.setattr(templates, "load_component", spy)
     image = np.zeros((24, 40, 3), dtype=np.uint8)
     request = everyframe.Request(
         prompt=PROMPT, model=str(model_1_2), seed=1, chain=2, image=image, **SIZES
@@ -225,13 +225,13 @@ def test_each_part_is_gone_before_the_next_one_is_loaded(
 def test_a_finished_video_keeps_no_frames(model_1_2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Seen after each clip of each of two videos: the end of a clip is held for the next one only.
     held: list[list[bool]] = []
-    decode = stages_module.DecodeStage.run
+    decode = stages.DecodeStage.run
 
-    def spy(self: stages_module.DecodeStage, videos: Any) -> Any:
+    def spy(self: stages.DecodeStage, videos: Any) -> Any:
         yield from decode(self, videos)
         held.append([video.last_frames is not None for video in videos])
 
-    monkeypatch.setattr(stages_module.DecodeStage, "run", spy)
+    monkeypatch.setattr(stages.DecodeStage, "run", spy)
     request = everyframe.Request(
         prompt=PROMPT, model=str(model_1_2), seed=1, chain=2, num_videos=2, **SIZES
     )
@@ -245,7 +245,7 @@ def test_a_prompt_that_is_too_long_is_told_before_anything_is_loaded(
     def never(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("loaded")
 
-    monkeypatch.setattr(stages, "load_component", never)
+    monkeypatch.setattr(templates, "load_component", never)
     with pytest.raises(InputError, match=r"has 46 tokens, this model reads 24;.*cuts: 'left"):
         run(model_1_2, "a red circle " * 7 + "a " + "left " * 16)
 

@@ -18,13 +18,13 @@ from everyframe.families.inpaint.spec import InpaintSpec
 from everyframe.media.pixels import Frames
 from everyframe.parallel.communicator import broadcastable
 from everyframe.runtime.interface import VideoState
-from everyframe.runtime.stages import templates as stages
+from everyframe.runtime.stages import templates
 
 _Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
-class InpaintContext(stages.StageContext[InpaintSpec]):
+class InpaintContext(templates.StageContext[InpaintSpec]):
     """Shared by all stages."""
 
     @property

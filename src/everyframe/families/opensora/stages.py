@@ -28,7 +28,7 @@ from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConf
 from everyframe.families.t5_tokenizer import load_tokenizer
 from everyframe.parallel.communicator import broadcastable
 from everyframe.runtime.interface import VideoState
-from everyframe.runtime.stages import templates as stages
+from everyframe.runtime.stages import templates
 from everyframe.runtime.stages.denoise_stage import VideoDenoiseStage
 from everyframe.runtime.stages.frame_pieces import as_floats
 from everyframe.runtime.stages.guard import Guard
@@ -281,7 +281,7 @@ class DenoiseStage(VideoDenoiseStage[OpenSoraContext, SamplerInputs]):
         return rectified_flow.path(timesteps_of(settings, config), inputs.mask)
 
 
-class DecodeStage(stages.DecodeStage[OpenSoraContext]):
+class DecodeStage(templates.DecodeStage[OpenSoraContext]):
     """Decode latents to frames, in the pieces that the autoencoder was trained on."""
 
     @property

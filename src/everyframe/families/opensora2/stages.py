@@ -33,7 +33,7 @@ from everyframe.families.opensora2.settings import is_conditioned, is_guided, la
 from everyframe.families.opensora2.spec import OpenSora2Spec
 from everyframe.families.opensora2.vae_config import VAEConfig
 from everyframe.runtime.interface import VideoState
-from everyframe.runtime.stages import templates as stages
+from everyframe.runtime.stages import templates
 from everyframe.runtime.stages.denoise_stage import VideoDenoiseStage
 from everyframe.runtime.stages.frame_pieces import as_floats, as_frames
 from everyframe.runtime.stages.guard import Guard
@@ -283,7 +283,7 @@ class DenoiseStage(VideoDenoiseStage[OpenSora2Context, SamplerInputs]):
         return bool(self.context.settings.option("given_clip"))
 
 
-class DecodeStage(stages.DecodeStage[OpenSora2Context]):
+class DecodeStage(templates.DecodeStage[OpenSora2Context]):
     """Decode latents to frames in upstream's tiles, which the lead rank blends."""
 
     def _blender(self) -> vae.TileBlender:

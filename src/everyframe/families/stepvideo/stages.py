@@ -37,7 +37,7 @@ from everyframe.families.stepvideo.text import (
 from everyframe.families.stepvideo.vae import SeamBlender, StepVAE, decode_frames
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.request_checks import FrameChunk
-from everyframe.runtime.stages import templates as stages
+from everyframe.runtime.stages import templates
 from everyframe.runtime.stages.denoise_stage import VideoDenoiseStage
 from everyframe.runtime.stages.frame_pieces import as_frames
 from everyframe.runtime.stages.templates import LatentPiece, SharedEncodeStage, StageContext
@@ -203,7 +203,7 @@ class DenoiseStage(VideoDenoiseStage[StepVideoContext, SamplerInputs]):
         return flow_matching.schedule(settings.num_inference_steps, settings.option("time_shift"))
 
 
-class DecodeStage(stages.DecodeStage[StepVideoContext]):
+class DecodeStage(templates.DecodeStage[StepVideoContext]):
     """Decode latents to frames, in the pieces that the autoencoder was trained on.
 
     The lead rank blends the seams, so one frame waits at each.

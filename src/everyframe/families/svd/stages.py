@@ -22,7 +22,7 @@ from everyframe.families.svd.denoiser import Denoiser, ImageConditioning
 from everyframe.families.svd.settings import latent_shape
 from everyframe.families.svd.spec import SVDSpec
 from everyframe.runtime.interface import VideoState
-from everyframe.runtime.stages import templates as stages
+from everyframe.runtime.stages import templates
 from everyframe.runtime.stages.denoise_stage import VideoDenoiseStage
 from everyframe.runtime.stages.templates import (
     LatentPiece,
@@ -203,7 +203,7 @@ class DenoiseStage(VideoDenoiseStage[SVDContext, SamplerInputs]):
         return euler_karras.path(self._sigmas())
 
 
-class DecodeStage(stages.DecodeStage[SVDContext]):
+class DecodeStage(templates.DecodeStage[SVDContext]):
     """Decode latents to frames, `decode_chunk_size` at once."""
 
     @property
