@@ -13,8 +13,8 @@ from everyframe.core.facts import DeviceFacts
 from everyframe.dry_run.call import DryRunCall
 from everyframe.fast_paths.certification.certify import certify
 from everyframe.fast_paths.registry import for_device, switched_off
-from everyframe.planning.component_certificates import Certificates
 from everyframe.planning.dry_runs import DryRun, dry_run
+from everyframe.planning.fast_paths.component_certificates import Certificates
 
 
 @cache

@@ -58,7 +58,8 @@ LONG = (
     "planning/test_dry_runs.py", "families/opensora2/test_stages.py", "adapters/test_merge.py",
     "families/inpaint/test_stages.py", "adapters/test_component_requests.py",
     "planning/test_load_balancing.py", "fast_paths/compilation/test_compiled_block.py",
-    "planning/test_memory_fit.py", "engine/test_batched_runs.py", "engine/test_save.py",
+    "planning/memory/test_memory_fit.py", "engine/test_batched_runs.py",
+    "engine/models/test_save.py",
     "end_to_end/test_repairs.py", "fast_paths/test_path_sizes.py", "recipes/test_shipped.py",
 )  # fmt: skip
 

@@ -25,12 +25,12 @@ from everyframe.core.plan import Repair
 from everyframe.core.quality import LossyMethod
 from everyframe.core.request import Request as Request
 from everyframe.engine.calibration import calibrate as calibrate
-from everyframe.engine.compiled_modules import compile as compile
-from everyframe.engine.compiled_modules import load_compiled as load_compiled
-from everyframe.engine.compiled_modules import quantize as quantize
-from everyframe.engine.compiled_modules import save_compiled as save_compiled
+from everyframe.engine.models.compiled_modules import compile as compile
+from everyframe.engine.models.compiled_modules import load_compiled as load_compiled
+from everyframe.engine.models.compiled_modules import quantize as quantize
+from everyframe.engine.models.compiled_modules import save_compiled as save_compiled
+from everyframe.engine.models.save import save as save
 from everyframe.engine.results import Output
-from everyframe.engine.save import save as save
 from everyframe.engine.warm_engine import Engine as Engine
 from everyframe.engine.warm_engine import load as load
 from everyframe.media.video import Video as Video

@@ -25,7 +25,7 @@ from everyframe.dry_run.call import DryRunCall
 from everyframe.dry_run.counters import MemoryTracker
 from everyframe.hardware.profiles import find_profile
 from everyframe.planning import dry_runs
-from everyframe.planning.component_certificates import Certificates
+from everyframe.planning.fast_paths.component_certificates import Certificates
 from everyframe.planning.resolve import PreparedPlan, prepare
 from everyframe.precision import cast_hooks
 from helpers.dry_runs import dry_run_module

@@ -51,7 +51,9 @@ def kinds(plan: Plan) -> dict[str, str]:
 @pytest.fixture
 def present(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchao is found; nothing here imports it."""
-    monkeypatch.setattr("everyframe.planning.choose_fast_paths.find_spec", lambda name: name)
+    monkeypatch.setattr(
+        "everyframe.planning.fast_paths.choose_fast_paths.find_spec", lambda name: name
+    )
 
 
 @pytest.mark.usefixtures("present")
@@ -92,7 +94,9 @@ def test_without_the_package_the_command_is_named(
 ) -> None:
     from everyframe.cli.main import main
 
-    monkeypatch.setattr("everyframe.planning.choose_fast_paths.find_spec", lambda name: None)
+    monkeypatch.setattr(
+        "everyframe.planning.fast_paths.choose_fast_paths.find_spec", lambda name: None
+    )
     with pytest.raises(MissingPackageError, match=r"pip install 'everyframe\[torchao\]'"):
         everyframe.generate(**asked(wan, quantize=KIND))
     assert main(["plan", "a fox", "-m", str(wan), "--quantize", KIND]) == 2

@@ -19,7 +19,8 @@ from everyframe.fast_paths.certificates import digest
 from everyframe.fast_paths.certification.extract_blocks import blocks_of
 from everyframe.fast_paths.modules.constant_results import CachedConstants
 from everyframe.ops.attention import by_kernel
-from everyframe.planning import component_certificates, list_fast_paths
+from everyframe.planning import list_fast_paths
+from everyframe.planning.fast_paths import component_certificates
 from everyframe.planning.list_fast_paths import survey
 from everyframe.planning.resolve import PreparedPlan, prepare
 from helpers.plans import certificates_of, frames_of, unchanged

@@ -126,7 +126,9 @@ def test_what_is_not_certified_is_left_out_with_a_line(
     model: Path, verdict: str | None, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if verdict is None:
-        monkeypatch.setattr("everyframe.planning.choose_fast_paths.find_spec", lambda name: None)
+        monkeypatch.setattr(
+            "everyframe.planning.fast_paths.choose_fast_paths.find_spec", lambda name: None
+        )
     else:
         multiply_here(monkeypatch)
         certify_as(monkeypatch, verdict, 0.9)

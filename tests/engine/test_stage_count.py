@@ -22,7 +22,7 @@ from everyframe.fast_paths.certification.certify import CertifyResult
 from everyframe.fast_paths.certification.target import CertificationTarget
 from everyframe.fast_paths.computing_time import add_computing_time, computing_time
 from everyframe.fast_paths.registry import FastPath
-from everyframe.planning.component_certificates import IN_ALL, MANY_SECONDS
+from everyframe.planning.fast_paths.component_certificates import IN_ALL, MANY_SECONDS
 from everyframe.planning.resolve import PreparedPlan, prepare
 from everyframe.runtime.batch_member import MEMBER
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from everyframe.fast_paths.certificates import Certificate, keep
-from everyframe.planning import choose_fast_paths, component_certificates
-from everyframe.planning.component_certificates import MissingCertificates
+from everyframe.planning.fast_paths import choose_fast_paths, component_certificates
+from everyframe.planning.fast_paths.component_certificates import MissingCertificates
 from everyframe.precision import quantization
 
 KIND = "int8-dynamic"

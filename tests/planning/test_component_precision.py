@@ -12,10 +12,10 @@ from everyframe.core.facts import DeviceFacts, Throughput
 from everyframe.core.plan import ComponentPlan
 from everyframe.core.request import Request
 from everyframe.hardware.profiles import find_profile, profile_names
-from everyframe.planning.component_memory import ComponentPlanner
 from everyframe.planning.component_precision import QuantizationChoice, check_effect, quantising_of
 from everyframe.planning.dry_runs import stage_plan
-from everyframe.planning.memory_fit import FitResult, MemoryFit
+from everyframe.planning.memory.component_memory import ComponentPlanner
+from everyframe.planning.memory.memory_fit import FitResult, MemoryFit
 from everyframe.runtime.interface import ModelSpec
 from helpers import config_only_models
 

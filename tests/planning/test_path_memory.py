@@ -12,9 +12,9 @@ from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Settings
 from everyframe.core.quality import parse_method
 from everyframe.fast_paths.path_sizes import scratch_bytes
-from everyframe.planning.choose_fast_paths import FastPathChooser, FastPathOptions
-from everyframe.planning.component_memory import ComponentPlanner, PlannedComponent
-from everyframe.planning.memory_fit import MemoryFit
+from everyframe.planning.fast_paths.choose_fast_paths import FastPathChooser, FastPathOptions
+from everyframe.planning.memory.component_memory import ComponentPlanner, PlannedComponent
+from everyframe.planning.memory.memory_fit import MemoryFit
 from everyframe.planning.resolve import prepare
 from helpers import config_only_models
 

@@ -153,7 +153,9 @@ def test_what_can_t_be_is_said(model: Path, options: dict[str, Any], says: str) 
 def test_without_the_package_the_command_is_named(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("everyframe.planning.choose_fast_paths.find_spec", lambda name: None)
+    monkeypatch.setattr(
+        "everyframe.planning.fast_paths.choose_fast_paths.find_spec", lambda name: None
+    )
     with pytest.raises(MissingPackageError, match=r"pip install 'everyframe\[torchao\]'"):
         plan(model, quality=BOTH)
 
@@ -190,7 +192,9 @@ def test_it_can_be_switched_off(
     if not options:
         monkeypatch.setenv(DISABLE_VARIABLES[0], KIND)
     if options.pop("missing", False):
-        monkeypatch.setattr("everyframe.planning.choose_fast_paths.find_spec", lambda name: None)
+        monkeypatch.setattr(
+            "everyframe.planning.fast_paths.choose_fast_paths.find_spec", lambda name: None
+        )
     found = plan(model, quality="32dB", **options)
     assert str(found.settings.method) == SAMPLING
     assert found.component("denoiser").precision.weight_dtype == ""

@@ -1,6 +1,6 @@
 """``everyframe pull``: fetch and verify what a model needs, and nothing else.
 
-`everyframe.engine.pull` does it.
+`everyframe.engine.models.pull` does it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def pull(named: str | None = None, *, json: bool = False, **given: Any) -> int:
     if request.model is None:
         raise InputError("name the model: everyframe pull MODEL; `everyframe models` lists some")
     # Not on top: this brings torch, and a wrong option should be refused at once.
-    from everyframe.engine.pull import pull as pull_model
+    from everyframe.engine.models.pull import pull as pull_model
 
     found = pull_model(request, _note)
     if json:

@@ -18,7 +18,7 @@ def save(model: str, *, output: str | None = None, **given: Any) -> int:
     """Save `model` to the folder `output`; the exit code."""
     if output is None:
         raise InputError("give the folder to write: --output FOLDER")
-    from everyframe.engine.save import save as save_model
+    from everyframe.engine.models.save import save as save_model
 
     given.pop("log_level", None)
     print(save_model(model, output, **given))

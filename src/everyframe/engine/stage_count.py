@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from everyframe.core.events import Event, StageDone
 from everyframe.engine.distributed import RankContext
-from everyframe.planning.component_certificates import count_stage
+from everyframe.planning.fast_paths.component_certificates import count_stage
 from everyframe.planning.resolve import PreparedPlan
 from everyframe.runtime.batch_member import MEMBER
 

@@ -24,8 +24,8 @@ from everyframe.core.quality import PRODUCTS
 from everyframe.core.request import Request
 from everyframe.dry_run.call import DryRunCall
 from everyframe.fast_paths.registry import CATALOGUE
-from everyframe.planning.choose_fast_paths import USED, FastPathChooser
 from everyframe.planning.dry_runs import DryRun, dry_run, not_followed
+from everyframe.planning.fast_paths.choose_fast_paths import USED, FastPathChooser
 from everyframe.precision.policy import choose
 from everyframe.runtime.interface import Component, DryRunSpec, ModelSpec, ShardableSpec
 

@@ -10,7 +10,7 @@ from everyframe.core.facts import MachineFacts
 from everyframe.core.plan import Plan
 from everyframe.planning.dry_runs import describe_findings
 from everyframe.planning.find_model import EMBEDDED_MODEL
-from everyframe.planning.memory_fit import FitResult, MemoryFit
+from everyframe.planning.memory.memory_fit import FitResult, MemoryFit
 
 
 def infeasible_reason(

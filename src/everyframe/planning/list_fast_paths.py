@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from everyframe.core.plan import FastPathChoice, Plan
 from everyframe.core.request import Request
 from everyframe.fast_paths.registry import CATALOGUE, PRECISIONS, FastPath
-from everyframe.planning import component_certificates
+from everyframe.planning.fast_paths import component_certificates
 from everyframe.planning.resolve import PreparedPlan, prepare
 
 

@@ -19,11 +19,11 @@ from everyframe.core.facts import DeviceFacts, OpShape
 from everyframe.core.parallel_plan import ParallelPlan
 from everyframe.core.plan import Settings
 from everyframe.hardware.throughput import measured_rates
-from everyframe.planning.memory_fit import FitResult, MemoryFit
+from everyframe.planning.memory.memory_fit import FitResult, MemoryFit
 from everyframe.runtime.interface import ModelSpec, ShardableSpec
 
 if TYPE_CHECKING:
-    from everyframe.planning.component_memory import ComponentPlanner
+    from everyframe.planning.memory.component_memory import ComponentPlanner
 
 #: Speeds are rounded to so many steps, so that measurement noise changes no share.
 _STEPS = 16

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from everyframe.planning.memory_fit import FitResult
+from everyframe.planning.memory.memory_fit import FitResult
 
 
 def with_output_size(fitted: FitResult) -> FitResult:

@@ -29,10 +29,10 @@ from everyframe.core.request import Request
 from everyframe.fast_paths.calibrations import Calibration, nearest_calibration
 from everyframe.fast_paths.certificates import device_key, digest
 from everyframe.fast_paths.registry import switched_off
-from everyframe.planning.choose_fast_paths import has_torchao
 from everyframe.planning.component_precision import can_multiply
+from everyframe.planning.fast_paths.choose_fast_paths import has_torchao
 from everyframe.planning.load_balancing import BalancedPlan
-from everyframe.planning.memory_fit import FitResult, MemoryFit
+from everyframe.planning.memory.memory_fit import FitResult, MemoryFit
 from everyframe.runtime.components.patchable import digest_with_loras, patches_of
 from everyframe.runtime.interface import LossySpec, ModelSpec
 

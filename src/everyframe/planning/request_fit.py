@@ -1,6 +1,6 @@
 """Fit a request on its devices: how they divide the work, and how each holds its part.
 
-Read next: `planning/parallelism.py` (the division), `planning/memory_fit.py` (one device's memory).
+Read next: `parallelism.py` (the division), `memory/memory_fit.py` (one device's memory).
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.core.parallel_plan import ParallelPlan
 from everyframe.core.plan import Repair, Settings
 from everyframe.core.request import DTYPES, Request
-from everyframe.planning import component_certificates
-from everyframe.planning.blocked_paths import known
-from everyframe.planning.choose_fast_paths import FastPathChooser, pins_of
-from everyframe.planning.component_memory import ComponentPlanner
 from everyframe.planning.component_precision import (
     QuantizationChoice,
     check_effect,
     quantising_of,
 )
+from everyframe.planning.fast_paths import component_certificates
+from everyframe.planning.fast_paths.blocked_paths import known
+from everyframe.planning.fast_paths.choose_fast_paths import FastPathChooser, pins_of
 from everyframe.planning.load_balancing import (
     BalancedPlan,
     are_alike,
@@ -31,7 +30,8 @@ from everyframe.planning.load_balancing import (
     weights_by_speed,
     with_weights,
 )
-from everyframe.planning.memory_fit import MemoryFit, within
+from everyframe.planning.memory.component_memory import ComponentPlanner
+from everyframe.planning.memory.memory_fit import MemoryFit, within
 from everyframe.planning.output_size import with_output_size
 from everyframe.planning.parallelism import (
     AVOIDED,

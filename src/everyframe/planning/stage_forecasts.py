@@ -9,7 +9,7 @@ from everyframe.core.parallel_plan import ParallelPlan
 from everyframe.core.plan import StagePlan
 from everyframe.dry_run.result import Work
 from everyframe.planning.dry_runs import DryRun, call_seconds, heaviest, stage_plan
-from everyframe.planning.memory_fit import FitResult
+from everyframe.planning.memory.memory_fit import FitResult
 from everyframe.planning.parallelism import sending_seconds, weights_seconds
 from everyframe.planning.throughput_cache import rates_here
 

@@ -21,7 +21,7 @@ from everyframe.fast_paths.certification.trials import block
 from everyframe.fast_paths.compilation.module_compilation import is_compiled
 from everyframe.fast_paths.compilation.toolchain import why_not
 from everyframe.fast_paths.registry import CATALOGUE
-from everyframe.planning.component_certificates import Certificates
+from everyframe.planning.fast_paths.component_certificates import Certificates
 from everyframe.planning.resolve import prepare
 
 SIZES: dict[str, Any] = {"size": "32x16", "num_frames": 3, "num_inference_steps": 2, "seed": 5}

@@ -165,7 +165,7 @@ class _Measuring:
         """Trials of each fast path of this device that applies, as `fast-paths --certify` runs."""
         from everyframe.fast_paths.certification.certify import certify
         from everyframe.fast_paths.registry import for_device
-        from everyframe.planning.component_certificates import Certificates
+        from everyframe.planning.fast_paths.component_certificates import Certificates
 
         self.tell("fast paths on the smallest blocks")
         target = Certificates(self.device, self.num_threads).subject(

@@ -17,7 +17,7 @@ from everyframe.core.plan import Plan
 from everyframe.core.quality import recorded_method
 from everyframe.core.request import Request
 from everyframe.engine.distributed import Peers
-from everyframe.planning.component_memory import holders_among
+from everyframe.planning.memory.component_memory import holders_among
 from everyframe.planning.parallelism import AVOIDED
 from everyframe.planning.resolve import check_feasible, prepare
 from everyframe.runs.run_state import RunState

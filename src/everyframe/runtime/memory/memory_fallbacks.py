@@ -4,7 +4,7 @@
   2. weight sharding across ranks,
   3. offload of weights to the host,
   4. lossy savings of the family.
-A plan uses as few as make it fit (`everyframe.planning.memory_fit`). A stage takes the next one
+A plan uses as few as make it fit (`planning/memory/memory_fit.py`). A stage takes the next one
 when it runs out of memory (`oom_fallback.py`); if ranks do so together, the launcher takes it and
 restarts all of them (`everyframe.engine.resumption.replan`). No torch.
 """

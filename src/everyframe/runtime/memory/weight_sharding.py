@@ -8,7 +8,7 @@ every product uses the bits that were read from the file.
 Unlike FSDP2, which slices every tensor, whole blocks are owned by one rank. Nothing is padded or
 reassembled, any number of ranks works, and hooks, casts and repairs see ordinary parameters. All
 ranks must call the same blocks in the same order, also ranks without tokens. The planner estimates
-the memory in `everyframe.planning.component_memory`.
+the memory in `everyframe.planning.memory.component_memory`.
 """
 
 from __future__ import annotations

@@ -30,13 +30,13 @@ from everyframe.fast_paths.registry import (
     path_of_kernel,
     switched_off,
 )
-from everyframe.planning.blocked_paths import BlockedPaths, tags_of
-from everyframe.planning.component_certificates import (
+from everyframe.planning.dry_runs import DryRun, largest_scores
+from everyframe.planning.fast_paths.blocked_paths import BlockedPaths, tags_of
+from everyframe.planning.fast_paths.component_certificates import (
     RECORDED,
     Certificates,
     is_very_long,
 )
-from everyframe.planning.dry_runs import DryRun, largest_scores
 from everyframe.runtime.interface import Component
 
 #: Verdicts that enable a path.

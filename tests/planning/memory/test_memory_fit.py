@@ -21,10 +21,10 @@ from everyframe.families.svd.options import SVDOptions
 from everyframe.families.t5_tokenizer import T5_XXL
 from everyframe.hardware.profiles import find_profile
 from everyframe.planning import component_precision
-from everyframe.planning.component_memory import ComponentPlanner
 from everyframe.planning.dry_runs import DryRun, dry_run
 from everyframe.planning.infeasible import infeasible_reason
-from everyframe.planning.memory_fit import FitResult, MemoryFit, within
+from everyframe.planning.memory.component_memory import ComponentPlanner
+from everyframe.planning.memory.memory_fit import FitResult, MemoryFit, within
 from everyframe.runtime.stages import tiling
 from helpers import config_only_models
 from helpers.guard_modules import plan

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from everyframe.core.plan import Settings
-from everyframe.planning.largest_video import TRIES, largest_first
+from everyframe.planning.memory.largest_video import TRIES, largest_first
 from helpers import config_only_models
 
 #: Model, its request, and how many smaller videos there are.

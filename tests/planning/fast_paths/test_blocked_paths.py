@@ -15,9 +15,9 @@ from everyframe.core.facts import DeviceFacts, MachineFacts, OpShape, SoftwareFa
 from everyframe.core.plan import Precision
 from everyframe.fast_paths.apply import applies_to
 from everyframe.fast_paths.registry import CATALOGUE, OF_LAYERS
-from everyframe.planning.blocked_paths import BlockedPaths, BlockReason, known, tags_of
-from everyframe.planning.choose_fast_paths import FastPathChooser, FastPathOptions
-from everyframe.planning.fast_path_notes import fast_path_notes
+from everyframe.planning.fast_paths.blocked_paths import BlockedPaths, BlockReason, known, tags_of
+from everyframe.planning.fast_paths.choose_fast_paths import FastPathChooser, FastPathOptions
+from everyframe.planning.fast_paths.fast_path_notes import fast_path_notes
 from everyframe.precision.policy import ComponentNeeds
 
 CARD = DeviceFacts("a card", "cuda", 0, 10**10, 10**10, (9, 0), True, True)

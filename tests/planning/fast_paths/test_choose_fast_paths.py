@@ -20,9 +20,9 @@ from everyframe.fast_paths.certification import certify as certifying
 from everyframe.fast_paths.certification.certify import CertifyResult
 from everyframe.fast_paths.certification.target import CertificationTarget
 from everyframe.fast_paths.registry import switched_off
-from everyframe.planning import component_certificates
 from everyframe.planning import resolve as resolver
-from everyframe.planning.component_certificates import Certificates, MissingCertificates
+from everyframe.planning.fast_paths import component_certificates
+from everyframe.planning.fast_paths.component_certificates import Certificates, MissingCertificates
 from everyframe.planning.resolve import PreparedPlan, prepare
 from helpers.plans import certificates_of
 

@@ -19,14 +19,14 @@ from everyframe.core.facts import DeviceFacts
 from everyframe.core.parallel_plan import ParallelPlan
 from everyframe.core.plan import ComponentPlan, Settings, peak_of
 from everyframe.dry_run.call import DryRunCall
-from everyframe.planning.component_memory import (
+from everyframe.planning.dry_runs import DryRun
+from everyframe.planning.memory.component_memory import (
     ComponentPlanner,
     PlannedComponent,
     WeightPlacement,
     frame_bytes,
 )
-from everyframe.planning.dry_runs import DryRun
-from everyframe.planning.largest_video import largest_first
+from everyframe.planning.memory.largest_video import largest_first
 from everyframe.planning.parallelism import StepCost
 from everyframe.precision.dtypes import num_bytes
 from everyframe.runtime.interface import Component, DryRunSpec, ModelSpec, ShardableSpec

@@ -17,7 +17,6 @@ from everyframe.core.quality import PRODUCTS
 from everyframe.dry_run.call import DryRunCall
 from everyframe.fast_paths.path_sizes import constant_bytes, feature_bytes, scratch_bytes
 from everyframe.fast_paths.registry import BF16_DECODER
-from everyframe.planning.choose_fast_paths import FastPathChooser, score_bytes, used
 from everyframe.planning.component_precision import (
     WHOLE,
     PrecisionPlanner,
@@ -25,7 +24,8 @@ from everyframe.planning.component_precision import (
     quantization_notes,
 )
 from everyframe.planning.dry_runs import DryRun
-from everyframe.planning.fast_path_notes import fast_path_notes
+from everyframe.planning.fast_paths.choose_fast_paths import FastPathChooser, score_bytes, used
+from everyframe.planning.fast_paths.fast_path_notes import fast_path_notes
 from everyframe.precision.dtypes import num_bytes
 from everyframe.precision.islands import WORTH, num_narrow, weight_bytes
 from everyframe.runtime.interface import Component, ModelSpec, ShardableSpec

@@ -9,7 +9,7 @@ from everyframe.core.errors import InputError
 from everyframe.core.paths import expand_path
 from everyframe.core.quality import PRODUCTS
 from everyframe.core.request import DTYPES, Request
-from everyframe.engine.saved_model import SavableNative
+from everyframe.engine.models.saved_model import SavableNative
 from everyframe.families.registry import check_option_names
 from everyframe.planning.find_model import find_model
 from everyframe.precision.dtypes import torch_dtype

@@ -14,7 +14,12 @@ from everyframe.fast_paths import certificates as certificate_store
 from everyframe.fast_paths.certification import certify as certifies
 from everyframe.fast_paths.certification.certify import CertifyResult, certify
 from everyframe.fast_paths.certification.target import CertificationTarget
-from everyframe.planning.component_certificates import AT_ONCE, IN_ALL, MissingCertificates, make
+from everyframe.planning.fast_paths.component_certificates import (
+    AT_ONCE,
+    IN_ALL,
+    MissingCertificates,
+    make,
+)
 from helpers import fake_fast_paths
 
 WHOLE = Precision("float32", "float32")

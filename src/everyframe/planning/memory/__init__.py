@@ -1,0 +1,1 @@
+"""Memory of components, and the memory fallbacks with which they fit their devices."""
