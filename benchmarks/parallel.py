@@ -153,7 +153,7 @@ def cases() -> dict[str, Case]:
     found: dict[str, Case] = {}
     for name, case in known.items():
         model = case.model(1)
-        for way in model.ways if isinstance(model, ShardableSpec) else ():
+        for way in model.sequence_backends if isinstance(model, ShardableSpec) else ():
             found[f"{name}, {way}" if way else name] = replace(case, way=way)
     return found
 

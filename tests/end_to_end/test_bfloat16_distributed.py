@@ -30,7 +30,7 @@ from everyframe.families.svd import components as svd
 from everyframe.families.svd import sharding as svd_sharding
 from everyframe.families.svd import unet
 from everyframe.parallel.communicator import Communicator, SingleRank
-from everyframe.parallel.head_partition import ATTENDING
+from everyframe.parallel.head_partition import SEQUENCE_BACKENDS
 from everyframe.precision import cast_hooks
 from everyframe.samplers import euler_karras, flow_matching, iddpm, noise, rectified_flow
 from everyframe.samplers.base import Step
@@ -100,7 +100,7 @@ def open_sora(version: str) -> Sampled:
     return model, lambda group: opensora_sharding.apply(model, group), sample
 
 
-def step_video(way: str) -> Sampled:
+def step_video(backend: str) -> Sampled:
     config = StepVideoModelConfig(
         num_attention_heads=3, attention_head_dim=16, in_channels=4, out_channels=4, num_layers=2,
         caption_channels=(12, 10),
@@ -113,7 +113,7 @@ def step_video(way: str) -> Sampled:
     def sample(x: Tensor) -> Iterator[Step]:
         return flow_matching.sample(denoise, x, flow_matching.schedule(STEPS, 3.0))
 
-    return model, lambda group: stepvideo_sharding.apply(model, group, way=way), sample
+    return model, lambda group: stepvideo_sharding.apply(model, group, backend=backend), sample
 
 
 def video_unet() -> Sampled:
@@ -153,8 +153,8 @@ MODELS: dict[str, tuple[Callable[[], Sampled], tuple[int, ...]]] = {
     "Open-Sora 1.2": (lambda: open_sora("1.2"), (1, 4, 5, 6, 10)),
     "Stable Video Diffusion": (video_unet, (1, 5, 4, 4, 6)),
     **{
-        f"Step-Video, {way}": (lambda way=way: step_video(way), (1, 4, 3, 6, 10))
-        for way in ATTENDING
+        f"Step-Video, {backend}": (lambda backend=backend: step_video(backend), (1, 4, 3, 6, 10))
+        for backend in SEQUENCE_BACKENDS
     },
 }
 

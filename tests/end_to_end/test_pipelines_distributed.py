@@ -23,7 +23,7 @@ from everyframe.engine.distributed import Rendezvous
 from everyframe.engine.resumption.resume import resume_run
 from everyframe.engine.run import stream
 from everyframe.parallel.communicator import Communicator
-from everyframe.parallel.head_partition import ATTENDING
+from everyframe.parallel.head_partition import SEQUENCE_BACKENDS
 from everyframe.runs.folder import RunFolder, all_runs
 from everyframe.runs.run_state import SaveOptions
 from helpers.interrupted_ranks import begun, copied, gone_on, told, videos
@@ -99,12 +99,12 @@ def of_attention(sent: dict[str, int]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("way", ATTENDING)
+@pytest.mark.parametrize("backend", SEQUENCE_BACKENDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_one_video_on_several_ranks(
-    ranks: Group, asked: dict[str, dict[str, Any]], name: str, way: str, size: int
+    ranks: Group, asked: dict[str, dict[str, Any]], name: str, backend: str, size: int
 ) -> None:
-    given = {**asked[name], "parallel": f"{way}={size}"}
+    given = {**asked[name], "parallel": f"{backend}={size}"}
     found = ranks.run(size, run, given)
     check_close(videos(found), alone(asked[name]))
     assert [bool(each["frames"]) for each in found] == [True] + [False] * (size - 1)
@@ -335,12 +335,12 @@ def test_a_branch_on_each_of_two_ranks_has_the_bits_of_one_device(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["cfg=2", "auto"])
+@pytest.mark.parametrize("backend", ["cfg=2", "auto"])
 @pytest.mark.parametrize("name", ["wan", "ltx", "latte"])
 def test_two_branches_on_three_ranks(
-    ranks: Group, guided: dict[str, Any], name: str, way: str
+    ranks: Group, guided: dict[str, Any], name: str, backend: str
 ) -> None:
-    found = ranks.run(3, run, {**guided[name], "parallel": way})
+    found = ranks.run(3, run, {**guided[name], "parallel": backend})
     check_close(videos(found), alone(guided[name]))
     if name == "latte":  # whose tokens nobody cuts: two of them do all
         assert not found[2]["steps"]

@@ -75,20 +75,22 @@ def test_what_is_moved_is_what_indexing_gives(
     ranks: Group, size: int, grid: TokenGrid, groups: int
 ) -> None:
     groups = min(groups, size, grid.samples)
-    deal, x = TokenPartition(grid, (1.0,) * size, groups), whole(grid)
+    partition, x = TokenPartition(grid, (1.0,) * size, groups), whole(grid)
     rows = x.flatten(0, 1)
     columns = x.transpose(1, 2).flatten(0, 1)  # (B S, T, C)
     num_columns = num_rows = 0
     for rank, found in enumerate(ranks.run(size, moved, grid, groups, torch.float64)):
-        mine = deal.rows[rank]
+        mine = partition.rows[rank]
         assert torch.equal(found["rows"][0], rows[mine.start : mine.stop])
         held = found["columns"].transpose(1, 2).flatten(0, 1)
-        assert torch.equal(held, columns[deal.columns[rank].start : deal.columns[rank].stop])
+        assert torch.equal(
+            held, columns[partition.columns[rank].start : partition.columns[rank].stop]
+        )
         assert torch.equal(found["back"], found["columns"])
         assert torch.equal(found["whole"], x)
         num_columns += len(held)
         num_rows += len(found["rows"][0])
-        assert found["sent"] == deal.moved(rank) * 3 * 8
+        assert found["sent"] == partition.moved(rank) * 3 * 8
     assert num_columns == grid.samples * grid.places  # none twice, none padded
     assert num_rows == grid.samples * grid.frames
 

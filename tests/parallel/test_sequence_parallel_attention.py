@@ -18,8 +18,8 @@ from torch import Tensor
 from everyframe.ops.attention import attention
 from everyframe.parallel import ring_attention
 from everyframe.parallel.communicator import Communicator, FakeCommunicator
-from everyframe.parallel.head_partition import ATTENDING, HeadPartition, sent_vectors
-from everyframe.parallel.sharded_modules import attending
+from everyframe.parallel.head_partition import SEQUENCE_BACKENDS, HeadPartition, sent_vectors
+from everyframe.parallel.sharded_modules import sequence_attention
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from helpers.rank_pool import FAST, SLOW, Group, in_every_size, ranks
 
@@ -61,7 +61,7 @@ def given(case: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
 
 def attended(
     group: Communicator,
-    way: str,
+    backend: str,
     case: str,
     groups: int = 1,
     fault: Callable[..., Any] | None = None,
@@ -73,11 +73,11 @@ def attended(
     q, k, v, mask = given(case)
     q, k, v = (x.to(dtype) for x in (q, k, v))
     (samples, heads, tokens), _ = CASES[case]
-    deal = TokenPartition(
+    partition = TokenPartition(
         TokenGrid(samples, heads, tokens), group.weights, min(groups, group.size, samples)
     )
-    parts = deal.segments(group.rank)
-    mine = deal.samples(group.rank)
+    parts = partition.segments(group.rank)
+    mine = partition.samples(group.rank)
 
     def take(x: Tensor) -> Tensor:
         return torch.cat([x[mine][p.samples, :, p.places] for p in parts], dim=2)
@@ -94,12 +94,14 @@ def attended(
         core, mask, undo = fault(group, mask)
     dist.all_to_all_single = counting
     try:
-        out = attending(way, deal, group).attend(core, take(q), take(k), take(v), mask)
+        out = sequence_attention(backend, partition, group).attend(
+            core, take(q), take(k), take(v), mask
+        )
     finally:
         dist.all_to_all_single = before
         if undo is not None:
             undo()
-    found = [(h.sample, h.places, out[h.row, :, h.here]) for h in deal.held[group.rank]]
+    found = [(h.sample, h.places, out[h.row, :, h.here]) for h in partition.held[group.rank]]
     return {"found": found, "sent": sent, "counted": group.sent.total(), "dtype": out.dtype}
 
 
@@ -124,32 +126,34 @@ def worst(answers: list[dict[str, Any]], case: str) -> float:
 
 @in_every_size
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("way", ATTENDING)
+@pytest.mark.parametrize("backend", SEQUENCE_BACKENDS)
 def test_any_number_of_ranks_gives_torch_s_own_attention(
-    ranks: Group, size: int, way: str, case: str
+    ranks: Group, size: int, backend: str, case: str
 ) -> None:
     for groups in (1, 2):
-        answers = ranks.run(size, attended, way, case, groups)
+        answers = ranks.run(size, attended, backend, case, groups)
         assert worst(answers, case) < RELATIVE
         for each in answers:
             assert each["sent"] == each["counted"]
 
 
 @pytest.mark.parametrize("weights", [(24.0, 8.0), (1.0, 0.0, 2.0), (1.0, 5.0, 1.0, 1.0, 1.0)])
-@pytest.mark.parametrize("way", ATTENDING)
-def test_unequal_shares(ranks: Group, way: str, weights: tuple[float, ...]) -> None:
+@pytest.mark.parametrize("backend", SEQUENCE_BACKENDS)
+def test_unequal_shares(ranks: Group, backend: str, weights: tuple[float, ...]) -> None:
     case = "two branches, padding of each"
-    found = ranks.run(len(weights), attended, way, case, weights=weights)
+    found = ranks.run(len(weights), attended, backend, case, weights=weights)
     assert worst(found, case) < RELATIVE
 
 
-@pytest.mark.parametrize("way", ATTENDING)
-def test_a_sample_that_lies_on_one_rank_has_the_bits_of_one_device(ranks: Group, way: str) -> None:
+@pytest.mark.parametrize("backend", SEQUENCE_BACKENDS)
+def test_a_sample_that_lies_on_one_rank_has_the_bits_of_one_device(
+    ranks: Group, backend: str
+) -> None:
     """Two ranks for two branches: torch's kernel on each, and nothing is sent."""
     case = "two branches, padding of each"
     q, k, v, mask = given(case)
     assert mask is not None
-    for sample, each in enumerate(ranks.run(2, attended, way, case)):
+    for sample, each in enumerate(ranks.run(2, attended, backend, case)):
         one = slice(sample, sample + 1)
         alone = F.scaled_dot_product_attention(q[one], k[one], v[one], attn_mask=mask[one])
         assert each["found"][0][0] == sample
@@ -157,12 +161,12 @@ def test_a_sample_that_lies_on_one_rank_has_the_bits_of_one_device(ranks: Group,
         assert each["sent"] == 0
 
 
-@pytest.mark.parametrize("way", ATTENDING)
-def test_half_precision_is_sent_as_such_and_summed_in_float32(ranks: Group, way: str) -> None:
+@pytest.mark.parametrize("backend", SEQUENCE_BACKENDS)
+def test_half_precision_is_sent_as_such_and_summed_in_float32(ranks: Group, backend: str) -> None:
     """Answers are rounded once, at the end: 2^-9 of the largest value, and inputs the same."""
     case = "heads and tokens that divide by much"
-    narrow = ranks.run(3, attended, way, case, dtype=torch.bfloat16)
-    wide = ranks.run(3, attended, way, case)
+    narrow = ranks.run(3, attended, backend, case, dtype=torch.bfloat16)
+    wide = ranks.run(3, attended, backend, case)
     assert all(each["dtype"] == torch.bfloat16 for each in narrow)
     assert [4 * each["sent"] for each in narrow] == [each["sent"] for each in wide]
     assert worst(narrow, case) < 2**-7
@@ -178,39 +182,39 @@ def test_bytes_are_those_of_the_formula(ranks: Group, size: int) -> None:
     CASES[case] = ((1, size, 4 * size), "")
     numbers = CASES[case][0][1] * CASES[case][0][2] * WIDTH * 8  # bytes of one of the four
     try:
-        for way, formula in (
+        for backend, formula in (
             ("ulysses", Fraction(4 * numbers * (size - 1), size**2)),
             ("ring", Fraction(2 * numbers * (size - 1), size)),
         ):
-            found = ranks.run(size, _counted, way, size)
+            found = ranks.run(size, _counted, backend, size)
             assert [each["sent"] for each in found] == [formula] * size
     finally:
         del CASES[case]
 
 
-def _counted(group: Communicator, way: str, size: int) -> dict[str, Any]:
+def _counted(group: Communicator, backend: str, size: int) -> dict[str, Any]:
     CASES["counted"] = ((1, size, 4 * size), "")
-    return attended(group, way, "counted")
+    return attended(group, backend, "counted")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_plan_s_bytes_are_those_that_are_sent(ranks: Group, case: str) -> None:
     (samples, heads, tokens), _ = CASES[case]
-    deal = TokenPartition(TokenGrid(samples, heads, tokens), (1.0,) * 5)
+    partition = TokenPartition(TokenGrid(samples, heads, tokens), (1.0,) * 5)
     told = {
-        "ulysses": [HeadPartition(deal).moved(rank) for rank in range(5)],
-        "ring": [sent_vectors(deal, rank) for rank in range(5)],
+        "ulysses": [HeadPartition(partition).moved(rank) for rank in range(5)],
+        "ring": [sent_vectors(partition, rank) for rank in range(5)],
     }
-    for way in ATTENDING:
-        found = ranks.run(5, attended, way, case)
-        assert [each["sent"] for each in found] == [n * WIDTH * 8 for n in told[way]]
+    for backend in SEQUENCE_BACKENDS:
+        found = ranks.run(5, attended, backend, case)
+        assert [each["sent"] for each in found] == [n * WIDTH * 8 for n in told[backend]]
 
 
-@pytest.mark.parametrize("way", ATTENDING)
-def test_an_imagined_rank_sends_what_a_real_one_does(ranks: Group, way: str) -> None:
+@pytest.mark.parametrize("backend", SEQUENCE_BACKENDS)
+def test_an_imagined_rank_sends_what_a_real_one_does(ranks: Group, backend: str) -> None:
     case = "two branches, padding of each"
-    for rank, real in enumerate(ranks.run(5, attended, way, case)):
-        imagined = attended(FakeCommunicator(rank, (1.0,) * 5), way, case)
+    for rank, real in enumerate(ranks.run(5, attended, backend, case)):
+        imagined = attended(FakeCommunicator(rank, (1.0,) * 5), backend, case)
         assert imagined["counted"] == real["counted"]
         shapes = [[out.shape for *_, out in each["found"]] for each in (imagined, real)]
         assert shapes[0] == shapes[1]
@@ -220,12 +224,12 @@ def test_an_imagined_rank_sends_what_a_real_one_does(ranks: Group, way: str) -> 
 @pytest.mark.parametrize(("samples", "heads"), [(2, 48), (1, 48), (2, 12), (1, 3), (1, 1)])
 def test_every_rank_has_its_share_of_heads(samples: int, heads: int, size: int) -> None:
     """A tenth more at most, whatever the heads; and they are whole where that does it."""
-    deal = HeadPartition(TokenPartition(TokenGrid(samples, heads, 1000), (1.0,) * size))
-    shares = [deal.share(rank) for rank in range(size)]
+    partition = HeadPartition(TokenPartition(TokenGrid(samples, heads, 1000), (1.0,) * size))
+    shares = [partition.share(rank) for rank in range(size)]
     assert sum(shares) == pytest.approx(1)
     assert max(shares) <= 1.1 / size
     uneven = -(-samples * heads // size) * size / (samples * heads)
-    assert deal.cuts_heads == (uneven > 1.1)
+    assert partition.cuts_heads == (uneven > 1.1)
 
 
 # ---------------------------------------------------------------- planted faults
@@ -280,13 +284,17 @@ def without_lse(group: Communicator, mask: Tensor | None) -> Faulty:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
-    ("way", "fault"),
+    ("backend", "fault"),
     [
-        *((way, fault) for way in ATTENDING for fault in (padding, dropped_mask, shifted_mask)),
+        *(
+            (backend, fault)
+            for backend in SEQUENCE_BACKENDS
+            for fault in (padding, dropped_mask, shifted_mask)
+        ),
         ("ring", without_lse),
     ],
 )
-def test_a_planted_fault_is_seen(ranks: Group, size: int, way: str, fault: Any) -> None:
+def test_a_planted_fault_is_seen(ranks: Group, size: int, backend: str, fault: Any) -> None:
     case = "fewer heads than ranks, padding"
-    answers = ranks.run(size, attended, way, case, fault=fault)
+    answers = ranks.run(size, attended, backend, case, fault=fault)
     assert worst(answers, case) > 100 * RELATIVE

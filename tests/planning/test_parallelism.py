@@ -11,7 +11,7 @@ import pytest
 
 from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts, MachineFacts
-from everyframe.core.parallel_plan import ParallelPlan, parse_shares, parse_ways
+from everyframe.core.parallel_plan import ParallelPlan, parse_parallel, parse_shares
 from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
@@ -28,9 +28,9 @@ class TwoBranches:
     """What dividing asks of a model: 5 frames of 16 places, and a number of bytes a token moved."""
 
     title = "a model"
-    led = ("text_encoder",)
-    ways: tuple[str, ...] = ("",)
-    in_step = True
+    lead_rank_components = ("text_encoder",)
+    sequence_backends: tuple[str, ...] = ("",)
+    is_collective = True
     has_independent_branches = False
 
     def num_branches(self, settings: Settings) -> int:
@@ -39,12 +39,12 @@ class TwoBranches:
     def rank_part(
         self, settings: Settings, video_group: VideoGroup, rank: int, element_bytes: int
     ) -> RankShare:
-        deal = TokenPartition(
+        partition = TokenPartition(
             TokenGrid(self.num_branches(settings), 5, 16),
             video_group.weights,
             video_group.num_cfg_groups,
         )
-        return grid_share(deal, rank, deal.moved(rank) * element_bytes * 100)
+        return grid_share(partition, rank, partition.moved(rank) * element_bytes * 100)
 
 
 class Whole:
@@ -133,7 +133,7 @@ def test_one_gpu_of_its_kind_is_reported() -> None:
 class TwoWays(TwoBranches):
     """Tokens by heads, or in a ring that sends `more` times as much."""
 
-    ways = ("ulysses", "ring")
+    sequence_backends = ("ulysses", "ring")
 
     def __init__(self, more: float) -> None:
         self._more = more
@@ -210,15 +210,15 @@ class ApartOrNot(TwoBranches):
     has_independent_branches = True
 
     def __init__(self, apart: int, together: int, ways: tuple[str, ...] = ("ring",)) -> None:
-        self._sent, self.ways = {1: together, 2: apart}, ways
+        self._sent, self.sequence_backends = {1: together, 2: apart}, ways
 
     def rank_part(
         self, settings: Settings, video_group: VideoGroup, rank: int, element_bytes: int
     ) -> RankShare:
         share = video_group.weights[rank] / sum(video_group.weights)
-        if not self.ways and rank >= video_group.num_cfg_groups:
+        if not self.sequence_backends and rank >= video_group.num_cfg_groups:
             return RankShare(0.0, 0.0, 0, "nothing is left", works=False)
-        share = share if self.ways else 1 / video_group.num_cfg_groups
+        share = share if self.sequence_backends else 1 / video_group.num_cfg_groups
         return RankShare(share, share, self._sent[video_group.num_cfg_groups])
 
 
@@ -240,7 +240,7 @@ def test_branches_are_apart_where_that_is_faster(
     """Where ranks with other branches call the denoiser apart; by bytes, and by who has work."""
     division = divided(model=model, num_devices=3, **options)
     assert str(division) == wanted
-    if not model.ways and division.cfg_degree == 2:
+    if not model.sequence_backends and division.cfg_degree == 2:
         assert division.active_groups == ((0, 1),)
         assert division.groups == ((0, 1, 2),)
 
@@ -333,12 +333,12 @@ def test_a_bad_parallel_is_refused_before_anything_else(text: str) -> None:
 
 def test_two_ways_to_do_the_same_are_one_too_many() -> None:
     with pytest.raises(InputError, match="names sequence and ring, which are ways to do the same"):
-        parse_ways("sequence=2,ring=2")
+        parse_parallel("sequence=2,ring=2")
 
 
 def test_a_misspelt_way_gets_a_guess() -> None:
     with pytest.raises(InputError, match="did you mean 'sequence'"):
-        parse_ways("sequenze=2")
+        parse_parallel("sequenze=2")
 
 
 @pytest.mark.parametrize("text", ["", "1", "1,x", "1,-1", "0,0", "1,inf", "1,nan"])

@@ -12,7 +12,7 @@ from everyframe.core.errors import InputError, did_you_mean
 
 #: Kinds of sequence parallelism: chosen by the forecast, or named. A model supports some of them.
 SEQUENCE = ("sequence", "ulysses", "ring")
-WAYS = ("data", "cfg", *SEQUENCE)
+DEGREES = ("data", "cfg", *SEQUENCE)
 
 
 @dataclass(frozen=True)
@@ -23,16 +23,16 @@ class ParallelConfig:
         data: number of video groups; each group makes videos of its own.
         cfg: number of groups within a video group that split the guidance branches.
         sequence: number of devices that split the tokens of one branch.
-        way: how these exchange tokens, ``ulysses`` or ``ring``; empty if open.
+        backend: how these exchange tokens, ``ulysses`` or ``ring``; empty if open.
     """
 
     data: int | None = None
     cfg: int | None = None
     sequence: int | None = None
-    way: str = ""
+    backend: str = ""
 
 
-def parse_ways(text: str) -> ParallelConfig:
+def parse_parallel(text: str) -> ParallelConfig:
     """Parse ``auto``, or degrees by name such as ``cfg=2,sequence=3``.
 
     Raises:
@@ -43,8 +43,8 @@ def parse_ways(text: str) -> ParallelConfig:
     asked: dict[str, int] = {}
     for part in text.split(","):
         name, equals, number = (word.strip() for word in part.partition("="))
-        if name not in WAYS or not equals or not number.isdigit() or int(number) < 1:
-            known = did_you_mean(name, WAYS) if name not in WAYS else ""
+        if name not in DEGREES or not equals or not number.isdigit() or int(number) < 1:
+            known = did_you_mean(name, DEGREES) if name not in DEGREES else ""
             raise InputError(
                 f"parallel must be auto, or of data=N, cfg=N and sequence=N (or ulysses=N, ring=N) "
                 f"such as cfg=2,sequence=3, got {text!r}{known}"
@@ -57,9 +57,12 @@ def parse_ways(text: str) -> ParallelConfig:
         raise InputError(
             f"parallel names {' and '.join(named)}, which are ways to do the same; give one of them"
         )
-    way = named[0] if named else ""
+    backend = named[0] if named else ""
     return ParallelConfig(
-        asked.get("data"), asked.get("cfg"), asked.get(way), "" if way == "sequence" else way
+        asked.get("data"),
+        asked.get("cfg"),
+        asked.get(backend),
+        "" if backend == "sequence" else backend,
     )
 
 
@@ -183,5 +186,5 @@ class ParallelPlan:
     def __str__(self) -> str:
         sizes = sorted({len(group) for group in self.active_groups}, reverse=True)
         sequence = " or ".join(str(-(-size // self.cfg_degree)) for size in sizes)
-        way = self.backend if sequence != "1" and self.backend else "sequence"
-        return f"data={len(self.videos_per_group)}, cfg={self.cfg_degree}, {way}={sequence}"
+        backend = self.backend if sequence != "1" and self.backend else "sequence"
+        return f"data={len(self.videos_per_group)}, cfg={self.cfg_degree}, {backend}={sequence}"

@@ -16,7 +16,7 @@ from everyframe.core.limits import MAX_FRAMES, MAX_SEED, MAX_SIDE, MIN_FPS
 from everyframe.core.lora import Lora
 from everyframe.core.option_values import REPEATED, SPELLED, option_text, with_current_names
 from everyframe.core.options import Options, option
-from everyframe.core.parallel_plan import parse_ways
+from everyframe.core.parallel_plan import parse_parallel
 from everyframe.core.plan import Repair
 from everyframe.core.quality import EXACT, PRODUCTS, LossyMethod, parse_quality
 from everyframe.core.video_size import check_sizes, parse_size
@@ -342,7 +342,7 @@ class Request(Options):
             raise InputError(
                 f"quantize must be one of {', '.join(QUANTIZE)}, got {self.quantize!r}{hint}"
             )
-        parse_ways(self.parallel)
+        parse_parallel(self.parallel)
         parse_quality(self.quality)
         if self.devices is not None and self.device != "auto":
             raise InputError(f"device={self.device} and devices={self.devices}; give one of them")

@@ -40,7 +40,7 @@ from everyframe.diffusers_pipelines.loaded_pipeline import CompleteSpec, LoadedP
 from everyframe.diffusers_pipelines.oom_fallback import chunk_savings
 from everyframe.diffusers_pipelines.parallel.token_splits import CUTS, TransformerSplit, rank_share
 from everyframe.dry_run.call import DryRunCall
-from everyframe.parallel.head_partition import ATTENDING
+from everyframe.parallel.head_partition import SEQUENCE_BACKENDS
 from everyframe.runtime.components.patchable import (
     NO_PATCHES,
     NOTHING_REPLACED,
@@ -252,20 +252,20 @@ class PipelineSpec(CompleteSpec):
 class ShardablePipelineSpec(PipelineSpec):
     """A pipeline whose videos several ranks can share: by guidance branches, tokens, or both."""
 
-    in_step = False
+    is_collective = False
     has_independent_branches = True
 
     @property
-    def led(self) -> tuple[str, ...]:
+    def lead_rank_components(self) -> tuple[str, ...]:
         """Encoders that run on the first rank, which broadcasts their results."""
         from everyframe.diffusers_pipelines.calls.module_calls import encoders
 
         return encoders(part.name for part in self.files.models)
 
     @property
-    def ways(self) -> tuple[str, ...]:
+    def sequence_backends(self) -> tuple[str, ...]:
         """Sequence-parallel backends; empty if the denoisers' token split is not known."""
-        return () if self._cuts is None else ATTENDING
+        return () if self._cuts is None else SEQUENCE_BACKENDS
 
     @cached_property
     def _cuts(self) -> TransformerSplit | None:

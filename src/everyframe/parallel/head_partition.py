@@ -17,7 +17,7 @@ from functools import cached_property
 from everyframe.parallel.token_partition import TokenPartition, cut
 
 #: Sequence-parallel attention backends.
-ATTENDING = ("ulysses", "ring")
+SEQUENCE_BACKENDS = ("ulysses", "ring")
 
 #: Heads are cut if whole heads would give a rank over this multiple of its share.
 _FAIR = Fraction(11, 10)
@@ -42,30 +42,30 @@ class KeyBlock:
 
 @dataclass(frozen=True)
 class HeadPartition:
-    """Attention over a grid (samples, heads, tokens), partitioned over the ranks of `deal`.
+    """Attention over a grid (samples, heads, tokens), partitioned over the ranks of `partition`.
 
     Traffic is counted in vectors: the channels of one token in one head.
     """
 
-    deal: TokenPartition
+    partition: TokenPartition
 
     @cached_property
     def cuts_heads(self) -> bool:
         """Whether ranks share heads."""
-        tokens = self.deal.grid.places
+        tokens = self.partition.grid.places
         return any(
             len(rows) * tokens > _FAIR * len(cells)
-            for rows, cells in zip(self.deal.rows, self.deal.cells, strict=True)
+            for rows, cells in zip(self.partition.rows, self.partition.cells, strict=True)
         )
 
     @cached_property
     def bricks(self) -> tuple[tuple[HeadBlock, ...], ...]:
         """Blocks of each rank: at most three per sample, one of them whole heads."""
-        tokens = self.deal.grid.places
+        tokens = self.partition.grid.places
         if self.cuts_heads:
-            spans = self.deal.cells
+            spans = self.partition.cells
         else:
-            spans = tuple(range(r.start * tokens, r.stop * tokens) for r in self.deal.rows)
+            spans = tuple(range(r.start * tokens, r.stop * tokens) for r in self.partition.rows)
         return tuple(tuple(self._bricks(span)) for span in spans)
 
     @cached_property
@@ -75,7 +75,7 @@ class HeadPartition:
 
     def queries_sent(self, source: int, target: int) -> int:
         """Query vectors that `source` holds and `target` computes; as many results return."""
-        held = {each.sample: each.places for each in self.deal.held[source]}
+        held = {each.sample: each.places for each in self.partition.held[source]}
         return sum(
             len(brick.heads) * len(overlap(brick.queries, held[brick.sample]))
             for brick in self.bricks[target]
@@ -84,23 +84,23 @@ class HeadPartition:
 
     def keys_sent(self, source: int, target: int) -> int:
         """Key vectors that `source` holds and `target` needs; as many value vectors go along."""
-        held = {each.sample: len(each.places) for each in self.deal.held[source]}
+        held = {each.sample: len(each.places) for each in self.partition.held[source]}
         return sum(len(keys.heads) * held.get(keys.sample, 0) for keys in self.keys[target])
 
     def moved(self, rank: int) -> int:
         """Vectors that leave a rank: queries, keys and values, and results of others' queries."""
-        others = [other for other in range(self.deal.num_ranks) if other != rank]
+        others = [other for other in range(self.partition.num_ranks) if other != rank]
         there = sum(self.queries_sent(rank, q) + 2 * self.keys_sent(rank, q) for q in others)
         return there + sum(self.queries_sent(p, rank) for p in others)
 
     def share(self, rank: int) -> float:
         """Fraction (0..1) of all attention work that the rank does."""
-        grid = self.deal.grid
+        grid = self.partition.grid
         mine = sum(len(brick.heads) * len(brick.queries) for brick in self.bricks[rank])
         return mine / grid.num_tokens
 
     def _bricks(self, span: range) -> Iterator[HeadBlock]:
-        heads, tokens = self.deal.grid.frames, self.deal.grid.places
+        heads, tokens = self.partition.grid.frames, self.partition.grid.places
         for sample, start, stop in cut(span, heads * tokens):
             first, begin = divmod(start, tokens)
             last, end = divmod(stop, tokens)
@@ -116,17 +116,17 @@ class HeadPartition:
                 yield HeadBlock(sample, range(last, last + 1), range(end))
 
 
-def sent_vectors(deal: TokenPartition, rank: int) -> int:
+def sent_vectors(partition: TokenPartition, rank: int) -> int:
     """Key and value vectors that leave a rank in one ring attention."""
-    mine = {each.sample: each for each in deal.held[rank]}
+    mine = {each.sample: each for each in partition.held[rank]}
     tokens = sum(
         len(mine[theirs.sample].places)
-        for other in range(deal.num_ranks)
+        for other in range(partition.num_ranks)
         if other != rank
-        for theirs in deal.held[other]
+        for theirs in partition.held[other]
         if theirs.sample in mine
     )
-    return 2 * tokens * deal.grid.frames
+    return 2 * tokens * partition.grid.frames
 
 
 def overlap(one: range, other: range) -> range:

@@ -23,13 +23,13 @@ from everyframe.parallel.token_partition import SampleSegment, TokenPartition, c
 class Redistribute:
     """Redistribute tensors of one grid on one rank; the indices are computed once."""
 
-    def __init__(self, deal: TokenPartition, group: Communicator) -> None:
-        assert deal.num_ranks == group.size
-        self.deal, self.group = deal, group
-        self.samples = deal.samples(group.rank)
-        self.segments: tuple[SampleSegment, ...] = deal.segments(group.rank)
+    def __init__(self, partition: TokenPartition, group: Communicator) -> None:
+        assert partition.num_ranks == group.size
+        self.partition, self.group = partition, group
+        self.samples = partition.samples(group.rank)
+        self.segments: tuple[SampleSegment, ...] = partition.segments(group.rank)
         self._on_device: dict[tuple[str, str], Tensor] = {}
-        grid = deal.grid
+        grid = partition.grid
         if group.size == 1:  # all stays where it is, and of a large video numbers take gigabytes
             self._shape: tuple[int, ...] = (grid.samples, grid.frames, grid.places)
             self._send_order = self._arrive_order = None
@@ -39,7 +39,7 @@ class Redistribute:
         mine = self.take(self._tokens[self.samples][..., None])
         self._shape = tuple(mine.shape[:3])
         self._send_order = _order(mine.flatten())
-        self._sizes = _sizes(deal)
+        self._sizes = _sizes(partition)
         self._arrive_order = _order(self._holders(self._row_tokens(group.rank)))
 
     def take(self, x_BTSC: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class Redistribute:
         flat = self._ordered(x_bTsC.flatten(0, 2), "send", self._send_order)
         came = self.group.all_to_all(flat, self._sizes, "frames are gathered")
         rows = self._placed(came, "arrive", self._arrive_order)
-        return rows.view(1, -1, self.deal.grid.places, x_bTsC.shape[-1])
+        return rows.view(1, -1, self.partition.grid.places, x_bTsC.shape[-1])
 
     def to_columns(self, x_1rSC: Tensor) -> Tensor:
         """Rows (1, r, S, C) to this rank's columns (b, T, s, C)."""
@@ -65,8 +65,8 @@ class Redistribute:
         """The whole (B, T, S, C) on every rank."""
         if self.group.size == 1:
             return x_bTsC
-        grid = self.deal.grid
-        sizes = [len(columns) * grid.frames for columns in self.deal.columns]
+        grid = self.partition.grid
+        sizes = [len(columns) * grid.frames for columns in self.partition.columns]
         # In the order of their numbers a rank's columns come sample by sample.
         flat = self._ordered(x_bTsC.flatten(0, 2), "send", self._send_order)
         came = self.group.gather(flat, sizes, "the last projection is gathered")
@@ -76,23 +76,23 @@ class Redistribute:
 
     def _row_tokens(self, rank: int) -> Tensor:
         """Indices of the tokens in a rank's rows, in order."""
-        rows, places = self.deal.rows[rank], self.deal.grid.places
+        rows, places = self.partition.rows[rank], self.partition.grid.places
         return torch.arange(rows.start * places, rows.stop * places)
 
     def _column_tokens(self, rank: int) -> Tensor:
         """Indices of the tokens in a rank's columns, in order."""
         columns = self._columns_of(self._tokens)
-        mine = self.deal.columns[rank]
+        mine = self.partition.columns[rank]
         return self._tokens[(columns >= mine.start) & (columns < mine.stop)]
 
     def _columns_of(self, tokens: Tensor) -> Tensor:
-        grid = self.deal.grid
+        grid = self.partition.grid
         samples = tokens.div(grid.frames * grid.places, rounding_mode="floor")
         return samples * grid.places + tokens % grid.places
 
     def _holders(self, tokens: Tensor) -> Tensor:
         """The rank whose columns contain each token."""
-        ends = torch.tensor([columns.stop for columns in self.deal.columns])
+        ends = torch.tensor([columns.stop for columns in self.partition.columns])
         return torch.searchsorted(ends, self._columns_of(tokens), right=True)
 
     def _ordered(self, flat_NC: Tensor, name: str, order: Tensor | None) -> Tensor:
@@ -114,12 +114,12 @@ class Redistribute:
         return self._on_device[key]
 
 
-def _sizes(deal: TokenPartition) -> list[list[int]]:
+def _sizes(partition: TokenPartition) -> list[list[int]]:
     """Number of tokens that each rank sends to each other: where its columns cross their rows."""
-    grid = deal.grid
+    grid = partition.grid
     columns, rows = (
         [{sample: stop - start for sample, start, stop in cut(each, length)} for each in spans]
-        for spans, length in ((deal.columns, grid.places), (deal.rows, grid.frames))
+        for spans, length in ((partition.columns, grid.places), (partition.rows, grid.frames))
     )
     return [
         [sum(number * theirs.get(sample, 0) for sample, number in mine.items()) for theirs in rows]

@@ -103,10 +103,10 @@ def _finite(x: Tensor) -> Tensor:
 class Ring:
     """Ring attention of one grid (samples, heads, tokens) on one rank."""
 
-    def __init__(self, deal: TokenPartition, group: Communicator) -> None:
-        assert deal.num_ranks == group.size
-        self.deal, self.group = deal, group
-        self._held = deal.held
+    def __init__(self, partition: TokenPartition, group: Communicator) -> None:
+        assert partition.num_ranks == group.size
+        self.partition, self.group = partition, group
+        self._held = partition.held
         self._mine = self._held[group.rank]
 
     def attend(
@@ -121,7 +121,7 @@ class Ring:
             for step in range(1, self.group.size):
                 self._send(step, v_bHnD).wait()  # nothing; but all ranks do it together
             if mask is not None and mask.shape[0] > 1:
-                mask = mask[self.deal.samples(self.group.rank)]
+                mask = mask[self.partition.samples(self.group.rank)]
             return core(q, k, v_bHnD, mask)
         both = torch.cat([k, v_bHnD], dim=-1)
         done: dict[int, Partial] = {}
@@ -145,7 +145,7 @@ class Ring:
         return out
 
     def _is_whole(self, held: LocalTokens) -> bool:
-        return len(held.places) == self.deal.grid.places
+        return len(held.places) == self.partition.grid.places
 
     def _send(self, step: int, both_bHnE: Tensor) -> PendingReceive:
         """Start sending keys and values, concatenated, to the rank `step` places further."""

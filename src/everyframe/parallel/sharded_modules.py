@@ -30,9 +30,11 @@ class SequenceParallelAttention(Protocol):
         ...
 
 
-def attending(way: str, deal: TokenPartition, group: Communicator) -> SequenceParallelAttention:
-    """Build the attention backend `way`, of `ATTENDING`, for a grid (samples, heads, tokens)."""
-    return Ring(deal, group) if way == "ring" else Ulysses(deal, group)
+def sequence_attention(
+    backend: str, partition: TokenPartition, group: Communicator
+) -> SequenceParallelAttention:
+    """Attention over a grid (samples, heads, tokens); `backend` is of `SEQUENCE_BACKENDS`."""
+    return Ring(partition, group) if backend == "ring" else Ulysses(partition, group)
 
 
 class ReplacingModule(nn.Module):

@@ -30,11 +30,11 @@ Core = Callable[..., Tensor]
 class Ulysses:
     """Ulysses attention of one grid (samples, heads, tokens) on one rank."""
 
-    def __init__(self, deal: TokenPartition, group: Communicator) -> None:
-        assert deal.num_ranks == group.size
-        self.deal, self.group = deal, group
-        self._heads = HeadPartition(deal)
-        self._held = deal.held
+    def __init__(self, partition: TokenPartition, group: Communicator) -> None:
+        assert partition.num_ranks == group.size
+        self.partition, self.group = partition, group
+        self._heads = HeadPartition(partition)
+        self._held = partition.held
         ranks = range(group.size)
         self._back = [[self._heads.queries_sent(q, p) for q in ranks] for p in ranks]
         self._there = [
@@ -81,7 +81,7 @@ class Ulysses:
         nothing = v.new_empty(0, v.shape[-1])
         self.group.all_to_all(nothing, self._there, "heads are gathered")
         if mask is not None and mask.shape[0] > 1:
-            mask = mask[self.deal.samples(self.group.rank)]
+            mask = mask[self.partition.samples(self.group.rank)]
         answer = core(q, k, v, mask)
         self.group.all_to_all(nothing, self._back, "heads are given back")
         return answer
@@ -103,7 +103,7 @@ class Ulysses:
 
     def _arranged(self, came: Tensor) -> tuple[list[Tensor], dict[int, tuple[KeyBlock, Tensor]]]:
         """Queries of each block (H, Q, D), and keys and values (2, H, N, D) by sample."""
-        tokens, width = self.deal.grid.places, came.shape[-1]
+        tokens, width = self.partition.grid.places, came.shape[-1]
         mine = self._heads.keys[self.group.rank]
         queries = [came.new_empty(len(b.heads), len(b.queries), width) for b in self._bricks]
         seen = {

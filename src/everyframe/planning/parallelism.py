@@ -17,8 +17,8 @@ from everyframe.core.parallel_plan import (
     ParallelConfig,
     ParallelPlan,
     RankPlan,
+    parse_parallel,
     parse_shares,
-    parse_ways,
 )
 from everyframe.core.plan import Settings
 from everyframe.core.request import DTYPES, Request
@@ -100,8 +100,8 @@ def check_division(
 ) -> None:
     """Raise `InputError` for a division impossible on that many devices; says what is possible."""
     shares_asked(request, num_devices)
-    asked = parse_ways(request.parallel)
-    _check_ways(asked, model, settings, num_devices)
+    asked = parse_parallel(request.parallel)
+    _check_degrees(asked, model, settings, num_devices)
     if request.shard_weights:
         _check_shards(asked, model, num_devices)
 
@@ -129,7 +129,7 @@ def make_parallel_plan(
         InputError: the requested division is impossible; says what would work.
     """
     check_division(request, model, settings, len(devices))
-    asked = parse_ways(request.parallel)
+    asked = parse_parallel(request.parallel)
     weights = tuple(shares_asked(request, len(devices)) or weights or (1.0,) * len(devices))
     if len(devices) == 1:
         return None
@@ -139,13 +139,13 @@ def make_parallel_plan(
     counts = [asked.data or 1] if asked.data or asked.sequence else list(range(most, 0, -1))
     divisions = [
         replace(
-            _division(model, settings, devices, VideoGroup(weights, cfg, way), count, effort),
+            _division(model, settings, devices, VideoGroup(weights, cfg, backend), count, effort),
             num_threads=num_threads,
         )
         for count in counts
         for cfg in _branchings(asked, model, settings, together=together)
         if cfg * count <= len(devices)
-        for way in ([asked.way] if asked.way else _ways_of(model) or ("",))
+        for backend in ([asked.backend] if asked.backend else _backends_of(model) or ("",))
     ]
     if shards:
         divisions = [each for each in divisions if min(map(len, each.groups)) > 1]
@@ -156,8 +156,8 @@ def make_parallel_plan(
     return min(divisions, key=lambda each: _seconds(each, effort, pace))
 
 
-def _ways_of(model: ModelSpec) -> tuple[str, ...]:
-    return model.ways if isinstance(model, ShardableSpec) else ()
+def _backends_of(model: ModelSpec) -> tuple[str, ...]:
+    return model.sequence_backends if isinstance(model, ShardableSpec) else ()
 
 
 def _branchings(
@@ -194,8 +194,8 @@ def weights_seconds(division: ParallelPlan | None, link: float | None = None) ->
 def can_share(request: Request, model: ModelSpec, division: ParallelPlan | None) -> bool:
     """Whether devices with videos of their own could instead share each video."""
     is_alone = division is not None and min(map(len, division.groups)) == 1
-    in_step = isinstance(model, ShardableSpec) and model.in_step
-    return is_alone and in_step and parse_ways(request.parallel).data in (None, 1)
+    is_collective = isinstance(model, ShardableSpec) and model.is_collective
+    return is_alone and is_collective and parse_parallel(request.parallel).data in (None, 1)
 
 
 def shares_asked(request: Request, num_devices: int) -> tuple[float, ...] | None:
@@ -211,24 +211,24 @@ def shares_asked(request: Request, num_devices: int) -> tuple[float, ...] | None
     return parse_shares(request.shares, num_devices)
 
 
-def _check_ways(asked: ParallelConfig, model: ModelSpec, settings: Settings, count: int) -> None:
+def _check_degrees(asked: ParallelConfig, model: ModelSpec, settings: Settings, count: int) -> None:
     data, cfg = asked.data or 1, asked.cfg or 1
-    ways, shared = _ways_of(model), isinstance(model, ShardableSpec)
+    backends, shared = _backends_of(model), isinstance(model, ShardableSpec)
     if not shared and (cfg > 1 or (asked.sequence or 1) > 1):
         raise InputError(
             f"{model.title} makes each video on one device: parallel can be data=N with "
             "--num-videos, not cfg or sequence"
         )
-    if shared and not ways and (asked.sequence or 1) > 1:
+    if shared and not backends and (asked.sequence or 1) > 1:
         raise InputError(
             f"parallel {_written(asked)}: no token split of {model.title} is known; it "
             f"can be {_instead(model, settings, count)}"
         )
-    if shared and ways and asked.way and asked.way not in ways:
-        could = " or ".join(f"{way or 'sequence'}={asked.sequence}" for way in ways)
+    if shared and backends and asked.backend and asked.backend not in backends:
+        could = " or ".join(f"{backend or 'sequence'}={asked.sequence}" for backend in backends)
         raise InputError(
             f"parallel {_written(asked)}: {model.title} does not exchange its tokens by "
-            f"{asked.way}; it can be {could}"
+            f"{asked.backend}; it can be {could}"
         )
     if data > settings.num_videos:
         raise InputError(
@@ -237,8 +237,10 @@ def _check_ways(asked: ParallelConfig, model: ModelSpec, settings: Settings, cou
         )
     branches = _num_branches(model, settings) if cfg > 1 else 1
     if cfg > branches:
-        right = f"sequence={count} divides each video" if ways else "data=N deals out whole videos"
-        raise InputError(f"parallel cfg={cfg}: {_branches(model, settings, branches)}; {right}")
+        can = (
+            f"sequence={count} divides each video" if backends else "data=N deals out whole videos"
+        )
+        raise InputError(f"parallel cfg={cfg}: {_branches(model, settings, branches)}; {can}")
     if data * cfg > count:
         raise InputError(
             f"parallel data={data},cfg={cfg} wants {data * cfg} devices or more, got {count}"
@@ -259,7 +261,7 @@ def _num_branches(model: ModelSpec, settings: Settings) -> int:
 
 def _instead(model: ModelSpec, settings: Settings, count: int) -> str:
     """The possible parallel configs on that many devices, for one video or several."""
-    right = [f"sequence={count}"] if _ways_of(model) else []
+    right = [f"sequence={count}"] if _backends_of(model) else []
     if count > 1 and _num_branches(model, settings) > 1:
         right.append("cfg=2, which parts any number of devices in two")
     return " or ".join(right or ["data=N with --num-videos"])
@@ -282,7 +284,7 @@ def _check_shards(asked: ParallelConfig, model: ModelSpec, count: int) -> None:
         raise InputError(
             "shard_weights has no effect on one device; give --num-devices or --devices"
         )
-    if not isinstance(model, ShardableSpec) or not model.in_step:
+    if not isinstance(model, ShardableSpec) or not model.is_collective:
         raise InputError(
             f"shard_weights has no effect on {model.title}, whose weights each device has whole; "
             "--max-memory brings them block by block"
@@ -296,7 +298,7 @@ def _check_shards(asked: ParallelConfig, model: ModelSpec, count: int) -> None:
 
 
 def _written(asked: ParallelConfig) -> str:
-    named = {"data": asked.data, "cfg": asked.cfg, asked.way or "sequence": asked.sequence}
+    named = {"data": asked.data, "cfg": asked.cfg, asked.backend or "sequence": asked.sequence}
     return ",".join(f"{name}={number}" for name, number in named.items() if number is not None)
 
 
@@ -387,12 +389,12 @@ def _seconds(division: ParallelPlan, effort: StepCost, pace: _Pace) -> float:
     return slowest
 
 
-def _rank_seconds(rank: RankPlan, way: str, effort: StepCost, speed: float, pace: _Pace) -> float:
+def _rank_seconds(rank: RankPlan, backend: str, cost: StepCost, speed: float, pace: _Pace) -> float:
     """Seconds of a rank's step; `speed` is relative to the fastest rank."""
     share, second = max(rank.token_share, rank.attention_share), pace.operations * speed
-    computing, sending = share * effort.operations / second, rank.sent_bytes / pace.sent
-    if way != "ring":
+    computing, sending = share * cost.operations / second, rank.sent_bytes / pace.sent
+    if backend != "ring":
         return computing + sending
     # Keys are on their way while others are looked at.
-    looking = share * effort.attention / second
+    looking = share * cost.attention / second
     return computing - looking + max(looking * pace.ring, sending)

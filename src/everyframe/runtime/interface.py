@@ -299,7 +299,7 @@ class VideoGroup:
     """Ranks of these speeds (`weights`) that compute one video together.
 
     `num_cfg_groups` is the number of groups that split the guidance branches, `backend` the
-    sequence-parallel one, one of the model's `ways`.
+    sequence-parallel one, one of the model's `sequence_backends`.
     """
 
     weights: tuple[float, ...]
@@ -331,17 +331,17 @@ class ShardableSpec(Protocol):
     """A model that several ranks can run together for one video."""
 
     @property
-    def led(self) -> tuple[str, ...]:
+    def lead_rank_components(self) -> tuple[str, ...]:
         """Components that only rank 0 loads, for all ranks."""
         ...
 
     @property
-    def ways(self) -> tuple[str, ...]:
+    def sequence_backends(self) -> tuple[str, ...]:
         """Sequence-parallel backends; ("",) for a single one, empty if tokens can't be split."""
         ...
 
     @property
-    def in_step(self) -> bool:
+    def is_collective(self) -> bool:
         """Whether all ranks load the denoiser and call it together, as weight sharding needs."""
         ...
 

@@ -24,8 +24,8 @@ from everyframe.parallel.redistribute import Redistribute
 from everyframe.parallel.sharded_modules import (
     PerSample,
     SequenceParallelAttention,
-    attending,
     beside,
+    sequence_attention,
 )
 from everyframe.parallel.token_partition import SampleSegment, TokenGrid, TokenPartition
 
@@ -132,27 +132,27 @@ class ShardedDenoiser(ModelPatch, ABC):
 class FullAttentionSharding(ShardedDenoiser):
     """Sharding of a denoiser whose tokens (B, N, C) of a sample all attend to each other.
 
-    `way` is the attention backend, one of `everyframe.parallel.head_partition.ATTENDING`.
+    `backend` is one of `everyframe.parallel.head_partition.SEQUENCE_BACKENDS`.
     """
 
     stream_dim = 1
 
     def __init__(
-        self, model: nn.Module, group: Communicator, groups: int, way: str, num_heads: int
+        self, model: nn.Module, group: Communicator, groups: int, backend: str, num_heads: int
     ) -> None:
         super().__init__(model, group, groups)
-        self._way, self._num_heads = way, num_heads
-        self._attending: dict[Redistribute, SequenceParallelAttention] = {}
+        self._backend, self._num_heads = backend, num_heads
+        self._attentions: dict[Redistribute, SequenceParallelAttention] = {}
 
     def _attention(self) -> SequenceParallelAttention:
         """Attention of the current grid."""
         switch = self.switch
-        if switch not in self._attending:
-            rows = switch.deal
+        if switch not in self._attentions:
+            rows = switch.partition
             grid = TokenGrid(rows.grid.samples, self._num_heads, rows.grid.places)
-            deal = TokenPartition(grid, rows.weights, rows.groups)
-            self._attending[switch] = attending(self._way, deal, switch.group)
-        return self._attending[switch]
+            partition = TokenPartition(grid, rows.weights, rows.groups)
+            self._attentions[switch] = sequence_attention(self._backend, partition, switch.group)
+        return self._attentions[switch]
 
     def _take_rotations(self, rope: nn.Module, args: tuple[Any, ...], table: Any) -> Any:
         """RoPE of this rank's tokens: of several samples in sequence, or one table for all."""

@@ -196,7 +196,8 @@ _Spec = TypeVar("_Spec", bound="NativeModelSpec")  # type: ignore[type-arg]
 class NativeModelSpec(LossySampling, ABC, Generic[_Options, _Files, _Config]):
     """One checkpoint of a family with its own stages: configs read, weights not.
 
-    Attributes `led`, `ways`, `in_step` and `has_independent_branches` are those of `ShardableSpec`.
+    `lead_rank_components`, `sequence_backends`, `is_collective` and `has_independent_branches` are
+    those of `ShardableSpec`.
     """
 
     name: str
@@ -210,9 +211,9 @@ class NativeModelSpec(LossySampling, ABC, Generic[_Options, _Files, _Config]):
     )
     warm: WarmComponents | None = field(default=None, kw_only=True, compare=False, repr=False)
 
-    led: ClassVar[tuple[str, ...]]
-    ways: ClassVar[tuple[str, ...]] = ("",)
-    in_step: ClassVar[bool] = True
+    lead_rank_components: ClassVar[tuple[str, ...]]
+    sequence_backends: ClassVar[tuple[str, ...]] = ("",)
+    is_collective: ClassVar[bool] = True
     has_independent_branches: ClassVar[bool] = False
 
     @classmethod

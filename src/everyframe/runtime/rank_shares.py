@@ -40,11 +40,11 @@ def decode_share(num_pieces: int, parallel: ParallelContext | None) -> float:
 
 
 def grid_share(
-    deal: TokenPartition, rank: int, sent_bytes: int, in_rows: str = "attention in space"
+    partition: TokenPartition, rank: int, sent_bytes: int, in_rows: str = "attention in space"
 ) -> RankShare:
     """Share of a rank that holds columns, and computes on rows in the layers named by `in_rows`."""
-    grid = deal.grid
-    columns, rows = len(deal.columns[rank]), len(deal.rows[rank])
+    grid = partition.grid
+    columns, rows = len(partition.columns[rank]), len(partition.rows[rank])
     idle = ""
     if not columns:
         idle = "there are fewer places in a frame than devices; it decodes only"

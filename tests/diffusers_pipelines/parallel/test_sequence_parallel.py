@@ -22,7 +22,7 @@ from everyframe.diffusers_pipelines.parallel.sequence_parallel import SequencePa
 from everyframe.diffusers_pipelines.parallel.token_splits import CUTS
 from everyframe.parallel import ring_attention
 from everyframe.parallel.communicator import Communicator, FakeCommunicator, SingleRank
-from everyframe.parallel.head_partition import ATTENDING
+from everyframe.parallel.head_partition import SEQUENCE_BACKENDS
 from helpers.rank_pool import Group, group_of
 from helpers.sharded_calls import RELATIVE, answered, worst
 from helpers.tiny_checkpoints.transformers import (
@@ -84,7 +84,7 @@ def ranks(request: pytest.FixtureRequest) -> Any:
 
 def sharded(
     group: Communicator,
-    way: str,
+    backend: str,
     case: str,
     fault: Callable[..., Any] | None = None,
     count: bool = False,
@@ -92,7 +92,7 @@ def sharded(
     """One rank's answer, the bytes that left it and, with `count`, its operations."""
     name, given = CASES[case]
     model, inputs = model_of(name), given()
-    patch = sequence_parallel.apply(model, group, way)
+    patch = sequence_parallel.apply(model, group, backend)
     undo = fault(patch, model, inputs, group) if fault is not None else None
     return answered(group, patch, undo, lambda: model(**inputs, return_dict=False)[0], count=count)
 
@@ -106,18 +106,18 @@ def bare(case: str) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("size", "way", "case"),
+    ("size", "backend", "case"),
     [
-        slowly(size, way, case, unless=size == 3 and way == "ulysses" and case in FAST)
+        slowly(size, backend, case, unless=size == 3 and backend == "ulysses" and case in FAST)
         for case in CASES
-        for way in ATTENDING
+        for backend in SEQUENCE_BACKENDS
         for size in SIZES
     ],
 )
 def test_any_number_of_ranks_gives_the_bare_models_answer(
-    ranks: Group, size: int, way: str, case: str
+    ranks: Group, size: int, backend: str, case: str
 ) -> None:
-    found = ranks.run(size, sharded, way, case)
+    found = ranks.run(size, sharded, backend, case)
     assert worst(found, bare(case)) < RELATIVE
     assert all(torch.equal(each["out"], found[0]["out"]) for each in found)
     if size == 1:
@@ -162,13 +162,13 @@ def test_cuts_are_where_diffusers_has_them(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ATTENDING)
+@pytest.mark.parametrize("backend", SEQUENCE_BACKENDS)
 @pytest.mark.parametrize("case", FAST)
 def test_real_ranks_send_and_compute_what_imagined_ones_do(
-    ranks: Group, way: str, case: str
+    ranks: Group, backend: str, case: str
 ) -> None:
-    for rank, found in enumerate(ranks.run(3, sharded, way, case, count=True)):
-        imagined = sharded(FakeCommunicator(rank, (1.0,) * 3), way, case, count=True)
+    for rank, found in enumerate(ranks.run(3, sharded, backend, case, count=True)):
+        imagined = sharded(FakeCommunicator(rank, (1.0,) * 3), backend, case, count=True)
         assert imagined["sent"] == found["sent"]
         assert imagined["operations"] == found["operations"]
 
@@ -182,21 +182,21 @@ LARGE: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "way", "size"),
+    ("name", "backend", "size"),
     [
-        slowly(name, way, size, unless=way == "ulysses" and size == 3 and name == "wan")
+        slowly(name, backend, size, unless=backend == "ulysses" and size == 3 and name == "wan")
         for name in LARGE
-        for way in ATTENDING
+        for backend in SEQUENCE_BACKENDS
         for size in SIZES
     ],
 )
-def test_every_rank_does_its_share(name: str, way: str, size: int) -> None:
+def test_every_rank_does_its_share(name: str, backend: str, size: int) -> None:
     """Of what belongs to tokens; the text and the timestep all have for themselves."""
     CASES["large"] = LARGE[name]
     try:
-        whole = sharded(SingleRank(), way, "large", count=True)["operations"]
+        whole = sharded(SingleRank(), backend, "large", count=True)["operations"]
         for rank in {0, size - 1}:
-            mine = sharded(FakeCommunicator(rank, (1.0,) * size), way, "large", count=True)[
+            mine = sharded(FakeCommunicator(rank, (1.0,) * size), backend, "large", count=True)[
                 "operations"
             ]
             assert mine <= 1.1 * whole / size
@@ -246,7 +246,7 @@ def padding(
     def padded(x: Tensor) -> Tensor:
         return torch.cat([x, torch.zeros_like(x[:, :, :1])], dim=2)
 
-    inner, kept = ring_attention.partial_attention, sequence_parallel.attending
+    inner, kept = ring_attention.partial_attention, sequence_parallel.sequence_attention
 
     def partial(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Any:
         return inner(q, padded(k), padded(v), mask)
@@ -261,10 +261,10 @@ def padding(
 
             return self._inner.attend(look, *given)
 
-    ring_attention.partial_attention, sequence_parallel.attending = partial, Padded  # type: ignore[attr-defined]
+    ring_attention.partial_attention, sequence_parallel.sequence_attention = partial, Padded  # type: ignore[attr-defined]
 
     def undo() -> None:
-        ring_attention.partial_attention, sequence_parallel.attending = inner, kept  # type: ignore[attr-defined]
+        ring_attention.partial_attention, sequence_parallel.sequence_attention = inner, kept  # type: ignore[attr-defined]
 
     return undo
 
@@ -278,15 +278,15 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(
-    ("fault", "case", "way"),
+    ("fault", "case", "backend"),
     [
-        slowly(*each, way, unless=way == "ulysses" and each in FAULTS[:4])
+        slowly(*each, backend, unless=backend == "ulysses" and each in FAULTS[:4])
         for each in FAULTS
-        for way in ATTENDING
+        for backend in SEQUENCE_BACKENDS
     ],
 )
-def test_a_planted_fault_is_seen(ranks: Group, way: str, fault: Any, case: str) -> None:
-    found = ranks.run(3, sharded, way, case, fault=fault)
+def test_a_planted_fault_is_seen(ranks: Group, backend: str, fault: Any, case: str) -> None:
+    found = ranks.run(3, sharded, backend, case, fault=fault)
     assert worst(found, bare(case)) > 100 * RELATIVE
 
 
@@ -307,18 +307,18 @@ def test_a_rank_that_computes_everything_is_seen(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "way"),
+    ("case", "backend"),
     [
-        slowly(case, way, unless=way == "ring" and case == "wan")
+        slowly(case, backend, unless=backend == "ring" and case == "wan")
         for case in FAST
-        for way in ATTENDING
+        for backend in SEQUENCE_BACKENDS
     ],
 )
-def test_unsharded_a_rank_computes_alone_what_one_device_does(case: str, way: str) -> None:
+def test_unsharded_a_rank_computes_alone_what_one_device_does(case: str, backend: str) -> None:
     """Where a fault is looked for: nothing is sent, and the bits are those of the bare model."""
     name, given = CASES[case]
     group = FakeCommunicator(2, (1.0,) * 3)
-    patch = sequence_parallel.apply(model_of(name), group, way)
+    patch = sequence_parallel.apply(model_of(name), group, backend)
     try:
         with torch.no_grad(), patch.unsharded():
             out = model_of(name)(**given(), return_dict=False)[0]

@@ -199,7 +199,8 @@ def test_frames_that_were_had_are_left_out() -> None:
 class Toy:
     """What the ways to do with less ask of a model that ranks share."""
 
-    led, ways, in_step, has_independent_branches = (), ("",), True, False
+    lead_rank_components, sequence_backends = (), ("",)
+    is_collective, has_independent_branches = True, False
 
     def dry_run_calls(self, *_: Any) -> Any:
         """Nothing else is asked of it."""

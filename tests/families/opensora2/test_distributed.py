@@ -20,7 +20,7 @@ from everyframe.families.opensora2.settings import latent_shape
 from everyframe.families.opensora2.spec import OpenSora2Spec
 from everyframe.families.registry import stages_of
 from everyframe.parallel.communicator import Communicator, ParallelContext, SingleRank
-from everyframe.parallel.head_partition import ATTENDING
+from everyframe.parallel.head_partition import SEQUENCE_BACKENDS
 from everyframe.planning.find_model import find_model
 from everyframe.planning.resolve import prepare
 from everyframe.runs.folder import RunFolder, all_runs
@@ -70,13 +70,13 @@ def alone(asked: dict[str, Any]) -> np.ndarray[Any, Any]:
 def test_one_video_on_several_ranks(
     ranks: Group, asked: dict[str, Any], alone: Any, tmp_path: Path, size: int, parallel: str
 ) -> None:
-    way = parallel if parallel == "auto" else f"ring={size}"
-    found = ranks.run(size, begun, tmp_path, {**asked, "parallel": way}, 0)
+    given = parallel if parallel == "auto" else f"ring={size}"
+    found = ranks.run(size, begun, tmp_path, {**asked, "parallel": given}, 0)
     assert np.abs(videos(found)[5] - alone).max() < CLOSE
     assert alone.std() > 0.01
 
 
-def staged(group: Communicator, plan: Plan, options: dict[str, Any], way: str) -> torch.Tensor:
+def staged(group: Communicator, plan: Plan, options: dict[str, Any], backend: str) -> torch.Tensor:
     """One rank's latents by the plan's stages, from noise in float64."""
     found, _ = find_model(Request(**options), may_fetch=False)
     assert isinstance(found, OpenSora2Spec)
@@ -84,7 +84,7 @@ def staged(group: Communicator, plan: Plan, options: dict[str, Any], way: str) -
     generator = torch.Generator().manual_seed(5)
     video = VideoState(5, start_noise=torch.randn(shape, generator=generator, dtype=torch.float64))
     video.inputs = read_given(Request(**options), plan.settings)
-    for stage in stages_of(found, plan, 0, ParallelContext(group, group, 1, way))[:-1]:
+    for stage in stages_of(found, plan, 0, ParallelContext(group, group, 1, backend))[:-1]:
         video.begin_stage()
         if stage.name == "denoise":
             texts = (TextStates(each.t5.double(), each.clip.double()) for each in video.text.texts)
@@ -95,15 +95,19 @@ def staged(group: Communicator, plan: Plan, options: dict[str, Any], way: str) -
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way != "ring")) for way in ATTENDING]
+    "backend",
+    [
+        pytest.param(backend, marks=[pytest.mark.slow] * (backend != "ring"))
+        for backend in SEQUENCE_BACKENDS
+    ],
 )
 @pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
 def test_in_float64_nothing_but_the_last_places_differs(
-    ranks: Group, asked: dict[str, Any], size: int, way: str
+    ranks: Group, asked: dict[str, Any], size: int, backend: str
 ) -> None:
     """Twelve steps after a given picture, with three branches and with one.
 
-    In a ring; `test_one_video_on_several_ranks` has the other way, which ``auto`` takes.
+    In a ring; `test_one_video_on_several_ranks` has the other backend, which ``auto`` takes.
     """
     others = {name: value for name, value in asked.items() if not name.startswith("first_frame")}
     options = {**others, "image": smooth_picture(32, 48)}
@@ -117,9 +121,9 @@ def test_in_float64_nothing_but_the_last_places_differs(
             for part in plan.components
         ),
     )
-    alone = staged(SingleRank(), wide, options, way)
+    alone = staged(SingleRank(), wide, options, backend)
     assert alone.dtype == torch.float64
-    for found in ranks.run(size, staged, wide, options, way):
+    for found in ranks.run(size, staged, wide, options, backend):
         assert float((found - alone).abs().max()) < 1e-12 * float(alone.abs().max())
 
 

@@ -23,7 +23,7 @@ from everyframe.engine.run import stream
 from everyframe.families.registry import stages_of
 from everyframe.families.stepvideo import stages
 from everyframe.parallel.communicator import Communicator, ParallelContext, SingleRank
-from everyframe.parallel.head_partition import ATTENDING
+from everyframe.parallel.head_partition import SEQUENCE_BACKENDS
 from everyframe.planning.find_model import find_model
 from everyframe.planning.resolve import prepare
 from everyframe.runs.run_state import SaveOptions
@@ -63,13 +63,13 @@ def asked(model: str, **options: Any) -> Request:
 
 
 def staged(
-    group: Communicator, plan: Plan, model: str, way: str = "", groups: int = 1
+    group: Communicator, plan: Plan, model: str, backend: str = "", groups: int = 1
 ) -> dict[str, Any]:
     """One rank's latents and frames by the stages of a plan, what it loaded, and what it sent."""
     found, _ = find_model(asked(model), False)
     assert isinstance(found, ShardableSpec)
     video, events, latents = VideoState(5), [], []
-    for stage in stages_of(found, plan, 0, ParallelContext(group, group, groups, way)):
+    for stage in stages_of(found, plan, 0, ParallelContext(group, group, groups, backend)):
         video.begin_stage()
         events += list(stage.run([video]))
         if stage.name == "denoise":
@@ -103,18 +103,21 @@ def check_close(found: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
 @pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
 @pytest.mark.parametrize(
     # Rings of this family are in `families/test_contract_distributed.py` as well.
-    "way",
-    [pytest.param(way, marks=[pytest.mark.slow] * (way == "ring")) for way in ATTENDING],
+    "backend",
+    [
+        pytest.param(backend, marks=[pytest.mark.slow] * (backend == "ring"))
+        for backend in SEQUENCE_BACKENDS
+    ],
 )
 def test_one_video_on_several_ranks(
-    ranks: Group, plan: Plan, model: str, size: int, way: str
+    ranks: Group, plan: Plan, model: str, size: int, backend: str
 ) -> None:
-    found = ranks.run(size, staged, plan, model, way)
+    found = ranks.run(size, staged, plan, model, backend)
     check_close(found, staged(SingleRank(), plan, model))
     assert found[0]["loaded"] == ["step_llm", "clip", "denoiser", "vae"]
     assert all(each["loaded"] == ["denoiser", "vae"] for each in found[1:])
     if size > 2:  # with two, each has a branch
-        went = {"ring": "keys and values go round", "ulysses": "heads are gathered"}[way]
+        went = {"ring": "keys and values go round", "ulysses": "heads are gathered"}[backend]
         assert any(each["sent"].get(went) for each in found)
     pieces = [each["sent"].get("frames are handed over", 0) for each in found[1:]]
     assert sum(pieces) > 3 * 16 * 32 * 4  # one of them at least was made elsewhere
@@ -138,12 +141,14 @@ def test_branches_apart(ranks: Group, plan: Plan, model: str, size: int) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ATTENDING)
-def test_weights_that_come_block_by_block(ranks: Group, plan: Plan, model: str, way: str) -> None:
+@pytest.mark.parametrize("backend", SEQUENCE_BACKENDS)
+def test_weights_that_come_block_by_block(
+    ranks: Group, plan: Plan, model: str, backend: str
+) -> None:
     """Out of their files on every rank: the same bits as with weights that stay."""
     parts = tuple(replace(part, block_offload=True, from_disk=True) for part in plan.components)
-    streamed = ranks.run(3, staged, replace(plan, components=parts), model, way)
-    kept = ranks.run(3, staged, plan, model, way)
+    streamed = ranks.run(3, staged, replace(plan, components=parts), model, backend)
+    kept = ranks.run(3, staged, plan, model, backend)
     assert torch.equal(streamed[0]["latents"], kept[0]["latents"])
     assert np.array_equal(streamed[0]["frames"], kept[0]["frames"])
 
@@ -180,7 +185,7 @@ def test_a_whole_run(ranks: Group, plan: Plan, model: str, parallel: str) -> Non
 
 @pytest.mark.slow
 def test_a_plan_tells_ways_and_bytes(model: str) -> None:
-    """By heads where nothing else is asked; what each rank sends is told for each way."""
+    """By heads where nothing else is asked; what each rank sends is told for each backend."""
     by_heads = prepare(asked(model, num_devices=3)).plan.parallel
     ring = prepare(asked(model, num_devices=3, parallel="ring=3")).plan.parallel
     assert by_heads is not None

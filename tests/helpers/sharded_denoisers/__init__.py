@@ -1,4 +1,4 @@
-"""Small denoisers that ranks share, one of each family and way."""
+"""Small denoisers that ranks share, one of each family and backend."""
 
 from __future__ import annotations
 

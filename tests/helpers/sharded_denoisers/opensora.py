@@ -121,13 +121,13 @@ class OpenSora(SmallDenoiser):
         return sharding.apply(model, group, groups)
 
     def planned_bytes(self, weights: tuple[float, ...], groups: int, rank: int) -> int:
-        deal = TokenPartition(TokenGrid(2, 15, 3 * 4), weights, groups)
-        return sent_bytes(self.config, deal, rank, element_bytes=8)
+        partition = TokenPartition(TokenGrid(2, 15, 3 * 4), weights, groups)
+        return sent_bytes(self.config, partition, rank, element_bytes=8)
 
     def share(self, size: int, rank: int, case: str) -> float:
         """What a rank has to do: its columns, or its rows where that is more."""
         (batch, frames, height, width), _, _ = self.cases[case]
         grid = TokenGrid(batch, frames, -(-height // 2) * -(-width // 2))
-        deal = TokenPartition(grid, (1.0,) * size)
-        columns = len(deal.columns[rank]) / (grid.samples * grid.places)
-        return max(columns, len(deal.rows[rank]) / (grid.samples * grid.frames))
+        partition = TokenPartition(grid, (1.0,) * size)
+        columns = len(partition.columns[rank]) / (grid.samples * grid.places)
+        return max(columns, len(partition.rows[rank]) / (grid.samples * grid.frames))

@@ -61,7 +61,7 @@ def padding(handle: Any, model: Any, inputs: Inputs, group: Communicator) -> Any
 
 
 class OpenSora2(SmallDenoiser):
-    """Its denoiser, whose attention is split by `way`."""
+    """Its denoiser, whose attention is split by `backend`."""
 
     #: Latents (B, T, H, W); a few cut the text's seven tokens.
     cases: ClassVar[dict[str, Any]] = {
@@ -87,8 +87,8 @@ class OpenSora2(SmallDenoiser):
         )
     }
 
-    def __init__(self, way: str, config: MMDiTConfig = CONFIG) -> None:
-        self.way, self.config = way, config
+    def __init__(self, backend: str, config: MMDiTConfig = CONFIG) -> None:
+        self.backend, self.config = backend, config
         self.islands = present(DENOISER_ISLANDS, MMDiT(config).state_dict())
         if not config.cond_embed:
             faults = {name: each for name, each in self.faults.items() if "condition" not in name}
@@ -122,13 +122,13 @@ class OpenSora2(SmallDenoiser):
         return out
 
     def apply(self, model: Any, group: Communicator, groups: int) -> Any:
-        return sharding.apply(model, group, groups, self.way)
+        return sharding.apply(model, group, groups, self.backend)
 
     def planned_bytes(self, weights: tuple[float, ...], groups: int, rank: int) -> int:
-        deal = TokenPartition(
+        partition = TokenPartition(
             TokenGrid(2, self.config.num_heads, TEXT + 3 * 2 * 3), weights, groups
         )
-        return rank_share(self.config, deal, self.way, rank, 8).sent_bytes
+        return rank_share(self.config, partition, self.backend, rank, 8).sent_bytes
 
     def share(self, size: int, rank: int, case: str) -> float:
         """Of what belongs to tokens, and the modulation, which all have."""

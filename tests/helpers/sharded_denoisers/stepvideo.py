@@ -53,7 +53,7 @@ def padding(handle: Any, model: Any, inputs: Inputs, group: Communicator) -> Any
 
 
 class StepVideo(SmallDenoiser):
-    """Its denoiser, whose attention is split by `way`."""
+    """Its denoiser, whose attention is split by `backend`."""
 
     #: Latents (B, T, H, W), and text tokens of each sample, CLIP's three counted in.
     cases: ClassVar[dict[str, Any]] = {
@@ -73,8 +73,8 @@ class StepVideo(SmallDenoiser):
         for fault in (other_noise, dropped_mask, wrong_samples, own_positions, padding)
     }
 
-    def __init__(self, way: str) -> None:
-        self.way = way
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
 
     def build(self) -> nn.Module:
         return StepVideoModel(CONFIG)
@@ -101,11 +101,13 @@ class StepVideo(SmallDenoiser):
         return out
 
     def apply(self, model: Any, group: Communicator, groups: int) -> Any:
-        return sharding.apply(model, group, groups, self.way)
+        return sharding.apply(model, group, groups, self.backend)
 
     def planned_bytes(self, weights: tuple[float, ...], groups: int, rank: int) -> int:
-        deal = TokenPartition(TokenGrid(2, CONFIG.num_attention_heads, 3 * 3 * 5), weights, groups)
-        return rank_share(CONFIG, deal, self.way, rank, 8).sent_bytes
+        partition = TokenPartition(
+            TokenGrid(2, CONFIG.num_attention_heads, 3 * 3 * 5), weights, groups
+        )
+        return rank_share(CONFIG, partition, self.backend, rank, 8).sent_bytes
 
     def share(self, size: int, rank: int, case: str) -> float:
         """Of what belongs to tokens, and the timestep's embedding, which all have."""

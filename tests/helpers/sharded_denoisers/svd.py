@@ -154,18 +154,21 @@ class VideoUNet(SmallDenoiser):
 
     def planned_bytes(self, weights: tuple[float, ...], groups: int, rank: int) -> int:
         branches, frames, height, width = self.cases[self.guided]
-        deal = TokenPartition(TokenGrid(branches, frames, height * width), weights, groups)
-        return sent_bytes(self.model(), (height, width), deal, rank, element_bytes=8)
+        partition = TokenPartition(TokenGrid(branches, frames, height * width), weights, groups)
+        return sent_bytes(self.model(), (height, width), partition, rank, element_bytes=8)
 
     def share(self, size: int, rank: int, case: str) -> float:
         """What a rank has to do: its frames, or its places at some level where that is more."""
         branches, frames, height, width = self.cases[case]
-        deals = [
+        partitions = [
             TokenPartition(TokenGrid(branches, frames, h * w), (1.0,) * size)
             for h, w in level_sizes(height, width, LEVELS)
         ]
-        places = [len(deal.columns[rank]) / (branches * deal.grid.places) for deal in deals]
-        return max(*places, len(deals[0].rows[rank]) / (branches * frames))
+        places = [
+            len(partition.columns[rank]) / (branches * partition.grid.places)
+            for partition in partitions
+        ]
+        return max(*places, len(partitions[0].rows[rank]) / (branches * frames))
 
     def operations(self, group: Communicator) -> int:
         """Those of one rank in the large case, counted on tensors without numbers."""

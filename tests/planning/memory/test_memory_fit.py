@@ -59,7 +59,7 @@ def test_ranks_of_one_cpu_are_counted_by_part(stage: str | None) -> None:
     ranks; also where parts share a stage, as those of a pipeline do.
     """
     model, settings = config_only_models.svd(), config_only_models.settings(64, 64, 4)
-    assert model.led == ("image_encoder",)
+    assert model.lead_rank_components == ("image_encoder",)
     roomy = fitting(model, card(32 * GB, "cpu-fp32")).fit(settings)
     stages: dict[str, tuple[int, int]] = {}
     for each in roomy.components:

@@ -29,11 +29,11 @@ from everyframe.diffusers_pipelines.parallel.token_splits import (
     CUTS,
     TokenSplit,
     TransformerSplit,
-    dealt,
+    stream_partition,
 )
 from everyframe.ops.attention_override import AttentionOverride
 from everyframe.parallel.communicator import Communicator, ParallelContext
-from everyframe.parallel.sharded_modules import SequenceParallelAttention, attending
+from everyframe.parallel.sharded_modules import SequenceParallelAttention, sequence_attention
 from everyframe.parallel.uneven_split import uneven_ranges, uneven_sizes
 from everyframe.runtime.model_sharding import ModelPatch
 
@@ -43,14 +43,14 @@ _Key = tuple[Communicator, tuple[tuple[int, ...], ...], int]
 
 
 def apply(
-    model: nn.Module, group: Communicator, way: str = "ulysses"
+    model: nn.Module, group: Communicator, backend: str = "ulysses"
 ) -> SequenceParallelTransformer:
     """Split a transformer of `CUTS` across the ranks of `group`.
 
-    All ranks must call it in the same order with the same input. `way` is one of
-    `everyframe.parallel.head_partition.ATTENDING`.
+    All ranks must call it in the same order with the same input. `backend` is one of
+    `everyframe.parallel.head_partition.SEQUENCE_BACKENDS`.
     """
-    return SequenceParallelTransformer(model, CUTS[type(model).__name__], group, way)
+    return SequenceParallelTransformer(model, CUTS[type(model).__name__], group, backend)
 
 
 def apply_to_all(
@@ -72,11 +72,11 @@ class SequenceParallelTransformer(ModelPatch):
     """The patch that `apply` adds to a transformer; `remove` removes it."""
 
     def __init__(
-        self, model: nn.Module, cuts: TransformerSplit, group: Communicator, way: str
+        self, model: nn.Module, cuts: TransformerSplit, group: Communicator, backend: str
     ) -> None:
         super().__init__(group, 1)
-        self._way = way
-        self._attending: dict[_Key, SequenceParallelAttention] = {}
+        self._backend = backend
+        self._attentions: dict[_Key, SequenceParallelAttention] = {}
         #: Tokens per rank of each stream that was split so far in this call.
         self._streams: list[tuple[int, ...]] = []
         self._entered: list[tuple[nn.Module, AttentionOverride, ExitStack]] = []
@@ -187,10 +187,10 @@ class SequenceParallelTransformer(ModelPatch):
     def _now(self, heads: int) -> SequenceParallelAttention:
         """The parallel attention for the current token split, cached."""
         key = (self.group, tuple(self._streams), heads)
-        if key not in self._attending:
-            deal = dealt(self._streams, heads, self.group.weights)
-            self._attending[key] = attending(self._way, deal, self.group)
-        return self._attending[key]
+        if key not in self._attentions:
+            partition = stream_partition(self._streams, heads, self.group.weights)
+            self._attentions[key] = sequence_attention(self._backend, partition, self.group)
+        return self._attentions[key]
 
     def _arranged(self, mask_BHQL: Tensor, batch: int, heads: int) -> Tensor:
         """Reorder a mask of one sample, all heads (1, B * H, Q, L), to the ranks' token order."""

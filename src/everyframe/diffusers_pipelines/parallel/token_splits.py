@@ -98,11 +98,15 @@ class TransformerSplit:
         """A rank's share of a call with `batch` samples; `width` is bytes per value in products."""
         config = sizes.denoiser
         streams = [uneven_sizes(n, video_group.weights) for n in self.num_tokens(sizes, settings)]
-        deal = dealt(streams, batch * int(config["num_attention_heads"]), video_group.weights)
-        heads, tokens = HeadPartition(deal), len(deal.columns[rank])
-        held = tokens / deal.grid.places
+        partition = stream_partition(
+            streams, batch * int(config["num_attention_heads"]), video_group.weights
+        )
+        heads, tokens = HeadPartition(partition), len(partition.columns[rank])
+        held = tokens / partition.grid.places
         looks = held if video_group.backend == "ring" else heads.share(rank)
-        vectors = sent_vectors(deal, rank) if video_group.backend == "ring" else heads.moved(rank)
+        vectors = (
+            sent_vectors(partition, rank) if video_group.backend == "ring" else heads.moved(rank)
+        )
         blocks = int(config["num_layers"]) + int(config.get("num_single_layers") or 0)
         sent = vectors * blocks * int(config["attention_head_dim"]) * width
         channels = int(config.get("out_channels") or config["in_channels"])
@@ -153,7 +157,7 @@ CUTS: Mapping[str, TransformerSplit] = {
 }
 
 
-def dealt(
+def stream_partition(
     streams: Sequence[Sequence[int]], heads: int, weights: tuple[float, ...]
 ) -> TokenPartition:
     """Partition of attention for ranks with these token counts per stream.

@@ -47,8 +47,8 @@ class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintConfig]):
 
     methods = tuple(PREDICTORS)  # its schedulers make their own steps
     has_partial_guidance = False
-    led = ("text_encoder",)
-    in_step = False
+    lead_rank_components = ("text_encoder",)
+    is_collective = False
 
     @classmethod
     def read(

@@ -87,14 +87,14 @@ def token_sizes(config: OpenSoraConfig, settings: Settings) -> tuple[int, int]:
 
 
 def sent_bytes(
-    config: STDiTConfig | STDiT3Config, deal: TokenPartition, rank: int, element_bytes: int
+    config: STDiTConfig | STDiT3Config, partition: TokenPartition, rank: int, element_bytes: int
 ) -> int:
-    """Bytes that a rank sends in each step of a denoiser sharded by `deal`.
+    """Bytes that a rank sends in each step of a denoiser sharded by `partition`.
 
     Each spatial attention exchanges tokens twice, `element_bytes` per number; the last projection
     is gathered in float32. See `sharding`.
     """
-    moved = config.depth * deal.moved(rank) * config.hidden_size * element_bytes
+    moved = config.depth * partition.moved(rank) * config.hidden_size * element_bytes
     channels = math.prod(config.patch_size) * config.out_channels
-    held = len(deal.columns[rank]) * deal.grid.frames
-    return moved + held * channels * 4 * (deal.num_ranks - 1)
+    held = len(partition.columns[rank]) * partition.grid.frames
+    return moved + held * channels * 4 * (partition.num_ranks - 1)

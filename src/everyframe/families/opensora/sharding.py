@@ -67,7 +67,7 @@ class Sharding(ShardedDenoiser):
         return TokenGrid(batch, frames, rows * columns)
 
     def _frames(self) -> int:
-        return self.switch.deal.grid.frames
+        return self.switch.partition.grid.frames
 
     def _take_patches(self, module: nn.Module, args: tuple[Any, ...]) -> Tensor:
         return self.switch.take(args[0])

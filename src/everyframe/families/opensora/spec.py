@@ -54,7 +54,7 @@ class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraConfi
 
     methods = (*SOLVERS, *PREDICTORS)
     has_held_guidance = True
-    led = ("text_encoder",)
+    lead_rank_components = ("text_encoder",)
 
     @classmethod
     def read(
@@ -117,8 +117,10 @@ class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraConfi
     ) -> RankShare:
         """Share of one rank: columns, rows for spatial attention, and bytes sent."""
         grid = TokenGrid(self.num_branches(settings), *token_sizes(self.config, settings))
-        deal = TokenPartition(grid, video_group.weights, video_group.num_cfg_groups)
-        return grid_share(deal, rank, sent_bytes(self.config.denoiser, deal, rank, element_bytes))
+        partition = TokenPartition(grid, video_group.weights, video_group.num_cfg_groups)
+        return grid_share(
+            partition, rank, sent_bytes(self.config.denoiser, partition, rank, element_bytes)
+        )
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
         return memory_savings(self.config, component, settings)

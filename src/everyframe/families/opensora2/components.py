@@ -100,20 +100,20 @@ class OpenSora2Builder(ModuleBuilder[OpenSora2Config]):
 
 
 def rank_share(
-    config: MMDiTConfig, deal: TokenPartition, way: str, rank: int, width: int
+    config: MMDiTConfig, partition: TokenPartition, backend: str, rank: int, width: int
 ) -> RankShare:
     """A rank's share of one step of a sharded denoiser, with `width` bytes per number.
 
     See `sharding`: each block exchanges one-head vectors, and the last projection is gathered in
     float32, the text's tokens too.
     """
-    tokens = len(deal.columns[rank])
-    held = tokens / (deal.grid.samples * deal.grid.places)
-    heads = HeadPartition(deal)
-    looks = held if way == "ring" else heads.share(rank)
-    vectors = sent_vectors(deal, rank) if way == "ring" else heads.moved(rank)
+    tokens = len(partition.columns[rank])
+    held = tokens / (partition.grid.samples * partition.grid.places)
+    heads = HeadPartition(partition)
+    attention = held if backend == "ring" else heads.share(rank)
+    vectors = sent_vectors(partition, rank) if backend == "ring" else heads.moved(rank)
     blocks = config.depth + config.depth_single_blocks
     sent = vectors * blocks * config.head_size * width
-    sent += tokens * config.in_channels * 4 * (deal.num_ranks - 1)
+    sent += tokens * config.in_channels * 4 * (partition.num_ranks - 1)
     idle = "" if tokens else "there are fewer tokens than devices; it decodes only"
-    return RankShare(held, looks, sent, idle)
+    return RankShare(held, attention, sent, idle)

@@ -43,21 +43,21 @@ _STREAMS: dict[type[nn.Module], int] = {Modulate: 1, GatedAdd: 2}
 Segments = tuple[SampleSegment, ...]
 
 
-def apply(model: MMDiT, group: Communicator, groups: int = 1, way: str = "ulysses") -> Sharding:
+def apply(model: MMDiT, group: Communicator, groups: int = 1, backend: str = "ulysses") -> Sharding:
     """Shard `model` over the ranks of `group`.
 
     All ranks must call it in the same order with the same input. With `groups` above 1 the batch is
-    first split into that many groups, each with its own ranks. `way` is the attention backend, one
-    of `everyframe.parallel.head_partition.ATTENDING`.
+    first split into that many groups, each with its own ranks. `backend` is one of
+    `everyframe.parallel.head_partition.SEQUENCE_BACKENDS`.
     """
-    return Sharding(model, group, groups, way)
+    return Sharding(model, group, groups, backend)
 
 
 class Sharding(FullAttentionSharding):
     """Handle of a sharded denoiser; `remove` undoes `apply`."""
 
-    def __init__(self, model: MMDiT, group: Communicator, groups: int, way: str) -> None:
-        super().__init__(model, group, groups, way, model.config.num_heads)
+    def __init__(self, model: MMDiT, group: Communicator, groups: int, backend: str) -> None:
+        super().__init__(model, group, groups, backend, model.config.num_heads)
         self._num_text = 0
         self._patch_size = model.config.patch_size
         self._handles += [
@@ -106,7 +106,7 @@ class Sharding(FullAttentionSharding):
         return of_stream(self._segments(), range(self._num_text))
 
     def _picture_segments(self) -> Segments:
-        return of_stream(self._segments(), range(self._num_text, self.switch.deal.grid.places))
+        return of_stream(self._segments(), range(self._num_text, self.switch.partition.grid.places))
 
     def _take_picture(self, layer: nn.Module, args: tuple[Any, ...]) -> Tensor:
         return taken(args[0], self._picture_segments(), self._num_text)

@@ -35,7 +35,7 @@ from everyframe.families.opensora2.settings import (
 from everyframe.families.opensora2.vae_config import DCAEConfig, HunyuanVAEConfig, VAEConfig
 from everyframe.families.opensora_parts import DEEP_PART, HUNYUAN_PART, part_of
 from everyframe.families.t5_tokenizer import T5_XXL
-from everyframe.parallel.head_partition import ATTENDING
+from everyframe.parallel.head_partition import SEQUENCE_BACKENDS
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from everyframe.runtime.interface import MemorySaving, RankShare, VideoGroup
 from everyframe.runtime.model_spec import NativeModelSpec
@@ -71,8 +71,8 @@ class OpenSora2Spec(NativeModelSpec[OpenSora2Options, OpenSora2Files, OpenSora2C
     """One Open-Sora 2.0 checkpoint: configs read, weights not loaded."""
 
     methods = (*SOLVERS, *PREDICTORS)
-    led = ("text_encoder", "clip")
-    ways = ATTENDING
+    lead_rank_components = ("text_encoder", "clip")
+    sequence_backends = SEQUENCE_BACKENDS
 
     @classmethod
     def read(
@@ -106,7 +106,7 @@ class OpenSora2Spec(NativeModelSpec[OpenSora2Options, OpenSora2Files, OpenSora2C
         return resolve_settings(self.config, self.title, request, self.options, seed)
 
     def unread(self, settings: Settings) -> tuple[str, ...]:
-        if not self.files.has(*self.led):
+        if not self.files.has(*self.lead_rank_components):
             return ()
         from everyframe.families.opensora2 import prompts  # imports torch
 
@@ -136,8 +136,8 @@ class OpenSora2Spec(NativeModelSpec[OpenSora2Options, OpenSora2Files, OpenSora2C
         frames = latent_shape(self.config, settings)[1]
         tokens = T5_LENGTH + frames * frame_tokens(self.config, settings)
         grid = TokenGrid(self.num_branches(settings), config.num_heads, tokens)
-        deal = TokenPartition(grid, video_group.weights, video_group.num_cfg_groups)
-        share = rank_share(config, deal, video_group.backend, rank, element_bytes)
+        partition = TokenPartition(grid, video_group.weights, video_group.num_cfg_groups)
+        share = rank_share(config, partition, video_group.backend, rank, element_bytes)
         # Some steps have fewer branches than the first.
         steps = evaluations(self.config, settings) / grid.samples
         return replace(

@@ -72,22 +72,22 @@ def token_grid(config: StepVideoConfig, latents: tuple[int, ...], branches: int)
 
 
 def rank_share(
-    config: StepVideoModelConfig, deal: TokenPartition, way: str, rank: int, width: int
+    config: StepVideoModelConfig, partition: TokenPartition, backend: str, rank: int, width: int
 ) -> RankShare:
     """A rank's share of one step of a sharded denoiser, with `width` bytes per number.
 
     See `sharding`: each block exchanges one-head vectors, and the last projection is gathered in
     float32.
     """
-    tokens = len(deal.columns[rank])
-    held = tokens / (deal.grid.samples * deal.grid.places)
-    heads = HeadPartition(deal)
-    looks = held if way == "ring" else heads.share(rank)
-    vectors = sent_vectors(deal, rank) if way == "ring" else heads.moved(rank)
+    tokens = len(partition.columns[rank])
+    held = tokens / (partition.grid.samples * partition.grid.places)
+    heads = HeadPartition(partition)
+    attention = held if backend == "ring" else heads.share(rank)
+    vectors = sent_vectors(partition, rank) if backend == "ring" else heads.moved(rank)
     channels = config.patch_size**2 * config.made_channels
     sent = vectors * config.num_layers * config.attention_head_dim * width
-    sent += tokens * channels * 4 * (deal.num_ranks - 1)
+    sent += tokens * channels * 4 * (partition.num_ranks - 1)
     idle = "" if tokens else "there are fewer tokens than devices; it decodes only"
-    if looks and not tokens:
+    if attention and not tokens:
         idle = "there are fewer tokens than devices: it works in attention and decoding alone"
-    return RankShare(held, looks, sent, idle)
+    return RankShare(held, attention, sent, idle)

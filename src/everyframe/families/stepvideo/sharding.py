@@ -32,22 +32,24 @@ _STREAMS: dict[type[nn.Module], int] = {Modulate: 1, GatedAdd: 2}
 
 
 def apply(
-    model: StepVideoModel, group: Communicator, groups: int = 1, way: str = "ulysses"
+    model: StepVideoModel, group: Communicator, groups: int = 1, backend: str = "ulysses"
 ) -> Sharding:
     """Shard `model` over the ranks of `group`.
 
     All ranks must call it in the same order with the same input. With `groups` above 1 the batch is
-    first split into that many groups, each with its own ranks. `way` is the attention backend, one
-    of `everyframe.parallel.head_partition.ATTENDING`.
+    first split into that many groups, each with its own ranks. `backend` is one of
+    `everyframe.parallel.head_partition.SEQUENCE_BACKENDS`.
     """
-    return Sharding(model, group, groups, way)
+    return Sharding(model, group, groups, backend)
 
 
 class Sharding(FullAttentionSharding):
     """Handle of a sharded denoiser; `remove` undoes `apply`."""
 
-    def __init__(self, model: StepVideoModel, group: Communicator, groups: int, way: str) -> None:
-        super().__init__(model, group, groups, way, model.config.num_attention_heads)
+    def __init__(
+        self, model: StepVideoModel, group: Communicator, groups: int, backend: str
+    ) -> None:
+        super().__init__(model, group, groups, backend, model.config.num_attention_heads)
         self._patch_size = model.config.patch_size
         self._handles += [
             model.pos_embed.proj.register_forward_pre_hook(self._take_patches),

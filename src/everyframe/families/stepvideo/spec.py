@@ -36,7 +36,7 @@ from everyframe.families.stepvideo.settings import (
     smaller_settings,
 )
 from everyframe.families.stepvideo.vae_config import StepVAEConfig
-from everyframe.parallel.head_partition import ATTENDING
+from everyframe.parallel.head_partition import SEQUENCE_BACKENDS
 from everyframe.parallel.token_partition import TokenPartition
 from everyframe.runtime.interface import MemorySaving, RankShare, VideoGroup
 from everyframe.runtime.model_spec import NativeModelSpec
@@ -55,8 +55,8 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoC
 
     methods = (*SOLVERS, *PREDICTORS)
     has_held_guidance = True
-    led = ("step_llm", "clip")
-    ways = ATTENDING
+    lead_rank_components = ("step_llm", "clip")
+    sequence_backends = SEQUENCE_BACKENDS
 
     @property
     def is_distilled(self) -> bool:
@@ -90,7 +90,7 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoC
         return resolve_settings(self.config, self.title, request, self.options, seed)
 
     def unread(self, settings: Settings) -> tuple[str, ...]:
-        if not self.files.has(*self.led):
+        if not self.files.has(*self.lead_rank_components):
             return ()
         from everyframe.families.stepvideo import prompt_tokens
 
@@ -119,8 +119,8 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoC
         """
         latents = latent_shape(self.config, settings)
         grid = token_grid(self.config, latents, self.num_branches(settings))
-        deal = TokenPartition(grid, video_group.weights, video_group.num_cfg_groups)
-        return rank_share(self.config.denoiser, deal, video_group.backend, rank, element_bytes)
+        partition = TokenPartition(grid, video_group.weights, video_group.num_cfg_groups)
+        return rank_share(self.config.denoiser, partition, video_group.backend, rank, element_bytes)
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
         return memory_savings(self.config, component, settings)

@@ -81,9 +81,9 @@ class SVDBuilder(ModuleBuilder[SVDConfig]):
 
 
 def sent_bytes(
-    unet: Any, size: tuple[int, int], deal: TokenPartition, rank: int, element_bytes: int
+    unet: Any, size: tuple[int, int], partition: TokenPartition, rank: int, element_bytes: int
 ) -> int:
-    """Bytes that a rank sends in each step of a `VideoUNet` sharded by `deal`; see `sharding`.
+    """Bytes that a rank sends in each step of a `VideoUNet` sharded by `partition`; see `sharding`.
 
     `size` is that of the latents. Pixels are exchanged before and after each temporal block,
     `element_bytes` per number. Norm statistics are merged in float64; the output is gathered in
@@ -92,7 +92,7 @@ def sent_bytes(
     from everyframe.parallel import distributed_moments
     from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 
-    branches, frames = deal.grid.samples, deal.grid.frames
+    branches, frames = partition.grid.samples, partition.grid.frames
     blocks = list(unet.down_blocks)
     sizes = level_sizes(*size, len(blocks))
     levels = [*zip(blocks, sizes, strict=True), (unet.mid_block, sizes[-1])]
@@ -100,19 +100,22 @@ def sent_bytes(
     total: int = 0
     for block, (height, width) in levels:
         level = TokenPartition(
-            TokenGrid(branches, frames, height * width), deal.weights, deal.groups
+            TokenGrid(branches, frames, height * width), partition.weights, partition.groups
         )
         for resnet in block.resnets:
             time = resnet.temporal_res_block
             total += level.moved(rank) * time.out_channels * element_bytes
-            norms = ((deal.rows, frames, time.norm1), (level.columns, height * width, time.norm2))
+            norms = (
+                (partition.rows, frames, time.norm1),
+                (level.columns, height * width, time.norm2),
+            )
             for spans, length, norm in norms:
                 total += distributed_moments.sent_bytes(spans, length, rank, norm.num_groups)
         for module in getattr(block, "attentions", None) or ():
             layers = len(module.temporal_transformer_blocks)
             total += level.moved(rank) * layers * module.proj_in.out_features * element_bytes
-    answer = len(deal.rows[rank]) * size[0] * size[1] * int(unet.conv_out.out_channels)
-    return total + answer * 4 * (deal.num_ranks - 1)
+    answer = len(partition.rows[rank]) * size[0] * size[1] * int(unet.conv_out.out_channels)
+    return total + answer * 4 * (partition.num_ranks - 1)
 
 
 def level_sizes(height: int, width: int, num_levels: int) -> list[tuple[int, int]]:

@@ -83,10 +83,12 @@ class ShardedFrames(FrameLayout):
         self, shape: tuple[int, int], places: Sequence[int], group: Communicator, groups: int
     ) -> None:
         self.group, self._shape = group, shape
-        deals = [TokenPartition(TokenGrid(*shape, size), group.weights, groups) for size in places]
-        self._levels = {deal.grid.places: _Level(deal, group) for deal in deals}
+        partitions = [
+            TokenPartition(TokenGrid(*shape, size), group.weights, groups) for size in places
+        ]
+        self._levels = {partition.grid.places: _Level(partition, group) for partition in partitions}
         self._level = self._levels[places[0]]
-        all_rows = deals[0].rows  # frames are dealt out alike at every level
+        all_rows = partitions[0].rows  # frames are dealt out alike at every level
         self._rows = all_rows[group.rank]
         self._sizes = [len(rows) for rows in all_rows]
         self._frames = _Owned(self._rows, shape[1])
@@ -152,10 +154,10 @@ class ShardedFrames(FrameLayout):
 class _Level:
     """State of one UNet level."""
 
-    def __init__(self, deal: TokenPartition, group: Communicator) -> None:
-        self.switch = Redistribute(deal, group)
-        self.moments = DistributedMoments(deal.columns, deal.grid.places, group)
-        self.pixels = _Owned(deal.columns[group.rank], deal.grid.places)
+    def __init__(self, partition: TokenPartition, group: Communicator) -> None:
+        self.switch = Redistribute(partition, group)
+        self.moments = DistributedMoments(partition.columns, partition.grid.places, group)
+        self.pixels = _Owned(partition.columns[group.rank], partition.grid.places)
 
 
 class _Owned:

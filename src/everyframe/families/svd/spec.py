@@ -43,7 +43,7 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDConfig]):
 
     methods = tuple(METHODS)
     has_held_guidance = True
-    led = ("image_encoder",)
+    lead_rank_components = ("image_encoder",)
 
     @classmethod
     def read(cls, name: str, title: str, files: SVDFiles, options: SVDOptions) -> SVDSpec:
@@ -112,10 +112,10 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDConfig]):
         """Share of one rank: frames in space, pixels of the latents in time, and bytes sent."""
         frames, _, rows, columns = latent_shape(self.config, settings)
         grid = TokenGrid(self.num_branches(settings), frames, rows * columns)
-        deal = TokenPartition(grid, video_group.weights, video_group.num_cfg_groups)
+        partition = TokenPartition(grid, video_group.weights, video_group.num_cfg_groups)
         unet = self.builder.empty("unet")
-        sent = sent_bytes(unet, (rows, columns), deal, rank, element_bytes)
-        return grid_share(deal, rank, sent, "work in space")
+        sent = sent_bytes(unet, (rows, columns), partition, rank, element_bytes)
+        return grid_share(partition, rank, sent, "work in space")
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
         return memory_savings(self.config, component, settings, self.options)

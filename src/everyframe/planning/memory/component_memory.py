@@ -337,8 +337,8 @@ class ComponentPlanner:
 
 def holders_among(model: ModelSpec, division: ParallelPlan) -> int:
     """How many ranks can shard the denoiser's weights: the size of the smallest video group."""
-    in_step = isinstance(model, ShardableSpec) and model.in_step
-    return min(map(len, division.groups)) if in_step else 1
+    is_collective = isinstance(model, ShardableSpec) and model.is_collective
+    return min(map(len, division.groups)) if is_collective else 1
 
 
 def frame_bytes(settings: Settings) -> int:

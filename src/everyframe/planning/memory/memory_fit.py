@@ -324,7 +324,7 @@ class MemoryFit:
 
     def _is_led(self, name: str) -> bool:
         """Whether only the first of all ranks loads it."""
-        return isinstance(self.model, ShardableSpec) and name in self.model.led
+        return isinstance(self.model, ShardableSpec) and name in self.model.lead_rank_components
 
     def _host_bytes(self, plans: Sequence[ComponentPlan], settings: Settings) -> int:
         """Bytes in host memory beside the device: offloaded weights, finished frames."""
@@ -339,15 +339,16 @@ class MemoryFit:
 
 def _fallback_notes(component: Component, done: Sequence[MemoryFallback]) -> list[str]:
     """Notes about the fallbacks; each implies the earlier ones of its kind."""
-    kinds = {(way.is_lossy, way.stage): way.message for way in done if not way.moves_weights}
+    kinds = {(each.is_lossy, each.stage): each.message for each in done if not each.moves_weights}
     return [f"{component.title}: {message}" for message in kinds.values()]
 
 
 def _placement(done: Sequence[MemoryFallback], before: WeightPlacement) -> WeightPlacement:
     """Weight placement after these fallbacks; offloaded weights are not sharded too."""
-    if before.offload or any(way.block_offload for way in done):
+    if before.offload or any(each.block_offload for each in done):
         return replace(before, offload=True, holders=1)
-    return replace(before, holders=max([before.holders, *(way.num_weight_shards for way in done)]))
+    holders = [before.holders, *(each.num_weight_shards for each in done)]
+    return replace(before, holders=max(holders))
 
 
 def _elsewhere(part: PlannedComponent) -> list[str]:
