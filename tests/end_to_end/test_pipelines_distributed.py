@@ -335,12 +335,12 @@ def test_a_branch_on_each_of_two_ranks_has_the_bits_of_one_device(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["cfg=2", "auto"])
+@pytest.mark.parametrize("parallel", ["cfg=2", "auto"])
 @pytest.mark.parametrize("name", ["wan", "ltx", "latte"])
 def test_two_branches_on_three_ranks(
-    ranks: Group, guided: dict[str, Any], name: str, backend: str
+    ranks: Group, guided: dict[str, Any], name: str, parallel: str
 ) -> None:
-    found = ranks.run(3, run, {**guided[name], "parallel": backend})
+    found = ranks.run(3, run, {**guided[name], "parallel": parallel})
     check_close(videos(found), alone(guided[name]))
     if name == "latte":  # whose tokens nobody cuts: two of them do all
         assert not found[2]["steps"]
