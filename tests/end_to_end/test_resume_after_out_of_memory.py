@@ -188,8 +188,8 @@ def test_what_can_not_be_kept_is_told_and_what_can_not_be_read_is_refused(
     with little(kind, too_large, after, kill), pytest.raises(Killed):
         [*begun(model, family, root)]
     (run,) = all_runs(root)
-    place = run.path / "shortages.json"
-    assert run.shortages() == [[0, 1, [1, 1, 0, ""]]]
+    place = run.path / "oom_events.json"
+    assert run.oom_events() == [[0, 1, [1, 1, 0, ""]]]
     written = place.read_bytes()
     place.write_text("[")
     with pytest.raises(CorruptRunError, match="generate it again from the start"):

@@ -37,7 +37,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, list[
     steps = [number for number, e in enumerate(whole) if isinstance(e, Step)]
     last = [number for number in steps if whole[number].stage == "denoise"][-2]  # type: ignore[attr-defined]
     folder = stop_before(begun(place / "runs", **options), last + 1)
-    folder.write_shortages([])
+    folder.write_oom_events([])
     return folder, whole
 
 
@@ -69,7 +69,7 @@ def test_every_byte_of_what_is_json_is_seen(
 ) -> None:
     """One of so many of them, each seen by the digest of them all."""
     folder, _ = unbroken
-    files = [folder.path / name for name in ("run.json", "state.json", "shortages.json")]
+    files = [folder.path / name for name in ("run.json", "state.json", "oom_events.json")]
     for path in files:
         assert read_json(path)
         for place in flips(path, path.stat().st_size // one_of):
@@ -113,10 +113,10 @@ def test_nothing_else_lies_in_a_run(unbroken: tuple[RunFolder, list[Event]]) -> 
         for path in folder.path.rglob("*")
         if path.is_file() and path.stat().st_size and path.parent.name not in ("tensors", "given")
     }
-    assert others == {"run.json", "state.json", "shortages.json"}
+    assert others == {"run.json", "state.json", "oom_events.json"}
 
 
-@pytest.mark.parametrize("name", ["run.json", "state.json", "shortages.json", "tensors", "given"])
+@pytest.mark.parametrize("name", ["run.json", "state.json", "oom_events.json", "tensors", "given"])
 def test_a_run_with_a_changed_byte_begins_again_or_is_refused(
     name: str, unbroken: tuple[RunFolder, list[Event]], tmp_path: Path
 ) -> None:

@@ -250,7 +250,7 @@ def _run(
     for clip, stage in _stages(here, model, progress):
         keeper.write(progress)
         for video in videos:
-            video.oom_log = keeper.shortages(clip, progress.stage)
+            video.oom_log = keeper.oom_log(clip, progress.stage)
         began = time.perf_counter()
         yield StageStarted(stage.name, stage.num_steps(len(videos)), clip, num_clips)
         # When the generator is over, so is the component that it held.

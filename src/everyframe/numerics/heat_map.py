@@ -196,11 +196,11 @@ def picture(compared: Comparison, title: str) -> bytes:
     rows = {part: row for row, part in enumerate(called)}
     columns = max((call.number for call in trace.calls), default=1)
     table = np.full((len(rows), columns), np.nan)
-    for apart, seen in zip(compared.apart, trace.seen, strict=True):
-        if seen.kind == "output" and not math.isnan(apart):
+    for error, seen in zip(compared.errors, trace.seen, strict=True):
+        if seen.kind == "output" and not math.isnan(error):
             call = trace.calls[seen.call]
             cell = rows[call.part], call.number - 1
-            table[cell] = np.fmax(table[cell], apart)
+            table[cell] = np.fmax(table[cell], error)
     marked = set()
     for place in compared.places[:1]:
         call = trace.calls[trace.seen[place.seen].call]

@@ -5,7 +5,7 @@ A run folder is named after its start time. It contains:
 - ``run.json``: request, plan and record, written once; arrays of the request are in ``given/``.
 - ``state.json``: progress, with the tensors that it names in ``tensors/``. ``state-1.json`` and so
   on are those of other video groups, which make other videos of the same run.
-- ``shortages.json``: out-of-memory events.
+- ``oom_events.json``: out-of-memory events.
 - ``answers/``: results of a pipeline's components.
 - ``lock``: locked by the running process until it exits.
 
@@ -29,7 +29,7 @@ from everyframe.runs.atomic_write import UNREADABLE, read_json, write_json
 from everyframe.runs.signature import SIGNATURE, check_files, is_signed, signed
 
 #: Schema of a run folder; another number belongs to another version.
-SCHEMA = "everyframe.run/3"
+SCHEMA = "everyframe.run/4"
 _RUN, _STATE, _LOCK, _DONE = "run.json", "state", "lock", "done-"
 #: Seconds between attempts to lock a run.
 _PAUSES = (0.02, 0.08, 0.2)
@@ -79,8 +79,8 @@ class RunFolder:
         return self.path / f"{_STATE}{self._of_part}.json"
 
     @property
-    def _shortages(self) -> Path:
-        return self.path / f"shortages{self._of_part}.json"
+    def _oom_events(self) -> Path:
+        return self.path / f"oom_events{self._of_part}.json"
 
     @property
     def given(self) -> Path:
@@ -104,12 +104,12 @@ class RunFolder:
     def write_state(self, values: Mapping[str, Any]) -> None:
         write_json(self._state, values)
 
-    def write_shortages(self, values: Sequence[Any]) -> None:
-        write_json(self._shortages, {"shortages": values})
+    def write_oom_events(self, values: Sequence[Any]) -> None:
+        write_json(self._oom_events, {"events": values})
 
-    def shortages(self) -> list[Any]:
-        values = read_json(self._shortages) or {}
-        return list(values.get("shortages", ()))
+    def oom_events(self) -> list[Any]:
+        values = read_json(self._oom_events) or {}
+        return list(values.get("events", ()))
 
     def run(self) -> dict[str, Any]:
         """Read the constant data. Raises `CorruptRunError` if missing or of another version."""

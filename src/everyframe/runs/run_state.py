@@ -45,13 +45,13 @@ class FileOomLog:
 
     def keep(self, event: OomEvent) -> None:
         try:
-            self._folder.write_shortages([*self._all(), [*self._place, [*astuple(event)]]])
+            self._folder.write_oom_events([*self._all(), [*self._place, [*astuple(event)]]])
         except OSError as error:
             self._failed(error.strerror or str(error))
 
     def _all(self) -> list[Any]:
         try:
-            return self._folder.shortages()
+            return self._folder.oom_events()
         except CorruptRunError as error:
             self._failed(str(error))
             return []
@@ -188,13 +188,13 @@ class RunStateWriter:
         progress.frames.append((event.seed, event.num_frames, saved))
         self._spent += time.monotonic() - began
 
-    def shortages(self, clip: int, stage: int) -> FileOomLog | None:
+    def oom_log(self, clip: int, stage: int) -> FileOomLog | None:
         """Out-of-memory log of that stage; None if nothing is saved."""
         if self.folder is None:
             return None
-        return FileOomLog(self.folder, clip, stage, self._not_kept)
+        return FileOomLog(self.folder, clip, stage, self._not_saved)
 
-    def _not_kept(self, why: str) -> None:
+    def _not_saved(self, why: str) -> None:
         self.note(
             f"the out-of-memory event can't be saved ({why}); if this run is interrupted and "
             "resumed where there is more memory, its bits may differ"

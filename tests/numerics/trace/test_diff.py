@@ -60,7 +60,7 @@ def test_the_bound_has_room_to_spare(
 def test_the_same_again_differs_by_nothing(right: Trace) -> None:
     compared = compare(right, recorded(traced_modules.net()))
     assert compared.places == ()
-    assert np.nanmax(compared.apart) == 0
+    assert np.nanmax(compared.errors) == 0
 
 
 @pytest.mark.parametrize("block", [0, 1, 2])
@@ -70,7 +70,7 @@ def test_a_half_precision_sum_in_one_attention_is_named(right: Trace, block: int
     assert where == f"net.blocks.{block}.attn.core, call 1"
     assert not place.is_between
     assert place.before == 0
-    assert place.apart > 100 * place.explained
+    assert place.error > 100 * place.explained
     assert "its output differs by" in place.message
     assert "the same going in, to the bit" in place.message
     assert "was Core in the first run and HalfAccumulating in the second" in compared.notes[0]
@@ -142,7 +142,7 @@ def test_what_is_not_finite_is_named_where_it_begins(right: Trace) -> None:
     net.blocks[2].mlp[2].training = False
     where, place = first(compare(right, recorded(net)))
     assert where == "net.blocks.2.mlp.2, call 1"
-    assert place.apart == math.inf
+    assert place.error == math.inf
     assert "is not finite in the second trace" in place.message
     both = compare(recorded(net), recorded(net))
     assert both.places == ()

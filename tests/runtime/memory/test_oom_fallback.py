@@ -17,8 +17,8 @@ class Kept:
     def known(self) -> tuple[OomEvent, ...]:
         return self.before
 
-    def keep(self, shortage: OomEvent) -> None:
-        self.new.append(shortage)
+    def keep(self, event: OomEvent) -> None:
+        self.new.append(event)
 
 
 def video(seed: int, kept: Kept, step: int = 0) -> VideoState:

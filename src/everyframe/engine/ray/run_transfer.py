@@ -23,7 +23,7 @@ from everyframe.runs.folder import RunFolder
 
 #: Files of a run, and no others: a name never leads out of the folder.
 _NAMES = re.compile(
-    r"(state|shortages)(-\d+)?\.json"
+    r"(state|oom_events)(-\d+)?\.json"
     r"|(given|tensors(-\d+)?)/[0-9a-f]+\.safetensors"
     r"|answers/\d+/[0-9a-f-]+\.safetensors"
 )

@@ -90,9 +90,9 @@ def load_run(folder: RunFolder) -> InterruptedRun:
             output=written["output"],
             as_uint8=bool(written["as_uint8"]),
             given=written["given"],
-            fallbacks=applied_fallbacks(written.get("relieved", ())),
+            fallbacks=applied_fallbacks(written.get("fallbacks", ())),
         )
-        for path in folder.path.glob("shortages*.json"):
+        for path in folder.path.glob("oom_events*.json"):
             # Without them other bits may come of it: from there on it was computed otherwise.
             read_json(path)
     except CorruptRunError as error:

@@ -140,7 +140,7 @@ def _place_of_report(run: InterruptedRun) -> Path | None:
 def _write_anew(run: InterruptedRun, request: Request, record: Mapping[str, Any]) -> None:
     """Save the new plan, so that the next resume uses it."""
     fallbacks = [each.to_json() for each in run.fallbacks]
-    entries = {**run.folder.run(), "relieved": fallbacks}
+    entries = {**run.folder.run(), "fallbacks": fallbacks}
     write(run.folder, entries, request, run.plan, record, is_own=run.is_own)
 
 

@@ -41,7 +41,7 @@ class TracePlace:
 
     Attributes:
         seen: index in the first trace's `seen`.
-        apart: relative difference there.
+        error: relative difference there.
         before: largest difference of what went into it.
         explained: difference that precision explains.
         dtype: the narrower dtype.
@@ -50,7 +50,7 @@ class TracePlace:
     """
 
     seen: int
-    apart: float
+    error: float
     before: float
     explained: float
     dtype: str
@@ -65,7 +65,7 @@ class Comparison:
     Attributes:
         a: first trace.
         b: second trace.
-        apart: relative difference of each tensor of the first; NaN if the second lacks it.
+        errors: relative difference of each tensor of the first; NaN if the second lacks it.
         partners: call of the second trace for each call of the first.
         places: differences that precision does not explain, in order.
         notes: remarks on the comparison itself.
@@ -73,7 +73,7 @@ class Comparison:
 
     a: Trace
     b: Trace
-    apart: npt.NDArray[np.float64]
+    errors: npt.NDArray[np.float64]
     partners: Mapping[int, int]
     places: tuple[TracePlace, ...]
     notes: tuple[str, ...]
@@ -81,8 +81,8 @@ class Comparison:
     @property
     def largest(self) -> float:
         """Largest difference of any module output."""
-        given = [apart for apart, seen in zip(self.apart, self.a.seen, strict=True)
-                 if seen.kind == "output" and not math.isnan(apart)]  # fmt: skip
+        given = [error for error, seen in zip(self.errors, self.a.seen, strict=True)
+                 if seen.kind == "output" and not math.isnan(error)]  # fmt: skip
         return max(given, default=0.0)
 
 
@@ -94,10 +94,10 @@ def compare(a: Trace, b: Trace) -> Comparison:
     _check_same(a, b)
     partners = _partners(a, b)
     walk = _Walk(a, b, partners)
-    apart = np.array([walk.step(place) for place in range(len(a.seen))], dtype=np.float64)
-    if not len(apart) or np.isnan(apart).all():
+    errors = np.array([walk.step(place) for place in range(len(a.seen))], dtype=np.float64)
+    if not len(errors) or np.isnan(errors).all():
         raise InputError("the two traces have no call in common")
-    return Comparison(a, b, apart, partners, tuple(walk.places), tuple(_notes(a, b, partners)))
+    return Comparison(a, b, errors, partners, tuple(walk.places), tuple(_notes(a, b, partners)))
 
 
 def rounding(unit: float) -> float:
@@ -136,17 +136,17 @@ class _Walk:
         if other is None:
             return math.nan
         self._check_shape(seen, other)
-        apart = difference(self._a.numbers[seen.row], self._b.numbers[other.row])
+        error = difference(self._a.numbers[seen.row], self._b.numbers[other.row])
         scope = made.parent if seen.kind == "input" else seen.call
         before = 0.0 if seen.kind == "weight" else self._known(scope)
         own = max((unit_of(seen.dtype, self._a), seen.dtype),
                   (unit_of(other.dtype, self._b), other.dtype))  # fmt: skip
         narrow = own if seen.kind == "weight" else max(own, self._narrow.get(scope, own))
         explained = GROWTH * before + rounding(narrow[0])
-        if apart > explained or (apart == math.inf and before != math.inf):
-            self.places.append(self._place(place, other, apart, before, explained, narrow[1]))
-        self._learn(seen, made, apart, own)
-        return apart
+        if error > explained or (error == math.inf and before != math.inf):
+            self.places.append(self._place(place, other, error, before, explained, narrow[1]))
+        self._learn(seen, made, error, own)
+        return error
 
     def _other(self, place: int, seen: Seen) -> Seen | None:
         """Find the same tensor in the second trace, by name or else by order.
@@ -165,18 +165,18 @@ class _Walk:
         own = self._weights.get(self._a.calls[scope].part, 0.0) if scope >= 0 else 0.0
         return max(self._before.get(scope, 0.0), own)
 
-    def _learn(self, seen: Seen, made: Call, apart: float, own: tuple[float, str]) -> None:
+    def _learn(self, seen: Seen, made: Call, error: float, own: tuple[float, str]) -> None:
         call = seen.call
         self._narrow[call] = max(own, self._narrow.get(call, own))
         if seen.kind == "weight":
-            self._weights[made.part] = max(apart, self._weights.get(made.part, 0.0))
+            self._weights[made.part] = max(error, self._weights.get(made.part, 0.0))
             return
         around = made.parent
         scopes = [call] if seen.kind == "input" else [around]
         if seen.kind == "input" and around < 0:
             scopes.append(around)  # what came from outside once may come again
         for scope in scopes:
-            self._before[scope] = max(apart, self._before.get(scope, 0.0))
+            self._before[scope] = max(error, self._before.get(scope, 0.0))
         if seen.kind == "output":
             self._narrow[around] = max(self._narrow[call], self._narrow.get(around, own))
 
@@ -188,7 +188,7 @@ class _Walk:
             )
 
     def _place(
-        self, place: int, other: Seen, apart: float, before: float, explained: float, dtype: str
+        self, place: int, other: Seen, error: float, before: float, explained: float, dtype: str
     ) -> TracePlace:
         seen = self._a.seen[place]
         where, thing = self._a.place(seen.call), _thing(seen)
@@ -200,7 +200,7 @@ class _Walk:
             which = "first" if second else "second"
             differs = f"is not finite in the {which} trace"
         else:
-            differs = f"differs by {apart:.1e}; {dtype} explains {explained:.1e}"
+            differs = f"differs by {error:.1e}; {dtype} explains {explained:.1e}"
         is_between = seen.kind == "input"
         if seen.kind == "weight":
             message = (
@@ -219,7 +219,7 @@ class _Walk:
                 f"{parent}: the {thing} that it gives to {where} {differs}, with {_given(before)}: "
                 "its own code, between its modules"
             )
-        return TracePlace(place, apart, before, explained, dtype, is_between, message)
+        return TracePlace(place, error, before, explained, dtype, is_between, message)
 
 
 def _by_name(trace: Trace) -> dict[tuple[int, str, str], Seen]:

@@ -80,12 +80,12 @@ def difference(a: _Numbers, b: _Numbers) -> float:
     if not all(finite):
         return math.inf if any(finite) else 0.0
     size = max(float(a[NORM]), float(b[NORM]))
-    apart = float(np.linalg.norm(a[4:].astype(np.float64) - b[4:].astype(np.float64)))
-    if not (math.isfinite(size) and math.isfinite(apart)):
+    distance = float(np.linalg.norm(a[4:].astype(np.float64) - b[4:].astype(np.float64)))
+    if not (math.isfinite(size) and math.isfinite(distance)):
         # Squares beyond float32: the range is left to compare.
         size = float(max(np.abs(a[[LOW, HIGH]]).max(), np.abs(b[[LOW, HIGH]]).max()))
-        apart = float(np.abs(a[[LOW, HIGH]] - b[[LOW, HIGH]]).max())
-    return 0.0 if apart == 0 else apart / size if size else math.inf
+        distance = float(np.abs(a[[LOW, HIGH]] - b[[LOW, HIGH]]).max())
+    return 0.0 if distance == 0 else distance / size if size else math.inf
 
 
 def is_mask(numbers: _Numbers) -> bool:

@@ -164,9 +164,12 @@ def replay(compared: Comparison, call: int, module: nn.Module) -> Replayed:
             text = " ".join(str(error).split())[:300]
             raise InputError(f"{name} can't be replayed: {text}") from error
     given = [_recorded(trace, made, "output") for trace, made in runs]
-    errors = tuple(_apart(got, want, name) for got, want in zip(given, results, strict=True))
+    errors = tuple(_error(got, want, name) for got, want in zip(given, results, strict=True))
     first, second = (_recorded(trace, made, "input") for trace, made in runs)
-    inputs, outputs = _apart(first, second, name), _apart(results[0], results[1], name)
+    inputs, outputs = (
+        _error(first, second, name),
+        _error(results[0], results[1], name),
+    )
     explained = tuple(_explained(trace, made) for trace, made in runs)
     growth = outputs / inputs if inputs else math.inf if outputs else 1.0
     return Replayed(name, (errors[0], errors[1]), (explained[0], explained[1]), growth)
@@ -215,7 +218,7 @@ def _recorded(trace: Trace, call: int, kind: str) -> list[Tensor]:
     ]
 
 
-def _apart(got: Sequence[Tensor], want: Sequence[Tensor], name: str) -> float:
+def _error(got: Sequence[Tensor], want: Sequence[Tensor], name: str) -> float:
     """Largest relative difference of tensors, pair by pair, in float64."""
     shapes = [[tuple(each.shape) for each in side] for side in (got, want)]
     if shapes[0] != shapes[1]:
@@ -224,8 +227,8 @@ def _apart(got: Sequence[Tensor], want: Sequence[Tensor], name: str) -> float:
     for pair in zip(got, want, strict=True):
         a, b = (each.detach().cpu().double() for each in pair)
         size = float(b.norm())
-        apart = float((a - b).norm())
-        error = 0.0 if apart == 0 else apart / size if size else math.inf
+        distance = float((a - b).norm())
+        error = 0.0 if distance == 0 else distance / size if size else math.inf
         largest = max(largest, error if math.isfinite(error) else math.inf)
     return largest
 
