@@ -141,7 +141,7 @@ def test_the_container_serves_and_is_asked_whether_it_is_well() -> None:
     }
     path = re.search(r"127\.0\.0\.1:8000(/\w+)", found["HEALTHCHECK"])
     assert path is not None
-    routes = (ROOT / "src" / "everyframe" / "server" / "routes").glob("*.py")
+    routes = (ROOT / "src" / "everyframe" / "server" / "http" / "routes").glob("*.py")
     assert any(f'.get("{path[1]}")' in each.read_text(encoding="utf-8") for each in routes)
 
 
