@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -81,15 +82,15 @@ TEST_RULES = (
 )
 
 
-@pytest.mark.parametrize("rule", TEST_RULES, ids=lambda rule: rule.__name__)
-def test_tests_keep_the_rule(rule: Rule) -> None:
+def test_tests_keep_their_rules() -> None:
     here = Path(__file__).parent
-    found = [
-        f"{path.relative_to(here)}:{problem}"
-        for path in sorted(here.rglob("*.py"))
-        for problem in rule(Module.parse(path.stem, path.read_text(encoding="utf-8")))
-    ]
-    assert not found, f"{rule.__doc__}\n" + "\n".join(found)
+    found = []
+    for path in sorted(here.rglob("*.py")):
+        # Neither rule asks for the syntax.
+        module = Module(path.stem, path.read_text(encoding="utf-8"), ast.Module([], []))
+        place = path.relative_to(here)
+        found += [f"{place}:{problem}" for rule in TEST_RULES for problem in rule(module)]
+    assert not found, "\n".join(found)
 
 
 def test_every_folder_is_a_room() -> None:
@@ -158,7 +159,7 @@ def test_rows_of_their_tables_import_rows_above(room: str) -> None:
     upward = [
         f"{module.name} imports {target}"
         for module in modules()
-        for _, name in architecture_rules.imports_of(module, strings=False)
+        for _, name in module.imports
         for target in (name, name.rpartition(".")[0])
         if rows.get(target, 0) > rows.get(module.name, len(page))
     ]

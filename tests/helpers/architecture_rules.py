@@ -130,6 +130,28 @@ class Module:
         """Every node of these kinds."""
         return (node for node in self.every_node if isinstance(node, kinds))
 
+    @cached_property
+    def imports(self) -> tuple[tuple[int, str], ...]:
+        """(line, dotted name) of all that is imported, also in functions."""
+        found = []
+        for node in self.nodes(ast.Import, ast.ImportFrom):
+            if isinstance(node, ast.Import):
+                found += [(node.lineno, alias.name) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+        return tuple(found)
+
+    @cached_property
+    def named_modules(self) -> tuple[tuple[int, str], ...]:
+        """(line, dotted name) of our modules that strings name, docstrings apart."""
+        docstrings = {id(node.value) for node in self.nodes(ast.Expr)}
+        return tuple(
+            (node.lineno, node.value)
+            for node in self.nodes(ast.Constant)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            if id(node) not in docstrings and _MODULE_NAME.fullmatch(node.value)
+        )
+
 
 Rule = Callable[[Module], Iterator[str]]
 
@@ -144,19 +166,6 @@ def _dotted(node: ast.AST) -> str:
     return ""
 
 
-def imports_of(module: Module, *, strings: bool = True) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of all that is imported, also in functions and by name in `strings`."""
-    docstrings = {id(node.value) for node in module.every_node if isinstance(node, ast.Expr)}
-    for node in module.every_node:
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
-        elif strings and isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if id(node) not in docstrings and _MODULE_NAME.fullmatch(node.value):
-                yield node.lineno, node.value
-
-
 def imports_go_down(module: Module) -> Iterator[str]:
     """A room imports itself and the rooms below it; nobody imports the roof, nor relatively."""
     for node in module.nodes(ast.ImportFrom):
@@ -166,7 +175,7 @@ def imports_go_down(module: Module) -> Iterator[str]:
     if module.room is None:
         return
     allowed = ROOMS[ROOMS.index(module.room) :]
-    for line, name in imports_of(module):
+    for line, name in (*module.imports, *module.named_modules):
         parts = name.split(".")
         if parts[0] != PACKAGE or name == f"{PACKAGE}._version.__version__":
             continue
@@ -189,7 +198,7 @@ def families_stand_alone(module: Module) -> Iterator[str]:
     parts = module.name.split(".")
     if module.room != "families" or len(parts) < 4:
         return
-    for line, name in imports_of(module):
+    for line, name in (*module.imports, *module.named_modules):
         other = name.split(".")
         # Modules that lie in families/ itself are shared; only folders hold a family.
         if other[:2] == parts[:2] and len(other) > 4 and other[2] != parts[2]:
@@ -200,7 +209,7 @@ def core_is_plain_data(module: Module) -> Iterator[str]:
     """The ground floor imports no tensors, and its dataclasses are frozen."""
     if module.room != "core":
         return
-    for line, name in imports_of(module):
+    for line, name in (*module.imports, *module.named_modules):
         if name.split(".")[0] in NOT_IN_CORE:
             yield f"{line}: core imports {name}"
     for node in module.nodes(ast.ClassDef):
@@ -338,7 +347,7 @@ def methods_are_not_assigned(module: Module) -> Iterator[str]:
 
 def nothing_is_mocked(module: Module) -> Iterator[str]:
     """No test library: what a caller or another thread sees is not replaced for a moment."""
-    for line, name in imports_of(module, strings=False):
+    for line, name in module.imports:
         if name.partition(".")[0] in ("unittest", "mock", "pytest"):
             yield f"{line}: imports {name}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from helpers.architecture_rules import Module, imports_of
+from helpers.architecture_rules import Module
 
 
 def import_circles(modules: Sequence[Module]) -> list[list[str]]:
@@ -42,7 +42,7 @@ def _circles(graph: dict[str, set[str]]) -> list[list[str]]:
 def _imported_modules(module: Module, names: set[str]) -> set[str]:
     own = module.name.removesuffix(".__init__")
     found = set()
-    for _, name in imports_of(module, strings=False):
+    for _, name in module.imports:
         target = name if name in names else name.rpartition(".")[0]
         # A package's __init__ may import its own modules.
         if target in names and target != own and not target.startswith(f"{own}."):
