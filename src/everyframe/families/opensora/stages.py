@@ -17,10 +17,10 @@ from torch import Tensor
 
 from everyframe.core.events import Event, FramesDecoded
 from everyframe.core.plan import Settings
-from everyframe.families.opensora import sharding
 from everyframe.families.opensora.denoiser import Denoiser, PromptEmbeds, timesteps_of
 from everyframe.families.opensora.dry_run import is_conditioned
 from everyframe.families.opensora.settings import PIECE, known_frames
+from everyframe.families.opensora.sharding import Sharding
 from everyframe.families.opensora.spec import OpenSoraSpec
 from everyframe.families.opensora.text import TextEmbedding, embed, tokens_of
 from everyframe.families.opensora.vae import ImageVAE, VideoVAE, decode_frames, encoded
@@ -210,13 +210,7 @@ class DenoiseStage(VideoDenoiseStage[OpenSoraContext, SamplerInputs]):
     """Denoise: sampler, guidance and denoiser turn noise into latents."""
 
     component = "denoiser"
-
-    def shard(self, modules: Mapping[str, Any]) -> sharding.Sharding:
-        """Split tokens and guidance branches."""
-        parallel = self.context.parallel
-        return sharding.apply(
-            modules[self.component], parallel.video_group, parallel.num_cfg_groups
-        )
+    sharding = Sharding
 
     def inputs(self, video: VideoState, device: str) -> SamplerInputs:
         """The video's noise, conditioning latents and text."""
