@@ -94,7 +94,7 @@ class Metrics:
         build = Gauge(
             "everyframe_build_info", "1; versions.", ["version", "torch"], registry=registry
         )
-        build.labels(__version__, _version_of("torch")).set(1)
+        build.labels(__version__, _torch_version()).set(1)
 
     def text(self) -> bytes:
         """All metrics in Prometheus's text format."""
@@ -170,8 +170,8 @@ class _CollectedGauge:
         yield found
 
 
-def _version_of(package: str) -> str:
+def _torch_version() -> str:
     try:
-        return metadata.version(package)
+        return metadata.version("torch")
     except metadata.PackageNotFoundError:
         return ""
