@@ -42,13 +42,15 @@ class Tokens:
         return int(self.mask.sum()) + len(self.cut)
 
 
-def framed(ids: Sequence[int], length: int = LLM_LENGTH) -> Tokens:
+def framed(
+    ids: Sequence[int], length: int, begin: int = _BEGIN, end: int = _END, pad: int = _END
+) -> Tokens:
     """Add begin and end tokens to a text's pieces, and pad to `length`."""
     kept, cut = list(ids[: length - 2]), tuple(ids[length - 2 :])
-    row = [_BEGIN, *kept, _END]
+    row = [begin, *kept, end]
     padding = length - len(row)
     return Tokens(
-        torch.tensor([row + [_END] * padding]),
+        torch.tensor([row + [pad] * padding]),
         torch.tensor([[True] * len(row) + [False] * padding]),
         cut,
     )
@@ -82,7 +84,7 @@ class StepTokenizer:
         _check_vocabulary(path, self._pieces.get_piece_size(), vocabulary, "Step-LLM")
 
     def tokens(self, text: str) -> Tokens:
-        return framed([int(index) for index in self._pieces.encode(text)])
+        return framed([int(index) for index in self._pieces.encode(text)], LLM_LENGTH)
 
     def words(self, ids: Sequence[int]) -> str:
         return str(self._pieces.decode(list(ids)))
@@ -107,15 +109,9 @@ class ClipTokenizer:
 
     def tokens(self, text: str) -> Tokens:
         # Without marks, so that the tokenizer has nothing to say of lengths.
-        whole = self._words.convert_tokens_to_ids(self._words.tokenize(text))
-        kept, cut = whole[: CLIP_LENGTH - 2], tuple(whole[CLIP_LENGTH - 2 :])
-        row = [self._words.cls_token_id, *kept, self._words.sep_token_id]
-        padding = CLIP_LENGTH - len(row)
-        return Tokens(
-            torch.tensor([row + [self._words.pad_token_id] * padding]),
-            torch.tensor([[True] * len(row) + [False] * padding]),
-            cut,
-        )
+        words = self._words
+        ids = words.convert_tokens_to_ids(words.tokenize(text))
+        return framed(ids, CLIP_LENGTH, words.cls_token_id, words.sep_token_id, words.pad_token_id)
 
     def words(self, ids: Sequence[int]) -> str:
         return str(self._words.decode(list(ids)))
