@@ -182,10 +182,6 @@ class ConditioningStage(VideoEncodeStage[OpenSoraContext, ConditioningPixels]):
             mask[:, -1:] = settings.edit_strength
         return ConditioningLatents(latents, mask)
 
-    def store(self, video: VideoState, result: ConditioningLatents) -> None:
-        """Set `conditioning` of the video."""
-        video.conditioning = result
-
 
 def _as_pixels(frames_THWC: Tensor) -> Tensor:
     """Pixels (1, C, T, H, W) in -1..1 of frames in 0..1."""

@@ -186,10 +186,6 @@ class ConditioningStage(VideoEncodeStage[OpenSora2Context, GivenPixels]):
 
         return GivenLatents(encoded(inputs.first), encoded(inputs.last))
 
-    def store(self, video: VideoState, result: GivenLatents) -> None:
-        """Set `conditioning` of the video."""
-        video.conditioning = result
-
 
 def _ends(settings: Settings) -> tuple[bool, bool]:
     """Whether the video's beginning is given, and its end."""
