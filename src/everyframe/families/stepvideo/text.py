@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from everyframe.checkpoints.config_errors import foreign_errors
 from everyframe.checkpoints.folder import describe_missing
-from everyframe.core.errors import CheckpointError
+from everyframe.core.errors import CheckpointError, first_line
 from everyframe.parallel.communicator import broadcastable
 
 #: Maximum tokens of Step-LLM and CLIP, including begin and end tokens.
@@ -73,7 +73,7 @@ class StepTokenizer:
             self._pieces = SentencePieceProcessor(model_file=str(path))
         except (OSError, RuntimeError) as error:
             raise CheckpointError(
-                f"{path} is no sentencepiece file: {_first_line(error)}"
+                f"{path} is no sentencepiece file: {first_line(error)}"
             ) from error
         marks = (self._pieces.bos_id(), self._pieces.eos_id())
         if marks != (_BEGIN, _END):
@@ -184,7 +184,3 @@ def _check_vocabulary(path: Path, pieces: int, embeddings: int, model: str) -> N
         raise CheckpointError(
             f"{path} does not belong to {model}: it has {pieces} pieces, the model {embeddings}"
         )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
