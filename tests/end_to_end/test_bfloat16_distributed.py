@@ -35,7 +35,7 @@ from everyframe.precision import cast_hooks
 from everyframe.samplers import euler_karras, flow_matching, iddpm, noise, rectified_flow
 from everyframe.samplers.base import Step
 from everyframe.samplers.guidance import guide
-from helpers.rank_pool import Group, group_of
+from helpers.rank_pool import Group, group_of, runs_slow
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 STEPS, SCALE, WIDTH = 4, 3.0, 12
@@ -46,10 +46,7 @@ Sampled = tuple[nn.Module, Callable[[Communicator], Any], Callable[[Tensor], Ite
 
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest) -> Any:
-    module = request.node
-    mine = [item for item in request.session.items if item.getparent(pytest.Module) is module]
-    is_slow = any(item.get_closest_marker("slow") for item in mine)
-    yield from group_of((2, 3, 5) if is_slow else (3,))
+    yield from group_of((2, 3, 5) if runs_slow(request) else (3,))
 
 
 def narrow(model: nn.Module, islands: tuple[str, ...]) -> Any:
