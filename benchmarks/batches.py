@@ -29,13 +29,13 @@ from torch import Tensor
 from everyframe.core.facts import DeviceFacts
 from everyframe.engine.calibration import shapes_prompts
 from everyframe.engine.workers.warm_workers import WarmWorkers
-from everyframe.families.opensora import sharding
+from everyframe.families.opensora.sharding import Sharding
 from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.hardware import machine_facts, pick_device
 from everyframe.media.read import read_video
 from everyframe.ops.call_override import ModuleCall
 from everyframe.ops.text_context import KeysValues, TextContext
-from everyframe.parallel.communicator import SingleRank
+from everyframe.parallel.communicator import ONE
 from everyframe.precision.strict_float32 import strict_float32
 from everyframe.runtime.batched_calls import BatchedModule
 from everyframe.server.data_folder import open_folder
@@ -88,7 +88,7 @@ def measure(sizes: Sizes, dtype: str, rounds: int, device: str) -> list[str]:
     model = build(sizes, dtype, plain=False, device=device)
     calls, taken = calls_of(model, sizes, device), dict[tuple[str, int], list[float]]()
     same: dict[tuple[str, int], int] = {}
-    with sharding.apply(model, SingleRank()), BatchedModule(model) as batched:
+    with Sharding(model, ONE), BatchedModule(model) as batched:
         alone = [call.compute() for call in calls]
         ways = {"in one tensor": partial(plainly, model), "products apart": batched.compute}
         for _ in range(rounds):

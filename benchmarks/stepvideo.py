@@ -255,7 +255,7 @@ def decode() -> list[str]:
     """Two pieces one after the other and both in one call."""
     vae = StepVAE(StepVAEConfig()).eval().requires_grad_(False)
     latents = torch.randn(1, 64, 6, 2, 2)
-    pieces = vae.pieces(34)
+    pieces = vae.config.pieces(34)
 
     def apart() -> object:
         return [vae.decode_piece(latents, piece) for piece in pieces]

@@ -14,10 +14,17 @@ import pytest
 from huggingface_hub import constants
 
 from everyframe.checkpoints import download as fetching
-from everyframe.checkpoints.download import download_command, fetch, fetch_missing
+from everyframe.checkpoints.download import Wanted, fetch, fetch_missing
 from everyframe.checkpoints.locate import locate
 from everyframe.checkpoints.model_zoo import controlnet_part
 from everyframe.core.errors import CheckpointError, InputError
+
+JSON = Wanted("o/n", ("*.json",))
+
+
+@pytest.fixture(autouse=True)
+def _own_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,9 +32,7 @@ def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 
-def test_offline_says_what_is_missing_and_how_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """At once: nobody is asked who might not answer."""
 
     def nobody(*_: Any, **__: Any) -> None:
@@ -37,7 +42,7 @@ def test_offline_says_what_is_missing_and_how_to_get_it(
     monkeypatch.setattr(socket, "getaddrinfo", nobody)
     monkeypatch.setattr(socket.socket, "connect", nobody)
     with pytest.raises(InputError) as caught:
-        fetch_missing(locate("opensora-1.2", hub_cache=tmp_path), hub_cache=tmp_path)
+        fetch_missing(locate("opensora-1.2"))
     text = str(caught.value)
     assert "hpcai-tech/OpenSora-STDiT-v3" in text
     assert "hf download hpcai-tech/OpenSora-STDiT-v3 --include config.json" in text
@@ -48,17 +53,15 @@ def test_offline_says_what_is_missing_and_how_to_get_it(
     assert "\n" not in text
 
 
-def test_an_unknown_hub_id_offline_names_the_nearest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_hub_id_offline_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     forbid(monkeypatch)
-    place = locate("hpcai-tech/OpenSora-STDiT-v33", hub_cache=tmp_path)
+    place = locate("hpcai-tech/OpenSora-STDiT-v33")
     with pytest.raises(InputError, match=r"did you mean 'hpcai-tech/OpenSora-STDiT-v3'"):
-        fetch_missing(place, hub_cache=tmp_path)
+        fetch_missing(place)
 
 
 def test_a_network_that_swallows_everything_is_given_up_in_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A name lookup that hangs takes no timeout; the limit is ours."""
 
@@ -72,13 +75,13 @@ def test_a_network_that_swallows_everything_is_given_up_in_time(
     monkeypatch.setattr(fetching, "FIRST_ANSWER_TIMEOUT_S", 0.2)
     try:
         with pytest.raises(InputError, match=r"gave no answer in 0.2 s"):
-            fetch("o/n", ["*.json"], hub_cache=tmp_path)
+            fetch([JSON])
         assert not ended.is_set(), "it is given up while it still hangs"
     finally:
         over.set()
 
 
-def test_a_refused_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """A real connection, to a port of this machine where nobody listens."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
@@ -88,7 +91,7 @@ def test_a_refused_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         huggingface_hub, "HfApi", lambda: api(endpoint="http://127.0.0.1:9", token=False)
     )
     with pytest.raises(InputError, match=r"the hub does not answer"):
-        fetch("o/n", ["*.json"], hub_cache=tmp_path)
+        fetch([JSON])
 
 
 def test_a_complete_model_needs_no_network(tmp_path: Path) -> None:
@@ -113,10 +116,9 @@ def test_patterns_and_limits_reach_the_hubs_client(
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: Info())
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert fetch("o/n", ["*.json"], "v1", hub_cache=tmp_path) == tmp_path
+    assert fetch([JSON]) == tmp_path
     assert asked["repo_id"] == "o/n"
     assert asked["allow_patterns"] == ["*.json"]
-    assert asked["revision"] == "v1"
     assert asked["etag_timeout"] <= 3
 
 
@@ -136,10 +138,14 @@ def test_what_is_pickled_only_is_refused_before_it_is_fetched(
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: Info())
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(CheckpointError, match=r"o/n: its weights are pickled .*save_pretrained"):
-        fetch("o/n", controlnet_part("o/n").patterns, hub_cache=tmp_path)
+        fetch([Wanted("o/n", controlnet_part("o/n").patterns)])
     # Where pickles are taken too, or nothing lies in their place, that is another matter.
-    for patterns in (["*.safetensors", "*.bin"], ["unet/model.safetensors"], ["vae/x.safetensors"]):
-        assert fetch("o/n", patterns, hub_cache=tmp_path) == tmp_path
+    for patterns in (
+        ("*.safetensors", "*.bin"),
+        ("unet/model.safetensors",),
+        ("vae/x.safetensors",),
+    ):
+        assert fetch([Wanted("o/n", patterns)]) == tmp_path
 
 
 def test_of_a_pipeline_only_what_it_is_loaded_from_is_fetched(
@@ -166,11 +172,11 @@ def test_of_a_pipeline_only_what_it_is_loaded_from_is_fetched(
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: Info())
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    patterns = locate("o/n", hub_cache=tmp_path).parts[0].part.patterns
-    fetch("o/n", patterns, hub_cache=tmp_path)
+    patterns = locate("o/n").parts[0].part.patterns
+    fetch([Wanted("o/n", patterns)])
     assert asked["allow_patterns"] == wanted
     # Where somebody knows which files are wanted, those are.
-    fetch("o/n", ["*.ckpt"], hub_cache=tmp_path)
+    fetch([Wanted("o/n", ("*.ckpt",))])
     assert asked["allow_patterns"] == ["*.ckpt"]
 
 
@@ -200,20 +206,20 @@ def test_weights_of_replaced_components_are_not_fetched(
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: Info())
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    place = locate("o/n", without=("transformer",), hub_cache=tmp_path)
+    place = locate("o/n", without=("transformer",))
     assert not place.complete
-    place = fetch_missing(place, hub_cache=tmp_path)
+    place = fetch_missing(place)
     assert place.complete
     there = {path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*.*")}
     assert there == {"model_index.json", "transformer/config.json", "transformer/model.py",
                      "vae/config.json", "vae/m.safetensors", "tokenizer/config.json"}  # fmt: skip
-    whole = locate("o/n", hub_cache=tmp_path)
+    whole = locate("o/n")
     assert whole.parts[0].missing == ("transformer/*.safetensors",)
-    assert fetch_missing(whole, hub_cache=tmp_path).complete
+    assert fetch_missing(whole).complete
     assert (snapshot / "transformer" / "m-00002-of-00002.safetensors").is_file()
 
 
-def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     class Info:
         sha = "0" * 40
         siblings = None
@@ -224,11 +230,9 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: Info())
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(InputError, match=r"No space left on device.*again to continue it"):
-        fetch("o/n", ["*.json"], hub_cache=tmp_path)
+        fetch([JSON])
 
 
 def test_the_command_can_be_pasted_into_a_shell() -> None:
-    command = download_command("o/n", ["config.json", "*.safetensors"], "v1")
-    assert (
-        command == "hf download o/n --include config.json --include '*.safetensors' --revision v1"
-    )
+    command = Wanted("o/n", ("config.json", "*.safetensors")).command
+    assert command == "hf download o/n --include config.json --include '*.safetensors'"

@@ -9,12 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
+from everyframe.checkpoints import locate as locating
 from everyframe.checkpoints.locate import find_part, locate, names_on_disk, overview
 from everyframe.checkpoints.model_zoo import HubPart, KnownModel, known_models
 from everyframe.core.errors import CheckpointError, InputError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(autouse=True)
+def _own_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
 
 
 def plant(cache: Path, repo_id: str, files: dict[str, bytes]) -> Path:
@@ -44,20 +51,20 @@ def plant(cache: Path, repo_id: str, files: dict[str, bytes]) -> Path:
         ("opensora-1.0-16x512x512", "opensora-1.0-16x512x512"),
     ],
 )
-def test_known_names(tmp_path: Path, given: str, meant: str) -> None:
-    place = locate(given, hub_cache=tmp_path)
+def test_known_names(given: str, meant: str) -> None:
+    place = locate(given)
     assert place.name == meant
     assert place.asked == given
     assert (place.path is None) != (place.parts == ())
 
 
-def test_nothing_on_disk_says_what_must_be_fetched(tmp_path: Path) -> None:
-    place = locate("opensora-1.2", hub_cache=tmp_path)
+def test_nothing_on_disk_says_what_must_be_fetched() -> None:
+    place = locate("opensora-1.2")
     assert not place.complete
     assert [part.part.role for part in place.parts] == ["denoiser", "vae", "text_encoder"]
     assert place.bytes_to_fetch == 4 * (1_207_643_972 + 393_341_007 + 4_762_310_656)
     assert place.bytes_on_disk == 0
-    assert "config.json" in place.part("denoiser").missing
+    assert "config.json" in place.parts[0].missing
 
 
 def test_names_and_aliases_are_unique() -> None:
@@ -81,21 +88,21 @@ def test_names_and_aliases_are_unique() -> None:
         ("nowhere/model.safetensors", "nowhere does not exist either"),
     ],
 )
-def test_names_that_mean_nothing(tmp_path: Path, given: str, text: str) -> None:
+def test_names_that_mean_nothing(given: str, text: str) -> None:
     with pytest.raises(InputError) as caught:
-        locate(given, hub_cache=tmp_path)
+        locate(given)
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_hub_id_that_nobody_listed(tmp_path: Path) -> None:
-    place = locate("hpcai-tech/OpenSora-STDiT-v33", hub_cache=tmp_path)
+    place = locate("hpcai-tech/OpenSora-STDiT-v33")
     assert place.kind == "hub"
     assert not place.complete
     assert place.bytes_to_fetch is None
     assert "did you mean 'hpcai-tech/OpenSora-STDiT-v3'" in place.hint
     plant(tmp_path, "some/model", {"config.json": b"{}", "model.safetensors": b"1234"})
-    place = locate("some/model", hub_cache=tmp_path)
+    place = locate("some/model")
     assert place.complete
     assert place.hint == ""
     assert place.bytes_to_fetch == 0
@@ -107,12 +114,12 @@ PART = HubPart("denoiser", "o/n", (("config.json",), ("*.safetensors",)), num_pa
 
 def test_a_part_is_complete_when_each_group_has_a_file(tmp_path: Path) -> None:
     snapshot = plant(tmp_path, "o/n", {"config.json": b"{}", "notes.md": b"mine not"})
-    place = find_part(PART, hub_cache=tmp_path)
+    place = find_part(PART)
     assert place.folder == snapshot
     assert place.missing == ("*.safetensors",)
     assert place.bytes_to_fetch == 40 - 2
     (snapshot / "model.safetensors").write_bytes(bytes(38))
-    place = find_part(PART, hub_cache=tmp_path)
+    place = find_part(PART)
     assert place.complete
     assert [path.name for path in place.files] == ["config.json", "model.safetensors"]
 
@@ -127,19 +134,19 @@ def test_a_missing_shard_and_a_dangling_link_are_not_complete(tmp_path: Path) ->
     }
     part = HubPart("denoiser", "o/n", PART.needs, ("*.index.json",))
     snapshot = plant(tmp_path, "o/n", files)
-    assert find_part(part, hub_cache=tmp_path).complete
+    assert find_part(part).complete
     (snapshot / "m-2.safetensors").resolve().unlink()
-    assert find_part(part, hub_cache=tmp_path).missing == ("m-2.safetensors",)
+    assert find_part(part).missing == ("m-2.safetensors",)
 
 
 def test_a_shard_tells_of_the_others_before_their_index_is_there(tmp_path: Path) -> None:
     part = HubPart("text_encoder", "o/n", (("config.json",), ("pytorch_model*.bin",)))
     files = {"config.json": b"{}", "pytorch_model-00001-of-00002.bin": b"1"}
     snapshot = plant(tmp_path, "o/n", files)
-    place = find_part(part, hub_cache=tmp_path)
+    place = find_part(part)
     assert place.missing == ("pytorch_model-00002-of-00002.bin",)
     (snapshot / "pytorch_model-00002-of-00002.bin").write_bytes(b"2")
-    assert find_part(part, hub_cache=tmp_path).complete
+    assert find_part(part).complete
 
 
 def test_folders_and_files(tmp_path: Path) -> None:
@@ -170,23 +177,24 @@ def test_an_existing_folder_goes_before_a_hub_id(
     assert locate("owner/name").kind == "folder"
 
 
-def test_overview_and_a_registry_of_ones_own(tmp_path: Path) -> None:
+def test_overview_and_a_registry_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plant(tmp_path, "o/n", {"config.json": b"{}", "model.safetensors": b"1"})
     mine = KnownModel("mine", "opensora", "t", "MIT", parts=(PART,))
     other = KnownModel("other", "opensora", "t", "MIT", parts=(HubPart("vae", "x/y", (("a",),)),))
-    registry = (mine, other)
-    assert [place.name for place in overview(registry=registry, hub_cache=tmp_path)] == [
-        "mine",
-        "other",
-    ]
-    assert names_on_disk(registry=registry, hub_cache=tmp_path) == ("mine",)
-    assert locate("mine", registry=registry, hub_cache=tmp_path).complete
-    assert other.num_bytes is None
+    monkeypatch.setattr(locating, "known_models", lambda: (mine, other))
+    assert [place.name for place in overview()] == ["mine", "other"]
+    assert names_on_disk() == ("mine",)
+    assert locate("mine").complete
 
 
-def test_an_embedded_model_that_was_not_installed_is_incomplete(tmp_path: Path) -> None:
+def test_an_embedded_model_that_was_not_installed_is_incomplete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gone = KnownModel("gone", "opensora", "t", "MIT", embedded=str(tmp_path / "gone"))
-    assert not locate("gone", registry=(gone,)).complete
+    monkeypatch.setattr(locating, "known_models", lambda: (gone,))
+    assert not locate("gone").complete
 
 
 def test_listing_imports_no_torch() -> None:
@@ -215,8 +223,8 @@ FP16 = {
 }  # fmt: skip
 
 
-def test_a_variant_is_what_is_wanted_of_the_hub(tmp_path: Path) -> None:
-    whole, half = (locate("svd", variant=each, hub_cache=tmp_path) for each in (None, "fp16"))
+def test_a_variant_is_what_is_wanted_of_the_hub() -> None:
+    whole, half = (locate("svd", variant=each) for each in (None, "fp16"))
     patterns = [pattern for place in half.parts for pattern in place.part.patterns]
     weights = [pattern for pattern in patterns if pattern.endswith(".safetensors")]
     assert len(weights) == 3
@@ -224,14 +232,14 @@ def test_a_variant_is_what_is_wanted_of_the_hub(tmp_path: Path) -> None:
     assert "unet/config.json" in patterns
     assert whole.bytes_to_fetch is not None
     assert half.bytes_to_fetch == whole.bytes_to_fetch / 2
-    anything = locate("some/body", variant="fp16", hub_cache=tmp_path).parts[0].part
+    anything = locate("some/body", variant="fp16").parts[0].part
     assert anything.needs == (("*.fp16.safetensors",),)
     assert "*.json" in anything.patterns
 
 
 def test_a_variant_stands_in_where_it_is_all_there_is(tmp_path: Path) -> None:
     plant(tmp_path, "stabilityai/stable-video-diffusion-img2vid", FP16)
-    found = locate("svd", hub_cache=tmp_path)
+    found = locate("svd")
     assert found.complete
     assert {place.part.variant for place in found.parts} == {"fp16"}
-    assert not locate("svd", variant="bf16", hub_cache=tmp_path).complete
+    assert not locate("svd", variant="bf16").complete

@@ -19,23 +19,23 @@ from torch import Tensor, nn
 
 from everyframe.core.plan import Precision
 from everyframe.families.opensora import components as opensora
-from everyframe.families.opensora import sharding as opensora_sharding
 from everyframe.families.opensora.components import build_model
 from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
+from everyframe.families.opensora.sharding import Sharding as OpenSoraSharding
 from everyframe.families.stepvideo import components as stepvideo
-from everyframe.families.stepvideo import sharding as stepvideo_sharding
 from everyframe.families.stepvideo.config import StepVideoModelConfig
 from everyframe.families.stepvideo.model import StepVideoModel
+from everyframe.families.stepvideo.sharding import Sharding as StepVideoSharding
 from everyframe.families.svd import components as svd
-from everyframe.families.svd import sharding as svd_sharding
 from everyframe.families.svd import unet
-from everyframe.parallel.communicator import Communicator, SingleRank
+from everyframe.families.svd.sharding import Sharding as SVDSharding
+from everyframe.parallel.communicator import Communicator, ParallelContext, SingleRank
 from everyframe.parallel.head_partition import SEQUENCE_BACKENDS
 from everyframe.precision import cast_hooks
 from everyframe.samplers import euler_karras, flow_matching, iddpm, noise, rectified_flow
 from everyframe.samplers.base import Step
 from everyframe.samplers.guidance import guide
-from helpers.rank_pool import Group, group_of
+from helpers.rank_pool import Group, group_of, runs_slow
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 STEPS, SCALE, WIDTH = 4, 3.0, 12
@@ -46,10 +46,7 @@ Sampled = tuple[nn.Module, Callable[[Communicator], Any], Callable[[Tensor], Ite
 
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest) -> Any:
-    module = request.node
-    mine = [item for item in request.session.items if item.getparent(pytest.Module) is module]
-    is_slow = any(item.get_closest_marker("slow") for item in mine)
-    yield from group_of((2, 3, 5) if is_slow else (3,))
+    yield from group_of((2, 3, 5) if runs_slow(request) else (3,))
 
 
 def narrow(model: nn.Module, islands: tuple[str, ...]) -> Any:
@@ -97,7 +94,7 @@ def open_sora(version: str) -> Sampled:
         draw = lambda step: noise.step_noise(1, step, x.shape[1:])[None]  # noqa: E731
         return iddpm.sample(guided(answer, 3), x, plan, draw)
 
-    return model, lambda group: opensora_sharding.apply(model, group), sample
+    return model, lambda group: OpenSoraSharding(model, ParallelContext(group, group)), sample
 
 
 def step_video(backend: str) -> Sampled:
@@ -113,7 +110,10 @@ def step_video(backend: str) -> Sampled:
     def sample(x: Tensor) -> Iterator[Step]:
         return flow_matching.sample(denoise, x, flow_matching.schedule(STEPS, 3.0))
 
-    return model, lambda group: stepvideo_sharding.apply(model, group, backend=backend), sample
+    def shard(group: Communicator) -> StepVideoSharding:
+        return StepVideoSharding(model, ParallelContext(group, group, 1, backend))
+
+    return model, shard, sample
 
 
 def video_unet() -> Sampled:
@@ -144,7 +144,7 @@ def video_unet() -> Sampled:
         start = x * euler_karras.start_scale(sigmas)
         return euler_karras.sample(guided(answer), start, sigmas)
 
-    return model, lambda group: svd_sharding.apply(model, group), sample
+    return model, lambda group: SVDSharding(model, ParallelContext(group, group)), sample
 
 
 #: What is sampled, and its start latents: (1, C, T, h, w), for the UNet (1, T, C, h, w).

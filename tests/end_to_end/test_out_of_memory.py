@@ -56,9 +56,6 @@ ASKED: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
     ),
 }
 
-#: The cheapest, which runs always.
-FAST = "opensora"
-
 
 @contextmanager
 def no_room(kind: str, above: int, after: int = 0) -> Iterator[list[int]]:

@@ -300,11 +300,11 @@ def test_sharding_is_taken_off_again(model: str) -> None:
     """A model is left as it was; `SequenceParallelTransformer` belongs to a stage."""
     from everyframe.families.opensora.components import build_model
     from everyframe.families.opensora.config import STDiT3Config
-    from everyframe.parallel.communicator import SingleRank
+    from everyframe.parallel.communicator import ONE
 
     module = build_model(STDiT3Config(hidden_size=32, depth=1, num_heads=2, caption_channels=8))
     before = {name: type(part) for name, part in module.named_modules()}
-    patch = sharding.apply(module, SingleRank())
+    patch = sharding.Sharding(module, ONE)
     assert {name: type(part) for name, part in module.named_modules()} != before
     patch.remove()
     assert {name: type(part) for name, part in module.named_modules()} == before

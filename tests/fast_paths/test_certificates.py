@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -67,7 +67,7 @@ def test_one_wrong_entry_does_not_hide_the_others() -> None:
     certificates.keep([MADE])
     (file,) = (certificates.folder() / "device").iterdir()
     whole = json.loads(file.read_text())
-    whole["certificates"].append({**MADE.to_json(), "what": "compile", "verdict": "splendid"})
+    whole["certificates"].append({**asdict(MADE), "what": "compile", "verdict": "splendid"})
     file.write_text(json.dumps(whole))
     assert list(certificates.find("device", "plan")) == ["attention-flash"]
 

@@ -171,10 +171,14 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Group]:
 
 def sizes_of(request: pytest.FixtureRequest) -> list[int]:
     """How many ranks the cases of a module have, of those that are run."""
+    return [size for size in (FAST + SLOW if runs_slow(request) else FAST) if size > 1]
+
+
+def runs_slow(request: pytest.FixtureRequest) -> bool:
+    """Whether slow cases of the module are run."""
     module = request.node
     mine = [item for item in request.session.items if item.getparent(pytest.Module) is module]
-    is_slow = any(item.get_closest_marker("slow") for item in mine)
-    return [size for size in (FAST + SLOW if is_slow else FAST) if size > 1]
+    return any(item.get_closest_marker("slow") for item in mine)
 
 
 def group_of(sizes: Sequence[int], *, supplied: bool = False) -> Iterator[Group]:

@@ -19,7 +19,7 @@ from typing import TypeVar
 from everyframe.checkpoints.folder import WEIGHT_SUFFIXES, listing
 from everyframe.checkpoints.locate import Location, PartLocation, find_part, names_on_disk
 from everyframe.checkpoints.refuse_pickles import refuse_pickled_files
-from everyframe.core.errors import CheckpointError, InputError
+from everyframe.core.errors import CheckpointError, InputError, first_line
 
 _Answer = TypeVar("_Answer")
 
@@ -32,50 +32,27 @@ FIRST_ANSWER_TIMEOUT_S = 4.0  # all of it: name lookup, connection, answer
 
 @dataclass(frozen=True)
 class Wanted:
-    """Files of one hub repository: shell patterns of names, at a branch, tag or commit.
+    """Files of one hub repository: shell patterns of names.
 
     Of the folders in `without` no weights are wanted.
     """
 
     repo_id: str
     patterns: tuple[str, ...]
-    revision: str | None = None
     without: tuple[str, ...] = ()
 
     @property
     def command(self) -> str:
         """Shell command that downloads the same files with the hub's own tool."""
-        return download_command(self.repo_id, self.patterns, self.revision, self.without)
+        words = ["hf", "download", self.repo_id]
+        for pattern in self.patterns:
+            words += ["--include", pattern]
+        for folder in self.without:
+            words += ["--exclude", f"{folder}/*.safetensors*"]
+        return shlex.join(words)
 
 
-def fetch(
-    repo_id: str,
-    patterns: Sequence[str],
-    revision: str | None = None,
-    *,
-    hub_cache: Path | None = None,
-    hint: str = "",
-) -> Path:
-    """Download the files of `repo_id` that match `patterns` and are not on disk yet.
-
-    Args:
-        repo_id: hub id, ``owner/name``.
-        patterns: shell patterns of file names, such as ``*.safetensors``.
-        revision: branch, tag or commit; by default the main branch.
-        hub_cache: the hub's cache folder; by default the user's own.
-        hint: a clause for the error text, see `locate.Location.hint`.
-
-    Returns:
-        The snapshot's folder.
-
-    Raises:
-        InputError: offline (detected within 5 s), no such repository, gated, or the disk is full.
-            One line says what is missing, which command downloads it, and what is on disk.
-    """
-    return _fetch((Wanted(repo_id, tuple(patterns), revision),), hub_cache, hint)
-
-
-def fetch_missing(location: Location, *, hub_cache: Path | None = None) -> Location:
+def fetch_missing(location: Location) -> Location:
     """Download what `location` lacks and return its new location; no network if it is complete.
 
     Raises:
@@ -88,13 +65,11 @@ def fetch_missing(location: Location, *, hub_cache: Path | None = None) -> Locat
             f"model {location.name!r} lacks {listing(location.missing)} in {location.path}; "
             "install the package again"
         )
-    parts = fetch_parts(location.parts, hub_cache=hub_cache, hint=location.hint)
+    parts = fetch_parts(location.parts, location.hint)
     return Location(location.asked, location.kind, known=location.known, parts=parts)
 
 
-def fetch_parts(
-    parts: Sequence[PartLocation], *, hub_cache: Path | None = None, hint: str = ""
-) -> tuple[PartLocation, ...]:
+def fetch_parts(parts: Sequence[PartLocation], hint: str = "") -> tuple[PartLocation, ...]:
     """Download the missing files of these components and return their locations.
 
     Raises:
@@ -105,29 +80,35 @@ def fetch_parts(
     parts_lacking = [whole[number].part for number in lacking]
     wanted = [Wanted(each.repo_id, each.patterns, without=each.without) for each in parts_lacking]
     for done, number in enumerate(lacking):
-        _fetch(tuple(wanted[done:]), hub_cache, hint)
-        whole[number] = _fetched(whole[number], hub_cache, hint)
+        fetch(wanted[done:], hint)
+        whole[number] = _fetched(whole[number], hint)
     return tuple(whole)
 
 
-def _fetch(wanted: tuple[Wanted, ...], hub_cache: Path | None, hint: str) -> Path:
-    """Download the first of `wanted`; a network error mentions the others too."""
+def fetch(wanted: Sequence[Wanted], hint: str = "") -> Path:
+    """Download the first of `wanted`, what is not on disk yet; returns the snapshot's folder.
+
+    `hint` is a clause for the error text, see `locate.Location.hint`.
+
+    Raises:
+        InputError: offline (detected within 5 s), no such repository, gated, or the disk is full.
+            One line says what is missing, the others of `wanted` too, which command downloads it,
+            and what is on disk.
+    """
     from huggingface_hub import snapshot_download
 
     first = wanted[0]
-    commit, names = _ask(wanted, hub_cache, hint)
+    commit, names = _ask(wanted, hint)
     refuse_pickled_files(first.repo_id, first.patterns, names)
     try:
-        # The branch is passed on, not its commit: only so does the cache record what `main` is.
+        # Of the branch, not of its commit: only so does the cache record what `main` is.
         folder = snapshot_download(
             first.repo_id,
-            revision=first.revision,
             allow_patterns=list(_of_pipeline(first, names) or first.patterns),
-            cache_dir=hub_cache,
             etag_timeout=ETAG_TIMEOUT_S,
         )
     except _transport_errors() as error:
-        what = getattr(error, "strerror", None) or _first_line(error)
+        what = getattr(error, "strerror", None) or first_line(error)
         raise InputError(
             f"fetching {first.repo_id} (commit {commit[:12]}) stopped: {what}; "
             "run the same command again to continue it"
@@ -135,31 +116,14 @@ def _fetch(wanted: tuple[Wanted, ...], hub_cache: Path | None, hint: str) -> Pat
     return Path(folder)
 
 
-def _fetched(place: PartLocation, hub_cache: Path | None, hint: str) -> PartLocation:
-    fetched = find_part(place.part, hub_cache=hub_cache)
+def _fetched(place: PartLocation, hint: str) -> PartLocation:
+    fetched = find_part(place.part)
     if not fetched.complete:
         raise CheckpointError(
             f"{place.part.repo_id} holds no {listing(fetched.missing)}; it is not the "
             f"{place.part.role} that was expected{hint}"
         )
     return fetched
-
-
-def download_command(
-    repo_id: str,
-    patterns: Sequence[str],
-    revision: str | None = None,
-    without: Sequence[str] = (),
-) -> str:
-    """Shell command that downloads the same files with the hub's own tool."""
-    words = ["hf", "download", repo_id]
-    for pattern in patterns:
-        words += ["--include", pattern]
-    for folder in without:
-        words += ["--exclude", f"{folder}/*.safetensors*"]
-    if revision is not None:
-        words += ["--revision", revision]
-    return shlex.join(words)
 
 
 def _of_pipeline(wanted: Wanted, names: Sequence[str]) -> tuple[str, ...]:
@@ -185,10 +149,8 @@ def _of_pipeline(wanted: Wanted, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in names if is_needed(name))
 
 
-def _ask(
-    wanted: tuple[Wanted, ...], hub_cache: Path | None, hint: str
-) -> tuple[str, tuple[str, ...]]:
-    """Commit of the first one's revision, and the names of its files.
+def _ask(wanted: Sequence[Wanted], hint: str) -> tuple[str, tuple[str, ...]]:
+    """Commit of the first one's main branch, and the names of its files.
 
     Raises an error for the user.
     """
@@ -198,50 +160,47 @@ def _ask(
         HFValidationError,
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
-        RevisionNotFoundError,
     )
 
-    repo_id, revision = wanted[0].repo_id, wanted[0].revision
+    repo_id = wanted[0].repo_id
 
     def ask() -> tuple[str, tuple[str, ...]]:
-        info = HfApi().model_info(repo_id, revision=revision, timeout=ETAG_TIMEOUT_S)
+        info = HfApi().model_info(repo_id, timeout=ETAG_TIMEOUT_S)
         return info.sha or "", tuple(each.rfilename for each in info.siblings or ())
 
     try:
         return _within(FIRST_ANSWER_TIMEOUT_S, ask)
     except HFValidationError as error:
-        raise InputError(f"{repo_id!r} is not a hub id: {_first_line(error)}") from error
+        raise InputError(f"{repo_id!r} is not a hub id: {first_line(error)}") from error
     except GatedRepoError as error:
         raise InputError(
             f"{repo_id} asks you to accept its terms on the hub's page first; "
             "then log in with `hf auth login`"
         ) from error
-    except RevisionNotFoundError as error:
-        raise InputError(f"{repo_id} has no revision {revision!r} on the hub") from error
     except RepositoryNotFoundError as error:
         raise InputError(
             f"the hub knows no model {repo_id!r} "
-            f"(a private one needs `hf auth login`); {_on_disk(hub_cache)}{hint}"
+            f"(a private one needs `hf auth login`); {_on_disk()}{hint}"
         ) from error
     except OfflineModeIsEnabled as error:
         reason = "HF_HUB_OFFLINE forbids asking the hub"
-        raise InputError(_offline(wanted, reason, hub_cache, hint)) from error
+        raise InputError(_offline(wanted, reason, hint)) from error
     except _transport_errors() as error:
-        reason = f"the hub does not answer ({_first_line(error)})"
-        raise InputError(_offline(wanted, reason, hub_cache, hint)) from error
+        reason = f"the hub does not answer ({first_line(error)})"
+        raise InputError(_offline(wanted, reason, hint)) from error
 
 
-def _offline(wanted: tuple[Wanted, ...], reason: str, hub_cache: Path | None, hint: str) -> str:
+def _offline(wanted: Sequence[Wanted], reason: str, hint: str) -> str:
     what = "; ".join(f"{each.repo_id} ({listing(each.patterns)})" for each in wanted)
     commands = " && ".join(each.command for each in wanted)
     return (
         f"not on this disk: {what}; and {reason}; get it where there is a network with "
-        f"`{commands}`; {_on_disk(hub_cache)}{hint}"
+        f"`{commands}`; {_on_disk()}{hint}"
     )
 
 
-def _on_disk(hub_cache: Path | None) -> str:
-    names = names_on_disk(hub_cache=hub_cache)
+def _on_disk() -> str:
+    names = names_on_disk()
     return f"models on this disk: {', '.join(names)}" if names else "no known model is on this disk"
 
 
@@ -252,11 +211,6 @@ def _transport_errors() -> tuple[type[Exception], ...]:
     # `HTTPError` is the root of whichever HTTP client this version of the hub's library uses.
     found = [getattr(errors, name, None) for name in ("HTTPError", "XetDownloadError")]
     return (OSError, *(error for error in found if error is not None))
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _within(seconds: float, ask: Callable[[], _Answer]) -> _Answer:

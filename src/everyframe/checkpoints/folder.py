@@ -11,7 +11,7 @@ from typing import Any
 
 from everyframe.checkpoints.config_errors import check_counts
 from everyframe.core.errors import CheckpointError
-from everyframe.core.paths import expand_path, home_folder
+from everyframe.core.paths import expand_path, xdg_folder
 
 
 def cache_folder() -> Path:
@@ -19,9 +19,7 @@ def cache_folder() -> Path:
     own = os.environ.get("EVERYFRAME_CACHE")
     if own:
         return expand_path(own, "EVERYFRAME_CACHE")
-    shared = os.environ.get("XDG_CACHE_HOME")
-    base = expand_path(shared, "XDG_CACHE_HOME") if shared else home_folder() / ".cache"
-    return base / "everyframe"
+    return xdg_folder("XDG_CACHE_HOME", ".cache")
 
 
 def hub_cache_folder() -> Path:

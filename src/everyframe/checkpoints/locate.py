@@ -130,21 +130,12 @@ class Location:
             total += part.bytes_to_fetch
         return total
 
-    def part(self, role: str) -> PartLocation:
-        """Component with this `role`; raises KeyError if the model has none of its own."""
-        for part in self.parts:
-            if part.part.role == role:
-                return part
-        raise KeyError(role)
-
 
 def locate(
     name: str,
     *,
     variant: str | None = None,
     without: tuple[str, ...] = (),
-    registry: Sequence[KnownModel] | None = None,
-    hub_cache: Path | None = None,
 ) -> Location:
     """Resolve `name` and list its files on disk. Takes milliseconds and no network.
 
@@ -153,27 +144,24 @@ def locate(
         variant: of a hub model, which of several stored precisions, such as ``fp16``. Default:
             float32, or fp16 if only that is on disk.
         without: components of a hub id whose weights are not needed.
-        registry: the models with short names; by default `known_models`.
-        hub_cache: the hub's cache folder; by default the user's own.
 
     Raises:
         InputError: an unknown name (closest names given), or a model that is not supported.
         CheckpointError: a path without anything that looks like a checkpoint.
     """
     given = name.strip()
-    registry = known_models() if registry is None else registry
     if not given:
-        raise InputError(f"the model's name is empty; known are {_names(registry)}")
-    known = _by_name(given, registry)
+        raise InputError(f"the model's name is empty; known are {_names()}")
+    known = _by_name(given)
     if known is not None:
-        return _locate_known(given, known, hub_cache, variant)
+        return _locate_known(given, known, variant)
     path = expand_path(given, "model")
     if path.exists():
         return _locate_path(given, path)
-    _refuse_by_name(given, registry)
+    _refuse_by_name(given)
     if _HUB_ID.fullmatch(given) and path.suffix not in WEIGHT_SUFFIXES:
-        return _locate_hub(given, registry, hub_cache, variant, without)
-    raise InputError(_unknown(given, path, registry))
+        return _locate_hub(given, variant, without)
+    raise InputError(_unknown(given, path))
 
 
 def is_listed(name: str) -> bool:
@@ -181,28 +169,22 @@ def is_listed(name: str) -> bool:
     parts = {part.repo_id for model in known_models() for part in model.parts}
     ids = {each.casefold() for each in (*parts, *controlnets(), *controlnets().values())}
     given = name.strip()
-    return _by_name(given, known_models()) is not None or given.casefold() in ids
+    return _by_name(given) is not None or given.casefold() in ids
 
 
-def overview(
-    *, registry: Sequence[KnownModel] | None = None, hub_cache: Path | None = None
-) -> tuple[Location, ...]:
+def overview() -> tuple[Location, ...]:
     """Location of each known model, in the order of the table."""
-    models = known_models() if registry is None else registry
-    return tuple(_locate_known(model.name, model, hub_cache) for model in models)
+    return tuple(_locate_known(model.name, model) for model in known_models())
 
 
-def names_on_disk(
-    *, registry: Sequence[KnownModel] | None = None, hub_cache: Path | None = None
-) -> tuple[str, ...]:
+def names_on_disk() -> tuple[str, ...]:
     """Short names of the known models that are completely on disk."""
-    places = overview(registry=registry, hub_cache=hub_cache)
-    return tuple(place.name for place in places if place.complete)
+    return tuple(place.name for place in overview() if place.complete)
 
 
-def find_part(part: HubPart, *, hub_cache: Path | None = None) -> PartLocation:
+def find_part(part: HubPart) -> PartLocation:
     """Find the files of one hub component in the hub cache."""
-    folder = _snapshot(part.repo_id, hub_cache)
+    folder = _snapshot(part.repo_id)
     files = _files(folder) if folder is not None else {}
     mine = {name: path for name, path in files.items() if _matches(name, part.patterns)}
     missing = [
@@ -222,32 +204,32 @@ def find_part(part: HubPart, *, hub_cache: Path | None = None) -> PartLocation:
     return PartLocation(part, folder, tuple(mine.values()), tuple(missing), on_disk, to_fetch)
 
 
-def _by_name(given: str, registry: Sequence[KnownModel]) -> KnownModel | None:
+def _by_name(given: str) -> KnownModel | None:
     folded = given.casefold()
-    for model in registry:
+    for model in known_models():
         if folded in (each.casefold() for each in (model.name, *model.aliases)):
             return model
     # A hub id stands for the model of which it holds the denoiser, where that is one.
-    held = [model for model, part in _holders(folded, registry) if part.role == "denoiser"]
+    held = [model for model, part in _holders(folded) if part.role == "denoiser"]
     return held[0] if len({model.name for model in held}) == 1 else None
 
 
-def _holders(folded: str, registry: Sequence[KnownModel]) -> list[tuple[KnownModel, HubPart]]:
+def _holders(folded: str) -> list[tuple[KnownModel, HubPart]]:
     return [
         (model, part)
-        for model in registry
+        for model in known_models()
         for part in model.parts
         if part.repo_id.casefold() == folded
     ]
 
 
-def _refuse_by_name(given: str, registry: Sequence[KnownModel]) -> None:
+def _refuse_by_name(given: str) -> None:
     """Raise `InputError` for names of models that cannot run here."""
     folded = given.casefold()
     for name, version in refused_models().items():
         if name.casefold() == folded:
             raise InputError(f"{given}: this is {version}; supported: {SUPPORTED_VERSIONS}")
-    holders = _holders(folded, registry)
+    holders = _holders(folded)
     if holders:
         names = " or ".join(model.name for model, _ in holders)
         role = holders[0][1].role.replace("_", " ")
@@ -257,17 +239,14 @@ def _refuse_by_name(given: str, registry: Sequence[KnownModel]) -> None:
         )
 
 
-def _locate_known(
-    asked: str, model: KnownModel, hub_cache: Path | None, variant: str | None = None
-) -> Location:
+def _locate_known(asked: str, model: KnownModel, variant: str | None = None) -> Location:
     if model.embedded is not None:
         folder = package_folder(model.embedded)
         missing = () if folder.is_dir() and weight_files(folder) else ("its weights",)
         return Location(asked, "embedded", known=model, path=folder, missing=missing)
     found = {
         name: tuple(
-            find_part(part if name is None else part.as_variant(name), hub_cache=hub_cache)
-            for part in model.parts
+            find_part(part if name is None else part.as_variant(name)) for part in model.parts
         )
         for name in ((None, "fp16") if variant is None else (variant,))
     }
@@ -291,46 +270,40 @@ def _locate_path(asked: str, path: Path) -> Location:
     return Location(asked, "folder", path=path)
 
 
-def _locate_hub(
-    asked: str,
-    registry: Sequence[KnownModel],
-    hub_cache: Path | None,
-    variant: str | None,
-    without: tuple[str, ...],
-) -> Location:
+def _locate_hub(asked: str, variant: str | None, without: tuple[str, ...]) -> Location:
     part = HubPart(_WHOLE_MODEL, asked, needs=(_ANY_WEIGHTS,), extras=_ANY_EXTRAS, without=without)
     if variant is not None:
         part = replace(part, needs=(("*.safetensors",),)).as_variant(variant)
-    place = find_part(part, hub_cache=hub_cache)
-    hint = "" if place.complete else did_you_mean(asked, _all_names(registry))
+    place = find_part(part)
+    hint = "" if place.complete else did_you_mean(asked, _all_names())
     return Location(asked, "hub", parts=(place,), hint=hint)
 
 
-def _all_names(registry: Sequence[KnownModel]) -> list[str]:
-    names = [name for model in registry for name in (model.name, *model.aliases)]
-    return names + sorted({part.repo_id for model in registry for part in model.parts})
+def _all_names() -> list[str]:
+    names = [name for model in known_models() for name in (model.name, *model.aliases)]
+    return names + sorted({part.repo_id for model in known_models() for part in model.parts})
 
 
-def _names(registry: Sequence[KnownModel]) -> str:
-    return ", ".join(model.name for model in registry)
+def _names() -> str:
+    return ", ".join(model.name for model in known_models())
 
 
-def _unknown(given: str, path: Path, registry: Sequence[KnownModel]) -> str:
+def _unknown(given: str, path: Path) -> str:
     looks_like_path = path.suffix in WEIGHT_SUFFIXES or given.startswith((".", "/", "~", "\\"))
     if looks_like_path or given.count("/") > 1:
         there = f"; {path.parent} does not exist either" if not os.path.exists(path.parent) else ""
-        return f"there is no folder or file {given}{there}; known models: {_names(registry)}"
-    close = closest_names(given, _all_names(registry), count=2)
+        return f"there is no folder or file {given}{there}; known models: {_names()}"
+    close = closest_names(given, _all_names(), count=2)
     meant = f"; did you mean {' or '.join(map(repr, close))}? Known" if close else "; known"
     return (
-        f"unknown model {given!r}{meant} models: {_names(registry)}; "
+        f"unknown model {given!r}{meant} models: {_names()}; "
         "a folder, a file or a hub id OWNER/NAME will do too"
     )
 
 
-def _snapshot(repo_id: str, hub_cache: Path | None) -> Path | None:
+def _snapshot(repo_id: str) -> Path | None:
     """Hub cache folder of the default revision of `repo_id`, complete or not."""
-    cache = hub_cache if hub_cache is not None else hub_cache_folder()
+    cache = hub_cache_folder()
     if not (cache / f"models--{repo_id.replace('/', '--')}").is_dir():
         return None  # spares the import of the hub's client where nothing was ever fetched
     from huggingface_hub import snapshot_download

@@ -85,16 +85,6 @@ class KnownModel:
     aliases: tuple[str, ...] = ()
     note: str = ""
 
-    @property
-    def num_parameters(self) -> int | None:
-        """Parameters of all components; None if one is unknown or the model is embedded."""
-        return _sum(tuple(part.num_parameters for part in self.parts))
-
-    @property
-    def num_bytes(self) -> int | None:
-        """Approximate size of all components on disk; None if one is unknown."""
-        return _sum(tuple(part.num_bytes for part in self.parts))
-
 
 @cache
 def known_models() -> tuple[KnownModel, ...]:
@@ -150,8 +140,3 @@ def _as_variant(pattern: str, variant: str) -> str:
     if not pattern.endswith(_WEIGHTS):
         return pattern
     return f"{pattern.removesuffix(_WEIGHTS)}.{variant}{_WEIGHTS}"
-
-
-def _sum(values: tuple[int | None, ...]) -> int | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known and len(known) == len(values) else None

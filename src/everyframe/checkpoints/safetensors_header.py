@@ -64,16 +64,6 @@ class SafetensorsHeader:
     tensors: Mapping[str, TensorFact]
     metadata: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def num_parameters(self) -> int:
-        """Elements of all tensors, buffers included."""
-        return sum(math.prod(fact.shape) for fact in self.tensors.values())
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors, without the header."""
-        return sum(fact.num_bytes for fact in self.tensors.values())
-
 
 def read_header(path: str | Path) -> SafetensorsHeader:
     """Read and validate the header of one safetensors file; reads no tensors.

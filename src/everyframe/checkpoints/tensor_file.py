@@ -101,11 +101,6 @@ class TensorFile:
         """Files that hold the tensors, for a digest; sorted by name."""
         return tuple(sorted({entry.path for entry in self._entries.values()}))
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors, as stored."""
-        return sum(entry.num_bytes for entry in self._entries.values())
-
     def names(self) -> tuple[str, ...]:
         """All tensor names, in file order."""
         return tuple(self._entries)

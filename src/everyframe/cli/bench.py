@@ -5,15 +5,11 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-import typing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
-from cyclopts import Parameter
-
-from everyframe.cli.options import command, flag, request_flag, run_flag
+from everyframe.cli.options import command, flag, request_flag, run_flag, several
 from everyframe.cli.streams import tell
 from everyframe.cli.tables import console, counted, json_line, one_line, table
 from everyframe.core.bytes import format_bytes
@@ -138,16 +134,10 @@ def shown(value: float, unit: str) -> str:
     return f"{value:.3g} {unit}"
 
 
-def _words() -> inspect.Parameter:
-    how = Parameter(help="compare A.json B.json, for two results.")
-    annotation = typing.cast(Any, Annotated)[str, how]
-    return inspect.Parameter("words", inspect.Parameter.VAR_POSITIONAL, annotation=annotation)
-
-
 COMMAND = command(
     bench,
     (
-        _words(),
+        several("words", "compare A.json B.json, for two results."),
         flag("output", Path, "Write the result to this JSON file.", alias="-o"),
         request_flag("device"),
         flag("quick", bool, "The smallest blocks alone, and no fast paths."),

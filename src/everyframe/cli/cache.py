@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
 from everyframe.cli.options import command, flag, optional, positional, run_flag
 from everyframe.cli.tables import console, json_line, one_line, table
@@ -67,7 +66,8 @@ def remove(
     what = stored_files.describe_removal(chosen, place)
     if not yes:
         raise InputError(f"nothing was removed; --yes removes {what}")
-    _remove(chosen)
+    for entry in chosen:
+        stored_files.remove_entry(entry)
     if json:
         names = [entry.name for entry in chosen]
         print(json_line({"type": "removed", "kind": kind, "names": names,
@@ -75,11 +75,6 @@ def remove(
     else:
         print(one_line(f"removed {what}"))
     return int(ExitCode.DONE)
-
-
-def _remove(entries: Sequence[StoredEntry]) -> None:
-    for entry in entries:
-        stored_files.remove_entry(entry)
 
 
 def _plain(entry: StoredEntry) -> dict[str, object]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from everyframe.cli.options import flag, make_command, optional
-from everyframe.cli.parse_request import parse_request
+from everyframe.cli.parse_request import parse_request, with_model
 from everyframe.cli.tables import json_line
 from everyframe.core.errors import ExitCode, InputError
 
@@ -38,12 +38,8 @@ def calibrate(
     **given: Any,
 ) -> int:
     """Calibrate for these options; the exit code."""
-    if model is not None:
-        if given.get("model") is not None:
-            raise InputError(f"the model is given twice, as {model!r} and by --model")
-        given["model"] = model
     without = [name for name in _WITHOUT if name != "model"]
-    request = parse_request(given, None, without=without).request
+    request = parse_request(with_model(given, model), None, without=without).request
     # Not on top: this brings torch, and a wrong option should be told at once.
     from everyframe.engine import calibration
     from everyframe.engine.calibration_methods import BUDGETS

@@ -12,7 +12,7 @@ from typing import Any
 
 from everyframe.cli.fast_paths import with_least_inputs
 from everyframe.cli.options import make_command, optional
-from everyframe.cli.parse_request import parse_request
+from everyframe.cli.parse_request import parse_request, with_model
 from everyframe.cli.tables import json_line, printable
 from everyframe.core.errors import ExitCode, InputError
 
@@ -29,13 +29,9 @@ def compile_(
     """Compile for these options; the exit code."""
     if output is None:
         raise InputError("name a folder for the compiled blocks: -o FOLDER")
-    if named is not None:
-        if given.get("model") is not None:
-            raise InputError(f"the model is named twice: {named} and --model {given['model']}")
-        given["model"] = named
     from everyframe.planning.compiled_model import compile_model
 
-    request = parse_request(given, None).request
+    request = parse_request(with_model(given, named), None).request
     done = with_least_inputs(request, partial(compile_model, target=output))
     if json:
         rows = {name: vars(choice) for name, choice in done.choices.items()}

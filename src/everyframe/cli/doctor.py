@@ -6,14 +6,11 @@ code 1 if there are errors. The checks are in `everyframe.doctor`.
 
 from __future__ import annotations
 
-import inspect
 import sys
-import typing
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable
+from typing import IO, TYPE_CHECKING, Any
 
-from cyclopts import Parameter
-
-from everyframe.cli.options import command, flag, run_flag
+from everyframe.cli.options import command, flag, run_flag, several
 from everyframe.cli.tables import console, json_line, printable
 from everyframe.core.errors import ExitCode
 
@@ -37,7 +34,8 @@ Give names of checks to run only those. Exit code 1 if there are errors.
 
 
 def doctor(
-    *checks: str,
+    checks: tuple[str, ...] = (),
+    *,
     model: str | None = None,
     smoke: bool = False,
     json: bool = False,
@@ -58,13 +56,13 @@ def doctor(
     elif share:
         print(printable(_as_markdown(report)))
     else:
-        _console(sys.stdout).print(report.message, style=_MARKS[report.verdict][2])
+        console(sys.stdout).print(report.message, style=_MARKS[report.verdict][2])
     return int(ExitCode.TROUBLE if report.has_errors else ExitCode.DONE)
 
 
-def _teller(file: IO[str], *, everything: bool) -> typing.Callable[[Check], None]:
+def _teller(file: IO[str], *, everything: bool) -> Callable[[Check], None]:
     """Callback that prints each check as soon as it is done."""
-    out = _console(file)
+    out = console(file)
 
     def tell(check: Check) -> None:
         _say(out, 16, f"{_letter(check.mark, file)} {check.name:<13} ", check.message)
@@ -114,11 +112,6 @@ def _letter(mark: Mark, file: IO[str]) -> str:
     return letter
 
 
-def _console(file: IO[str]) -> Console:
-
-    return console(file)
-
-
 def _as_markdown(report: Report) -> str:
     """The report as Markdown to paste, without home paths, host names and user names."""
     from everyframe.doctor.report import shareable
@@ -138,21 +131,10 @@ def _as_markdown(report: Report) -> str:
     return text
 
 
-def _checks() -> inspect.Parameter:
-    how = Parameter(help="Names of checks, for example known-issues or products.")
-    annotation = typing.cast(Any, Annotated)[str, how]
-    return inspect.Parameter("checks", inspect.Parameter.VAR_POSITIONAL, annotation=annotation)
-
-
-def _doctor(checks: tuple[str, ...] = (), **given: Any) -> int:
-    """Call `doctor` with the check names as one argument."""
-    return doctor(*checks, **given)
-
-
 COMMAND = command(
-    _doctor,
+    doctor,
     (
-        _checks(),
+        several("checks", "Names of checks, for example known-issues or products."),
         flag("model", str, "Can this machine run that model? Its plan is a check too."),
         flag(
             "smoke", bool, "Make a small video in each precision and by each path, against the CPU."

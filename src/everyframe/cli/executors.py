@@ -44,12 +44,7 @@ def chosen_ray(
     Raises:
         InputError: an unknown executor, or flags that have no effect on it.
     """
-    if executor not in (None, *_EXECUTORS):
-        raise InputError(f"executor must be one of {', '.join(_EXECUTORS)}, got {executor!r}")
-    if executor != "ray":
-        for name, value in (("ray-address", ray_address), ("place-timeout", place_timeout)):
-            if value is not None:
-                raise InputError(f"--{name} needs --executor ray")
+    if not is_ray(executor, ray_address, place_timeout):
         return None
     if under_torchrun() is not None:
         raise InputError(
@@ -57,6 +52,16 @@ def chosen_ray(
             "--executor ray to a single process, or leave it out"
         )
     return RayChoice(ray_address, None if place_timeout is None else _seconds(place_timeout))
+
+
+def is_ray(executor: str | None, ray_address: str | None, place_timeout: str | None) -> bool:
+    """Whether the flags choose a Ray cluster; raises as `chosen_ray`."""
+    if executor not in (None, *_EXECUTORS):
+        raise InputError(f"executor must be one of {', '.join(_EXECUTORS)}, got {executor!r}")
+    for name, value in (("ray-address", ray_address), ("place-timeout", place_timeout)):
+        if value is not None and executor != "ray":
+            raise InputError(f"--{name} needs --executor ray")
+    return executor == "ray"
 
 
 def _seconds(text: str) -> float:

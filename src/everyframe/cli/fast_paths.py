@@ -39,8 +39,9 @@ def paths(
     """Print the paths of these options; the exit code."""
     found = _survey(given, from_record, certify=certify)
     if json:
-        print(json_line({"type": "paths", "model": found.plan.model, "device": _device(found),
-                         "paths": [_plain(row) for row in found.rows]}))  # fmt: skip
+        plan, rows = found.plan, [_plain(row) for row in found.rows]
+        print(json_line({"type": "paths", "model": plan.model, "device": plan.device.name,
+                         "paths": rows}))  # fmt: skip
     else:
         print_paths(found, sys.stdout)
     if found.plan.infeasible is not None:
@@ -61,21 +62,16 @@ def with_least_inputs(request: Request, work: Callable[[Request], WorkT]) -> Wor
     """Do `work` for a request, with the least input that its model takes if it has none."""
     if request.prompt is not None or request.has_given_frames():
         return work(request)
+    from everyframe.doctor.model_check import least_asked
+
     refused: InputError | None = None
-    for values in _least_asked():
+    for values in least_asked():
         try:
             return work(Request(**{**request.given(), **values}))
         except InputError as error:
             refused = refused or error
     assert refused is not None
     raise refused
-
-
-def _least_asked() -> tuple[dict[str, Any], ...]:
-    """Minimal inputs of models: a prompt, an image, or nothing."""
-    from everyframe.doctor.model_check import least_asked
-
-    return least_asked()
 
 
 def _plain(row: FastPathRow) -> dict[str, Any]:
@@ -85,10 +81,6 @@ def _plain(row: FastPathRow) -> dict[str, Any]:
         "closeness": row.path.closeness, "verdict": choice.verdict, "in_use": row.in_use,
         "error": choice.error, "limit": choice.limit, "gain": choice.gain, "reason": choice.reason,
     }  # fmt: skip
-
-
-def _device(found: FastPathList) -> str:
-    return found.plan.device.name
 
 
 def print_paths(found: FastPathList, file: IO[str]) -> None:
@@ -114,7 +106,7 @@ def print_paths(found: FastPathList, file: IO[str]) -> None:
             "" if choice.gain is None else f"{choice.gain:.2f}x",
             choice.reason,
         )
-    out.print(f"{found.plan.model} on {_device(found)}", style="bold")
+    out.print(f"{found.plan.model} on {found.plan.device.name}", style="bold")
     out.print(shown)
     untried = sum(
         row.choice.verdict == "expected" or row.choice.reason == "not tried yet"

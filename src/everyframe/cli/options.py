@@ -117,6 +117,12 @@ def optional(name: str, help_text: str) -> inspect.Parameter:
     return inspect.Parameter(name, kind, default=None, annotation=annotation)
 
 
+def several(name: str, help_text: str) -> inspect.Parameter:
+    """Any number of positional arguments, which a command takes as one sequence."""
+    annotation = typing.cast(Any, Annotated)[str, Parameter(help=help_text)]
+    return inspect.Parameter(name, inspect.Parameter.VAR_POSITIONAL, annotation=annotation)
+
+
 def request_flag(name: str) -> inspect.Parameter:
     """The flag of one request option, for commands that take few of them."""
     return _from_field(Request, name, _RUN)

@@ -70,6 +70,19 @@ def parse_request(
     return ParsedRequest(request_from(record, values), record)
 
 
+def with_model(given: Mapping[str, Any], named: str | None) -> dict[str, Any]:
+    """Options with the model that a positional argument names, if it does.
+
+    Raises:
+        InputError: ``--model`` names one too.
+    """
+    if named is None:
+        return {**given}
+    if given.get("model") is not None:
+        raise InputError(f"the model is named twice: {named} and --model {given['model']}")
+    return {**given, "model": named}
+
+
 def _configured(
     given: Mapping[str, Any], without: Collection[str], *, is_repeat: bool
 ) -> dict[str, Any]:

@@ -62,7 +62,6 @@ def print_it(resolved: Plan, file: IO[str], *, as_json: bool) -> None:
     if as_json:
         print(json_line(Planned(resolved).to_json()), file=file, flush=True)
         return
-
     print_plan(resolved, file)
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from everyframe.cli.options import make_command, optional
-from everyframe.cli.parse_request import parse_request
+from everyframe.cli.parse_request import parse_request, with_model
 from everyframe.cli.streams import tell
 from everyframe.cli.tables import json_line, one_line, printable
 from everyframe.core.bytes import format_bytes
@@ -25,11 +25,7 @@ hub's digests, tensors against the model. A later run needs no network.
 
 def pull(named: str | None = None, *, json: bool = False, **given: Any) -> int:
     """Fetch and verify; the exit code."""
-    if named is not None:
-        if given.get("model") is not None:
-            raise InputError(f"the model is named twice: {named} and --model {given['model']}")
-        given["model"] = named
-    request = parse_request(given, None).request
+    request = parse_request(with_model(given, named), None).request
     if request.model is None:
         raise InputError("name the model: everyframe pull MODEL; `everyframe models` lists some")
     # Not on top: this brings torch, and a wrong option should be refused at once.

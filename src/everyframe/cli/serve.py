@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from cyclopts import Group
 
+from everyframe.cli.executors import is_ray
 from everyframe.cli.options import command, flag, run_flag
 from everyframe.cli.tables import one_line
 from everyframe.core.bytes import parse_bytes
@@ -35,7 +36,6 @@ after a restart each goes on at its step. Ctrl-C or SIGTERM stops it in order.
 
 #: Packages of the extra.
 _PACKAGES = ("fastapi", "greenlet", "uvicorn", "python_multipart", "prometheus_client")
-_EXECUTORS = ("workers", "ray")
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d+)?)\s*(ms|s|m|h|d|w)?")
 _UNITS = {"ms": 0.001, "s": 1.0, None: 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 
@@ -121,18 +121,14 @@ def _dispatcher_options(settings: ServerSettings, given: Any) -> DispatcherOptio
 
 def _executor(kind: str, given: Any) -> Callable[[], Executor]:
     """Starter of the executor of that name."""
-    if kind not in _EXECUTORS:
-        raise InputError(f"executor must be one of {', '.join(_EXECUTORS)}, got {kind!r}")
     address, keep_warm = given.get("ray_address"), given.get("keep_warm")
     timeout = given.get("place_timeout")
-    for name, value in (("--ray-address", address), ("--place-timeout", timeout)):
-        if value is not None and kind != "ray":
-            raise InputError(f"{name} needs --executor ray")
+    on_cluster = is_ray(kind, address, timeout)
     place_seconds = parse_duration("60s" if timeout is None else timeout, "place-timeout")
     warm_seconds = parse_duration("10m" if keep_warm is None else keep_warm, "keep-warm")
 
     def start() -> Executor:
-        if kind == "ray":
+        if on_cluster:
             from everyframe.engine.ray.executor import ray_executor
 
             return ray_executor(address, place_timeout=place_seconds)

@@ -87,7 +87,6 @@ def diff(
 
 
 def _print(verdict: TraceVerdict, first: str, second: str, output: str | None) -> None:
-
     out = console(sys.stdout)
 
     def line(text: str, style: str = "") -> None:

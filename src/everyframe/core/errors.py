@@ -193,6 +193,11 @@ class PeerLostError(WorkerDiedError):
     """Another rank ended or does not answer; this rank does not know which one, or why."""
 
 
+def first_line(error: BaseException) -> str:
+    """First line of an error's text; the name of its class if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].strip()
+
+
 def closest_names(given: str, allowed: Iterable[str], count: int = 1) -> list[str]:
     """Names in `allowed` closest to the misspelt `given`, best first; may be empty."""
     by_folded: dict[str, str] = {name.casefold(): name for name in allowed}

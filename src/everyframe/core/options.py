@@ -190,6 +190,11 @@ def explain(error: ValidationError, *, is_flat: bool = False) -> str:
     return "; ".join(dict.fromkeys(sentences.values()))
 
 
+def flag_of(name: str) -> str:
+    """The command line's flag of an option."""
+    return f"--{name.replace('_', '-')}"
+
+
 def shown(given: Any) -> str:
     """A given value for an error message, shortened if long."""
     text = repr(given)

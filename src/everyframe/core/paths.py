@@ -72,9 +72,7 @@ def state_folder() -> Path:
     Raises:
         InputError: there is no home folder.
     """
-    shared = os.environ.get("XDG_STATE_HOME")
-    base = expand_path(shared, "XDG_STATE_HOME") if shared else home_folder() / ".local" / "state"
-    return base / "everyframe"
+    return xdg_folder("XDG_STATE_HOME", ".local/state")
 
 
 def config_folder() -> Path:
@@ -83,9 +81,17 @@ def config_folder() -> Path:
     Raises:
         InputError: there is no home folder.
     """
-    shared = os.environ.get("XDG_CONFIG_HOME")
-    base = expand_path(shared, "XDG_CONFIG_HOME") if shared else home_folder() / ".config"
-    return base / "everyframe"
+    return xdg_folder("XDG_CONFIG_HOME", ".config")
+
+
+def xdg_folder(variable: str, default: str) -> Path:
+    """Everyframe's folder in the one that `variable` names, else in `default` of the home folder.
+
+    Raises:
+        InputError: there is no home folder.
+    """
+    shared = os.environ.get(variable)
+    return (expand_path(shared, variable) if shared else home_folder() / default) / "everyframe"
 
 
 def home_folder() -> Path:

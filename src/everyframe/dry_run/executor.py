@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from everyframe.core.errors import EveryframeError
+from everyframe.core.errors import EveryframeError, first_line
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
 from everyframe.dry_run import rules
@@ -319,7 +319,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, operation: str, error: RuntimeError | ValueError, kind: str = "fails"
     ) -> NoReturn:
         """Record that an operation raised, and end the run."""
-        message = (str(error).strip() or type(error).__name__).splitlines()[0]
+        message = first_line(error)
         self._find(operation, [(kind, message)])
         raise _Failed(f"{self._place(operation)}: {message}") from error
 

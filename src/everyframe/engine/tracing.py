@@ -34,6 +34,7 @@ from everyframe.numerics.trace.output_check import check_place
 from everyframe.numerics.trace.recorder import Recorder
 from everyframe.numerics.trace.replay import Replayed, is_kept, replay
 from everyframe.planning.resolve import prepare
+from everyframe.precision.dtypes import dtype_name
 from everyframe.precision.strict_float32 import strict_float32
 from everyframe.precision.upcast import held_in
 from everyframe.runs.run_state import SaveOptions
@@ -309,7 +310,7 @@ def _of_modules(modules: Mapping[str, nn.Module]) -> tuple[dict[str, str], dict[
         if isinstance(config, Mapping):
             plain = {k: v for k, v in config.items() if not k.startswith("_") and "dtype" not in k}
             same[f"config of {name}"] = hashlib.sha256(_plain(plain).encode()).hexdigest()[:12]
-        found = {str(each.dtype).removeprefix("torch.") for each in module.parameters()}
+        found = {dtype_name(each.dtype) for each in module.parameters()}
         dtypes.append(f"{name} {' and '.join(sorted(found))}")
         devices |= {each.device for each in module.parameters()}
     about = {

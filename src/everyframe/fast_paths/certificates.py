@@ -65,10 +65,6 @@ class Certificate:
     date: str
     packages: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """Convert to plain data."""
-        return asdict(self)
-
 
 def judge(error: float, limit: float, gain: float) -> tuple[Verdict, str]:
     """Verdict on a completed trial, with the reason. NaN is always refused."""
@@ -227,5 +223,5 @@ def _read(path: Path) -> dict[str, Certificate]:
 
 
 def _write(path: Path, certificates: dict[str, Certificate]) -> None:
-    whole = {"schema": _SCHEMA, "certificates": [each.to_json() for each in certificates.values()]}
+    whole = {"schema": _SCHEMA, "certificates": [asdict(each) for each in certificates.values()]}
     replace_file(path, json.dumps(whole, indent=1))

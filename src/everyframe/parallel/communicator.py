@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from everyframe.core.errors import PeerLostError
 from everyframe.hardware.device_loss import is_device_loss
 from everyframe.parallel.pending import PendingReceive, PendingSend
+from everyframe.precision.dtypes import dtype_name
 
 
 def _nobody_asks(what: str) -> None:
@@ -173,7 +174,7 @@ class Communicator(ABC):
 
         They must not change until the `PendingSend` is waited for.
         """
-        shapes = [[list(value.shape), _name(value.dtype)] for value in values]
+        shapes = [[list(value.shape), dtype_name(value.dtype)] for value in values]
         head = torch.frombuffer(bytearray(json.dumps([shapes, data]).encode()), dtype=torch.uint8)
         parts = [torch.tensor([len(head)]), head, *(v.contiguous() for v in values if v.numel())]
         self.sent[what] += sum(part.nbytes for part in parts)
@@ -393,8 +394,4 @@ def _description(leaf: Any) -> tuple[Any, Any]:
     """A plain value, or shape, dtype and layout of a tensor: what other ranks must know of it."""
     if not isinstance(leaf, Tensor):
         return leaf, None
-    return None, (list(leaf.shape), _name(leaf.dtype), memory_order(leaf))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return None, (list(leaf.shape), dtype_name(leaf.dtype), memory_order(leaf))

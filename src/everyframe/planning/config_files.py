@@ -18,7 +18,7 @@ from everyframe.checkpoints.locate import is_listed
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.lora import Lora
 from everyframe.core.option_values import REPEATED, replaced_by
-from everyframe.core.options import Options, facts_of, shown
+from everyframe.core.options import Options, facts_of, flag_of, shown
 from everyframe.core.paths import config_folder, expand_path
 from everyframe.core.request import Request
 from everyframe.families.registry import all_options
@@ -295,11 +295,11 @@ def _options(file: ConfigFile, model: str, table: Mapping[str, Any]) -> dict[str
                 f"{where}: {name} is no option of every model; write it below [models.NAME]"
             )
         if not _is_default(owner, name) or (model and name == "model"):
-            raise InputError(f"{where}: {name} belongs to one call; give it there: {_flag(name)}")
+            raise InputError(f"{where}: {name} belongs to one call; give it there: {flag_of(name)}")
         if facts["person_only"] and not file.is_own:
             raise InputError(
                 f"{where}: {name} is no project's to set; write it in {user_file()}, or give it: "
-                f"{_flag(name)} or {variable_of(name)}"
+                f"{flag_of(name)} or {variable_of(name)}"
             )
         values = own.setdefault(owner, {})
         if name in values:
@@ -358,7 +358,7 @@ def _model(file: ConfigFile, where: str, name: str, text: str) -> str:
         return text
     raise InputError(
         f"{where}: {name} = {shown(text)} is no known model and no folder here; a project may name "
-        f"those alone. Write it in {user_file()}, or give it: {_flag(name)}"
+        f"those alone. Write it in {user_file()}, or give it: {flag_of(name)}"
     )
 
 
@@ -368,10 +368,6 @@ def _path(file: ConfigFile, where: str, name: str, text: str) -> str:
     if not file.is_own and not path.resolve().is_relative_to(root.resolve()):
         raise InputError(
             f"{where}: {name} = {shown(text)} leads out of {root}; a project names files of its "
-            f"own alone. Give it in the call: {_flag(name)}"
+            f"own alone. Give it in the call: {flag_of(name)}"
         )
     return str(path)
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from everyframe.core.bytes import PROCESS_BYTES, USABLE_SHARE, fits, format_bytes
 from everyframe.core.facts import MachineFacts
+from everyframe.core.options import flag_of
 from everyframe.core.plan import Plan
 from everyframe.planning.dry_runs import describe_findings
 from everyframe.planning.find_model import EMBEDDED_MODEL
@@ -34,7 +35,7 @@ def infeasible_reason(
         width, height = smaller.settings.width, smaller.settings.height
         frames = smaller.settings.num_frames
         more = "".join(
-            f" --{name.replace('_', '-')} {value}"
+            f" {flag_of(name)} {value}"
             for name, value in smaller.settings.options
             if isinstance(value, int) and value != plan.settings.option(name, value)
         )

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Precision
 from everyframe.hardware.throughput import wait_for_device
+from everyframe.precision.dtypes import dtype_name
 from everyframe.precision.quantization import layers
 from everyframe.precision.quantized_products import torchao
 
@@ -46,7 +47,7 @@ def quantize_products(module: nn.Module, kind: str) -> Iterator[str]:
         MissingPackageError: torchao isn't installed.
     """
     quantize_, config = _torchao(kind)
-    dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
+    dtype = dtype_name(next(module.parameters()).dtype)
     found = layers(module, Precision(dtype, dtype, weight_dtype="int8"))
     device = next(module.parameters()).device
     if kind == "fp8-scaled" and (

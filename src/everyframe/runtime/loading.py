@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from everyframe.checkpoints.key_map import KeyMap
 from everyframe.checkpoints.strict_load import check_strictly, load_strictly
-from everyframe.checkpoints.tensor_file import PackedRows, TensorFile, open_checkpoint
+from everyframe.checkpoints.tensor_file import TensorFile, open_checkpoint
 from everyframe.core.plan import FLOAT32, PACKED, ComponentPlan, Precision
 from everyframe.fast_paths.apply import apply_fast_paths, swap_modules
 from everyframe.fast_paths.registry import BF16_DECODER
@@ -67,7 +67,8 @@ def fill(
         if name not in found:
             continue
         if precision.weight_dtype == PACKED:
-            swap(module, name, _packed(weights.packed(source), found[name], precision))
+            dtype = torch_dtype(precision.parameters)
+            swap(module, name, PackedLinear(weights.packed(source), found[name], dtype))
             continue
         layer = without_numbers(found[name], precision.weight_dtype)
         if target not in left:
@@ -76,10 +77,6 @@ def fill(
                 precision.weight_dtype, values.to(lies), scale.to(lies), found[name].bias
             )
         swap(module, name, layer)
-
-
-def _packed(rows: PackedRows, linear: nn.Linear, precision: Precision) -> PackedLinear:
-    return PackedLinear(rows, linear, torch_dtype(precision.parameters))
 
 
 def _quantized(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from everyframe.ops.text_context import JointTextContext, TextContext
-from everyframe.parallel.communicator import Communicator, SingleRank
+from everyframe.parallel.communicator import Communicator, ParallelContext, SingleRank
 from everyframe.parallel.redistribute import Redistribute
 from everyframe.parallel.sharded_modules import (
     PerSample,
@@ -78,16 +78,16 @@ class ModelPatch:
 
 
 class ShardedDenoiser(ModelPatch, ABC):
-    """A denoiser on the ranks of `group`; all ranks must apply it and call it in the same order.
+    """A denoiser on the ranks of a video; all ranks must apply it and call it in the same order.
 
-    With `groups` above 1 the batch is first split into that many groups, each with ranks of its
-    own. Tokens lie along dimension `stream_dim` of the model's hidden states.
+    With several CFG groups the batch is first split among them, each with ranks of its own. Tokens
+    lie along dimension `stream_dim` of the model's hidden states.
     """
 
     stream_dim: int
 
-    def __init__(self, model: nn.Module, group: Communicator, groups: int) -> None:
-        super().__init__(group, groups)
+    def __init__(self, model: nn.Module, parallel: ParallelContext) -> None:
+        super().__init__(parallel.video_group, parallel.num_cfg_groups)
         self._switches: dict[tuple[TokenGrid, Communicator], Redistribute] = {}
         self._switch: Redistribute | None = None
         self._handles.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
@@ -130,18 +130,13 @@ class ShardedDenoiser(ModelPatch, ABC):
 
 
 class FullAttentionSharding(ShardedDenoiser):
-    """Sharding of a denoiser whose tokens (B, N, C) of a sample all attend to each other.
-
-    `backend` is one of `everyframe.parallel.head_partition.SEQUENCE_BACKENDS`.
-    """
+    """Sharding of a denoiser whose tokens (B, N, C) of a sample all attend to each other."""
 
     stream_dim = 1
 
-    def __init__(
-        self, model: nn.Module, group: Communicator, groups: int, backend: str, num_heads: int
-    ) -> None:
-        super().__init__(model, group, groups)
-        self._backend, self._num_heads = backend, num_heads
+    def __init__(self, model: nn.Module, parallel: ParallelContext, num_heads: int) -> None:
+        super().__init__(model, parallel)
+        self._backend, self._num_heads = parallel.sequence_backend, num_heads
         self._attentions: dict[Redistribute, SequenceParallelAttention] = {}
 
     def _attention(self) -> SequenceParallelAttention:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from everyframe.core.parallel_plan import ParallelPlan
 from everyframe.core.plan import Settings
 from everyframe.parallel.cfg_groups import CfgGroups
+from everyframe.parallel.head_partition import HeadPartition, sent_vectors
 from everyframe.parallel.token_partition import TokenPartition
 from everyframe.parallel.uneven_split import assign_pieces
 from everyframe.runtime.interface import ModelSpec, RankShare, ShardableSpec
@@ -56,6 +57,26 @@ def grid_share(
         sent_bytes,
         idle,
     )
+
+
+def attention_share(
+    partition: TokenPartition, backend: str, rank: int, vector_bytes: int, token_bytes: int
+) -> RankShare:
+    """Share of a rank in a denoiser whose tokens all attend to each other.
+
+    See `model_sharding.FullAttentionSharding`: one-head vectors are exchanged, of `vector_bytes`
+    over all layers, and the result of the last projection, `token_bytes` each, is gathered.
+    """
+    tokens = len(partition.columns[rank])
+    held = tokens / (partition.grid.samples * partition.grid.places)
+    heads = HeadPartition(partition)
+    attention = held if backend == "ring" else heads.share(rank)
+    vectors = sent_vectors(partition, rank) if backend == "ring" else heads.moved(rank)
+    sent = vectors * vector_bytes + tokens * token_bytes * (partition.num_ranks - 1)
+    idle = "" if tokens else "there are fewer tokens than devices; it decodes only"
+    if attention and not tokens:
+        idle = "there are fewer tokens than devices: it works in attention and decoding alone"
+    return RankShare(held, attention, sent, idle)
 
 
 def branch_groups(

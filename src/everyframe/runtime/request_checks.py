@@ -55,11 +55,15 @@ def check_prompt(prompt: str) -> None:
 
 def too_long_prompt(num_tokens: int, limit: int, cut: str) -> InputError:
     """Error for a prompt of more tokens than the model reads; names the words to cut."""
-    shown = cut if len(cut) <= 200 else f"{cut[:200]}…"
     return InputError(
         f"the prompt has {num_tokens} tokens, this model reads {limit}; shorten it, or "
-        f"drop its end with --truncate-prompt, which cuts: {shown!r}"
+        f"drop its end with --truncate-prompt, which cuts: {quoted(cut)}"
     )
+
+
+def quoted(words: str) -> str:
+    """Words of a prompt for a message, the first 200 letters."""
+    return repr(words if len(words) <= 200 else f"{words[:200]}…")
 
 
 def check_size(height: int, width: int, step: int) -> None:

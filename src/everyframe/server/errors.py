@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from everyframe.core.errors import (
@@ -46,17 +45,14 @@ CODES: Mapping[str, tuple[int, str]] = {
 }
 
 
-@dataclass(frozen=True)
-class ApiErrorBody:
-    """What an error says beside its code: the parameter, further data, and headers."""
-
-    param: str | None = None
-    details: Mapping[str, Any] | None = None
-    headers: Mapping[str, str] | None = None
-
-
 class ApiError(Exception):
-    """An answer with an error's code from `CODES` and a message for a person."""
+    """An answer with an error's code from `CODES` and a message for a person.
+
+    Attributes:
+        param: the parameter that it is about.
+        details: further data.
+        headers: headers of the answer. Clients don't repeat a request by themselves.
+    """
 
     def __init__(
         self,
@@ -70,7 +66,9 @@ class ApiError(Exception):
         assert code in CODES, code
         super().__init__(_encodable(message))
         self.code = code
-        self.body = ApiErrorBody(param and _encodable(param), details, headers)
+        self.param = param and _encodable(param)
+        self.details = details
+        self.headers = {"x-should-retry": "false", **(headers or {})}
 
     @property
     def status(self) -> int:
@@ -82,17 +80,12 @@ class ApiError(Exception):
         error: dict[str, Any] = {
             "message": str(self),
             "type": CODES[self.code][1],
-            "param": self.body.param,
+            "param": self.param,
             "code": self.code,
         }
-        if self.body.details is not None:
-            error["details"] = dict(self.body.details)
+        if self.details is not None:
+            error["details"] = dict(self.details)
         return {"error": error}
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Headers of the answer. Clients don't repeat a request by themselves."""
-        return {"x-should-retry": "false", **(self.body.headers or {})}
 
 
 def _encodable(text: str) -> str:

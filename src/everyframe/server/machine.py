@@ -16,9 +16,10 @@ import anyio.to_thread
 from everyframe.hardware.isolation import run_isolated
 from everyframe.server.errors import ApiError
 
-#: Seconds for which an answer holds, and that the doctor may take.
-_FACTS_HOLD = 30.0
-_DOCTOR_HOLDS, _DOCTOR_TAKES = 600.0, 300.0
+#: Seconds for which an answer holds.
+FACTS_HOLD, DOCTOR_HOLDS = 30.0, 600.0
+#: Seconds that the doctor may take.
+_DOCTOR_TAKES = 300.0
 
 
 class RememberedAnswer:
@@ -47,16 +48,6 @@ class RememberedAnswer:
             self._since = time.monotonic()
         finally:
             self._call = None
-
-
-def facts_answer() -> RememberedAnswer:
-    """The devices of this machine."""
-    return RememberedAnswer(read_facts, _FACTS_HOLD)
-
-
-def doctor_answer() -> RememberedAnswer:
-    """The report of `everyframe doctor`."""
-    return RememberedAnswer(ask_doctor, _DOCTOR_HOLDS)
 
 
 def read_facts() -> dict[str, Any]:

@@ -165,7 +165,7 @@ def test_a_missing_part_is_the_hubs(copy: Path) -> None:
 def test_a_repository_without_what_a_part_needs(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(download, "_fetch", lambda *_: None)
+    monkeypatch.setattr(download, "fetch", lambda *_: None)
     with pytest.raises(CheckpointError, match=r"some/thing holds no config.json.*not the vae"):
         frames(copy, vae="some/thing")
 

@@ -116,7 +116,7 @@ SIZES = [(1, 1), (4, 1), (5, 2), (16, 4), (17, 5), (18, 6), (34, 10), (51, 15)]
 def test_sizes_there_and_back(vae: VideoVAE, num_frames: int, latent_frames: int) -> None:
     video = clip(num_frames)
     latents = vae.encode(video)
-    assert vae.latent_size(num_frames, 8, 12) == (latent_frames, 2, 3)
+    assert vae.config.latent_size(num_frames, 8, 12) == (latent_frames, 2, 3)
     assert latents.shape == (2, 5, latent_frames, 2, 3)
     assert vae.decode(latents, num_frames).shape == video.shape
 
@@ -132,7 +132,7 @@ def test_released_latent_size() -> None:
 def test_pieces_make_up_the_whole(vae: VideoVAE, image_vae: ImageVAE, num_frames: int) -> None:
     for model in (vae, image_vae):
         latents = model.encode(clip(num_frames))
-        pieces = model.pieces(num_frames)
+        pieces = model.config.pieces(num_frames)
         frames = list(model.decode_pieces(latents, num_frames))
         assert [part.shape[2] for part in frames] == [piece.num_frames for piece in pieces]
         assert pieces[0].frame_start == 0
@@ -193,21 +193,11 @@ def test_a_picture_that_stands_still_is_seen_once(
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_posterior_draws_follow_the_generator(vae: VideoVAE) -> None:
-    def draw(seed: int) -> torch.Tensor:
-        source = torch.Generator().manual_seed(seed)
-        return vae.encode(clip(5), sample_posterior=True, generator=source)
-
-    assert torch.equal(draw(3), draw(3))
-    assert not torch.equal(draw(3), draw(4))
-    assert not torch.equal(draw(3), vae.encode(clip(5)))
-
-
 def test_gradients_flow() -> None:
     torch.manual_seed(0)
     model = VideoVAE(VideoVAEConfig.from_json(PIPELINE))
     video = clip(5, batch=1).requires_grad_()
-    model.decode(model.encode(video, sample_posterior=True), 5).square().mean().backward()
+    model.decode(model.encode(video), 5).square().mean().backward()
     assert video.grad is not None
     assert video.grad.abs().max() > 0
     without = [name for name, p in model.named_parameters() if p.grad is None]
@@ -219,9 +209,9 @@ def test_wrong_number_of_latent_frames(vae: VideoVAE) -> None:
     with pytest.raises(InputError, match="18 frames has 6 latent frames, but 5"):
         vae.decode_pieces(latents, 18)  # at once, before anything is iterated
     with pytest.raises(InputError, match="1 frame or more, got 0"):
-        vae.latent_size(0, 8, 8)
+        vae.config.latent_size(0, 8, 8)
     with pytest.raises(InputError, match="4 pixels or more"):
-        vae.latent_size(17, 3, 8)
+        vae.config.latent_size(17, 3, 8)
 
 
 def test_config_reads_upstreams_file() -> None:

@@ -29,7 +29,7 @@ from everyframe.runtime.interface import VideoState
 from helpers.events import frames_by_seed
 from helpers.interrupted_ranks import begun, copied, gone_on, told, videos
 from helpers.pictures import smooth_picture
-from helpers.rank_pool import Group, group_of
+from helpers.rank_pool import Group, group_of, runs_slow
 
 OPTIONS: dict[str, Any] = {
     "prompt": "a red circle", "size": "48x32", "num_frames": 9, "seed": 5,
@@ -44,10 +44,7 @@ CLOSE = 5e-3
 
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest) -> Any:
-    module = request.node
-    mine = [item for item in request.session.items if item.getparent(pytest.Module) is module]
-    is_slow = any(item.get_closest_marker("slow") for item in mine)
-    yield from group_of((3, *SLOW) if is_slow else (3,))
+    yield from group_of((3, *SLOW) if runs_slow(request) else (3,))
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from everyframe.planning.find_model import find_model
 from everyframe.planning.resolve import prepare
 from everyframe.runs.run_state import SaveOptions
 from everyframe.runtime.interface import ShardableSpec, VideoState
-from helpers.rank_pool import Group, group_of
+from helpers.rank_pool import Group, group_of, runs_slow
 
 #: Three pieces; 14 tokens of each branch, and three heads.
 SIZES: dict[str, Any] = {"height": 16, "width": 32, "num_frames": 35, "num_inference_steps": 3}
@@ -38,10 +38,7 @@ SLOW = (2, 5, 7)
 
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest) -> Any:
-    module = request.node
-    mine = [item for item in request.session.items if item.getparent(pytest.Module) is module]
-    is_slow = any(item.get_closest_marker("slow") for item in mine)
-    yield from group_of((3, *SLOW) if is_slow else (3,))
+    yield from group_of((3, *SLOW) if runs_slow(request) else (3,))
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import everyframe
-from everyframe.families.opensora import sharding
 from everyframe.families.opensora.config import STDiT3Config
+from everyframe.families.opensora.sharding import Sharding
 from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.fast_paths.compilation import block_state, compiled_block, package_store
 from everyframe.fast_paths.compilation.module_compilation import compiled_blocks, disable_compiled
-from everyframe.parallel.communicator import SingleRank
+from everyframe.parallel.communicator import ONE
 from everyframe.runtime.memory import offload
 from helpers.compiled_blocks import Block, Model, Scaled, Text, inputs, made
 from helpers.planted_compiler import PlantedCompiler
@@ -234,7 +234,7 @@ def test_a_sharded_model_of_one_rank_uses_the_packages_of_an_unsharded_one(
         everyframe.compile(model)
         torch.testing.assert_close(call(), want, rtol=2e-5, atol=2e-5)
         assert compiler.count == 2  # a spatial block and a temporal one
-        with sharding.apply(model, SingleRank()):
+        with Sharding(model, ONE):
             torch.testing.assert_close(call(), want, rtol=2e-5, atol=2e-5)
         torch.testing.assert_close(call(), want, rtol=2e-5, atol=2e-5)
     assert compiler.count == 2

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from everyframe.families.opensora import sharding
 from everyframe.families.opensora.components import build_model, sent_bytes
 from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
-from everyframe.parallel.communicator import Communicator
+from everyframe.parallel.communicator import Communicator, ParallelContext
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from helpers.sharded_denoisers.base import Inputs, SmallDenoiser, drawn, other_noise
 
@@ -118,7 +118,7 @@ class OpenSora(SmallDenoiser):
         return out
 
     def apply(self, model: Any, group: Communicator, groups: int) -> Any:
-        return sharding.apply(model, group, groups)
+        return sharding.Sharding(model, ParallelContext(group, group, groups))
 
     def planned_bytes(self, weights: tuple[float, ...], groups: int, rank: int) -> int:
         partition = TokenPartition(TokenGrid(2, 15, 3 * 4), weights, groups)

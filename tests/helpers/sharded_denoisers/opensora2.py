@@ -13,7 +13,7 @@ from everyframe.families.opensora2 import sharding
 from everyframe.families.opensora2.components import DENOISER_ISLANDS, rank_share
 from everyframe.families.opensora2.config import MMDiTConfig
 from everyframe.families.opensora2.mmdit import MMDiT
-from everyframe.parallel.communicator import Communicator
+from everyframe.parallel.communicator import Communicator, ParallelContext
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from everyframe.precision.islands import present
 from helpers.sharded_denoisers.base import (
@@ -122,7 +122,8 @@ class OpenSora2(SmallDenoiser):
         return out
 
     def apply(self, model: Any, group: Communicator, groups: int) -> Any:
-        return sharding.apply(model, group, groups, self.backend)
+        parallel = ParallelContext(group, group, groups, self.backend)
+        return sharding.Sharding(model, parallel)
 
     def planned_bytes(self, weights: tuple[float, ...], groups: int, rank: int) -> int:
         partition = TokenPartition(

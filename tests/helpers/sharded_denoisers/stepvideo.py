@@ -12,7 +12,7 @@ from everyframe.families.stepvideo import sharding
 from everyframe.families.stepvideo.components import DENOISER_ISLANDS, rank_share
 from everyframe.families.stepvideo.config import StepVideoModelConfig
 from everyframe.families.stepvideo.model import StepVideoModel
-from everyframe.parallel.communicator import Communicator
+from everyframe.parallel.communicator import Communicator, ParallelContext
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from helpers.sharded_denoisers.base import (
     Inputs,
@@ -101,7 +101,8 @@ class StepVideo(SmallDenoiser):
         return out
 
     def apply(self, model: Any, group: Communicator, groups: int) -> Any:
-        return sharding.apply(model, group, groups, self.backend)
+        parallel = ParallelContext(group, group, groups, self.backend)
+        return sharding.Sharding(model, parallel)
 
     def planned_bytes(self, weights: tuple[float, ...], groups: int, rank: int) -> int:
         partition = TokenPartition(

@@ -15,7 +15,7 @@ from everyframe.families.svd import blocks, sharding, unet
 from everyframe.families.svd.components import level_sizes, sent_bytes
 from everyframe.ops import self_attention
 from everyframe.parallel import distributed_moments
-from everyframe.parallel.communicator import Communicator
+from everyframe.parallel.communicator import Communicator, ParallelContext
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from everyframe.runtime.components.meta_init import build_on_meta
 from helpers.sharded_denoisers.base import Inputs, SmallDenoiser, drawn, other_noise
@@ -150,7 +150,7 @@ class VideoUNet(SmallDenoiser):
         return out
 
     def apply(self, model: Any, group: Communicator, groups: int) -> Any:
-        return sharding.apply(model, group, groups)
+        return sharding.Sharding(model, ParallelContext(group, group, groups))
 
     def planned_bytes(self, weights: tuple[float, ...], groups: int, rank: int) -> int:
         branches, frames, height, width = self.cases[self.guided]

@@ -25,7 +25,7 @@ from everyframe.families.stepvideo.config import StepVideoModelConfig
 from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.families.svd import sharding as of_svd
 from everyframe.families.svd import unet
-from everyframe.parallel.communicator import Communicator
+from everyframe.parallel.communicator import Communicator, ParallelContext
 from everyframe.precision.quantization import QuantisedLinear
 from everyframe.precision.upcast import Upcast
 from everyframe.runtime.loading import load_component
@@ -295,7 +295,7 @@ def opensora() -> tuple[Any, Callable[[Any], Tensor], Callable[..., Any]]:
         out: Tensor = model(x, torch.ones(2).double(), context, fps=12.0, height=32.0, width=32.0)
         return out
 
-    return model, answer, of_opensora.apply
+    return model, answer, of_opensora.Sharding
 
 
 def stepvideo() -> tuple[Any, Callable[[Any], Tensor], Callable[..., Any]]:
@@ -316,7 +316,7 @@ def stepvideo() -> tuple[Any, Callable[[Any], Tensor], Callable[..., Any]]:
         out: Tensor = model(randn(2, 4, 3, 2, 2), torch.tensor([0.1, 0.9]).double(), context)
         return out
 
-    return model, answer, of_stepvideo.apply
+    return model, answer, of_stepvideo.Sharding
 
 
 def svd() -> tuple[Any, Callable[[Any], Tensor], Callable[..., Any]]:
@@ -335,7 +335,7 @@ def svd() -> tuple[Any, Callable[[Any], Tensor], Callable[..., Any]]:
         out: Tensor = model(randn(1, 2, 8, 3, 2), torch.tensor([0.4]).double(), context)
         return out
 
-    return model, answer, of_svd.apply
+    return model, answer, of_svd.Sharding
 
 
 MODELS = {"opensora": opensora, "stepvideo": stepvideo, "svd": svd}
@@ -347,7 +347,7 @@ def answers(group: Communicator, name: str) -> dict[str, Any]:
     model.load_state_dict(tiny_opensora.randomised(model, 0))
     model = model.double().eval().requires_grad_(False)
     whole = sum(p.nbytes for p in model.parameters())
-    patch = put(model, group)
+    patch = put(model, ParallelContext(group, group))
     before = answer(model)
     patch.remove()
     carrier = ShardedWeightsProvider(model, supply_of(group), torch.device("cpu"))
@@ -356,7 +356,7 @@ def answers(group: Communicator, name: str) -> dict[str, Any]:
         layer = model.get_submodule(part)
         layer._parameters[own] = nn.Parameter(layer._parameters[own].to("meta"), False)
     offloaded = offload.apply(model, "cpu", carrier)
-    patch = put(model, group)
+    patch = put(model, ParallelContext(group, group))
     after = [answer(model) for _ in range(2)]
     here = sum(p.nbytes for p in model.parameters() if not p.is_meta)
     with patch.unsharded():  # as when a fault is looked for

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,6 @@ from helpers.fake_executor import NUM_STEPS, FakeExecutor, plan_of
 from helpers.server_jobs import Start, add, ended
 
 REQUEST = Request(prompt="a red circle")
-Group = Callable[..., DeviceGroup]
 
 
 def group_of(most: int = 3, warm_ahead: int = 4) -> DeviceGroup:

@@ -18,6 +18,7 @@ from everyframe.hardware.accelerators import accelerator_facts, has_fast_bf16
 from everyframe.numerics.tensor_stats import largest_error
 from everyframe.ops.attention import attention
 from everyframe.ops.embeddings import timestep_embedding
+from everyframe.precision.dtypes import dtype_name
 from everyframe.precision.strict_float32 import strict_float32
 
 #: Maximum error of a sum of about a thousand products, relative to the largest value of the result:
@@ -50,11 +51,6 @@ def dtypes_of(device: str) -> tuple[torch.dtype, ...]:
     return torch.float32, *narrow
 
 
-def name_of(dtype: torch.dtype) -> str:
-    """``float16`` for ``torch.float16``."""
-    return str(dtype).removeprefix("torch.")
-
-
 def products(device: str) -> dict[str, Any]:
     """A product in every dtype, and one with partial sums beyond fp16 whose total fits."""
     generator = torch.Generator().manual_seed(0)
@@ -65,14 +61,16 @@ def products(device: str) -> dict[str, Any]:
         for dtype in dtypes_of(device):
             x, y = a.to(dtype), b.to(dtype)
             error = _relative(x.to(device) @ y.to(device), x.double() @ y.double())
-            errors[name_of(dtype)] = error
+            errors[dtype_name(dtype)] = error
             if not error <= LIMITS[dtype]:
                 wrong.append(
-                    f"products in {name_of(dtype)} are off by {error:.1e} of the largest value "
+                    f"products in {dtype_name(dtype)} are off by {error:.1e} of the largest value "
                     f"(allowed {LIMITS[dtype]:.0e})"
                 )
             if not _sums_widely(device, dtype):
-                wrong.append(f"products in {name_of(dtype)} are summed too narrowly, and overflow")
+                wrong.append(
+                    f"products in {dtype_name(dtype)} are summed too narrowly, and overflow"
+                )
     return outcome(wrong, errors=errors)
 
 
@@ -99,8 +97,8 @@ def linear(device: str) -> dict[str, Any]:
             error = float((F.linear(x, weight, bias).float().cpu() - want).abs().max()) / want
             if not error <= 1e-2:
                 wrong.append(
-                    f"a linear layer from {wide} to {out} with {rows} rows in {name_of(dtype)} is "
-                    f"off by {error:.1e}"
+                    f"a linear layer from {wide} to {out} with {rows} rows in {dtype_name(dtype)} "
+                    f"is off by {error:.1e}"
                 )
     return outcome(wrong)
 
@@ -118,10 +116,10 @@ def large_keys(device: str) -> dict[str, Any]:
         got = attention(a.to(device), b.to(device), c.to(device))
         want = F.scaled_dot_product_attention(a.double(), b.double(), c.double())
         error = _relative(got, want)
-        errors[name_of(dtype)] = error
+        errors[dtype_name(dtype)] = error
         if not error <= 0.02:
             wrong.append(
-                f"attention in {name_of(dtype)} with large keys "
+                f"attention in {dtype_name(dtype)} with large keys "
                 + ("is not finite" if not bool(got.isfinite().all()) else f"is off by {error:.1e}")
             )
     return outcome(wrong, errors=errors)
@@ -143,7 +141,7 @@ def strides(device: str) -> dict[str, Any]:
                 got = _by_kernel(kernel, q.to(device), k.to(device), v.to(device), there)
             if got is None:
                 continue  # this kernel doesn't take such inputs, which torch knows
-            case = f"{name}, {name_of(dtype)}{', masked' if masked is not None else ''}"
+            case = f"{name}, {dtype_name(dtype)}{', masked' if masked is not None else ''}"
             errors[case] = _relative(got, want)
             if not errors[case] <= 2 * LIMITS[dtype]:
                 wrong.append(f"attention ({case}) is off by {errors[case]:.1e}")

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from everyframe.doctor.probes import outcome
-from everyframe.doctor.probes.arithmetic import LIMITS, dtypes_of, name_of
+from everyframe.doctor.probes.arithmetic import LIMITS, dtypes_of
 from everyframe.numerics.tensor_stats import largest_error
+from everyframe.precision.dtypes import dtype_name
 from everyframe.precision.strict_float32 import strict_float32
 
 #: More memory than this many outputs indicates an indirect algorithm, such as im2col.
@@ -27,10 +28,10 @@ def layers(device: str) -> dict[str, Any]:
             try:
                 result = call(device, dtype)
             except (RuntimeError, TypeError, NotImplementedError) as error:
-                wrong.append(f"{name} in {name_of(dtype)}: {' '.join(str(error).split())[:120]}")
+                wrong.append(f"{name} in {dtype_name(dtype)}: {' '.join(str(error).split())[:120]}")
                 continue
             if not bool(result.isfinite().all()):
-                wrong.append(f"{name} in {name_of(dtype)} is not finite")
+                wrong.append(f"{name} in {dtype_name(dtype)} is not finite")
     if float(torch.ones(2, device=device).cpu().numpy().sum()) != 2:
         wrong.append("tensors don't turn into arrays of NumPy")
     return outcome(wrong)
@@ -77,13 +78,13 @@ def convolution(device: str) -> dict[str, Any]:
             got, seconds, outputs = _timed(module.to(device), given.to(device), kind)
             module.to("cpu")
             error = largest_error(got[..., :14, :14], want).relative
-            measured[name_of(dtype)] = {"error": error, "seconds": seconds, "outputs": outputs}
+            measured[dtype_name(dtype)] = {"error": error, "seconds": seconds, "outputs": outputs}
             if not error <= 2 * LIMITS[dtype]:
-                wrong.append(f"a 3D convolution in {name_of(dtype)} is off by {error:.1e}")
+                wrong.append(f"a 3D convolution in {dtype_name(dtype)} is off by {error:.1e}")
             if outputs is not None and outputs > _MAX_OUTPUTS:
                 notes.append(
-                    f"a 3D convolution in {name_of(dtype)} takes {outputs:.0f} times the memory of "
-                    "its output"
+                    f"a 3D convolution in {dtype_name(dtype)} takes {outputs:.0f} times the memory "
+                    "of its output"
                 )
             conv = conv.float()
         if kind == "cuda":
@@ -131,8 +132,8 @@ def upsampling(device: str) -> dict[str, Any]:
             try:
                 got = F.interpolate(x.to(device, dtype), scale_factor=2.0, mode="nearest")
             except (RuntimeError, NotImplementedError) as error:
-                wrong.append(f"{len(shape) - 2}D in {name_of(dtype)}: {str(error)[:120]}")
+                wrong.append(f"{len(shape) - 2}D in {dtype_name(dtype)}: {str(error)[:120]}")
                 continue
             if not torch.equal(got.float().cpu(), want):
-                wrong.append(f"{len(shape) - 2}D upsampling in {name_of(dtype)} changes values")
+                wrong.append(f"{len(shape) - 2}D upsampling in {dtype_name(dtype)} changes values")
     return outcome(wrong)

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from everyframe.doctor.probes import outcome
-from everyframe.doctor.probes.arithmetic import dtypes_of, name_of
+from everyframe.doctor.probes.arithmetic import dtypes_of
 from everyframe.numerics.tensor_stats import largest_error
+from everyframe.precision.dtypes import dtype_name
 
 
 def bf16(device: str) -> dict[str, Any]:
@@ -25,9 +26,9 @@ def bf16(device: str) -> dict[str, Any]:
     # bf16 even where runs don't use it: whether it is emulated is the question.
     for dtype in dict.fromkeys((*dtypes_of(device), torch.bfloat16)):
         try:
-            seconds[name_of(dtype)] = _product(size, device, dtype)
+            seconds[dtype_name(dtype)] = _product(size, device, dtype)
         except (RuntimeError, TypeError) as error:
-            return outcome(skipped=f"no products in {name_of(dtype)}: {str(error)[:120]}")
+            return outcome(skipped=f"no products in {dtype_name(dtype)}: {str(error)[:120]}")
     ratio = seconds["bfloat16"] / seconds["float32"]
     return outcome(seconds=seconds, bf16_over_float32=ratio)
 

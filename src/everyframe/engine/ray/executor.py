@@ -14,7 +14,7 @@ import threading
 from contextlib import closing
 from pathlib import Path
 
-from everyframe.core.errors import InputError, MissingPackageError
+from everyframe.core.errors import InputError, MissingPackageError, first_line
 from everyframe.core.events import Events
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
@@ -92,8 +92,9 @@ def _connect(address: str) -> None:
             "~/.ray/auth_token (`ray get-auth-token` prints it on a machine of the cluster)"
         ) from error
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        why = first_line(error).rstrip(" .")
         raise InputError(
-            f"no Ray cluster can be joined at {address!r} ({_first_line(error)}); start one "
+            f"no Ray cluster can be joined at {address!r} ({why}); start one "
             "(RAY_AUTH_MODE=token ray start --head), give --ray-address HOST:PORT, or compare the "
             "token in ~/.ray/auth_token, since a wrong one is refused like this"
         ) from error
@@ -101,10 +102,6 @@ def _connect(address: str) -> None:
         os.chdir(here)
         if handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(" .")
 
 
 class RayExecutor:

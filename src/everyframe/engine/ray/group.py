@@ -13,7 +13,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from everyframe.core.errors import CannotRunError, CorruptRunError, DevicesBusyError, InputError
+from everyframe.core.errors import (
+    CannotRunError,
+    CorruptRunError,
+    DevicesBusyError,
+    InputError,
+    first_line,
+)
 from everyframe.engine.ray.message_bytes import from_bytes, to_bytes
 from everyframe.engine.ray.rank import RayRank, software
 from everyframe.engine.ray.rank_layout import Rank, RankJob, RankPlace, check_software, lay_out
@@ -71,7 +77,7 @@ class RayGroup:
             answers = ray.get(asked, timeout=1.0)
         except (RayActorError, GetTimeoutError) as error:
             _check_import(error)
-            raise RankLostError(f"a rank did not start: {_first_line(error)}") from error
+            raise RankLostError(f"a rank did not start: {first_line(error)}") from error
         except RayError as error:
             _check_import(error)
             raise CannotRunError(f"a rank can't start on the cluster: {error}") from error
@@ -125,7 +131,7 @@ class RayGroup:
         except (RayError, StopIteration, CorruptRunError) as error:
             place = self._places[ranks[rank].place]
             where = f"rank {rank} on the node {place.host} ({place.address})"
-            raise RankLostError(f"{where} was lost: {_first_line(error)}") from error
+            raise RankLostError(f"{where} was lost: {first_line(error)}") from error
 
     def _explained(
         self, at_work: dict[Any, int], stream: Any, value: Any, ranks: Sequence[Rank]
@@ -159,11 +165,6 @@ def _ready(streams: dict[Any, int]) -> list[Any]:
 def _log(value: tuple[str, int, str]) -> None:
     source, level, text = value
     logging.getLogger(source).log(level, "%s", text)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].strip() if lines else type(error).__name__
 
 
 def _check_import(error: BaseException) -> None:

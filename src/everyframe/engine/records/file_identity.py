@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 from everyframe.core.errors import InputError
+from everyframe.core.options import flag_of
 from everyframe.media.frame_source import picture_files
 from everyframe.media.video import Video
 
@@ -132,7 +133,7 @@ def find_files(name: str, given: Any) -> Any:
 
 def _find_given(name: str, identity: Mapping[str, str]) -> str:
     file = identity.get("file")
-    flag = f"--{name.replace('_', '-')}"
+    flag = flag_of(name)
     if file is None:
         raise InputError(f"the video was made from {name} given in Python; give it again ({name}=)")
     path = Path(file)

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from everyframe.checkpoints.folder import is_plain_name
 from everyframe.checkpoints.locate import is_listed
 from everyframe.core.errors import InputError
-from everyframe.core.options import Options, explain, facts_of, shown
+from everyframe.core.options import Options, explain, facts_of, flag_of, shown
 from everyframe.core.quality import SamplingMethod, parse_method
 from everyframe.core.request import Request
 from everyframe.families.registry import all_options
@@ -177,7 +177,7 @@ def accepted_options(asked: Mapping[str, Any], given: Collection[str]) -> dict[s
 def rejected_options(asked: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
     """Options of a recorded request that are not used, unless the other request has them too."""
     return tuple(
-        f"its {name}={shown(value)} is not taken from a record; give it again: {_flag(name)}"
+        f"its {name}={shown(value)} is not taken from a record; give it again: {flag_of(name)}"
         for name, value in asked.items()
         if option_facts(name).get("person_only")
         and name not in other
@@ -194,17 +194,13 @@ def option_facts(name: str) -> Mapping[str, Any]:
     return {}
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def _check_listed(name: str, value: Any) -> None:
     if value is None or (isinstance(value, str) and all(map(is_listed, value.split(",")))):
         return
     raise InputError(
         f"the video was made with the {name.replace('_', ' ')} {shown(value)}, which is none of "
-        f"the known ones; a record is not believed where it lies, so name it: {_flag(name)} FOLDER "
-        "or OWNER/NAME"
+        f"the known ones; a record is not believed where it lies, so name it: {flag_of(name)} "
+        "FOLDER or OWNER/NAME"
     )
 
 
@@ -221,13 +217,13 @@ def _check_files(name: str, value: Any, *, may_be_words: bool, key: str = "") ->
     elif not may_be_words and value is not None:
         raise InputError(
             f"the record has its {name} as {shown(value)}, and not by name and hash; give it "
-            f"again: {_flag(name)} FILE"
+            f"again: {flag_of(name)} FILE"
         )
     elif isinstance(value, str) and "prompt" not in key:
         if any(os.path.exists(each.strip()) for each in (value, *value.split(","))):
             raise InputError(
                 f"the record names {shown(value)} by its path for {key or name}; a file of a "
-                f"record has a hash; give it again: {_flag(name)}"
+                f"record has a hash; give it again: {flag_of(name)}"
             )
 
 
@@ -277,5 +273,5 @@ def _check_identity(name: str, value: Mapping[str, Any]) -> None:
     if found.file is not None and not is_plain_name(found.file):
         raise InputError(
             f"the video was made from the file {found.file!r}, which is no name of a file in this "
-            f"folder; give it again by {_flag(name)} FILE"
+            f"folder; give it again by {flag_of(name)} FILE"
         )

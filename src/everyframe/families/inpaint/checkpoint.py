@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from everyframe.checkpoints.folder import describe_missing, listing, read_json
 from everyframe.checkpoints.key_map import OLD_VAE_ATTENTION, KeyMap
-from everyframe.checkpoints.locate import Location, find_part
+from everyframe.checkpoints.locate import Location
 from everyframe.checkpoints.model_zoo import controlnet_part, controlnets
 from everyframe.checkpoints.refuse_pickles import refuse_pickled
 from everyframe.core.errors import CheckpointError, InputError, did_you_mean
@@ -190,7 +190,7 @@ def _controlnet(name: str) -> ComponentSource:
             f"controlnet must be a folder, a hub id OWNER/NAME, or one of "
             f"{', '.join(controlnets())}, got {name!r}{did_you_mean(name, controlnets())}"
         )
-    return InpaintFiles.source_at("controlnet", find_part(controlnet_part(repo_id or name)))
+    return InpaintFiles.on_hub(controlnet_part(repo_id or name))
 
 
 VAE_KEYS = KeyMap(rename=OLD_VAE_ATTENTION)

@@ -67,7 +67,7 @@ def dry_run_calls(
 
 
 def memory_savings(
-    config: InpaintConfig, component: str, settings: Settings
+    spec: NativeModelSpec[Any, Any, InpaintConfig], component: str, settings: Settings
 ) -> Iterator[MemorySaving]:
     """Sequential guidance branches; fewer frames per autoencoder call; tiling.
 
@@ -82,6 +82,6 @@ def memory_savings(
     for saving in tiling.fewer_frames(settings, together):
         settings = saving.settings
         yield saving
-    size = latent_shape(config, settings)[1:]
+    size = latent_shape(spec.config, settings)[1:]
     yield from tiling.tile_savings(settings, *size, tiling.ENCODE)
     yield from tiling.tile_savings(settings, *size)

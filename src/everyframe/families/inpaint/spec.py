@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 from everyframe.core.plan import Settings
 from everyframe.core.quality import PREDICTORS
 from everyframe.core.request import Request
-from everyframe.dry_run.call import DryRunCall
+from everyframe.families.inpaint import dry_run
 from everyframe.families.inpaint.checkpoint import InpaintFiles, keys_of
 from everyframe.families.inpaint.components import InpaintBuilder
 from everyframe.families.inpaint.config import InpaintConfig
-from everyframe.families.inpaint.dry_run import dry_run_calls, memory_savings
 from everyframe.families.inpaint.options import InpaintOptions
 from everyframe.families.inpaint.scheduler import num_timesteps
 from everyframe.families.inpaint.settings import (
@@ -29,7 +28,7 @@ from everyframe.families.inpaint.settings import (
     resolve_settings,
     smaller_settings,
 )
-from everyframe.runtime.interface import MemorySaving, RankShare, VideoGroup
+from everyframe.runtime.interface import RankShare, VideoGroup
 from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.previews.latent_space import LatentSpace, vae_latents
 from everyframe.runtime.rank_shares import batch_share
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from everyframe.checkpoints.key_map import KeyMap
-    from everyframe.parallel.communicator import ParallelContext
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,9 @@ class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintConfig]):
     has_partial_guidance = False
     lead_rank_components = ("text_encoder",)
     is_collective = False
+
+    dry_run_calls = dry_run.dry_run_calls
+    savings = dry_run.memory_savings
 
     @classmethod
     def read(
@@ -91,11 +92,6 @@ class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintConfig]):
     def smaller(self, settings: Settings) -> Iterator[Settings]:
         return smaller_settings(settings)
 
-    def dry_run_calls(
-        self, settings: Settings, parallel: ParallelContext | None = None
-    ) -> tuple[DryRunCall, ...]:
-        return dry_run_calls(self, settings, parallel)
-
     def num_branches(self, settings: Settings) -> int:
         """Always one: each rank has whole frames with both guidance branches."""
         return 1
@@ -117,9 +113,6 @@ class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintConfig]):
         batches = ceil(num_painted(settings) / together)
         how = "--frames-at-once 1 has a batch for each frame"
         return batch_share(batches, video_group.weights, rank, sent, how)
-
-    def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
-        return memory_savings(self.config, component, settings)
 
     @property
     def components_on_disk(self) -> tuple[str, ...]:

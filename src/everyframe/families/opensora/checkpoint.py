@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from everyframe.checkpoints.folder import WEIGHT_SUFFIXES
 from everyframe.checkpoints.key_map import OLD_VAE_ATTENTION, KeyMap
-from everyframe.checkpoints.locate import Location, PartLocation, find_part
+from everyframe.checkpoints.locate import Location, PartLocation
 from everyframe.checkpoints.model_zoo import SUPPORTED_VERSIONS, HubPart, known_models, shared_part
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.paths import expand_path
@@ -116,10 +116,7 @@ def find_files(location: Location, options: OpenSoraOptions) -> OpenSoraFiles | 
         version = _VERSION_OF_KNOWN.get(location.known.name)
         if version is None:
             return None
-        roles = {
-            place.part.role: OpenSoraFiles.source_at(place.part.role, place)
-            for place in location.parts
-        }
+        roles = OpenSoraFiles.of_parts(location.parts)
         return _completed(version, roles, options)
     if location.path is None:
         return _from_hub_id(location, options)
@@ -164,19 +161,15 @@ def _completed(
         model for model in known_models() if _VERSION_OF_KNOWN.get(model.name) == version
     )
     standard_vae = next(part for part in standard.parts if part.role == "vae")
-    vae = _asked(options.vae, "vae") or found.get("vae") or _on_hub(standard_vae)
+    vae = _asked(options.vae, "vae") or found.get("vae") or OpenSoraFiles.on_hub(standard_vae)
     text = _asked(options.text_encoder, "text_encoder") or found.get("text_encoder")
-    text = text or _on_hub(shared_part("t5-xxl"))
+    text = text or OpenSoraFiles.on_hub(shared_part("t5-xxl"))
     # The tokenizer is in T5's own folder (upstream's layout) or in one beside it.
     tokenizer = found.get("tokenizer", text) if options.text_encoder is None else text
     sources = {
         "text_encoder": text, "denoiser": found["denoiser"], "vae": vae, "tokenizer": tokenizer,
     }  # fmt: skip
     return OpenSoraFiles(sources, version)
-
-
-def _on_hub(part: HubPart) -> ComponentSource:
-    return OpenSoraFiles.source_at(part.role, find_part(part))
 
 
 def _asked(name: str | None, role: str) -> ComponentSource | None:
@@ -190,7 +183,7 @@ def _asked(name: str | None, role: str) -> ComponentSource | None:
         raise InputError(f"{role} must be a folder, a file or a hub id OWNER/NAME, got {name!r}")
     weights = tuple(f"*{suffix}" for suffix in WEIGHT_SUFFIXES)
     extras = ("*.json", "spiece.model")
-    return _on_hub(
+    return OpenSoraFiles.on_hub(
         HubPart(role=role, repo_id=name, needs=(("config.json",), weights), extras=extras)
     )
 

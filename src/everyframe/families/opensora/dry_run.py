@@ -59,7 +59,7 @@ def dry_run_calls(
 
 
 def memory_savings(
-    config: OpenSoraConfig, component: str, settings: Settings
+    spec: NativeModelSpec[Any, Any, OpenSoraConfig], component: str, settings: Settings
 ) -> Iterator[MemorySaving]:
     """Sequential guidance branches; fewer frames per autoencoder call; tiling.
 
@@ -69,12 +69,12 @@ def memory_savings(
         yield split_cfg_saving(settings)
     if component != "vae":
         return
-    vae = config.vae
+    vae = spec.config.vae
     usual = (vae if isinstance(vae, ImageVAEConfig) else vae.spatial).micro_batch_size
     for saving in tiling.fewer_frames(settings, usual):
         settings = saving.settings
         yield saving
-    size = config.vae.latent_size(settings.num_frames, settings.height, settings.width)
+    size = spec.config.vae.latent_size(settings.num_frames, settings.height, settings.width)
     if is_conditioned(settings):
         yield from tiling.tile_savings(settings, *size[1:], tiling.ENCODE)
     yield from tiling.tile_savings(settings, *size[1:])

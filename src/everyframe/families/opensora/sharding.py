@@ -20,7 +20,7 @@ from everyframe.families.opensora.layers import Axis, CrossAttention, SelfAttent
 from everyframe.families.opensora.stdit import STDiT
 from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.ops.modulation import GatedAdd, Modulate, SelectByFrame
-from everyframe.parallel.communicator import Communicator
+from everyframe.parallel.communicator import ParallelContext
 from everyframe.parallel.sharded_modules import CrossAttentionPerSample
 from everyframe.parallel.token_partition import TokenGrid
 from everyframe.precision.upcast import narrowest
@@ -30,22 +30,13 @@ from everyframe.runtime.model_sharding import ShardedDenoiser
 _STREAMS: dict[type[nn.Module], int] = {Modulate: 1, GatedAdd: 2, SelectByFrame: 2}
 
 
-def apply(model: STDiT | STDiT3, group: Communicator, groups: int = 1) -> Sharding:
-    """Shard `model` over the ranks of `group`.
-
-    All ranks must call it in the same order with the same input. With `groups` above 1 the batch is
-    first split into that many groups, each with its own ranks.
-    """
-    return Sharding(model, group, groups)
-
-
 class Sharding(ShardedDenoiser):
-    """Handle of a sharded denoiser; `remove` undoes `apply`."""
+    """The patch of a sharded denoiser."""
 
     stream_dim = 2
 
-    def __init__(self, model: STDiT | STDiT3, group: Communicator, groups: int) -> None:
-        super().__init__(model, group, groups)
+    def __init__(self, model: STDiT | STDiT3, parallel: ParallelContext) -> None:
+        super().__init__(model, parallel)
         self._patch_size = model.config.patch_size
         self._handles += [
             model.x_embedder.proj.register_forward_pre_hook(self._take_patches),

@@ -17,7 +17,7 @@ from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Settings
 from everyframe.core.quality import PREDICTORS, SOLVERS
 from everyframe.core.request import Request
-from everyframe.dry_run.call import DryRunCall
+from everyframe.families.opensora import dry_run
 from everyframe.families.opensora.checkpoint import OpenSoraFiles, keys_of
 from everyframe.families.opensora.components import (
     OpenSoraBuilder,
@@ -25,7 +25,6 @@ from everyframe.families.opensora.components import (
     token_sizes,
 )
 from everyframe.families.opensora.config import OpenSoraConfig, STDiT3Config, STDiTConfig
-from everyframe.families.opensora.dry_run import dry_run_calls, memory_savings
 from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.families.opensora.settings import resolve_settings, smaller_settings
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
@@ -33,7 +32,7 @@ from everyframe.families.opensora_parts import VAE_PARTS, part_of
 from everyframe.families.t5_tokenizer import T5_XXL
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from everyframe.runtime.components.component_files import ComponentSource
-from everyframe.runtime.interface import MemorySaving, RankShare, VideoGroup
+from everyframe.runtime.interface import RankShare, VideoGroup
 from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.previews.latent_space import LatentSpace, vae_latents
 from everyframe.runtime.rank_shares import grid_share
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from everyframe.checkpoints.key_map import KeyMap
-    from everyframe.parallel.communicator import ParallelContext
 
 #: Released sizes of 1.0 by training side in pixels: (input_size, space_scale).
 _RELEASED_1_0 = {256: ((16, 32, 32), 0.5), 512: ((16, 64, 64), 1.0)}
@@ -55,6 +53,9 @@ class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraConfi
     methods = (*SOLVERS, *PREDICTORS)
     has_held_guidance = True
     lead_rank_components = ("text_encoder",)
+
+    dry_run_calls = dry_run.dry_run_calls
+    savings = dry_run.memory_savings
 
     @classmethod
     def read(
@@ -103,11 +104,6 @@ class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraConfi
     def smaller(self, settings: Settings) -> Iterator[Settings]:
         return smaller_settings(self.config, settings)
 
-    def dry_run_calls(
-        self, settings: Settings, parallel: ParallelContext | None = None
-    ) -> tuple[DryRunCall, ...]:
-        return dry_run_calls(self, settings, parallel)
-
     def num_branches(self, settings: Settings) -> int:
         """Guidance branches: two with guidance (conditional, unconditional), else one."""
         return 1 if settings.guidance_scale == 1 else 2
@@ -121,9 +117,6 @@ class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraConfi
         return grid_share(
             partition, rank, sent_bytes(self.config.denoiser, partition, rank, element_bytes)
         )
-
-    def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
-        return memory_savings(self.config, component, settings)
 
     def weights(self, component: str) -> tuple[Path, KeyMap]:
         return self.files.weights_path(component), keys_of(component, self.files.version)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from everyframe.core.events import Event, FramesDecoded
 from everyframe.core.plan import Settings
-from everyframe.families.opensora import sharding
 from everyframe.families.opensora.denoiser import Denoiser, PromptEmbeds, timesteps_of
 from everyframe.families.opensora.dry_run import is_conditioned
 from everyframe.families.opensora.settings import PIECE, known_frames
+from everyframe.families.opensora.sharding import Sharding
 from everyframe.families.opensora.spec import OpenSoraSpec
 from everyframe.families.opensora.text import TextEmbedding, embed, tokens_of
 from everyframe.families.opensora.vae import ImageVAE, VideoVAE, decode_frames, encoded
@@ -182,10 +182,6 @@ class ConditioningStage(VideoEncodeStage[OpenSoraContext, ConditioningPixels]):
             mask[:, -1:] = settings.edit_strength
         return ConditioningLatents(latents, mask)
 
-    def store(self, video: VideoState, result: ConditioningLatents) -> None:
-        """Set `conditioning` of the video."""
-        video.conditioning = result
-
 
 def _as_pixels(frames_THWC: Tensor) -> Tensor:
     """Pixels (1, C, T, H, W) in -1..1 of frames in 0..1."""
@@ -210,13 +206,7 @@ class DenoiseStage(VideoDenoiseStage[OpenSoraContext, SamplerInputs]):
     """Denoise: sampler, guidance and denoiser turn noise into latents."""
 
     component = "denoiser"
-
-    def shard(self, modules: Mapping[str, Any]) -> sharding.Sharding:
-        """Split tokens and guidance branches."""
-        parallel = self.context.parallel
-        return sharding.apply(
-            modules[self.component], parallel.video_group, parallel.num_cfg_groups
-        )
+    sharding = Sharding
 
     def inputs(self, video: VideoState, device: str) -> SamplerInputs:
         """The video's noise, conditioning latents and text."""

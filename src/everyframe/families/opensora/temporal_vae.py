@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
@@ -183,30 +182,11 @@ class TemporalVAE(nn.Module):
         mean, log_variance = self.quant_conv(self.encoder(padded)).chunk(2, dim=1)
         return mean, log_variance.clamp(-30.0, 20.0)
 
-    def encode(
-        self,
-        x_BCTHW: Tensor,
-        *,
-        sample_posterior: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Posterior mean, or a sample of it: (B, embed_dim, latent frames, H, W)."""
-        mean, log_variance = self.moments(x_BCTHW)
-        if not sample_posterior:
-            return mean
-        return draw(mean, log_variance, generator)
+    def encode(self, x_BCTHW: Tensor) -> Tensor:
+        """Posterior mean (B, embed_dim, latent frames, H, W)."""
+        return self.moments(x_BCTHW)[0]
 
     def decode(self, z_BCTHW: Tensor, num_frames: int) -> Tensor:
         """(B, embed_dim, T, H, W) -> (B, in_out_channels, num_frames, H, W), padding cut off."""
         x: Tensor = self.decoder(self.post_quant_conv(z_BCTHW))
         return x[:, :, self.config.front_padding(num_frames) :]
-
-
-def draw(mean: Tensor, log_variance: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Sample a diagonal Gaussian; the noise is generated on the generator's device.
-
-    A CPU generator gives the same sample wherever the model runs.
-    """
-    device = mean.device if generator is None else generator.device
-    noise = torch.randn(mean.shape, generator=generator, device=device, dtype=torch.float32)
-    return mean + torch.exp(0.5 * log_variance) * noise.to(mean.device, mean.dtype)

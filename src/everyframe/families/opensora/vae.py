@@ -1,9 +1,8 @@
 """Open-Sora's autoencoders between pixels and latents: `ImageVAE` (1.0) and `VideoVAE` (1.2).
 
-Both have one interface: `encode`, `decode`, `decode_pieces`, `decode_piece`, `pieces`,
-`latent_size`. Sizes and pieces are data in `vae_config`; the temporal stage is in `temporal_vae`;
-the spatial stage is diffusers' `AutoencoderKL`. Everything is differentiable: callers disable
-gradients.
+Both have one interface: `encode`, `decode`, `decode_pieces`, `decode_piece`. Sizes and pieces are
+data in `vae_config`; the temporal stage is in `temporal_vae`; the spatial stage is diffusers'
+`AutoencoderKL`. Everything is differentiable: callers disable gradients.
 
 Parameter names are upstream's: ``spatial_vae.module.*`` (diffusers' names), ``temporal_vae.*``,
 ``shift``, ``scale``. `ImageVAE` has ``module.*``: a diffusers checkpoint of 1.0's autoencoder
@@ -27,7 +26,7 @@ from everyframe.core.errors import CheckpointError, InputError, did_you_mean
 from everyframe.core.plan import Settings
 from everyframe.families.opensora.temporal_vae import TemporalVAE
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
-from everyframe.runtime.request_checks import FrameChunk, LatentSize
+from everyframe.runtime.request_checks import FrameChunk
 from everyframe.runtime.stages import tiling
 
 
@@ -36,19 +35,13 @@ class VideoCoder(nn.Module):
 
     config: ImageVAEConfig | VideoVAEConfig
 
-    def latent_size(self, num_frames: int, height: int, width: int) -> LatentSize:
-        return self.config.latent_size(num_frames, height, width)
-
-    def pieces(self, num_frames: int) -> tuple[FrameChunk, ...]:
-        return self.config.pieces(num_frames)
-
     def decode(self, latents_BCTHW: Tensor, num_frames: int | None = None) -> Tensor:
         """Decode latents (B, C, latent frames, h, w) to pixels (B, 3, num_frames, H, W)."""
         frames = latents_BCTHW.shape[2] if num_frames is None else num_frames
         return torch.cat(list(self.decode_pieces(latents_BCTHW, frames)), dim=2)
 
     def decode_pieces(self, latents_BCTHW: Tensor, num_frames: int) -> Iterator[Tensor]:
-        """Yield the pixels of each of `pieces`; concatenated in time they equal `decode`.
+        """Yield the pixels of each piece; concatenated in time they equal `decode`.
 
         Raises `InputError` immediately if `num_frames` does not match the number of latent frames.
         """
@@ -58,7 +51,7 @@ class VideoCoder(nn.Module):
                 f"a video of {num_frames} frames has {expected} latent frames, but {given} were "
                 "given"
             )
-        return (self.decode_piece(latents_BCTHW, piece) for piece in self.pieces(num_frames))
+        return (self.decode_piece(latents_BCTHW, piece) for piece in self.config.pieces(num_frames))
 
     def decode_piece(
         self, latents_BCTHW: Tensor, piece: FrameChunk, at_once: int | None = None
@@ -77,24 +70,17 @@ class ImageVAE(VideoCoder):
         self.config = config
         self.module = _autoencoder(config.autoencoder)
 
-    def encode(
-        self,
-        video_BCTHW: Tensor,
-        *,
-        sample_posterior: bool = False,
-        generator: torch.Generator | None = None,
-        at_once: int | None = None,
-    ) -> Tensor:
+    def encode(self, video_BCTHW: Tensor, at_once: int | None = None) -> Tensor:
         """Encode pixels (B, 3, T, H, W) to scaled latents (B, C, T, H // factor, W // factor).
 
         `at_once` is the number of frames per call; the default is the config's.
         """
         batch = video_BCTHW.shape[0]
         rows = rearrange(video_BCTHW, "b c t h w -> (b t) c h w")
-        latents = []
-        for group in torch.split(rows, at_once or self.config.micro_batch_size):
-            posterior = self.module.encode(group).latent_dist
-            latents.append(posterior.sample(generator) if sample_posterior else posterior.mode())
+        latents = [
+            self.module.encode(group).latent_dist.mode()
+            for group in torch.split(rows, at_once or self.config.micro_batch_size)
+        ]
         z = torch.cat(latents) * self.config.scaling_factor
         return rearrange(z, "(b t) c h w -> b c t h w", b=batch)
 
@@ -137,34 +123,22 @@ class VideoVAE(VideoCoder):
         self.register_buffer("shift", _per_channel(config.shift))
         self.register_buffer("scale", _per_channel(config.scale))
 
-    def encode(
-        self,
-        video_BCTHW: Tensor,
-        *,
-        sample_posterior: bool = False,
-        generator: torch.Generator | None = None,
-        at_once: int | None = None,
-    ) -> Tensor:
+    def encode(self, video_BCTHW: Tensor, at_once: int | None = None) -> Tensor:
         """Encode pixels (B, 3, T, H, W) to normalised latents (B, C, latent frames, h, w).
 
-        Returns posterior means, or samples from both stages (spatial first) for training. `at_once`
-        is the number of frames per call of the spatial stage.
+        `at_once` is the number of frames per call of the spatial stage.
         """
-        draws: dict[str, Any] = {"sample_posterior": sample_posterior, "generator": generator}
-        spatial = self.spatial_vae.encode(video_BCTHW, at_once=at_once, **draws)
-        return self._through_time(spatial, draws)
+        return self._through_time(self.spatial_vae.encode(video_BCTHW, at_once))
 
     def encode_still(self, picture_BCTHW: Tensor, num_frames: int) -> Tensor:
         """Encode one image (B, 3, 1, H, W) as a still video; the spatial stage runs on it once."""
-        return self._through_time(self.spatial_vae.encode_still(picture_BCTHW, num_frames), {})
+        return self._through_time(self.spatial_vae.encode_still(picture_BCTHW, num_frames))
 
-    def _through_time(self, spatial_BCTHW: Tensor, draws: Mapping[str, Any]) -> Tensor:
+    def _through_time(self, spatial_BCTHW: Tensor) -> Tensor:
         """Run the temporal stage: spatial latents, one per frame, to normalised latents."""
         latents = [
-            self.temporal_vae.encode(
-                spatial_BCTHW[:, :, piece.frame_start : piece.frame_stop], **draws
-            )
-            for piece in self.pieces(spatial_BCTHW.shape[2])
+            self.temporal_vae.encode(spatial_BCTHW[:, :, piece.frame_start : piece.frame_stop])
+            for piece in self.config.pieces(spatial_BCTHW.shape[2])
         ]
         return (torch.cat(latents, dim=2) - self.shift) / self.scale
 
@@ -206,7 +180,7 @@ def encoded(
     def encode(part: Tensor) -> Tensor:
         if still is not None:
             return vae.encode_still(part, still)
-        return vae.encode(part, at_once=at_once)
+        return vae.encode(part, at_once)
 
     factor, tiles = vae.config.spatial_factor, tiling.tiles_of(settings, tiling.ENCODE)
     latents = tiling.encode_in_tiles(encode, video_BCTHW, factor, *tiles)

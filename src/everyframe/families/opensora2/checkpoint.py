@@ -107,10 +107,7 @@ def find_files(location: Location, options: OpenSora2Options) -> OpenSora2Files 
     if location.known is not None and location.parts:
         if location.known.family != "opensora2":
             return None
-        found = {
-            place.part.role: OpenSora2Files.source_at(place.part.role, place)
-            for place in location.parts
-        }
+        found = OpenSora2Files.of_parts(location.parts)
         return _completed(found, options)
     folder = location.path
     if folder is None:
@@ -176,17 +173,15 @@ def _completed(found: Mapping[str, ComponentSource], options: OpenSora2Options) 
     sources: dict[str, ComponentSource] = {}
     for role in ("text_encoder", "clip", "denoiser", "vae"):
         asked = _asked(given.get(role), role)
-        sources[role] = asked or found.get(role) or _on_hub(hub[role])
+        sources[role] = asked or found.get(role) or OpenSora2Files.on_hub(hub[role])
     if options.first_frame:
         flux = _flux(options.flux)
         for role in ("first_denoiser", "first_vae"):
             named = f"opensora2-{role}"
-            sources[role] = flux.get(role) or found.get(role) or _on_hub(shared_part(named))
+            sources[role] = (
+                flux.get(role) or found.get(role) or OpenSora2Files.on_hub(shared_part(named))
+            )
     return OpenSora2Files(sources)
-
-
-def _on_hub(part: HubPart) -> ComponentSource:
-    return OpenSora2Files.source_at(part.role, find_part(part))
 
 
 def _asked(name: str | None, role: str) -> ComponentSource | None:
@@ -204,7 +199,7 @@ def _asked(name: str | None, role: str) -> ComponentSource | None:
         raise InputError(f"{role} must be {wanted}, got {name!r}, which is not there")
     weights = tuple(f"*{suffix}" for suffix in WEIGHT_SUFFIXES)
     extras = ("*.json", "spiece.model", "vocab.json", "merges.txt")
-    return _on_hub(
+    return OpenSora2Files.on_hub(
         HubPart(role=role, repo_id=name, needs=(("config.json",), weights), extras=extras)
     )
 
@@ -248,4 +243,4 @@ def _flux_on_hub(role: str, repo_id: str) -> ComponentSource:
     needs = ((f"{folder}/config.json",), (f"{folder}/*.safetensors",))
     if repo_id != shared_part(f"opensora2-{role}").repo_id and not find_part(part).complete:
         part = replace(part, needs=needs, extras=(f"{folder}/*.index.json",))
-    return _on_hub(part)
+    return OpenSora2Files.on_hub(part)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from everyframe.families.opensora2.config import MMDiTConfig, OpenSora2Config
 from everyframe.families.t5_tokenizer import T5_ISLANDS, T5_RANGE_ISLANDS
-from everyframe.parallel.head_partition import HeadPartition, sent_vectors
 from everyframe.parallel.token_partition import TokenPartition
 from everyframe.precision.islands import present
 from everyframe.precision.policy import ComponentNeeds
 from everyframe.runtime.interface import RankShare
 from everyframe.runtime.model_spec import ModuleBuilder
+from everyframe.runtime.rank_shares import attention_share
 
 if TYPE_CHECKING:
     from torch import nn
@@ -102,18 +102,8 @@ class OpenSora2Builder(ModuleBuilder[OpenSora2Config]):
 def rank_share(
     config: MMDiTConfig, partition: TokenPartition, backend: str, rank: int, width: int
 ) -> RankShare:
-    """A rank's share of one step of a sharded denoiser, with `width` bytes per number.
-
-    See `sharding`: each block exchanges one-head vectors, and the last projection is gathered in
-    float32, the text's tokens too.
-    """
-    tokens = len(partition.columns[rank])
-    held = tokens / (partition.grid.samples * partition.grid.places)
-    heads = HeadPartition(partition)
-    attention = held if backend == "ring" else heads.share(rank)
-    vectors = sent_vectors(partition, rank) if backend == "ring" else heads.moved(rank)
+    """A rank's share of one step of a sharded denoiser, with `width` bytes per number."""
     blocks = config.depth + config.depth_single_blocks
-    sent = vectors * blocks * config.head_size * width
-    sent += tokens * config.in_channels * 4 * (partition.num_ranks - 1)
-    idle = "" if tokens else "there are fewer tokens than devices; it decodes only"
-    return RankShare(held, attention, sent, idle)
+    vector_bytes = blocks * config.head_size * width
+    # Of the text's tokens too.
+    return attention_share(partition, backend, rank, vector_bytes, config.in_channels * 4)

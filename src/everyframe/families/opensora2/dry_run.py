@@ -75,14 +75,14 @@ def dry_run_calls(
 
 
 def memory_savings(
-    config: OpenSora2Config, component: str, settings: Settings
+    spec: NativeModelSpec[Any, Any, OpenSora2Config], component: str, settings: Settings
 ) -> Iterator[MemorySaving]:
     """Sequential guidance branches; smaller tiles than upstream's."""
-    if component == "denoiser" and most_branches(config, settings) > 1:
+    if component == "denoiser" and most_branches(spec.config, settings) > 1:
         yield split_cfg_saving(settings)
     if component == "vae":
-        side = config.vae.sample_size // config.vae.spatial_factor
-        height, width = (min(side, each) for each in latent_shape(config, settings)[2:])
+        side = spec.config.vae.sample_size // spec.config.vae.spatial_factor
+        height, width = (min(side, each) for each in latent_shape(spec.config, settings)[2:])
         sides = (side // 2, side // 4)
         if is_conditioned(settings):
             for saving in tiling.tile_savings(settings, height, width, tiling.ENCODE, sides):

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from everyframe.core.plan import Settings
-from everyframe.families.opensora2 import first_picture, sharding
+from everyframe.families.opensora2 import first_picture
 from everyframe.families.opensora2.denoiser import FirstPictureDenoiser, PromptEmbeds, TextStates
 from everyframe.families.opensora2.guidance import time_shift
 from everyframe.families.opensora2.prompt_lengths import T5_LENGTH
 from everyframe.families.opensora2.settings import first_frame_size
+from everyframe.families.opensora2.sharding import Sharding
 from everyframe.families.opensora2.stages import OpenSora2Context, SamplerInputs
 from everyframe.media.pixels import fit_image, to_uint8
 from everyframe.runtime.interface import VideoState
@@ -45,13 +46,7 @@ class FirstDenoiseStage(VideoDenoiseStage[OpenSora2Context, SamplerInputs]):
 
     name = "first picture"
     component = "first_denoiser"
-
-    def shard(self, modules: Mapping[str, Any]) -> sharding.Sharding:
-        """Split tokens or heads."""
-        parallel = self.context.parallel
-        return sharding.apply(
-            modules[self.component], parallel.video_group, 1, parallel.sequence_backend
-        )
+    sharding = Sharding
 
     def inputs(self, video: VideoState, device: str) -> SamplerInputs:
         """The picture's noise, of the video's seed, and its prompt."""

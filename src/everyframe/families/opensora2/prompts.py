@@ -16,8 +16,7 @@ from everyframe.families import clip_tokenizer, t5_tokenizer
 from everyframe.families.opensora2.prompt_lengths import CLIP_LENGTH, T5_LENGTH
 from everyframe.families.opensora2.settings import is_guided
 from everyframe.families.t5_encoder import padded
-
-_SHOWN = 200
+from everyframe.runtime.request_checks import quoted
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def t5_tokens(folder: Path, settings: Settings) -> tuple[list[TokenIds], list[st
         ids, cut = t5_tokenizer.read_prompt(tokenizer, text.words, T5_LENGTH, truncate=truncate)
         tokens.append(TokenIds(padded(tokenizer, ids, T5_LENGTH)[0]))
         if cut:
-            notes.append(f"the {text.role} is too long for T5; its end is cut: {_shown(cut)}")
+            notes.append(f"the {text.role} is too long for T5; its end is cut: {quoted(cut)}")
     return tokens, notes
 
 
@@ -90,14 +89,10 @@ def clip_tokens(folder: Path, settings: Settings) -> tuple[list[TokenIds], list[
         )
         if cut:
             notes.append(
-                f"of the {text.role} CLIP reads {CLIP_LENGTH} tokens, and not {_shown(cut)}; "
+                f"of the {text.role} CLIP reads {CLIP_LENGTH} tokens, and not {quoted(cut)}; "
                 "T5 does"
             )
     return tokens, notes
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
 
 
 def build_clip(config: Any) -> torch.nn.Module:

@@ -28,7 +28,7 @@ from everyframe.families.opensora2.layers import (
 from everyframe.families.opensora2.mmdit import MMDiT
 from everyframe.ops.modulation import GatedAdd, Modulate
 from everyframe.ops.text_context import JointTextContext
-from everyframe.parallel.communicator import Communicator
+from everyframe.parallel.communicator import ParallelContext
 from everyframe.parallel.sharded_modules import (
     PerSample,
     ShardedAttentionCore,
@@ -43,21 +43,11 @@ _STREAMS: dict[type[nn.Module], int] = {Modulate: 1, GatedAdd: 2}
 Segments = tuple[SampleSegment, ...]
 
 
-def apply(model: MMDiT, group: Communicator, groups: int = 1, backend: str = "ulysses") -> Sharding:
-    """Shard `model` over the ranks of `group`.
-
-    All ranks must call it in the same order with the same input. With `groups` above 1 the batch is
-    first split into that many groups, each with its own ranks. `backend` is one of
-    `everyframe.parallel.head_partition.SEQUENCE_BACKENDS`.
-    """
-    return Sharding(model, group, groups, backend)
-
-
 class Sharding(FullAttentionSharding):
-    """Handle of a sharded denoiser; `remove` undoes `apply`."""
+    """The patch of a sharded denoiser."""
 
-    def __init__(self, model: MMDiT, group: Communicator, groups: int, backend: str) -> None:
-        super().__init__(model, group, groups, backend, model.config.num_heads)
+    def __init__(self, model: MMDiT, parallel: ParallelContext) -> None:
+        super().__init__(model, parallel, model.config.num_heads)
         self._num_text = 0
         self._patch_size = model.config.patch_size
         self._handles += [

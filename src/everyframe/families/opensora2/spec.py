@@ -14,16 +14,10 @@ from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Settings
 from everyframe.core.quality import PREDICTORS, SOLVERS
 from everyframe.core.request import Request
-from everyframe.dry_run.call import DryRunCall
+from everyframe.families.opensora2 import dry_run
 from everyframe.families.opensora2.checkpoint import OpenSora2Files, keys_of
 from everyframe.families.opensora2.components import OpenSora2Builder, rank_share
 from everyframe.families.opensora2.config import MMDiTConfig, OpenSora2Config
-from everyframe.families.opensora2.dry_run import (
-    dry_run_calls,
-    evaluations,
-    memory_savings,
-    most_branches,
-)
 from everyframe.families.opensora2.first_picture_keys import FLUX_VAE_RESHAPES
 from everyframe.families.opensora2.options import OpenSora2Options
 from everyframe.families.opensora2.settings import (
@@ -37,7 +31,7 @@ from everyframe.families.opensora_parts import DEEP_PART, HUNYUAN_PART, part_of
 from everyframe.families.t5_tokenizer import T5_XXL
 from everyframe.parallel.head_partition import SEQUENCE_BACKENDS
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
-from everyframe.runtime.interface import MemorySaving, RankShare, VideoGroup
+from everyframe.runtime.interface import RankShare, VideoGroup
 from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.previews.latent_space import LatentSpace, vae_latents
 
@@ -46,7 +40,6 @@ if TYPE_CHECKING:
 
     from everyframe.checkpoints.key_map import KeyMap
     from everyframe.checkpoints.tensor_file import TensorFile
-    from everyframe.parallel.communicator import ParallelContext
 
 #: Config of CLIP ViT-L/14's text half, for plans made before download.
 _CLIP_L: Mapping[str, Any] = {
@@ -73,6 +66,9 @@ class OpenSora2Spec(NativeModelSpec[OpenSora2Options, OpenSora2Files, OpenSora2C
     methods = (*SOLVERS, *PREDICTORS)
     lead_rank_components = ("text_encoder", "clip")
     sequence_backends = SEQUENCE_BACKENDS
+
+    dry_run_calls = dry_run.dry_run_calls
+    savings = dry_run.memory_savings
 
     @classmethod
     def read(
@@ -117,14 +113,9 @@ class OpenSora2Spec(NativeModelSpec[OpenSora2Options, OpenSora2Files, OpenSora2C
     def smaller(self, settings: Settings) -> Iterator[Settings]:
         return smaller_settings(self.config, settings)
 
-    def dry_run_calls(
-        self, settings: Settings, parallel: ParallelContext | None = None
-    ) -> tuple[DryRunCall, ...]:
-        return dry_run_calls(self, settings, parallel)
-
     def num_branches(self, settings: Settings) -> int:
         """Guidance branches of the first step: three with given frames, else two, or one."""
-        return most_branches(self.config, settings)
+        return dry_run.most_branches(self.config, settings)
 
     def rank_part(
         self, settings: Settings, video_group: VideoGroup, rank: int, element_bytes: int
@@ -139,13 +130,10 @@ class OpenSora2Spec(NativeModelSpec[OpenSora2Options, OpenSora2Files, OpenSora2C
         partition = TokenPartition(grid, video_group.weights, video_group.num_cfg_groups)
         share = rank_share(config, partition, video_group.backend, rank, element_bytes)
         # Some steps have fewer branches than the first.
-        steps = evaluations(self.config, settings) / grid.samples
+        steps = dry_run.evaluations(self.config, settings) / grid.samples
         return replace(
             share, sent_bytes=round(share.sent_bytes * steps / settings.num_inference_steps)
         )
-
-    def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
-        return memory_savings(self.config, component, settings)
 
     def weights(self, component: str) -> tuple[Path | TensorFile, KeyMap]:
         path = self.files.weights_path(component)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from everyframe.core.events import Event, FramesDecoded, Note
 from everyframe.core.plan import Settings
-from everyframe.families.opensora2 import sharding, vae
+from everyframe.families.opensora2 import vae
 from everyframe.families.opensora2.conditions import GivenLatents
 from everyframe.families.opensora2.denoiser import (
     Denoiser,
@@ -30,6 +30,7 @@ from everyframe.families.opensora2.denoiser import (
 from everyframe.families.opensora2.prompt_lengths import CLIP_LENGTH, T5_LENGTH
 from everyframe.families.opensora2.prompts import TokenIds, clip_tokens, t5_tokens, texts_of
 from everyframe.families.opensora2.settings import is_conditioned, is_guided, latent_shape
+from everyframe.families.opensora2.sharding import Sharding
 from everyframe.families.opensora2.spec import OpenSora2Spec
 from everyframe.families.opensora2.vae_config import VAEConfig
 from everyframe.runtime.interface import VideoState
@@ -185,10 +186,6 @@ class ConditioningStage(VideoEncodeStage[OpenSora2Context, GivenPixels]):
 
         return GivenLatents(encoded(inputs.first), encoded(inputs.last))
 
-    def store(self, video: VideoState, result: GivenLatents) -> None:
-        """Set `conditioning` of the video."""
-        video.conditioning = result
-
 
 def _ends(settings: Settings) -> tuple[bool, bool]:
     """Whether the video's beginning is given, and its end."""
@@ -218,16 +215,7 @@ class DenoiseStage(VideoDenoiseStage[OpenSora2Context, SamplerInputs]):
     """Denoise: sampler, guidance and denoiser turn noise into latents (1, C, T, h, w)."""
 
     component = "denoiser"
-
-    def shard(self, modules: Mapping[str, Any]) -> sharding.Sharding:
-        """Split tokens or heads, and guidance branches."""
-        parallel = self.context.parallel
-        return sharding.apply(
-            modules[self.component],
-            parallel.video_group,
-            parallel.num_cfg_groups,
-            parallel.sequence_backend,
-        )
+    sharding = Sharding
 
     def inputs(self, video: VideoState, device: str) -> SamplerInputs:
         """The video's noise, text and given frames."""

@@ -103,10 +103,18 @@ class VAEConfig:
 
     def encode_tiles(self) -> Tiles:
         """Tiles of pixels."""
-        raise NotImplementedError
+        return self._tiles(encodes=True)
 
     def decode_tiles(self) -> Tiles:
         """Tiles of latents."""
+        return self._tiles(encodes=False)
+
+    def _tiles(self, *, encodes: bool) -> Tiles:
+        frames = self._frame_tiles(encodes=encodes)
+        sides = self._axis(self.sample_size, self.spatial_factor, encodes=encodes)
+        return Tiles(frames if self.tiles_frames else None, sides if self.tiles_sides else None)
+
+    def _frame_tiles(self, *, encodes: bool) -> AxisTiles:
         raise NotImplementedError
 
     def _axis(self, size: int, factor: int, *, encodes: bool, **more: Any) -> AxisTiles:
@@ -148,16 +156,8 @@ class HunyuanVAEConfig(VAEConfig):
         low = max(int((num_frames - 1) // 4) * 4 + 1, 1)
         return (low, low + 4)
 
-    def encode_tiles(self) -> Tiles:
-        return self._tiles(encodes=True)
-
-    def decode_tiles(self) -> Tiles:
-        return self._tiles(encodes=False)
-
-    def _tiles(self, *, encodes: bool) -> Tiles:
-        frames = self._axis(self.sample_frames, self.temporal_factor, encodes=encodes, lead=1)
-        sides = self._axis(self.sample_size, self.spatial_factor, encodes=encodes)
-        return Tiles(frames if self.tiles_frames else None, sides if self.tiles_sides else None)
+    def _frame_tiles(self, *, encodes: bool) -> AxisTiles:
+        return self._axis(self.sample_frames, self.temporal_factor, encodes=encodes, lead=1)
 
     @classmethod
     def from_shapes(cls, shapes: Shapes) -> HunyuanVAEConfig:
@@ -210,19 +210,10 @@ class DCAEConfig(VAEConfig):
         low = int(num_frames // 4) * 4
         return (low, low + 4)
 
-    def encode_tiles(self) -> Tiles:
-        return self._tiles(encodes=True)
-
-    def decode_tiles(self) -> Tiles:
-        return self._tiles(encodes=False)
-
-    def _tiles(self, *, encodes: bool) -> Tiles:
+    def _frame_tiles(self, *, encodes: bool) -> AxisTiles:
         # One latent frame alone decodes to one frame, not to four: upstream loses three there.
-        frames = self._axis(
-            self.sample_frames, self.temporal_factor, encodes=encodes, least=1 if encodes else 2
-        )
-        sides = self._axis(self.sample_size, self.spatial_factor, encodes=encodes)
-        return Tiles(frames if self.tiles_frames else None, sides if self.tiles_sides else None)
+        least = 1 if encodes else 2
+        return self._axis(self.sample_frames, self.temporal_factor, encodes=encodes, least=least)
 
     @classmethod
     def from_shapes(cls, shapes: Shapes) -> DCAEConfig:

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from everyframe.checkpoints.folder import read_json
 from everyframe.checkpoints.key_map import KeyMap
-from everyframe.checkpoints.locate import Location, PartLocation, find_part
+from everyframe.checkpoints.locate import Location, PartLocation
 from everyframe.checkpoints.model_zoo import HubPart, shared_part
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.paths import expand_path
@@ -61,10 +61,7 @@ def find_files(location: Location, base: str | None) -> StepVideoFiles | None:
     if location.known is not None:
         if location.known.family != "stepvideo":
             return None
-        sources = {
-            place.part.role: StepVideoFiles.source_at(place.part.role, place)
-            for place in location.parts
-        }
+        sources = StepVideoFiles.of_parts(location.parts)
         return _completed(sources, location.known.name, base)
     folder = location.path
     if folder is None:
@@ -124,7 +121,7 @@ def _check_scheduler(folder: Path) -> None:
 
 def _of_base(base: str | None) -> dict[str, ComponentSource]:
     if base is None:
-        return {part.role: _on_hub(part) for part in _base_parts()}
+        return {part.role: StepVideoFiles.on_hub(part) for part in _base_parts()}
     path, table = expand_path(base), StepVideoFiles.table
     if path.is_dir():
         lacking = [entry.folder for part, entry in table.items()
@@ -134,17 +131,13 @@ def _of_base(base: str | None) -> dict[str, ComponentSource]:
         return {name: StepVideoFiles.source_in(name, path.name, path) for name in table}
     if base.count("/") != 1 or path.exists():
         raise InputError(f"base must be a folder or a hub id OWNER/NAME, got {base!r}")
-    return {part.role: _on_hub(replace(part, repo_id=base)) for part in _base_parts()}
+    return {part.role: StepVideoFiles.on_hub(replace(part, repo_id=base)) for part in _base_parts()}
 
 
 def _base_parts() -> list[HubPart]:
     """The parts that both variants share."""
     shared = (name for name in StepVideoFiles.table if name != "denoiser")
     return [shared_part(f"stepvideo-{name}") for name in shared]
-
-
-def _on_hub(part: HubPart) -> ComponentSource:
-    return StepVideoFiles.source_at(part.role, find_part(part))
 
 
 #: In the file a plain convolution; in upstream's module a causal one, one level lower.

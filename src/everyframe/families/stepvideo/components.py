@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from everyframe.families.stepvideo.config import StepVideoConfig, StepVideoModelConfig
-from everyframe.parallel.head_partition import HeadPartition, sent_vectors
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from everyframe.precision.policy import ComponentNeeds
 from everyframe.runtime.interface import RankShare
 from everyframe.runtime.model_spec import ModuleBuilder
+from everyframe.runtime.rank_shares import attention_share
 
 if TYPE_CHECKING:
     from torch import nn
@@ -74,20 +74,7 @@ def token_grid(config: StepVideoConfig, latents: tuple[int, ...], branches: int)
 def rank_share(
     config: StepVideoModelConfig, partition: TokenPartition, backend: str, rank: int, width: int
 ) -> RankShare:
-    """A rank's share of one step of a sharded denoiser, with `width` bytes per number.
-
-    See `sharding`: each block exchanges one-head vectors, and the last projection is gathered in
-    float32.
-    """
-    tokens = len(partition.columns[rank])
-    held = tokens / (partition.grid.samples * partition.grid.places)
-    heads = HeadPartition(partition)
-    attention = held if backend == "ring" else heads.share(rank)
-    vectors = sent_vectors(partition, rank) if backend == "ring" else heads.moved(rank)
+    """A rank's share of one step of a sharded denoiser, with `width` bytes per number."""
+    vector_bytes = config.num_layers * config.attention_head_dim * width
     channels = config.patch_size**2 * config.made_channels
-    sent = vectors * config.num_layers * config.attention_head_dim * width
-    sent += tokens * channels * 4 * (partition.num_ranks - 1)
-    idle = "" if tokens else "there are fewer tokens than devices; it decodes only"
-    if attention and not tokens:
-        idle = "there are fewer tokens than devices: it works in attention and decoding alone"
-    return RankShare(held, attention, sent, idle)
+    return attention_share(partition, backend, rank, vector_bytes, channels * 4)

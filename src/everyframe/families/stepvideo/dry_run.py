@@ -50,10 +50,12 @@ def dry_run_calls(
 
 
 def memory_savings(
-    config: StepVideoConfig, component: str, settings: Settings
+    spec: NativeModelSpec[Any, Any, StepVideoConfig], component: str, settings: Settings
 ) -> Iterator[MemorySaving]:
     """Sequential guidance branches; tiled decoding of pieces."""
     if component == "vae":
-        yield from tiling.tile_savings(settings, *latent_shape(config, settings)[2:], sides=SIDES)
+        yield from tiling.tile_savings(
+            settings, *latent_shape(spec.config, settings)[2:], sides=SIDES
+        )
     if component == "denoiser" and settings.guidance_scale > 1:
         yield split_cfg_saving(settings)

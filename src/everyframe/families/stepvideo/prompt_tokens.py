@@ -16,8 +16,7 @@ from everyframe.families.stepvideo.text import (
     StepTokenizer,
     Tokens,
 )
-
-_SHOWN = 200
+from everyframe.runtime.request_checks import quoted
 
 
 def texts_of(settings: Settings) -> list[str]:
@@ -51,7 +50,7 @@ def tokens_of(
     for which, text in zip(("prompt", "negative prompt"), texts_of(settings), strict=False):
         read, seen = llm.tokens(text), clip.tokens(text)
         if read.cut:
-            cut = _shown(llm.words(read.cut))
+            cut = quoted(llm.words(read.cut))
             if not settings.option("truncate_prompt"):
                 raise InputError(
                     f"the {which} has {read.num_tokens} tokens, what is put behind it "
@@ -63,11 +62,7 @@ def tokens_of(
             # As upstream has it: CLIP sees the beginning, and Step-LLM the whole.
             notes.append(
                 f"of the {which}'s {seen.num_tokens} tokens CLIP reads {CLIP_LENGTH}, and not "
-                f"{_shown(clip.words(seen.cut))}; Step-LLM does"
+                f"{quoted(clip.words(seen.cut))}; Step-LLM does"
             )
         tokens.append(read)
     return tokens, notes
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from everyframe.families.stepvideo.layers import CrossAttention, SelfAttention
 from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.ops.modulation import GatedAdd, Modulate
-from everyframe.parallel.communicator import Communicator
+from everyframe.parallel.communicator import ParallelContext
 from everyframe.parallel.sharded_modules import (
     CrossAttentionPerSample,
     ShardedAttentionCore,
@@ -31,25 +31,11 @@ from everyframe.runtime.model_sharding import FullAttentionSharding
 _STREAMS: dict[type[nn.Module], int] = {Modulate: 1, GatedAdd: 2}
 
 
-def apply(
-    model: StepVideoModel, group: Communicator, groups: int = 1, backend: str = "ulysses"
-) -> Sharding:
-    """Shard `model` over the ranks of `group`.
-
-    All ranks must call it in the same order with the same input. With `groups` above 1 the batch is
-    first split into that many groups, each with its own ranks. `backend` is one of
-    `everyframe.parallel.head_partition.SEQUENCE_BACKENDS`.
-    """
-    return Sharding(model, group, groups, backend)
-
-
 class Sharding(FullAttentionSharding):
-    """Handle of a sharded denoiser; `remove` undoes `apply`."""
+    """The patch of a sharded denoiser."""
 
-    def __init__(
-        self, model: StepVideoModel, group: Communicator, groups: int, backend: str
-    ) -> None:
-        super().__init__(model, group, groups, backend, model.config.num_attention_heads)
+    def __init__(self, model: StepVideoModel, parallel: ParallelContext) -> None:
+        super().__init__(model, parallel, model.config.num_attention_heads)
         self._patch_size = model.config.patch_size
         self._handles += [
             model.pos_embed.proj.register_forward_pre_hook(self._take_patches),

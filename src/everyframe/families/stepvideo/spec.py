@@ -15,7 +15,7 @@ from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Settings
 from everyframe.core.quality import PREDICTORS, SOLVERS
 from everyframe.core.request import Request
-from everyframe.dry_run.call import DryRunCall
+from everyframe.families.stepvideo import dry_run
 from everyframe.families.stepvideo.checkpoint import KEYS, StepVideoFiles
 from everyframe.families.stepvideo.components import (
     StepVideoBuilder,
@@ -28,7 +28,6 @@ from everyframe.families.stepvideo.config import (
     StepVideoConfig,
     StepVideoModelConfig,
 )
-from everyframe.families.stepvideo.dry_run import dry_run_calls, memory_savings
 from everyframe.families.stepvideo.options import StepVideoOptions
 from everyframe.families.stepvideo.settings import (
     latent_shape,
@@ -38,7 +37,7 @@ from everyframe.families.stepvideo.settings import (
 from everyframe.families.stepvideo.vae_config import StepVAEConfig
 from everyframe.parallel.head_partition import SEQUENCE_BACKENDS
 from everyframe.parallel.token_partition import TokenPartition
-from everyframe.runtime.interface import MemorySaving, RankShare, VideoGroup
+from everyframe.runtime.interface import RankShare, VideoGroup
 from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.previews.latent_space import LatentSpace, vae_latents
 
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from everyframe.checkpoints.key_map import KeyMap
-    from everyframe.parallel.communicator import ParallelContext
 
 
 @dataclass(frozen=True)
@@ -57,6 +55,9 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoC
     has_held_guidance = True
     lead_rank_components = ("step_llm", "clip")
     sequence_backends = SEQUENCE_BACKENDS
+
+    dry_run_calls = dry_run.dry_run_calls
+    savings = dry_run.memory_savings
 
     @property
     def is_distilled(self) -> bool:
@@ -101,11 +102,6 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoC
     def smaller(self, settings: Settings) -> Iterator[Settings]:
         return smaller_settings(self.config, settings)
 
-    def dry_run_calls(
-        self, settings: Settings, parallel: ParallelContext | None = None
-    ) -> tuple[DryRunCall, ...]:
-        return dry_run_calls(self, settings, parallel)
-
     def num_branches(self, settings: Settings) -> int:
         """Guidance branches: two with guidance (prompt, negative prompt), else one."""
         return 2 if settings.guidance_scale > 1 else 1
@@ -121,9 +117,6 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoC
         grid = token_grid(self.config, latents, self.num_branches(settings))
         partition = TokenPartition(grid, video_group.weights, video_group.num_cfg_groups)
         return rank_share(self.config.denoiser, partition, video_group.backend, rank, element_bytes)
-
-    def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
-        return memory_savings(self.config, component, settings)
 
     def weights(self, component: str) -> tuple[Path, KeyMap]:
         return self.files.weights_path(component), KEYS[component]

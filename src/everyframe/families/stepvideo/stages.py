@@ -16,7 +16,6 @@ from torch import Tensor
 
 from everyframe.core.events import Note
 from everyframe.core.plan import Settings
-from everyframe.families.stepvideo import sharding
 from everyframe.families.stepvideo.denoiser import Denoiser, PromptEmbeds
 from everyframe.families.stepvideo.prompt_tokens import (
     clip_tokenizer,
@@ -25,6 +24,7 @@ from everyframe.families.stepvideo.prompt_tokens import (
     tokens_of,
 )
 from everyframe.families.stepvideo.settings import latent_shape
+from everyframe.families.stepvideo.sharding import Sharding
 from everyframe.families.stepvideo.spec import StepVideoSpec
 from everyframe.families.stepvideo.text import (
     CLIP_LENGTH,
@@ -150,16 +150,7 @@ class DenoiseStage(VideoDenoiseStage[StepVideoContext, SamplerInputs]):
     """Denoise: sampler, guidance and denoiser turn noise into latents (1, C, T, h, w)."""
 
     component = "denoiser"
-
-    def shard(self, modules: Mapping[str, Any]) -> sharding.Sharding:
-        """Split tokens or heads, and guidance branches."""
-        parallel = self.context.parallel
-        return sharding.apply(
-            modules[self.component],
-            parallel.video_group,
-            parallel.num_cfg_groups,
-            parallel.sequence_backend,
-        )
+    sharding = Sharding
 
     def inputs(self, video: VideoState, device: str) -> SamplerInputs:
         """The video's noise and text."""

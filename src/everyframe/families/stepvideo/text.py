@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from everyframe.checkpoints.config_errors import foreign_errors
 from everyframe.checkpoints.folder import describe_missing
-from everyframe.core.errors import CheckpointError
+from everyframe.core.errors import CheckpointError, first_line
 from everyframe.parallel.communicator import broadcastable
 
 #: Maximum tokens of Step-LLM and CLIP, including begin and end tokens.
@@ -42,13 +42,15 @@ class Tokens:
         return int(self.mask.sum()) + len(self.cut)
 
 
-def framed(ids: Sequence[int], length: int = LLM_LENGTH) -> Tokens:
+def framed(
+    ids: Sequence[int], length: int, begin: int = _BEGIN, end: int = _END, pad: int = _END
+) -> Tokens:
     """Add begin and end tokens to a text's pieces, and pad to `length`."""
     kept, cut = list(ids[: length - 2]), tuple(ids[length - 2 :])
-    row = [_BEGIN, *kept, _END]
+    row = [begin, *kept, end]
     padding = length - len(row)
     return Tokens(
-        torch.tensor([row + [_END] * padding]),
+        torch.tensor([row + [pad] * padding]),
         torch.tensor([[True] * len(row) + [False] * padding]),
         cut,
     )
@@ -71,7 +73,7 @@ class StepTokenizer:
             self._pieces = SentencePieceProcessor(model_file=str(path))
         except (OSError, RuntimeError) as error:
             raise CheckpointError(
-                f"{path} is no sentencepiece file: {_first_line(error)}"
+                f"{path} is no sentencepiece file: {first_line(error)}"
             ) from error
         marks = (self._pieces.bos_id(), self._pieces.eos_id())
         if marks != (_BEGIN, _END):
@@ -82,7 +84,7 @@ class StepTokenizer:
         _check_vocabulary(path, self._pieces.get_piece_size(), vocabulary, "Step-LLM")
 
     def tokens(self, text: str) -> Tokens:
-        return framed([int(index) for index in self._pieces.encode(text)])
+        return framed([int(index) for index in self._pieces.encode(text)], LLM_LENGTH)
 
     def words(self, ids: Sequence[int]) -> str:
         return str(self._pieces.decode(list(ids)))
@@ -107,15 +109,9 @@ class ClipTokenizer:
 
     def tokens(self, text: str) -> Tokens:
         # Without marks, so that the tokenizer has nothing to say of lengths.
-        whole = self._words.convert_tokens_to_ids(self._words.tokenize(text))
-        kept, cut = whole[: CLIP_LENGTH - 2], tuple(whole[CLIP_LENGTH - 2 :])
-        row = [self._words.cls_token_id, *kept, self._words.sep_token_id]
-        padding = CLIP_LENGTH - len(row)
-        return Tokens(
-            torch.tensor([row + [self._words.pad_token_id] * padding]),
-            torch.tensor([[True] * len(row) + [False] * padding]),
-            cut,
-        )
+        words = self._words
+        ids = words.convert_tokens_to_ids(words.tokenize(text))
+        return framed(ids, CLIP_LENGTH, words.cls_token_id, words.sep_token_id, words.pad_token_id)
 
     def words(self, ids: Sequence[int]) -> str:
         return str(self._words.decode(list(ids)))
@@ -188,7 +184,3 @@ def _check_vocabulary(path: Path, pieces: int, embeddings: int, model: str) -> N
         raise CheckpointError(
             f"{path} does not belong to {model}: it has {pieces} pieces, the model {embeddings}"
         )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

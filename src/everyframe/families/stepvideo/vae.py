@@ -35,7 +35,7 @@ from everyframe.families.stepvideo.vae_layers import (
     repeated_channels,
     space_to_channels,
 )
-from everyframe.runtime.request_checks import FrameChunk, LatentSize
+from everyframe.runtime.request_checks import FrameChunk
 from everyframe.runtime.stages import tiling
 
 #: Weight of a frame beside a seam in its own blend.
@@ -162,12 +162,6 @@ class StepVAE(nn.Module):
         self.encoder = Encoder(config)
         self.decoder = Decoder(config)
 
-    def latent_size(self, num_frames: int, height: int, width: int) -> LatentSize:
-        return self.config.latent_size(num_frames, height, width)
-
-    def pieces(self, num_frames: int) -> tuple[FrameChunk, ...]:
-        return self.config.pieces(num_frames)
-
     def coded(self, video_BCTHW: Tensor) -> Tensor:
         """Encoder output of all pieces, (B, 2 z, latents, h, w): means, then log-variances.
 
@@ -211,13 +205,13 @@ class StepVAE(nn.Module):
     def decode_pieces(
         self, latents_BCTHW: Tensor, num_frames: int | None = None
     ) -> Iterator[Tensor]:
-        """Yield the pixels of each of `pieces`, seams not blended; see `SeamBlender`."""
+        """Yield the pixels of each piece, seams not blended; see `SeamBlender`."""
         made = self.config.decoded_frames(latents_BCTHW.shape[2])
         if num_frames is not None and made != num_frames:
             raise InputError(
                 f"{latents_BCTHW.shape[2]} latent frames are {made} frames, not {num_frames}"
             )
-        return (self.decode_piece(latents_BCTHW, piece) for piece in self.pieces(made))
+        return (self.decode_piece(latents_BCTHW, piece) for piece in self.config.pieces(made))
 
     def decode_piece(self, latents_BCTHW: Tensor, piece: FrameChunk) -> Tensor:
         pixels: Tensor = self.decoder(latents_BCTHW[:, :, piece.latent_start : piece.latent_stop])

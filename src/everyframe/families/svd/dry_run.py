@@ -53,17 +53,17 @@ def dry_run_calls(
 
 
 def memory_savings(
-    config: SVDConfig, component: str, settings: Settings, options: SVDOptions
+    spec: NativeModelSpec[SVDOptions, Any, SVDConfig], component: str, settings: Settings
 ) -> Iterator[MemorySaving]:
     """Sequential guidance branches; fewer frames per decode; tiled encode and decode."""
     if component == "unet" and settings.guidance_scale > 1:
         yield split_cfg_saving(settings)
     if component != "vae":
         return
-    size = latent_shape(config, settings)[2:]
+    size = latent_shape(spec.config, settings)[2:]
     yield from tiling.tile_savings(settings, *size, tiling.ENCODE)
     chunk = int(settings.option("decode_chunk_size"))
-    while chunk > 1 and options.decode_chunk_size is None:
+    while chunk > 1 and spec.options.decode_chunk_size is None:
         chunk = ceil(chunk / 2)
         settings = settings.with_option("decode_chunk_size", chunk)
         yield MemorySaving(

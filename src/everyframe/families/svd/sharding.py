@@ -24,27 +24,18 @@ from torch import Tensor, nn
 from everyframe.families.svd.components import level_sizes
 from everyframe.families.svd.layers import FrameLayout
 from everyframe.families.svd.unet import VideoUNet
-from everyframe.parallel.communicator import Communicator
+from everyframe.parallel.communicator import Communicator, ParallelContext
 from everyframe.parallel.distributed_moments import DistributedMoments
 from everyframe.parallel.redistribute import Redistribute
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from everyframe.runtime.model_sharding import ModelPatch
 
 
-def apply(unet: VideoUNet, group: Communicator, groups: int = 1) -> Sharding:
-    """Shard `unet` over the ranks of `group`.
-
-    All ranks must call it in the same order with the same input. With `groups` above 1 the branches
-    are first split into that many groups, each with its own ranks.
-    """
-    return Sharding(unet, group, groups)
-
-
 class Sharding(ModelPatch):
-    """Handle of a sharded UNet; `remove` undoes `apply`."""
+    """The patch of a sharded UNet; all ranks must apply it and call it in the same order."""
 
-    def __init__(self, unet: VideoUNet, group: Communicator, groups: int) -> None:
-        super().__init__(group, groups)
+    def __init__(self, unet: VideoUNet, parallel: ParallelContext) -> None:
+        super().__init__(parallel.video_group, parallel.num_cfg_groups)
         self._num_levels = len(unet.down_blocks)
         self._dealt: dict[tuple[Communicator, tuple[int, ...]], ShardedFrames] = {}
         self._now: ShardedFrames | None = None

@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING
 from everyframe.core.plan import Settings
 from everyframe.core.quality import METHODS
 from everyframe.core.request import Request
-from everyframe.dry_run.call import DryRunCall
+from everyframe.families.svd import dry_run
 from everyframe.families.svd.checkpoint import SVDFiles
 from everyframe.families.svd.components import SVDBuilder, sent_bytes
 from everyframe.families.svd.config import SVDConfig
-from everyframe.families.svd.dry_run import dry_run_calls, memory_savings
 from everyframe.families.svd.options import SVDOptions
 from everyframe.families.svd.settings import latent_shape, resolve_settings, smaller_settings
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
-from everyframe.runtime.interface import MemorySaving, RankShare, VideoGroup
+from everyframe.runtime.interface import RankShare, VideoGroup
 from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.previews.latent_space import LatentSpace, vae_latents
 from everyframe.runtime.rank_shares import grid_share
@@ -32,7 +31,6 @@ from everyframe.runtime.sampling_preset import SamplingPreset
 if TYPE_CHECKING:
     from everyframe.checkpoints.key_map import KeyMap
     from everyframe.checkpoints.tensor_file import TensorFile
-    from everyframe.parallel.communicator import ParallelContext
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,9 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDConfig]):
     methods = tuple(METHODS)
     has_held_guidance = True
     lead_rank_components = ("image_encoder",)
+
+    dry_run_calls = dry_run.dry_run_calls
+    savings = dry_run.memory_savings
 
     @classmethod
     def read(cls, name: str, title: str, files: SVDFiles, options: SVDOptions) -> SVDSpec:
@@ -97,11 +98,6 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDConfig]):
     def smaller(self, settings: Settings) -> Iterator[Settings]:
         return smaller_settings(self.config, settings)
 
-    def dry_run_calls(
-        self, settings: Settings, parallel: ParallelContext | None = None
-    ) -> tuple[DryRunCall, ...]:
-        return dry_run_calls(self, settings, parallel)
-
     def num_branches(self, settings: Settings) -> int:
         """Guidance branches: two with guidance (with and without the image), else one."""
         return 2 if settings.guidance_scale > 1 else 1
@@ -116,9 +112,6 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDConfig]):
         unet = self.builder.empty("unet")
         sent = sent_bytes(unet, (rows, columns), partition, rank, element_bytes)
         return grid_share(partition, rank, sent, "work in space")
-
-    def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
-        return memory_savings(self.config, component, settings, self.options)
 
     def weights(self, component: str) -> tuple[TensorFile, KeyMap]:
         return self.files.weights(component)

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from everyframe.core.plan import Settings
-from everyframe.families.svd import denoiser, sharding
+from everyframe.families.svd import denoiser
 from everyframe.families.svd import vae as vae_calls
 from everyframe.families.svd.config import SVDConfig
 from everyframe.families.svd.denoiser import Denoiser, ImageConditioning
 from everyframe.families.svd.settings import latent_shape
+from everyframe.families.svd.sharding import Sharding
 from everyframe.families.svd.spec import SVDSpec
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.stages import templates
@@ -144,13 +145,7 @@ class DenoiseStage(VideoDenoiseStage[SVDContext, SamplerInputs]):
     """Denoise: sampler, guidance and UNet turn noise into latents (1, T, C, h, w)."""
 
     component = "unet"
-
-    def shard(self, modules: Mapping[str, Any]) -> sharding.Sharding:
-        """Split frames and guidance branches."""
-        parallel = self.context.parallel
-        return sharding.apply(
-            modules[self.component], parallel.video_group, parallel.num_cfg_groups
-        )
+    sharding = Sharding
 
     def _sigmas(self) -> Tensor:
         config, steps = self.context.config, self.context.settings.num_inference_steps

@@ -21,6 +21,7 @@ from everyframe.core.errors import InputError, did_you_mean
 from everyframe.numerics.trace.fingerprint import NUM_NUMBERS, fingerprint
 from everyframe.numerics.trace.replay import packed, packed_call
 from everyframe.numerics.trace.trace import Call, Kind, Part, Seen, Trace
+from everyframe.precision.dtypes import dtype_name
 
 #: Fingerprints buffered on the device before one copy to the host.
 _WAITING = 256
@@ -142,7 +143,7 @@ class Recorder:
         def see(name: str, tensor: Tensor) -> int:
             row = self._prints.add(tensor)
             exact = self._held_in(tensor) if kind == "weight" else tensor.dtype
-            dtype = str(exact).removeprefix("torch.")
+            dtype = dtype_name(exact)
             self._seen.append(Seen(call, kind, name, dtype, tuple(tensor.shape), row))
             place = len(self._seen) - 1
             if keep:

@@ -6,14 +6,15 @@ sources; what follows from both stands here. No weights are read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from everyframe.checkpoints.download import fetch_parts
 from everyframe.checkpoints.folder import read_json
-from everyframe.checkpoints.locate import PartLocation
+from everyframe.checkpoints.locate import PartLocation, find_part
+from everyframe.checkpoints.model_zoo import HubPart
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,16 @@ class CheckpointFiles:
         """Source of a component of a hub repository, as far as it is on this disk."""
         folder = place.folder if place.complete else None
         return replace(cls.source_in(component, place.part.repo_id, folder), place=place)
+
+    @classmethod
+    def on_hub(cls, part: HubPart) -> ComponentSource:
+        """Source of the component of a hub part, as far as it is on this disk."""
+        return cls.source_at(part.role, find_part(part))
+
+    @classmethod
+    def of_parts(cls, places: Iterable[PartLocation]) -> dict[str, ComponentSource]:
+        """Source of the component of each hub part, by its role."""
+        return {place.part.role: cls.source_at(place.part.role, place) for place in places}
 
     def has(self, *components: str) -> bool:
         """Whether these components are on this disk; by default all."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from everyframe.core.errors import CannotRunError, DistributedOutOfMemoryError, OutOfMemoryInfo
 from everyframe.core.plan import Plan, Settings
-from everyframe.hardware.memory import empty_cache, is_out_of_memory
+from everyframe.hardware.memory import OutOfMemory, catch_out_of_memory, empty_cache
 from everyframe.runtime.batch_member import change_modules
 from everyframe.runtime.interface import MemorySavings
 from everyframe.runtime.memory import offload
@@ -152,13 +152,9 @@ class OomFallbacks:
                 fallback.event(calls.stage, step, f"{why}; using the same fallback again")
             )
         while True:
-            try:
-                return compute()
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                error_text = str(error).partition("\n")[0]
-            # Here the traceback is gone, which keeps the failed call's tensors alive.
+            result = catch_out_of_memory(compute)
+            if not isinstance(result, OutOfMemory):
+                return result
             if self.free_others():
                 continue
             done = self.at(step)
@@ -166,9 +162,9 @@ class OomFallbacks:
                 raise CannotRunError(
                     f"{calls.where(step)}: out of memory, and no memory fallback is left; use a "
                     "smaller size or num_frames, or close other programs that use this memory "
-                    f"({error_text})"
+                    f"({result.message})"
                 )
-            why = f"{calls.where(step)}: out of memory ({error_text})"
+            why = f"{calls.where(step)}: out of memory ({result.message})"
             calls.add_events(
                 done.event(calls.stage, step, f"{why}; computing it again with less memory")
             )

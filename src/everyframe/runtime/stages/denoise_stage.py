@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -272,15 +272,18 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
 
 
 class VideoDenoiseStage(DenoiseStage[_Context, _Inputs]):
-    """Denoise each video as a whole; its ranks call the denoiser together."""
+    """Denoise each video as a whole; its ranks call the denoiser together, with `sharding`."""
+
+    sharding: ClassVar[type[Any]]  # a `ModelPatch` of a module and a `ParallelContext`
 
     @abstractmethod
     def inputs(self, video: VideoState, device: str) -> _Inputs:
         """The inputs of a video, at its current step."""
 
-    @abstractmethod
     def shard(self, modules: Mapping[str, Any]) -> ModelPatch:
         """Share the work of the denoiser among the ranks of a video, until removed."""
+        patch: ModelPatch = self.sharding(modules[self.component], self.context.parallel)
+        return patch
 
     def batches(
         self, modules: Mapping[str, Any], guard: Guard, video: VideoState

@@ -243,9 +243,9 @@ class VideoEncodeStage(ComponentStage[_Context, _Inputs]):
     def inputs(self, video: VideoState, device: str) -> _Inputs:
         """The inputs of a video."""
 
-    @abstractmethod
     def store(self, video: VideoState, result: Any) -> None:
-        """Give the result to its video."""
+        """Give the result to its video, by default as its `conditioning`."""
+        video.conditioning = result
 
     def num_steps(self, num_videos: int) -> int:
         """One step for each video."""

@@ -65,17 +65,15 @@ class Access:
         if method in _SAFE_METHODS:
             return
         origin = headers.get("origin")
-        is_own = origin is None or origin in self._settings.cors_origins
-        is_own = is_own or origin in self._own_origins(headers.get("host", ""))
+        host = headers.get("host", "")
+        own = (None, f"http://{host}", f"https://{host}")
+        is_own = origin in own or origin in self._settings.cors_origins
         if not is_own or (origin is None and headers.get("sec-fetch-site") == "cross-site"):
             raise ApiError(
                 "foreign_origin",
                 f"origin {str(origin)[:80]!r} may not change anything here; allow it with "
                 "--cors-origin",
             )
-
-    def _own_origins(self, host: str) -> tuple[str, str]:
-        return f"http://{host}", f"https://{host}"
 
     def principal(self, headers: Mapping[str, str], cookies: Mapping[str, str]) -> Principal:
         """Who asks. Raises `ApiError` without a good key."""

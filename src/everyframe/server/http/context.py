@@ -17,7 +17,13 @@ from everyframe.server.errors import ApiError, api_error
 from everyframe.server.http.access import Access, Principal
 from everyframe.server.http.event_stream import EventHub
 from everyframe.server.http.rate_limits import RateLimit
-from everyframe.server.machine import RememberedAnswer, doctor_answer, facts_answer
+from everyframe.server.machine import (
+    DOCTOR_HOLDS,
+    FACTS_HOLD,
+    RememberedAnswer,
+    ask_doctor,
+    read_facts,
+)
 from everyframe.server.monitoring.metrics import Metrics
 from everyframe.server.queue.job_adder import JobAdder
 from everyframe.server.queue.jobs import Job
@@ -72,7 +78,8 @@ class ServerContext:
         self.logins = RateLimit(_LOGINS_A_MINUTE)
         self.urls = UrlFetcher(self.settings.url_hosts, limits.body_bytes)
         self.metrics = Metrics(self.store, self.dispatcher)
-        self.facts, self.doctor = facts_answer(), doctor_answer()
+        self.facts = RememberedAnswer(read_facts, FACTS_HOLD)
+        self.doctor = RememberedAnswer(ask_doctor, DOCTOR_HOLDS)
         self.parser = RequestParser(self.models, self.loras, limits, self.read_media)
 
     def begin_drain(self) -> None:

@@ -78,7 +78,7 @@ async def plan_of(context: ServerContext, body: Body) -> tuple[ParsedBody, Plan]
         parsed = await parse_body(context, body)
         return parsed, await context.plans.plan(parsed)
     except ApiError as error:
-        if error.body.param != "prompt" or "prompt" in body.fields:
+        if error.param != "prompt" or "prompt" in body.fields:
             raise
     parsed = await parse_body(context, replace(body, fields={**body.fields, "prompt": _ANY_PROMPT}))
     return parsed, await context.plans.plan(parsed)

@@ -6,7 +6,6 @@ Labels hold no ids, prompts or names of files. The registry belongs to one appli
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from importlib import metadata
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -20,6 +19,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from everyframe._version import __version__
+from everyframe.hardware.facts import package_versions
 from everyframe.server.dispatch.dispatcher import Dispatcher
 from everyframe.server.queue.jobs import FINAL, Job, StoredEvent
 from everyframe.server.queue.store import JobStore
@@ -94,7 +94,7 @@ class Metrics:
         build = Gauge(
             "everyframe_build_info", "1; versions.", ["version", "torch"], registry=registry
         )
-        build.labels(__version__, _version_of("torch")).set(1)
+        build.labels(__version__, package_versions().get("torch", "")).set(1)
 
     def text(self) -> bytes:
         """All metrics in Prometheus's text format."""
@@ -168,10 +168,3 @@ class _CollectedGauge:
         for label, value in self._read().items():
             found.add_metric([label], value)
         yield found
-
-
-def _version_of(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""

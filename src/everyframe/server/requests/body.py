@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -218,7 +218,9 @@ async def _read_form(request: Request, data: _CountedBody, limits: Limits) -> di
 def _nested(texts: list[tuple[str, str]]) -> dict[str, Any]:
     """Fields of a form, with ``name[]`` as a list and ``name[key]`` as an object."""
     found: dict[str, Any] = {}
-    for name, value, put in _placed(texts):
+    for given, value in texts:
+        brackets = _BRACKETS.fullmatch(given)
+        name, put = brackets.groups() if brackets else (given, None)
         if put is None:
             if name in found:
                 raise ApiError("invalid_value", f"{name} is given twice; give it once", name)
@@ -230,9 +232,3 @@ def _nested(texts: list[tuple[str, str]]) -> dict[str, Any]:
         else:
             raise ApiError("invalid_value", f"{name} is given in two forms; give it once", name)
     return found
-
-
-def _placed(texts: list[tuple[str, str]]) -> Iterator[tuple[str, str, str | None]]:
-    for name, value in texts:
-        brackets = _BRACKETS.fullmatch(name)
-        yield (brackets[1], value, brackets[2]) if brackets else (name, value, None)

@@ -147,7 +147,7 @@ async def edit_video(request: Request, context: Context, who: Who, body: GivenBo
     try:
         return await _of_video(request, context, who, body)
     except ApiError as error:
-        if error.code == "invalid_value" and error.body.param == "edit_strength":
+        if error.code == "invalid_value" and error.param == "edit_strength":
             raise ApiError("not_supported", str(error), "edit_strength") from None
         raise
 
