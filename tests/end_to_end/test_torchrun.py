@@ -42,8 +42,6 @@ def test_what_torchrun_says_is_read() -> None:
     assert under_torchrun({"RANK": "1", "WORLD_SIZE": "3"}) is None, "that is somebody else's"
     ranks = under_torchrun(SECOND)
     assert ranks == TorchrunRank(1, 3, 1, 2)
-    assert not ranks.is_local
-    assert TorchrunRank(1, 2, 1, 2).is_local
 
 
 def test_the_number_of_devices_is_that_of_the_ranks() -> None:

@@ -51,7 +51,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
             for path in paths
         )  # fmt: skip
         certificate_store.keep(made)
-        return CertifyResult(made, {}, 1.0, 1.0)
+        return CertifyResult(made, {}, 1.0)
 
     monkeypatch.setattr("everyframe.fast_paths.certification.certify.certify", certify)
     return found

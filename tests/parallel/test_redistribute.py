@@ -177,18 +177,18 @@ def statistics(group: Communicator) -> dict[str, Any]:
     mine = [x, x.to(torch.bfloat16), {"of": Pair(layout, None)}, (3, "ü")]
     told = group.broadcast_tree(mine if group.rank == 1 else None, 1, "sharing")
     return {
-        "sum": group.sum(x, "adding"),
+        "gathered": group.gather(x[None], [1] * group.size, "gathering"),
         "told": group.all_gather_object({"rank": group.rank, "ä": [1.5, None]}, "telling"),
         "shared": told,
         "sent": dict(group.sent),
     }
 
 
-def test_sums_are_the_same_bits_everywhere_and_values_arrive(ranks: Group) -> None:
+def test_tensors_and_values_arrive_everywhere(ranks: Group) -> None:
     found = ranks.run(3, statistics)
     x = torch.tensor([0.1, 0.7])
     for each in found:
-        assert torch.equal(each["sum"], x + x * 2 + x * 3)
+        assert torch.equal(each["gathered"], torch.stack([x, x * 2, x * 3]))
         assert each["told"] == [{"rank": r, "ä": [1.5, None]} for r in range(3)]
         assert torch.equal(each["shared"][0], x * 2)
         assert torch.equal(each["shared"][1], (x * 2).to(torch.bfloat16))
@@ -198,4 +198,4 @@ def test_sums_are_the_same_bits_everywhere_and_values_arrive(ranks: Group) -> No
         assert torch.equal(pair.first, torch.arange(24.0).view(1, 2, 3, 4))
         assert pair.first.is_contiguous(memory_format=torch.channels_last)
         assert each["shared"][3] == (3, "ü")
-        assert each["sent"]["adding"] == 2 * 4 * 2  # two floats to two others
+        assert each["sent"]["gathering"] == 2 * 4 * 2  # two floats to two others

@@ -48,7 +48,6 @@ class GgufTensor:
 class GgufHeader:
     """All tensors of a file, with positions from its beginning, and its short metadata."""
 
-    path: Path
     num_bytes: int
     tensors: Mapping[str, GgufTensor]
     metadata: Mapping[str, Value] = field(default_factory=dict)
@@ -103,7 +102,7 @@ class _Reader:
                 )
             tensors[name] = GgufTensor(name, kind, self._shape(name, shape, metadata),
                                        start + offset)  # fmt: skip
-        return GgufHeader(self._path, self._size, tensors, metadata)
+        return GgufHeader(self._size, tensors, metadata)
 
     def _shape(
         self, name: str, stored: tuple[int, ...], metadata: Mapping[str, Value]

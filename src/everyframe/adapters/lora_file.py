@@ -12,7 +12,6 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +70,6 @@ class LoraFile:
     path: Path
     tensors: TensorFile
     modules: tuple[ModuleChange, ...]
-
-    @cached_property
-    def sha256(self) -> str:
-        """Hash of what is read: the file, and PEFT's config beside it if there is one."""
-        return lora_digest(self.path)
 
     def check_values(self) -> None:
         """Read every tensor once.

@@ -86,16 +86,12 @@ class Rotate(nn.Module):
 class AxesTable(NamedTuple):
     """Cosines and sines of each token's angles on several axes, (N, D/2) each, axis after axis.
 
-    ``widths`` are the channels of each axis. A slice of the tokens is a slice of the rows.
+    ``widths`` are the channels of each axis.
     """
 
     cos: Tensor
     sin: Tensor
     widths: tuple[int, ...]
-
-    def rows(self, start: int, stop: int) -> AxesTable:
-        """Table of tokens ``start:stop``; copies nothing."""
-        return self._replace(cos=self.cos[start:stop], sin=self.sin[start:stop])
 
 
 def axis_angles(positions_N: Tensor, width: int, theta: float = 10000.0) -> Tensor:

@@ -120,14 +120,6 @@ class Communicator(ABC):
             works = self._start_broadcast([part for part in parts if part[0].numel()])
         return PendingSend(works, self._waiting(what))
 
-    def sum(self, x: Tensor, what: str) -> Tensor:
-        """Sum over all ranks, added in rank order: the same bits on every rank."""
-        each = self.gather(x[None], [1] * self.size, what)
-        total = each[0]
-        for other in each[1:]:
-            total = total + other
-        return total
-
     def broadcast_object(self, value: Any, source: int, what: str) -> Any:
         """Broadcast plain data (JSON values) of rank `source`."""
         if self.size == 1:

@@ -52,5 +52,6 @@ def test_a_run_stops_from_another_thread_while_its_next_event_is_awaited(tmp_pat
     assert time.monotonic() - began < 2
     timer.join()
     stop.set()
-    assert stop.is_set
+    with pytest.raises(RunStoppedError):
+        stop.check()
     assert {child.pid for child in psutil.Process().children()} <= before, "the worker is gone"

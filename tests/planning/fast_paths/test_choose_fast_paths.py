@@ -280,7 +280,7 @@ def test_a_trial_of_the_compiler_has_the_paths_that_the_run_has(
 
     def certify(subject: CertificationTarget, paths: Any, *_: Any) -> CertifyResult:
         asked.extend((path.name, subject.paths) for path in paths)
-        return CertifyResult((), {}, 0.0, 0.0)
+        return CertifyResult((), {}, 0.0)
 
     monkeypatch.setattr(certifying, "certify", certify)
     steps = {"num_inference_steps": 4}

@@ -67,7 +67,7 @@ def test_the_component_with_the_most_work_is_first(monkeypatch: pytest.MonkeyPat
 
     def certify(subject: Any, paths: Any, seconds: float) -> CertifyResult:
         tried.append(subject.component)
-        return CertifyResult((), {}, 0.0, 0.0)
+        return CertifyResult((), {}, 0.0)
 
     monkeypatch.setattr(certifies, "certify", certify)
     right = fake_fast_paths.planted("right")

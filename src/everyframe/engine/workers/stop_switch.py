@@ -21,11 +21,6 @@ class StopSwitch:
         self._lock = threading.Lock()
         self._is_set = False
 
-    @property
-    def is_set(self) -> bool:
-        """Whether the run is to stop."""
-        return self._is_set
-
     def set(self) -> None:
         """Stop the run, now or when it begins; may be called from any thread, and again."""
         with self._lock:

@@ -27,11 +27,6 @@ class TorchrunRank:
     local_rank: int
     local_size: int
 
-    @property
-    def is_local(self) -> bool:
-        """Whether all ranks are on this machine."""
-        return self.size == self.local_size
-
     def options(self, given: Mapping[str, Any]) -> dict[str, int]:
         """The device options that torchrun implies, merged with those given.
 

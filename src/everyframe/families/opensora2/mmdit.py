@@ -66,9 +66,6 @@ class MMDiT(nn.Module):
         )
         self.final_layer = LastLayer(config)
 
-    def blocks_in_order(self) -> list[nn.Module]:
-        return [*self.double_blocks, *self.single_blocks]
-
     def context(
         self, text_BLC: Tensor, vector_BC: Tensor, guidance_B: Tensor | None = None
     ) -> JointTextContext:

@@ -44,13 +44,11 @@ class CertifyResult:
     Attributes:
         certificates: one per path that was tried.
         untried: reason by path name.
-        seconds: total time.
         tried_seconds: total time without process starts.
     """
 
     certificates: tuple[Certificate, ...]
     untried: dict[str, str]
-    seconds: float
     tried_seconds: float
 
 
@@ -61,7 +59,6 @@ def certify(
 
     Process starts do not count towards `seconds`, as they depend on the model and not on the paths.
     """
-    began = time.monotonic()
     left, made, untried = list(paths), [], {}
     spent, lost = 0.0, ""
     while left and spent < seconds:
@@ -99,7 +96,7 @@ def certify(
     keep(made)
     for each in made:
         _log.info("%s: %s %s: %s", each.component, each.what, each.verdict, each.reason)
-    return CertifyResult(tuple(made), untried, time.monotonic() - began, spent)
+    return CertifyResult(tuple(made), untried, spent)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 _P, _L, _I, _D = c_void_p, c_long, c_int, c_double
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "group_norm": (_P, _P, _L, _L, _L, _L, _P, _P, _D, _I, _I, _I, _I),
-    "row_norm": (_P, _P, _L, _L, _P, _P, _P, _P, _L, _D, _I, _I, _I, _I),
+    "row_norm": (_P, _P, _L, _L, _P, _P, _D, _I, _I, _I),
     "geglu": (_P, _P, _L, _L, _I, _I),
     "gelu_all": (_P, _P, _L, _I, _I, _I),
     "gated_sum": (_P, _P, _P, _P, _L, _L, _L, _I, _I, _I),
@@ -91,23 +91,14 @@ def layer_norm(
     bias: Tensor | None,
     eps: float,
     *,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
     is_rms: bool = False,
 ) -> Tensor:
-    """Layer or RMS norm over the last dimension of `x`, then ``y (1 + scale) + shift``.
-
-    `scale` and `shift` (..., C) are one row for so many rows of `x` in order: their leading sizes
-    are those of `x`, followed by ones.
-    """
+    """Layer or RMS norm over the last dimension of `x`."""
     x = x.contiguous()
     y = torch.empty_like(x)
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
-    size = width if scale is None else scale.numel()
     weights = [None if each is None else _floats(each, width) for each in (weight, bias)]
-    tables = [None if each is None else _floats(each, size) for each in (scale, shift)]
-    _call("row_norm", x, y, rows, width, *weights, *tables, _rows_a_table(rows, width, size), eps,
-          is_rms, _is_bf16(x), _is_bf16(y))  # fmt: skip
+    _call("row_norm", x, y, rows, width, *weights, eps, is_rms, _is_bf16(x))
     return y
 
 
@@ -156,7 +147,11 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 def gated_add(x: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
-    """``x + gate * branch`` in the dtype of `x`; see `layer_norm` for the rows of `gate`."""
+    """``x + gate * branch`` in the dtype of `x`.
+
+    `gate` (..., C) has one row for so many rows of `x` in order: its leading sizes are those of
+    `x`, followed by ones.
+    """
     if branch.shape != x.shape:
         raise ValueError(f"x and branch have the shapes {tuple(x.shape)} and {tuple(branch.shape)}")
     x, branch = x.contiguous(), branch.contiguous()

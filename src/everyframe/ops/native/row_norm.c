@@ -1,18 +1,13 @@
-/* Layer norm and RMS norm of rows, with modulation by a scale and a shift after it. */
+/* Layer norm and RMS norm of rows. */
 
 #include "numbers.h"
 
-/* Row i takes the scale and shift of number i / rows_a_table. */
 INLINE void row_norm_of(const void *x, void *y, long rows, long width, const float *weight,
-                        const float *bias, const float *scale, const float *shift,
-                        long rows_a_table, float eps, int is_rms, int is_bf16, int is_out_bf16,
-                        int threads) {
+                        const float *bias, float eps, int is_rms, int is_bf16, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (long row = 0; row < rows; row++) {
     const void *from = at(x, row * width, is_bf16);
-    void *to = at_out(y, row * width, is_out_bf16);
-    const float *scales = scale ? scale + row / rows_a_table * width : 0;
-    const float *shifts = shift ? shift + row / rows_a_table * width : 0;
+    void *to = at_out(y, row * width, is_bf16);
     floats near = all(0), far = all(0);
     float mean = 0;
     if (!is_rms) {
@@ -32,23 +27,18 @@ INLINE void row_norm_of(const void *x, void *y, long rows, long width, const flo
       floats value = (load(from, c, count, is_bf16) - mean) * inverse;
       if (weight) value *= load(weight, c, count, 0);
       if (bias) value += load(bias, c, count, 0);
-      if (scales) value *= 1 + load(scales, c, count, 0);
-      if (shifts) value += load(shifts, c, count, 0);
-      store(to, c, count, value, is_out_bf16);
+      store(to, c, count, value, is_bf16);
     }
   }
 }
 
 EXPORT int row_norm(const void *x, void *y, long rows, long width, const float *weight,
-                    const float *bias, const float *scale, const float *shift, long rows_a_table,
-                    double eps, int is_rms, int is_bf16, int is_out_bf16, int threads) {
-#define CALL(rms, bf16, out)                                                                      \
-  row_norm_of(x, y, rows, width, weight, bias, scale, shift, rows_a_table, (float)eps, rms, bf16, \
-              out, threads)
+                    const float *bias, double eps, int is_rms, int is_bf16, int threads) {
+#define CALL(rms, bf16) row_norm_of(x, y, rows, width, weight, bias, (float)eps, rms, bf16, threads)
   if (is_rms)
-    is_bf16 ? CALL(1, 1, 1) : is_out_bf16 ? CALL(1, 0, 1) : CALL(1, 0, 0);
+    is_bf16 ? CALL(1, 1) : CALL(1, 0);
   else
-    is_bf16 ? CALL(0, 1, 1) : is_out_bf16 ? CALL(0, 0, 1) : CALL(0, 0, 0);
+    is_bf16 ? CALL(0, 1) : CALL(0, 0);
   return 0;
 #undef CALL
 }
