@@ -171,7 +171,9 @@ class EncodeOnLeadRank:
         answer = call.compute() if self._group.is_lead else None
         leaves, form = pytree.tree_flatten(answer, is_leaf=_is_leaf)
         plain = pytree.tree_unflatten([_plain(leaf) for leaf in leaves], form)
-        is_here = [isinstance(leaf, Tensor) and leaf.device.type != "cpu" for leaf in leaves]
+        # Of what is left: an output of transformers has no entry for a cache that became None.
+        left = pytree.tree_leaves(plain)
+        is_here = [isinstance(leaf, Tensor) and leaf.device.type != "cpu" for leaf in left]
         came, is_here = self._group.broadcast_tree((plain, is_here), 0, _ENCODED)
         if self._group.is_lead:
             return answer
