@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from everyframe.core.errors import CannotRunError
 from everyframe.core.plan import Repair
-from everyframe.diffusers_pipelines.calls.digests import digest_call
+from everyframe.diffusers_pipelines.calls.digests import digest_call, unread_state
 from everyframe.diffusers_pipelines.calls.global_generators import is_same, states_of_torch
 from everyframe.diffusers_pipelines.calls.step_caches import EmptyCaches
 from everyframe.diffusers_pipelines.calls.step_tracking import StepTracker, notify_step_tracker
@@ -123,13 +123,15 @@ class DenoiserReplay:
             here = next(iter_tensors((args, kwargs)))
             return map_tensors(answer, lambda kept: kept.to(here.device))
         devices = {each.device for each in iter_tensors((args, kwargs))}
-        before = states_of_torch(devices)
+        before, unread = states_of_torch(devices), unread_state(args, kwargs)
         answer = call.compute()
         # Where one is served nothing is drawn, and what draws after it would get other numbers: so
         # neither it nor what comes after it is kept.
         self._can_keep &= is_same(before, states_of_torch(devices))
         if self._at_once and self._can_keep:
-            answers.keep(answer, self._video.repairs)
+            # A call that fills a cache for later ones is kept without its answer, and made again.
+            is_changed = unread_state(args, kwargs) != unread
+            answers.keep(None if is_changed else answer, self._video.repairs)
         return answer
 
 
