@@ -174,6 +174,8 @@ class PipelineDryRun:
         few = self._few(settings, experts)
         steps = few.num_inference_steps
         repeats = max(settings.num_denoiser_calls - fewer, 1) / max(steps - fewer, 1)
+        if self.interface.name_of("num_inference_steps") is None:
+            repeats = 1.0  # no number makes them fewer: all of its steps are run dry
         rank = (
             parallel.video_group.rank,
             parallel.video_group.weights,
@@ -206,7 +208,9 @@ class PipelineDryRun:
         name = self.interface.class_name
         fewer = defaults.of(defaults.STEPS_FEWER, name) or 0
         fewest = max(least, defaults.of(defaults.FEWEST_STEPS, name) or 1)
-        steps = min(ceil(fewest / self._part_of_steps) + fewer, settings.num_inference_steps)
+        steps = settings.num_inference_steps
+        if not self.interface.has_fixed_steps:
+            steps = min(ceil(fewest / self._part_of_steps) + fewer, steps)
         height, width = settings.conditioned_size
         conditioned = replace(
             settings, num_frames=settings.conditioned_length, nominal_length=None,
