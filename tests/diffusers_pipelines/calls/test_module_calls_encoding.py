@@ -66,6 +66,8 @@ def test_an_encoder_without_weights_answers_as_the_first_ranks(tmp_path: Path) -
     assert empty.dtype == torch.bfloat16
     ids = torch.arange(6)[None]
     kind = type(empty)
+    with EncodeOnLeadRank({"text_encoder": empty}, Taped(1, []), "cpu"):
+        assert empty.device == torch.device("cpu"), "EasyAnimate puts the tokens there"
     mine, theirs = both(encoder, ids, other=empty, output_hidden_states=True)
     assert type(empty) is kind
     assert type(theirs) is type(mine)

@@ -162,9 +162,15 @@ class EncodeOnLeadRank:
         self._on = ExitStack()
 
     def __enter__(self) -> EncodeOnLeadRank:
+        # EasyAnimate puts a text's tokens, and what comes of them, where the encoder is.
+        place = {} if self._group.is_lead else {"device": property(lambda _: self._here)}
         for module in self._modules.values():
-            self._on.enter_context(override_call(module, self._called))
+            self._on.enter_context(override_call(module, self._called, place))
         return self
+
+    @property
+    def _here(self) -> torch.device:
+        return torch.device(self._device)
 
     def __exit__(self, *_: object) -> None:
         self._on.close()
