@@ -1,4 +1,4 @@
-"""Pipelines whose number of steps nobody gives: their config, or their sigmas, say how many."""
+"""Steps that a plan forecasts are those that the pipeline computes, whoever says how many."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import everyframe
 from everyframe.planning.resolve import prepare
 from helpers.tiny_checkpoints.diffusers import CASES
+from helpers.tiny_checkpoints.diffusers.cases import written
 
 ASKED: dict[str, Any] = {"prompt": "a fox", "num_frames": 5}
 WORDS: dict[str, Any] = CASES["Cosmos3DistilledModularPipeline"].asked["option"]
@@ -51,3 +52,27 @@ def test_steps_that_are_all_run_dry_are_forecast_once(tmp_path: Path) -> None:
     assert short.settings.num_inference_steps == 2
     (least,) = [each for each in short.stages if each.component == "transformer"]
     assert stage.operations == 4 * least.operations
+
+
+def test_a_share_of_the_steps_is_forecast_as_diffusers_rounds_it(tmp_path: Path) -> None:
+    """Of 50 with a strength of 0.8 it computes 40; 25 were forecast."""
+    case = CASES["CogVideoXVideoToVideoPipeline"]
+    case.build().save_pretrained(tmp_path / "model")
+    option = written(case.asked["option"], tmp_path, 16, 16)
+    for strength, wanted in ((0.8, 40), (0.3, 15), (1.0, 50)):
+        given = {**option, "strength": strength}
+        prepared = planned(
+            tmp_path / "model", prompt="a fox", size="16x16", num_inference_steps=50, option=given
+        )
+        model: Any = prepared.model
+        calls = model.dry_run_calls(prepared.plan.settings)
+        assert [each.num_calls for each in calls if each.denoises] == [wanted]
+
+
+def test_a_schedule_that_computes_nothing_in_one_step_is_run_dry_with_two(tmp_path: Path) -> None:
+    """No work of the transformer was forecast, and no memory."""
+    case = CASES["LTXI2VLongMultiPromptPipeline"]
+    case.build().save_pretrained(tmp_path / "model")
+    asked = written(dict(case.asked), tmp_path, 32, 32)
+    plan = planned(tmp_path / "model", prompt="a fox", num_inference_steps=4, **asked).plan
+    assert [each for each in plan.stages if each.component == "transformer" and each.operations]
