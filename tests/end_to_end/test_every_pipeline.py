@@ -30,8 +30,14 @@ from helpers.tiny_checkpoints.diffusers.cases import PROMPT, SEED, STEPS, Case, 
 from helpers.tiny_checkpoints.pipelines import loaded
 
 PROFILES = ("cuda-sm75", "mps")
-#: Where a plan refuses them: there is no float64 for their schedule.
-REFUSED_ON = {"AnyFlowPipeline": ("mps",), "AnyFlowFARPipeline": ("mps",)}
+#: Where a plan refuses them: there is no float64, in which they have schedule or positions.
+REFUSED_ON = dict.fromkeys(
+    ("AnyFlowPipeline", "AnyFlowFARPipeline", "HeliosPyramidDistilledModularPipeline",
+     "WanAnimate2ModularPipeline", "WanAnimate2DistilledModularPipeline"),
+    ("mps",),
+)  # fmt: skip
+#: Whose dry run ends: on a CPU, where small tensors are computed, its rays are in float32 alone.
+PLANNED_ROUGHLY = ("SanaWMPipeline",)
 
 
 def asked_of(case: Case) -> dict[str, Any]:
@@ -117,9 +123,11 @@ def _plans(name: str, request: everyframe.Request) -> None:
     for profile in PROFILES:
         plan = everyframe.plan(request, profile=profile)
         assert bool(plan.dtype_errors) == (profile in REFUSED_ON.get(name, ())), plan.dtype_errors
-        assert not [note for note in plan.notes if "no dry run can follow" in note]
-        assert plan.seconds is not None
-        assert plan.seconds > 0
+        is_rough = any("no dry run can follow" in note for note in plan.notes)
+        assert is_rough == (name in PLANNED_ROUGHLY)
+        if not is_rough:
+            assert plan.seconds is not None
+            assert plan.seconds > 0
 
 
 def test_the_page_says_what_is_there() -> None:
@@ -141,7 +149,7 @@ def test_the_page_has_every_video_pipeline_that_diffusers_has() -> None:
                 found |= {name} if VIDEO_RESULT in outputs else set()
         elif callable(cls) and of_class(cls).makes_video:
             found.add(name)
-    listed = {*CASES, *table.MODULAR, *table.NOT_HERE, *table.UNTRIED}
+    listed = {*CASES, *table.MODULAR, *table.NOT_HERE}
     assert listed == found
 
 

@@ -260,3 +260,10 @@ def test_what_goes_beyond_float16_within_autocast_is_repaired(
 def test_the_switches_of_a_plan_are_plain_data() -> None:
     switches = Switches(2, (("cpu", "bfloat16"),))
     assert asdict(switches)["casts"] == (("cpu", "bfloat16"),)
+
+
+@pytest.mark.parametrize("given", [{"num_devices": 2}, {"devices": "cpu,cpu"}])
+def test_several_devices_are_for_a_pipeline_that_was_saved(wan: Any, given: Any) -> None:
+    """It spoke of a device that nobody gave, and of a variable that nobody set."""
+    with pytest.raises(everyframe.InputError, match=r"save it .*generate\(.*num_devices=2\)"):
+        everyframe.run(wan, **asked_of("wan"), **given)

@@ -164,16 +164,24 @@ class PipelineDryRun:
         part = self.own.get("strength", declared.default if declared else None)
         return part if isinstance(part, float) and 0 < part < 1 else 1.0
 
+    def _num_made(self, num_steps: float) -> float:
+        """Steps that are computed of so many, as diffusers rounds their share; 1 at least."""
+        fewer = defaults.of(defaults.STEPS_FEWER, self.interface.class_name) or 0
+        part = self._part_of_steps
+        return max(num_steps - fewer if part == 1 else int(num_steps * part), 1)
+
     def dry_run_calls(
         self, settings: Settings, parallel: ParallelContext | None
     ) -> tuple[DryRunCall, ...]:
         """The pipeline's call, once for each component; `parallel` selects the rank's share."""
         parallel = parallel or ONE
-        fewer = defaults.of(defaults.STEPS_FEWER, self.interface.class_name) or 0
         experts = len(denoisers([part.name for part in self.files.models]))
         few = self._few(settings, experts)
-        steps = few.num_inference_steps
-        repeats = max(settings.num_denoiser_calls - fewer, 1) / max(steps - fewer, 1)
+        repeats = self._num_made(settings.num_denoiser_calls) / self._num_made(
+            few.num_inference_steps
+        )
+        if self.interface.name_of("num_inference_steps") is None:
+            repeats = 1.0  # no number makes them fewer: all of its steps are run dry
         rank = (
             parallel.video_group.rank,
             parallel.video_group.weights,
@@ -206,7 +214,9 @@ class PipelineDryRun:
         name = self.interface.class_name
         fewer = defaults.of(defaults.STEPS_FEWER, name) or 0
         fewest = max(least, defaults.of(defaults.FEWEST_STEPS, name) or 1)
-        steps = min(ceil(fewest / self._part_of_steps) + fewer, settings.num_inference_steps)
+        steps = settings.num_inference_steps
+        if not self.interface.has_fixed_steps:
+            steps = min(ceil(fewest / self._part_of_steps) + fewer, steps)
         height, width = settings.conditioned_size
         conditioned = replace(
             settings, num_frames=settings.conditioned_length, nominal_length=None,

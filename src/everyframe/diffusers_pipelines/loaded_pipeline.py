@@ -154,7 +154,17 @@ class LoadedPipelineSpec(CompleteSpec):
         return switches_of(self.thread)
 
     def asked(self, request: Request) -> Request:
-        """The request with the pipeline's device, and seeds in place of generators."""
+        """The request with the pipeline's device, and seeds in place of generators.
+
+        Raises:
+            InputError: several devices, or a seed beside a generator.
+        """
+        if request.num_ranks > 1:
+            raise InputError(
+                "a pipeline in memory works where it is, on one device; for several devices save "
+                'it (pipe.save_pretrained("folder")) and give the folder to '
+                f'everyframe.generate(model="folder", num_devices={request.num_ranks})'
+            )
         request = Request(**{**request.given(), "device": self.device})
         has_seed = OWN_SEED in self.sizes.interface.parameters
         # As the request has it: `self.options` has its shared options there too (`source`).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,18 +25,23 @@ class ModuleCall:
 
 
 @contextmanager
-def override_call(module: nn.Module, answer: Callable[[ModuleCall], Any]) -> Iterator[None]:
+def override_call(
+    module: nn.Module,
+    answer: Callable[[ModuleCall], Any],
+    members: Mapping[str, Any] | None = None,
+) -> Iterator[None]:
     """Context: calls of that module return what `answer` returns for them.
 
-    A hook can't skip a module's computation, so the module gets a temporary subclass. Its original
-    class is not changed.
+    A hook can't skip a module's computation, so the module gets a temporary subclass, with
+    `members` in place of its own. Its original class is not changed.
     """
     base = type(module)
 
     def call(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return answer(ModuleCall(own, base, args, kwargs))
 
-    kind = type(base.__name__, (base,), {"__call__": call, "__module__": base.__module__})
+    given = {"__call__": call, "__module__": base.__module__, **(members or {})}
+    kind = type(base.__name__, (base,), given)
     module.__class__ = kind
     try:
         yield

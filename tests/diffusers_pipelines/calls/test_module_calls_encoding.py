@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from everyframe.core.errors import CannotRunError
@@ -23,7 +24,7 @@ from everyframe.diffusers_pipelines.calls.module_calls import (
 )
 from everyframe.diffusers_pipelines.files.checkpoint import ComponentFolder
 from everyframe.parallel.communicator import FakeCommunicator
-from helpers.tiny_checkpoints.pipeline_components import t5
+from helpers.tiny_checkpoints.pipeline_components import made, t5
 
 
 class Taped(FakeCommunicator):
@@ -65,6 +66,8 @@ def test_an_encoder_without_weights_answers_as_the_first_ranks(tmp_path: Path) -
     assert empty.dtype == torch.bfloat16
     ids = torch.arange(6)[None]
     kind = type(empty)
+    with EncodeOnLeadRank({"text_encoder": empty}, Taped(1, []), "cpu"):
+        assert empty.device == torch.device("cpu"), "EasyAnimate puts the tokens there"
     mine, theirs = both(encoder, ids, other=empty, output_hidden_states=True)
     assert type(empty) is kind
     assert type(theirs) is type(mine)
@@ -93,6 +96,23 @@ def test_other_answers_come_as_they_are_or_are_refused() -> None:
     assert theirs[1:] == (None, {"a": [3, torch.zeros(1, dtype=torch.bool)]}, None)
     with pytest.raises(CannotRunError, match="answers with a object"):
         both(Answers(), object())
+
+
+def test_a_language_model_answers_without_its_cache() -> None:
+    """An output of transformers leaves out what is None; Sana-Video's text encoder has one."""
+    model = made(
+        transformers.LlamaModel(
+            transformers.LlamaConfig(
+                hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1,
+                vocab_size=8, pad_token_id=0,
+            )
+        )
+    )  # fmt: skip
+    mine, theirs = both(model, torch.arange(6)[None], output_hidden_states=True)
+    assert mine.past_key_values is not None
+    assert theirs.past_key_values is None
+    assert torch.equal(theirs.last_hidden_state, mine.last_hidden_state)
+    assert all(map(torch.equal, theirs.hidden_states, mine.hidden_states))
 
 
 def test_which_components_encode() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from everyframe.diffusers_pipelines.calls.module_calls import DenoiserReplay
 from everyframe.diffusers_pipelines.calls.step_tracking import StepTracker
 from everyframe.ops.call_override import override_call
+from everyframe.runs.replay_log import FileReplayLog
 from everyframe.runtime.interface import VideoState
 
 
@@ -70,3 +73,46 @@ def test_modules_are_as_they_were() -> None:
         assert denoiser(torch.ones(1), torch.ones(1)) == "served"
         assert isinstance(denoiser, kind)
     assert type(denoiser) is kind
+
+
+class Cache:
+    """Keys of a reference, as Wan-Animate-2 keeps them between its calls."""
+
+    def __init__(self) -> None:
+        self.layers = [SimpleNamespace(key=None)]
+
+
+class Cached(nn.Module):
+    """Fills the cache in its first call, and reads it in the others."""
+
+    num_calls = 0
+
+    def forward(self, hidden_states: Tensor, timestep: Tensor, cache: Cache) -> tuple[Tensor]:
+        self.num_calls += 1
+        if cache.layers[0].key is None:
+            cache.layers[0].key = hidden_states * 3
+        return (hidden_states + cache.layers[0].key,)
+
+
+def test_a_call_that_fills_a_cache_is_computed_again_and_the_others_are_served(
+    tmp_path: Path,
+) -> None:
+    """Its answer says nothing of the cache, which is empty in another process."""
+
+    def answers(num_calls: int) -> tuple[list[Tensor], int]:
+        kept, denoiser, cache = FileReplayLog(tmp_path, pytest.fail), Cached(), Cache()
+        watch = StepTracker({"denoiser": denoiser}, (), None, 3, lambda *_: None)
+        video: VideoState = SimpleNamespace(replay_log=kept, repairs=())  # type: ignore[assignment]
+        with watch, DenoiserReplay({"denoiser": denoiser}, watch, video):
+            found = [
+                denoiser(torch.ones(2) * step, torch.tensor(float(step)), cache)[0]
+                for step in range(1, num_calls + 1)
+            ]
+        return found, denoiser.num_calls
+
+    whole, computed = answers(2)
+    assert computed == 2
+    resumed, computed = answers(3)
+    assert computed == 2, "the first, which fills the cache, and the third"
+    assert [each.tolist() for each in resumed] == [[4, 4], [5, 5], [6, 6]]
+    assert all(map(torch.equal, resumed, whole))

@@ -71,7 +71,7 @@ NOT_CONTINUED = {
 
 def _interface(name: str) -> Any:
     cls = getattr(diffusers, name)
-    return of_blocks(name, cls().blocks) if name.endswith("ModularPipeline") else of_class(cls)
+    return of_blocks(name, cls().blocks, {}) if name.endswith("ModularPipeline") else of_class(cls)
 
 
 @pytest.mark.slow

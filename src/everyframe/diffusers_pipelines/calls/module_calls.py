@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from everyframe.core.errors import CannotRunError
 from everyframe.core.plan import Repair
-from everyframe.diffusers_pipelines.calls.digests import digest_call
+from everyframe.diffusers_pipelines.calls.digests import digest_call, unread_state
 from everyframe.diffusers_pipelines.calls.global_generators import is_same, states_of_torch
 from everyframe.diffusers_pipelines.calls.step_caches import EmptyCaches
 from everyframe.diffusers_pipelines.calls.step_tracking import StepTracker, notify_step_tracker
@@ -123,13 +123,15 @@ class DenoiserReplay:
             here = next(iter_tensors((args, kwargs)))
             return map_tensors(answer, lambda kept: kept.to(here.device))
         devices = {each.device for each in iter_tensors((args, kwargs))}
-        before = states_of_torch(devices)
+        before, unread = states_of_torch(devices), unread_state(args, kwargs)
         answer = call.compute()
         # Where one is served nothing is drawn, and what draws after it would get other numbers: so
         # neither it nor what comes after it is kept.
         self._can_keep &= is_same(before, states_of_torch(devices))
         if self._at_once and self._can_keep:
-            answers.keep(answer, self._video.repairs)
+            # A call that fills a cache for later ones is kept without its answer, and made again.
+            is_changed = unread_state(args, kwargs) != unread
+            answers.keep(None if is_changed else answer, self._video.repairs)
         return answer
 
 
@@ -160,9 +162,15 @@ class EncodeOnLeadRank:
         self._on = ExitStack()
 
     def __enter__(self) -> EncodeOnLeadRank:
+        # EasyAnimate puts a text's tokens, and what comes of them, where the encoder is.
+        place = {} if self._group.is_lead else {"device": property(lambda _: self._here)}
         for module in self._modules.values():
-            self._on.enter_context(override_call(module, self._called))
+            self._on.enter_context(override_call(module, self._called, place))
         return self
+
+    @property
+    def _here(self) -> torch.device:
+        return torch.device(self._device)
 
     def __exit__(self, *_: object) -> None:
         self._on.close()
@@ -171,7 +179,9 @@ class EncodeOnLeadRank:
         answer = call.compute() if self._group.is_lead else None
         leaves, form = pytree.tree_flatten(answer, is_leaf=_is_leaf)
         plain = pytree.tree_unflatten([_plain(leaf) for leaf in leaves], form)
-        is_here = [isinstance(leaf, Tensor) and leaf.device.type != "cpu" for leaf in leaves]
+        # Of what is left: an output of transformers has no entry for a cache that became None.
+        left = pytree.tree_leaves(plain)
+        is_here = [isinstance(leaf, Tensor) and leaf.device.type != "cpu" for leaf in left]
         came, is_here = self._group.broadcast_tree((plain, is_here), 0, _ENCODED)
         if self._group.is_lead:
             return answer

@@ -61,7 +61,7 @@ def interface_of(files: PipelineFiles, empty: Any = None) -> CallSignature:
         CheckpointError: it is no video pipeline, or supports nothing that a request can hold.
     """
     if empty is not None:
-        return checked(of_blocks(files.class_name, empty.blocks))
+        return checked(of_blocks(files.class_name, empty.blocks, empty.config))
     return checked(of_class(pipeline_class(files)))
 
 

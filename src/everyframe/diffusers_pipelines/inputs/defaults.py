@@ -67,7 +67,7 @@ LENGTHS: Mapping[str, int] = {
 #: Difference between requested and real steps: the request counts points, steps lie in between.
 STEPS_FEWER: Mapping[str, int] = {"MiniMaxH3": 1}
 #: Minimum number of steps of its schedule, where it is above 1.
-FEWEST_STEPS: Mapping[str, int] = {"Mochi": 2}
+FEWEST_STEPS: Mapping[str, int] = {"LTXI2VLongMultiPrompt": 2, "Mochi": 2}
 
 #: Pipelines whose code needs a negative prompt: they get an empty one if there is none.
 EMPTY_NEGATIVE: Mapping[str, bool] = {"EasyAnimate": True}

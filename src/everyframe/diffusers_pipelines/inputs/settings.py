@@ -76,7 +76,11 @@ def resolve_settings(
         notes.append(f"{title} names no frame rate; {fps:g} a second are taken (fps)")
     fps = request.fps or fps
     frames = _num_frames(sizes, request, fps, video, notes)
-    steps = _preset_steps(sizes, request, notes) or interface.default_of("num_inference_steps")
+    steps = (
+        _preset_steps(sizes, request, notes)
+        or interface.default_of("num_inference_steps")
+        or _num_sigmas(interface, own)
+    )
     check_amount(frames, height, width)
     for name, form in forms:
         if name == clip_continuation.OPTION:
@@ -363,6 +367,16 @@ def _preset_steps(sizes: PipelineDefaults, request: Request, notes: list[str]) -
         f"{wins} ({preset.source})"
     )
     return preset.num_inference_steps
+
+
+def _num_sigmas(interface: CallSignature, own: Mapping[str, Any]) -> int | None:
+    """Steps of a pipeline that takes no number of them but sigmas, as Echo; None of others."""
+    sigmas = interface.parameters.get("sigmas")
+    if interface.name_of("num_inference_steps") is not None or sigmas is None:
+        return None
+    given = own.get("sigmas")
+    given = list(sigmas.default or () if given is None else given)
+    return len(given) - (not given[-1]) if given else None
 
 
 def smaller_settings(sizes: PipelineDefaults, settings: Settings) -> Iterator[Settings]:

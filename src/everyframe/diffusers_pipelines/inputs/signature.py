@@ -44,6 +44,8 @@ _UNTYPED_RECORDS: Mapping[tuple[str, str], tuple[str, str]] = {
     )
     for version in ("", "5")
 }  # fmt: skip
+#: Config key of a distilled modular pipeline (Cosmos 3) with the sigmas of all of its steps.
+_FIXED_SIGMAS = "distilled_sigmas"
 #: Last words of the names of image parameters without an annotation.
 _OF_PICTURES = ("video", "image", "images", "mask", "frames")
 
@@ -82,6 +84,7 @@ class CallSignature:
         makes_video: its output has frames.
         is_modular: it is a modular pipeline.
         results: names of a modular pipeline's outputs.
+        has_fixed_steps: it takes no other number of steps than its default.
     """
 
     class_name: str
@@ -89,6 +92,7 @@ class CallSignature:
     makes_video: bool
     is_modular: bool = False
     results: tuple[str, ...] = ()
+    has_fixed_steps: bool = False
 
     def name_of(self, option: str) -> str | None:
         """The pipeline's own name of an Everyframe option; None if it has none."""
@@ -123,16 +127,22 @@ def of_class(cls: Any) -> CallSignature:
     return CallSignature(cls.__name__, parameters, _gives_frames(cls))
 
 
-def of_blocks(class_name: str, blocks: Any) -> CallSignature:
-    """Call signature of a modular pipeline, from its blocks."""
+def of_blocks(class_name: str, blocks: Any, config: Mapping[str, Any]) -> CallSignature:
+    """Call signature of a modular pipeline, from its blocks and its own config."""
     parameters = {}
     for each in blocks.inputs:
         if each.name is not None:
             # What one workflow can't do without, another makes: nothing is required of all.
             found = declared(each.name, _default(each), False, each.type_hint)
             parameters[each.name] = replace(found, record=_known_record(class_name, found))
+    sigmas = config.get(_FIXED_SIGMAS)
+    if sigmas:
+        steps = parameters["num_inference_steps"]
+        parameters[steps.name] = replace(steps, default=len(sigmas))
     results = tuple(str(each.name) for each in blocks.outputs)
-    return CallSignature(class_name, parameters, VIDEO_RESULT in results, True, results)
+    return CallSignature(
+        class_name, parameters, VIDEO_RESULT in results, True, results, bool(sigmas)
+    )
 
 
 def declared(name: str, default: Any, required: bool, annotation: Any) -> CallParameter:
@@ -174,7 +184,7 @@ def of_pipeline(pipe: Any) -> CallSignature:
     """Call signature of a loaded pipeline, plain or modular."""
     blocks = getattr(pipe, "blocks", None)
     if blocks is not None and hasattr(blocks, "outputs"):
-        return of_blocks(type(pipe).__name__, blocks)
+        return of_blocks(type(pipe).__name__, blocks, pipe.config)
     return of_class(type(pipe))
 
 

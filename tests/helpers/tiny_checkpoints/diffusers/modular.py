@@ -6,13 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import diffusers
+import transformers
 
 from helpers.tiny_checkpoints.diffusers import wan
 from helpers.tiny_checkpoints.diffusers.cases import Clip, Still, case
 from helpers.tiny_checkpoints.diffusers.cosmos import omni
 from helpers.tiny_checkpoints.diffusers.hunyuan import sees
 from helpers.tiny_checkpoints.diffusers.wan import SHORT
-from helpers.tiny_checkpoints.pipeline_components import hunyuan15_parts, ltx2_parts, ltx_parts
+from helpers.tiny_checkpoints.pipeline_components import (
+    flow,
+    hunyuan15_parts,
+    ltx2_parts,
+    ltx_parts,
+    made,
+)
 
 
 def assembled(cls: Any, parts: Mapping[str, Any], **config: Any) -> Any:
@@ -119,3 +126,70 @@ def cosmos3() -> Any:
     return assembled(
         diffusers.Cosmos3OmniModularPipeline, omni().components, enable_safety_checker=False
     )
+
+
+@case(
+    "Cosmos3DistilledModularPipeline",
+    size="16x16", num_frames=5, num_inference_steps=None, made=3, option=_WORDS,
+)  # fmt: skip
+def cosmos3_distilled() -> Any:
+    """Cosmos 3 with few steps, which its config fixes."""
+    return assembled(
+        diffusers.Cosmos3DistilledModularPipeline, {**omni().components, "scheduler": flow()},
+        enable_safety_checker=False, distilled_sigmas=[1.0, 0.7, 0.3],
+    )  # fmt: skip
+
+
+@case(
+    "HeliosPyramidDistilledModularPipeline",
+    size="64x64", num_frames=36, made=None, num_inference_steps=None,
+    option={**_CHUNKS, "pyramid_num_inference_steps_list": [1, 1, 1]},
+)  # fmt: skip
+def helios_distilled() -> Any:
+    """Helios from small to large with few steps."""
+    parts = {
+        **wan.helios_pyramid().components,
+        "scheduler": diffusers.HeliosDMDScheduler(gamma=0.3),
+    }
+    return assembled(diffusers.HeliosPyramidDistilledModularPipeline, parts)
+
+
+@case(
+    "EchoModularPipeline",
+    size="32x32", num_frames=9, num_inference_steps=None, made=8, option=SHORT, sound=True,
+)  # fmt: skip
+def echo() -> Any:
+    """Echo: LTX-2 with a memory of pictures and sounds."""
+    return assembled(diffusers.EchoModularPipeline, ltx2_parts())
+
+
+def _animate2(cls: Any) -> Any:
+    transformer = diffusers.WanAnimate2Transformer3DModel(
+        dim=24, ffn_dim=32, freq_dim=32, text_dim=32, num_heads=2, num_layers=2, text_len=16
+    )
+    seen = transformers.CLIPVisionConfig(
+        hidden_size=1280, projection_dim=4, num_hidden_layers=2, num_attention_heads=2,
+        image_size=224, intermediate_size=16, patch_size=112,
+    )  # fmt: skip
+    return assembled(
+        cls,
+        wan.parts(
+            transformer=made(transformer), scheduler=flow(),
+            image_encoder=made(transformers.CLIPVisionModel(seen)),
+        ),
+    )  # fmt: skip
+
+
+_DRIVEN = {**SHORT, "driving_video": Clip(9), "segment_frame_length": 5}
+
+
+@case("WanAnimate2ModularPipeline", size="16x16", image=Still(), made=None, option=_DRIVEN)
+def wan_animate2() -> Any:
+    """Wan-Animate-2: a picture that moves as a video does, whose keys are kept for each segment."""
+    return _animate2(diffusers.WanAnimate2ModularPipeline)
+
+
+@case("WanAnimate2DistilledModularPipeline", size="16x16", image=Still(), made=None, option=_DRIVEN)
+def wan_animate2_distilled() -> Any:
+    """The same with few steps."""
+    return _animate2(diffusers.WanAnimate2DistilledModularPipeline)

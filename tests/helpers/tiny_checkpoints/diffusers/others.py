@@ -15,6 +15,7 @@ from helpers.tiny_checkpoints.pipeline_components import (
     clip,
     flow,
     hunyuan_parts,
+    ltx2_vae,
     made,
     t5,
     tokenizer,
@@ -112,6 +113,32 @@ def sana() -> Any:
 def sana_of_a_picture() -> Any:
     """Sana-Video of a picture."""
     return _sana(diffusers.SanaImageToVideoPipeline)
+
+
+@case(
+    "SanaWMPipeline",
+    size="32x32", num_frames=9, image=Still(),
+    option={
+        **SHORT, "action": "w-8", "intrinsics": [20.0, 20.0, 12.0, 10.0], "chi_prompt": ["x"],
+    },
+)  # fmt: skip
+def sana_wm() -> Any:
+    """Sana-WM: a picture, through which a camera moves."""
+    transformer = diffusers.SanaWMTransformer3DModel(
+        in_channels=4, num_layers=2, hidden_size=32, num_attention_heads=2, linear_head_dim=16,
+        caption_channels=16, softmax_every_n=2, chunk_plucker_post_attn_blocks=2,
+        chunk_plucker_channels=12,
+    )  # fmt: skip
+    gemma = transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=2, head_dim=8, vocab_size=VOCABULARY, pad_token_id=0,
+        )
+    )  # fmt: skip
+    return diffusers.SanaWMPipeline(
+        transformer=made(transformer), vae=ltx2_vae(4), text_encoder=made(gemma),
+        tokenizer=tokenizer(), scheduler=flow(),
+    )  # fmt: skip
 
 
 def _motif(cls: Any, **more: Any) -> Any:

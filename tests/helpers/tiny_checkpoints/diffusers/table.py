@@ -32,20 +32,21 @@ NOT_HERE = {
     "LTX2VideoDiffusionDecodePipeline": "refused: it decodes latents, and makes nothing of a text, "
     "a picture or a video",
 }
-#: What is taken the same way, and for which no tiny checkpoint was made.
-UNTRIED = (
-    "Cosmos3DistilledModularPipeline", "EchoModularPipeline",
-    "HeliosPyramidDistilledModularPipeline", "SanaWMPipeline",
-    "WanAnimate2DistilledModularPipeline", "WanAnimate2ModularPipeline",
-)  # fmt: skip
 #: What has to be known beside that.
 REMARKS = {
     "AllegroPipeline": "needs `--vae-tiling`, and frames no smaller than a tile (320x320)",
     "AnyFlowPipeline": "refused on mps: its schedule is in float64 there",
     "AnyFlowFARPipeline": "refused on mps, too",
+    "Cosmos3DistilledModularPipeline": "its checkpoint fixes the number of steps",
     "EasyAnimatePipeline": "without a negative prompt it is given an empty one",
     "HeliosModularPipeline": "draws its own progress bar",
+    "HeliosPyramidDistilledModularPipeline": "draws its own progress bar; refused on mps: its "
+    "scheduler is in float64",
     "HeliosPyramidModularPipeline": "draws its own progress bar",
+    "SanaWMPipeline": "`plan` forecasts it roughly: its dry run ends in the transformer",
+    "WanAnimate2DistilledModularPipeline": "draws its own progress bar; refused on mps, too",
+    "WanAnimate2ModularPipeline": "draws its own progress bar; refused on mps: its positions are "
+    "in float64",
     "LTX2HDRPipeline": 'frames beyond white are cut off in files; `output="float"` keeps them',
 }
 _GUARDED = "needs the packages cosmos_guardrail and torchvision"
@@ -69,7 +70,6 @@ def page() -> str:
     rows = {name: f"yes{_remark(name)} | {_given(case)}" for name, case in CASES.items()}
     rows |= {name: f"yes | {_extend(name)}" for name in MODULAR}
     rows |= {name: f"no: {why} | " for name, why in NOT_HERE.items()}
-    rows |= {name: f"not tried; taken the same way | {_extend(name)}" for name in UNTRIED}
     lines = (f"| `{name}` | {rows[name]} |" for name in sorted(rows))
     return _HEAD + "\n".join(lines) + "\n"
 
