@@ -217,13 +217,6 @@ def _at(axis: int, place: int) -> tuple[int, int, int]:
     return at[0], at[1], at[2]
 
 
-def test_part_of_a_table_is_the_table_of_those_tokens() -> None:
-    table = axes_table((3, 2, 2), (4, 2, 2))
-    x = torch.randn(2, 12, 8)
-    part = rotate_axes(x[:, 5:9], table.rows(5, 9))
-    assert torch.equal(part, rotate_axes(x, table)[:, 5:9])
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [

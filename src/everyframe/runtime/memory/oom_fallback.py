@@ -14,7 +14,7 @@ from torch import nn
 
 from everyframe.core.errors import CannotRunError, DistributedOutOfMemoryError, OutOfMemoryInfo
 from everyframe.core.plan import Plan, Settings
-from everyframe.hardware.memory import OutOfMemory, catch_out_of_memory, empty_cache
+from everyframe.hardware.memory import empty_cache, is_out_of_memory
 from everyframe.runtime.batch_member import change_modules
 from everyframe.runtime.interface import MemorySavings
 from everyframe.runtime.memory import offload
@@ -152,9 +152,14 @@ class OomFallbacks:
                 fallback.event(calls.stage, step, f"{why}; using the same fallback again")
             )
         while True:
-            result = catch_out_of_memory(compute)
-            if not isinstance(result, OutOfMemory):
-                return result
+            # Each call of a run passes here; `catch_out_of_memory` would be one more frame in all.
+            try:
+                return compute()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                message = str(error).partition("\n")[0]
+            # Here the traceback is gone, which keeps the failed call's tensors alive.
             if self.free_others():
                 continue
             done = self.at(step)
@@ -162,9 +167,9 @@ class OomFallbacks:
                 raise CannotRunError(
                     f"{calls.where(step)}: out of memory, and no memory fallback is left; use a "
                     "smaller size or num_frames, or close other programs that use this memory "
-                    f"({result.message})"
+                    f"({message})"
                 )
-            why = f"{calls.where(step)}: out of memory ({result.message})"
+            why = f"{calls.where(step)}: out of memory ({message})"
             calls.add_events(
                 done.event(calls.stage, step, f"{why}; computing it again with less memory")
             )
