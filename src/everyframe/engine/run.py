@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from everyframe.core.errors import CannotRunError, NumericsError
+from everyframe.core.errors import CannotRunError, NumericsError, first_line
 from everyframe.core.events import (
     Event,
     Events,
@@ -201,10 +201,9 @@ class _PlannedEvents:
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
                 raise CannotRunError(
                     "out of memory during the run; use a smaller size or num_frames, or close "
-                    f"other programs that use this memory ({reason})"
+                    f"other programs that use this memory ({first_line(error)})"
                 ) from error
         if isinstance(event, StageStarted):
             self._where = f"in {event.stage}"

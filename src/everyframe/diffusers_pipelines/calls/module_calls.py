@@ -123,12 +123,14 @@ class DenoiserReplay:
             here = next(iter_tensors((args, kwargs)))
             return map_tensors(answer, lambda kept: kept.to(here.device))
         devices = {each.device for each in iter_tensors((args, kwargs))}
-        before, unread = states_of_torch(devices), unread_state(args, kwargs)
+        before = states_of_torch(devices)
+        keeps = self._at_once and self._can_keep
+        unread = unread_state(args, kwargs) if keeps else []
         answer = call.compute()
         # Where one is served nothing is drawn, and what draws after it would get other numbers: so
         # neither it nor what comes after it is kept.
         self._can_keep &= is_same(before, states_of_torch(devices))
-        if self._at_once and self._can_keep:
+        if keeps and self._can_keep:
             # A call that fills a cache for later ones is kept without its answer, and made again.
             is_changed = unread_state(args, kwargs) != unread
             answers.keep(None if is_changed else answer, self._video.repairs)

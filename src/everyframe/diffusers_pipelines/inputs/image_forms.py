@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from everyframe.core.errors import EveryframeError, MediaError
+from everyframe.core.errors import EveryframeError, MediaError, first_line
 from everyframe.hardware.device_loss import is_device_loss
 from everyframe.hardware.memory import is_out_of_memory
 from everyframe.media.read import is_picture_of_integers, read_image
+from everyframe.precision.dtypes import dtype_name
 
 Form = tuple[Any, ...]
 _Result = TypeVar("_Result")
@@ -40,7 +41,7 @@ def form_of(value: Any) -> Form:
         return ("picture", value.height, value.width)
     if isinstance(value, (torch.Tensor, np.ndarray)):
         kind = "tensor" if isinstance(value, torch.Tensor) else "array"
-        return (kind, tuple(value.shape), str(value.dtype).removeprefix("torch."))
+        return (kind, tuple(value.shape), dtype_name(value.dtype))
     if isinstance(value, (list, tuple)):
         return ("list", tuple(form_of(each) for each in value))
     return ("other", type(value).__name__)
@@ -153,8 +154,8 @@ def call_with_pictures(
             if has_begun() or _is_ours(again):
                 raise
             raise error from again
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        tell(f"the pipeline can't take {' and '.join(given)} as given ({why}); it has RGB instead")
+        why, names = first_line(error), " and ".join(given)
+        tell(f"the pipeline can't take {names} as given ({why}); it has RGB instead")
         return made
 
 

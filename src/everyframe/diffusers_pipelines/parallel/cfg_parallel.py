@@ -30,6 +30,7 @@ from everyframe.diffusers_pipelines.parallel.lazy_tensor import LazyTensor
 from everyframe.ops.call_override import ModuleCall, override_call
 from everyframe.parallel.cfg_groups import CfgGroups
 from everyframe.parallel.communicator import Communicator, ParallelContext, memory_order
+from everyframe.precision.dtypes import dtype_name
 
 
 @dataclass(frozen=True)
@@ -292,8 +293,7 @@ def _of_branches(leaf: Tensor, one: int, count: int, mine: range, path: str) -> 
 
 
 def _facts(tensor: Tensor) -> _Facts:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return [dtype, list(tensor.shape), memory_order(tensor)]
+    return [dtype_name(tensor.dtype), list(tensor.shape), memory_order(tensor)]
 
 
 def _scaled(facts: _Facts, load: int, other: int) -> _Facts:

@@ -7,6 +7,7 @@ from typing import Any
 
 from everyframe.checkpoints.read_progress import watch_reads
 from everyframe.engine.workers.flight_recorder import FlightRecorder
+from everyframe.precision.dtypes import dtype_name
 
 
 class ModuleWatch:
@@ -60,8 +61,8 @@ class ModuleWatch:
             first = given[0]
             dtype = self._dtypes.get(first.dtype)
             if dtype is None:
-                name = str(first.dtype).removeprefix("torch.")
-                dtype = self._dtypes[first.dtype] = self._trail.learn(name)
+                dtype = self._trail.learn(dtype_name(first.dtype))
+                self._dtypes[first.dtype] = dtype
             self._trail.enter(number, dtype, first.shape)
         else:
             self._trail.enter(number, 0, ())

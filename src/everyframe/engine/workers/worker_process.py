@@ -26,6 +26,7 @@ from everyframe.core.request import Request
 from everyframe.core.safe_path import SAFE_PATH
 from everyframe.core.serialization import from_jsonable, to_jsonable
 from everyframe.engine.workers.torchrun import TorchrunRank
+from everyframe.precision.dtypes import dtype_name
 
 #: Seconds for a worker to exit after its last message.
 _PATIENCE = 20.0
@@ -268,7 +269,7 @@ def _taking(parts: list[Any]) -> Callable[[Any], dict[str, Any] | None]:
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.Tensor):
             flat = value.detach().to("cpu").contiguous()
-            name = str(flat.dtype).removeprefix("torch.")
+            name = dtype_name(flat.dtype)
             shape = list(flat.shape)
             parts.append(flat.reshape(-1).view(torch.uint8).numpy().data)
             return {"as": "tensor", "part": len(parts) - 1, "dtype": name, "shape": shape}
