@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -67,6 +68,11 @@ def calls_of(model: STDiT3, sizes: Sizes, device: str) -> list[ModuleCall]:
     return calls
 
 
+def one_after_the_other(calls: list[ModuleCall]) -> list[Tensor]:
+    """The calls without a batch."""
+    return [call.compute() for call in calls]
+
+
 def plainly(model: STDiT3, calls: list[ModuleCall]) -> list[Tensor]:
     """The calls as one, all rows in one product; texts are cut to the shortest, as if equal."""
     length = min(call.args[2].blocks[0].keys.shape[2] for call in calls)
@@ -90,11 +96,14 @@ def measure(sizes: Sizes, dtype: str, rounds: int, device: str) -> list[str]:
     same: dict[tuple[str, int], int] = {}
     with Sharding(model, ONE), BatchedModule(model) as batched:
         alone = [call.compute() for call in calls]
-        ways = {"in one tensor": partial(plainly, model), "products apart": batched.compute}
+        ways: dict[str, Callable[[list[ModuleCall]], Sequence[Tensor]]] = {
+            "in one tensor": partial(plainly, model),
+            "products apart": batched.compute,
+        }
         for _ in range(rounds):
             for count in BATCHES:
                 some = calls[:count]
-                one_by_one = seconds(lambda some=some: [each.compute() for each in some], device)
+                one_by_one = seconds(partial(one_after_the_other, some), device)
                 for name, way in ways.items():
                     spent = seconds(partial(way, some), device)
                     taken.setdefault((name, count), []).append(one_by_one / spent)

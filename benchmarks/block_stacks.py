@@ -191,11 +191,12 @@ def svd(widths: tuple[int, ...], frames: int, height: int, width: int, device: s
     def call(model: nn.Module, given: tuple[Tensor, ...]) -> Tensor:
         x, t, picture, told = given
         if isinstance(model, unet.VideoUNet):
-            if vars(model).get("benchmark_context") is None:
-                vars(model)["benchmark_context"] = model.context(
+            own = model.__dict__
+            if own.get("benchmark_context") is None:
+                own["benchmark_context"] = model.context(
                     picture[:, 0].float(), told.float(), frames
                 )
-            out: Tensor = model(x.float(), t.float(), vars(model)["benchmark_context"])
+            out: Tensor = model(x.float(), t.float(), own["benchmark_context"])
             return out
         found: Tensor = model(x, t, picture, told, return_dict=False)[0]
         return found

@@ -90,6 +90,7 @@ def made(prompt: str, seed: int, quality: str = "exact", cache: Cache | None = N
         video = everyframe.generate(
             prompt, seed=seed, quality=quality, output="float", run_dir="off", device="cpu"
         )
+    assert isinstance(video, everyframe.Video)
     if cache is None:
         method = parse_method(quality).sampling if "@" in quality else None
         whole = STEPS if method is None else method.num_computed
@@ -186,8 +187,8 @@ def summary(rows: Sequence[Row]) -> str:
     """How many caches are ahead of our own at their cost."""
     gains = {row.name: found for row in rows if (found := gain_beside(row, rows)) is not None}
     ahead = [
-        [f"{name} by {found[which]:.1f} dB" for name, found in gains.items() if found[which] > 0]
-        for which in (1, 2)
+        [f"{name} by {gain[which]:.1f} dB" for name, (_, *gain) in gains.items() if gain[which] > 0]
+        for which in (0, 1)
     ]
     worst, median = (f"{len(each)} ({', '.join(each)})" if each else "none" for each in ahead)
     return (

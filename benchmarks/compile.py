@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +91,7 @@ def work(asked: argparse.Namespace) -> dict[str, Any]:
             times: dict[str, list[float]] = {"plain": [], "compiled": []}
             for _ in range(asked.rounds):
                 for name, each in (("plain", plain), ("compiled", model)):
-                    times[name].append(
-                        seconds(lambda each=each: stack.call(each, given), asked.device)
-                    )
+                    times[name].append(seconds(partial(stack.call, each, given), asked.device))
             found["times"] = {name: statistics.median(each) for name, each in times.items()}
             pairs = zip(times["plain"], times["compiled"], strict=True)
             found["gain"] = statistics.median(a / b for a, b in pairs)

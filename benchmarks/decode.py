@@ -145,7 +145,7 @@ def operators(run: Callable[[], Tensor]) -> str:
     """The heaviest operators of a call; a kernel of ours in C is part of what calls it."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
         run()
-    return found.key_averages().table(sort_by="self_cpu_time_total", row_limit=14)
+    return str(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=14))
 
 
 def measure(decoder: Decoder, device: DeviceFacts, asked: Any) -> str:

@@ -43,7 +43,7 @@ def row(dtype: torch.dtype, rounds: int) -> str:
     before, now = (
         (given[0] + float(sigma) * noise) / (1 + float(sigma) ** 2) ** 0.5 for sigma in sigmas
     )
-    whole, shallow = [], []
+    whole, shallow = list[float](), list[float]()
     with DeepFeatures(model) as features:
         for _ in range(rounds):
             for kept, times in ((False, whole), (True, shallow)):

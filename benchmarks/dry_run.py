@@ -65,8 +65,8 @@ def tiny(name: str, folder: Path) -> str:
     """A row about a tiny pipeline."""
     model = folder / name
     tiny_pipelines.TINY[name](model)
-    asked = {"num_frames": 9, "size": "32x32", "num_inference_steps": 2,
-             **tiny_pipelines.CALLS.get(name, {})}  # fmt: skip
+    asked: dict[str, Any] = {"num_frames": 9, "size": "32x32", "num_inference_steps": 2,
+                             **tiny_pipelines.CALLS.get(name, {})}  # fmt: skip
     everyframe.plan("a fox", model=str(model), **{**asked, "num_inference_steps": 1})  # imports
     dry, _ = planned(model, **{**asked, "size": "64x64"})
     pipe = diffusers.DiffusionPipeline.from_pretrained(model)
@@ -79,8 +79,10 @@ def large(folder: Path) -> tuple[str, everyframe.Plan]:
     """A row about Wan in its real size, and the plan."""
     model = folder / "large"
     tiny_pipelines.TINY["wan"](model)
-    configs = {"transformer": DENOISER, "transformer_2": DENOISER, "text_encoder": TEXT_ENCODER,
-               "vae": VAE}  # fmt: skip
+    configs: dict[str, dict[str, Any]] = {
+        "transformer": DENOISER, "transformer_2": DENOISER, "text_encoder": TEXT_ENCODER,
+        "vae": VAE,
+    }  # fmt: skip
     for part, values in configs.items():
         file = model / part / "config.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), **values}))

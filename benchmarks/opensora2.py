@@ -33,6 +33,7 @@ from dataclasses import replace
 from datetime import date
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from measuring import hardware, result_page, seconds
@@ -160,7 +161,7 @@ def write_checkpoint(folder: Path, config: MMDiTConfig) -> None:
 
 def run_in_eight_bits(folder: Path) -> dict[str, float]:
     """A whole run; the plan's peak, and the process's above what it took before."""
-    asked = {
+    asked: dict[str, Any] = {
         "model": str(folder), "device": "cpu", "size": "64x64", "num_frames": 5, "seed": 1,
         "num_inference_steps": 1, "quantize": "int8", "dtype": "bf16",
     }  # fmt: skip
@@ -238,6 +239,7 @@ def forecast() -> list[str]:
     card = find_profile("cuda-sm90").machine().devices[0]
     work, rates = upstream_work(card), card.rates
     assert rates is not None
+    products = dict(rates.products)["bfloat16"]
     cells = {(size, n): cell for size, row in PUBLISHED.items() for n, cell in row.items()}
 
     def times(rate: float) -> dict[tuple[str, int], float]:
@@ -255,7 +257,7 @@ def forecast() -> list[str]:
         size, cards = key
         published, published_peak = cells[key]
         peak = work.peak(*key) / 2**30
-        ours, our_peak = our_plan(size, cards, rate / dict(card.rates.products)["bfloat16"])
+        ours, our_peak = our_plan(size, cards, rate / products)
         lines.append(
             f"| {size} | {cards} | {published} s | {took:.0f} s | {took / published - 1:+.0%} | "
             f"{published_peak} | {peak:.1f} | {peak / published_peak - 1:+.0%} | {ours:.0f} s | "

@@ -57,7 +57,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.fc2(self.act(self.fc1(self.norm2(x))))
+        fed: Tensor = self.fc2(self.act(self.fc1(self.norm2(x))))
+        return x + fed
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -18,6 +18,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -26,7 +27,7 @@ from versions import versions_of
 from everyframe.hardware import machine_facts
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 
-SIZES = {"hidden_size": 288, "depth": 4, "num_heads": 8}
+SIZES: dict[str, Any] = {"hidden_size": 288, "depth": 4, "num_heads": 8}
 RUN = ["a red circle moves to the right", "--size", "256x256", "--num-frames", "51", "--seed", "7",
        "--num-inference-steps", "3", "--device", "cpu", "--dtype", "fp32", "--json"]  # fmt: skip
 #: How two workers share a video.
@@ -89,4 +90,5 @@ def seconds_of_steps(model: Path, *options: str) -> float:
             capture_output=True, text=True, check=True,
         )  # fmt: skip
     events = [json.loads(line) for line in done.stdout.splitlines()]
-    return sum(e["seconds"] for e in events if e["type"] == "step" and e["stage"] == "denoise")
+    steps = [e for e in events if e["type"] == "step" and e["stage"] == "denoise"]
+    return float(sum(step["seconds"] for step in steps))

@@ -77,7 +77,7 @@ class Way:
 
 def measure(model: str | None, rounds: int) -> list[Way]:
     """All ways by turns, so many times after a first time."""
-    own = {} if model is None else {"model": model}
+    own: dict[str, Any] = {} if model is None else {"model": model}
     request = {"prompt": "a red circle on a blue background", "seed": 7, "num_inference_steps": 4}
     with everyframe.load(model) as here, everyframe.load(model, isolate=True) as apart:
         ways = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import everyframe
@@ -26,7 +26,7 @@ _WIDTH = 88
 def api_page() -> str:
     """Every public name of the package, with signature and docstring."""
     public = {name: getattr(everyframe, name) for name in everyframe.__all__ if name[0] != "_"}
-    kinds = {
+    kinds: dict[str, Callable[[object], bool]] = {
         "Functions": inspect.isfunction,
         "Classes": lambda value: inspect.isclass(value) and not issubclass(value, BaseException),
         "Errors and warnings": lambda value: (
@@ -122,7 +122,7 @@ def _signature(name: str, function: Any) -> list[str]:
 
 
 def _parameter(parameter: inspect.Parameter) -> str:
-    stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+    stars = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}.get(parameter.kind.name, "")
     text = f"{stars}{parameter.name}: {parameter.annotation}"
     if parameter.default is parameter.empty:
         return text

@@ -31,7 +31,7 @@ def packages() -> dict[str, str]:
 def imports_of(package: str) -> set[str]:
     """Packages that any module of this package imports, also inside functions."""
     path = SOURCE / package
-    files = path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]
+    files = [*path.rglob("*.py")] if path.is_dir() else [path.with_suffix(".py")]
     found = set()
     for file in files if path.is_dir() or files[0].exists() else ():
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -107,8 +107,8 @@ def request() -> str:
         page.text(x + wide / 2, y + high + 1, package, "soft", 11.5, "middle", mono=True)
         if column < 3:
             page.arrow([(x + wide + 4, y + high / 2 - 8), (x + wide + gap - 4, y + high / 2 - 8)])
-    x, y = left + 3 * (wide + gap) + wide / 2, top + high + 12
-    page.arrow([(x, y), (x, y + 22), (left + wide / 2, y + 22), (left + wide / 2, y + 48)])
+    turn, end, y = left + 3 * (wide + gap) + wide / 2, left + wide / 2, top + high + 12
+    page.arrow([(turn, y), (turn, y + 22), (end, y + 22), (end, y + 48)])
     page.lines(
         left,
         364,

@@ -12,7 +12,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -73,11 +73,8 @@ def exit_codes_page() -> str:
         "|---|---|---|",
     ]
     # A room's own error is one of these by its code; it is known only where it was imported.
-    kinds = [
-        kind
-        for kind in (EveryframeError, *_descendants(EveryframeError))
-        if kind.__module__ == EveryframeError.__module__
-    ]
+    errors: list[type[EveryframeError]] = [EveryframeError, *_descendants(EveryframeError)]
+    kinds = [kind for kind in errors if kind.__module__ == EveryframeError.__module__]
     for code in ExitCode:
         names = [f"`{kind.__name__}`" for kind in kinds if kind.exit_code is code]
         words = code.name.lower().replace("_", " ")
@@ -203,7 +200,7 @@ _STUB_TYPES = {
 
 def stub() -> str:
     """Type stub of the package: functions with options are written out, the rest is imported."""
-    homes = dict(everyframe.HOMES)
+    homes: dict[str, str] = dict(vars(everyframe)["HOMES"])
     functions = {n: getattr(everyframe, n) for n in homes if homes[n] == "everyframe.api"}
     functions = {n: each for n, each in functions.items() if hasattr(each, "__signature__")}
     imports = [f"from {homes[n]} import {n} as {n}" for n in homes if n not in functions]
@@ -268,7 +265,7 @@ def openapi() -> str:
 
 
 #: Page -> what makes it.
-PAGES = {
+PAGES: dict[Path, Callable[[], str]] = {
     REFERENCE / "options.md": options_page,
     REFERENCE / "api.md": api_page,
     REFERENCE / "events.md": events_page,

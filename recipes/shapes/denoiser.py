@@ -225,6 +225,7 @@ def task(work: Path, num_steps: int = 12_000, batch: int = 768, device: str = "c
     """
     vae, counts = trained_vae(work, device), (batch, batch // 4)
     modules = build().to(device)
+    denoiser: Any = modules["denoiser"]
     taught = nn.ModuleDict({"text": modules["text"]})
     load_best(taught, work / "text")
     scenes = [*world.train_scenes(), *world.held_out_scenes()]
@@ -273,7 +274,7 @@ def task(work: Path, num_steps: int = 12_000, batch: int = 768, device: str = "c
         learning_rate=2e-3, weight_decay=0.01, warmup=min(200, num_steps // 10),
         ema=0.9995, num_validations=5,
         muon=("denoiser.spatial_blocks", "denoiser.temporal_blocks"),
-        compilable=tuple(modules["denoiser"].blocks_in_order()),
+        compilable=tuple(denoiser.blocks_in_order()),
     )  # fmt: skip
 
 

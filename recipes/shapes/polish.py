@@ -81,7 +81,7 @@ def task(work: Path, num_steps: int = 4000, batch: int = 56, device: str = "cpu"
     held = {form: Coded.of(vae, form, NUM_HELD, seed=43) for form in FORMATS}
 
     def draw(step: int) -> tuple[Tensor, ...]:
-        rng, drawn = np.random.default_rng([42, step]), []
+        rng, drawn = np.random.default_rng([42, step]), list[Tensor]()
         for form, count in zip(FORMATS, counts, strict=True):
             rows, index = (
                 torch.from_numpy(rng.integers(end, size=count))

@@ -142,8 +142,9 @@ def _overlap(cover: Floats, shape: str, x: float, y: float, area: float) -> floa
     """Best overlap of one frame's cover with the shape of that area there, at any angle."""
     turns = 1 if shape == "circle" else _NUM_ANGLES
     angles = torch.arange(turns) * (2 * math.pi / _SIDES[shape] / turns)
-    place = (torch.tensor(float(value)) for value in (x, y, np.sqrt(area / _AREAS[shape])))
-    drawn = shape_cover(shape, *place, angles[:, None, None], cover.shape[1]).numpy()
+    places = (x, y, np.sqrt(area / _AREAS[shape]))
+    at_x, at_y, size = (torch.tensor(float(value)) for value in places)
+    drawn = shape_cover(shape, at_x, at_y, size, angles[:, None, None], cover.shape[1]).numpy()
     both = np.minimum(drawn, cover).sum(axis=(-1, -2))
     either = np.maximum(drawn, cover).sum(axis=(-1, -2))
     return float((both / either).max())

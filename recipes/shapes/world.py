@@ -201,7 +201,8 @@ def _paint(cover: Tensor, rows: Tensor, shape: str, at_BT4: Tensor) -> None:
     x, y, size = (at_BT4[..., :3] * (side / UNIT)).unbind(-1)
     left, top = ((place.floor() - window // 2).clamp(0, side - window) for place in (x, y))
     values = (x - left, y - top, size, at_BT4[..., 3])
-    part = shape_cover(shape, *(v[..., None, None] for v in values), side=window)
+    x, y, size, angle = (value[..., None, None] for value in values)
+    part = shape_cover(shape, x, y, size, angle, window)
     steps = torch.arange(window, device=device)
     down, across = top.long()[..., None] + steps, left.long()[..., None] + steps
     frames = torch.arange(at_BT4.shape[1], device=device)[None, :, None, None]
