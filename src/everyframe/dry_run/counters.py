@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -36,6 +37,7 @@ class WorkCounter:
 
     def __init__(self) -> None:
         self._products: Counter[OpShape] = Counter()
+        self._flops: dict[tuple[Any, OpShape], int] = {}
         self._moved = self._kernels = self._mapped = 0.0
 
     def attention(
@@ -66,7 +68,11 @@ class WorkCounter:
         parameters = tuple(_plain(each) for each in args[3:]) if is_convolution else ()
         shapes = tuple(tuple(tensor.shape) for tensor in ins)
         product = OpShape(kind, dtype_name(outs[0].dtype), shapes, parameters)
-        self._products[product] += int(count(*args, out_val=outs[0]) * times())
+        # Blocks are alike, and torch's formulas look through all of the operands.
+        flops = self._flops.get((func, product))
+        if flops is None:
+            flops = self._flops[func, product] = count(*args, out_val=outs[0])
+        self._products[product] += int(flops * times())
 
     def total(self) -> Work:
         """Work so far."""
@@ -75,6 +81,7 @@ class WorkCounter:
         )
 
 
+@cache
 def _in_place(func: Any) -> bool:
     return any(each.alias_info is not None for each in func._schema.returns)
 

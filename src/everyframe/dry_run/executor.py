@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from everyframe.core.errors import EveryframeError, first_line
 from everyframe.core.facts import DeviceFacts
@@ -39,8 +40,9 @@ from everyframe.dry_run.meta_device import (
     on_host,
     placed,
     places,
+    standing_in,
     tensors_of,
-    to_stand_in_all,
+    to_stand_in,
     widened,
     without_masks,
 )
@@ -269,7 +271,8 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         given = kwargs or {}
         operation = func._schema.name
-        tensors = on_device((args, given))
+        everywhere = tensors_of((args, given))
+        tensors = standing_in(everywhere)
         if operation == "aten::_local_scalar_dense" and tensors:
             return torch.zeros((), dtype=tensors[0].dtype, device="cpu").item()
         if operation == "aten::_to_copy" and tensors and goes_to_host(given):
@@ -287,17 +290,22 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if operation == "aten::nonzero":
                 return places(args[0])
             args = without_masks(operation, args)
-        if tensors and self._mixes:
-            args, given = to_stand_in_all((args, given))
+            everywhere = tensors_of((args, given))
+            tensors = standing_in(everywhere)
+        if tensors and self._mixes and len(tensors) < len(everywhere):
+            args, given = tree_map(to_stand_in, (args, given))
+            tensors = on_device((args, given))
         if not tensors and not made_on_device(given):
             return on_host(func, args, given) if self.is_lenient else func(*args, **given)
-        return self._operation(func, operation, args, given)
+        return self._operation(func, operation, args, given, tensors)
 
-    def _operation(self, func: Any, operation: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _operation(
+        self, func: Any, operation: str, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> Any:
+        """Record an operation with these `tensors` among its operands; returns its result."""
         self._now.num_operations += 1
         if self.is_lenient:
             self._count_down()
-        tensors = on_device((args, kwargs))
         if clashes := list(rules.check_operands(operation, args, self.device)):
             self._find(operation, clashes)
             args = widened(args)  # to see what comes after

@@ -186,14 +186,12 @@ def stands_in(tensor: Tensor) -> bool:
 
 def on_device(values: Any) -> list[Tensor]:
     """Tensors among `values` that are on the stand-in."""
-    return [each for each in tensors_of(values) if stands_in(each)]
+    return standing_in(tensors_of(values))
 
 
-def to_stand_in_all(values: Any) -> Any:
-    """Apply `to_stand_in` to all tensors; returns the same object if nothing changes."""
-    if all(stands_in(each) for each in tensors_of(values)):
-        return values
-    return tree_map(to_stand_in, values)
+def standing_in(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Those of the tensors that are on the stand-in."""
+    return [each for each in tensors if stands_in(each)]
 
 
 def tensors_of(value: Any) -> list[Tensor]:
