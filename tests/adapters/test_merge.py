@@ -46,7 +46,7 @@ DENOISER = {
 }
 #: Of which the fast set has these: what weights a LoRA merges to in each family is tested in
 #: `test_lora_models.py`.
-FAST = ("opensora-1.2", "svd", "wan", "animatediff")
+FAST = ("opensora-1.2", "svd", "wan")
 #: Said after the file of a LoRA for a model with two denoisers.
 AT = {"wan": "@high"}
 
@@ -150,7 +150,10 @@ def test_a_lora_gives_the_bits_of_a_merged_checkpoint(
     assert np.array_equal(nothing, plain)
 
 
-@pytest.mark.parametrize(("name", "start"), [("inpaint", ""), ("animatediff", "text_model.")])
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [("inpaint", ""), pytest.param("animatediff", "text_model.", marks=pytest.mark.slow)],
+)
 def test_text_encoders_by_kohyas_names(
     name: str, start: str, tiny_root: Path, tmp_path: Path
 ) -> None:

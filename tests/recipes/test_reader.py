@@ -19,7 +19,13 @@ def _clip(scene: Scene, seed: int = 0) -> world.Floats:
     return _frames(world.random_clips([scene], np.random.default_rng(seed)))[0]
 
 
-@pytest.mark.parametrize(("form", "count"), [(SMALL, 60), (LARGE, 12)], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("form", "count"),
+    [
+        pytest.param(SMALL, 60, id="small"),
+        pytest.param(LARGE, 12, id="large", marks=pytest.mark.slow),
+    ],
+)
 def test_the_reader_meets_its_bars(form: Format, count: int) -> None:
     rows = evaluate.measure_reader(count, form)
     assert [row for row in rows if not row.met] == []

@@ -77,7 +77,7 @@ def run(pipe: Any, **given: Any) -> Any:
         {"prompt": ["a fox"], "negative_prompt": ["bad"]},
         {"prompt": ["a fox", "a red cat"], "negative_prompt": ["bad", "bad"]},
         pytest.param({"prompt": ["a fox", "a red cat"]}, marks=pytest.mark.slow),
-        {**PROMPT, "num_videos_per_prompt": 2},
+        pytest.param({**PROMPT, "num_videos_per_prompt": 2}, marks=pytest.mark.slow),
         {"prompt": ["a", "b"], "num_videos_per_prompt": 2},
         {"prompt": ["a", ""], "generator": [3, 4]},
     ],

@@ -30,7 +30,10 @@ def folder(tiny_models: Callable[[str], Path]) -> Path:
     return tiny_models("svd")
 
 
-@pytest.mark.parametrize(("name", "num_frames"), [("svd", 14), ("svd-xt", 25), ("svd-xt-1.1", 25)])
+@pytest.mark.parametrize(
+    ("name", "num_frames"),
+    [pytest.param("svd", 14, marks=pytest.mark.slow), ("svd-xt", 25), ("svd-xt-1.1", 25)],
+)
 def test_a_known_model_is_planned_before_it_is_fetched(name: str, num_frames: int) -> None:
     plan = everyframe.plan(model=name, image=PICTURE)
     assert (plan.family, plan.settings.num_frames) == ("svd", num_frames)
