@@ -1,7 +1,7 @@
 """Caches between the blocks of Open-Sora's STDiT3, for `blockcache.py`; no method of Everyframe.
 
 A cache is a function ``(x, t, blocks) -> x``: the hidden states before the first block, the
-timestep, and the blocks as functions. It calls those that it computes, in each step anew.
+timestep, and the blocks as functions. In each step it calls those that it computes.
 `CachedStack` makes it stand in the model for the loop over the blocks.
 """
 

@@ -5,8 +5,8 @@
     python benchmarks/compile.py --device cuda    # on a card, at the released sizes
 
 Random weights in the stacks of `block_stacks.py`. The first process has an empty store: it compiles
-each kind of block, tries it, and saves the packages. The second one starts anew, loads the folder,
-and gives its first result; that is timed from the import of torch on, and the plain model's first
+each kind of block, tries it, and saves the packages. The second one loads the folder and
+gives its first result; that is timed from the import of torch on, and the plain model's first
 call in a process like it beside. Speed is by turns, compiled and as written, the median over
 rounds. Writes a dated page into `benchmarks/results/` unless told not to.
 """

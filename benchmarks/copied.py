@@ -1,6 +1,6 @@
 """A long benchmark runs on a copy of the package, so that a change on the disk does it no harm.
 
-Modules are imported when they are first needed, in every process anew; half an hour after the
+Modules are imported when they are first needed, in every process again; half an hour after the
 start that may be another version. Not here: what is measured.
 """
 

@@ -1,4 +1,4 @@
-"""Does a run that is killed at any moment go on and give the frames of an unbroken one?
+"""Does a run that is killed at any moment continue and give the frames of an unbroken one?
 
     python benchmarks/kill.py              # 100 kills of the embedded model; about 10 minutes
     python benchmarks/kill.py --kills 20   # fewer
@@ -11,10 +11,10 @@ Each run is a process of its own that is ended by SIGKILL: two times out of thre
 after a random event, in whatever it does then (loading, text, a step, decoding), and the third time
 inside a write of its state: before or after a random one of the calls that put bytes on the disk
 and names in their places. The state is written at every step here, to be in danger as often as can
-be. What is left is gone on with in another process, and its frames are compared bit for bit. A
-third of those that go on are killed again and gone on with once more. It runs on a copy of the
+be. What is left is resumed in another process, and its frames are compared bit for bit. A
+third of those are killed and resumed once more. It runs on a copy of the
 package, so that a change on the disk meanwhile does no harm. Writes a dated page into
-`benchmarks/results/` unless told not to, anew after every tenth.
+`benchmarks/results/` unless told not to, again after every tenth.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def begin(root: Path, place: Path, options: dict[str, Any], moment: Moment | Non
 
 
 def resume(root: Path, place: Path, options: dict[str, Any], moment: Moment | None) -> None:
-    """In a process of its own: go on with the only run that there is."""
+    """In a process of its own: continue with the only run that there is."""
     (folder,) = all_runs(root)
     run_to(place, resume_run(folder, pace=EVERY_STEP), moment)
 
@@ -236,7 +236,7 @@ def kill_once(
     moment: Moment,
     again: Moment | None = None,
 ) -> Outcome:
-    """Kill a run at that moment, and what goes on with it at `again`; compare what comes of it."""
+    """Kill a run at that moment, and what resumes it at `again`; compare what comes of it."""
     kills = int(process(begin, root, options, moment) == -signal.SIGKILL)
     where = (root / "stage").read_text() or "between two events"
     where = "writing the state" if moment.call is not None else where
@@ -249,15 +249,15 @@ def kill_once(
     is_made = (root / "frames.npy").exists()
     if not is_made:
         # It was killed before it was a run, or after it had been one.
-        where += ", with nothing left to go on with"
+        where += ", with nothing left to continue with"
         process(begin, root, options)
     found = np.load(root / "frames.npy")
     return Outcome(where, kills, same=found.tobytes() == wanted.tobytes())
 
 
 def main() -> None:
-    """Kill, go on, compare, and write the page."""
-    parser = argparse.ArgumentParser(description="Kill runs, go on with them, compare.")
+    """Kill, continue, compare, and write the page."""
+    parser = argparse.ArgumentParser(description="Kill runs, continue with them, compare.")
     parser.add_argument("options", nargs="*", metavar="NAME=VALUE", help="of the request")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
@@ -317,7 +317,7 @@ def report(
         "",
         "What is killed is the engine in a forked process: no worker, no parent process, and no "
         "video file. A run killed before its folder was whole, or after its frames were made, has "
-        "nothing left to go on with, is begun anew, and counts as the same bits.",
+        "nothing left to continue with, is begun again, and counts as the same bits.",
         "",
         "| killed while | runs | the same bits |",
         "|---|---|---|",

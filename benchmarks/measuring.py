@@ -1,6 +1,6 @@
 """Clocks, the matrix-product peak and distances for benchmarks, on a CPU and on a card.
 
-What a card computes goes on after the call that asked for it: every clock here is read when it has
+A card computes on after the call that asked for it: every clock here is read when it has
 finished. Not here: what is compared, and how often.
 """
 

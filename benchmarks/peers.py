@@ -338,7 +338,7 @@ def main() -> None:
     names = asked.model or list(SIZES)
     sections, began = [], time.monotonic()
     with tempfile.TemporaryDirectory() as cache:
-        # Everybody compiles anew.
+        # Everybody compiles again.
         os.environ["EVERYFRAME_CACHE"] = str(Path(cache, "everyframe"))
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache, "inductor"))
         for number, name in enumerate(names, 1):

@@ -3,7 +3,7 @@
     python benchmarks/server.py                          # both parts, up to half an hour each
     python benchmarks/server.py --only throughput --jobs 200
     python benchmarks/server.py --only kills --kills 20
-    python benchmarks/server.py --folder FOLDER          # goes on where that folder was left
+    python benchmarks/server.py --folder FOLDER          # continues where that folder was left
     python benchmarks/server.py --no-page                # print only
 
 Throughput: tiny jobs of the embedded model through the API, by 20 clients that each wait for their

@@ -3,7 +3,7 @@
     python benchmarks/whole.py                  # videos of a small Wan; twenty minutes at most
     python benchmarks/whole.py --model svd      # of a narrow Stable Video Diffusion
     python benchmarks/whole.py --model opensora # of a narrow Open-Sora 1.2, which diffusers lacks
-    python benchmarks/whole.py --folder DIR     # the same, which goes on where it was broken off
+    python benchmarks/whole.py --folder DIR     # the same, which continues where it was broken off
     python benchmarks/whole.py --device cuda    # a larger one, on a card; five minutes
 
 A pipeline with random weights is written to disk first (`whole_models.py`). Then each command is a
@@ -199,7 +199,7 @@ def arguments() -> argparse.Namespace:
         "--compiled", action="store_true", help="diffusers with compiled blocks too"
     )
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--folder", type=Path, help="keep what is measured, and go on with it")
+    parser.add_argument("--folder", type=Path, help="keep what is measured, and continue with it")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one command")
     parser.add_argument("--seconds", type=float, default=1200.0, help="for all")
     parser.add_argument("--model", choices=tuple(MODELS), default="wan")

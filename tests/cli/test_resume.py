@@ -69,7 +69,7 @@ def test_a_run_of_an_earlier_version_says_what_to_do(
     write_json(folder.path / "run.json", {"schema": "everyframe.run/2"})
     assert main(["resume", folder.name]) == 2
     err = capsys.readouterr().err
-    assert "finish the run with that version, or make its video anew" in err
+    assert "finish the run with that version, or make its video again" in err
     assert err.count("\n") == 1
 
 

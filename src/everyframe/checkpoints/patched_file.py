@@ -39,7 +39,7 @@ class PatchedTensorFile(TensorFile):
         return self._base.dtype(name)
 
     def quantized(self, name: str, kind: str) -> tuple[Tensor, Tensor] | None:
-        """See `TensorFile.quantized`; a patched weight is quantized anew."""
+        """See `TensorFile.quantized`; a patched weight is quantized again."""
         return None if name in self._patches else self._base.quantized(name, kind)
 
     def packed_bytes(self, name: str) -> int | None:

@@ -20,7 +20,7 @@ _HELP = """Measure how close lossy sampling comes to the exact video on this mac
 
 Makes a set of videos by exact steps and by each method, and compares them frame by frame. Then
 `--quality 32dB` takes the fastest method whose worst frame held 32 dB with a margin. Interrupt it
-at any time: the same command goes on. Without options, the embedded model.
+at any time: the same command continues. Without options, the embedded model.
 """
 
 #: Options that it does not take: it sets them itself, or measures them.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _HELP = """Serve videos over HTTP: OpenAI's videos API, a durable queue and a web page.
 
 Without options it serves the models on this disk to this machine alone. Jobs outlive the server:
-after a restart each goes on at its step. Ctrl-C or SIGTERM stops it in order.
+after a restart each continues at its step. Ctrl-C or SIGTERM stops it in order.
 """
 
 #: Packages of the extra.
@@ -225,7 +225,7 @@ COMMAND = command(
              "request waits for it.", group=_JOBS),
         flag("no_previews", bool, "Make no pictures while a video is made.", group=_JOBS),
         flag("drain", str, "Time that running jobs have to finish when the server stops; 0s by "
-             "default: they stop at once and go on after the restart.", group=_JOBS),
+             "default: they stop at once and continue after the restart.", group=_JOBS),
         flag("executor", str, "Where jobs run: workers of this machine, or ray.", group=_JOBS),
         flag("ray_address", str, "Address of the Ray cluster; auto by default.", group=_JOBS),
         flag("place_timeout", str, "Time that a job waits for free devices of the cluster; 60s by "

@@ -15,7 +15,7 @@ _LOGGERS = (
 
 
 def mute_torchao_imports() -> None:
-    """Leave errors alone of what its loggers log; by filters, as torch sets levels anew."""
+    """Leave errors alone of what its loggers log; by filters, as torch sets levels again."""
     for name in _LOGGERS:
         logging.getLogger(name).addFilter(_is_error)
 

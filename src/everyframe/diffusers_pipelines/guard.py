@@ -283,7 +283,7 @@ class _Denoiser(_Part):
     """A guarded component whose calls belong to denoising steps."""
 
     def _begin_probe(self) -> OverflowProbe | None:
-        # A run that goes on from a later step has the repairs that its first step asked for.
+        # A run that continues from a later step has the repairs that its first step asked for.
         return None if self._watch.num_calls[self.name] else super()._begin_probe()
 
     def _may_be_unused(self, result: Any) -> bool:

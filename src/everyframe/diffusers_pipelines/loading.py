@@ -66,7 +66,7 @@ def load(
     """Append the pipeline to `found`; yields an event per loaded component.
 
     Its components come from `warm` if they are there; tokenizers and schedulers have state that a
-    call changes, and are made anew. With `encodes` False another rank encodes, and this rank's
+    call changes, and are made again. With `encodes` False another rank encodes, and this rank's
     encoders have no weights.
 
     Raises:

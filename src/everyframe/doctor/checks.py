@@ -72,7 +72,7 @@ def _no_answer(failed: ProcessResult) -> Finding:
         mark="error",
         message=f"asking torch for its devices {failed}",
         cause="torch, or a library that it loads, does not work here.",
-        fix=(Fix(do="install torch anew", command="pip install --force-reinstall torch"),),
+        fix=(Fix(do="install torch again", command="pip install --force-reinstall torch"),),
     )
 
 

@@ -86,7 +86,7 @@ def with_repair_report(
     try:
         with closing(events):
             while True:
-                # For each event anew: the consumer may load models of its own between two events.
+                # For each event again: the consumer may load models of its own between two events.
                 with on_component_loaded(magnitudes.watch):
                     event = next(events, None)
                 if event is None:

@@ -172,7 +172,7 @@ def run_stages(
 class _PlannedEvents:
     """The same events, computed with the plan's threads, full float32, and no gradients.
 
-    The settings are entered anew for each event, since the consumer's code runs between two events
+    The settings are entered again for each event, since the consumer's code runs between two events
     and must not be affected. An in-memory model runs with torch as its owner set it. Out-of-memory
     and lost-device errors of torch become errors of ours.
     """

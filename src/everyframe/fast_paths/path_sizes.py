@@ -128,7 +128,7 @@ def constant_bytes(weight_bytes: int) -> int:
 
 
 def feature_bytes(products: Sequence[tuple[OpShape, float]], element_bytes: int) -> int:
-    """Bytes of DeepCache's features while a whole step of a UNet computes them anew.
+    """Bytes of DeepCache's features while a whole step of a UNet computes them again.
 
     Each call has one tensor, of the size that the last convolution reads. The old one stays until
     the new one is there, to be compared with it. `products` are those of one step, in order.

@@ -264,7 +264,7 @@ def _check(method: SamplingMethod, model: ModelSpec, settings: Settings, request
         )
     if method.holds_guidance and not has_held_guidance(model):
         raise InputError(
-            f"quality {method}: {model.title} combines its guidance anew in each step; leave out h"
+            f"quality {method}: {model.title} changes its guidance from step to step; leave out h"
         )
 
 

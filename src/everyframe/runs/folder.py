@@ -119,7 +119,7 @@ class RunFolder:
             if str(found).startswith(f"{SCHEMA.partition('/')[0]}/"):
                 raise CorruptRunError(
                     f"{self.path / _RUN} is by another version of Everyframe ({found!r}, this one "
-                    f"has {SCHEMA!r}); finish the run with that version, or make its video anew"
+                    f"has {SCHEMA!r}); finish the run with that version, or make its video again"
                 )
             raise CorruptRunError(f"{self.path / _RUN} holds no run of {SCHEMA!r}, but {found!r}")
         return values

@@ -182,7 +182,7 @@ class RunStateWriter:
             saved = to_jsonable(frames, self._store.keep)
         except OSError as error:
             self._failed(f"{error.strerror or error}")
-            # A state without these frames would be none to go on from; the last one still is.
+            # A state without these frames would be none to continue from; the last one still is.
             self._is_off = True
             return
         progress.frames.append((event.seed, event.num_frames, saved))

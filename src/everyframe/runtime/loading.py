@@ -188,7 +188,7 @@ def rewrite_parameters(
     module: nn.Module,
     names: Collection[str],
 ) -> bool:
-    """Read these parameters of a loaded component anew: the bits are those of a new component.
+    """Read these parameters of a loaded component again: the bits are those of a new component.
 
     False, and nothing is changed, if one does not have the numbers of its file alone: it is
     quantised, repaired or has them in two precisions.

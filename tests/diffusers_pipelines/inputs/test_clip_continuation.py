@@ -312,7 +312,7 @@ def test_the_plan_says_what_becomes_of_the_clip() -> None:
     assert settings.given_frames == ("extend",)
     assert settings.given_forms == (("extend", ("array", (14, 8, 8, 3), "uint8")),)
     assert "the video begins with the 13 frames of extend; num_frames counts them" in notes
-    assert any("of the 14 frames of extend the last 1 are made anew: 4n + 1" in n for n in notes)
+    assert any("of the 14 frames of extend the last 1 are made again: 4n + 1" in n for n in notes)
     _, notes = _resolved("SkyReelsV2DiffusionForcingVideoToVideoPipeline", extend=CLIP)
     assert any("begins with all frames of extend" in note for note in notes)
     assert any("it has overlap_history=17" in note for note in notes)
@@ -320,7 +320,7 @@ def test_the_plan_says_what_becomes_of_the_clip() -> None:
     _, notes = _resolved("SkyReelsV2DiffusionForcingVideoToVideoPipeline", extend=CLIP, option=own)
     assert not any("it has overlap_history" in note for note in notes)
     assert any(
-        "goes on where extend ends" in n for n in _resolved("HeliosPipeline", extend=CLIP)[1]
+        "continues where extend ends" in n for n in _resolved("HeliosPipeline", extend=CLIP)[1]
     )
 
 

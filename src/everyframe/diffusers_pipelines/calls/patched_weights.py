@@ -94,7 +94,7 @@ def merge_from_files(where: str, part: ComponentFolder, module: nn.Module) -> No
             raise CheckpointError(
                 f"{where}: the files of its {part.name} hold {name!r} under another name than the "
                 f"{type(module).__name__} has it, so no LoRA can be merged into it; save the "
-                "pipeline anew with today's diffusers (save_pretrained)"
+                "pipeline again with today's diffusers (save_pretrained)"
             )
         parameter.data.copy_(file.load(name))
 
@@ -102,7 +102,7 @@ def merge_from_files(where: str, part: ComponentFolder, module: nn.Module) -> No
 def rewrite_from_files(
     part: ComponentFolder, planned: ComponentPlan, module: nn.Module, names: Collection[str]
 ) -> bool:
-    """Read these parameters of a loaded component anew, with the patches of `part`.
+    """Read these parameters of a loaded component again, with the patches of `part`.
 
     False, and nothing is changed, if one did not come from its file in the plan's own dtype.
     """

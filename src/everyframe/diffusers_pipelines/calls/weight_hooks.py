@@ -42,7 +42,7 @@ def host_copies(module: nn.Module) -> dict[int, Tensor]:
 
 
 def why_not_widened(module: nn.Module) -> str:
-    """What sets the weights anew in each call, so that no wider ones stay; empty if nothing does.
+    """What sets the weights again in each call, so that no wider ones stay; empty if nothing does.
 
     Weights that move between devices keep the dtype that they have.
     """

@@ -186,7 +186,7 @@ def notes_of(
         notes.append(f"the video begins with the {used} frames of extend; num_frames counts them")
         if used < given:
             notes.append(
-                f"of the {given} frames of extend the last {given - used} are made anew: "
+                f"of the {given} frames of extend the last {given - used} are made again: "
                 f"{factor}n + 1 are continued, such as {used} or {used + factor}"
             )
     else:
@@ -200,7 +200,7 @@ def notes_of(
 _KEPT: Mapping[Kept, str] = {
     "end": "the video begins with the last frames of extend; num_frames counts them",
     "before": "the video begins with all frames of extend; num_frames counts what comes after them",
-    "none": "the video goes on where extend ends, and has none of its frames",
+    "none": "the video continues where extend ends, and has none of its frames",
 }
 
 

@@ -4,7 +4,7 @@ The pipeline makes its own call with its own scheduler and steps; a call of a st
 computed returns an extrapolated answer, tensor by tensor, in the form of the last computed one.
 Answers are extrapolated apart for each denoiser and for each of its calls in a step (a prompt's
 and a negative prompt's, say). It stands around `DenoiserReplay`: a resumed run replays the computed
-answers and predicts the others from them anew, so nothing of it is saved. A denoiser that has no
+answers and predicts the others from them again, so nothing of it is saved. A denoiser that has no
 computed answer yet, such as a second expert, is computed.
 """
 

@@ -1,1 +1,1 @@
-"""Resume a run: read what it saved, plan it anew where devices or memory differ, continue it."""
+"""Resume a run: read what it saved, plan it again where devices or memory differ, continue it."""

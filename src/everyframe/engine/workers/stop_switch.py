@@ -30,4 +30,4 @@ class StopSwitch:
     def check(self) -> None:
         """Raise `RunStoppedError` if it is set."""
         if self._is_set:
-            raise RunStoppedError("the run was stopped; resume it to go on")
+            raise RunStoppedError("the run was stopped; resume it to continue")

@@ -174,7 +174,7 @@ class DenoiseStage(denoise_stage.DenoiseStage[InpaintContext, SamplerInputs]):
         left = islice(enumerate(batched(context.controls(video), context.together)), num_done, None)
         for batches in batched(left, len(ranks)):
             mine = [one for one, rank in zip(batches, ranks, strict=False) if rank == group.rank]
-            # What was begun is the first one; who has it goes on with it.
+            # What was begun is the first one; who has it continues with it.
             begun = start if mine and mine[0][0] == num_done else 0
             sampled = (
                 step

@@ -58,7 +58,7 @@ class OpenSoraContext(StageContext[OpenSoraSpec]):
         return self.clip > 0 or "extend" in self.settings.given_frames
 
     def before(self, video: VideoState) -> Tensor | None:
-        """Frames (T, H, W, 3) in 0..1 that this clip continues from; None if it starts anew.
+        """Frames (T, H, W, 3) in 0..1 that this clip continues from; None if it continues none.
 
         One frame if fewer than `known_frames` are available: a given video may be short.
         """

@@ -1,7 +1,7 @@
 """FLUX.1's part in a two-stage run: its autoencoder.
 
 The denoiser is `MMDiT` itself. Upstream saves the picture and reads it again, and encodes it as a
-given picture; here it goes on without the file.
+given picture; here it continues without the file.
 """
 
 from __future__ import annotations

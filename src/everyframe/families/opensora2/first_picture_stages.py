@@ -109,7 +109,7 @@ class FirstDecodeStage(VideoEncodeStage[OpenSora2Context, Tensor]):
         return as_frames(first_picture.decode(module, inputs))
 
     def store(self, video: VideoState, result: Tensor) -> None:
-        """Set `last_frames` of the video, in 8 bits as a file has it, and begin its noise anew."""
+        """Set `last_frames` of the video, in 8 bits as a file has it, and begin its noise again."""
         size = self.context.settings.conditioned_size
         picture = fit_image(to_uint8(result.numpy()), *size, "cover")
         video.last_frames, video.latents = torch.from_numpy(picture) / 255, None

@@ -75,7 +75,7 @@ def find_wrong_graphs(
         for name, block in whole.named_modules():
             graph = block._compiled_call_impl
             if graph is not None:
-                # Not a hook: one would be a reason to compile the block anew.
+                # Not a hook: one would be a reason to compile the block again.
                 undo.append(disable_compiled(block))
                 block._compiled_call_impl = judged(part, name, block, graph)
     try:

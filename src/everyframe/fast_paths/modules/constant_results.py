@@ -101,7 +101,7 @@ class _Result:
     Attributes:
         form: everything of the arguments that is no tensor, and the form of each tensor.
         inputs: the arguments' constant tensors.
-        state: the module's weights and hooks; `weights` keeps their memory from being used anew.
+        state: the module's weights and hooks; `weights` keeps their memory from being used again.
         result: as it was returned.
         outputs: its tensors.
         is_confirmed: whether it may be served; else it has to be computed once more, as its

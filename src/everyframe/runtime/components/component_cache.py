@@ -44,7 +44,7 @@ _MOST_ENCODED = 64 * 2**20
 
 
 Rewrite = Callable[[nn.Module, Collection[str]], bool]
-"""Reads these parameters of a module anew, with the patches of now; False if that can't be done."""
+"""Reads these parameters of a module again, with the patches of now; False if it can't."""
 
 
 @dataclass
@@ -310,7 +310,7 @@ class WarmComponents:
 
     @contextmanager
     def during_stage(self) -> Iterator[None]:
-        """Context: a stage, which gives back at its end, or where it is broken off after a step."""
+        """Context: a stage; what was lent to it returns at its end, or when it is interrupted."""
         try:
             yield
         except GeneratorExit:

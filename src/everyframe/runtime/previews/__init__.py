@@ -1,1 +1,1 @@
-"""Small pictures of the latents while a run goes on."""
+"""Small pictures of the latents during a run."""

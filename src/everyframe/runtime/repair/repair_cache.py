@@ -2,7 +2,7 @@
 
 What overflowed once will overflow again, so the next plan has the repair from the start. Weights
 are identified by digest, a device by its name and the versions of its libraries; when any of them
-changes, the cache has no entry and the guard finds the repairs anew. An unreadable file counts as
+changes, the cache has no entry and the guard finds the repairs again. An unreadable file counts as
 empty.
 """
 

@@ -128,7 +128,7 @@ class Attempt:
     def has_advanced(self) -> bool:
         """Whether more is saved than when it began.
 
-        A run made anew after others must also be seen to come further than they were.
+        A run made again after others must also be seen to come further than they were.
         """
         if not self._has_advanced and self._meter is not None:
             saved = self._folder.saved_run(self.job.id)

@@ -369,7 +369,7 @@ class Dispatcher:
         if isinstance(error, WorkerDiedError):
             return True
         if attempt.has_resumed and isinstance(error, (InputError, CorruptRunError, CannotRunError)):
-            # The weights or the device changed, or the run is damaged: all of it is made anew.
+            # The weights or the device changed, or the run is damaged: all of it is made again.
             self._store.folder.remove_runs(attempt.job.id)
             return True
         return False

@@ -39,7 +39,7 @@ def insert_job(changes: Transaction, job: NewJob) -> Job | Exception:
             return changes.job(added, "status", {"status": "queued"})
     except sqlite3.Error:  # SQLite may have undone the whole transaction
         raise
-    except Exception as error:  # noqa: BLE001 - it is this job's, and the others go on
+    except Exception as error:  # noqa: BLE001 - it is this job's, and the others continue
         return error
 
 

@@ -1,7 +1,7 @@
 """The durable queue: jobs and their events in one SQLite file.
 
 Each method is one transaction. What a method returned is on disk, except for `claim` and `update`,
-which don't wait for it: a power cut may put a running job back into the queue, which goes on with
+which don't wait for it: a power cut may put a running job back into the queue, which continues with
 its run as after any other death of the server. The state of the videos themselves is in their run
 folders; `dispatcher.py` runs the jobs.
 """
@@ -142,7 +142,7 @@ class JobStore(EventLog):
     def claim(self, group: str, prefers: str | None = None) -> Job | None:
         """Begin the next queued job in this device group: by priority, then age; None without one.
 
-        Among jobs of one priority those of the model `prefers` go first. A job with a run goes on
+        Among jobs of one priority those of the model `prefers` go first. A job with a run continues
         in the group that began it.
         """
         if not self.count()["queued"]:
@@ -283,7 +283,7 @@ class JobStore(EventLog):
         return True
 
     def keep_groups(self, groups: Collection[str]) -> None:
-        """Let any group go on with the jobs of groups that are no more."""
+        """Let any group continue the jobs of groups that are no more."""
         marks = ", ".join("?" * len(groups))
         query = f'UPDATE videos SET "group" = NULL WHERE "group" NOT IN ({marks})'
         with self._database.write() as writing:

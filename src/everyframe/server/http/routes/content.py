@@ -84,7 +84,7 @@ async def video_events(
     last_event_id: Annotated[str | None, Header()] = None,
     after: Annotated[int | None, Query(ge=0)] = None,
 ) -> Any:
-    """Events of a job as they happen, until it is done; `Last-Event-ID` goes on after a break."""
+    """Events of a job as they happen, until it is done; `Last-Event-ID` continues after a break."""
     job = await context.job(video_id, who)
     hub = open_hub(context)
     begin = _begin(context, last_event_id, after)

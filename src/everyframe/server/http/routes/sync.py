@@ -49,7 +49,7 @@ async def _ended(request: Request, context: ServerContext, job: Job) -> Job:
         raise ApiError("not_found", f"video {job.id} was deleted", "id")
     if not done.is_final:
         raise ApiError(
-            "draining", f"the server shuts down; video {job.id} goes on after its restart",
+            "draining", f"the server shuts down; video {job.id} continues after its restart",
             details={"id": job.id}, headers={"retry-after": "10"},
         )  # fmt: skip
     return done

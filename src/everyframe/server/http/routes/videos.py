@@ -103,7 +103,7 @@ async def cancel_video(video_id: str, context: Context, who: Who) -> Any:
 
 @router.post("/{video_id}/retry", response_model=VideoResource)
 async def retry_video(video_id: str, context: Context, who: Who) -> Any:
-    """Put a failed or cancelled job back into the queue; it goes on with its run."""
+    """Put a failed or cancelled job back into the queue; it resumes its run."""
     context.check_not_draining()
     job = await context.job(video_id, who)
     if job.status not in ("failed", "cancelled"):
