@@ -24,7 +24,7 @@ class PlantedCompiler:
 
     Attributes:
         count: of the blocks that were compiled.
-        is_dynamic: whether sizes may vary; an export of fixed ones takes a third of the time.
+        is_dynamic: whether sizes may vary; an export of fixed ones takes less time.
         by: results are multiplied by it.
         says: an error to fail with.
     """

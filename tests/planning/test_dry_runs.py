@@ -68,7 +68,7 @@ def runs_of(
 
 @pytest.mark.parametrize(
     "name",
-    # The first three have every kind of key; the others take two to four seconds each.
+    # One of three families each; the others take two to four seconds apiece.
     [
         pytest.param(
             name, marks=[pytest.mark.slow] * (name not in ("opensora-1.2", "svd", "opensora2-dcae"))
