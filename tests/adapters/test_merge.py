@@ -28,6 +28,7 @@ from helpers import plans as planned
 from helpers.diagonals import diagonal
 from helpers.loras import files as lora_files
 from helpers.loras.files import Factors, as_lora, factors_for
+from helpers.slow_rows import slow_unless
 from helpers.tiny_checkpoints import families as tiny_families
 
 #: Where the denoiser's weights lie in each tiny checkpoint.
@@ -122,10 +123,7 @@ def same(one: Any, other: Any) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(each, marks=() if each in FAST else pytest.mark.slow) for each in DENOISER],
-)
+@pytest.mark.parametrize("name", slow_unless(FAST, DENOISER))
 def test_a_lora_gives_the_bits_of_a_merged_checkpoint(
     name: str, tiny_root: Path, tmp_path: Path
 ) -> None:

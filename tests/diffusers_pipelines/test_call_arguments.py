@@ -25,6 +25,7 @@ from everyframe.diffusers_pipelines.inputs.signature import of_class, of_pipelin
 from everyframe.media.pixels import to_uint8
 from everyframe.media.read import read_image
 from everyframe.ops.attention import PLAIN, by_kernel
+from helpers.slow_rows import slow_unless
 from helpers.tiny_checkpoints import svd as tiny_svd
 from helpers.tiny_checkpoints.diffusers import CASES
 from helpers.tiny_checkpoints.diffusers.cases import PROMPT, SEED, STEPS, as_python
@@ -103,10 +104,7 @@ def forms(height: int, width: int) -> Iterator[tuple[str, Any]]:
     yield "transparent", picture(20, 24, "RGBA")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(each, marks=() if each in FAST else pytest.mark.slow) for each in PICTURED],
-)
+@pytest.mark.parametrize("name", slow_unless(FAST, PICTURED))
 def test_pictures_of_every_form_are_handed_on_as_they_are(name: str) -> None:
     with CASES[name].within():
         pipe, call, same = pipeline(name), call_of(name), 0

@@ -23,6 +23,7 @@ from everyframe.core.errors import NumericsError
 from everyframe.core.events import Event, Note, Repaired
 from everyframe.runtime.stages.guard import Guard
 from helpers.guard_pipelines import hooked, planted, state_of
+from helpers.slow_rows import slow_unless
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
 T5 = "text_encoder.encoder.block.0.layer.1.DenseReluDense.wo"
@@ -50,10 +51,7 @@ PLACES = {
         "vae.decoder.mid_block.resnets.0.conv1.conv",
     ),
 }
-PIPELINES = [
-    pytest.param(name, marks=() if name in ("wan", "hunyuan") else pytest.mark.slow)
-    for name in PLACES
-]
+PIPELINES = slow_unless(("wan", "hunyuan"), PLACES)
 #: Rounding of what is left in float16, as in `test_guard.py`.
 CLOSE = 0.05
 

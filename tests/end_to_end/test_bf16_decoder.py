@@ -28,6 +28,7 @@ from helpers import fake_cpus
 from helpers.events import frames_of
 from helpers.interrupted_runs import interrupt
 from helpers.plans import certificates_of
+from helpers.slow_rows import slow_unless
 from helpers.tiny_checkpoints import families as tiny_families
 
 PATH = "bf16-decoder"
@@ -37,11 +38,11 @@ LEAST_DB = 38.0
 #: All of a family's autoencoders. One of ours and one of a pipeline run always;
 #: `runtime/stages/test_decoder_check.py` has SVD's.
 FAST = ("opensora-1.2", "cogvideox")
-CASES = [
-    pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow])
-    for name in (*(each for each in tiny_families.OURS if each != "inpaint"), "cogvideox", "ltx",
-                 "hunyuan", "mochi")
-]  # fmt: skip
+CASES = slow_unless(
+    FAST,
+    (*(each for each in tiny_families.OURS if each != "inpaint"), "cogvideox", "ltx", "hunyuan",
+     "mochi"),
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,7 @@ from everyframe.core.events import AudioDecoded, ComponentLoaded, Event, FramesD
 from everyframe.diffusers_pipelines.inputs.defaults import denoisers
 from everyframe.diffusers_pipelines.inputs.signature import NAMES, of_pipeline
 from everyframe.ops.attention import PLAIN, by_kernel
+from helpers.slow_rows import slow_unless
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 from helpers.tiny_checkpoints.pipelines import loaded
 
@@ -34,10 +35,7 @@ FAST = ("wan", "ltx2", "hunyuan15", "cogvideox")
 WITH_SOUND = ("ltx2", "ltx25", "minimax_h3")
 PICTURE = (np.random.default_rng(0).random((20, 24, 3)) * 255).astype(np.uint8)
 
-NAMED = [
-    pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
-    for name in tiny_pipelines.TINY
-]
+NAMED = slow_unless(FAST, tiny_pipelines.TINY)
 
 
 class Tiny:

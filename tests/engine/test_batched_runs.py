@@ -31,6 +31,7 @@ from everyframe.runtime.components.component_cache import ComponentCache
 from helpers.compiled_blocks import compile_for
 from helpers.out_of_memory import TOO_LITTLE
 from helpers.planted_compiler import PlantedCompiler
+from helpers.slow_rows import slow_unless
 from helpers.tiny_checkpoints import families as tiny_families
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 
@@ -102,13 +103,7 @@ def test_runs_of_the_embedded_model_meet(dtype: str, joined: list[int]) -> None:
     assert sorted(name for name, *_ in cache.models()) == ["shapes"] * 3, "given back once"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name == "opensora-1.2" else pytest.mark.slow)
-        for name in tiny_families.OURS
-    ],
-)
+@pytest.mark.parametrize("name", slow_unless(("opensora-1.2",), tiny_families.OURS))
 def test_every_family(name: str, tiny_models: Models, joined: list[int]) -> None:
     asked = {**tiny_families.asked(name), "model": str(tiny_models(name))}
     requests = [Request(**{**asked, "seed": seed}) for seed in range(3)]

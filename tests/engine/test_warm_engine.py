@@ -28,6 +28,7 @@ from everyframe.runtime.components.component_state import ComponentState
 from helpers.loras import files as lora_files
 from helpers.loras.files import as_lora, factors_for
 from helpers.out_of_memory import TOO_LITTLE, before_calls
+from helpers.slow_rows import slow_unless
 from helpers.tiny_checkpoints import families as tiny_families
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 
@@ -97,10 +98,7 @@ def test_the_embedded_model(loads: list[int]) -> None:
 FAST = ("ltx",)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in
-             tiny_families.NAMES]
-)  # fmt: skip
+@pytest.mark.parametrize("name", slow_unless(FAST, tiny_families.NAMES))
 def test_every_family(name: str, tiny_models: Models, loads: list[int]) -> None:
     asked, folder = tiny_families.asked(name), tiny_models(name)
     others = [{"dtype": "bf16"}] * (name not in FAST) + [{"num_inference_steps": 3}]
@@ -242,9 +240,7 @@ PLANTED: Mapping[str, Callable[[torch.nn.Module], object]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n == "weight" else pytest.mark.slow) for n in PLANTED]
-)
+@pytest.mark.parametrize("name", slow_unless(("weight",), PLANTED))
 @pytest.mark.parametrize("is_caught", [True, False])
 def test_a_leftover_is_caught(
     name: str, is_caught: bool, tiny_models: Models, monkeypatch: pytest.MonkeyPatch

@@ -33,6 +33,7 @@ from helpers.family_cases import CASES
 from helpers.interrupted_runs import interrupt
 from helpers.plans import frames_of as planned_frames
 from helpers.plans import unchanged, with_components
+from helpers.slow_rows import slow_unless
 from helpers.tiny_checkpoints import families as tiny_families
 
 Models = Callable[[str], Path]
@@ -41,13 +42,7 @@ Runs = Callable[..., list[Event]]
 every_family = pytest.mark.parametrize("family", tiny_families.OURS)
 #: For what the families share and do not write themselves: some in the fast set, the rest slow.
 SOME = ("opensora-1.2", "svd", "stepvideo")
-some_families = pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(each, marks=() if each in SOME else pytest.mark.slow)
-        for each in tiny_families.OURS
-    ],
-)
+some_families = pytest.mark.parametrize("family", slow_unless(SOME, tiny_families.OURS))
 
 
 def options_of(models: Models, family: str, **options: Any) -> dict[str, Any]:
@@ -213,11 +208,7 @@ def test_offloaded_weights_give_the_bits_of_resident_ones(family: str, tiny_mode
 #: Open-Sora 2.0 with its deep autoencoder stands for both: convolutions of the other one take six
 #: seconds where bfloat16 is emulated.
 every_family_in_half_precision = pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(each, marks=[pytest.mark.slow] * (each == "opensora2"))
-        for each in tiny_families.OURS
-    ],
+    "family", slow_unless({*tiny_families.OURS} - {"opensora2"}, tiny_families.OURS)
 )
 
 #: Of frames in 0..1, on average: two steps of a random network under guidance, decoded as narrow.

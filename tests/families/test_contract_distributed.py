@@ -19,6 +19,7 @@ from helpers.rank_pool import Group, in_every_size, ranks
 from helpers.sharded_calls import RELATIVE, worst
 from helpers.sharded_denoisers import DENOISERS
 from helpers.sharded_denoisers.base import compute_everything
+from helpers.slow_rows import slow_unless
 
 __all__ = ["ranks"]
 
@@ -185,9 +186,7 @@ def test_half_precision_sends_half_precision(name: str) -> None:
     assert sent["bfloat16"][denoiser.gather] == sent["float32"][denoiser.gather]
 
 
-@pytest.mark.parametrize(
-    "size", [pytest.param(n, marks=[pytest.mark.slow] * (n != 3)) for n in range(1, 9)]
-)
+@pytest.mark.parametrize("size", slow_unless((3,), range(1, 9)))
 @every_denoiser
 def test_every_rank_does_its_share(name: str, size: int) -> None:
     denoiser = DENOISERS[name]

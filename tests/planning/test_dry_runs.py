@@ -19,6 +19,7 @@ from everyframe.runtime.interface import DryRunSpec
 from helpers import config_only_models
 from helpers.diagonals import diagonal
 from helpers.dry_runs import dry_run_call
+from helpers.slow_rows import slow_unless
 
 MODELS = config_only_models.all_models()
 SETTINGS = {
@@ -69,12 +70,7 @@ def runs_of(
 @pytest.mark.parametrize(
     "name",
     # One of three families each; the others take two to four seconds apiece.
-    [
-        pytest.param(
-            name, marks=[pytest.mark.slow] * (name not in ("opensora-1.2", "svd", "opensora2-dcae"))
-        )
-        for name in MODELS
-    ],
+    slow_unless(("opensora-1.2", "svd", "opensora2-dcae"), MODELS),
 )
 def test_calls_of_equal_keys_have_equal_results(name: str) -> None:
     """Whichever of them is run dry first is the answer for all."""

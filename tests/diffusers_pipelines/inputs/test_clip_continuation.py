@@ -32,6 +32,7 @@ from everyframe.diffusers_pipelines.inputs.signature import (
     of_class,
     of_pipeline,
 )
+from helpers.slow_rows import slow_unless
 from helpers.tiny_checkpoints.diffusers import CASES
 
 Frames = np.ndarray[Any, Any]
@@ -214,10 +215,7 @@ def _pipe(name: str) -> Any:
     return pipe
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in THEIRS],
-)
+@pytest.mark.parametrize("name", slow_unless(QUICK, THEIRS))
 def test_it_gives_what_diffusers_makes_of_the_same_clip(name: str) -> None:
     clip = _clip(name)
     with CASES[name].within():

@@ -19,6 +19,7 @@ from helpers.components import originals, stored
 from helpers.diagonals import diagonal
 from helpers.loras import files as lora_files
 from helpers.loras.files import as_lora, factors_for
+from helpers.slow_rows import slow_unless
 from helpers.tiny_checkpoints import families as tiny_families
 
 #: Model, and the folder of its denoiser.
@@ -49,13 +50,7 @@ def lora_of(model: Path, name: str, path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("opensora-1.2", "svd", "wan")))
-        for name in MODELS
-    ],
-)
+@pytest.mark.parametrize("name", slow_unless(("opensora-1.2", "svd", "wan"), MODELS))
 def test_a_merged_lora(name: str, dtype: str, tiny_root: Path, tmp_path: Path) -> None:
     model = tiny_families.made(name, tiny_root)
     loras = lora_of(model, name, tmp_path / "a.safetensors")

@@ -19,6 +19,7 @@ from everyframe.core.quality import LossyMethod, SamplingMethod
 from everyframe.engine.resumption import resume
 from everyframe.runs.folder import all_runs
 from helpers.interrupted_runs import OPEN_SORA, PICTURE, STEPS, begun, same, stop_before
+from helpers.slow_rows import slow_unless
 from helpers.tiny_checkpoints import inpaint as tiny_inpaint
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 from helpers.tiny_checkpoints import opensora2 as tiny_opensora2
@@ -149,9 +150,7 @@ def _scheduled(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize("case", slow_unless(FAST, CASES))
 def test_a_run_that_is_interrupted_anywhere_gives_the_same_bits(case: str, tmp_path: Path) -> None:
     make, options = CASES[case]
     options = {"model": str(make(tmp_path / "model")), **options}
