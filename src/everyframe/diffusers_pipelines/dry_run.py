@@ -164,11 +164,15 @@ class PipelineDryRun:
         part = self.own.get("strength", declared.default if declared else None)
         return part if isinstance(part, float) and 0 < part < 1 else 1.0
 
+    @property
+    def _steps_fewer(self) -> int:
+        """Requested steps less computed ones."""
+        return defaults.of(defaults.STEPS_FEWER, self.interface.class_name) or 0
+
     def _num_made(self, num_steps: float) -> float:
         """Steps that are computed of so many, as diffusers rounds their share; 1 at least."""
-        fewer = defaults.of(defaults.STEPS_FEWER, self.interface.class_name) or 0
         part = self._part_of_steps
-        return max(num_steps - fewer if part == 1 else int(num_steps * part), 1)
+        return max(num_steps - self._steps_fewer if part == 1 else int(num_steps * part), 1)
 
     def dry_run_calls(
         self, settings: Settings, parallel: ParallelContext | None
@@ -177,11 +181,10 @@ class PipelineDryRun:
         parallel = parallel or ONE
         experts = len(denoisers([part.name for part in self.files.models]))
         few = self._few(settings, experts)
-        repeats = self._num_made(settings.num_denoiser_calls) / self._num_made(
-            few.num_inference_steps
-        )
-        if self.interface.name_of("num_inference_steps") is None:
-            repeats = 1.0  # no number makes them fewer: all of its steps are run dry
+        repeats = 1.0  # where no number makes steps fewer, all of them are run dry
+        if self.interface.name_of("num_inference_steps") is not None:
+            made, run_dry = settings.num_denoiser_calls, few.num_inference_steps
+            repeats = self._num_made(made) / self._num_made(run_dry)
         rank = (
             parallel.video_group.rank,
             parallel.video_group.weights,
@@ -211,12 +214,11 @@ class PipelineDryRun:
 
     def _few(self, settings: Settings, least: int) -> Settings:
         """The same settings with as few steps as possible, but at least `least`."""
-        name = self.interface.class_name
-        fewer = defaults.of(defaults.STEPS_FEWER, name) or 0
-        fewest = max(least, defaults.of(defaults.FEWEST_STEPS, name) or 1)
+        own = defaults.of(defaults.FEWEST_STEPS, self.interface.class_name) or 1
+        fewest = max(least, own)
         steps = settings.num_inference_steps
         if not self.interface.has_fixed_steps:
-            steps = min(ceil(fewest / self._part_of_steps) + fewer, steps)
+            steps = min(ceil(fewest / self._part_of_steps) + self._steps_fewer, steps)
         height, width = settings.conditioned_size
         conditioned = replace(
             settings, num_frames=settings.conditioned_length, nominal_length=None,

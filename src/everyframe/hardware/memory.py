@@ -54,6 +54,13 @@ class OutOfMemory:
     message: str
 
 
+def out_of_memory(error: BaseException) -> OutOfMemory:
+    """The message of an out-of-memory error; any other error is raised again."""
+    if not is_out_of_memory(error):
+        raise error
+    return OutOfMemory(str(error).partition("\n")[0])
+
+
 def catch_out_of_memory(compute: Callable[[], _Result]) -> _Result | OutOfMemory:
     """Result of `compute`, or `OutOfMemory` if memory ran out.
 
@@ -62,9 +69,7 @@ def catch_out_of_memory(compute: Callable[[], _Result]) -> _Result | OutOfMemory
     try:
         return compute()
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return OutOfMemory(str(error).partition("\n")[0])
+        return out_of_memory(error)
 
 
 def empty_cache() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from everyframe.core.errors import CannotRunError, DistributedOutOfMemoryError, OutOfMemoryInfo
 from everyframe.core.plan import Plan, Settings
-from everyframe.hardware.memory import empty_cache, is_out_of_memory
+from everyframe.hardware.memory import empty_cache, out_of_memory
 from everyframe.runtime.batch_member import change_modules
 from everyframe.runtime.interface import MemorySavings
 from everyframe.runtime.memory import offload
@@ -156,9 +156,7 @@ class OomFallbacks:
             try:
                 return compute()
             except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                message = str(error).partition("\n")[0]
+                failed = out_of_memory(error)
             # Here the traceback is gone, which keeps the failed call's tensors alive.
             if self.free_others():
                 continue
@@ -167,9 +165,9 @@ class OomFallbacks:
                 raise CannotRunError(
                     f"{calls.where(step)}: out of memory, and no memory fallback is left; use a "
                     "smaller size or num_frames, or close other programs that use this memory "
-                    f"({message})"
+                    f"({failed.message})"
                 )
-            why = f"{calls.where(step)}: out of memory ({message})"
+            why = f"{calls.where(step)}: out of memory ({failed.message})"
             calls.add_events(
                 done.event(calls.stage, step, f"{why}; computing it again with less memory")
             )
