@@ -95,7 +95,7 @@ def measure(sizes: Sizes, dtype: str, rounds: int, device: str) -> list[str]:
     calls, taken = calls_of(model, sizes, device), dict[tuple[str, int], list[float]]()
     same: dict[tuple[str, int], int] = {}
     with Sharding(model, ONE), BatchedModule(model) as batched:
-        alone = [call.compute() for call in calls]
+        alone = one_after_the_other(calls)
         ways: dict[str, Callable[[list[ModuleCall]], Sequence[Tensor]]] = {
             "in one tensor": partial(plainly, model),
             "products apart": batched.compute,

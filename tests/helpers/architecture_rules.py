@@ -152,6 +152,11 @@ class Module:
             if id(node) not in docstrings and _MODULE_NAME.fullmatch(node.value)
         )
 
+    @property
+    def references(self) -> tuple[tuple[int, str], ...]:
+        """`imports` and `named_modules`."""
+        return (*self.imports, *self.named_modules)
+
 
 Rule = Callable[[Module], Iterator[str]]
 
@@ -175,7 +180,7 @@ def imports_go_down(module: Module) -> Iterator[str]:
     if module.room is None:
         return
     allowed = ROOMS[ROOMS.index(module.room) :]
-    for line, name in (*module.imports, *module.named_modules):
+    for line, name in module.references:
         parts = name.split(".")
         if parts[0] != PACKAGE or name == f"{PACKAGE}._version.__version__":
             continue
@@ -198,7 +203,7 @@ def families_stand_alone(module: Module) -> Iterator[str]:
     parts = module.name.split(".")
     if module.room != "families" or len(parts) < 4:
         return
-    for line, name in (*module.imports, *module.named_modules):
+    for line, name in module.references:
         other = name.split(".")
         # Modules that lie in families/ itself are shared; only folders hold a family.
         if other[:2] == parts[:2] and len(other) > 4 and other[2] != parts[2]:
@@ -209,7 +214,7 @@ def core_is_plain_data(module: Module) -> Iterator[str]:
     """The ground floor imports no tensors, and its dataclasses are frozen."""
     if module.room != "core":
         return
-    for line, name in (*module.imports, *module.named_modules):
+    for line, name in module.references:
         if name.split(".")[0] in NOT_IN_CORE:
             yield f"{line}: core imports {name}"
     for node in module.nodes(ast.ClassDef):

@@ -98,6 +98,10 @@ def hunyuan15() -> Any:
 
 
 _CHUNKS = {**SHORT, "num_latent_frames_per_chunk": 3, "history_sizes": [4, 2, 1]}
+_PYRAMID: Mapping[str, Any] = {
+    "size": "64x64", "num_frames": 36, "made": None, "num_inference_steps": None,
+    "option": {**_CHUNKS, "pyramid_num_inference_steps_list": [1, 1, 1]},
+}  # fmt: skip
 
 
 @case("HeliosModularPipeline", size="32x32", num_frames=36, made=None, option=_CHUNKS)
@@ -106,11 +110,7 @@ def helios() -> Any:
     return assembled(diffusers.HeliosModularPipeline, wan.helios().components)
 
 
-@case(
-    "HeliosPyramidModularPipeline",
-    size="64x64", num_frames=36, made=None, num_inference_steps=None,
-    option={**_CHUNKS, "pyramid_num_inference_steps_list": [1, 1, 1]},
-)  # fmt: skip
+@case("HeliosPyramidModularPipeline", **_PYRAMID)
 def helios_pyramid() -> Any:
     """Helios, each chunk from small to large."""
     return assembled(diffusers.HeliosPyramidModularPipeline, wan.helios_pyramid().components)
@@ -140,11 +140,7 @@ def cosmos3_distilled() -> Any:
     )  # fmt: skip
 
 
-@case(
-    "HeliosPyramidDistilledModularPipeline",
-    size="64x64", num_frames=36, made=None, num_inference_steps=None,
-    option={**_CHUNKS, "pyramid_num_inference_steps_list": [1, 1, 1]},
-)  # fmt: skip
+@case("HeliosPyramidDistilledModularPipeline", **_PYRAMID)
 def helios_distilled() -> Any:
     """Helios from small to large with few steps."""
     parts = {
