@@ -67,6 +67,7 @@ def test_the_device_that_was_meant(facts: MachineFacts, asked: str, found: str) 
         (TWO_CARDS, "cuda:3", r"'cuda:3'.*has 2 of cuda.*cuda:0 \(Some card\), cuda:1 .*, cpu"),
         (NO_CARD, "cuda", r"'cuda'.*torch finds none.*cpu \(Some CPU\)"),
         (NO_CARD, "mps", "torch finds none"),
+        (NO_CARD, "xpu:0", "'xpu:0' is an Intel GPU, and those aren't supported yet; give auto or"),
         (TWO_CARDS, "gpu", r"'gpu' is not a device; give auto or .*cuda:0"),
         (TWO_CARDS, "cuda:x", "is not a device"),
     ],

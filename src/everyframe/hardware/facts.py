@@ -81,8 +81,10 @@ def _why_not(wanted: str, devices: Sequence[DeviceFacts]) -> str:
     same_kind = [device for device in devices if device.kind == kind]
     if same_kind and colon and index.isdigit():
         return f"is not there: this machine has {len(same_kind)} of {kind}, counted from 0"
-    if kind in ("cuda", "mps", "xpu") and not same_kind:
+    if kind in ("cuda", "mps") and not same_kind:
         return "is not there: torch finds none"
+    if kind == "xpu":
+        return "is an Intel GPU, and those aren't supported yet"
     return "is not a device"
 
 
