@@ -84,6 +84,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files first; no slow tests unless asked for; GPU tests skip where there is no GPU."""
+    missing = [name for name in LONG if not Path(__file__).parent.joinpath(name).is_file()]
+    if missing:
+        raise pytest.UsageError(f"LONG in tests/conftest.py names no file: {', '.join(missing)}")
     items.sort(key=lambda item: not item.path.as_posix().endswith(LONG))
     if not (config.getoption("--slow") or "slow" in config.getoption("-m")):
         slow = [item for item in items if item.get_closest_marker("slow")]
@@ -190,4 +193,5 @@ def _logs_as_before() -> Iterator[None]:
     yield
     for handler in [each for each in root.handlers if each not in handlers]:
         root.removeHandler(handler)
-    own.setLevel(level)
+    if own.level != level:  # else every logger there is would look for its level again
+        own.setLevel(level)
