@@ -312,7 +312,7 @@ def _snapshot(repo_id: str) -> Path | None:
     try:
         return Path(snapshot_download(repo_id, cache_dir=cache, local_files_only=True))
     except LocalEntryNotFoundError as error:
-        # A snapshot that was interrupted or fetched by patterns; what it holds is told by us.
+        # A snapshot that was interrupted or fetched by patterns; our own checks name what it lacks.
         partial = getattr(error, "snapshot_path", None)
         return Path(partial) if partial else None
     except HFValidationError as error:

@@ -341,7 +341,7 @@ def _component(
     parameters = list(module.parameters())
     count = {key: each.numel() for key, each in module.named_parameters()}
     dtypes = [dtype_name(each.dtype) for each in parameters if each.is_floating_point()]
-    # Mixed ones are told by what most of them are.
+    # Mixed dtypes: the most frequent one stands for the component.
     main = max(dict.fromkeys(dtypes), key=dtypes.count) if dtypes else "float32"
     dtype = main if main in NUM_BYTES else "float32"
     return Component(

@@ -294,7 +294,7 @@ class PipelineStage:
                 if not is_out_of_memory(error):
                     name, notes = self.interface.class_name, self.plan.notes
                     raise explained(error, watch.begun, name, self.own, notes) from error
-                # Told and not raised, so that nothing holds what the failed call had made.
+                # Returned and not raised: a traceback would keep the failed call's tensors alive.
                 return OutOfMemory(str(error).partition("\n")[0], guarded.at, watch.begun)
             watch.finish()
             if not self.parallel.video_group.is_lead:  # the first of these ranks has them

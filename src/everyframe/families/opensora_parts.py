@@ -1,6 +1,6 @@
-"""Parts of every version of Open-Sora, told by their tensors' names. Reads headers; no torch.
+"""Recognise parts of every version of Open-Sora by tensor names. Reads headers; no torch.
 
-So that a message can say what somebody took for another part.
+Messages use it to name the file that was given in place of another part.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from everyframe.diffusers_pipelines.calls.step_tracking import StepTracker
 def describe_cache(module: Any) -> str:
     """The caches of a component, such as ``FirstBlockCacheConfig(threshold=0.2)``; "" if none.
 
-    A cache of diffusers without a config, and one of cache-dit, is told by the names of its parts.
+    A cache of diffusers without a config, or of cache-dit, is described by the names of its parts.
     """
     if not isinstance(module, nn.Module):
         return ""

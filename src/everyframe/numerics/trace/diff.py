@@ -4,7 +4,7 @@ Tensors are visited in order of time. A module's output is judged by the differe
 an input by the differences seen before it in the surrounding code. A difference is *explained* if
 it is at most `GROWTH` times the largest one before it, plus the rounding of the narrower dtype. So
 a difference that grows from module to module is followed to its origin, and code between modules is
-told apart from the modules. Weights are compared too. `replay` tells growth from source.
+kept apart from the modules. Weights are compared too. `replay` tells growth from source.
 """
 
 from __future__ import annotations

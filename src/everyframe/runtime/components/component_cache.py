@@ -51,7 +51,7 @@ Rewrite = Callable[[nn.Module, Collection[str]], bool]
 class _Entry:
     """A component that waits for its next run; LoRAs are merged into the `patched` parameters.
 
-    `num_runs` of a batch have it; one of them left it in a state that can't be told (`is_changed`).
+    `num_runs` of a batch have it; `is_changed` if one of them left it in an unknown state.
     """
 
     model: str
