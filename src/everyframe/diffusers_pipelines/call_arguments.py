@@ -53,10 +53,10 @@ def arguments(
         ours["prompt"] = settings.prompt
     if settings.negative_prompt is not None:
         ours["negative_prompt"] = settings.negative_prompt
-    elif defaults.of(defaults.EMPTY_NEGATIVE, interface.class_name):
-        ours["negative_prompt"] = ""
     elif own.get("negative_prompt_embeds") is not None:
         ours["negative_prompt"] = None  # Latte and Sana have "" there, and refuse it beside these
+    elif defaults.of(defaults.EMPTY_NEGATIVE, interface.class_name):
+        ours["negative_prompt"] = ""
     if video.start_noise is not None:
         ours["latents"] = video.start_noise
     if video.inputs.first is not None:

@@ -75,6 +75,17 @@ def test_one_of_what_should_not_be_seen(name: str) -> None:
     check_same(pipe, given, {**asked, **encoded})
 
 
+def test_one_where_an_empty_text_is_given_otherwise() -> None:
+    """EasyAnimate, whose code needs a negative prompt, refuses it beside an encoded one."""
+    pipe, asked = made("EasyAnimatePipeline"), {**ASKED, **own("EasyAnimatePipeline")}
+    masks = ("prompt_attention_mask", "negative_prompt_attention_mask")
+    encoded: dict[str, Any] = dict.fromkeys(masks, torch.ones(1, 8, dtype=torch.int64))
+    width = pipe.transformer.config.text_embed_dim
+    for seed, name in enumerate(("prompt_embeds", "negative_prompt_embeds")):
+        encoded[name] = numbers(1, 8, width, seed=seed)
+    check_same(pipe, {**asked, **encoded}, {**asked, **encoded})
+
+
 def test_none_is_not_an_encoded_prompt() -> None:
     pipe, asked = made("WanPipeline"), {**ASKED, **own("WanPipeline")}
     given = {**asked, "prompt": "", "prompt_embeds": None}
