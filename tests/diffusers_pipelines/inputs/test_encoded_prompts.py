@@ -92,3 +92,25 @@ def test_none_is_not_an_encoded_prompt() -> None:
     check_same(pipe, given, given)
     with pytest.raises(InputError, match="makes a video of a text; give a prompt"):
         everyframe.run(pipe, **asked, prompt_embeds=None)
+
+
+def test_a_refusal_has_no_pages_of_numbers() -> None:
+    pipe, asked = made("WanPipeline"), {**ASKED, **own("WanPipeline")}
+    given = {**asked, "prompt": "a fox", "prompt_embeds": numbers(1, 16, 32)}
+    with pytest.raises(ValueError, match=r"both `prompt`: a fox and .*tensor\(\[\[\["):
+        pipe(**given)
+    with pytest.raises(InputError) as refused:
+        everyframe.run(pipe, **given)
+    assert "`prompt`: a fox and `prompt_embeds`: tensor(...). Please" in str(refused.value)
+
+
+def test_a_record_names_what_it_has_no_numbers_of() -> None:
+    pipe, asked = made("WanPipeline"), {**ASKED, **own("WanPipeline")}
+    encoded = {"prompt_embeds": numbers(1, 16, 32), "negative_prompt_embeds": numbers(1, 16, 32)}
+    video = everyframe.run(pipe, **asked, **encoded, seed=7)
+    assert isinstance(video, everyframe.Video)
+    with pytest.raises(InputError, match="with a prompt_embeds given in Python; give it again"):
+        everyframe.run(pipe, from_record=video)
+    again = everyframe.run(pipe, from_record=video, **encoded)
+    assert isinstance(again, everyframe.Video)
+    assert np.array_equal(again.frames, video.frames)
