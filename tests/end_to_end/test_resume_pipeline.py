@@ -147,6 +147,35 @@ def broken(loaded: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
         yield break_off(loaded)
 
 
+def use_one(pipe: Any) -> None:
+    pipe.transformer.set_adapters("one")
+
+
+def use_both(pipe: Any) -> None:
+    pipe.transformer.set_adapters(["one", "other"])
+
+
+@pytest.mark.parametrize(
+    "change", [use_one, use_both, lambda pipe: pipe.transformer.disable_adapters()]
+)
+def test_other_adapters_are_another_pipeline(pipe: Any, change: Callable[[Any], None]) -> None:
+    """Of the LoRAs that its owner loaded, those in use, which are no weights and no settings."""
+    peft = pytest.importorskip("peft", reason="diffusers loads LoRAs with it")
+    for name in ("one", "other"):
+        lora = peft.LoraConfig(r=1, target_modules=["to_q"], init_lora_weights=False)
+        pipe.transformer.add_adapter(lora, adapter_name=name)
+    pipe.transformer.set_adapters("other")
+    break_off(pipe)
+    before = digest_pipeline(pipe)
+    change(pipe)
+    assert digest_pipeline(pipe)["transformer"] != before["transformer"]
+    with pytest.raises(InputError, match="transformer"):
+        everyframe.resume(pipe=pipe)
+    pipe.transformer.enable_adapters()
+    pipe.transformer.set_adapters("other")
+    assert digest_pipeline(pipe) == before
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_another_pipeline_is_refused_by_the_part_that_is_another(
     name: str, pipe: Any, broken: RunFolder

@@ -13,7 +13,7 @@ import torch
 
 from everyframe.core.plan import Settings
 from everyframe.diffusers_pipelines import oom_fallback
-from everyframe.diffusers_pipelines.inputs import defaults
+from everyframe.diffusers_pipelines.inputs import call_options, defaults
 from everyframe.diffusers_pipelines.inputs.clip_continuation import OPTION, clip_arguments
 from everyframe.diffusers_pipelines.inputs.media import opened
 from everyframe.diffusers_pipelines.inputs.signature import OWN_SEED, CallSignature
@@ -49,10 +49,12 @@ def arguments(
         "guidance_scale": settings.guidance_scale,
         "seed": torch.Generator(device="cpu").manual_seed(video.seed),
     }
-    if settings.prompt or "prompt_embeds" not in own:
+    if settings.prompt or not call_options.has_encoded_prompt(own):
         ours["prompt"] = settings.prompt
     if settings.negative_prompt is not None:
         ours["negative_prompt"] = settings.negative_prompt
+    elif own.get("negative_prompt_embeds") is not None:
+        ours["negative_prompt"] = None  # Latte and Sana have "" there, and refuse it beside these
     elif defaults.of(defaults.EMPTY_NEGATIVE, interface.class_name):
         ours["negative_prompt"] = ""
     if video.start_noise is not None:

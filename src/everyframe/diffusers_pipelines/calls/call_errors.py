@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from everyframe.core.errors import CannotRunError, EveryframeError, InputError
 from everyframe.core.options import shown
 from everyframe.diffusers_pipelines.calls.call_results import OutOfMemory
+
+#: A tensor or an array as Python writes it; its numbers have no parentheses.
+_TENSOR = re.compile(r"\b(tensor|array)\(\[[^()]*\)")
 
 
 def beyond_memory(made: OutOfMemory, tried: Sequence[str], *, is_in_memory: bool) -> CannotRunError:
@@ -40,12 +44,14 @@ def explained(
         own: given parameters that only this pipeline has.
         notes: of the plan, with what its dry run met.
     """
-    text = " ".join(str(error).split())
+    whole = " ".join(str(error).split())
+    # Diffusers quotes whole tensors, such as prompt_embeds beside a prompt: pages of numbers.
+    text = _TENSOR.sub(r"\1(...)", whole)
     if isinstance(error, EveryframeError):
         return error
     if isinstance(error, (ValueError, ArithmeticError)) and not step:
         return InputError(f"{name} refuses: {text}")
-    if any(f": {text})" in note for note in notes):
+    if any(f": {whole})" in note for note in notes):
         # The dry run met it without weights and device: it comes of the request and the config.
         return InputError(
             f"{name} can't do this on any device; another size may do, or the checkpoint's "

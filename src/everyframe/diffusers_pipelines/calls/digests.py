@@ -129,7 +129,18 @@ def _of_module(module: nn.Module) -> Iterator[Any]:
     on_disk = tensors_on_disk(module)
     for name, each in module.named_modules():
         hooks = [_kind(hook) for hook in _hooks(each)]
-        yield [name, _kind(each), each.training, _scalars(each), hooks, *_tensors(each, on_disk)]
+        facts = [name, _kind(each), each.training, {**_scalars(each), **_adapters(each)}, hooks]
+        yield [*facts, *_tensors(each, on_disk)]
+
+
+def _adapters(module: nn.Module) -> dict[str, Any]:
+    """Which of its adapters a layer of peft uses, and whether any; it has that in private names."""
+    own = vars(module)
+    if "_active_adapter" not in own:
+        return {}
+    active = own["_active_adapter"]
+    names = [active] if isinstance(active, str) else list(active)
+    return {"active": names, "disabled": own.get("_disable_adapters", False)}
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:

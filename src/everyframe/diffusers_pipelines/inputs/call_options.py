@@ -19,6 +19,9 @@ LATENTS = "latent"
 _OWN_FORMS = ("pt", "pil", LATENTS)
 NUMBERS = ("num_videos_per_prompt", "num_images_per_prompt")
 PROMPTS = ("prompt", "negative_prompt")
+#: First words of parameters that take the place of a prompt: what one text encoder makes of it, or
+#: two (Kandinsky 5), or LTX-2's connectors.
+_ENCODED = ("prompt_embeds", "connector_video_embeds")
 #: Everyframe's replacement for each argument of diffusers, as the end of a message.
 _INSTEAD: Mapping[str, str] = {
     "generator": "seed=7 seeds the noise",
@@ -58,6 +61,11 @@ def is_call_option(name: str, value: Any) -> bool:
 def is_prompts(name: str, value: Any) -> bool:
     """Whether it is a prompt in another form than one text."""
     return name in PROMPTS and value is not None and not isinstance(value, str)
+
+
+def has_encoded_prompt(own: Mapping[str, Any]) -> bool:
+    """Whether the pipeline's own parameters hold an encoded prompt in place of text."""
+    return any(name.startswith(_ENCODED) and value is not None for name, value in own.items())
 
 
 def without_overridden(asked: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

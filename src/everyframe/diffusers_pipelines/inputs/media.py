@@ -9,6 +9,7 @@ which every request can have, are not handled here but in `image_forms.py`.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -37,6 +38,8 @@ from everyframe.numerics.tensor_stats import iter_tensors
 VideoSize = tuple[int | None, int | None, int | None]
 """(frames, height, width)."""
 
+#: What a record has in place of an object, by `settings.plain`.
+_OBJECT = re.compile(r"<\w+>")
 #: Suffix of array files: a camera track, intrinsics.
 _NUMBERS = ".npy"
 _PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff"}
@@ -64,6 +67,10 @@ def check(interface: CallSignature, parameter: CallParameter, value: Any) -> Non
     """Raise `InputError` for a missing file, or a condition object with wrong fields."""
     if names_files(parameter, value):
         for each in _listed(value):
+            if _OBJECT.fullmatch(os.fspath(each)):
+                raise InputError(
+                    f"the video was made with a {parameter.name} given in Python; give it again"
+                )
             check_video(each)
         return
     if parameter.record is None:

@@ -200,14 +200,15 @@ def _check_request(
         raise InputError(
             f"seconds have no effect on {title}: {interface.class_name} chooses the length itself"
         )
-    has_text = any(name in options.option for name in ("prompt", "prompt_embeds"))
+    is_encoded = call_options.has_encoded_prompt(options.option)
+    has_text = is_encoded or options.option.get("prompt") is not None
     if interface.name_of("prompt") and request.prompt is None and not has_text:
         raise InputError(f"{title} makes a video of a text; give a prompt")
     for name in call_options.PROMPTS:
         if getattr(request, name) is not None and options.option.get(name) is not None:
             raise InputError(f"{name} was given as text and by option {name}; give one of them")
-    if request.prompt == "" and "prompt_embeds" in options.option:
-        raise InputError("an empty prompt and prompt_embeds; give one of them")
+    if request.prompt == "" and is_encoded:
+        raise InputError("an empty prompt and an encoded one (prompt_embeds); give one of them")
     wants = interface.parameters.get("image")
     makes_of_picture = wants is not None and (
         wants.required or "ImageToVideo" in interface.class_name
