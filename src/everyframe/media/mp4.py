@@ -30,7 +30,8 @@ _BT709 = 1  # the number of BT.709 in each of H.264's three colour fields (ITU-T
 _X264 = {"crf": "17", "preset": "medium", "threads": "4", "x264-params": "cpu-independent=1"}
 # FFmpeg's SWS_BICUBIC, FULL_CHR_H_INT, FULL_CHR_H_INP, ACCURATE_RND and BITEXACT: exact, so that
 # the processor's instruction set does not choose the colours' last bit. Numbers, because PyAV has
-# names for the last four since 18, and 18 needs Python 3.11.
+# names for the last four since 18, and 18 needs Python 3.11. One thread: it is as fast, and PyAV 19
+# keeps its threads for the next frame, which a process that was forked since waits for forever.
 _SCALING = 4 | 0x2000 | 0x4000 | 0x40000 | 0x80000
 
 
@@ -65,6 +66,7 @@ class Mp4Encoder:
             dst_colorspace=Colorspace.ITU709,
             dst_color_range=ColorRange.MPEG,
             interpolation=_SCALING,
+            threads=1,
         )
         picture.pts, picture.time_base = self.num_frames, 1 / self._fps
         self._container.mux(self._stream.encode(picture))
@@ -233,6 +235,7 @@ def _to_rgb(frame: av.VideoFrame) -> Frames:
         src_color_range=frame.color_range,
         dst_color_range=ColorRange.JPEG,
         interpolation=_SCALING,
+        threads=1,
     ).to_ndarray()
     turned = np.rot90(rgb, k=round(frame.rotation / 90) % 4)
     return np.ascontiguousarray(turned, dtype=np.uint8)
