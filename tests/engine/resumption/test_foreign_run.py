@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import everyframe
 from everyframe.checkpoints.tensor_file import open_checkpoint
 from everyframe.cli.main import main
-from everyframe.core.errors import InputError
+from everyframe.core.errors import CorruptRunError, InputError
 from everyframe.core.events import Event
 from everyframe.core.request import Request
 from everyframe.core.serialization import to_jsonable
@@ -26,6 +28,7 @@ from everyframe.engine.workers.worker_process import WorkerJob
 from everyframe.media.video import Video
 from everyframe.runs.atomic_write import write_json
 from everyframe.runs.folder import RunFolder
+from everyframe.runs.tensor_store import TensorStore
 from helpers.interrupted_runs import cut, videos
 from helpers.loras import files as lora_files
 from helpers.loras.files import as_lora, factors_for
@@ -209,3 +212,23 @@ def test_what_lies_outside_of_a_run(picture: Path, tmp_path: Path) -> None:
     assert again.family_options["option"] == {**deep, "shot": "fox.png"}
     assert (again.family_options["vae"], again.report) == ("here", "there")
     assert asked_outside(Request(extend=Video(np.zeros((1, 2, 2, 3), np.uint8), 8))) == {}
+
+
+def test_a_picture_of_a_strangers_run_starts_no_program(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow reads PostScript by Ghostscript, which it looks for on the path."""
+    program = tmp_path / "gs"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n", encoding="utf-8")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    run = cut(model, tmp_path / "runs", image=Image.new("RGB", (16, 16)), edit_strength=0.5)
+    drawing = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 16 16\n%%EndComments\nshowpage\n"
+    kept = TensorStore(run.given).keep(torch.frombuffer(bytearray(drawing), dtype=torch.uint8))
+    assert kept is not None
+    request = run.run()["request"]
+    request["fields"]["image"]["hash"] = kept["hash"]
+    edited(run, request=request)
+    with pytest.raises(CorruptRunError, match="a saved picture is no PNG"):
+        everyframe.resume(run.path, model=model)
+    assert not (tmp_path / "ran").exists()
