@@ -27,6 +27,7 @@ from everyframe.core.paths import expand_path, replace_file, state_folder
 from everyframe.core.request import Request
 from everyframe.runs.folder import Lock, RunFolder, all_runs
 from everyframe.runs.position import NOWHERE, saved_position
+from everyframe.server.requests.client_fields import MEDIA
 
 #: Environment variable: the server's folder.
 VARIABLE = "EVERYFRAME_SERVER_DIR"
@@ -178,11 +179,14 @@ class DataFolder:
         return f"{self.inputs.name}/{name}"
 
     def request_of(self, options: Mapping[str, Any]) -> Request:
-        """The request of a job's options, with the real paths of its uploads."""
+        """The request of a job's options, with the real paths of its uploads.
+
+        Text that looks like one, as a prompt may, stays as it is.
+        """
         uploads = {
             name: str(self.path / value)
             for name, value in options.items()
-            if isinstance(value, str) and _INPUT.fullmatch(value)
+            if name in MEDIA and isinstance(value, str) and _INPUT.fullmatch(value)
         }
         return Request(**{**options, **uploads})
 
