@@ -211,6 +211,10 @@ def test_what_lies_outside_of_a_run(picture: Path, tmp_path: Path) -> None:
     again = with_named(request, {"shot": "fox.png", "vae": "here", "report": "there"})
     assert again.family_options["option"] == {**deep, "shot": "fox.png"}
     assert (again.family_options["vae"], again.report) == ("here", "there")
+    # As a command line has them.
+    texts = Request(option=["fps=8", f"shot={tmp_path}"])
+    assert asked_outside(texts) == {"shot": str(tmp_path)}
+    assert with_named(texts, {"shot": "a"}).family_options["option"] == {"fps": 8, "shot": "a"}
     assert asked_outside(Request(extend=Video(np.zeros((1, 2, 2, 3), np.uint8), 8))) == {}
 
 
