@@ -18,6 +18,7 @@ from everyframe.checkpoints.tensor_file import open_checkpoint
 from everyframe.cli.main import main
 from everyframe.core.errors import CorruptRunError, InputError
 from everyframe.core.events import Event
+from everyframe.core.plan import PreviewPlan
 from everyframe.core.request import Request
 from everyframe.core.serialization import to_jsonable
 from everyframe.engine.resumption.foreign_run import asked_outside, with_named
@@ -216,6 +217,18 @@ def test_what_lies_outside_of_a_run(picture: Path, tmp_path: Path) -> None:
     assert asked_outside(texts) == {"shot": str(tmp_path)}
     assert with_named(texts, {"shot": "a"}).family_options["option"] == {"fps": 8, "shot": "a"}
     assert asked_outside(Request(extend=Video(np.zeros((1, 2, 2, 3), np.uint8), 8))) == {}
+
+
+def test_a_strangers_run_opens_no_decoder_of_previews(model: str, tmp_path: Path) -> None:
+    """Its place is in the plan too, which is as much a stranger's as the request."""
+    run = cut(model, tmp_path / "runs")
+    (tmp_path / "mine.safetensors").write_bytes(b"what must not be read")
+    decoder = str(tmp_path / "mine.safetensors")
+    plan = replace(load_run(run).plan, preview=PreviewPlan(1, "a tiny autoencoder", decoder))
+    request = run.run()["request"]
+    request["fields"]["preview_decoder"] = decoder
+    edited(run, plan=to_jsonable(plan), request=request)
+    assert isinstance(everyframe.resume(run.path, model=model), Video)
 
 
 def test_a_picture_of_a_strangers_run_starts_no_program(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import wraps
 from types import NoneType
 from typing import Any, Concatenate, ParamSpec
@@ -153,6 +153,17 @@ def with_named(request: Request, named: Mapping[str, Any]) -> Request:
         place[name] = value
     own |= {OWN_PARAMETERS: parameters} if parameters else {}
     return Request(**{**values, "family_options": own})
+
+
+def without_decoder(request: Request, plan: Plan) -> tuple[Request, Plan]:
+    """A request and plan without the decoder of previews: a file that only a person names.
+
+    The video is the same; a run whose previews it made has none.
+    """
+    if plan.preview is not None and plan.preview.decoder is not None:
+        plan = replace(plan, preview=None)
+    given = request.given()
+    return Request(**{k: v for k, v in given.items() if k != "preview_decoder"}), plan
 
 
 def _flag(name: str, value: Any) -> str:
