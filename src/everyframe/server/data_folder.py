@@ -27,7 +27,6 @@ from everyframe.core.paths import expand_path, replace_file, state_folder
 from everyframe.core.request import Request
 from everyframe.runs.folder import Lock, RunFolder, all_runs
 from everyframe.runs.position import NOWHERE, saved_position
-from everyframe.server.requests.client_fields import MEDIA
 
 #: Environment variable: the server's folder.
 VARIABLE = "EVERYFRAME_SERVER_DIR"
@@ -37,6 +36,12 @@ NETWORK_FILE_SYSTEMS = frozenset({
     "fuse.glusterfs", "fuse.rclone", "fuse.s3fs", "fuse.sshfs", "glusterfs", "gpfs", "lustre",
     "ncpfs", "nfs", "nfs4", "smb2", "smb3", "smbfs",
 })  # fmt: skip
+
+#: Options that hold a picture or a video: what may be an upload, a data URL or the id of a video.
+MEDIA: Mapping[str, str] = {
+    "image": "picture", "last_image": "picture", "extend": "video",
+    "source": "picture or video", "mask": "picture or video", "control": "picture or video",
+}  # fmt: skip
 
 _ID = re.compile(r"video_[0-9a-f]{32}")
 _INPUT = re.compile(r"inputs/[0-9a-f]{64}\.[a-z0-9]{1,8}")
@@ -51,6 +56,11 @@ def default_folder() -> Path:
     """``EVERYFRAME_SERVER_DIR``, else ``server`` in the state folder."""
     own = os.environ.get(VARIABLE)
     return expand_path(own, VARIABLE) if own else state_folder() / "server"
+
+
+def is_input(value: Any) -> bool:
+    """Whether an option's value is an upload in the data folder; clients can't write such a one."""
+    return isinstance(value, str) and value.startswith("inputs/")
 
 
 def is_video_id(text: str) -> bool:

@@ -65,7 +65,7 @@ def bytes_of_data_url(url: str, param: str, limits: Limits) -> bytes:
 def store_media(
     data: bytes, param: str, wanted: str, folder: DataFolder, limits: Limits
 ) -> StoredMedia:
-    """Check a picture or video and store it; `wanted` is a value of `client_fields.MEDIA`.
+    """Check a picture or video and store it; `wanted` is a value of `data_folder.MEDIA`.
 
     Raises:
         ApiError: it is empty, no such file, or over a limit.
