@@ -17,6 +17,12 @@ import numpy as np
 from comfy_api.latest import InputImpl, Types
 from PIL import Image
 
+#: What has a record is MP4. FFmpeg would read playlists too, which name other files and addresses.
+_FFMPEG_OPTIONS = {
+    "protocol_whitelist": "file",
+    "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2",
+}
+
 
 @dataclass(frozen=True)
 class MadeVideo:
@@ -88,7 +94,9 @@ def record_of(file: Path) -> dict[str, Any]:
     import av
 
     try:
-        with av.open(str(file), metadata_errors="replace") as container:
+        with av.open(
+            str(file), container_options=_FFMPEG_OPTIONS, metadata_errors="replace"
+        ) as container:
             tags = {name.lower(): text for name, text in container.metadata.items()}
     except (av.FFmpegError, OSError) as error:
         raise ValueError(f"{file.name} can't be read as a video: {error}") from None

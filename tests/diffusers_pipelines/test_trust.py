@@ -67,6 +67,12 @@ NAMES: dict[str, list[Any]] = {
     "no class of diffusers": ["diffusers", "logging"],
     "no component of diffusers": ["diffusers", "load_image"],
     "a pipeline, which has an index of its own": ["diffusers", "DiffusionPipeline"],
+    "what reads such an index": ["diffusers", "AutoPipelineForText2Image"],
+    "blocks, which have code": ["diffusers", "ModularPipelineBlocks"],
+    "what reads pickles and places": ["transformers", "RagRetriever"],
+    "what reads tokenizers of its own": ["transformers", "RagTokenizer"],
+    "a config": ["transformers", "T5Config"],
+    "another config": ["transformers", "GenerationConfig"],
     "no class of transformers": ["transformers", "pipeline"],
     "a private name": ["transformers", "__class__"],
     "no module of a pipeline": ["TYPE_CHECKING", "x"],
@@ -84,6 +90,17 @@ def test_an_index_names_components_of_libraries_alone(
     assert not (copy.parent / "ran").exists()
     assert "this" not in sys.modules
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", ["AutoPipelineForText2Image", "ModularPipelineBlocks"])
+def test_what_has_an_index_or_code_of_its_own_is_no_component(copy: Path, name: str) -> None:
+    """Earlier versions of diffusers imported what the index of an inner pipeline named."""
+    edit(copy / "model_index.json", tokenizer=["diffusers", name])
+    inner = {"_class_name": "StableDiffusionPipeline", "unet": ["evilmodel.payload", "Tok"]}
+    (copy / "tokenizer" / "model_index.json").write_text(json.dumps(inner), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="which is no component of a pipeline"):
+        everyframe.generate(model="./evilmodel", **SMALL)
+    assert not (copy.parent / "ran").exists()
 
 
 def test_what_was_allowed_is_imported(copy: Path) -> None:
@@ -137,6 +154,11 @@ def linked_config(copy: Path, folder: Path) -> None:
     (copy / "scheduler" / "scheduler_config.json").symlink_to("/etc/passwd")
 
 
+def linked_template(copy: Path, folder: Path) -> None:
+    (copy / "tokenizer" / "additional_chat_templates").mkdir()
+    (copy / "tokenizer" / "additional_chat_templates" / "a.jinja").symlink_to("/etc/passwd")
+
+
 def index_that_climbs(copy: Path, folder: Path) -> None:
     weights = {"a": "../../tiny-cog/vae/diffusion_pytorch_model.safetensors"}
     text = json.dumps({"metadata": {}, "weight_map": weights})
@@ -149,7 +171,14 @@ def tokenizer_that_climbs(copy: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [linked_folder, linked_weights, linked_config, index_that_climbs, tokenizer_that_climbs],
+    [
+        linked_folder,
+        linked_weights,
+        linked_config,
+        linked_template,
+        index_that_climbs,
+        tokenizer_that_climbs,
+    ],
 )
 def test_nothing_outside_of_the_folder_is_read(
     copy: Path, folder: Path, change: Callable[[Path, Path], None]
@@ -191,6 +220,49 @@ def test_a_tokenizers_code_is_not_asked_for(copy: Path, monkeypatch: pytest.Monk
         everyframe.generate(model=str(copy), **SMALL)
     assert not (copy.parent / "asked").exists()
     assert not (copy / "ran").exists()
+
+
+def test_a_config_inside_of_a_config_asks_for_no_code(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers makes such a model by its `Auto` classes, which would ask on the terminal."""
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("asked"))
+    edit(copy / "model_index.json", text_encoder=["transformers", "LlavaForConditionalGeneration"])
+    inner = {
+        "model_type": "blip_text_model",
+        "auto_map": {"AutoModel": "stranger/code--code.Model"},
+    }
+    edit(copy / "text_encoder" / "config.json", model_type="llava", text_config=inner)
+    with pytest.raises(CheckpointError, match="code that comes with it: the config of text_enc"):
+        everyframe.plan(model=str(copy), **SMALL)
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+@pytest.mark.parametrize(
+    "kernel", ["stranger/kernel", "flash_attention_2", {"": "stranger/kernel"}]
+)
+def test_a_config_names_no_kernel_of_the_hub(copy: Path, key: str, kernel: Any) -> None:
+    """transformers fetches it as native code and runs it, where the package kernels is there."""
+    config = copy / "text_encoder" / "config.json"
+    for values in ({key: kernel}, {"text_config": {key: kernel}}):
+        edit(config, **values)
+        with pytest.raises(CheckpointError, match="which transformers fetches as code"):
+            everyframe.plan(model=str(copy), **SMALL)
+    edit(config, text_config=None, **{key: "sdpa"})
+    assert everyframe.plan(model=str(copy), **SMALL).infeasible is None
+
+
+@pytest.mark.parametrize("file", ["processor_config.json", "audio_tokenizer_config.json"])
+def test_a_processor_names_no_other_model(copy: Path, file: str) -> None:
+    """transformers would load it from anywhere on this machine, and ask to run its code."""
+    named = {
+        "audio_tokenizer_class": "AutoModel", "audio_tokenizer_name_or_path": str(copy.parent)
+    }  # fmt: skip
+    is_own = file == "audio_tokenizer_config.json"
+    text = json.dumps(named if is_own else {"audio_tokenizer": named})
+    (copy / "tokenizer" / file).write_text(text, encoding="utf-8")
+    with pytest.raises(CheckpointError, match="names an audio_tokenizer, a model that lies else"):
+        everyframe.plan(model=str(copy), **SMALL)
 
 
 def test_an_adapter_is_no_component(copy: Path) -> None:

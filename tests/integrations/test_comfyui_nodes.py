@@ -16,6 +16,7 @@ import torch
 
 from everyframe.core.errors import RunStoppedError, WorkerDiedError
 from everyframe.core.events import AudioDecoded, Events, FramesDecoded, Preview
+from everyframe.core.options import facts_of
 from everyframe.core.request import Request
 from everyframe.engine.records.provenance import record_in
 from everyframe.engine.workers.launcher import IN_PROCESS
@@ -24,6 +25,7 @@ from everyframe.engine.workers.worker_process import WorkerJob
 from everyframe.media.preview_picture import encode_preview
 from everyframe.media.video import Video
 from everyframe.runs.folder import list_runs, runs_folder
+from everyframe.server.requests.client_options import option_owners
 from helpers import comfyui_stand_in as stand_in
 from helpers.fake_engine import plan_of
 from helpers.fake_executor import FakeExecutor, frames_of
@@ -181,6 +183,7 @@ def test_missing_everyframe_says_what_to_install(
         ('{"seed": 3}', "use the node's input seed"),
         ('{"num_frames": 3}', "use the node's input frames"),
         ('{"trust_remote_code": true}', "workflows come from others"),
+        ('{"family_options": {"trust_remote_code": true}}', "set in Python alone"),
         ('{"qualty": "32dB"}', "did you mean 'quality'"),
         ('{"edit_strength": 3}', "edit_strength"),
     ],
@@ -194,6 +197,20 @@ def test_options_are_checked_before_the_queue(
     said = pack.nodes[name].validate_inputs(options)
     assert isinstance(said, str)
     assert re.search(text, said)
+
+
+def test_a_workflow_sets_nothing_that_python_alone_sets(pack: Any) -> None:
+    """Neither where the page checks it nor where another node gives it."""
+    names = [
+        name for name, owner in option_owners().items() if facts_of(owner, name)["python_only"]
+    ]
+    assert "family_options" in names
+    node = pack.nodes["EveryframeGenerate"]
+    for name in (*names, "trust_remote_code"):
+        options = json.dumps({name: {}})
+        assert "options can't hold" in str(node.validate_inputs(options))
+        with pytest.raises(ValueError, match=f"options can't hold {name}"):
+            node.execute(**_inputs(pack, options=options))
 
 
 @pytest.mark.parametrize("options", ["", None, '{"quality": "32dB", "aesthetic": 6.5}'])
@@ -269,6 +286,13 @@ def test_load_record_gives_the_values_of_generate(pack: Any, recorded: Path) -> 
     wanted = {each.id: each.io_type for each in
               pack.nodes["EveryframeGenerate"].define_schema().inputs}  # fmt: skip
     assert {name: wanted[name] for name in named} == {name: types[name] for name in named}
+
+
+def test_a_playlist_has_no_record(pack: Any, recorded: Path) -> None:
+    """It would be that of the file that it names."""
+    (recorded.parent / "list.mp4").write_text("ffconcat version 1.0\nfile made.mp4\n", "utf-8")
+    with pytest.raises(ValueError, match=r"list.mp4 can't be read as a video"):
+        pack.nodes["EveryframeLoadRecord"].execute("list.mp4")
 
 
 def test_video_of_others_has_no_record(pack: Any, tmp_path: Path) -> None:

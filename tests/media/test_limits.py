@@ -6,6 +6,7 @@ import struct
 import tracemalloc
 import zlib
 from fractions import Fraction
+from io import BytesIO
 from pathlib import Path
 
 import av
@@ -18,10 +19,11 @@ from everyframe.engine.records.provenance import record_in
 from everyframe.media import limits
 from everyframe.media.frame_source import open_frames
 from everyframe.media.images import read_animation, read_folder
-from everyframe.media.mp4 import iter_frames, read_frames
+from everyframe.media.mp4 import iter_frames, read_frames, read_sound
 from everyframe.media.read import read_image, read_video
 from everyframe.media.record import embedded_record, read_record
 from everyframe.media.write import write
+from helpers.hostile_videos import larger_than_its_header, with_sound
 
 FEW = 50_000_000  # bytes that a refusal may take
 
@@ -113,6 +115,47 @@ def test_a_folder_and_a_video_of_too_many_frames(
     monkeypatch.setattr(limits, "MOST_PIXELS", 64 * 63)
     with pytest.raises(MediaError, match="64x64 pixels"):
         next(iter_frames(path))
+
+
+@pytest.mark.parametrize("source", ["a file", "bytes"])
+def test_a_frame_that_is_larger_than_its_header_says_is_not_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    """FFmpeg decodes it when it opens the file, to find the size: 0x0 where it could not."""
+    path = larger_than_its_header(tmp_path / "a.avi", 256)
+    opened = path if source == "a file" else BytesIO(path.read_bytes())
+    with limits.open_video(opened, 256 * 255) as container:
+        stream = container.streams.video[0]
+        assert (stream.width, stream.height) == (0, 0)
+        with pytest.raises(av.FFmpegError):
+            next(container.decode(stream))
+    monkeypatch.setattr(limits, "MOST_PIXELS", 256 * 255)
+    with pytest.raises(MediaError, match=r"frame 0 can't be decoded \(.*larger than 65,280 pixels"):
+        next(iter_frames(path))
+    monkeypatch.setattr(limits, "MOST_PIXELS", 256 * 256)
+    assert next(iter_frames(path)).shape == (256, 256, 3)
+
+
+def test_sound_of_hours_in_no_time_is_not_held(tmp_path: Path) -> None:
+    """92 seconds of it in 20 kB, all of second 0; a longer one had gigabytes."""
+    path = with_sound(tmp_path / "a.mkv", num_packets=960)
+    assert path.stat().st_size < 30_000
+    tracemalloc.start()
+    sound = read_sound(path, 2.0)
+    assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    tracemalloc.stop()
+    assert sound is not None
+    assert sound.samples.shape == (2, 96_000)
+
+
+@pytest.mark.parametrize(("most", "seconds"), [(48_000, 1e6), (47_999, 2.0)])
+def test_sound_of_too_many_samples_is_not_allocated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, seconds: float
+) -> None:
+    path = with_sound(tmp_path / "a.mkv")
+    monkeypatch.setattr("everyframe.media.audio.MOST_RATE", most)
+    with pytest.raises(MediaError, match=r"the sound of .* too long for its rate"):
+        read_sound(path, seconds)
 
 
 def test_a_text_in_a_picture_that_unpacks_to_much(tmp_path: Path) -> None:

@@ -84,8 +84,9 @@ def test_inputs_are_named_by_their_content(tmp_path: Path) -> None:
     assert (folder.path / name).read_bytes() == b"pixels"
     assert name.startswith("inputs/")
     assert name.endswith(".png")
-    request = folder.request_of({"prompt": "inputs/x.png", "image": name, "seed": 3})
-    assert (request.prompt, request.image) == ("inputs/x.png", str(folder.path / name))
+    for prompt in ("inputs/x.png", name):  # a prompt is shown in the record, and no path is
+        request = folder.request_of({"prompt": prompt, "image": name, "seed": 3})
+        assert (request.prompt, request.image) == (prompt, str(folder.path / name))
     with pytest.raises(InputError, match="ending must be letters"):
         folder.add_input(b"pixels", "../x")
     folder.close()

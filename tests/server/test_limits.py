@@ -19,6 +19,7 @@ from everyframe.server.errors import ApiError
 from everyframe.server.http.rate_limits import RateLimit
 from everyframe.server.requests.body import read_body
 from everyframe.server.settings import Limits
+from helpers.hostile_videos import larger_than_its_header
 from helpers.server_app import ServedApp, key, mp4, png
 
 PROMPT = {"prompt": "a red circle"}
@@ -169,6 +170,14 @@ def test_videos_have_a_length_and_a_size(small: ServedApp) -> None:
     fine = small.client.post("/v1/videos/extensions", files={"video": ("x.mp4", mp4(1))},
                              data=PROMPT)  # fmt: skip
     assert fine.status_code == 200, fine.text
+
+
+def test_a_video_larger_than_its_header_says_is_not_decoded(small: ServedApp) -> None:
+    """FFmpeg decodes a frame to find the size, in the server's process."""
+    path = larger_than_its_header(small.folder.path / "x.avi", 101)
+    files = {"video": ("x.avi", path.read_bytes())}
+    answer = small.client.post("/v1/videos/extensions", files=files, data=PROMPT)
+    refused(answer, 400, "invalid_value", "damaged, or larger than 0.01 megapixels")
 
 
 @pytest.mark.parametrize("name", ["image", "extend", "source"])

@@ -7,15 +7,20 @@ value causes (TypeError, IndexError, ZeroDivisionError, validation errors of the
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
 from everyframe.core.errors import CheckpointError, EveryframeError, did_you_mean
+from everyframe.core.options import shown
 
 #: Released models have about 100 layers at most; building one on meta takes milliseconds.
 MAX_LAYERS = 2_000
+#: Keys of a transformers config that choose an implementation, and those that are its own.
+_CHOICE = re.compile("_?(attn|experts)_implementation(_internal)?")
+_OWN_KERNELS = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 _COUNTS = ("layers", "blocks", "depth", "num_layers_per_block")
 
 
@@ -56,6 +61,24 @@ def check_counts(config: Mapping[str, Any], where: str) -> None:
             elif isinstance(each, int) and name.endswith(_COUNTS) and each > MAX_LAYERS:
                 raise CheckpointError(
                     f"{where}: {name} is {each}; at most {MAX_LAYERS} are supported"
+                )
+
+
+def check_kernels(config: Mapping[str, Any], where: str) -> None:
+    """Raise `CheckpointError` for attention or experts that transformers fetches from the hub.
+
+    It takes their names from a config, at any depth, and runs what it fetches as native code.
+    """
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            check_kernels(value, where)
+        if not _CHOICE.fullmatch(name):
+            continue
+        for kernel in value.values() if isinstance(value, Mapping) else (value,):
+            if kernel is not None and kernel not in _OWN_KERNELS:
+                raise CheckpointError(
+                    f"{where}: {name} is {shown(kernel)}, which transformers fetches as code; "
+                    f"supported are {', '.join(_OWN_KERNELS)}; take it out of that file"
                 )
 
 

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path, PurePath
 from typing import Any
 
-from everyframe.checkpoints.config_errors import check_counts
+from everyframe.checkpoints.config_errors import check_counts, check_kernels
 from everyframe.core.errors import CheckpointError
 from everyframe.core.paths import expand_path, xdg_folder
 
@@ -54,7 +54,8 @@ def read_json(path: str | Path) -> dict[str, Any]:
     """Read the JSON object in `path`.
 
     Raises:
-        CheckpointError: there is no such file, it is not UTF-8 JSON, or it is not an object.
+        CheckpointError: there is no such file, it is not UTF-8 JSON, it is not an object, or as a
+            config it asks for what would take hours or run code.
     """
     path = Path(path)
     try:
@@ -80,6 +81,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, expected an object")
     check_counts(value, str(path))
+    check_kernels(value, str(path))
     return value
 
 

@@ -13,8 +13,8 @@ import av
 import numpy as np
 import numpy.typing as npt
 
-from everyframe.core.errors import InputError, NumericsError
-from everyframe.media.limits import MOST_RATE
+from everyframe.core.errors import InputError, MediaError, NumericsError
+from everyframe.media.limits import MOST_BYTES, MOST_RATE
 
 #: Sample rates in Hz that AAC supports (ISO/IEC 14496-3, table of sampling frequencies).
 _RATES = (
@@ -76,25 +76,42 @@ def packets(stream: Any, sound: Audio) -> Iterator[Any]:
 
 
 def decoded_sound(
-    container: Any, stream: Any, *, until: float
-) -> tuple[npt.NDArray[np.float32], float]:
-    """Decode samples (channels, n), mono or stereo, and the time in seconds of the first one.
+    container: Any, stream: Any, *, begin: float, seconds: float
+) -> npt.NDArray[np.float32] | None:
+    """Decode the samples (channels, n) of so many seconds from second `begin`, mono or stereo.
 
-    Decoding stops at second `until`, because a small file may hold hours of silence.
+    There is silence where the stream has none; None if it has none at all. No more is held than is
+    returned: a small file may have hours of silence, at no time that says so.
+
+    Raises:
+        MediaError: a rate that no recorder has, or more samples than may be held at once.
     """
-    layout = _LAYOUTS[min(stream.codec_context.channels, 2)]
-    resampler = av.AudioResampler(format="fltp", layout=layout, rate=stream.rate)
-    pieces, first = [], None
-    for frame in container.decode(stream):
-        if first is None:
-            first = float(frame.time or 0)
-        if float(frame.time or 0) > until:
+    rate, layout = int(stream.rate), _LAYOUTS[min(stream.codec_context.channels, 2)]
+    channels, wanted = (1 if layout == "mono" else 2), round(seconds * rate)
+    if rate > MOST_RATE or channels * wanted * 4 > MOST_BYTES:
+        raise MediaError(
+            f"it is too long for its rate: {seconds:.0f} s of {rate:,} samples; at most "
+            f"{MOST_RATE:,} a second are read, and {MOST_BYTES / 1e9:.1f} GB at once"
+        )
+    whole, place, has_any = np.zeros((channels, wanted), np.float32), None, False
+    resampler = av.AudioResampler(format="fltp", layout=layout, rate=rate)
+    for time, piece in _pieces(container, stream, resampler):
+        place = round((time - begin) * rate) if place is None else place
+        if time > begin + seconds or place >= wanted:
             break
-        pieces += [piece.to_ndarray() for piece in resampler.resample(frame)]
-    pieces += [piece.to_ndarray() for piece in resampler.resample(None)]
-    empty = np.zeros((1 if layout == "mono" else 2, 0), np.float32)
-    samples = np.concatenate([empty, *pieces], axis=1).astype(np.float32, copy=False)
-    return np.nan_to_num(samples), first or 0.0
+        heard = piece[:, max(-place, 0) :][:, : wanted - max(place, 0)]
+        whole[:, max(place, 0) : max(place, 0) + heard.shape[1]] = heard
+        place, has_any = place + piece.shape[1], has_any or heard.size > 0
+    return np.nan_to_num(whole, copy=False) if has_any else None
+
+
+def _pieces(container: Any, stream: Any, resampler: Any) -> Iterator[tuple[float, Any]]:
+    """Resampled samples of each decoded frame in order, and the frame's time in seconds."""
+    time = 0.0
+    for frame in container.decode(stream):
+        time = float(frame.time or 0)
+        yield from ((time, piece.to_ndarray()) for piece in resampler.resample(frame))
+    yield from ((time, piece.to_ndarray()) for piece in resampler.resample(None))
 
 
 def _rate(rate: int) -> int:

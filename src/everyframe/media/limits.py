@@ -5,6 +5,7 @@ A file of a few kilobytes can hold a gigapixel picture, or one frame shown for h
 
 from __future__ import annotations
 
+from io import BytesIO
 from os import PathLike
 from typing import TYPE_CHECKING
 
@@ -45,16 +46,27 @@ def open_picture(path: str | PathLike[str]) -> ImageFile:
     return Image.open(path, formats=known)
 
 
-def open_video(path: str | PathLike[str]) -> InputContainer:
-    """Open a video container from that local file alone. PyAV's errors pass through.
+def open_video(
+    source: str | PathLike[str] | BytesIO, most_pixels: int | None = None
+) -> InputContainer:
+    """Open a video container from that local file, or bytes, alone. PyAV's errors pass through.
 
-    Tags that are not valid UTF-8 are replaced; the frames stay readable.
+    No frame above `most_pixels`, by default `MOST_PIXELS`, is decoded: FFmpeg decodes some as it
+    opens a file, to find their size, and each may be larger than its header says or the last one
+    was. It counts lines in whole vectors. A stream whose size is found in such a frame has the size
+    0x0. Tags that are not valid UTF-8 are replaced; the frames stay readable.
     """
     import av
 
+    limit = {"max_pixels": str(MOST_PIXELS if most_pixels is None else most_pixels)}
     container: InputContainer = av.open(
-        str(path), container_options=FFMPEG_OPTIONS, metadata_errors="replace"
+        source if isinstance(source, BytesIO) else str(source),
+        options=limit,
+        container_options=FFMPEG_OPTIONS,
+        metadata_errors="replace",
     )
+    for stream in container.streams.video:  # what opened the container forgets them
+        stream.codec_context.options = limit
     return container
 
 

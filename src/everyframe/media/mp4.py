@@ -7,6 +7,7 @@ matrix without a tag; players then guess from the size, and colours shift.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from fractions import Fraction
@@ -18,6 +19,7 @@ import numpy as np
 from av.video.reformatter import ColorRange, Colorspace
 
 from everyframe.core.errors import MediaError
+from everyframe.media import limits
 from everyframe.media.audio import Audio, add_stream, decoded_sound, packets
 from everyframe.media.limits import check_frames, check_picture, open_video
 from everyframe.media.pixels import Frames, fit_image
@@ -161,18 +163,13 @@ def read_sound(path: Path, seconds: float) -> Audio | None:
         video, stream = container.streams.video[0], container.streams.audio[0]
         shown = float((video.start_time or 0) * video.time_base)
         try:
-            samples, first = decoded_sound(container, stream, until=shown + seconds)
-        except (av.FFmpegError, OSError) as error:
+            samples = decoded_sound(container, stream, begin=shown, seconds=seconds)
+        except (av.FFmpegError, OSError, MediaError) as error:
             raise MediaError(
                 f"the sound of {str(path)!r} can't be decoded ({_reason(error)}); a copy without "
                 "sound can be taken"
             ) from error
-        rate = int(stream.rate)
-    whole = np.zeros((len(samples), round(seconds * rate)), np.float32)
-    at = round((first - shown) * rate)
-    heard = samples[:, max(-at, 0) :][:, : max(whole.shape[1] - max(at, 0), 0)]
-    whole[:, max(at, 0) : max(at, 0) + heard.shape[1]] = heard
-    return Audio(whole, rate) if heard.size else None
+        return None if samples is None else Audio(samples, int(stream.rate))
 
 
 def iter_frames(path: Path) -> Iterator[Frames]:
@@ -225,6 +222,8 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _reason(error: Exception) -> str:
+    if getattr(error, "errno", None) == errno.EINVAL:  # so does FFmpeg refuse what is above a limit
+        return f"it is damaged, or larger than {limits.MOST_PIXELS:,} pixels"
     return str(getattr(error, "strerror", None) or error)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
@@ -71,7 +71,7 @@ class TensorStore:
         if kind == "array":
             return tensor.numpy()
         if kind == "picture":
-            return Image.open(io.BytesIO(tensor.numpy().tobytes()))
+            return _png(tensor.numpy().tobytes())
         raise CorruptRunError(f"what was kept as {kind!r} is of no kind that is known")
 
     def sweep(self, used: Collection[str]) -> None:
@@ -98,6 +98,18 @@ class TensorStore:
             return load_tensors(data)[_NAME]
         except (OSError, SafetensorError, KeyError) as error:
             raise CorruptRunError(f"{path} can't be read: {error}") from error
+
+
+def _png(data: bytes) -> Image.Image:
+    """The picture that `keep` wrote. Of other formats Pillow would start programs (EPS: gs).
+
+    Raises:
+        CorruptRunError: it is no PNG.
+    """
+    try:
+        return Image.open(io.BytesIO(data), formats=("PNG",))
+    except UnidentifiedImageError:
+        raise CorruptRunError("a saved picture is no PNG, and no other is saved") from None
 
 
 def flattened(tensor: Tensor) -> tuple[Tensor, dict[str, Any]]:

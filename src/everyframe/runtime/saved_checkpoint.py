@@ -17,6 +17,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from everyframe.checkpoints.folder import check_inside
 from everyframe.checkpoints.safetensors_writer import TensorToWrite, write_safetensors
 from everyframe.checkpoints.tensor_file import TensorFile
 from everyframe.core.errors import InputError
@@ -68,6 +69,7 @@ def save_checkpoint(model: SavableSpec, folder: Path, dtype: torch.dtype | None,
 
     Raises:
         InputError: the folder exists or is in the model's own, or nothing of the model is changed.
+        CheckpointError: a link leads out of the model's folder.
         OSError: it can't be written; nothing is left then.
     """
     source = model.saved_from()
@@ -78,6 +80,8 @@ def save_checkpoint(model: SavableSpec, folder: Path, dtype: torch.dtype | None,
     changed = model.changed_files(kind)
     if not changed:
         raise InputError("nothing of the model would change; give loras, components or quantize")
+    # What is copied is often published: no link of a stranger's folder brings this user's files in.
+    check_inside(source, source.rglob("*"))
     unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.unfinished")
     try:
         replaced = {source / path for each in changed for path in each.replaces}

@@ -37,6 +37,12 @@ NETWORK_FILE_SYSTEMS = frozenset({
     "ncpfs", "nfs", "nfs4", "smb2", "smb3", "smbfs",
 })  # fmt: skip
 
+#: Options that hold a picture or a video: what may be an upload, a data URL or the id of a video.
+MEDIA: Mapping[str, str] = {
+    "image": "picture", "last_image": "picture", "extend": "video",
+    "source": "picture or video", "mask": "picture or video", "control": "picture or video",
+}  # fmt: skip
+
 _ID = re.compile(r"video_[0-9a-f]{32}")
 _INPUT = re.compile(r"inputs/[0-9a-f]{64}\.[a-z0-9]{1,8}")
 _ENDING = re.compile(r"[a-z0-9]{1,8}")
@@ -50,6 +56,11 @@ def default_folder() -> Path:
     """``EVERYFRAME_SERVER_DIR``, else ``server`` in the state folder."""
     own = os.environ.get(VARIABLE)
     return expand_path(own, VARIABLE) if own else state_folder() / "server"
+
+
+def is_input(value: Any) -> bool:
+    """Whether an option's value is an upload in the data folder; clients can't write such a one."""
+    return isinstance(value, str) and value.startswith("inputs/")
 
 
 def is_video_id(text: str) -> bool:
@@ -178,11 +189,14 @@ class DataFolder:
         return f"{self.inputs.name}/{name}"
 
     def request_of(self, options: Mapping[str, Any]) -> Request:
-        """The request of a job's options, with the real paths of its uploads."""
+        """The request of a job's options, with the real paths of its uploads.
+
+        Text that looks like one, as a prompt may, stays as it is.
+        """
         uploads = {
             name: str(self.path / value)
             for name, value in options.items()
-            if isinstance(value, str) and _INPUT.fullmatch(value)
+            if name in MEDIA and isinstance(value, str) and _INPUT.fullmatch(value)
         }
         return Request(**{**options, **uploads})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,18 @@ def test_what_is_copied(tiny_root: Path, tmp_path: Path) -> None:
     for name in files(model) - {f"{part}/diffusion_pytorch_model.safetensors"
                                 for part in ("transformer", "transformer_2")}:  # fmt: skip
         assert (tmp_path / "saved" / name).read_bytes() == (model / name).read_bytes()
+
+
+def test_no_file_of_elsewhere_is_copied(tiny_root: Path, tmp_path: Path) -> None:
+    """A model's folder comes from others, and what is saved goes to others."""
+    model = Path(shutil.copytree(tiny_families.made("wan", tiny_root), tmp_path / "model"))
+    loras = lora_of(model, "wan", tmp_path / "a.safetensors")
+    (tmp_path / "secret").write_text("of this user", encoding="utf-8")
+    (model / "notes" / "more").mkdir(parents=True)
+    (model / "notes" / "more" / "readme").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match="readme is a link out of"):
+        everyframe.save(model, tmp_path / "saved", loras=loras)
+    assert not (tmp_path / "saved").exists()
 
 
 def test_nothing_is_left_of_a_failure(

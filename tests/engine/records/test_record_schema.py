@@ -178,6 +178,24 @@ def test_models_of_our_own_tables_are_taken(name: str, value: str) -> None:
     assert {**asked.given(), **asked.family_options}[name] == value
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"option": "image={}"}, {"option": ["fps=8", "image={}"]}, {"option": ['shot=[1, "{}"]']},
+     {"option": {"image": "{}"}}, {"source": "{}"}, {"mask": "{}"}, {"control": "canny,{}"}],
+)  # fmt: skip
+@pytest.mark.parametrize("place", ["{home}/cat.png", "~/cat.png"])
+def test_a_file_is_named_by_no_path_whatever_its_form(
+    options: dict[str, Any], place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A family takes texts as a command line has them, and `~` too."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "cat.png").write_bytes(b"")
+    path = place.format(home=tmp_path)
+    asked = json.loads(json.dumps(options).replace("{}", path))
+    with pytest.raises(InputError, match=r"names .*cat.png' by its path for"):
+        request_from(record(**asked), {})
+
+
 def test_code_does_not_run_for_a_video(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole way: a video that says that its model's code is trusted, and where that lies."""
     folder = tmp_path / "codemodel"

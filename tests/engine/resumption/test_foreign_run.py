@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import everyframe
 from everyframe.checkpoints.tensor_file import open_checkpoint
 from everyframe.cli.main import main
-from everyframe.core.errors import InputError
+from everyframe.core.errors import CorruptRunError, InputError
 from everyframe.core.events import Event
+from everyframe.core.plan import PreviewPlan
 from everyframe.core.request import Request
 from everyframe.core.serialization import to_jsonable
 from everyframe.engine.resumption.foreign_run import asked_outside, with_named
@@ -26,6 +29,7 @@ from everyframe.engine.workers.worker_process import WorkerJob
 from everyframe.media.video import Video
 from everyframe.runs.atomic_write import write_json
 from everyframe.runs.folder import RunFolder
+from everyframe.runs.tensor_store import TensorStore
 from helpers.interrupted_runs import cut, videos
 from helpers.loras import files as lora_files
 from helpers.loras.files import as_lora, factors_for
@@ -208,4 +212,40 @@ def test_what_lies_outside_of_a_run(picture: Path, tmp_path: Path) -> None:
     again = with_named(request, {"shot": "fox.png", "vae": "here", "report": "there"})
     assert again.family_options["option"] == {**deep, "shot": "fox.png"}
     assert (again.family_options["vae"], again.report) == ("here", "there")
+    # As a command line has them.
+    texts = Request(option=["fps=8", f"shot={tmp_path}"])
+    assert asked_outside(texts) == {"shot": str(tmp_path)}
+    assert with_named(texts, {"shot": "a"}).family_options["option"] == {"fps": 8, "shot": "a"}
     assert asked_outside(Request(extend=Video(np.zeros((1, 2, 2, 3), np.uint8), 8))) == {}
+
+
+def test_a_strangers_run_opens_no_decoder_of_previews(model: str, tmp_path: Path) -> None:
+    """Its place is in the plan too, which is as much a stranger's as the request."""
+    run = cut(model, tmp_path / "runs")
+    (tmp_path / "mine.safetensors").write_bytes(b"what must not be read")
+    decoder = str(tmp_path / "mine.safetensors")
+    plan = replace(load_run(run).plan, preview=PreviewPlan(1, "a tiny autoencoder", decoder))
+    request = run.run()["request"]
+    request["fields"]["preview_decoder"] = decoder
+    edited(run, plan=to_jsonable(plan), request=request)
+    assert isinstance(everyframe.resume(run.path, model=model), Video)
+
+
+def test_a_picture_of_a_strangers_run_starts_no_program(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow reads PostScript by Ghostscript, which it looks for on the path."""
+    program = tmp_path / "gs"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n", encoding="utf-8")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    run = cut(model, tmp_path / "runs", image=Image.new("RGB", (16, 16)), edit_strength=0.5)
+    drawing = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 16 16\n%%EndComments\nshowpage\n"
+    kept = TensorStore(run.given).keep(torch.frombuffer(bytearray(drawing), dtype=torch.uint8))
+    assert kept is not None
+    request = run.run()["request"]
+    request["fields"]["image"]["hash"] = kept["hash"]
+    edited(run, request=request)
+    with pytest.raises(CorruptRunError, match="a saved picture is no PNG"):
+        everyframe.resume(run.path, model=model)
+    assert not (tmp_path / "ran").exists()

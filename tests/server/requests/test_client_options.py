@@ -12,8 +12,9 @@ pytest.importorskip("fastapi", reason="serving needs the extra everyframe[server
 
 from everyframe.core.errors import InputError
 from everyframe.core.options import Options, facts_of, option
+from everyframe.server.data_folder import MEDIA
 from everyframe.server.requests import client_options
-from everyframe.server.requests.client_fields import CHECKED_PATHS, CLIENTS_CHOICES, MEDIA
+from everyframe.server.requests.client_fields import CHECKED_PATHS, CLIENTS_CHOICES
 from everyframe.server.requests.models import ModelRegistry
 from helpers.server_app import ServedApp
 

@@ -100,7 +100,8 @@ def test_only_https_of_allowed_hosts_is_fetched(peer: Callable[[bytes], Peer], u
     "address",
     ["127.0.0.1", "10.0.0.1", "192.168.1.1", "172.16.0.1", "169.254.169.254", "0.0.0.0", "::1",
      "fe80::1%eth0", "fd00::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "2002:7f00:1::", "224.0.0.1",
-     "100.64.0.1", "64:ff9b::7f00:1"],
+     "100.64.0.1", "64:ff9b::7f00:1", "64:ff9b:1::7f00:1", "fec0::1", "::127.0.0.1",
+     "::ffff:0:127.0.0.1", "5f00::1"],
 )  # fmt: skip
 def test_private_addresses_are_not_connected_to(
     peer: Callable[[bytes], Peer], address: str

@@ -8,7 +8,7 @@ pickled weights, missing components, quantised components, and remote code that 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
@@ -147,7 +147,8 @@ def _read(
     if isinstance(given, list) and len(given) == 2:
         code_file, given = f"{given[0]}.py", given[1]
     if is_modular and (folder / "modular_config.json").is_file():
-        code_file = "modular_config.json" if _maps_code(folder / "modular_config.json") else None
+        maps_code = _maps_code(read_json(folder / "modular_config.json"))
+        code_file = "modular_config.json" if maps_code else None
     if not isinstance(given, str):
         raise CheckpointError(f"{folder / index_name} names no pipeline class (_class_name)")
     if code_file is not None and not trust:
@@ -187,8 +188,20 @@ def _is_component(value: Any) -> bool:
     return all(each is None or isinstance(each, str) for each in value[:2])
 
 
-def _maps_code(file: Path) -> bool:
-    return bool(read_json(file).get("auto_map"))
+def _maps_code(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("auto_map"))
+
+
+def _nested(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The configs inside a config, at any depth.
+
+    transformers makes what they describe by its `Auto` classes, which ask on the terminal whether
+    to run code; the class of the component itself is named and looks for none.
+    """
+    for value in config.values():
+        if isinstance(value, Mapping):
+            yield value
+            yield from _nested(value)
 
 
 def _untrusted(where: str, what: str) -> str:
@@ -236,6 +249,9 @@ def _part(
         from everyframe.checkpoints.tensor_file import open_checkpoint
 
         part = replace(part, tensors=with_scales(open_checkpoint(weights[0]))[0])
+    if not trust and any(_maps_code(each) for each in _nested(part.config())):
+        what = f"the config of {name} has an auto_map"
+        raise CheckpointError(_untrusted(where, what))
     if part.config().get("quantization_config"):
         raise CheckpointError(
             f"{where}: its {name} is quantised, which is not supported; take the checkpoint "
@@ -282,6 +298,7 @@ def _check_files(where: str, root: Path, name: str, folder: Path) -> None:
     """Raise `CheckpointError` for a component that would read files outside its folder."""
     files = sorted(folder.iterdir())
     check_inside(root, (folder, *files))
+    check_inside(root, folder.rglob("*"))  # follows no links
     for file in files:
         if ".index." in file.name and file.suffix == ".json":
             shards = read_json(file).get("weight_map")
@@ -298,11 +315,23 @@ def _check_files(where: str, root: Path, name: str, folder: Path) -> None:
                 # Many say where they lay when they were saved, which is nowhere here.
                 if other.is_file() and not other.resolve().is_relative_to(folder.resolve()):
                     raise CheckpointError(f"{file} names a {key} outside its own folder: {other}")
+        elif _names_sound_model(file):
+            raise CheckpointError(
+                f"{where}: its {name} names an audio_tokenizer, a model that lies elsewhere "
+                f"({file.name}), which is not supported; remove it"
+            )
         elif file.name == "adapter_config.json":
             raise CheckpointError(
                 f"{where}: its {name} is an adapter for a model that lies elsewhere "
                 f"({file.name}); merge it and save the whole model"
             )
+
+
+def _names_sound_model(file: Path) -> bool:
+    """Whether transformers would load a model by the place that a processor's file names."""
+    if file.name == "processor_config.json":
+        return "audio_tokenizer" in read_json(file)
+    return file.name == "audio_tokenizer_config.json"
 
 
 def _weights(

@@ -6,6 +6,7 @@ checkpoint is imported here too, if and only if it was allowed.
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,11 @@ from everyframe.diffusers_pipelines.files.checkpoint import (
 )
 from everyframe.diffusers_pipelines.inputs import defaults
 from everyframe.diffusers_pipelines.inputs.signature import CallSignature, of_blocks, of_class
+
+#: Start of the modules of transformers' `Auto` classes.
+_AUTO = "transformers.models.auto."
+#: Libraries of `LIBRARIES` whose components have no base class in common.
+_OF_NO_BASE = ("cosmos_guardrail",)
 
 _SUPPORTED = (
     "every diffusers video pipeline that makes a video of a text, a picture or a video, "
@@ -149,19 +155,38 @@ def _library(part: ComponentFolder) -> Any:
 
 
 def _is_component(found: Any) -> bool:
-    """Whether it is a class that loads from a folder and is not a pipeline.
+    """Whether it is a class of what a component may be, which loads from its folder alone.
 
-    A pipeline inside a pipeline has an index of its own, which diffusers would trust.
+    A pipeline inside a pipeline has an index of its own, which diffusers would trust, also where
+    `AutoPipelineFor...` reads it; blocks have code, a retriever reads pickles and an index that lie
+    anywhere.
     """
-    import diffusers
-
-    if not isinstance(found, type) or found.__module__.partition(".")[0] not in LIBRARIES:
+    if not isinstance(found, type) or not callable(getattr(found, "from_pretrained", None)):
         return False
+    library = found.__module__.partition(".")[0]
     if getattr(found, "_backends", None):  # a stand-in for a class whose packages are not there
-        return True
-    if issubclass(found, (diffusers.DiffusionPipeline, diffusers.ModularPipeline)):
-        return False
-    return callable(getattr(found, "from_pretrained", None))
+        return library in LIBRARIES
+    is_auto = found.__module__.startswith(_AUTO)
+    return library in _OF_NO_BASE or is_auto or issubclass(found, _component_bases())
+
+
+@cache
+def _component_bases() -> tuple[type, ...]:
+    """Base classes of models, schedulers, guiders, tokenizers and processors."""
+    import diffusers
+    import transformers
+
+    return (
+        diffusers.ModelMixin,
+        diffusers.SchedulerMixin,
+        diffusers.AutoModel,
+        diffusers.BaseGuidance,
+        transformers.PreTrainedModel,
+        transformers.PreTrainedTokenizerBase,
+        transformers.ProcessorMixin,
+        transformers.ImageProcessingMixin,
+        transformers.FeatureExtractionMixin,
+    )
 
 
 def is_module(part: ComponentFolder) -> bool:
@@ -185,7 +210,7 @@ def asks_for_code(cls: Any) -> bool:
         cls, (PreTrainedTokenizerBase, ProcessorMixin, diffusers.AutoModel)
     ):
         return True
-    return str(getattr(cls, "__module__", "")).startswith("transformers.models.auto.")
+    return str(getattr(cls, "__module__", "")).startswith(_AUTO)
 
 
 def empty_component(part: ComponentFolder) -> Any:

@@ -21,12 +21,16 @@ from everyframe.core.errors import InputError
 from everyframe.core.options import Options, explain, facts_of, flag_of, shown
 from everyframe.core.quality import SamplingMethod, parse_method
 from everyframe.core.request import Request
+from everyframe.diffusers_pipelines.inputs.options import PipelineOptions
 from everyframe.families.registry import all_options
 
 _SHA256 = r"^[0-9a-f]{64}$"
 
 #: Integers that a double can represent exactly.
 _Count = Annotated[int, Field(ge=-(2**53), le=2**53)]
+
+#: Option of a pipeline that holds its own parameters by name.
+OWN_PARAMETERS = "option"
 
 #: Conditioning frames and noise, recorded by hash only.
 GIVEN = ("image", "last_image", "extend", "latents")
@@ -162,6 +166,7 @@ def accepted_options(asked: Mapping[str, Any], given: Collection[str]) -> dict[s
         facts = option_facts(name)
         if name in given or facts.get("person_only"):
             continue
+        value = own_parameters(name, value)
         if facts.get("names_model"):
             _check_listed(name, value)
         if name == "loras":
@@ -172,6 +177,17 @@ def accepted_options(asked: Mapping[str, Any], given: Collection[str]) -> dict[s
             _check_files(name, value, may_be_words=name not in GIVEN)
         found[name] = value
     return found
+
+
+def own_parameters(name: str, value: Any) -> Any:
+    """The value of an option; a pipeline's own parameters by name, also where a file has texts.
+
+    Its family takes ``NAME=VALUE`` as a command line has it, in which no path would be seen.
+
+    Raises:
+        InputError: a text has another form.
+    """
+    return PipelineOptions(option=value).option if name == OWN_PARAMETERS else value
 
 
 def rejected_options(asked: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
@@ -220,7 +236,9 @@ def _check_files(name: str, value: Any, *, may_be_words: bool, key: str = "") ->
             f"again: {flag_of(name)} FILE"
         )
     elif isinstance(value, str) and "prompt" not in key:
-        if any(os.path.exists(each.strip()) for each in (value, *value.split(","))):
+        # As what reads them does: from the home folder, too.
+        named = (os.path.expanduser(each.strip()) for each in (value, *value.split(",")))
+        if any(map(os.path.exists, named)):
             raise InputError(
                 f"the record names {shown(value)} by its path for {key or name}; a file of a "
                 f"record has a hash; give it again: {flag_of(name)}"

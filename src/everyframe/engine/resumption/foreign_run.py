@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import wraps
 from types import NoneType
 from typing import Any, Concatenate, ParamSpec
@@ -24,7 +24,13 @@ from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.core.serialization import from_jsonable
 from everyframe.engine.records.provenance import threads_to_repeat
-from everyframe.engine.records.record_schema import GIVEN, check_record, option_facts
+from everyframe.engine.records.record_schema import (
+    GIVEN,
+    OWN_PARAMETERS,
+    check_record,
+    option_facts,
+    own_parameters,
+)
 from everyframe.runs.atomic_write import UNREADABLE
 from everyframe.runs.folder import RunFolder
 
@@ -35,9 +41,6 @@ _KINDS: Mapping[str, Any] = {
     "place": str, "output": (str, NoneType), "as_uint8": bool, "given": (dict, NoneType),
     "record": dict,
 }  # fmt: skip
-
-#: Option of a pipeline that holds its own parameters by name.
-_OWN = "option"
 
 
 def check_named(folder: RunFolder, named: Collection[str], output: str | None = None) -> bool:
@@ -121,8 +124,9 @@ def asked_outside(request: Request) -> dict[str, Any]:
         found["components"] = dict(request.components)
     for name, value in {"model": request.model, **request.family_options}.items():
         facts = option_facts(name)
-        if name == _OWN and isinstance(value, Mapping):
-            found |= {key: each for key, each in value.items() if any(map(_exists, _texts(each)))}
+        if name == OWN_PARAMETERS:
+            own = own_parameters(name, value)
+            found |= {key: each for key, each in own.items() if any(map(_exists, _texts(each)))}
         elif facts.get("names_model"):
             names = [each for text in _texts(value) for each in text.split(",")]
             found |= {} if all(map(is_listed, names)) else {name: value}
@@ -140,15 +144,26 @@ def with_named(request: Request, named: Mapping[str, Any]) -> Request:
     if not named:
         return request
     values, own = dict(request.given()), dict(request.family_options)
-    parameters = dict(own[_OWN]) if isinstance(own.get(_OWN), Mapping) else {}
+    parameters = dict(own_parameters(OWN_PARAMETERS, own.get(OWN_PARAMETERS, {})))
     for name, value in named.items():
         place = next((each for each in (values, own, parameters) if name in each), None)
         if place is None:
             can = sorted(asked_outside(request)) or ["no file"]
             raise InputError(f"the run names {', '.join(can)} outside of its folder, and no {name}")
         place[name] = value
-    own |= {_OWN: parameters} if parameters else {}
+    own |= {OWN_PARAMETERS: parameters} if parameters else {}
     return Request(**{**values, "family_options": own})
+
+
+def without_decoder(request: Request, plan: Plan) -> tuple[Request, Plan]:
+    """A request and plan without the decoder of previews: a file that only a person names.
+
+    The video is the same; a run whose previews it made has none.
+    """
+    if plan.preview is not None and plan.preview.decoder is not None:
+        plan = replace(plan, preview=None)
+    given = request.given()
+    return Request(**{k: v for k, v in given.items() if k != "preview_decoder"}), plan
 
 
 def _flag(name: str, value: Any) -> str:

@@ -12,7 +12,11 @@ from everyframe.core.events import Repaired
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.core.serialization import from_jsonable
-from everyframe.engine.resumption.foreign_run import check_named, with_named
+from everyframe.engine.resumption.foreign_run import (
+    check_named,
+    with_named,
+    without_decoder,
+)
 from everyframe.engine.resumption.replan import applied_fallbacks
 from everyframe.runs.atomic_write import UNREADABLE, read_json
 from everyframe.runs.folder import RunFolder
@@ -60,10 +64,13 @@ class InterruptedRun:
             return replace(self, is_own=True)
         is_own = check_named(self.folder, named)
         request = with_named(self.request, named)
+        plan = replace(self.plan, model=str(named.get("model", self.plan.model)))
+        if not is_own:
+            request, plan = without_decoder(request, plan)
         return replace(
             self,
             request=request,
-            plan=replace(self.plan, model=str(named.get("model", self.plan.model))),
+            plan=plan,
             place=self.place if is_own else Path.cwd(),
             is_own=is_own,
             named=frozenset(named),

@@ -306,7 +306,7 @@ def _made(mark: Mapping[str, Any], parts: list[bytes]) -> Any:
     if kind == "picture":
         from PIL import Image
 
-        return Image.open(io.BytesIO(data))
+        return Image.open(io.BytesIO(data), formats=("PNG",))
     import torch
 
     if not data:

@@ -7,8 +7,9 @@ from typing import Any
 from fastapi import FastAPI
 
 from everyframe.core.request import Request
+from everyframe.server.data_folder import MEDIA
 from everyframe.server.errors import CODES
-from everyframe.server.requests.client_fields import FORMATS, MEDIA, PIPELINE_FIELDS
+from everyframe.server.requests.client_fields import FORMATS, PIPELINE_FIELDS
 from everyframe.server.requests.option_schema import option_schema
 
 #: Routes that read a job's fields -> the fields that they need.

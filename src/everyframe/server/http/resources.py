@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from everyframe.server.data_folder import MEDIA, is_input
 from everyframe.server.queue.jobs import Job
-from everyframe.server.requests.client_fields import MEDIA, is_input
 
 #: Variants of a video's content -> file in its folder and media type.
 VARIANTS = {

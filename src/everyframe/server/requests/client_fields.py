@@ -8,7 +8,6 @@ them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 #: Name in a body -> name of the option.
 OTHER_NAMES: Mapping[str, str] = {
@@ -61,7 +60,7 @@ PATH = "clients do not name paths of the server"
 OPERATOR = "whoever runs the server decides this"
 
 #: Options that are or may hold a path or a model, and what reads a client's value in their place:
-#: the table of models, that of LoRAs, and a check of each text. `MEDIA` are uploads.
+#: the table of models, that of LoRAs, and a check of each text. `data_folder.MEDIA` are uploads.
 CHECKED_PATHS = frozenset({"model", "loras", "option"})
 
 #: Options of a run's own user that clients may set too.
@@ -82,14 +81,3 @@ REFUSED: Mapping[str, str] = {
     "enable_upscaling": "videos are not upscaled",
     "enhance_prompt": "prompts are not rewritten",
 }  # fmt: skip
-
-#: Fields that hold a picture or a video: what may be an upload, a data URL or the id of a video.
-MEDIA: Mapping[str, str] = {
-    "image": "picture", "last_image": "picture", "extend": "video",
-    "source": "picture or video", "mask": "picture or video", "control": "picture or video",
-}  # fmt: skip
-
-
-def is_input(value: Any) -> bool:
-    """Whether an option's value is an upload in the data folder; clients can't write such a one."""
-    return isinstance(value, str) and value.startswith("inputs/")

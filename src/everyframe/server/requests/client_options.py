@@ -12,10 +12,10 @@ from functools import cache
 from everyframe.core.options import Options, facts_of
 from everyframe.core.request import Request
 from everyframe.families.registry import all_options
+from everyframe.server.data_folder import MEDIA
 from everyframe.server.requests.client_fields import (
     CHECKED_PATHS,
     CLIENTS_CHOICES,
-    MEDIA,
     OPERATOR,
     PATH,
     REFUSED,

@@ -65,7 +65,7 @@ def bytes_of_data_url(url: str, param: str, limits: Limits) -> bytes:
 def store_media(
     data: bytes, param: str, wanted: str, folder: DataFolder, limits: Limits
 ) -> StoredMedia:
-    """Check a picture or video and store it; `wanted` is a value of `client_fields.MEDIA`.
+    """Check a picture or video and store it; `wanted` is a value of `data_folder.MEDIA`.
 
     Raises:
         ApiError: it is empty, no such file, or over a limit.
@@ -129,7 +129,7 @@ def _video(data: bytes, param: str, limits: Limits) -> tuple[str, str] | None:
     """Ending and size of a video, by its header; None if it is none."""
     import av
 
-    from everyframe.media.limits import FFMPEG_OPTIONS
+    from everyframe.media.limits import open_video
 
     if len(data) > limits.video_bytes:
         raise ApiError(
@@ -138,9 +138,7 @@ def _video(data: bytes, param: str, limits: Limits) -> tuple[str, str] | None:
             param,
         )
     try:
-        with av.open(
-            io.BytesIO(data), container_options=FFMPEG_OPTIONS, metadata_errors="replace"
-        ) as container:
+        with open_video(io.BytesIO(data), limits.picture_pixels) as container:
             kinds = container.format.name.split(",")
             ending = next((_VIDEOS[kind] for kind in kinds if kind in _VIDEOS), None)
             streams = container.streams.video
@@ -155,6 +153,13 @@ def _video(data: bytes, param: str, limits: Limits) -> tuple[str, str] | None:
             "too_large",
             f"{param} lasts {seconds:.0f} seconds, at most {limits.video_seconds:.0f} are read; "
             "cut it",
+            param,
+        )
+    if not width:
+        raise ApiError(
+            "invalid_value",
+            f"{param} has no frame that can be read: it is damaged, or larger than "
+            f"{limits.picture_pixels / 1e6:g} megapixels",
             param,
         )
     if width * height > limits.picture_pixels:

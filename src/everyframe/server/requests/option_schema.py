@@ -9,7 +9,7 @@ from everyframe.core.options import Options, facts_of
 from everyframe.core.quality import EXACT
 from everyframe.core.request import DTYPES, QUANTIZE, Request
 from everyframe.families.registry import family_names, options_of
-from everyframe.server.requests.client_fields import MEDIA
+from everyframe.server.data_folder import MEDIA
 from everyframe.server.requests.client_options import owning_classes, refused_fields
 
 #: Options whose values are words of a list.

@@ -16,9 +16,8 @@ import anyio.to_thread
 from everyframe.core.errors import EveryframeError
 from everyframe.core.plan import Plan
 from everyframe.engine.workers.executor import Executor
-from everyframe.server.data_folder import DataFolder
+from everyframe.server.data_folder import MEDIA, DataFolder, is_input
 from everyframe.server.errors import api_error
-from everyframe.server.requests.client_fields import MEDIA, is_input
 from everyframe.server.requests.client_options import client_options
 from everyframe.server.requests.request_parser import ParsedBody, request_of
 

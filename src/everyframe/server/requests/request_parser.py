@@ -17,11 +17,11 @@ from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.option_values import replaced_by
 from everyframe.core.options import shown
 from everyframe.core.request import Request
+from everyframe.server.data_folder import MEDIA
 from everyframe.server.errors import ApiError, api_error
 from everyframe.server.requests.body import Body
 from everyframe.server.requests.client_fields import (
     FORMATS,
-    MEDIA,
     MERGED,
     NOTED,
     OTHER_NAMES,

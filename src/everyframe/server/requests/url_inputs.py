@@ -24,8 +24,9 @@ _MOST_REDIRECTS = 3
 _CHUNK = 1 << 16
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
-#: Networks of IPv6 whose addresses stand for those of IPv4 (NAT64), private ones among them.
-_TRANSLATED = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48")))
+#: The addresses of IPv6 that are given out. Outside of it are private ones by several names, and
+#: those that stand for addresses of IPv4; Python's tables know some of them, by its version.
+_GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
 
 Resolve = Callable[[str, int], list[str]]
 Connect = Callable[[str, str, int], http.client.HTTPConnection]
@@ -139,6 +140,8 @@ class UrlFetcher:
 
 def _is_public(address: str) -> bool:
     read = ipaddress.ip_address(address.partition("%")[0])
-    inner = getattr(read, "ipv4_mapped", None) or getattr(read, "sixtofour", None) or read
-    is_reachable = read.is_global and inner.is_global and not read.is_multicast
-    return is_reachable and not any(read in network for network in _TRANSLATED)
+    # An address of IPv4 within one of IPv6.
+    read = getattr(read, "ipv4_mapped", None) or read
+    inner = getattr(read, "sixtofour", None) or read
+    is_given_out = read.version == 4 or read in _GLOBAL_UNICAST
+    return is_given_out and read.is_global and inner.is_global and not read.is_multicast
