@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from io import BytesIO
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from everyframe.core.errors import MediaError
 
@@ -54,16 +54,19 @@ def open_video(
     No frame above `most_pixels`, by default `MOST_PIXELS`, is decoded: FFmpeg decodes some as it
     opens a file, to find their size, and each may be larger than its header says or the last one
     was. It counts lines in whole vectors. A stream whose size is found in such a frame has the size
-    0x0. Tags that are not valid UTF-8 are replaced; the frames stay readable.
+    0x0. Tags that are not valid UTF-8 hide no frames.
     """
     import av
 
+    # PyAV 19 takes any tag, and has no such option.
+    is_lenient = int(av.__version__.partition(".")[0]) >= 19
+    tags: dict[str, Any] = {} if is_lenient else {"metadata_errors": "replace"}
     limit = {"max_pixels": str(MOST_PIXELS if most_pixels is None else most_pixels)}
     container: InputContainer = av.open(
         source if isinstance(source, BytesIO) else str(source),
         options=limit,
         container_options=FFMPEG_OPTIONS,
-        metadata_errors="replace",
+        **tags,
     )
     for stream in container.streams.video:  # what opened the container forgets them
         stream.codec_context.options = limit

@@ -145,10 +145,10 @@ def frame_rate(path: Path) -> Fraction:
     """Frames per second of a video file. Raises `MediaError` if it is not a video."""
     with _opened(path) as container:
         stream = container.streams.video[0]
-        rate: Fraction | None = stream.average_rate or stream.guessed_rate
+        rate = stream.average_rate or stream.guessed_rate
     if not rate:
         raise MediaError(f"{str(path)!r} can't be read as a video: no frames in it")
-    return rate
+    return Fraction(rate.numerator, rate.denominator)  # PyAV 19 has a class of its own
 
 
 def read_sound(path: Path, seconds: float) -> Audio | None:
