@@ -28,6 +28,25 @@ def test_broken_json(tmp_path: Path, data: bytes, text: str) -> None:
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("config", "most"),
+    [
+        ('{"num_layers": %d}', 2_000),
+        ('{"text_config": {"num_hidden_layers": %d}}', 2_000),
+        ('{"down_blocks": [{"layers": 2}], "transformer_layers": [1, %d]}', 2_000),
+        ('{"num_train_timesteps": %d}', 100_000),
+    ],
+)
+def test_counts_beyond_any_model_are_refused(tmp_path: Path, config: str, most: int) -> None:
+    """They would take hours to build, or all memory."""
+    path = tmp_path / "config.json"
+    path.write_text(config % most)
+    read_json(path)
+    path.write_text(config % (most + 1))
+    with pytest.raises(CheckpointError, match=f"is {most + 1}; at most {most} are supported$"):
+        read_json(path)
+
+
 def test_json_that_is_there_and_that_is_not(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"depth": 2}')
     assert read_json(tmp_path / "config.json") == {"depth": 2}

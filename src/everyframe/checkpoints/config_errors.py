@@ -21,7 +21,12 @@ MAX_LAYERS = 2_000
 #: Keys of a transformers config that choose an implementation, and those that are its own.
 _CHOICE = re.compile("_?(attn|experts)_implementation(_internal)?")
 _OWN_KERNELS = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
-_COUNTS = ("layers", "blocks", "depth", "num_layers_per_block")
+#: Most of what a config counts, by how its name ends. Schedulers are trained on 1000 timesteps, and
+#: build tables of all of them, some in Python: 300 million take minutes and 11 GB.
+_MOST = {
+    ("layers", "blocks", "depth", "num_layers_per_block"): MAX_LAYERS,
+    ("train_timesteps",): 100_000,
+}
 
 
 @contextmanager
@@ -53,15 +58,14 @@ def foreign_errors(message: str) -> Iterator[None]:
 
 
 def check_counts(config: Mapping[str, Any], where: str) -> None:
-    """Raise `CheckpointError` for layer counts beyond any real model, which take hours to build."""
+    """Raise `CheckpointError` for counts beyond any real model, which take hours to build."""
     for name, value in config.items():
+        most = next((most for ends, most in _MOST.items() if name.endswith(ends)), None)
         for each in value if isinstance(value, list) else (value,):
             if isinstance(each, Mapping):
                 check_counts(each, where)
-            elif isinstance(each, int) and name.endswith(_COUNTS) and each > MAX_LAYERS:
-                raise CheckpointError(
-                    f"{where}: {name} is {each}; at most {MAX_LAYERS} are supported"
-                )
+            elif most is not None and isinstance(each, int) and each > most:
+                raise CheckpointError(f"{where}: {name} is {each}; at most {most} are supported")
 
 
 def check_kernels(config: Mapping[str, Any], where: str) -> None:
