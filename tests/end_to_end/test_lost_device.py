@@ -134,6 +134,9 @@ def test_a_device_that_refuses_a_call_is_there(model: str, tmp_path: Path) -> No
         said = "CUDA error: no kernel image is available for execution on the device"
         raise torch.AcceleratorError(said + ADVICE)
 
+    everyframe.plan(
+        model=model, **OPEN_SORA
+    )  # so that the run needs no dry run, which calls it too
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stdit3.STDiT3, "forward", refuses)
         with pytest.raises(CannotRunError, match=r"refused a call .*everyframe doctor"):

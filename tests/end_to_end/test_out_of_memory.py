@@ -182,7 +182,7 @@ def test_encoding_goes_on_in_tiles(
     assert repairs[-1].to.startswith("given frames are encoded in 4 tiles")
     request = Request(model=str(folders(family)), **asked_of(family, **more))
     prepared = prepare(request, will_run=True)
-    given = {"given": ConditioningFrames(first=PICTURE[None])}
+    given = {"inputs": ConditioningFrames(first=PICTURE[None])}
     planned = planned_frames(prepared, saving("encode_tile", 3), **given)
     assert np.array_equal(frames_of(events), planned)
     assert not np.array_equal(planned, planned_frames(prepared, unchanged, **given))
