@@ -30,6 +30,8 @@ from everyframe.ops.modulation import GatedAdd
 from everyframe.ops.native import kernels, library
 from everyframe.ops.norm import GroupNormSiLU, LayerNorm, RMSNorm, WideLayerNorm
 from everyframe.precision.cast_hooks import add_cast_hooks
+from everyframe.precision.packed_linear import PackedLinear
+from everyframe.precision.quantization import QuantisedLinear
 from everyframe.precision.upcast import Upcast
 from everyframe.runtime.repair.repairs import RepairSet, apply_repair
 from helpers import native_paths
@@ -389,7 +391,9 @@ OF_TORCH = [
 ]
 
 
-@pytest.mark.parametrize(("plain", "own"), OF_TORCH)
+@pytest.mark.parametrize(
+    ("plain", "own"), [*OF_TORCH, (nn.Linear, QuantisedLinear), (nn.Linear, PackedLinear)]
+)
 def test_modules_in_place_of_torchs_are_called_by_its_names(
     plain: type[nn.Module], own: type[nn.Module]
 ) -> None:
