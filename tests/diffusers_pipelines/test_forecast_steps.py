@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
+import pytest
 import torch
 
 import everyframe
@@ -76,3 +78,36 @@ def test_a_schedule_that_computes_nothing_in_one_step_is_run_dry_with_two(tmp_pa
     asked = written(dict(case.asked), tmp_path, 32, 32)
     plan = planned(tmp_path / "model", prompt="a fox", num_inference_steps=4, **asked).plan
     assert [each for each in plan.stages if each.component == "transformer" and each.operations]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "wanted", "plain"),
+    [
+        ("AnimateDiffPipeline", "HeunDiscrete", 19, 10),
+        ("AnimateDiffPipeline", "KDPM2Discrete", 19, 10),
+        ("AnimateDiffPipeline", "PNDM", 11, 10),
+        ("AnimateDiffPipeline", "EulerAncestralDiscrete", 10, 10),
+        ("AnimateDiffVideoToVideoPipeline", "HeunDiscrete", 15, 8),
+        ("AnimateDiffVideoToVideoPipeline", "PNDM", 9, 8),
+        ("WanPipeline", "FlowMatchHeunDiscrete", 19, 10),
+    ],
+)
+def test_schedules_of_more_calls_than_steps_are_forecast_by_their_calls(
+    tmp_path: Path, name: str, kind: str, wanted: int, plain: int
+) -> None:
+    """About half of Heun's were forecast. `plain` are those of the pipeline's own scheduler."""
+    case = CASES[name]
+    pipe = case.build()
+
+    def operations() -> float:
+        pipe.save_pretrained(tmp_path / "model")
+        asked = written({**case.asked, "prompt": "a fox"}, tmp_path, 16, 16)
+        plan = planned(tmp_path / "model", num_inference_steps=10, **asked).plan
+        (stage,) = [each for each in plan.stages if each.component in ("unet", "transformer")]
+        return stage.operations
+
+    least = operations() / plain
+    # What replaces PNDM carries its config along.
+    pndm = diffusers.PNDMScheduler.from_config(pipe.scheduler.config, skip_prk_steps=True)
+    pipe.scheduler = getattr(diffusers, f"{kind}Scheduler").from_config(pndm.config)
+    assert round(operations() / least, 6) == wanted

@@ -70,6 +70,22 @@ def test_a_run_is_that_of_the_rounded_weights(wan: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_layers_that_are_called_by_the_name_of_their_input(
+    tiny_models: Callable[[str], Path], kind: str
+) -> None:
+    """AnimateDiff's motion modules call ``proj_in(input=...)``, which no quantized layer took."""
+    asked = tiny_families.asked("animatediff", model=str(tiny_models("animatediff")), dtype="fp32")
+    found, wanted = (
+        everyframe.generate(**{**asked, "run_dir": "off", "quantize": each})
+        for each in (kind, "none")
+    )
+    assert isinstance(found, everyframe.Video)
+    assert isinstance(wanted, everyframe.Video)
+    assert found.frames.shape == wanted.frames.shape
+    assert not np.array_equal(found.frames, wanted.frames)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_folder_has_the_same_bits(wan: Path, tmp_path: Path, kind: str) -> None:
     everyframe.save(wan, tmp_path / "saved", quantize=kind)
     wanted = frames(wan, quantize=kind)

@@ -27,7 +27,7 @@ from everyframe.core.plan import Settings
 from everyframe.diffusers_pipelines.call_arguments import arguments
 from everyframe.diffusers_pipelines.calls.call import all_blocks, attributes_kept, no_progress_bars
 from everyframe.diffusers_pipelines.files.checkpoint import PipelineFiles
-from everyframe.diffusers_pipelines.files.component_classes import empty_component
+from everyframe.diffusers_pipelines.files.component_classes import component_class, empty_component
 from everyframe.diffusers_pipelines.files.components import STAGE
 from everyframe.diffusers_pipelines.inputs import defaults
 from everyframe.diffusers_pipelines.inputs.clip_continuation import OPTION
@@ -169,6 +169,26 @@ class PipelineDryRun:
         """Requested steps less computed ones."""
         return defaults.of(defaults.STEPS_FEWER, self.interface.class_name) or 0
 
+    @cached_property
+    def _schedule(self) -> tuple[int, bool]:
+        """Calls of the denoiser in one step of the scheduler, and whether one more is made."""
+        part = next((part for part in self.files.parts if part.name == "scheduler"), None)
+        if part is None or self.files.preset is not None:
+            return 1, False
+        order = getattr(component_class(part), "order", 1)
+        # Others carry PNDM's config where they were made from it.
+        is_pndm = part.class_name == "PNDMScheduler"
+        return int(order), is_pndm and bool(part.scheduler_config().get("skip_prk_steps"))
+
+    def _num_more(self, num_steps: int) -> float:
+        """Calls beyond those of `_num_made`, all computed.
+
+        A second-order scheduler (Heun, KDPM2) calls twice a step, but once in the last; PNDM calls
+        once more in the second step, where it warms up without Runge-Kutta steps.
+        """
+        order, warms_up = self._schedule
+        return (order - 1) * (self._num_made(num_steps) - 1) + (warms_up and num_steps > 1)
+
     def _num_made(self, num_steps: float) -> float:
         """Steps that are computed of so many, as diffusers rounds their share; 1 at least."""
         part = self._part_of_steps
@@ -183,8 +203,9 @@ class PipelineDryRun:
         few = self._few(settings, experts)
         repeats = 1.0  # where no number makes steps fewer, all of them are run dry
         if self.interface.name_of("num_inference_steps") is not None:
-            made, run_dry = settings.num_denoiser_calls, few.num_inference_steps
-            repeats = self._num_made(made) / self._num_made(run_dry)
+            steps, run_dry = settings.num_inference_steps, few.num_inference_steps
+            made = self._num_made(settings.num_denoiser_calls) + self._num_more(steps)
+            repeats = made / (self._num_made(run_dry) + self._num_more(run_dry))
         rank = (
             parallel.video_group.rank,
             parallel.video_group.weights,

@@ -43,8 +43,8 @@ class PackedLinear(nn.Module):
             values[first : first + step] = self._widen(self.weight[first : first + step])
         return values
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.wide(), self.bias)
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        return F.linear(input, self.wide(), self.bias)
 
     def extra_repr(self) -> str:
         """Sizes, as `nn.Linear` shows them."""

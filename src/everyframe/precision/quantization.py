@@ -72,10 +72,10 @@ class QuantisedLinear(nn.Module):
         # Before the product: sums of values that are not scaled yet would overflow float16.
         return values.to(self.weight_scale.dtype).mul_(self.weight_scale)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.is_plain is False and can_multiply(self.kind, x, self.weight):
-            return multiply(self.kind, x, self.weight, self.weight_scale, self.bias)
-        return F.linear(x, self.wide(), self.bias)
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        if self.is_plain is False and can_multiply(self.kind, input, self.weight):
+            return multiply(self.kind, input, self.weight, self.weight_scale, self.bias)
+        return F.linear(input, self.wide(), self.bias)
 
     def extra_repr(self) -> str:
         """Sizes and kind, as `nn.Linear` shows them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from torch import nn
@@ -109,6 +110,37 @@ def test_more_steps_than_the_scheduler_has_are_told_as_they_come() -> None:
             bench.high(X, timestep=torch.tensor(t))
         watch.finish()
     assert bench.seen == [(1, 2), (2, 2), (3, 3), (4, 4)]
+
+
+def test_a_share_of_a_second_order_schedule_begins_with_a_step_of_two_calls() -> None:
+    """Heun's timesteps are there twice, and one more call was counted than is made."""
+    scheduler = diffusers.HeunDiscreteScheduler()
+    scheduler.set_timesteps(4)
+    bench = Bench(scheduler, expected=4)
+    left = scheduler.timesteps[2:]  # as diffusers' `get_timesteps` cuts them for three steps of it
+    with bench.watch as watch:
+        for t in left:
+            bench.high(X, timestep=t)
+            scheduler.step(X, t, X)
+        watch.finish()
+    assert bench.seen == [(number, 5) for number in range(1, 6)]
+
+
+@pytest.mark.parametrize(
+    "kind", [diffusers.FlowMatchEulerDiscreteScheduler, diffusers.FlowMatchHeunDiscreteScheduler]
+)
+def test_a_sigma_is_no_timestep_of_the_same_number(kind: Any) -> None:
+    """Cosmos 2.5 gives its denoiser sigmas; the first is 1, which is also the last timestep."""
+    scheduler = kind()
+    scheduler.set_timesteps(4)
+    bench = Bench(scheduler, expected=4)
+    with bench.watch as watch:
+        for t, sigma in zip(scheduler.timesteps, scheduler.sigmas[:-1], strict=True):
+            bench.high(X, timestep=sigma)
+            scheduler.step(X, t, X)
+        watch.finish()
+    total = len(scheduler.timesteps)
+    assert bench.seen == [(number, total) for number in range(1, total + 1)]
 
 
 def test_without_timesteps_each_call_is_a_step() -> None:

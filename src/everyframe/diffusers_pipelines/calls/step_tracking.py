@@ -218,6 +218,21 @@ def _num_steps(scheduler: Any, timestep: Any) -> int | None:
     first = getattr(scheduler, "begin_index", None)
     if not first and isinstance(timestep, tuple):
         # Frames that are given may have a lower one.
-        first = next(iter((left == timestep[1]).nonzero().flatten().tolist()), 0)
+        first = _first_index(scheduler, left, timestep[1])
     left = left[first or 0 :]
     return len(left) if hasattr(scheduler, "step_index") else len(torch.unique_consecutive(left))
+
+
+def _first_index(scheduler: Any, timesteps: torch.Tensor, value: float) -> int:
+    """Index of the step that begins with this timestep or sigma; 0 if the schedule has none such.
+
+    Cosmos 2.5 hands its denoiser sigmas, of which the first may be the last timestep (1). A
+    second-order scheduler has most timesteps twice: a pipeline begins with the first of its two
+    calls, at a multiple of its order.
+    """
+    order, found = int(getattr(scheduler, "order", 1)), []
+    for values in (timesteps, getattr(scheduler, "sigmas", None)):
+        if values is not None:
+            same = torch.as_tensor(values).detach().double().flatten().cpu() == value
+            found += same[::order].nonzero().flatten().tolist()[:1]
+    return min(found, default=0) * order

@@ -66,11 +66,11 @@ class NativeTorchGroupNorm(nn.GroupNorm):
 
     is_plain = False
 
-    def forward(self, x: Tensor) -> Tensor:
-        suits = x.dtype == self.weight.dtype and kernels.takes(x)
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        suits = input.dtype == self.weight.dtype and kernels.takes(input)
         if self.is_plain or not suits:
-            return super().forward(x)
-        return kernels.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+            return super().forward(input)
+        return kernels.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
 
 
 class NativeLayerNorm(LayerNorm):
@@ -159,10 +159,10 @@ class NativeGELU(nn.GELU):
 
     is_plain = False
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.is_plain or not kernels.takes(x):
-            return super().forward(x)
-        return kernels.gelu(x, self.approximate)
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        if self.is_plain or not kernels.takes(input):
+            return super().forward(input)
+        return kernels.gelu(input, self.approximate)
 
 
 class NativeSelfAttention(SelfAttention):
@@ -246,10 +246,10 @@ class OneDNNLinear(nn.Linear):
 
     is_plain = False
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.is_plain or not has_onednn_linear(x, self.weight):
-            return super().forward(x)
-        return onednn_linear(x, self.weight, self.bias)
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        if self.is_plain or not has_onednn_linear(input, self.weight):
+            return super().forward(input)
+        return onednn_linear(input, self.weight, self.bias)
 
 
 #: By fast path: the class that each plain class becomes.
