@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,8 +29,6 @@ from everyframe.ops.modulation import GatedAdd
 from everyframe.ops.native import kernels, library
 from everyframe.ops.norm import GroupNormSiLU, LayerNorm, RMSNorm, WideLayerNorm
 from everyframe.precision.cast_hooks import add_cast_hooks
-from everyframe.precision.packed_linear import PackedLinear
-from everyframe.precision.quantization import QuantisedLinear
 from everyframe.precision.upcast import Upcast
 from everyframe.runtime.repair.repairs import RepairSet, apply_repair
 from helpers import native_paths
@@ -381,22 +378,3 @@ def test_one_that_crashes_is_refused_with_the_signal(
     made = certify(native_paths.subject(), [native_paths.CRASHING], 120.0)
     (certificate,) = made.certificates
     assert (certificate.verdict, certificate.reason) == ("refused", "died of SIGSEGV")
-
-
-OF_TORCH = [
-    (plain, own)
-    for kinds in cpu_modules.KINDS.values()
-    for plain, own in kinds.items()
-    if plain.__module__.startswith("torch.")
-]
-
-
-@pytest.mark.parametrize(
-    ("plain", "own"), [*OF_TORCH, (nn.Linear, QuantisedLinear), (nn.Linear, PackedLinear)]
-)
-def test_modules_in_place_of_torchs_are_called_by_its_names(
-    plain: type[nn.Module], own: type[nn.Module]
-) -> None:
-    """AnimateDiff calls ``proj_in(input=...)``, which a layer by oneDNN did not take."""
-    found, wanted = (list(inspect.signature(each.forward).parameters) for each in (own, plain))
-    assert found == wanted
