@@ -93,10 +93,11 @@ def record_of(file: Path) -> dict[str, Any]:
     """
     import av
 
+    # PyAV 19 takes any tag, and has no such option.
+    is_lenient = int(av.__version__.partition(".")[0]) >= 19
+    any_tag: dict[str, Any] = {} if is_lenient else {"metadata_errors": "replace"}
     try:
-        with av.open(
-            str(file), container_options=_FFMPEG_OPTIONS, metadata_errors="replace"
-        ) as container:
+        with av.open(str(file), container_options=_FFMPEG_OPTIONS, **any_tag) as container:
             tags = {name.lower(): text for name, text in container.metadata.items()}
     except (av.FFmpegError, OSError) as error:
         raise ValueError(f"{file.name} can't be read as a video: {error}") from None

@@ -57,14 +57,23 @@ def foreign_errors(message: str) -> Iterator[None]:
         raise CheckpointError(f"{message}: {text}") from error
 
 
+def inner_configs(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The configs inside a config and in its lists, at any depth."""
+    left = [config]
+    while left:
+        for value in left.pop().values():
+            values = value if isinstance(value, list) else [value]
+            inner = [each for each in values if isinstance(each, Mapping)]
+            yield from inner
+            left += inner
+
+
 def check_counts(config: Mapping[str, Any], where: str) -> None:
     """Raise `CheckpointError` for counts beyond any real model, which take hours to build."""
-    for name, value in config.items():
+    for name, value in _entries(config):
         most = next((most for ends, most in _MOST.items() if name.endswith(ends)), None)
         for each in value if isinstance(value, list) else (value,):
-            if isinstance(each, Mapping):
-                check_counts(each, where)
-            elif most is not None and isinstance(each, int) and each > most:
+            if most is not None and isinstance(each, int) and each > most:
                 raise CheckpointError(f"{where}: {name} is {each}; at most {most} are supported")
 
 
@@ -73,9 +82,7 @@ def check_kernels(config: Mapping[str, Any], where: str) -> None:
 
     It takes their names from a config, at any depth, and runs what it fetches as native code.
     """
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            check_kernels(value, where)
+    for name, value in _entries(config):
         if not _CHOICE.fullmatch(name):
             continue
         for kernel in value.values() if isinstance(value, Mapping) else (value,):
@@ -84,6 +91,11 @@ def check_kernels(config: Mapping[str, Any], where: str) -> None:
                     f"{where}: {name} is {shown(kernel)}, which transformers fetches as code; "
                     f"supported are {', '.join(_OWN_KERNELS)}; take it out of that file"
                 )
+
+
+def _entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Names and values of a config and of those inside it."""
+    return (entry for each in (config, *inner_configs(config)) for entry in each.items())
 
 
 def config_values(

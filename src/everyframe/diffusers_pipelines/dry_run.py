@@ -172,7 +172,7 @@ class PipelineDryRun:
     @cached_property
     def _schedule(self) -> tuple[int, bool]:
         """Calls of the denoiser in one step of the scheduler, and whether one more is made."""
-        part = next((part for part in self.files.parts if part.name == "scheduler"), None)
+        part = self.files.scheduler
         if part is None or self.files.preset is not None:
             return 1, False
         order = getattr(component_class(part), "order", 1)

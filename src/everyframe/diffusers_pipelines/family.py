@@ -20,7 +20,6 @@ from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
 from everyframe.diffusers_pipelines.files.checkpoint import (
-    ComponentFolder,
     PipelineFiles,
     find_files,
 )
@@ -128,16 +127,12 @@ class PipelineSpec(CompleteSpec):
         return tuple(classes[name] for name in denoisers(classes))
 
     @property
-    def _scheduler(self) -> ComponentFolder | None:
-        return next((part for part in self.files.parts if part.name == "scheduler"), None)
-
-    @property
     def _scheduler_class(self) -> str:
-        return "None" if self._scheduler is None else self._scheduler.class_name
+        return "None" if self.files.scheduler is None else self.files.scheduler.class_name
 
     @property
     def _scheduler_config(self) -> Mapping[str, Any]:
-        return {} if self._scheduler is None else self._scheduler.scheduler_config()
+        return {} if self.files.scheduler is None else self.files.scheduler.scheduler_config()
 
     def with_preset(self, preset: SamplingPreset, file: str) -> PipelineSpec:
         """The same pipeline with the preset's defaults, and its sampler unless one is given."""

@@ -8,12 +8,13 @@ pickled weights, missing components, quantised components, and remote code that 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from everyframe.checkpoints.config_errors import inner_configs
 from everyframe.checkpoints.folder import check_inside, is_plain_name, read_json, without_notes
 from everyframe.checkpoints.locate import Location
 from everyframe.checkpoints.refuse_pickles import refuse_pickled
@@ -111,6 +112,11 @@ class PipelineFiles:
         """The components that have weights."""
         return tuple(part for part in self.parts if part.weights)
 
+    @property
+    def scheduler(self) -> ComponentFolder | None:
+        """The component of that name; a preset may replace it."""
+        return next((part for part in self.parts if part.name == "scheduler"), None)
+
 
 def find_files(
     location: Location, *, trust_remote_code: bool = False, variant: str | None = None
@@ -192,18 +198,6 @@ def _maps_code(config: Mapping[str, Any]) -> bool:
     return bool(config.get("auto_map"))
 
 
-def _nested(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The configs inside a config, at any depth.
-
-    transformers makes what they describe by its `Auto` classes, which ask on the terminal whether
-    to run code; the class of the component itself is named and looks for none.
-    """
-    for value in config.values():
-        if isinstance(value, Mapping):
-            yield value
-            yield from _nested(value)
-
-
 def _untrusted(where: str, what: str) -> str:
     return (
         f"{where} wants to run Python code that comes with it: {what}. Read that code; if you "
@@ -249,7 +243,9 @@ def _part(
         from everyframe.checkpoints.tensor_file import open_checkpoint
 
         part = replace(part, tensors=with_scales(open_checkpoint(weights[0]))[0])
-    if not trust and any(_maps_code(each) for each in _nested(part.config())):
+    # transformers makes what an inner config describes by its `Auto` classes, which ask on the
+    # terminal whether to run code; the class of the component itself is named and looks for none.
+    if not trust and any(map(_maps_code, inner_configs(part.config()))):
         what = f"the config of {name} has an auto_map"
         raise CheckpointError(_untrusted(where, what))
     if part.config().get("quantization_config"):
@@ -297,8 +293,7 @@ def _subfolder(where: str, name: str, given: Any) -> str:
 def _check_files(where: str, root: Path, name: str, folder: Path) -> None:
     """Raise `CheckpointError` for a component that would read files outside its folder."""
     files = sorted(folder.iterdir())
-    check_inside(root, (folder, *files))
-    check_inside(root, folder.rglob("*"))  # follows no links
+    check_inside(root, (folder, *folder.rglob("*")))  # which follows no links
     for file in files:
         if ".index." in file.name and file.suffix == ".json":
             shards = read_json(file).get("weight_map")
