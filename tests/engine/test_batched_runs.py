@@ -6,9 +6,10 @@ that would change the module of all, a run of another plan.
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from everyframe.core.errors import InputError, LeftBatchError
-from everyframe.core.events import Events, FramesDecoded, Planned, Step
+from everyframe.core.events import Events, FramesDecoded, Note, Planned, Step
 from everyframe.core.request import Request
 from everyframe.engine.batched_runs import BatchedRuns, RunEnded
 from everyframe.engine.run import stream
@@ -145,6 +146,34 @@ def test_a_run_of_another_plan_leaves(joined: list[int]) -> None:
     assert isinstance(found[1][-1].error, LeftBatchError)
     assert np.array_equal(frames_in(found[0]), lone(0))
     assert not joined
+
+
+def test_errors_of_torch_are_caught_in_a_run() -> None:
+    """As torch makes an error it walks the stack, which must be whole, whoever reads the events."""
+
+    def catching() -> Iterator[Any]:
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="size"):
+                torch.zeros(2) @ torch.zeros(3)
+            yield Note("caught")
+
+    def read(events: Iterator[Any], depth: int) -> Any:
+        """The next event, asked for in that many calls of C code."""
+        if not depth:
+            return next(events)
+        [event] = map(partial(read, events), [depth - 1])
+        return event
+
+    nested = reduce(lambda inner, _: [inner], range(200), [0])
+    for depth in range(60):
+        batch = BatchedRuns()
+        batch.add(depth, catching)
+        events = batch.events()
+        found = [read(events, depth)]
+        for event in events:
+            json.dumps(nested)  # writes over the stack that was
+            found.append(event)
+        assert found == [*[(depth, Note("caught"))] * 3, (depth, RunEnded())]
 
 
 def test_what_reaches_other_videos_is_refused(

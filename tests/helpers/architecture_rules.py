@@ -77,7 +77,6 @@ PROCESS_WIDE = frozenset({
 MAY_CHANGE_THE_PROCESS = {
     "everyframe.cli": "the process is ours",
     "everyframe.core.garbage_collection": "commands and workers only",
-    "everyframe.diffusers_pipelines.calls.call_thread": "a hook for one thread, after an interrupt",
     "everyframe.doctor.probes": "runs in a process of its own",
     "everyframe.engine.workers.module_watch": "runs in a process of its own",
     "everyframe.engine.ray.executor": "what Ray reads on import, and what it changes is undone",
@@ -88,6 +87,7 @@ MAY_CHANGE_THE_PROCESS = {
     "everyframe.hardware.cpu": "the number of this thread; the process's is restored at once",
     "everyframe.hardware.isolation": "the start of a process, under a lock; and in that process",
     "everyframe.parallel.rendezvous": "runs in a process of its own",
+    "everyframe.runtime.alternating_thread": "a hook for one thread, after an interrupt",
     "everyframe.precision.strict_float32": "torch has no other switches; under `hardware.switches`",
 }
 

@@ -35,7 +35,7 @@ after a restart each continues at its step. Ctrl-C or SIGTERM stops it in order.
 """
 
 #: Packages of the extra.
-_PACKAGES = ("fastapi", "greenlet", "uvicorn", "python_multipart", "prometheus_client")
+_PACKAGES = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d+)?)\s*(ms|s|m|h|d|w)?")
 _UNITS = {"ms": 0.001, "s": 1.0, None: 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 

@@ -1,8 +1,9 @@
 """Several runs of one plan at once: where their denoisers are called at the same time, one call.
 
 Each run is an event stream of its own, with its seed, its run folder and its errors, and has the
-bits of that run alone. It is computed in a greenlet, which stops where its denoiser is called.
-Once all runs have stopped there, calls of equal sizes are made as one (`runtime.batched_calls`).
+bits of that run alone. It is computed in a thread of its own, and one thread at a time computes; it
+stops where its denoiser is called. Once all runs have stopped there, calls of equal sizes are made
+as one (`runtime.batched_calls`).
 So a run may join at any step, whatever the steps of the others. What differs from a run alone is
 refused: a repair or memory fallback makes a run leave, for it changes a module that others use.
 
@@ -12,14 +13,11 @@ bits, and the time. If either is against it, calls are made one by one.
 
 from __future__ import annotations
 
-import contextvars
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-from greenlet import getcurrent, greenlet
 
 from everyframe.core.errors import LeftBatchError
 from everyframe.core.events import Event, Events, Planned
@@ -30,6 +28,7 @@ from everyframe.hardware.memory import is_out_of_memory
 from everyframe.hardware.switches import Turn
 from everyframe.hardware.throughput import wait_for_device
 from everyframe.ops.call_override import ModuleCall, override_call
+from everyframe.runtime.alternating_thread import AlternatingThread
 from everyframe.runtime.batch_member import MEMBER
 from everyframe.runtime.batched_calls import (
     BatchedModule,
@@ -269,7 +268,7 @@ class _SharedModule:
 
 @dataclass
 class _Member:
-    """One run, in a greenlet of its own, which the batch switches to and from.
+    """One run, in a thread that alternates with that of the batch.
 
     Attributes:
         call: the call at which it has stopped.
@@ -284,35 +283,26 @@ class _Member:
     refusal: Exception | None = None
     is_stopped: bool = False
     may_meet: bool = False
-    _ended: RunEnded | None = None
-    _greenlet: Any = field(init=False)
+    _thread: AlternatingThread = field(init=False)
 
     def __post_init__(self) -> None:
-        self._greenlet = greenlet(self._run)
+        self._thread = AlternatingThread(self._run, "everyframe-run")
 
     def proceed(self) -> Any:
         """Its next event or call, or its `RunEnded`."""
-        if not self._greenlet:  # not begun
-            self._greenlet.gr_context = contextvars.copy_context()
-        self._greenlet.parent = getcurrent()
         answer, self.answer = self.answer, None
-        found = self._greenlet.switch(answer)
-        if self._greenlet.dead:
-            assert self._ended is not None
-            return self._ended
-        return found
+        return self._thread.resume(answer)
 
     def tell(self, found: object) -> Any:
         """Hand an event or a call to the batch, from inside of the run; its answer."""
-        answer = self._greenlet.parent.switch(found)
+        answer = self._thread.hand_over(found)
         if self.refusal is not None:
             raise self.refusal
         return answer
 
     def end(self) -> None:
         """End it where it is, which is in the middle of a step."""
-        if not self._greenlet.dead:
-            self._greenlet.throw()
+        self._thread.stop()
 
     def denoising(
         self,
@@ -335,18 +325,17 @@ class _Member:
         finally:
             self.may_meet = False
 
-    def _run(self, _: object) -> None:
+    def _run(self) -> RunEnded:
         MEMBER.set(self)
-        error = None
         try:
             with closing(self.begin()) as events:
                 for event in events:
                     self.tell(event)
                     if self.is_stopped:
                         break
-        except Exception as caught:  # noqa: BLE001 - the run's error is the run's
-            error = caught
-        self._ended = RunEnded(error)
+        except Exception as error:  # noqa: BLE001 - the run's error is the run's
+            return RunEnded(error)
+        return RunEnded()
 
 
 def _identity(plan: Plan) -> Hashable:

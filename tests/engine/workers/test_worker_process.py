@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from everyframe.core.child_environment import HUGE_PAGES, child_environment
+from everyframe.core.child_environment import HUGE_PAGES, ONE_ARENA, child_environment
 from everyframe.core.errors import CorruptRunError, InputError
 from everyframe.core.request import Request
 from everyframe.core.safe_path import SAFE_PATH_VARIABLE
@@ -97,12 +97,13 @@ def test_a_message_that_a_worker_can_not_read_ends_it() -> None:
         worker.kill()
 
 
-def test_workers_allocate_in_large_pages_unless_a_person_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("name", [HUGE_PAGES, ONE_ARENA])
+def test_workers_allocate_as_measured_unless_a_person_says_otherwise(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(HUGE_PAGES, raising=False)
-    assert child_environment()[HUGE_PAGES] == "1"
-    monkeypatch.setenv(HUGE_PAGES, "0")
+    monkeypatch.delenv(name, raising=False)
+    assert child_environment()[name] == "1"
+    monkeypatch.setenv(name, "0")
     given = child_environment()
-    assert given[HUGE_PAGES] == "0"
+    assert given[name] == "0"
     assert given[SAFE_PATH_VARIABLE] == "1"

@@ -1,28 +1,25 @@
 """Run a blocking pipeline call as a generator of its events.
 
 A pipeline's `__call__` returns only when it is done, while a stream of events is read one at a
-time. `run_in_thread` therefore makes the call in a second thread. Only one of the two threads runs
-at a time: the call resumes when the next event is requested, and waits inside `emit` otherwise.
-Closing the generator ends the call at its next module call. `InThread` needs no second thread: it
-makes the call in the current thread and passes events to a callback at once.
+time. `run_in_thread` therefore makes the call in a second thread, which alternates with this one:
+the call resumes when the next event is requested, and waits inside `emit` otherwise. Closing the
+generator ends the call at its next module call. `InThread` needs no second thread: it makes the
+call in the current thread and passes events to a callback at once.
 """
 
 from __future__ import annotations
 
-import contextvars
-import threading
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import nn
 
 from everyframe.core.events import Event
 from everyframe.hardware.switches import Turn, is_exclusive
 from everyframe.ops.attention import Kernels, kernels_lent
+from everyframe.runtime.alternating_thread import AlternatingThread
 
 _Result = TypeVar("_Result")
 
@@ -72,75 +69,6 @@ class InThread:
         return _in_this_thread(_beside_others(call), self.tell)
 
 
-class _Stopped(BaseException):
-    """Raised inside the call when its events are no longer read."""
-
-
-class _Alternating:
-    """Hand-over point of the two threads."""
-
-    def __init__(self, call: Callable[[Tell], Any], within: Within) -> None:
-        self._call = call
-        self._within = within
-        self._go = threading.Semaphore(0)
-        self._is_stopped = False
-        self.answers: SimpleQueue[tuple[str, Any]] = SimpleQueue()
-        # A thread begins without what was set in this one's context, torch's switches of compiling
-        # among it. A daemon, so that a call that hangs does not keep the process from ending.
-        context = contextvars.copy_context()
-        self.thread = threading.Thread(
-            target=context.run, args=(self._run,), name="everyframe-pipeline", daemon=True
-        )
-
-    def go_on(self) -> None:
-        """Let the call run to its next event."""
-        self._go.release()
-
-    def emit(self, event: Event) -> None:
-        """Hand over an event and wait; called in the call's thread.
-
-        If the run holds the process exclusively, its attention kernels are restored for the reader.
-        """
-        with kernels_lent() if is_exclusive() else nullcontext():
-            self.answers.put(("event", event))
-            self._wait()
-
-    def stop(self) -> None:
-        """End the call at its next module call, and wait for that.
-
-        If an interrupt came before the thread was seen to start, the thread ends in `_wait`.
-        """
-        self._is_stopped = True
-        self._go.release()
-        if self.thread.is_alive():
-            handle = nn.modules.module.register_module_forward_pre_hook(self._leave)
-            try:
-                self.thread.join()
-            finally:
-                handle.remove()
-
-    def _leave(self, module: nn.Module, args: Any) -> None:
-        if threading.current_thread() is self.thread:
-            raise _Stopped
-
-    def _wait(self) -> None:
-        self._go.acquire()
-        if self._is_stopped:
-            raise _Stopped
-
-    def _run(self) -> None:
-        try:
-            self._wait()
-            # Not inference mode, if it is not the owner's: what a pipeline keeps in its modules
-            # would be of no use to training afterwards.
-            with self._within(), torch.no_grad():
-                result = self._call(self.emit)
-        except BaseException as error:  # noqa: BLE001 - raised again in the reader's thread
-            self.answers.put(("error", error))
-        else:
-            self.answers.put(("result", result))
-
-
 def run_in_thread(
     call: Callable[[Tell], _Result], within: Within
 ) -> Generator[Event, None, _Result]:
@@ -148,24 +76,33 @@ def run_in_thread(
 
     The call's thread enters ``within()`` first. An exception in the call is raised here.
     """
-    both = _Alternating(call, within)
-    is_over = False
+
+    def emit(event: Event) -> None:
+        # A run that holds the process exclusively restores attention kernels for the reader.
+        with kernels_lent() if is_exclusive() else nullcontext():
+            thread.hand_over(event)
+
+    def run() -> _Result:
+        # Not inference mode, if it is not the owner's: what a pipeline keeps in its modules
+        # would be of no use to training afterwards.
+        with within(), torch.no_grad():
+            return call(emit)
+
+    thread = AlternatingThread(run, "everyframe-pipeline")
     try:
-        both.thread.start()
-        while not is_over:
-            both.go_on()
-            kind, value = both.answers.get()
-            if kind == "event":
-                yield value
-            is_over = kind != "event"
+        found = thread.resume()
+        while not thread.is_over:
+            yield found
+            found = thread.resume()
     finally:
-        if not is_over:
-            both.stop()
-    both.thread.join()
-    if kind == "error":
-        raise value
-    result: _Result = value
+        if not thread.is_over:
+            thread.stop()
+    result: _Result = found
     return result
+
+
+class _Stopped(BaseException):
+    """Raised inside the call when `tell` has raised."""
 
 
 def _in_this_thread(call: Callable[[Tell], _Result], tell: Tell) -> Generator[Event, None, _Result]:
