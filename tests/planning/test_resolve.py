@@ -14,7 +14,13 @@ from safetensors.torch import save_file
 
 import everyframe
 from everyframe.checkpoints import tensor_file
-from everyframe.core.errors import CannotRunError, CheckpointError, ExitCode, InputError
+from everyframe.core.errors import (
+    CannotRunError,
+    CheckpointError,
+    DeviceLostError,
+    ExitCode,
+    InputError,
+)
 from everyframe.core.facts import DeviceFacts, MachineFacts, Throughput
 from everyframe.hardware import throughput
 from everyframe.ops.modulation import GatedAdd
@@ -158,6 +164,17 @@ def test_a_checkpoint_of_no_family(tmp_path: Path) -> None:
     save_file({"foreign.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"a model of no family.*Open-Sora 1\.0 and 1\.2"):
         everyframe.plan("a", model=str(tmp_path))
+
+
+def test_a_card_that_is_lost_is_not_blamed_on_the_checkpoint(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+
+    monkeypatch.setattr(resolver, "machine_facts", fail)
+    with pytest.raises(DeviceLostError, match="a device was lost while the run was planned"):
+        everyframe.plan("a", model=model, **SIZES)
 
 
 @pytest.mark.parametrize("profile", ["cpu-bf16", "cuda-sm75", "cuda-sm90", "mps", "rocm"])

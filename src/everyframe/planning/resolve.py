@@ -22,6 +22,7 @@ from everyframe.core.limits import random_seed
 from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
 from everyframe.families.registry import check_option_names, family_options
+from everyframe.hardware.device_loss import translate_device_loss
 from everyframe.hardware.facts import Freed, machine_facts
 from everyframe.hardware.profiles import machine_of
 from everyframe.planning.batches import with_batch
@@ -103,7 +104,10 @@ def prepare(
     """
     # A class in memory and the embedded model have no files of the user.
     is_foreign = given is None and request.model is not None
-    with config_errors(str(request.model)) if is_foreign else nullcontext():
+    with (
+        config_errors(str(request.model)) if is_foreign else nullcontext(),
+        translate_device_loss("a device", "while the run was planned"),
+    ):
         return _prepared(
             with_named_products(request), may_fetch, num_threads, devices, given, profile,
             with_seconds=with_seconds, will_run=will_run, freed=freed,
