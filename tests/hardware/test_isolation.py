@@ -41,6 +41,23 @@ def test_it_allocates_in_large_pages_as_workers_do(tmp_path: Path, system: str) 
     assert done.stdout.split() == [child_environment()[HUGE_PAGES]], done.stderr
 
 
+def test_what_a_killed_process_had_reserved_is_freed_without_a_warning(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from everyframe.hardware.isolation import run_isolated\n"
+        "from helpers.crashing_functions import reserve_and_die\n"
+        "print(run_isolated(reserve_and_die, seconds=100).signal)\n"
+    )
+    tests = str(Path(crashing_functions.__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": tests},
+    )
+    assert (done.stdout, done.stderr) == ("SIGKILL\n", "")
+
+
 def test_an_error_is_told_with_what_was_printed() -> None:
     ended = run_isolated(crashing_functions.raise_error, "two\nlines", seconds=PATIENCE)
     assert not ended.is_well

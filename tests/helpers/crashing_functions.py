@@ -5,6 +5,7 @@ A module of its own, because those processes import what they run by name.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -115,3 +116,10 @@ def lose_a_card_in_use(device: str) -> None:
     import torch
 
     raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+
+
+def reserve_and_die() -> None:
+    """As tqdm does, which pipelines import."""
+    lock = multiprocessing.RLock()
+    with lock:
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from everyframe.core.options import Options, facts_of
 
@@ -63,7 +63,9 @@ def accepted_type(model: type[Options], name: str) -> str:
     annotation = model.model_fields[name].annotation
     if annotation is Any:
         return "Any"
-    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    # Python 3.10 takes `tuple[str, ...]` for a type, too.
+    is_plain = isinstance(annotation, type) and not get_args(annotation)
+    text = annotation.__name__ if is_plain else str(annotation)
     text = re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", text)
     for pattern, wider in _WIDER:
         text = pattern.sub(wider, text)

@@ -36,6 +36,11 @@ from everyframe.hardware.device_loss import loss_behind, loss_in
 #: Characters of a process's output that are returned.
 _KEPT = 2000
 
+#: multiprocessing frees what a process that was killed had reserved, and warns of it when all ends.
+_IGNORE_FREED = (
+    "import warnings; warnings.filterwarnings('ignore', 'resource_tracker: There appear'); "
+)
+
 _STARTING = threading.Lock()
 
 
@@ -185,8 +190,8 @@ def _nobodys_script() -> Iterator[None]:
 def safe_start() -> Iterator[None]:
     """Context: multiprocessing starts Python without the current folder on `sys.path`.
 
-    And with large pages, as workers have them: trials of fast paths are about runs in those.
-    multiprocessing has no option for this, so its function that starts processes is replaced
+    And with large pages, as workers have them: trials of fast paths are about runs in those. And
+    without a warning of what killed processes left. multiprocessing has no option for this, so its function that starts processes is replaced
     meanwhile, under a lock. Processes that other threads start at that moment are as safe.
     """
     with _STARTING:
@@ -196,7 +201,7 @@ def safe_start() -> Iterator[None]:
             words = list(args)
             if "-c" in words[:-1]:
                 code = words.index("-c") + 1
-                words[code] = SAFE_PATH + SET_HUGE_PAGES + words[code]
+                words[code] = SAFE_PATH + SET_HUGE_PAGES + _IGNORE_FREED + words[code]
             return begin(path, words, passfds)
 
         util.spawnv_passfds = begin_safely
