@@ -63,9 +63,10 @@ def accepted_type(model: type[Options], name: str) -> str:
     annotation = model.model_fields[name].annotation
     if annotation is Any:
         return "Any"
+    text = str(annotation)
     # Python 3.10 takes `tuple[str, ...]` for a type, too.
-    is_plain = isinstance(annotation, type) and not get_args(annotation)
-    text = annotation.__name__ if is_plain else str(annotation)
+    if isinstance(annotation, type) and not get_args(annotation):
+        text = annotation.__name__
     text = re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", text)
     for pattern, wider in _WIDER:
         text = pattern.sub(wider, text)

@@ -191,8 +191,9 @@ def safe_start() -> Iterator[None]:
     """Context: multiprocessing starts Python without the current folder on `sys.path`.
 
     And with large pages, as workers have them: trials of fast paths are about runs in those. And
-    without a warning of what killed processes left. multiprocessing has no option for this, so its function that starts processes is replaced
-    meanwhile, under a lock. Processes that other threads start at that moment are as safe.
+    without a warning of what killed processes left. multiprocessing has no option for this, so its
+    function that starts processes is replaced meanwhile, under a lock. Processes that other threads
+    start at that moment are as safe.
     """
     with _STARTING:
         begin = util.spawnv_passfds
