@@ -204,6 +204,7 @@ async def _read_form(request: Request, data: _CountedBody, limits: Limits) -> di
 
     async def stream() -> Any:
         yield whole
+        yield b""  # Starlette up to 1.7 takes the last field with the end alone
 
     try:
         form = await FormParser(request.headers, stream()).parse()
