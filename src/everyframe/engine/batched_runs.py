@@ -1,11 +1,11 @@
 """Several runs of one plan at once: where their denoisers are called at the same time, one call.
 
 Each run is an event stream of its own, with its seed, its run folder and its errors, and has the
-bits of that run alone. It is computed in a thread of its own, and one thread at a time computes; it
+bits of that run alone. It is computed in a thread of its own, one of which runs at a time, and
 stops where its denoiser is called. Once all runs have stopped there, calls of equal sizes are made
-as one (`runtime.batched_calls`).
-So a run may join at any step, whatever the steps of the others. What differs from a run alone is
-refused: a repair or memory fallback makes a run leave, for it changes a module that others use.
+as one (`runtime.batched_calls`). So a run may join at any step, whatever the steps of the others.
+What differs from a run alone is refused: a repair or memory fallback makes a run leave, for it
+changes a module that others use.
 
 A batch of each size is checked in its first calls, against the same calls made one by one: the
 bits, and the time. If either is against it, calls are made one by one.

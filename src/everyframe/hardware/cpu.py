@@ -208,7 +208,7 @@ def end_idle_threads() -> None:
 
     GNU's OpenMP keeps such threads for each thread that has computed. While a process has more than
     the machine has CPUs, they sleep between any two operations: small ones take twice as long.
-    Ending and starting them takes some 0.1 ms. Other runtimes of OpenMP ignore it, or lack it.
+    Ending and starting one takes some 0.1 ms. Other runtimes of OpenMP ignore it, or lack it.
     """
     # Linux finds it among the libraries that torch loads for all.
     if sys.platform == "linux":
