@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,9 +70,9 @@ STAGES = {
     value
     for module in MODULES
     for value in vars(module).values()
-    # Python 3.10 takes `tuple[str, ...]` for a type, too.
-    if isinstance(value, type) and not get_args(value) and issubclass(value, ComponentStage)
-    if value.__module__ == module.__name__ and not inspect.isabstract(value)
+    # By module first: Python 3.10 takes `tuple[str, ...]` for a type, too.
+    if isinstance(value, type) and value.__module__ == module.__name__
+    if issubclass(value, ComponentStage) and not inspect.isabstract(value)
 }
 
 Operation = tuple[str, tuple[Any, ...]]

@@ -29,33 +29,34 @@ def test_a_value_comes_back() -> None:
 
 @pytest.mark.parametrize("system", ["linux", "darwin"])
 def test_it_allocates_in_large_pages_as_workers_do(tmp_path: Path, system: str) -> None:
-    """In a program of its own: here others may have begun what processes are forked from."""
-    program = tmp_path / "program.py"
-    program.write_text(
-        "from os import getenv\n"
-        "from everyframe.hardware.isolation import run_isolated\n"
-        f"import sys; sys.platform = {system!r}\n"
-        f"print(run_isolated(getenv, {HUGE_PAGES!r}, seconds=100).value)\n"
+    done = _program(
+        tmp_path,
+        "from os import getenv",
+        "from everyframe.hardware.isolation import run_isolated",
+        f"import sys; sys.platform = {system!r}",
+        f"print(run_isolated(getenv, {HUGE_PAGES!r}, seconds=100).value)",
     )
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True)
     assert done.stdout.split() == [child_environment()[HUGE_PAGES]], done.stderr
 
 
 def test_what_a_killed_process_had_reserved_is_freed_without_a_warning(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
-        "from everyframe.hardware.isolation import run_isolated\n"
-        "from helpers.crashing_functions import reserve_and_die\n"
-        "print(run_isolated(reserve_and_die, seconds=100).signal)\n"
-    )
-    tests = str(Path(crashing_functions.__file__).parent.parent)
-    done = subprocess.run(
-        [sys.executable, str(program)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": tests},
+    done = _program(
+        tmp_path,
+        "from everyframe.hardware.isolation import run_isolated",
+        "from helpers.crashing_functions import reserve_and_die",
+        "print(run_isolated(reserve_and_die, seconds=100).signal)",
     )
     assert (done.stdout, done.stderr) == ("SIGKILL\n", "")
+
+
+def _program(folder: Path, *lines: str) -> subprocess.CompletedProcess[str]:
+    """Run these lines in a program of its own: here others may have begun what is forked from."""
+    program = folder / "program.py"
+    program.write_text("\n".join(lines))
+    tests = str(Path(crashing_functions.__file__).parent.parent)
+    paths = [tests, *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env=env)
 
 
 def test_an_error_is_told_with_what_was_printed() -> None:

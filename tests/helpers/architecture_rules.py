@@ -87,8 +87,8 @@ MAY_CHANGE_THE_PROCESS = {
     "everyframe.hardware.cpu": "the number of this thread; the process's is restored at once",
     "everyframe.hardware.isolation": "the start of a process, under a lock; and in that process",
     "everyframe.parallel.rendezvous": "runs in a process of its own",
-    "everyframe.runtime.alternating_thread": "a hook for one thread, after an interrupt",
     "everyframe.precision.strict_float32": "torch has no other switches; under `hardware.switches`",
+    "everyframe.runtime.alternating_thread": "a hook for one thread, after an interrupt",
 }
 
 PACKAGE = "everyframe"

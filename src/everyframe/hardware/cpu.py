@@ -7,16 +7,16 @@ control group limits (versions 1 and 2) are included. Throughput is in
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -206,15 +206,27 @@ def output_of(command: list[str]) -> str:
 def end_idle_threads() -> None:
     """End the CPU threads that wait to compute for this one, before another thread computes.
 
+    torch has been imported.
+
     GNU's OpenMP keeps such threads for each thread that has computed. While a process has more than
     the machine has CPUs, they sleep between any two operations: small ones take twice as long.
     Ending and starting one takes some 0.1 ms. Other runtimes of OpenMP ignore it, or lack it.
     """
+    pause = _openmp_pause()
+    if pause is not None:
+        pause(_SOFTLY)
+
+
+@cache
+def _openmp_pause() -> Callable[[int], int] | None:
+    """`omp_pause_resource_all` of the OpenMP that torch has loaded; looking it up takes 30 us."""
+    import ctypes
+
     # Linux finds it among the libraries that torch loads for all.
-    if sys.platform == "linux":
-        pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
-        if pause is not None:
-            pause(_SOFTLY)
+    if sys.platform != "linux":
+        return None
+    found: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
+    return found
 
 
 @contextmanager
