@@ -2,6 +2,7 @@
 
 - ``jobs.sqlite``: the queue (`store.py`).
 - ``lock``: held by the server that uses the folder.
+- ``session-key``: signs the page's cookies.
 - ``runs/<id>/``: run folders of one job, until its video is complete.
 - ``inputs/<sha256>.<ending>``: uploads, named by their content.
 - ``videos/<id>/``: the files of a finished job. The folder appears at once, by a rename, so that it
@@ -14,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +27,7 @@ from typing import Any
 from everyframe.core.errors import InputError
 from everyframe.core.paths import expand_path, replace_file, state_folder
 from everyframe.core.request import Request
+from everyframe.core.secret_key import read_or_create_key
 from everyframe.runs.folder import Lock, RunFolder, all_runs
 from everyframe.runs.position import NOWHERE, saved_position
 
@@ -94,6 +97,10 @@ class DataFolder:
     def videos(self) -> Path:
         """Files of finished jobs, in one folder for each job."""
         return self.path / "videos"
+
+    def session_key(self) -> bytes:
+        """Key that signs the page's cookies; a new one where none can be stored."""
+        return read_or_create_key(self.path / "session-key") or secrets.token_bytes(32)
 
     def runs_of(self, id: str) -> Path:  # noqa: A002 - the field's name
         """Folder of the run folders of one job; it exists only while there are some."""

@@ -104,7 +104,7 @@ class Limits:
         creations_a_minute: jobs and plans that one key may ask for in a minute; None for any.
         body_seconds: longest pause within a body, and the time for 512 KiB of it on average.
         header_seconds: time for the headers of a request; `header_bytes` their size.
-        event_streams: open event streams.
+        event_streams: open event streams; `event_streams_of_key` those of one key.
     """
 
     body_bytes: int = 64 * _MIB
@@ -122,6 +122,7 @@ class Limits:
     header_seconds: float = 20.0
     header_bytes: int = 64 * 1024
     event_streams: int = 200
+    event_streams_of_key: int = 50
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def test_keys_are_stored_and_compared_as_hashes(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(access.hmac, "compare_digest", compare)
     settings = ServerSettings(keys=KEYS)
     assert "secret-a" not in repr(settings)
-    found = Access(settings).find_key("secret-a")
+    found = Access(settings, b"a key").find_key("secret-a")
     assert found is not None
     assert found.name == "ann"
     assert [other for _, other in compared] == [each.sha256 for each in KEYS], "each, and no break"
@@ -184,6 +184,21 @@ def test_a_cookie_can_not_be_forged(guarded: ServedApp, monkeypatch: pytest.Monk
     monkeypatch.setattr(access.time, "time", lambda: float(ends) + 1)
     with pytest.raises(access.ApiError):
         checks.principal({}, {COOKIE: good})
+
+
+def test_a_hash_of_a_key_makes_no_cookie(guarded: ServedApp, tmp_path: Path) -> None:
+    """Hashes may be read by more people than keys: a file of them is made so that it can be."""
+    good = guarded.context.access.session_cookie(KEYS[0])
+    elsewhere = Access(guarded.settings, b"another server's key")
+    with pytest.raises(access.ApiError):
+        guarded.context.access.principal({}, {COOKIE: elsewhere.session_cookie(KEYS[0])})
+    place = tmp_path / "server" / "session-key"
+    assert place.stat().st_mode & 0o077 == 0
+    after_a_restart = Access(guarded.settings, guarded.folder.session_key())
+    assert after_a_restart.principal({}, {COOKIE: good}).name == "ann"
+    changed = ServerSettings(keys=(key("ann", "secret-new"),))
+    with pytest.raises(access.ApiError):
+        Access(changed, guarded.folder.session_key()).principal({}, {COOKIE: good})
 
 
 def test_answers_carry_their_headers(bare: ServedApp) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -16,8 +17,10 @@ pytest.importorskip("fastapi", reason="the extra [server] is not installed")
 
 from everyframe.core.events import Preview
 from everyframe.server.http import event_stream
+from everyframe.server.http.access import Principal
+from everyframe.server.settings import Limits
 from helpers.fake_executor import FakeExecutor
-from helpers.server_app import ServedApp, listening
+from helpers.server_app import ServedApp, key, listening
 
 PROMPT = {"prompt": "a red circle"}
 
@@ -176,9 +179,24 @@ def test_open_streams_have_a_limit(running: ServedApp) -> None:
     hub = running.context.hub
     assert hub is not None
     limit = running.settings.limits.event_streams
-    hub._streams |= {object() for _ in range(limit)}  # type: ignore[misc]
+    hub._streams |= {asyncio.Event(): Principal() for _ in range(limit)}
     try:
         answer = running.client.get("/v1/events")
     finally:
         hub._streams.clear()
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limited")
+
+
+def test_a_keys_streams_leave_room_for_those_of_others(tmp_path: Path) -> None:
+    keys = (key("ann", "a"), key("bob", "b"))
+    limits = Limits(event_streams_of_key=2)
+    ann, bob = ({"authorization": f"Bearer {each}"} for each in "ab")
+    with ServedApp(tmp_path / "server", FakeExecutor(), runs=True, keys=keys, limits=limits) as app:
+        hub = app.context.hub
+        assert hub is not None
+        hub._streams |= {asyncio.Event(): Principal("ann", "user") for _ in range(2)}
+        refused = app.client.post("/v1/videos/sync", json=PROMPT, headers=ann)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limited")
+        assert app.store.list() == [], "what is refused leaves no job"
+        answer = app.client.post("/v1/videos/sync", json=PROMPT, headers=bob)
+        assert answer.status_code == 200

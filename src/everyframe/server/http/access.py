@@ -1,7 +1,7 @@
 """Who asks: API keys, the page's session cookie, and the Host and Origin headers.
 
-Keys are held as SHA-256 and compared in constant time. A session cookie is signed with the key's
-hash: it outlives a restart, and ends with the key.
+Keys are held as SHA-256 and compared in constant time. A session cookie is signed with a key of the
+data folder: it outlives a restart, ends with the API key, and can't be made from a file of hashes.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Principal:
 
 
 class Access:
-    """Checks of one server."""
+    """Checks of one server; `session_key` signs its cookies."""
 
-    def __init__(self, settings: ServerSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: ServerSettings, session_key: bytes) -> None:
+        self._settings, self._session_key = settings, session_key
         self._keys = {key.name: key for key in settings.keys}
 
     def needs_key(self, path: str) -> bool:
@@ -105,7 +105,7 @@ class Access:
     def session_cookie(self, key: ApiKey) -> str:
         """A cookie's value for this key: name, time of its end, and their signature."""
         ends = str(int(time.time()) + SESSION_SECONDS)
-        return f"{key.name}:{ends}:{_signature(key, ends)}"
+        return f"{key.name}:{ends}:{self._signature(key, ends)}"
 
     def _of_session(self, cookie: str) -> ApiKey | None:
         name, _, rest = cookie.rpartition(":")[0].partition(":")
@@ -113,13 +113,12 @@ class Access:
         key = self._keys.get(name)
         if key is None or not rest.isdigit() or not signature.isascii():
             return None
-        is_signed = hmac.compare_digest(signature, _signature(key, rest))
+        is_signed = hmac.compare_digest(signature, self._signature(key, rest))
         return key if is_signed and int(rest) > time.time() else None
 
-
-def _signature(key: ApiKey, ends: str) -> str:
-    text = f"everyframe session {key.name} {ends}".encode()
-    return hmac.new(bytes.fromhex(key.sha256), text, hashlib.sha256).hexdigest()
+    def _signature(self, key: ApiKey, ends: str) -> str:
+        text = f"everyframe session {key.name} {key.sha256} {ends}".encode()
+        return hmac.new(self._session_key, text, hashlib.sha256).hexdigest()
 
 
 def _host_name(header: str) -> str:

@@ -70,7 +70,7 @@ class ServerContext:
     def __post_init__(self) -> None:
         self.models = ModelRegistry(self.settings.models)
         self.loras = LoraRegistry(self.settings.loras)
-        self.access = Access(self.settings)
+        self.access = Access(self.settings, self.folder.session_key())
         self.adder = JobAdder(self.store)
         self.plans = PlanCache(self.executor, self.folder)
         limits = self.settings.limits

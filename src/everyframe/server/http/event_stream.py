@@ -12,6 +12,7 @@ import anyio.to_thread
 
 from everyframe.core.events import Event, Preview
 from everyframe.server.dispatch.dispatcher import Dispatcher
+from everyframe.server.http.access import Principal
 from everyframe.server.http.resources import video_resource
 from everyframe.server.queue.jobs import Job, StoredEvent
 from everyframe.server.queue.store import JobStore
@@ -30,7 +31,7 @@ class EventHub:
 
     def __init__(self, store: JobStore, dispatcher: Dispatcher) -> None:
         self._store, self._dispatcher = store, dispatcher
-        self._streams: set[asyncio.Event] = set()
+        self._streams: dict[asyncio.Event, Principal] = {}
         self._loop = asyncio.get_running_loop()
         self._previews: dict[asyncio.Event, dict[str, Preview]] = {}
         self.is_draining = False
@@ -39,10 +40,9 @@ class EventHub:
             dispatcher.listen_previews(self._add_preview),
         ]
 
-    @property
-    def num_streams(self) -> int:
-        """Open streams."""
-        return len(self._streams)
+    def num_streams(self, who: Principal | None = None) -> int:
+        """Open streams, or those of one principal."""
+        return sum(who in (None, each) for each in self._streams.values())
 
     def close(self) -> None:
         """End all streams with a ``draining`` event. May be called from any thread."""
@@ -64,10 +64,10 @@ class EventHub:
 
     async def stream(
         self,
+        who: Principal,
         after: int,
         *,
         video: str | None,
-        owner: str | None,
         snapshot: Callable[[], list[tuple[str, dict[str, Any]]]],
         with_previews: bool = False,
     ) -> AsyncIterator[bytes]:
@@ -76,7 +76,7 @@ class EventHub:
         It ends with the job's ``done``, or with ``draining``.
         """
         woken = asyncio.Event()
-        self._streams.add(woken)
+        self._streams[woken] = who
         previews: dict[str, Preview] = {}
         if with_previews:
             self._previews[woken] = previews
@@ -91,7 +91,7 @@ class EventHub:
                     return
             while not self.is_draining:
                 woken.clear()
-                read = await anyio.to_thread.run_sync(self._read, after, video, owner)
+                read = await anyio.to_thread.run_sync(self._read, after, video, who.owner)
                 for event, data in read:
                     after = event.number
                     yield event_text(event.type, data, after)
@@ -99,7 +99,7 @@ class EventHub:
                         return
                 while previews:
                     of, preview = previews.popitem()
-                    if video in (None, of) and await self._is_of(of, owner):
+                    if video in (None, of) and await self._is_of(of, who.owner):
                         yield event_text("preview", preview_data(of, preview))
                 if len(read) == _CHUNK:
                     continue
@@ -109,7 +109,7 @@ class EventHub:
                     yield b": ping\n\n"
             yield event_text("draining", {})
         finally:
-            self._streams.discard(woken)
+            self._streams.pop(woken, None)
             self._previews.pop(woken, None)
 
     async def _is_of(self, video: str, owner: str | None) -> bool:

@@ -10,6 +10,7 @@ from fastapi.responses import FileResponse, Response, StreamingResponse
 from starlette.background import BackgroundTask
 
 from everyframe.server.errors import ApiError
+from everyframe.server.http.access import Principal
 from everyframe.server.http.content_variants import frames_archive, preview_bytes
 from everyframe.server.http.context import Context, ServerContext, Who, in_thread
 from everyframe.server.http.event_stream import HEADERS, MEDIA_TYPE, EventHub, job_snapshot
@@ -86,7 +87,7 @@ async def video_events(
 ) -> Any:
     """Events of a job as they happen, until it is done; `Last-Event-ID` continues after a break."""
     job = await context.job(video_id, who)
-    hub = open_hub(context)
+    hub = open_hub(context, who)
     begin = _begin(context, last_event_id, after)
     last = context.store.last_event
 
@@ -95,7 +96,7 @@ async def video_events(
         return job_snapshot(context.store, now) if begin is None or now.is_final else []
 
     stream = hub.stream(
-        last if begin is None else begin, video=video_id, owner=who.owner, snapshot=snapshot,
+        who, last if begin is None else begin, video=video_id, snapshot=snapshot,
         with_previews=preview,
     )  # fmt: skip
     return StreamingResponse(stream, media_type=MEDIA_TYPE, headers=HEADERS)
@@ -120,19 +121,21 @@ async def all_events(
         )
         return [event for job in jobs for event in job_snapshot(context.store, job)]
 
-    stream = open_hub(context).stream(
-        context.store.last_event if begin is None else begin, video=None, owner=who.owner,
-        snapshot=snapshot, with_previews=preview,
+    stream = open_hub(context, who).stream(
+        who, context.store.last_event if begin is None else begin, video=None, snapshot=snapshot,
+        with_previews=preview,
     )  # fmt: skip
     return StreamingResponse(stream, media_type=MEDIA_TYPE, headers=HEADERS)
 
 
-def open_hub(context: ServerContext) -> EventHub:
+def open_hub(context: ServerContext, who: Principal) -> EventHub:
     """The hub, for one more stream. Raises `ApiError` if there are too many, or while draining."""
     hub = context.hub
     assert hub is not None, "the application runs"
     context.check_not_draining()
-    if hub.num_streams >= context.settings.limits.event_streams:
+    limits = context.settings.limits
+    most_of_key = limits.event_streams_of_key if context.settings.keys else limits.event_streams
+    if hub.num_streams() >= limits.event_streams or hub.num_streams(who) >= most_of_key:
         raise ApiError(
             "rate_limited", "too many event streams are open; close some",
             headers={"retry-after": "5"},

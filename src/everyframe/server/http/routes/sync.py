@@ -9,8 +9,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse
 
 from everyframe.server.errors import ApiError
+from everyframe.server.http.access import Principal
 from everyframe.server.http.context import Context, GivenBody, ServerContext, Who, in_thread
 from everyframe.server.http.creation import create_job
+from everyframe.server.http.event_stream import EventHub
 from everyframe.server.http.routes.content import open_hub
 from everyframe.server.queue.jobs import Job
 
@@ -20,9 +22,9 @@ router = APIRouter(tags=["videos"])
 @router.post("/v1/videos/sync", response_class=FileResponse)
 async def create_video_sync(request: Request, context: Context, who: Who, body: GivenBody) -> Any:
     """Make a video and answer with its file; a client that leaves cancels it."""
-    open_hub(context)
+    hub = open_hub(context, who)  # once: a job that nobody waits for would stay
     job, _ = await create_job(context, who, request, body)
-    done = await _ended(request, context, job)
+    done = await _ended(request, context, hub, who, job)
     if done.status != "completed":
         raise _failure(done)
     assert done.file is not None, "a completed job has a file"
@@ -38,9 +40,11 @@ async def create_video_sync(request: Request, context: Context, who: Who, body: 
     return FileResponse(context.folder.path / done.file, media_type="video/mp4", headers=headers)
 
 
-async def _ended(request: Request, context: ServerContext, job: Job) -> Job:
+async def _ended(
+    request: Request, context: ServerContext, hub: EventHub, who: Principal, job: Job
+) -> Job:
     """The job once it has ended. Raises `ApiError` if the server drains first."""
-    stream = open_hub(context).stream(0, video=job.id, owner=None, snapshot=list)
+    stream = hub.stream(who, 0, video=job.id, snapshot=list)
     async for _ in stream:
         if await request.is_disconnected():
             await in_thread(context.dispatcher.cancel, job.id)
