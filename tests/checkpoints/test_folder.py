@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from everyframe.checkpoints.digest import file_digest
 from everyframe.checkpoints.folder import describe_missing, listing, read_json, weight_files
+from everyframe.checkpoints.tensor_file import open_checkpoint
 from everyframe.core.errors import CheckpointError
 
 
@@ -80,3 +83,14 @@ def test_a_number_of_thousands_of_digits_is_reported(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"a": %s}' % ("1" * 5000), encoding="utf-8")
     with pytest.raises(CheckpointError, match="is not usable JSON"):
         read_json(tmp_path / "config.json")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="named pipes")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    os.mkfifo(tmp_path / "model.safetensors")
+    for read in (read_json, file_digest):
+        with pytest.raises(CheckpointError, match="a pipe or a device"):
+            read(tmp_path / "config.json")
+    with pytest.raises(CheckpointError, match="a pipe or a device"):
+        open_checkpoint(tmp_path)

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from everyframe.core.errors import CorruptRunError
 from everyframe.runs.tensor_store import TensorStore
 
 NUMBERS = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
@@ -35,3 +37,16 @@ def test_an_array_comes_back(value: np.ndarray[Any, Any], tmp_path: Path) -> Non
     back = store.fetch(kept)
     assert back.dtype == value.dtype.newbyteorder("=")
     np.testing.assert_array_equal(back, value)
+
+
+def test_a_small_file_does_not_become_a_large_tensor(tmp_path: Path) -> None:
+    """A stranger's run says in its text which sizes and dtypes its values have."""
+    store = TensorStore(tmp_path / "tensors")
+    expanded = torch.zeros(2, 1).expand(2, 3)
+    kept = store.keep(expanded)
+    assert kept is not None
+    assert store.fetch(kept).stride() == expanded.stride()
+    with pytest.raises(CorruptRunError, match="has the size"):
+        store.fetch({**kept, "size": [2, 1 << 40]})
+    with pytest.raises(CorruptRunError, match="void"):
+        store.fetch({"as": "number", "dtype": "V8", "value": 1 << 40})

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from everyframe.checkpoints.folder import cache_folder
+from everyframe.checkpoints.folder import cache_folder, check_plain
 from everyframe.core.errors import CheckpointError
 from everyframe.core.paths import replace_file
 
@@ -87,6 +87,7 @@ def file_digest(path: str | Path) -> str:
         return known
     try:
         real = path.resolve(strict=True)
+        check_plain(real)
         key = _known_by(real.stat())
         hasher = hashlib.sha256()
         with real.open("rb") as file:

@@ -58,6 +58,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
             config it asks for what would take hours or run code.
     """
     path = Path(path)
+    check_plain(path)
     try:
         if path.stat().st_size > _MOST_JSON:
             raise CheckpointError(
@@ -93,7 +94,7 @@ def is_plain_name(name: str) -> bool:
 
 
 def check_inside(root: Path, paths: Iterable[Path]) -> None:
-    """Raise `CheckpointError` for a path that a link leads out of `root`.
+    """Raise `CheckpointError` for a path that a link leads out of `root`, and for a pipe or device.
 
     Links from a hub cache's snapshots to its blobs are allowed.
     """
@@ -101,6 +102,7 @@ def check_inside(root: Path, paths: Iterable[Path]) -> None:
     allowed = [real]
     for path in paths:
         target = path.resolve()
+        check_plain(target)
         if target.is_relative_to(real):
             continue
         if len(allowed) == 1:
@@ -110,6 +112,12 @@ def check_inside(root: Path, paths: Iterable[Path]) -> None:
                 f"{path} is a link out of {root}, to {target}; what a model is made of lies in its "
                 "own folder: copy it there, or give the folder that it is in"
             )
+
+
+def check_plain(path: Path) -> None:
+    """Raise `CheckpointError` for a pipe, whose reader waits without end, or a device."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise CheckpointError(f"{path} is a pipe or a device, and no file")
 
 
 def _repository_of(snapshot: Path) -> list[Path]:

@@ -8,6 +8,7 @@ files. `everyframe.core.serialization` handles everything that is not bulky.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ _ENDING = ".safetensors"
 _NAME = "value"
 #: Gaps in a tensor's memory are saved too, up to so many times its own size.
 _MOST_GAPS = 4
+#: Values of a tensor that repeats those of its memory, as an expanded one does. 128 MiB in float32.
+_MOST_REPEATED = 1 << 25
 
 
 class TensorStore:
@@ -64,7 +67,7 @@ class TensorStore:
         """
         kind = saved["as"]
         if kind == "number":
-            return np.dtype(saved["dtype"]).type(saved["value"])
+            return _number(saved)
         tensor = self._read(str(saved["hash"]))
         if kind == "tensor":
             return laid_out(tensor, saved)
@@ -100,6 +103,14 @@ class TensorStore:
             raise CorruptRunError(f"{path} can't be read: {error}") from error
 
 
+def _number(saved: Mapping[str, Any]) -> np.generic:
+    dtype = np.dtype(saved["dtype"])
+    if dtype.kind not in "biufU":  # numpy.void(10**9) is as many bytes
+        raise CorruptRunError(f"a saved number is of the dtype {dtype.name}, which has none")
+    number: np.generic = dtype.type(saved["value"])
+    return number
+
+
 def _png(data: bytes) -> Image.Image:
     """The picture that `keep` wrote. Of other formats Pillow would start programs (EPS: gs).
 
@@ -131,9 +142,19 @@ def flattened(tensor: Tensor) -> tuple[Tensor, dict[str, Any]]:
 
 
 def laid_out(flat: Tensor, layout: Mapping[str, Any]) -> Tensor:
-    """Restore the tensor that `flattened` was given."""
+    """Restore the tensor that `flattened` was given.
+
+    Raises:
+        CorruptRunError: a small file would become a large tensor, which shows its values often.
+    """
     tensor = flat.to(layout.get("device", "cpu"))
-    return tensor.as_strided(layout["size"], layout["strides"]) if "size" in layout else tensor
+    if "size" not in layout:
+        return tensor
+    if math.prod(layout["size"]) > max(_MOST_REPEATED, tensor.numel()):
+        raise CorruptRunError(
+            f"a saved tensor of {tensor.numel():,} values has the size {layout['size']}"
+        )
+    return tensor.as_strided(layout["size"], layout["strides"])
 
 
 def hashes_in(plain: Any) -> set[str]:
