@@ -261,7 +261,8 @@ def test_a_batch_is_planned_by_memory(joined: list[int]) -> None:
     assert (plan.batch.num_videos, plan.batch.why) == (1, "memory has room for one video at a time")
 
 
-@pytest.mark.parametrize("is_guarded", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_guarded", [True, False])
 def test_compiled_blocks_compute_one_video_at_a_time(
     is_guarded: bool, tmp_path: Path, joined: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

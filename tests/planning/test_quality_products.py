@@ -215,7 +215,10 @@ def test_what_this_run_s_trial_refuses_is_not_taken(
 
 
 @pytest.mark.usefixtures("certified")
-@pytest.mark.parametrize(("budget", "method"), [("32dB", BOTH), ("39dB", ALONE)])
+@pytest.mark.parametrize(
+    ("budget", "method"),
+    [pytest.param("32dB", BOTH, marks=pytest.mark.slow), ("39dB", ALONE)],
+)
 def test_a_record_makes_the_same_bits_whatever_is_calibrated_by_then(
     model: Path, budget: str, method: str
 ) -> None:

@@ -24,6 +24,7 @@ from everyframe.runtime.stages.decoder_check import LEAST_PSNR, check_decoder, m
 from everyframe.runtime.stages.guard import Guard
 from helpers.decoder_paths import SIZES
 from helpers.guard_modules import plan
+from helpers.slow_rows import slow_unless
 
 #: Near enough to the released one that errors mean something, and decoded here in a second.
 TEMPORAL = {"block_out_channels": (32, 64), "down_block_types": ("DownEncoderBlock2D",) * 2}
@@ -33,7 +34,7 @@ KINDS: dict[str, tuple[Callable[[], Any], tuple[int, ...], dict[str, int]]] = {
     "wan": (lambda: diffusers.AutoencoderKLWan(**SIZES), (1, 4, 3, 12, 12), {}),
 }  # fmt: skip
 
-every_kind = pytest.mark.parametrize("kind", KINDS)
+every_kind = pytest.mark.parametrize("kind", slow_unless({"svd"}, KINDS))
 
 
 def cancel(decoder: Any, kind: str) -> None:
