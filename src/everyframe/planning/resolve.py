@@ -25,6 +25,7 @@ from everyframe.families.registry import check_option_names, family_options
 from everyframe.hardware.device_loss import translate_device_loss
 from everyframe.hardware.facts import Freed, machine_facts
 from everyframe.hardware.profiles import machine_of
+from everyframe.hardware.thread_state import without_default_device
 from everyframe.planning.batches import with_batch
 from everyframe.planning.dry_runs import clashes_of
 from everyframe.planning.fast_paths.choose_fast_paths import FastPathChooser
@@ -105,6 +106,7 @@ def prepare(
     # A class in memory and the embedded model have no files of the user.
     is_foreign = given is None and request.model is not None
     with (
+        without_default_device() if given is None else nullcontext(),
         config_errors(str(request.model)) if is_foreign else nullcontext(),
         translate_device_loss("a device", "while the run was planned"),
     ):
