@@ -21,3 +21,14 @@ def test_a_folder_that_was_removed_is_named_as_the_cause() -> None:
     assert done.stderr == (
         "error: the folder that you are in was removed; change to one that is there (cd)\n"
     )
+
+
+def test_python_without_docstrings_is_refused() -> None:
+    """transformers reads its own when it is imported."""
+    done = subprocess.run(
+        [sys.executable, "-OO", "-m", "everyframe", "plan", "a red circle"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "PYTHONOPTIMIZE=1" in line
