@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 
-if sys.path[:1] in ([""], [os.getcwd()]) and __name__ == "__main__":
-    del sys.path[0]
+with suppress(FileNotFoundError):  # that folder was removed, and nothing is found in it
+    if sys.path[:1] in ([""], [os.getcwd()]) and __name__ == "__main__":
+        del sys.path[0]
 
 from everyframe.cli.main import main
 

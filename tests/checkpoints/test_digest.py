@@ -13,6 +13,7 @@ import pytest
 from everyframe.checkpoints.digest import digest, file_digest, known_digest
 from everyframe.checkpoints.folder import cache_folder
 from everyframe.core.errors import CheckpointError
+from everyframe.fast_paths.computing_time import add_computing_time
 
 
 @pytest.fixture(autouse=True)
@@ -85,14 +86,20 @@ def test_a_broken_memory_is_no_trouble(tmp_path: Path, own_cache: Path) -> None:
     assert [path.name for path in own_cache.iterdir()] == ["digests.json"]
 
 
-def test_an_unwritable_memory_is_said_and_no_trouble(
+def test_an_unwritable_cache_is_said_once_and_no_trouble(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """As a home folder without writing is; a run has several digests and times."""
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path / "file" / "below"))
-    (tmp_path / "a").write_bytes(b"x")
-    assert file_digest(tmp_path / "a") == hashlib.sha256(b"x").hexdigest()
-    assert "not remembered" in caplog.text
+    folder = tmp_path / "file" / "below"
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(folder))
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name)
+        assert file_digest(tmp_path / name) == hashlib.sha256(name.encode()).hexdigest()
+    add_computing_time("cpu", "plan", 1)
+    (line,) = caplog.messages
+    assert line.startswith(f"the cache in {folder} can't be used (Not a directory)")
+    assert "EVERYFRAME_CACHE" in line
 
 
 def test_faults(tmp_path: Path) -> None:

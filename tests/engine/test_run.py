@@ -63,6 +63,15 @@ def test_events_come_in_order_and_count_right(model: str) -> None:
         assert steps == list(range(1, start.num_steps + 1)), start.stage
 
 
+def test_a_callers_default_device_changes_nothing(model: str) -> None:
+    """As after ``torch.set_default_device("cuda")``; between two events it is the caller's."""
+    wanted = frames_by_seed(run.stream(request(model, seed=8)))[8]
+    with torch.device("meta"):
+        seen = list(run.stream(request(model, seed=8)))
+        assert torch.zeros(1).is_meta
+    np.testing.assert_array_equal(frames_by_seed(seen)[8], wanted)
+
+
 @pytest.mark.parametrize("which", ["model", "model_1_0"])
 def test_each_of_several_videos_is_what_its_seed_alone_gives(
     which: str, request: pytest.FixtureRequest

@@ -93,7 +93,7 @@ def test_a_folder_without_writing_is_no_error(
 
     monkeypatch.setattr(computing_time, "replace_file", refuse)
     add_computing_time("cpu", "a", 5)
-    assert "can't be written (Permission denied)" in caplog.text
+    assert "can't be used (Permission denied)" in caplog.text
     assert seconds_of("cpu", "a") == 5
 
 

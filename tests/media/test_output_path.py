@@ -116,6 +116,12 @@ def test_fps_is_exact() -> None:
             exact_fps(bad)
 
 
+def test_a_name_too_long_for_its_record_is_refused(tmp_path: Path) -> None:
+    check_output(tmp_path / f"{'a' * 250}.mp4")
+    with pytest.raises(InputError, match=r"the record of output .* can't be .*too long"):
+        check_output(tmp_path / f"{'a' * 251}.mp4")
+
+
 def test_sidecar_names() -> None:
     assert sidecar_of("a/clip.mp4") == Path("a/clip.json")
     assert sidecar_of("a/clip/") == Path("a/clip/record.json")

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from everyframe.checkpoints.folder import cache_folder, check_plain
+from everyframe.checkpoints.folder import cache_folder, check_plain, warn_unusable_cache
 from everyframe.core.errors import CheckpointError
 from everyframe.core.paths import replace_file
 
@@ -104,17 +104,19 @@ def _remembered() -> dict[str, object]:
     """Cached hashes of earlier runs; empty if the cache is absent or broken."""
     try:
         table = json.loads((cache_folder() / _FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        warn_unusable_cache(error)
+        return {}
+    except ValueError as error:
         _log.warning("%s can't be used, hashing again: %s", cache_folder() / _FILE, error)
         return {}
     return table if isinstance(table, dict) else {}
 
 
 def _remember(path: str, entry: list[object]) -> None:
-    folder = cache_folder()
     try:
-        replace_file(folder / _FILE, json.dumps({**_remembered(), path: entry}))
+        replace_file(cache_folder() / _FILE, json.dumps({**_remembered(), path: entry}))
     except OSError as error:
-        _log.warning("the digest of %s is not remembered, %s: %s", path, folder, error)
+        warn_unusable_cache(error)

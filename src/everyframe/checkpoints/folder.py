@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -13,6 +14,8 @@ from everyframe.checkpoints.config_errors import check_counts, check_kernels
 from everyframe.core.errors import CheckpointError
 from everyframe.core.paths import expand_path, xdg_folder
 
+_log = logging.getLogger(__name__)
+
 
 def cache_folder() -> Path:
     """Our cache: ``EVERYFRAME_CACHE``, else ``XDG_CACHE_HOME/everyframe``, else in ``~/.cache``."""
@@ -20,6 +23,19 @@ def cache_folder() -> Path:
     if own:
         return expand_path(own, "EVERYFRAME_CACHE")
     return xdg_folder("XDG_CACHE_HOME", ".cache")
+
+
+def warn_unusable_cache(error: OSError) -> None:
+    """Log that our cache can't be read or written, once in a process for each reason."""
+    _warn_unusable(cache_folder(), error.strerror or str(error))
+
+
+@cache
+def _warn_unusable(folder: Path, reason: str) -> None:
+    _log.warning(
+        "the cache in %s can't be used (%s), so each run measures and hashes again; "
+        "EVERYFRAME_CACHE names another folder", folder, reason,
+    )  # fmt: skip
 
 
 def hub_cache_folder() -> Path:

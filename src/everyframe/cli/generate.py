@@ -193,9 +193,9 @@ def _take(event: Event, sink: OutputFiles, shown: Reporter) -> None:
     if isinstance(event, FramesDecoded):
         sink.add(event)
     if isinstance(event, AudioDecoded):
-        _keep_sound(sink, event, shown)
+        _show_note(shown, sink.add_sound(event))
     if isinstance(event, Preview):
-        sink.show_preview(event)
+        _show_note(shown, sink.show_preview(event))
     shown.show(event)
 
 
@@ -207,11 +207,9 @@ def _finish(event: VideoDone, sink: OutputFiles, shown: Reporter, run: RunFolder
     return path
 
 
-def _keep_sound(sink: OutputFiles, event: AudioDecoded, shown: Reporter) -> None:
-    """Write the audio into the video file or next to it, or report why that fails."""
-    why_not = sink.add_sound(event)
-    if why_not is not None:
-        shown.show(Note(why_not))
+def _show_note(shown: Reporter, text: str | None) -> None:
+    if text is not None:
+        shown.show(Note(text))
 
 
 COMMAND = make_command(generate, tuple(RUN_FLAGS), _HELP, executor_flags())

@@ -181,9 +181,20 @@ def _settings_of(command: Callable[..., int]) -> AbstractContextManager[None]:
     """Context: the settings of the user's file, for a command that reads any."""
     if command is _nothing:
         return nullcontext()
+    _check_current_folder()
     from everyframe.cli.config import applied_settings
 
     return applied_settings()
+
+
+def _check_current_folder() -> None:
+    """Raise `InputError` if it was removed: no path leads on from there, and no worker starts."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise InputError(
+            "the folder that you are in was removed; change to one that is there (cd)"
+        ) from None
 
 
 def build_app() -> App:

@@ -71,16 +71,27 @@ class OutputFiles:
         self._records: dict[int, Mapping[str, Any]] = {}
         self._sounds: dict[int, Audio] = {}
         self._previews: set[Path] = set()
+        self._has_previews = True
         self._waiting = FrameSpool(next(iter(paths.values())))
 
     def __enter__(self) -> OutputFiles:
         return self
 
-    def show_preview(self, event: Preview) -> None:
-        """Write the preview next to the video that it is of, over the one before."""
+    def show_preview(self, event: Preview) -> str | None:
+        """Write the preview next to the video that it is of, over the one before.
+
+        A full disk must not end the run: previews then end, and a note is returned.
+        """
         path = preview_path(self._paths[event.seed])
+        if not self._has_previews:
+            return None
+        try:
+            replace_file(path, event.image)
+        except OSError as error:
+            self._has_previews = False
+            return f"no preview is written to {path} ({error.strerror}); the run continues"
         self._previews.add(path)
-        replace_file(path, event.image)
+        return None
 
     def add(self, event: FramesDecoded) -> None:
         """Append finished frames to the video of their seed. Raises `NumericsError` for NaN."""

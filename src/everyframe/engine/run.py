@@ -50,7 +50,7 @@ from everyframe.hardware.cpu import cpu_threads
 from everyframe.hardware.device_loss import translate_device_loss
 from everyframe.hardware.memory import empty_cache, is_out_of_memory, peak_bytes
 from everyframe.hardware.switches import Turn
-from everyframe.hardware.thread_state import without_casts
+from everyframe.hardware.thread_state import without_casts, without_default_device
 from everyframe.media.output_path import check_folder
 from everyframe.ops.attention import kernels_kept
 from everyframe.planning.resolve import LoadedModel, check_feasible, prepare
@@ -143,7 +143,8 @@ def _repairs_forgotten(request: Request, record: dict[str, Any], plan: Plan) -> 
 
 def initial_videos(request: Request, plan: Plan) -> list[VideoState]:
     """The videos of a request before their first stage, with input files read."""
-    given, noise = read_given(request, plan.settings), start_noise(request)
+    with without_default_device():
+        given, noise = read_given(request, plan.settings), start_noise(request)
     first = plan.settings.seed
     return [
         VideoState(seed, given, noise) for seed in range(first, first + plan.settings.num_videos)
@@ -226,6 +227,7 @@ def torch_set_by(plan: Plan, turn: Turn) -> Iterator[None]:
         kernels_kept(),
         strict_float32(),
         without_casts(),
+        without_default_device(),
         torch.inference_mode(),
     ):
         yield

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from everyframe._version import __version__
-from everyframe.checkpoints.folder import cache_folder
+from everyframe.checkpoints.folder import cache_folder, warn_unusable_cache
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.paths import replace_file
 from everyframe.core.plan import Precision
@@ -194,7 +194,7 @@ def keep(certificates: Iterable[Certificate]) -> None:
         try:
             _write(path, kept)
         except OSError as error:
-            _log.warning("certificates can't be kept in %s (%s)", path.parent, error.strerror)
+            warn_unusable_cache(error)
             _UNWRITTEN.setdefault(path, {}).update(kept)
 
 
@@ -205,9 +205,12 @@ def _file(device: str, plan: str) -> Path:
 def _read(path: Path) -> dict[str, Certificate]:
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        warn_unusable_cache(error)
+        return {}
+    except UnicodeDecodeError as error:
         _log.warning("certificates in %s can't be read (%s); they are made again", path, error)
         return {}
     try:

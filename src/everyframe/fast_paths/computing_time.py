@@ -12,6 +12,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from everyframe.checkpoints.folder import warn_unusable_cache
 from everyframe.core.paths import replace_file
 from everyframe.fast_paths import certificates
 
@@ -58,9 +59,12 @@ def _read() -> dict[str, float]:
         if file.stat().st_size > _MAX_BYTES:
             raise ValueError("it is too large")
         times = _times(json.loads(file.read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        warn_unusable_cache(error)
+        return {}
+    except (ValueError, RecursionError) as error:
         _log.warning("%s can't be read (%s); times are counted from zero", file, error)
         return {}
     return times
@@ -81,4 +85,4 @@ def _write(times: dict[str, float]) -> None:
     try:
         replace_file(_file(), json.dumps({"schema": _SCHEMA, "seconds": newest}, indent=0))
     except OSError as error:
-        _log.warning("%s can't be written (%s)", _file(), error.strerror)
+        warn_unusable_cache(error)

@@ -9,7 +9,7 @@ saved-tensor hooks) and `threading.local` data of others is not copied.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,18 @@ class ThreadState:
             torch.set_grad_enabled(self.has_gradients),
         ):
             yield
+
+
+@contextmanager
+def without_default_device() -> Iterator[None]:
+    """Context: what is made without a device is on the CPU, whatever the caller's default is.
+
+    Planning and runs name the device of what is not, and draw noise on the CPU.
+    """
+    # A mode takes time at every call of torch, so none is entered where none is needed.
+    is_needed = torch.get_default_device().type != "cpu"
+    with torch.device("cpu") if is_needed else nullcontext():
+        yield
 
 
 def without_casts() -> AbstractContextManager[Any]:

@@ -132,7 +132,7 @@ def check_output(
     Raises:
         MediaError: parent folder missing or not writable, unknown ending, a size, length or frame
             rate that the format can't hold, or a target that must not be replaced.
-        InputError: a frame rate that no format can hold.
+        InputError: a frame rate that no format can hold, or a name that is too long.
     """
     kind = kind_of(path)
     _check_place(path, kind)
@@ -190,6 +190,7 @@ def _check_place(path: PathLike, kind: OutputFormat) -> None:
     if place.exists() and not (place.is_file() and os.access(place, os.W_OK)):
         raise MediaError(f"output {text!r} exists and can't be replaced; choose another name")
     sidecar = place.with_name(sidecar_of(text).name)
+    check_path(sidecar, f"the record of output {text!r}")  # a longer name than the video's
     if sidecar.exists() and not is_our_record(sidecar):
         raise MediaError(
             f"output {text!r} keeps its record in {sidecar.name!r}, and that file exists and was "

@@ -9,6 +9,7 @@ Read next: `core/plan.py` (the result), `planning/request_fit.py` (memory and de
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from everyframe.adapters.request_components import with_adapters
 from everyframe.checkpoints.config_errors import config_errors
-from everyframe.core.errors import CannotRunError
+from everyframe.core.errors import CannotRunError, InputError
 from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.core.limits import random_seed
 from everyframe.core.plan import Plan, Settings
@@ -25,6 +26,7 @@ from everyframe.families.registry import check_option_names, family_options
 from everyframe.hardware.device_loss import translate_device_loss
 from everyframe.hardware.facts import Freed, machine_facts
 from everyframe.hardware.profiles import machine_of
+from everyframe.hardware.thread_state import without_default_device
 from everyframe.planning.batches import with_batch
 from everyframe.planning.dry_runs import clashes_of
 from everyframe.planning.fast_paths.choose_fast_paths import FastPathChooser
@@ -102,9 +104,15 @@ def prepare(
     tokenizers, as in a run. `will_run` tries fast paths without a certificate, for some seconds at
     most, so that the plan has only certified ones; otherwise it lists expected ones.
     """
+    if sys.flags.optimize > 1:
+        raise InputError(
+            "Python leaves docstrings out (-OO, or PYTHONOPTIMIZE=2), and transformers can't be "
+            "imported without them; at most -O or PYTHONOPTIMIZE=1 is possible"
+        )
     # A class in memory and the embedded model have no files of the user.
     is_foreign = given is None and request.model is not None
     with (
+        without_default_device() if given is None else nullcontext(),
         config_errors(str(request.model)) if is_foreign else nullcontext(),
         translate_device_loss("a device", "while the run was planned"),
     ):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from everyframe.core.errors import WorkerDiedError
+from everyframe.core.errors import MediaError, WorkerDiedError
 from everyframe.engine.workers import worker_monitor
 from everyframe.engine.workers.flight_recorder import FlightRecorder, read_last_position
 from everyframe.engine.workers.worker_monitor import HangDetector
@@ -201,3 +201,12 @@ def test_a_trail_says_what_is_waited_for(tmp_path: Path) -> None:
     assert (found.stage, found.waiting) == ("denoise", "frames are gathered")
     trail.wait("")
     assert read_last_position(tmp_path / "trail").waiting == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk is planted by /dev/full")
+def test_closing_does_not_hide_the_error_of_a_full_disk(tmp_path: Path) -> None:
+    (tmp_path / "trail.names").symlink_to("/dev/full")
+    trail = FlightRecorder(tmp_path / "trail")
+    with pytest.raises(MediaError, match=r"trail\.names', the flight recorder .* TMPDIR"):
+        trail.learn("module")
+    trail.close()

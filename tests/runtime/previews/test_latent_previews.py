@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from PIL import Image
 import everyframe
 from everyframe.core.events import Event, FramesDecoded, Note, Preview, Step, VideoDone
 from everyframe.core.plan import PreviewPlan
+from everyframe.engine import output_files
 from everyframe.engine.output_files import OutputFiles
 from everyframe.media.preview_picture import encode_preview
 from everyframe.runtime.previews.latent_previews import Previewer, middle_frames
@@ -233,6 +235,25 @@ def test_the_file_is_next_to_the_video_until_that_is_there(tmp_path: Path) -> No
             sink.finish(VideoDone(seed, 2, {"seed": seed}))
             assert not file.exists()
     assert not [*tmp_path.glob("*.jpg*")]
+
+
+def test_a_full_disk_ends_the_previews_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    frames = np.zeros((2, 16, 16, 3), dtype=np.float32)
+    with OutputFiles({1: f"{tmp_path}/clip.mp4"}, 8) as sink:
+        with monkeypatch.context() as disk:
+            disk.setattr(output_files, "replace_file", full)
+            note = sink.show_preview(Preview(1, 1, 2, 16, 16, b"first"))
+        assert note is not None
+        assert "No space left on device" in note
+        assert sink.show_preview(Preview(1, 2, 2, 16, 16, b"second")) is None
+        sink.add(FramesDecoded(1, 2, frames))
+        sink.finish(VideoDone(1, 2, {"seed": 1}))
+    assert {path.name for path in tmp_path.iterdir()} == {"clip.mp4", "clip.json"}
 
 
 def interrupted(path: Path) -> None:

@@ -12,7 +12,7 @@ import mmap
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,7 +80,8 @@ class FlightRecorder:
 
     def close(self) -> None:
         """Close the file of names. Later writes of the position have no reader."""
-        self._names.close()
+        with suppress(OSError):  # it writes once more what it could not, which was reported
+            self._names.close()
 
     def at(self, stage: str, step: int = 0, num_steps: int = 0) -> None:
         text = json.dumps([stage, step, num_steps]).encode()[: _TEXT - _LENGTH.size]

@@ -1,0 +1,34 @@
+"""The command line begins wherever it is called, and says where it can't."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows removes no folder that a process is in")
+def test_a_folder_that_was_removed_is_named_as_the_cause() -> None:
+    gone = 'cd "$(mktemp -d)" && rmdir "$PWD" && exec "$0" -m everyframe "$@"'
+    done = subprocess.run(
+        ["sh", "-c", gone, sys.executable, "models"],
+        env={**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path))},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == (
+        "error: the folder that you are in was removed; change to one that is there (cd)\n"
+    )
+
+
+def test_python_without_docstrings_is_refused() -> None:
+    """transformers reads its own when it is imported."""
+    done = subprocess.run(
+        [sys.executable, "-OO", "-m", "everyframe", "plan", "a red circle"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "PYTHONOPTIMIZE=1" in line
