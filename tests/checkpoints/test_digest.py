@@ -114,6 +114,8 @@ def test_where_the_cache_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("EVERYFRAME_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_folder() == tmp_path / "xdg" / "everyframe"
-    monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "xdg")  # relative: the specification says to ignore it
+    assert cache_folder() == tmp_path / ".cache" / "everyframe"
+    monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_folder() == tmp_path / ".cache" / "everyframe"

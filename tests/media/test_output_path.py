@@ -61,6 +61,7 @@ def test_unknown_ending_lists_what_is_allowed_and_the_nearest() -> None:
         ("taken.mp4", 64, 64, "'taken.json'"),
         (".", 64, 64, "folder you are in"),
         ("", 64, 64, "folder you are in"),
+        ("-", 64, 64, "not written to standard output"),
     ],
 )
 def test_refused_before_the_run_in_one_line(

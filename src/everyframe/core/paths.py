@@ -87,11 +87,16 @@ def config_folder() -> Path:
 def xdg_folder(variable: str, default: str) -> Path:
     """Everyframe's folder in the one that `variable` names, else in `default` of the home folder.
 
+    A relative path is ignored, as the XDG Base Directory Specification says.
+
     Raises:
         InputError: there is no home folder.
     """
     shared = os.environ.get(variable)
-    return (expand_path(shared, variable) if shared else home_folder() / default) / "everyframe"
+    folder = expand_path(shared, variable) if shared else None
+    if folder is None or not folder.is_absolute():
+        folder = home_folder() / default
+    return folder / "everyframe"
 
 
 def home_folder() -> Path:

@@ -170,6 +170,8 @@ def check_folder(folder: PathLike) -> Path:
 
 def _check_place(path: PathLike, kind: OutputFormat) -> None:
     text = os.fspath(path)
+    if text == "-":
+        raise MediaError("output '-': a video is not written to standard output; name a file")
     place = Path(os.path.realpath(text))  # what a link leads to is written, and the link stays
     parent = place.parent
     if not text or place == Path.cwd():
