@@ -13,7 +13,7 @@ import re
 import threading
 from dataclasses import dataclass
 
-from everyframe.core.errors import InputError
+from everyframe.core.errors import InputError, StoreError
 from everyframe.core.plan import Plan
 from everyframe.hardware import device_names
 from everyframe.server.dispatch.group_health import GroupHealth
@@ -74,7 +74,7 @@ class DeviceGroup:
                 job = store.claim_alike(self.name, self._lead, self._alone, may_jump=may_jump)
             if job is None:
                 return None
-            self._jumps = self._jumps + 1 if store.has_older(job) else 0
+            self._jumps = self._jumps + 1 if _has_jumped(job, store) else 0
             self._warm = job.model
             self._running.append(job.id)
             return Claim(job, None if self._lead is None else f"{self.name} {self._lead.id}")
@@ -100,6 +100,14 @@ class DeviceGroup:
             self._ending.discard(id)
             if is_alone:
                 self._alone.add(id)
+
+
+def _has_jumped(job: Job, store: JobStore) -> bool:
+    """Whether an older job waits. If that can't be read, the job, which has begun, counts so."""
+    try:
+        return store.has_older(job)
+    except StoreError:
+        return True
 
 
 def parse_groups(text: str | None) -> dict[str, str | None]:

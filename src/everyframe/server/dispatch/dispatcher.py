@@ -306,6 +306,8 @@ class Dispatcher:
 
     def _leave(self, attempt: Attempt) -> None:
         with self._lock:
+            if self._attempts.get(attempt.job.id) is not attempt:
+                return  # it is back in the queue, and another thread has begun it again
             del self._attempts[attempt.job.id]
         self._previews.pop(attempt.job.id, None)
 
