@@ -18,6 +18,7 @@ from everyframe.core.errors import (
     StoreError,
 )
 from everyframe.engine.workers.executor import InfeasiblePlanError
+from everyframe.server.queue.jobs import NoSuchVideoError
 
 #: Code -> (HTTP status, type), for every error that a route answers.
 CODES: Mapping[str, tuple[int, str]] = {
@@ -98,6 +99,8 @@ def api_error(error: EveryframeError, names: Iterable[str] = ()) -> ApiError:
     text = str(error)
     if isinstance(error, QueueFullError):
         return ApiError("queue_full", text, headers={"retry-after": "10"})
+    if isinstance(error, NoSuchVideoError):
+        return ApiError("not_found", text, "id")
     if isinstance(error, StoreError):
         return ApiError("storage_unavailable", text, headers={"retry-after": "30"})
     if isinstance(error, CannotRunError):

@@ -39,7 +39,7 @@ from everyframe.server.dispatch.attempt import Attempt, AttemptOptions, expiry
 from everyframe.server.dispatch.device_groups import Claim, DeviceGroup, News
 from everyframe.server.dispatch.retention import CLEAN_SECONDS, clean
 from everyframe.server.errors import code_of, message_of
-from everyframe.server.queue.jobs import Job
+from everyframe.server.queue.jobs import Job, NoSuchVideoError
 from everyframe.server.queue.store import JobStore
 
 _log = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class Dispatcher:
     def cancel(self, id: str, wait: float = 0.0) -> Job:  # noqa: A002
         """Cancel a job; a running one is stopped, and `wait` bounds the seconds until it has.
 
-        Its run stays for a retry. Raises `LookupError` if there is no such job.
+        Its run stays for a retry. Raises `NoSuchVideoError` if there is no such job.
         """
         job = self._store.request_cancel(id)
         with self._lock:
@@ -163,17 +163,10 @@ class Dispatcher:
         """Queue a failed or cancelled job again; it resumes its run if there is one.
 
         Raises:
-            LookupError: there is no such job.
+            NoSuchVideoError: there is no such job.
             InputError: it is neither failed nor cancelled.
         """
-        job = self._store.get(id)
-        if job is None:
-            raise LookupError(f"there is no video {id!r}")
-        if job.status not in ("failed", "cancelled"):
-            raise InputError(
-                f"only a failed or cancelled video can be retried; {id} is {job.status}"
-            )
-        return self._store.requeue(id, counts_attempt=False, is_retry=True)
+        return self._store.retry(id)
 
     def preview(self, id: str) -> Event | None:  # noqa: A002
         """The last preview of a running job."""
@@ -384,7 +377,7 @@ class Dispatcher:
         while True:
             try:
                 write()
-            except LookupError as error:
+            except NoSuchVideoError as error:
                 _log.warning("%s", error)
             except StoreError as error:
                 if str(error) != self._trouble:

@@ -16,7 +16,7 @@ from everyframe.core.errors import InputError, StoreError
 from everyframe.server.data_folder import DataFolder
 from everyframe.server.queue.database import VERSION, Database
 from everyframe.server.queue.event_log import EventLog
-from everyframe.server.queue.jobs import FINAL, STATUSES, Job, NewJob
+from everyframe.server.queue.jobs import FINAL, RETRIED, STATUSES, Job, NewJob
 from everyframe.server.queue.row_insertion import insert_job
 from everyframe.server.queue.transaction import job_of, plain
 
@@ -200,7 +200,7 @@ class JobStore(EventLog):
         """Set fields of a job, and add an event of (type, data) with them.
 
         Raises:
-            LookupError: there is no such job.
+            NoSuchVideoError: there is no such job.
         """
         assert _CHANGEABLE.issuperset(values), values
         with self._writing(is_durable=False) as changes:
@@ -218,7 +218,7 @@ class JobStore(EventLog):
     ) -> Job:
         """End a job as ``completed`` (with its file), ``failed`` (with its error) or ``cancelled``.
 
-        `values` are fields of `update`. Raises `LookupError` if there is no such job.
+        `values` are fields of `update`. Raises `NoSuchVideoError` if there is no such job.
         """
         assert status in FINAL, status
         values |= {"status": status, "completed_at": time.time(), "error": error, "eta_s": None}
@@ -233,32 +233,44 @@ class JobStore(EventLog):
         id: str,  # noqa: A002
         *,
         counts_attempt: bool,
-        is_retry: bool = False,
         cause: str = "",
         **values: Any,
     ) -> Job:
-        """Put a job back into the queue, at its place; its run is kept.
+        """Put a running job back into the queue, at its place; its run is kept.
 
-        The event of it names the `cause`, such as ``worker_died``.
-
-        The last start is forgotten unless it `counts_attempt`; `is_retry` forgets all of them, and
-        that a cancellation was requested. Raises `LookupError` if there is no such job.
+        The event of it names the `cause`, such as ``worker_died``. The last start is
+        forgotten unless it `counts_attempt`. Raises `NoSuchVideoError` if there is no such job.
         """
         values |= {"status": "queued", "eta_s": None}
-        if is_retry:
-            values |= {"attempts": 0, "interruptions": 0, "is_cancel_requested": 0, "error": None,
-                       "completed_at": None, "expires_at": None}  # fmt: skip
         with self._writing() as changes:
             row = changes.set(id, values)
-            if not counts_attempt and not is_retry:
+            if not counts_attempt:
                 row = changes.set(id, {"attempts": max(row["attempts"] - 1, 0)})
             data = {"status": "queued", "cause": cause} if cause else {"status": "queued"}
             return changes.job(row, "status", data)
 
+    def retry(self, id: str) -> Job:  # noqa: A002
+        """Put a failed or cancelled job back into the queue, with its run and no attempt behind it.
+
+        Raises:
+            NoSuchVideoError: there is no such job.
+            InputError: it is neither failed nor cancelled.
+        """
+        values = {"status": "queued", "attempts": 0, "interruptions": 0, "is_cancel_requested": 0,
+                  "error": None, "completed_at": None, "expires_at": None}  # fmt: skip
+        with self._writing() as changes:
+            # Read and written at once: of two that retry it, one finds it queued.
+            status = changes.set(id, {})["status"]
+            if status not in RETRIED:
+                raise InputError(
+                    f"only a failed or cancelled video can be retried; {id} is {status}"
+                )
+            return changes.job(changes.set(id, values), "status", {"status": "queued"})
+
     def request_cancel(self, id: str) -> Job:  # noqa: A002
         """Cancel a queued job at once; mark a running one, which `Dispatcher.cancel` stops.
 
-        A finished job stays as it is. Raises `LookupError` if there is no such job.
+        A finished job stays as it is. Raises `NoSuchVideoError` if there is no such job.
         """
         with self._writing() as changes:
             row = changes.set(id, {})

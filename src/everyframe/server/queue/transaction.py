@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from everyframe.server.queue.database import Database
-from everyframe.server.queue.jobs import Job, StoredEvent
+from everyframe.server.queue.jobs import Job, NoSuchVideoError, StoredEvent
 
 #: Events that are stored; the oldest go first.
 MAX_EVENTS = 20_000
@@ -64,7 +64,7 @@ class Transaction:
                 self.connection.execute("RELEASE one")
 
     def set(self, id: str, values: Mapping[str, Any]) -> sqlite3.Row:  # noqa: A002
-        """Set these fields of a job; its row. Raises `LookupError` if there is none."""
+        """Set these fields of a job; its row. Raises `NoSuchVideoError` without one."""
         if values:
             setting = ", ".join(f'"{name}" = ?' for name in values)
             query = f"UPDATE videos SET {setting} WHERE id = ? RETURNING *"
@@ -72,7 +72,7 @@ class Transaction:
             query = "SELECT * FROM videos WHERE id = ?"
         row: sqlite3.Row | None = self.connection.execute(query, (*plain(values), id)).fetchone()
         if row is None:
-            raise LookupError(f"there is no video {id!r}")
+            raise NoSuchVideoError(id)
         return row
 
     def job(self, row: sqlite3.Row, type: str, data: Mapping[str, Any]) -> Job:  # noqa: A002
