@@ -13,7 +13,7 @@ from everyframe.core.errors import StoreError, WorkerDiedError
 from everyframe.server.queue.jobs import Job
 from everyframe.server.queue.store import JobStore
 from helpers.fake_executor import FakeExecutor
-from helpers.server_jobs import Start, add, ended
+from helpers.server_jobs import Start, add, ended, types
 
 DIED = WorkerDiedError("the worker died of SIGKILL")
 
@@ -53,6 +53,44 @@ def test_a_job_that_another_thread_begins_again_at_once_can_be_cancelled(
     executor.pause = 0
     for seed in range(4):
         ended(store, add(store, seed))
+
+
+def test_a_job_that_is_to_be_cancelled_does_not_go_back_into_the_queue(
+    store: JobStore, dispatch: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its attempt has ended by itself just before, so that there is nothing to stop."""
+    executor = FakeExecutor(failures=[(1, DIED)])
+    requeue = store.requeue
+
+    def cancelled(id: str, **values: Any) -> Job:  # noqa: A002
+        store.request_cancel(id)
+        return requeue(id, **values)
+
+    monkeypatch.setattr(store, "requeue", cancelled)
+    job = add(store)
+    dispatch(executor, retention_seconds=60.0)
+    done = ended(store, job, "cancelled")
+    assert done.completed_at is not None
+    assert done.expires_at is not None
+    assert types(store, job).count("done") == 1
+    assert len(executor.jobs) == 1, "it takes no worker"
+
+
+def test_a_job_that_is_cancelled_in_the_queue_expires_as_others_do(
+    store: JobStore, dispatch: Start
+) -> None:
+    running, waiting = add(store), add(store, 4)
+    dispatcher = dispatch(FakeExecutor(pause=60), retention_seconds=60.0)
+    ended(store, running, "in_progress")
+    assert dispatcher.cancel(waiting.id).expires_at is not None
+
+
+def test_jobs_that_recovery_ends_expire_as_others_do(store: JobStore, dispatch: Start) -> None:
+    job = add(store)
+    store.claim("default")
+    store.request_cancel(job.id)
+    dispatch(FakeExecutor(), retention_seconds=60.0)
+    assert ended(store, job, "cancelled").expires_at is not None
 
 
 def test_a_job_that_is_begun_runs_even_if_the_queue_cannot_be_read_then(

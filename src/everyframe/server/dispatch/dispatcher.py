@@ -113,7 +113,7 @@ class Dispatcher:
 
     def start(self) -> list[Job]:
         """Recover what an earlier server left, and begin; the jobs that were put back."""
-        back = self._store.recover()
+        back = self._store.recover(self._expiry())
         self._store.keep_groups([*self._options.groups])
         self._store.listen(lambda event: self._news.note() if event.type == "status" else None)
         for thread in self._threads:
@@ -146,7 +146,7 @@ class Dispatcher:
 
         Its run stays for a retry. Raises `NoSuchVideoError` if there is no such job.
         """
-        job = self._store.request_cancel(id)
+        job = self._store.request_cancel(id, self._expiry())
         with self._lock:
             attempt = self._attempts.get(id)
         if attempt is not None and not job.is_final:
@@ -304,6 +304,9 @@ class Dispatcher:
             del self._attempts[attempt.job.id]
         self._previews.pop(attempt.job.id, None)
 
+    def _expiry(self) -> float | None:
+        return expiry(self._options.retention_seconds)
+
     def _waits_for_devices(self, attempt: Attempt, error: Exception, group: DeviceGroup) -> bool:
         """Put a job back, for any group, if it died of devices that do not work; whether it did."""
         if attempt.has_stepped:
@@ -318,17 +321,16 @@ class Dispatcher:
             return False
         _log.error("group %s waits, its devices do not work: %s", group.name, why)
         self._persist(lambda: self._store.requeue(
-            job.id, counts_attempt=False, cause="devices_fail", group=None,
-            **attempt.fields()))  # fmt: skip
+            job.id, counts_attempt=False, cause="devices_fail", expires_at=self._expiry(),
+            group=None, **attempt.fields()))  # fmt: skip
         return True
 
     def _end_unfinished(self, attempt: Attempt, error: Exception) -> None:
         """Decide what follows an attempt that did not finish, and write it into the job's row."""
         job, fields = attempt.job, attempt.fields()
         if isinstance(error, RunStoppedError) and attempt.reason == "cancel":
-            expires = expiry(self._options.retention_seconds)
             self._persist(lambda: self._store.finish(
-                job.id, "cancelled", expires_at=expires, **fields))  # fmt: skip
+                job.id, "cancelled", expires_at=self._expiry(), **fields))  # fmt: skip
             return
         is_stopped = isinstance(error, (RunStoppedError, LeftBatchError))
         waits = isinstance(error, (RunLockedError, StoreError, DevicesBusyError))
@@ -340,7 +342,8 @@ class Dispatcher:
                 self._draining.wait(_PAUSE)
             cause = attempt.reason or code_of(error)
             self._persist(lambda: self._store.requeue(
-                job.id, counts_attempt=False, cause=cause, **fields))  # fmt: skip
+                job.id, counts_attempt=False, cause=cause, expires_at=self._expiry(),
+                **fields))  # fmt: skip
             return
         attempts = 1 if attempt.has_advanced else job.attempts
         if attempts < self._options.max_attempts and self._can_repeat(attempt, error):
@@ -348,13 +351,12 @@ class Dispatcher:
             fields = attempt.fields(f"an attempt failed: {message_of(error)}")
             self._persist(lambda: self._store.requeue(
                 job.id, counts_attempt=True, cause=code_of(error), attempts=attempts,
-                **fields))  # fmt: skip
+                expires_at=self._expiry(), **fields))  # fmt: skip
             return
         _log.error("%s failed: %s", job.id, error, exc_info=not isinstance(error, EveryframeError))
         data = {"code": code_of(error), "message": message_of(error)}
-        expires = expiry(self._options.retention_seconds)
         self._persist(lambda: self._store.finish(
-            job.id, "failed", error=data, expires_at=expires, **fields))  # fmt: skip
+            job.id, "failed", error=data, expires_at=self._expiry(), **fields))  # fmt: skip
 
     def _can_repeat(self, attempt: Attempt, error: Exception) -> bool:
         """Whether another attempt may succeed; prepares it."""
