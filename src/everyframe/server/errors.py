@@ -89,6 +89,13 @@ class ApiError(Exception):
         return {"error": error}
 
 
+def draining() -> ApiError:
+    """The answer to a request that a server which shuts down does not take."""
+    return ApiError(
+        "draining", "the server shuts down; try again soon", headers={"retry-after": "10"}
+    )
+
+
 def _encodable(text: str) -> str:
     """The text with halves of letters, which a JSON body may hold, written out."""
     return text.encode("utf-8", "backslashreplace").decode()
