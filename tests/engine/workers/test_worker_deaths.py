@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from everyframe.core.errors import WorkerDiedError
+from everyframe.core.events import Planned
 from everyframe.core.request import Request
+from everyframe.engine.workers import warm_workers
 from everyframe.engine.workers.launcher import run_in_workers
 from everyframe.engine.workers.shared_worker import SharedWorker
-from everyframe.engine.workers.worker_process import Worker, WorkerJob
+from everyframe.engine.workers.warm_workers import WarmWorkers
+from everyframe.engine.workers.worker_process import Worker, WorkerJob, receive
+from helpers.fake_engine import plan_of
 from helpers.fake_worker import FakeWorker
 
 JOB = WorkerJob(Request(prompt="a red circle"))
@@ -62,3 +67,50 @@ def test_a_batch_whose_worker_dies_in_mid_message_is_reported(
         with pytest.raises(WorkerDiedError, match="SIGKILL"):
             run_on(worker, each)
     assert not shared.is_fit
+
+
+class Fleet:
+    """Fake workers in place of the processes of `WarmWorkers`; `script` is called with each job."""
+
+    def __init__(self, script: Callable[[FakeWorker, WorkerJob], None]) -> None:
+        self.workers: list[FakeWorker] = []
+        self._script = script
+
+    def __call__(self) -> FakeWorker:
+        worker = FakeWorker()
+        self.workers.append(worker)
+        threading.Thread(target=self._serve, args=(worker,), daemon=True).start()
+        return worker
+
+    def _serve(self, worker: FakeWorker) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                name, value = receive(worker.theirs)
+                if name == "job":
+                    self._script(worker, value)
+
+
+def test_a_plan_whose_worker_dies_is_made_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(Request(prompt="a red circle"))
+
+    def script(worker: FakeWorker, job: WorkerJob) -> None:
+        if worker is fleet.workers[0]:
+            worker.die()
+            return
+        worker.say("event", Planned(plan))
+        worker.end_job()
+
+    fleet = Fleet(script)
+    monkeypatch.setattr(warm_workers, "Worker", fleet)
+    workers = WarmWorkers()
+    assert workers.plan(Request(prompt="a red circle")).model == plan.model
+    assert len(fleet.workers) == 2
+    workers.close()
+
+
+def test_a_plan_that_kills_its_workers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(lambda worker, job: worker.die())
+    monkeypatch.setattr(warm_workers, "Worker", fleet)
+    with pytest.raises(WorkerDiedError, match="SIGKILL"):
+        WarmWorkers().plan(Request(prompt="a red circle"))
+    assert len(fleet.workers) == 2

@@ -65,11 +65,19 @@ class WarmWorkers:
         """Plan a request in a worker that is idle; see `Executor.plan`.
 
         Memory that the running job and other workers have counts as free, as the request will have
-        it when its turn comes.
+        it when its turn comes. If the worker dies, another one plans.
         """
         with self._lock:
             free = dict(self._free)
         job = WorkerJob(request, plans=True, stays=True, free_memory=free)
+        try:
+            return self._planned(job)
+        except WorkerDiedError:
+            if self._is_closed:
+                raise
+            return self._planned(job)  # whatever it died of, nothing was lost with it
+
+    def _planned(self, job: WorkerJob) -> Plan:
         with closing(run_in_workers(job, Path.cwd(), start=self._workers)) as events:
             plan = feasible_plan(events)
             for _ in events:
