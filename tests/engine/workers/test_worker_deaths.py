@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from everyframe.core.errors import WorkerDiedError
-from everyframe.core.events import Planned
+from everyframe.core.events import Planned, Step
 from everyframe.core.request import Request
 from everyframe.engine.workers import warm_workers
 from everyframe.engine.workers.launcher import run_in_workers
@@ -114,3 +115,51 @@ def test_a_plan_that_kills_its_workers_is_an_error(monkeypatch: pytest.MonkeyPat
     with pytest.raises(WorkerDiedError, match="SIGKILL"):
         WarmWorkers().plan(Request(prompt="a red circle"))
     assert len(fleet.workers) == 2
+
+
+def test_a_job_that_does_not_stop_in_time_ends_no_other_of_its_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its step takes longer than a stop may; the worker is free once it has ended after all."""
+    plan = plan_of(Request(prompt="a red circle"))
+    jobs: list[WorkerJob] = []
+
+    def script(worker: FakeWorker, job: WorkerJob) -> None:
+        jobs.append(job)
+        worker.say("event", Planned(plan), job)
+
+    fleet = Fleet(script)
+    monkeypatch.setattr(warm_workers, "Worker", fleet)
+    workers = WarmWorkers(stop_seconds=0.05)
+    batched = replace(JOB, batch="a batch")
+    slow, other = workers.run(batched), workers.run(batched)
+    assert isinstance(next(slow), Planned)
+    assert isinstance(next(other), Planned)
+    slow.close()
+    (worker,) = fleet.workers
+    worker.say("event", Step("denoise", 1, 4, 0, 1.0), jobs[0])  # which nobody reads
+    worker.say("event", Step("denoise", 1, 4, 0, 1.0), jobs[1])
+    assert isinstance(next(other), Step)
+    worker.end_job(jobs[0])
+    worker.end_job(jobs[1])
+    assert list(other) == []
+    assert worker.is_alive()
+    assert [group.workers for group in workers._idle] == [[worker]]
+    workers.close()
+
+
+def test_a_worker_whose_last_job_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(Request(prompt="a red circle"))
+    fleet = Fleet(lambda worker, job: worker.say("event", Planned(plan), job))
+    monkeypatch.setattr(warm_workers, "Worker", fleet)
+    workers = WarmWorkers(stop_seconds=0.05)
+    batched = replace(JOB, batch="a batch")
+    both = [workers.run(batched) for _ in range(2)]
+    for events in both:
+        assert isinstance(next(events), Planned)
+    for events in both:
+        events.close()
+    (worker,) = fleet.workers
+    assert worker._process.wait(20) != 0
+    assert not workers._idle
+    workers.close()
