@@ -5,6 +5,7 @@ Every error is ``{"error": {"message", "type", "param", "code"}}``, as OpenAI's 
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -44,6 +45,9 @@ CODES: Mapping[str, tuple[int, str]] = {
     "draining": (503, "server_error"),
     "storage_unavailable": (503, "server_error"),
 }
+
+#: What the system lacks for a while: files, processes, memory.
+_LACKING = frozenset({errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM})
 
 
 class ApiError(Exception):
@@ -132,6 +136,15 @@ def code_of(error: Exception) -> str:
         return "internal"
     name = type(error).__name__.removesuffix("Error")
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+def is_system_exhausted(error: BaseException | None) -> bool:
+    """Whether the system had no file, process or memory for it, also through what explains it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _LACKING:
+            return True
+        error = error.__cause__
+    return False
 
 
 def message_of(error: Exception) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +12,8 @@ from typing import Any
 import pytest
 
 from everyframe.core.errors import StoreError, WorkerDiedError
+from everyframe.engine.workers import stop_switch
+from everyframe.server.data_folder import DataFolder
 from everyframe.server.queue.jobs import Job
 from everyframe.server.queue.store import JobStore
 from helpers.fake_executor import FakeExecutor
@@ -104,3 +108,36 @@ def test_a_job_that_is_begun_runs_even_if_the_queue_cannot_be_read_then(
     job = add(store)
     dispatch(FakeExecutor())
     ended(store, job)
+
+
+@pytest.mark.parametrize("lacking", [errno.EMFILE, errno.ENOMEM])
+def test_a_job_waits_while_the_system_has_no_files_or_processes(
+    store: JobStore, dispatch: Start, lacking: int
+) -> None:
+    executor = FakeExecutor(failures=[(2, OSError(lacking, os.strerror(lacking)))])
+    job = add(store)
+    dispatch(executor, max_attempts=1)
+    assert ended(store, job).attempts == 1
+    assert len(executor.jobs) == 2
+
+
+def test_a_group_lives_on_where_no_file_can_be_opened(
+    store: JobStore, folder: DataFolder, dispatch: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where clients hold all connections that the process may have."""
+    failures = iter(range(3))
+
+    def scarce(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            if next(failures, None) is not None:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return real(*args, **named)
+
+        return call
+
+    monkeypatch.setattr(stop_switch, "Pipe", scarce(stop_switch.Pipe))
+    monkeypatch.setattr(DataFolder, "saved_run_path", scarce(DataFolder.saved_run_path))
+    jobs = [add(store, seed) for seed in range(3)]
+    dispatch(FakeExecutor(pause=0.001))
+    for job in jobs:
+        ended(store, job)

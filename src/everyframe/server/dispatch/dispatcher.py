@@ -38,7 +38,7 @@ from everyframe.fast_paths.batch_certificates import MOST_VIDEOS
 from everyframe.server.dispatch.attempt import Attempt, AttemptOptions, expiry
 from everyframe.server.dispatch.device_groups import Claim, DeviceGroup, News
 from everyframe.server.dispatch.retention import CLEAN_SECONDS, clean
-from everyframe.server.errors import code_of, message_of
+from everyframe.server.errors import code_of, is_system_exhausted, message_of
 from everyframe.server.queue.jobs import Job, NoSuchVideoError
 from everyframe.server.queue.store import JobStore
 
@@ -334,7 +334,7 @@ class Dispatcher:
             return
         is_stopped = isinstance(error, (RunStoppedError, LeftBatchError))
         waits = isinstance(error, (RunLockedError, StoreError, DevicesBusyError))
-        if is_stopped or waits or is_disk_full(error):
+        if is_stopped or waits or is_disk_full(error) or is_system_exhausted(error):
             if not is_stopped:
                 if not isinstance(error, DevicesBusyError):  # which is no trouble of the server
                     self._trouble = str(error)
