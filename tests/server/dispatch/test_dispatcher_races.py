@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import threading
 import time
@@ -135,7 +136,7 @@ def test_a_group_lives_on_where_no_file_can_be_opened(
 
         return call
 
-    monkeypatch.setattr(stop_switch, "Pipe", scarce(stop_switch.Pipe))
+    monkeypatch.setattr(stop_switch, "Pipe", scarce(multiprocessing.Pipe))
     monkeypatch.setattr(DataFolder, "saved_run_path", scarce(DataFolder.saved_run_path))
     jobs = [add(store, seed) for seed in range(3)]
     dispatch(FakeExecutor(pause=0.001))
