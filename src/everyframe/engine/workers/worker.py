@@ -53,7 +53,7 @@ def serve(descriptor: int) -> None:
     """
     os.set_inheritable(descriptor, False)
     inbox = _Inbox(Connection(descriptor))
-    gc.disable()  # until all is imported that is needed; see `core.collector`
+    gc.disable()  # until all is imported that is needed; see `core.garbage_collection`
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     own_output, desk = os.dup(2), _Desk()
     while True:
