@@ -68,6 +68,8 @@ class DeviceGroup:
             if not self._running:
                 job = store.claim(self.name, self._warm if may_jump else None)
                 self._lead, self._room = (job if self._may_lead(job) else None), 1
+                if job is not None:
+                    self._alone.discard(job.id)  # it has what it was named for
             elif self._lead is None or len(self._running) - len(self._ending) >= self._room:
                 return None
             else:
