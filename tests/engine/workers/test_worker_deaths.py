@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -91,12 +93,20 @@ class Fleet:
                     self._script(worker, value)
 
 
+def hang_up(worker: FakeWorker) -> None:
+    """Die in another thread than that of the test, which alone closes the connection."""
+    worker._process.kill()
+    worker._process.wait()
+    with socket.socket(fileno=os.dup(worker.theirs.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)
+
+
 def test_a_plan_whose_worker_dies_is_made_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(Request(prompt="a red circle"))
 
     def script(worker: FakeWorker, job: WorkerJob) -> None:
         if worker is fleet.workers[0]:
-            worker.die()
+            hang_up(worker)
             return
         worker.say("event", Planned(plan))
         worker.end_job()
@@ -110,7 +120,7 @@ def test_a_plan_whose_worker_dies_is_made_by_another(monkeypatch: pytest.MonkeyP
 
 
 def test_a_plan_that_kills_its_workers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = Fleet(lambda worker, job: worker.die())
+    fleet = Fleet(lambda worker, job: hang_up(worker))
     monkeypatch.setattr(warm_workers, "Worker", fleet)
     with pytest.raises(WorkerDiedError, match="SIGKILL"):
         WarmWorkers().plan(Request(prompt="a red circle"))
