@@ -15,11 +15,11 @@ from everyframe.core.errors import (
     DistributedOutOfMemoryError,
     EveryframeError,
     InputError,
+    NoSuchVideoError,
     QueueFullError,
     StoreError,
 )
 from everyframe.engine.workers.executor import InfeasiblePlanError
-from everyframe.server.queue.jobs import NoSuchVideoError
 
 #: Code -> (HTTP status, type), for every error that a route answers.
 CODES: Mapping[str, tuple[int, str]] = {

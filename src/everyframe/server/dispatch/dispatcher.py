@@ -24,6 +24,7 @@ from everyframe.core.errors import (
     EveryframeError,
     InputError,
     LeftBatchError,
+    NoSuchVideoError,
     OutOfMemoryInfo,
     RunLockedError,
     RunStoppedError,
@@ -39,7 +40,7 @@ from everyframe.server.dispatch.attempt import Attempt, AttemptOptions, expiry
 from everyframe.server.dispatch.device_groups import Claim, DeviceGroup, News
 from everyframe.server.dispatch.retention import CLEAN_SECONDS, clean
 from everyframe.server.errors import code_of, is_system_exhausted, message_of
-from everyframe.server.queue.jobs import Job, NoSuchVideoError
+from everyframe.server.queue.jobs import Job
 from everyframe.server.queue.store import JobStore
 
 _log = logging.getLogger(__name__)

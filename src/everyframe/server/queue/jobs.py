@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from everyframe.core.errors import EveryframeError
-
 #: States of a job. ``queued -> in_progress -> completed | failed | cancelled``; a job whose run was
 #: interrupted goes back to ``queued``, and so does one that is retried.
 STATUSES = ("queued", "in_progress", "completed", "failed", "cancelled")
@@ -15,13 +13,6 @@ STATUSES = ("queued", "in_progress", "completed", "failed", "cancelled")
 FINAL = ("completed", "failed", "cancelled")
 #: Final states that a retry leaves.
 RETRIED = ("failed", "cancelled")
-
-
-class NoSuchVideoError(EveryframeError, LookupError):
-    """There is no job of that id, or none any more."""
-
-    def __init__(self, id: str) -> None:  # noqa: A002
-        super().__init__(f"there is no video {id!r}")
 
 
 @dataclass(frozen=True)

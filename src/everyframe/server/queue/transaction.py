@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
+from everyframe.core.errors import NoSuchVideoError
 from everyframe.server.queue.database import Database
-from everyframe.server.queue.jobs import Job, NoSuchVideoError, StoredEvent
+from everyframe.server.queue.jobs import Job, StoredEvent
 
 #: Events that are stored; the oldest go first.
 MAX_EVENTS = 20_000
