@@ -84,3 +84,30 @@ def test_threads_that_compute_for_one_end_while_it_waits() -> None:
     thread.stop()
     assert thread.is_over
     assert not any(each.name == "computes" for each in threading.enumerate())
+
+
+class Owner:
+    """Holds its thread, whose function is a method of it, as a run of a batch does."""
+
+    def __init__(self) -> None:
+        self.thread = AlternatingThread(self._run, "owned")
+
+    def _run(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("is_begun", [True, False])
+def test_what_a_function_holds_goes_without_the_collector(is_begun: bool) -> None:
+    """Which may not look for hundreds of runs; each would hold its open files until then."""
+    owner = Owner()
+    seen = weakref.ref(owner)
+    gc.disable()
+    try:
+        if is_begun:
+            assert owner.thread.resume() == 1
+        else:
+            owner.thread.stop()
+        del owner
+        assert seen() is None
+    finally:
+        gc.enable()

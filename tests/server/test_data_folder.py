@@ -10,7 +10,13 @@ import pytest
 
 from everyframe.core.errors import InputError, RunLockedError
 from everyframe.server import data_folder
-from everyframe.server.data_folder import default_folder, file_system_of, is_video_id, open_folder
+from everyframe.server.data_folder import (
+    DataFolder,
+    default_folder,
+    file_system_of,
+    is_video_id,
+    open_folder,
+)
 
 ID = "video_" + "ab" * 16
 
@@ -111,3 +117,11 @@ def test_the_queue_imports_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_file_that_goes_meanwhile_keeps_no_other(folder: DataFolder) -> None:
+    """Archives of frames lie beside the uploads while they are sent."""
+    gone, old = folder.inputs / "a.zip", folder.path / folder.add_input(b"1", "png")
+    gone.symlink_to(folder.inputs / "nothing")  # whose state can't be read, as of a deleted file
+    folder.remove_inputs((), before=old.stat().st_mtime + 1)
+    assert not old.exists()

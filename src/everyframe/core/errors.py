@@ -167,6 +167,13 @@ class StoreError(EveryframeError):
     """The server's queue can't be read or written: a full or damaged disk, or a read-only one."""
 
 
+class NoSuchVideoError(EveryframeError, LookupError):
+    """The server has no job of that id, or none any more."""
+
+    def __init__(self, id: str) -> None:  # noqa: A002
+        super().__init__(f"there is no video {id!r}")
+
+
 class QueueFullError(EveryframeError):
     """The server's queue takes no more jobs for now."""
 

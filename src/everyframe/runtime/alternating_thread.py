@@ -30,7 +30,9 @@ class AlternatingThread:
 
     def __init__(self, function: Callable[[], Any], name: str) -> None:
         self.is_over = False
-        self._function, self._name = function, name
+        # None once it runs: it may hold what holds this, and shall go without the collector.
+        self._function: Callable[[], Any] | None = function
+        self._name = name
         self._thread: threading.Thread | None = None
         self._answers: SimpleQueue[Any] = SimpleQueue()
         self._found: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
@@ -77,6 +79,8 @@ class AlternatingThread:
         """
         self._is_stopped = True
         self._answers.put(None)
+        if self._thread is None:
+            self._function = None
         if self._thread is not None and self._thread.is_alive():
             handle = nn.modules.module.register_module_forward_pre_hook(self._leave)
             try:
@@ -95,9 +99,11 @@ class AlternatingThread:
         return answer
 
     def _run(self) -> None:
+        function, self._function = self._function, None
+        assert function is not None, "it runs once"
         try:
             self._answer()
-            result = self._function()
+            result = function()
         except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
             self._end(None, error)
         else:

@@ -171,8 +171,11 @@ class DataFolder:
     def remove_inputs(self, used: Collection[str], before: float) -> None:
         """Delete uploads that are not among `used` and were last given before that time."""
         for place in self.inputs.iterdir():
-            if f"{self.inputs.name}/{place.name}" not in used and place.stat().st_mtime < before:
-                place.unlink(missing_ok=True)
+            if f"{self.inputs.name}/{place.name}" in used:
+                continue
+            with suppress(FileNotFoundError):  # an archive that was sent, and is deleted with that
+                if place.stat().st_mtime < before:
+                    place.unlink()
 
     def remove(self, id: str) -> None:  # noqa: A002
         """Delete all files of a job: videos, unfinished ones, and run folders."""

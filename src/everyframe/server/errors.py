@@ -5,6 +5,7 @@ Every error is ``{"error": {"message", "type", "param", "code"}}``, as OpenAI's 
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from everyframe.core.errors import (
     DistributedOutOfMemoryError,
     EveryframeError,
     InputError,
+    NoSuchVideoError,
     QueueFullError,
     StoreError,
 )
@@ -43,6 +45,9 @@ CODES: Mapping[str, tuple[int, str]] = {
     "draining": (503, "server_error"),
     "storage_unavailable": (503, "server_error"),
 }
+
+#: What the system lacks for a while: files, processes, memory.
+_LACKING = frozenset({errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM})
 
 
 class ApiError(Exception):
@@ -88,6 +93,13 @@ class ApiError(Exception):
         return {"error": error}
 
 
+def draining() -> ApiError:
+    """The answer to a request that a server which shuts down does not take."""
+    return ApiError(
+        "draining", "the server shuts down; try again soon", headers={"retry-after": "10"}
+    )
+
+
 def _encodable(text: str) -> str:
     """The text with halves of letters, which a JSON body may hold, written out."""
     return text.encode("utf-8", "backslashreplace").decode()
@@ -98,6 +110,8 @@ def api_error(error: EveryframeError, names: Iterable[str] = ()) -> ApiError:
     text = str(error)
     if isinstance(error, QueueFullError):
         return ApiError("queue_full", text, headers={"retry-after": "10"})
+    if isinstance(error, NoSuchVideoError):
+        return ApiError("not_found", text, "id")
     if isinstance(error, StoreError):
         return ApiError("storage_unavailable", text, headers={"retry-after": "30"})
     if isinstance(error, CannotRunError):
@@ -122,6 +136,15 @@ def code_of(error: Exception) -> str:
         return "internal"
     name = type(error).__name__.removesuffix("Error")
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+def is_system_exhausted(error: BaseException | None) -> bool:
+    """Whether the system had no file, process or memory for it, also through what explains it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _LACKING:
+            return True
+        error = error.__cause__
+    return False
 
 
 def message_of(error: Exception) -> str:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from everyframe.core.errors import WorkerDiedError
+from everyframe.core.events import Planned, Step
 from everyframe.core.request import Request
+from everyframe.engine.workers import warm_workers
 from everyframe.engine.workers.launcher import run_in_workers
 from everyframe.engine.workers.shared_worker import SharedWorker
-from everyframe.engine.workers.worker_process import Worker, WorkerJob
+from everyframe.engine.workers.warm_workers import WarmWorkers
+from everyframe.engine.workers.worker_process import Worker, WorkerJob, receive
+from helpers.fake_engine import plan_of
 from helpers.fake_worker import FakeWorker
 
 JOB = WorkerJob(Request(prompt="a red circle"))
@@ -62,3 +70,106 @@ def test_a_batch_whose_worker_dies_in_mid_message_is_reported(
         with pytest.raises(WorkerDiedError, match="SIGKILL"):
             run_on(worker, each)
     assert not shared.is_fit
+
+
+class Fleet:
+    """Fake workers in place of the processes of `WarmWorkers`; `script` is called with each job."""
+
+    def __init__(self, script: Callable[[FakeWorker, WorkerJob], None]) -> None:
+        self.workers: list[FakeWorker] = []
+        self._script = script
+
+    def __call__(self) -> FakeWorker:
+        worker = FakeWorker()
+        self.workers.append(worker)
+        threading.Thread(target=self._serve, args=(worker,), daemon=True).start()
+        return worker
+
+    def _serve(self, worker: FakeWorker) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                name, value = receive(worker.theirs)
+                if name == "job":
+                    self._script(worker, value)
+
+
+def hang_up(worker: FakeWorker) -> None:
+    """Die in another thread than that of the test, which alone closes the connection."""
+    worker._process.kill()
+    worker._process.wait()
+    with socket.socket(fileno=os.dup(worker.theirs.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_plan_whose_worker_dies_is_made_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(Request(prompt="a red circle"))
+
+    def script(worker: FakeWorker, job: WorkerJob) -> None:
+        if worker is fleet.workers[0]:
+            hang_up(worker)
+            return
+        worker.say("event", Planned(plan))
+        worker.end_job()
+
+    fleet = Fleet(script)
+    monkeypatch.setattr(warm_workers, "Worker", fleet)
+    workers = WarmWorkers()
+    assert workers.plan(Request(prompt="a red circle")).model == plan.model
+    assert len(fleet.workers) == 2
+    workers.close()
+
+
+def test_a_plan_that_kills_its_workers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(lambda worker, job: hang_up(worker))
+    monkeypatch.setattr(warm_workers, "Worker", fleet)
+    with pytest.raises(WorkerDiedError, match="SIGKILL"):
+        WarmWorkers().plan(Request(prompt="a red circle"))
+    assert len(fleet.workers) == 2
+
+
+def test_a_job_that_does_not_stop_in_time_ends_no_other_of_its_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its step takes longer than a stop may; the worker is free once it has ended after all."""
+    plan = plan_of(Request(prompt="a red circle"))
+    jobs: list[WorkerJob] = []
+
+    def script(worker: FakeWorker, job: WorkerJob) -> None:
+        jobs.append(job)
+        worker.say("event", Planned(plan), job)
+
+    fleet = Fleet(script)
+    monkeypatch.setattr(warm_workers, "Worker", fleet)
+    workers = WarmWorkers(stop_seconds=0.05)
+    batched = replace(JOB, batch="a batch")
+    slow, other = workers.run(batched), workers.run(batched)
+    assert isinstance(next(slow), Planned)
+    assert isinstance(next(other), Planned)
+    slow.close()
+    (worker,) = fleet.workers
+    worker.say("event", Step("denoise", 1, 4, 0, 1.0), jobs[0])  # which nobody reads
+    worker.say("event", Step("denoise", 1, 4, 0, 1.0), jobs[1])
+    assert isinstance(next(other), Step)
+    worker.end_job(jobs[0])
+    worker.end_job(jobs[1])
+    assert list(other) == []
+    assert worker.is_alive()
+    assert [group.workers for group in workers._idle] == [[worker]]
+    workers.close()
+
+
+def test_a_worker_whose_last_job_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(Request(prompt="a red circle"))
+    fleet = Fleet(lambda worker, job: worker.say("event", Planned(plan), job))
+    monkeypatch.setattr(warm_workers, "Worker", fleet)
+    workers = WarmWorkers(stop_seconds=0.05)
+    batched = replace(JOB, batch="a batch")
+    both = [workers.run(batched) for _ in range(2)]
+    for events in both:
+        assert isinstance(next(events), Planned)
+    for events in both:
+        events.close()
+    (worker,) = fleet.workers
+    assert worker._process.wait(20) != 0
+    assert not workers._idle
+    workers.close()

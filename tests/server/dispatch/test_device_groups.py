@@ -143,6 +143,7 @@ def test_jobs_that_were_tried_before_run_alone(store: JobStore) -> None:
     alone = group.claim(store)
     assert alone is not None
     assert (alone.job.id, alone.batch) == (second.id, None)
+    assert not group._alone, "which would grow for ever"
     add(store, 5)
     planned(group, 3)
     assert group.claim(store) is None

@@ -242,6 +242,19 @@ def test_finished_jobs_and_unused_uploads_expire(
     assert (folder.path / used).exists()
 
 
+def test_a_run_that_is_written_after_its_job_was_deleted_goes(
+    store: JobStore, folder: DataFolder
+) -> None:
+    deleted, kept = add(store), add(store)
+    for job in (deleted, kept):
+        store.request_cancel(job.id)
+    assert store.delete(deleted.id)
+    for job in (deleted, kept):
+        (folder.runs_of(job.id) / "run").mkdir(parents=True)
+    retention.clean(store)
+    assert [path.name for path in folder.runs.iterdir()] == [kept.id]
+
+
 def test_previews_reach_listeners_and_are_not_stored(store: JobStore, dispatch: Start) -> None:
     class WithPreviews(FakeExecutor):
         def _events(self, *args: Any) -> Any:

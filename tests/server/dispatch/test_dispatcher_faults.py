@@ -52,7 +52,7 @@ def test_attempts_without_a_step_between_are_limited(
 ) -> None:
     job, other = add(store), add(store, 4)
     dispatch(FakeExecutor(failures=[(2, DIED)] * 3))
-    failed = ended(store, job, "failed")
+    failed = ended(store, job, "failed", seconds=120)  # a process with torch asks the devices
     assert failed.error == {"code": "worker_died", "message": "the worker died of SIGSEGV"}
     assert failed.attempts == 3
     assert list(all_runs(folder.runs_of(job.id))), "its run stays for a retry"

@@ -14,6 +14,7 @@ pytest.importorskip("fastapi", reason="the extra [server] is not installed")
 from everyframe.core.errors import MissingPackageError, WorkerDiedError
 from everyframe.server.monitoring import traces
 from everyframe.server.monitoring.traces import JobTraces, trace_parent
+from everyframe.server.queue.jobs import StoredEvent
 from helpers.fake_executor import FakeExecutor
 from helpers.server_app import ServedApp
 
@@ -88,6 +89,17 @@ def test_failed_jobs_are_counted_by_their_cause(tmp_path: Path) -> None:
         assert made(app)["error"]["code"] == "worker_died"
         found = counted(app, 'everyframe_jobs_total{model="shapes",status="failed"}')
     assert found['everyframe_worker_deaths_total{cause="worker_died"}'] == 3
+
+
+def test_nothing_is_remembered_of_a_job_that_is_gone(tmp_path: Path) -> None:
+    """It was deleted before its end was followed."""
+    with ServedApp(tmp_path / "server") as app:
+        metrics = app.context.metrics
+        for number, (kind, data) in enumerate(
+            [("status", {"status": "queued", "cause": "worker_died"}), ("deleted", {})]
+        ):
+            metrics.follow(StoredEvent(number, "video_1", "", kind, data, 0.0), None)
+        assert not metrics._causes
 
 
 def test_metrics_may_be_open(tmp_path: Path) -> None:

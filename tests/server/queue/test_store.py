@@ -267,7 +267,7 @@ def test_attempts_count_what_they_should(store: JobStore) -> None:
     assert claimed is not None
     assert claimed.attempts == 2
     store.finish(job.id, "failed", error={"code": "worker_died", "message": "it died"})
-    again = store.requeue(job.id, counts_attempt=False, is_retry=True)
+    again = store.retry(job.id)
     assert (again.attempts, again.error, again.completed_at) == (0, None, None)
 
 

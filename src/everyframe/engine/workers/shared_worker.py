@@ -56,12 +56,19 @@ class SharedWorker:
         try:
             send(self.worker.connection, "job", job)
         except OSError:
+            self.forget(mine)
             mine.close()
             raise
         return mine
 
+    @property
+    def is_at_work(self) -> bool:
+        """Whether a job has not ended, also one whose consumer did not wait for that."""
+        with self._lock:
+            return bool(self._jobs)
+
     def forget(self, mine: BatchedWorker) -> None:
-        """Hand on no further message of a job."""
+        """Wait for no message of a job."""
         with self._lock:
             self._jobs.pop(mine.tag, None)
 
@@ -89,8 +96,9 @@ class SharedWorker:
             while True:
                 name, tag, message = receive_raw(self.worker.connection)
                 with self._lock:
-                    jobs = [*self._jobs.values()] if tag is None else [self._jobs.get(tag)]
-                for each in jobs[:1]:  # a log record is of all, and is to be read once
+                    read = [each for each in self._jobs.values() if not each.is_closed]
+                    jobs = read[:1] if tag is None else [self._jobs.get(tag)]
+                for each in jobs:  # a log record is of all, and is to be read once
                     if each is not None:
                         each.take(name, message)
                 with self._lock:
@@ -109,11 +117,15 @@ class SharedWorker:
 
 
 class BatchedWorker(Worker):
-    """Handle of a worker for one job of a batch."""
+    """Handle of a worker for one job of a batch.
+
+    Attributes:
+        is_closed: whether nobody reads its messages.
+    """
 
     def __init__(self, shared: SharedWorker, job: WorkerJob) -> None:  # it starts no process
         self.job, self.tag = job, job.tag or 0
-        self.has_ended, self.waits = False, False
+        self.has_ended, self.waits, self.is_closed = False, False, False
         self.warm = ()
         self._shared = shared
         self._process = shared.worker._process
@@ -155,8 +167,8 @@ class BatchedWorker(Worker):
         return self._ending.wait(max(0.0, until - time.monotonic())) and self._shared.is_fit
 
     def close(self) -> None:
-        """Close its connection, not the worker."""
-        self._shared.forget(self)
+        """Close its connection, not the worker, which may still end the job."""
+        self.is_closed = True
         self.connection.close()
         self._close_writer()
 

@@ -65,11 +65,19 @@ class WarmWorkers:
         """Plan a request in a worker that is idle; see `Executor.plan`.
 
         Memory that the running job and other workers have counts as free, as the request will have
-        it when its turn comes.
+        it when its turn comes. If the worker dies, another one plans.
         """
         with self._lock:
             free = dict(self._free)
         job = WorkerJob(request, plans=True, stays=True, free_memory=free)
+        try:
+            return self._planned(job)
+        except WorkerDiedError:
+            if self._is_closed:
+                raise
+            return self._planned(job)  # whatever it died of, nothing was lost with it
+
+    def _planned(self, job: WorkerJob) -> Plan:
         with closing(run_in_workers(job, Path.cwd(), start=self._workers)) as events:
             plan = feasible_plan(events)
             for _ in events:
@@ -160,10 +168,14 @@ class WarmWorkers:
     def _put_back(self, group: _Group, *, is_fit: bool) -> None:
         """Put workers to the idle ones once no job has them; end them at once if they are unfit.
 
-        That no job has them and that none can join is one moment.
+        That no job has them and that none can join is one moment. A job of a batch that does not
+        stop in time ends no other one: it stops at its next step, as long as others are there.
         """
         with self._lock:
             group.num_jobs -= 1
+            if group.shared is not None:
+                has_stopped = is_fit and not group.shared.is_at_work
+                is_fit = group.shared.is_fit and (has_stopped or group.num_jobs > 0)
             if group not in self._busy or (is_fit and group.num_jobs):
                 return
             self._busy.discard(group)

@@ -53,7 +53,7 @@ def serve(descriptor: int) -> None:
     """
     os.set_inheritable(descriptor, False)
     inbox = _Inbox(Connection(descriptor))
-    gc.disable()  # until all is imported that is needed; see `core.collector`
+    gc.disable()  # until all is imported that is needed; see `core.garbage_collection`
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     own_output, desk = os.dup(2), _Desk()
     while True:
@@ -121,6 +121,7 @@ def _run_batch(first: WorkerJob, inbox: _Inbox, desk: _Desk) -> bool:
     from everyframe.engine.batched_runs import BatchedRuns, RunEnded
 
     batch, jobs, waits = BatchedRuns(), dict[int, tuple[WorkerJob, FlightRecorder]](), True
+    halted = set[int]()  # whose consumers may be gone, with the files of their jobs
 
     def join(job: WorkerJob) -> None:
         desk.log_to(inbox.connection, job.log_level)
@@ -139,14 +140,17 @@ def _run_batch(first: WorkerJob, inbox: _Inbox, desk: _Desk) -> bool:
     try:
         for tag, event in batch.events():
             job, trail = jobs[tag]
+            halted |= inbox.stopped(jobs)
             if isinstance(event, RunEnded):
                 del jobs[tag]
                 # Module calls of the others are recorded for the next of them.
                 for _, other in jobs.values():
                     desk.watch(other)
                 trail.close()
-                waits = _send_end(event.error, job, inbox, desk) and waits
-            else:
+                is_gone = tag in halted and isinstance(event.error, OSError)
+                error = None if is_gone else event.error
+                waits = _send_end(error, job, inbox, desk) and waits
+            elif tag not in halted:
                 if isinstance(event, _LAST_IMPORTS):
                     gc.enable()
                 send(inbox.connection, "event", _light(event, job.as_uint8), tag)
@@ -155,8 +159,9 @@ def _run_batch(first: WorkerJob, inbox: _Inbox, desk: _Desk) -> bool:
             # One that has no room waits for a run's end, or begins the next batch.
             while batch.has_room and (new := inbox.arrived()) is not None:
                 join(new)
-            for stopped in inbox.stopped(jobs):
-                batch.stop(stopped)
+            halted |= inbox.stopped(jobs)
+            for each in halted.intersection(jobs):
+                batch.stop(each)
     except BrokenPipeError:
         return False  # the parent is gone
     return waits

@@ -154,7 +154,10 @@ class Attempt:
         report = self.report()
         report["warnings"] = [*report["warnings"], *warnings]
         progress = self.job.progress if self._meter is None else self._meter.percent
-        run = self._folder.saved_run_path(self.job.id)  # of which the row may not know yet
+        try:
+            run = self._folder.saved_run_path(self.job.id)  # of which the row may not know yet
+        except OSError:  # no file can be opened now; the next attempt looks again
+            run = self._run
         return {"report": report, "progress": progress, "run": run}
 
     def run(self) -> None:

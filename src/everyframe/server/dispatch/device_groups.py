@@ -13,7 +13,7 @@ import re
 import threading
 from dataclasses import dataclass
 
-from everyframe.core.errors import InputError
+from everyframe.core.errors import InputError, StoreError
 from everyframe.core.plan import Plan
 from everyframe.hardware import device_names
 from everyframe.server.dispatch.group_health import GroupHealth
@@ -68,13 +68,15 @@ class DeviceGroup:
             if not self._running:
                 job = store.claim(self.name, self._warm if may_jump else None)
                 self._lead, self._room = (job if self._may_lead(job) else None), 1
+                if job is not None:
+                    self._alone.discard(job.id)  # it has what it was named for
             elif self._lead is None or len(self._running) - len(self._ending) >= self._room:
                 return None
             else:
                 job = store.claim_alike(self.name, self._lead, self._alone, may_jump=may_jump)
             if job is None:
                 return None
-            self._jumps = self._jumps + 1 if store.has_older(job) else 0
+            self._jumps = self._jumps + 1 if _has_jumped(job, store) else 0
             self._warm = job.model
             self._running.append(job.id)
             return Claim(job, None if self._lead is None else f"{self.name} {self._lead.id}")
@@ -100,6 +102,14 @@ class DeviceGroup:
             self._ending.discard(id)
             if is_alone:
                 self._alone.add(id)
+
+
+def _has_jumped(job: Job, store: JobStore) -> bool:
+    """Whether an older job waits. If that can't be read, the job, which has begun, counts so."""
+    try:
+        return store.has_older(job)
+    except StoreError:
+        return True
 
 
 def parse_groups(text: str | None) -> dict[str, str | None]:

@@ -24,6 +24,7 @@ from everyframe.core.errors import (
     EveryframeError,
     InputError,
     LeftBatchError,
+    NoSuchVideoError,
     OutOfMemoryInfo,
     RunLockedError,
     RunStoppedError,
@@ -38,7 +39,7 @@ from everyframe.fast_paths.batch_certificates import MOST_VIDEOS
 from everyframe.server.dispatch.attempt import Attempt, AttemptOptions, expiry
 from everyframe.server.dispatch.device_groups import Claim, DeviceGroup, News
 from everyframe.server.dispatch.retention import CLEAN_SECONDS, clean
-from everyframe.server.errors import code_of, message_of
+from everyframe.server.errors import code_of, is_system_exhausted, message_of
 from everyframe.server.queue.jobs import Job
 from everyframe.server.queue.store import JobStore
 
@@ -113,7 +114,7 @@ class Dispatcher:
 
     def start(self) -> list[Job]:
         """Recover what an earlier server left, and begin; the jobs that were put back."""
-        back = self._store.recover()
+        back = self._store.recover(self._expiry())
         self._store.keep_groups([*self._options.groups])
         self._store.listen(lambda event: self._news.note() if event.type == "status" else None)
         for thread in self._threads:
@@ -144,9 +145,9 @@ class Dispatcher:
     def cancel(self, id: str, wait: float = 0.0) -> Job:  # noqa: A002
         """Cancel a job; a running one is stopped, and `wait` bounds the seconds until it has.
 
-        Its run stays for a retry. Raises `LookupError` if there is no such job.
+        Its run stays for a retry. Raises `NoSuchVideoError` if there is no such job.
         """
-        job = self._store.request_cancel(id)
+        job = self._store.request_cancel(id, self._expiry())
         with self._lock:
             attempt = self._attempts.get(id)
         if attempt is not None and not job.is_final:
@@ -163,17 +164,10 @@ class Dispatcher:
         """Queue a failed or cancelled job again; it resumes its run if there is one.
 
         Raises:
-            LookupError: there is no such job.
+            NoSuchVideoError: there is no such job.
             InputError: it is neither failed nor cancelled.
         """
-        job = self._store.get(id)
-        if job is None:
-            raise LookupError(f"there is no video {id!r}")
-        if job.status not in ("failed", "cancelled"):
-            raise InputError(
-                f"only a failed or cancelled video can be retried; {id} is {job.status}"
-            )
-        return self._store.requeue(id, counts_attempt=False, is_retry=True)
+        return self._store.retry(id)
 
     def preview(self, id: str) -> Event | None:  # noqa: A002
         """The last preview of a running job."""
@@ -306,8 +300,13 @@ class Dispatcher:
 
     def _leave(self, attempt: Attempt) -> None:
         with self._lock:
+            if self._attempts.get(attempt.job.id) is not attempt:
+                return  # it is back in the queue, and another thread has begun it again
             del self._attempts[attempt.job.id]
         self._previews.pop(attempt.job.id, None)
+
+    def _expiry(self) -> float | None:
+        return expiry(self._options.retention_seconds)
 
     def _waits_for_devices(self, attempt: Attempt, error: Exception, group: DeviceGroup) -> bool:
         """Put a job back, for any group, if it died of devices that do not work; whether it did."""
@@ -323,21 +322,20 @@ class Dispatcher:
             return False
         _log.error("group %s waits, its devices do not work: %s", group.name, why)
         self._persist(lambda: self._store.requeue(
-            job.id, counts_attempt=False, cause="devices_fail", group=None,
-            **attempt.fields()))  # fmt: skip
+            job.id, counts_attempt=False, cause="devices_fail", expires_at=self._expiry(),
+            group=None, **attempt.fields()))  # fmt: skip
         return True
 
     def _end_unfinished(self, attempt: Attempt, error: Exception) -> None:
         """Decide what follows an attempt that did not finish, and write it into the job's row."""
         job, fields = attempt.job, attempt.fields()
         if isinstance(error, RunStoppedError) and attempt.reason == "cancel":
-            expires = expiry(self._options.retention_seconds)
             self._persist(lambda: self._store.finish(
-                job.id, "cancelled", expires_at=expires, **fields))  # fmt: skip
+                job.id, "cancelled", expires_at=self._expiry(), **fields))  # fmt: skip
             return
         is_stopped = isinstance(error, (RunStoppedError, LeftBatchError))
         waits = isinstance(error, (RunLockedError, StoreError, DevicesBusyError))
-        if is_stopped or waits or is_disk_full(error):
+        if is_stopped or waits or is_disk_full(error) or is_system_exhausted(error):
             if not is_stopped:
                 if not isinstance(error, DevicesBusyError):  # which is no trouble of the server
                     self._trouble = str(error)
@@ -345,7 +343,8 @@ class Dispatcher:
                 self._draining.wait(_PAUSE)
             cause = attempt.reason or code_of(error)
             self._persist(lambda: self._store.requeue(
-                job.id, counts_attempt=False, cause=cause, **fields))  # fmt: skip
+                job.id, counts_attempt=False, cause=cause, expires_at=self._expiry(),
+                **fields))  # fmt: skip
             return
         attempts = 1 if attempt.has_advanced else job.attempts
         if attempts < self._options.max_attempts and self._can_repeat(attempt, error):
@@ -353,13 +352,12 @@ class Dispatcher:
             fields = attempt.fields(f"an attempt failed: {message_of(error)}")
             self._persist(lambda: self._store.requeue(
                 job.id, counts_attempt=True, cause=code_of(error), attempts=attempts,
-                **fields))  # fmt: skip
+                expires_at=self._expiry(), **fields))  # fmt: skip
             return
         _log.error("%s failed: %s", job.id, error, exc_info=not isinstance(error, EveryframeError))
         data = {"code": code_of(error), "message": message_of(error)}
-        expires = expiry(self._options.retention_seconds)
         self._persist(lambda: self._store.finish(
-            job.id, "failed", error=data, expires_at=expires, **fields))  # fmt: skip
+            job.id, "failed", error=data, expires_at=self._expiry(), **fields))  # fmt: skip
 
     def _can_repeat(self, attempt: Attempt, error: Exception) -> bool:
         """Whether another attempt may succeed; prepares it."""
@@ -382,7 +380,7 @@ class Dispatcher:
         while True:
             try:
                 write()
-            except LookupError as error:
+            except NoSuchVideoError as error:
                 _log.warning("%s", error)
             except StoreError as error:
                 if str(error) != self._trouble:

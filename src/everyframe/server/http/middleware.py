@@ -5,6 +5,7 @@ Plain ASGI, so that event streams and files pass through unbuffered.
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from everyframe.server.errors import ApiError
+from everyframe.server.errors import ApiError, draining
 from everyframe.server.http.access import Access, Principal
 
 #: Headers of every answer. The page runs its own scripts alone, and nobody frames it.
@@ -46,13 +47,13 @@ class AccessMiddleware:
         if scope["type"] != "http":  # there are no WebSockets here
             await send({"type": "websocket.close", "code": 1003})
             return
-        began, status = time.monotonic(), 500
+        began, status, has_begun = time.monotonic(), 500, False
         request_id = f"req_{uuid.uuid4().hex}"
 
         async def send_with_headers(message: Message) -> None:
-            nonlocal status
+            nonlocal status, has_begun
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, has_begun = message["status"], True
                 headers = MutableHeaders(scope=message)
                 for name, value in SECURITY_HEADERS.items():
                     headers.setdefault(name, value)
@@ -68,6 +69,12 @@ class AccessMiddleware:
                 await answer(scope, receive, send_with_headers)
             else:
                 await self._app(scope, receive, send_with_headers)
+        except asyncio.CancelledError:  # the server stops, and its grace is over
+            if has_begun:
+                raise
+            refused = draining()
+            answer = JSONResponse(refused.to_json(), refused.status, refused.headers)
+            await answer(scope, receive, send_with_headers)
         finally:
             # A mount of files and what no route knows are one label each, whatever was asked for.
             route = getattr(scope.get("route"), "path", "") or "other"

@@ -117,8 +117,10 @@ class Metrics:
             self._step_seconds.labels(job.model).observe(data.get("s_per_step") or 0)
         elif event.type == "status":
             self._follow_status(event, job)
-        elif event.type == "done" and job is not None:
-            self._follow_end(job)
+        elif event.type in ("done", "deleted"):
+            self._causes.pop(event.video, None)
+            if job is not None:
+                self._follow_end(job)
 
     def _follow_status(self, event: StoredEvent, job: Job | None) -> None:
         if cause := event.data.get("cause"):
@@ -130,7 +132,6 @@ class Metrics:
                 self._wait.observe(max(event.at - job.created_at, 0))
 
     def _follow_end(self, job: Job) -> None:
-        self._causes.pop(job.id, None)
         if job.status not in FINAL:
             return
         self._jobs.labels(job.model, job.status).inc()

@@ -11,6 +11,8 @@ from typing import Any
 STATUSES = ("queued", "in_progress", "completed", "failed", "cancelled")
 #: States that a job leaves only by being retried.
 FINAL = ("completed", "failed", "cancelled")
+#: Final states that a retry leaves.
+RETRIED = ("failed", "cancelled")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from everyframe.core.errors import InputError, StoreError
 from everyframe.server.data_folder import DataFolder
 from everyframe.server.queue.database import VERSION, Database
 from everyframe.server.queue.event_log import EventLog
-from everyframe.server.queue.jobs import FINAL, STATUSES, Job, NewJob
+from everyframe.server.queue.jobs import FINAL, RETRIED, STATUSES, Job, NewJob
 from everyframe.server.queue.row_insertion import insert_job
 from everyframe.server.queue.transaction import job_of, plain
 
@@ -200,7 +200,7 @@ class JobStore(EventLog):
         """Set fields of a job, and add an event of (type, data) with them.
 
         Raises:
-            LookupError: there is no such job.
+            NoSuchVideoError: there is no such job.
         """
         assert _CHANGEABLE.issuperset(values), values
         with self._writing(is_durable=False) as changes:
@@ -218,7 +218,7 @@ class JobStore(EventLog):
     ) -> Job:
         """End a job as ``completed`` (with its file), ``failed`` (with its error) or ``cancelled``.
 
-        `values` are fields of `update`. Raises `LookupError` if there is no such job.
+        `values` are fields of `update`. Raises `NoSuchVideoError` if there is no such job.
         """
         assert status in FINAL, status
         values |= {"status": status, "completed_at": time.time(), "error": error, "eta_s": None}
@@ -233,32 +233,48 @@ class JobStore(EventLog):
         id: str,  # noqa: A002
         *,
         counts_attempt: bool,
-        is_retry: bool = False,
         cause: str = "",
+        expires_at: float | None = None,
         **values: Any,
     ) -> Job:
-        """Put a job back into the queue, at its place; its run is kept.
+        """Put a running job back into the queue, at its place; its run is kept.
 
-        The event of it names the `cause`, such as ``worker_died``.
-
-        The last start is forgotten unless it `counts_attempt`; `is_retry` forgets all of them, and
-        that a cancellation was requested. Raises `LookupError` if there is no such job.
+        The event of it names the `cause`, such as ``worker_died``. A job that is to be cancelled
+        is, in place of that, and expires then. The last start is forgotten unless it
+        `counts_attempt`. Raises `NoSuchVideoError` if there is no such job.
         """
         values |= {"status": "queued", "eta_s": None}
-        if is_retry:
-            values |= {"attempts": 0, "interruptions": 0, "is_cancel_requested": 0, "error": None,
-                       "completed_at": None, "expires_at": None}  # fmt: skip
         with self._writing() as changes:
             row = changes.set(id, values)
-            if not counts_attempt and not is_retry:
+            if not counts_attempt:
                 row = changes.set(id, {"attempts": max(row["attempts"] - 1, 0)})
+            if row["is_cancel_requested"]:
+                return changes.cancel(id, expires_at)
             data = {"status": "queued", "cause": cause} if cause else {"status": "queued"}
             return changes.job(row, "status", data)
 
-    def request_cancel(self, id: str) -> Job:  # noqa: A002
+    def retry(self, id: str) -> Job:  # noqa: A002
+        """Put a failed or cancelled job back into the queue, with its run and no attempt behind it.
+
+        Raises:
+            NoSuchVideoError: there is no such job.
+            InputError: it is neither failed nor cancelled.
+        """
+        values = {"status": "queued", "attempts": 0, "interruptions": 0, "is_cancel_requested": 0,
+                  "error": None, "completed_at": None, "expires_at": None}  # fmt: skip
+        with self._writing() as changes:
+            # Read and written at once: of two that retry it, one finds it queued.
+            status = changes.set(id, {})["status"]
+            if status not in RETRIED:
+                raise InputError(
+                    f"only a failed or cancelled video can be retried; {id} is {status}"
+                )
+            return changes.job(changes.set(id, values), "status", {"status": "queued"})
+
+    def request_cancel(self, id: str, expires_at: float | None = None) -> Job:  # noqa: A002
         """Cancel a queued job at once; mark a running one, which `Dispatcher.cancel` stops.
 
-        A finished job stays as it is. Raises `LookupError` if there is no such job.
+        A finished job stays as it is. Raises `NoSuchVideoError` if there is no such job.
         """
         with self._writing() as changes:
             row = changes.set(id, {})
@@ -267,8 +283,7 @@ class JobStore(EventLog):
             row = changes.set(id, {"is_cancel_requested": 1})
             if row["status"] == "in_progress":
                 return job_of(row)
-            values = {"status": "cancelled", "completed_at": time.time()}
-            return changes.job(changes.set(id, values), "done", {"status": "cancelled"})
+            return changes.cancel(id, expires_at)
 
     def delete(self, id: str) -> bool:  # noqa: A002
         """Delete a job, its events, then its files; False for one that runs, or is not there."""
@@ -302,14 +317,14 @@ class JobStore(EventLog):
             rows = reading.execute(query, (now, "queued", "in_progress"))
             return [job_of(row) for row in rows]
 
-    def recover(self) -> _Jobs:
+    def recover(self, expires_at: float | None = None) -> _Jobs:
         """Put every job that was running when the server died back into the queue; those jobs.
 
         One whose files are complete is completed, and one that was to be cancelled is. One whose
         frames were being written each time that the server died, `MAX_INTERRUPTIONS` times in a
         row, fails: at other times the server only listens to a worker, and the job is not to
         blame. To be called before any job is claimed: who holds the lock on the data folder owns
-        every running job. Files that belong to no job are deleted.
+        every running job. A job that ends here expires then. Files of no job are deleted.
         """
         back = []
         for job in self.list(limit=-1, order="asc", statuses=("in_progress",)):
@@ -319,11 +334,11 @@ class JobStore(EventLog):
             if done is not None:
                 self.finish(job.id, "completed", **done)
             elif job.is_cancel_requested:
-                self.finish(job.id, "cancelled", run=run)
+                self.finish(job.id, "cancelled", run=run, expires_at=expires_at)
             elif (deaths := job.interruptions + has_frames) >= MAX_INTERRUPTIONS:
                 text = f"the server died {MAX_INTERRUPTIONS} times while it made this video"
                 error = {"code": "server_died", "message": text}
-                self.finish(job.id, "failed", error=error, run=run)
+                self.finish(job.id, "failed", error=error, run=run, expires_at=expires_at)
             else:
                 back.append(self.requeue(
                     job.id, counts_attempt=False, cause="server_died", interruptions=deaths,

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
+from everyframe.core.errors import NoSuchVideoError
 from everyframe.server.queue.database import Database
 from everyframe.server.queue.jobs import Job, StoredEvent
 
@@ -64,7 +65,7 @@ class Transaction:
                 self.connection.execute("RELEASE one")
 
     def set(self, id: str, values: Mapping[str, Any]) -> sqlite3.Row:  # noqa: A002
-        """Set these fields of a job; its row. Raises `LookupError` if there is none."""
+        """Set these fields of a job; its row. Raises `NoSuchVideoError` without one."""
         if values:
             setting = ", ".join(f'"{name}" = ?' for name in values)
             query = f"UPDATE videos SET {setting} WHERE id = ? RETURNING *"
@@ -72,13 +73,18 @@ class Transaction:
             query = "SELECT * FROM videos WHERE id = ?"
         row: sqlite3.Row | None = self.connection.execute(query, (*plain(values), id)).fetchone()
         if row is None:
-            raise LookupError(f"there is no video {id!r}")
+            raise NoSuchVideoError(id)
         return row
 
     def job(self, row: sqlite3.Row, type: str, data: Mapping[str, Any]) -> Job:  # noqa: A002
         """The job of a row, after adding an event of it."""
         self.event(row["id"], row["owner"], type, data)
         return job_of(row)
+
+    def cancel(self, id: str, expires_at: float | None) -> Job:  # noqa: A002
+        """End a job that does not run as cancelled; when it is deleted, or None for never."""
+        values = {"status": "cancelled", "completed_at": time.time(), "expires_at": expires_at}
+        return self.job(self.set(id, values), "done", {"status": "cancelled"})
 
     def event(self, id: str, owner: str, type: str, data: Mapping[str, Any]) -> int:  # noqa: A002
         """Add an event; its number."""

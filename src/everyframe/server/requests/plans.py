@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import OrderedDict
+from weakref import WeakValueDictionary
 
 import anyio
 import anyio.to_thread
@@ -32,7 +33,8 @@ class PlanCache:
     def __init__(self, executor: Executor, folder: DataFolder) -> None:
         self._executor, self._folder = executor, folder
         self._plans: OrderedDict[str, Plan] = OrderedDict()
-        self._locks: dict[str, asyncio.Lock] = {}
+        # Of requests under way alone: what a client asks for may have any number of kinds.
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._limiter = anyio.CapacityLimiter(_AT_ONCE)
 
     async def plan(self, parsed: ParsedBody) -> Plan:
@@ -43,7 +45,7 @@ class PlanCache:
                 self._plans[kind] = await self._make(parsed)
         self._plans.move_to_end(kind)
         while len(self._plans) > _MOST_PLANS:
-            self._locks.pop(self._plans.popitem(last=False)[0], None)
+            self._plans.popitem(last=False)
         return self._plans[kind]
 
     async def _make(self, parsed: ParsedBody) -> Plan:

@@ -18,7 +18,7 @@ from everyframe.server.http.resources import (
     poll_after_ms,
     video_resource,
 )
-from everyframe.server.queue.jobs import Job
+from everyframe.server.queue.jobs import RETRIED, Job
 from everyframe.server.requests.body import Body
 
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
@@ -106,12 +106,17 @@ async def retry_video(video_id: str, context: Context, who: Who) -> Any:
     """Put a failed or cancelled job back into the queue; it resumes its run."""
     context.check_not_draining()
     job = await context.job(video_id, who)
-    if job.status not in ("failed", "cancelled"):
+    if job.status not in RETRIED:
         raise ApiError(
             "conflict", f"the job is {job.status}; failed and cancelled jobs can be retried"
         )
     context.creations.take(who.name)
-    again = await in_thread(context.dispatcher.retry, video_id)
+    try:
+        again = await in_thread(context.dispatcher.retry, video_id)
+    except ApiError as error:
+        if error.code != "invalid_value":
+            raise
+        raise ApiError("conflict", str(error)) from error  # another one was faster
     return answer(again, await in_thread(context.store.queue_position, again))
 
 

@@ -1,0 +1,60 @@
+"""What happens around every route once the server stops."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra [server] is not installed")
+
+from everyframe.server.http.access import Access
+from everyframe.server.http.middleware import AccessMiddleware
+from everyframe.server.settings import ServerSettings
+
+SCOPE = {"type": "http", "method": "POST", "path": "/v1/videos", "query_string": b"",
+         "headers": [(b"host", b"127.0.0.1:8000")]}  # fmt: skip
+
+
+def stopped(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a client gets whose request is ended by the server's stop, after these messages."""
+
+    async def ended() -> list[dict[str, Any]]:
+        waits, sent = asyncio.Event(), []
+
+        async def route(scope: Any, receive: Any, send: Any) -> None:
+            for each in messages:
+                await send(each)
+            waits.set()
+            await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        app = AccessMiddleware(route, Access(ServerSettings()), lambda *seen: None)
+        task = asyncio.create_task(app(dict(SCOPE), None, send))  # type: ignore[arg-type]
+        await waits.wait()
+        task.cancel("timeout graceful shutdown exceeded")
+        await asyncio.wait([task])
+        assert task.cancelled() == bool(messages)
+        return sent
+
+    return asyncio.run(ended())
+
+
+def test_a_request_that_outlasts_the_server_is_answered_in_the_envelope() -> None:
+    """It waits for a plan, say; the server that comes next can answer it."""
+    start, body = stopped([])
+    headers = dict(start["headers"])
+    assert start["status"] == 503
+    assert headers[b"retry-after"] == b"10"
+    assert headers[b"x-request-id"]
+    error = json.loads(body["body"])["error"]
+    assert (error["code"], error["type"]) == ("draining", "server_error")
+
+
+def test_an_answer_that_has_begun_is_cut_off() -> None:
+    begun = {"type": "http.response.start", "status": 200, "headers": []}
+    assert stopped([begun]) == [begun]
