@@ -33,7 +33,7 @@ def stopped(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        app = AccessMiddleware(route, Access(ServerSettings()), lambda *seen: None)
+        app = AccessMiddleware(route, Access(ServerSettings(), b"a key"), lambda *seen: None)
         task = asyncio.create_task(app(dict(SCOPE), None, send))  # type: ignore[arg-type]
         await waits.wait()
         task.cancel("timeout graceful shutdown exceeded")

@@ -13,7 +13,7 @@ from everyframe.core.errors import EveryframeError
 from everyframe.engine.workers.executor import Executor
 from everyframe.server.data_folder import DataFolder, is_video_id
 from everyframe.server.dispatch.dispatcher import Dispatcher
-from everyframe.server.errors import ApiError, api_error
+from everyframe.server.errors import ApiError, api_error, draining
 from everyframe.server.http.access import Access, Principal
 from everyframe.server.http.event_stream import EventHub
 from everyframe.server.http.rate_limits import RateLimit
@@ -91,9 +91,7 @@ class ServerContext:
     def check_not_draining(self) -> None:
         """Raise `ApiError` while the server shuts down."""
         if self.is_draining:
-            raise ApiError(
-                "draining", "the server shuts down; try again soon", headers={"retry-after": "10"}
-            )
+            raise draining()
 
     def read_media(self, param: str, wanted: str, value: Any) -> StoredMedia:
         """Store a picture or video that a field has: an upload, a data URL, or an allowed URL."""
