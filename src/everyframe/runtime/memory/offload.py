@@ -173,7 +173,7 @@ class BlockOffload:
                 self._bytes -= size
 
         for hook in (come, go):
-            vars(hook)["moves_weights"] = True  # see `fast_paths.block_state`
+            vars(hook)["moves_weights"] = True  # see `fast_paths.compilation.block_state`
         self._handles.append(part.register_forward_pre_hook(come, prepend=True))
         self._handles.append(part.register_forward_hook(go, always_call=True))
 
@@ -271,7 +271,7 @@ class ModelOffload:
                 self._leave()
                 self._come(owner())
 
-        vars(come)["moves_weights"] = True  # see `fast_paths.block_state`
+        vars(come)["moves_weights"] = True  # see `fast_paths.compilation.block_state`
         return come
 
     def _come(self, module: nn.Module | None) -> None:
