@@ -31,6 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from measuring import seconds
 from result_pages import compose_page, make_parser, publish, versions_of
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -65,13 +66,6 @@ ROUNDS = 3
 def block_precision(cpu: DeviceFacts) -> Precision:
     dtype = "bfloat16" if cpu.has_fast_bf16 else "float32"
     return Precision(dtype, dtype, DENOISER_ISLANDS if dtype == "bfloat16" else ())
-
-
-def timed(call: Callable[[], object]) -> float:
-    """Processor seconds of one thread."""
-    began = time.process_time()
-    call()
-    return time.process_time() - began
 
 
 def given(
@@ -113,8 +107,8 @@ def block(cpu: DeviceFacts) -> list[str]:
     a, b = (torch.randn(side, side).to(dtype) for _ in range(2))
     shares, rates = [], []
     for _ in range(ROUNDS):
-        peak = max(2 * side**3 / timed(lambda: a @ b) for _ in range(3))
-        rate = operations / timed(run)
+        peak = max(2 * side**3 / seconds(lambda: a @ b) for _ in range(3))
+        rate = operations / seconds(run)
         shares.append(rate / peak)
         rates.append(rate)
     share, rate = statistics.median(shares), statistics.median(rates)
@@ -274,7 +268,7 @@ def decode() -> list[str]:
 
     piece_bytes = dry(lambda module, z: module.decode_piece(z, pieces[0]))
     whole_bytes = dry(lambda module, z: module.decoder(torch.cat(z.chunk(2, dim=2))))
-    by_turns = [(timed(apart), timed(together)) for _ in range(2)]
+    by_turns = [(seconds(apart), seconds(together)) for _ in range(2)]
     one, whole = (min(each) for each in zip(*by_turns, strict=True))
     return [
         "## Decoding",

@@ -14,13 +14,12 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from measuring import seconds
 from result_pages import compose_page, make_parser, publish, versions_of
 from torch import Tensor, nn
 
@@ -55,13 +54,6 @@ class Block(nn.Module):
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         fed: Tensor = self.fc2(self.act(self.fc1(self.norm2(x))))
         return x + fed
-
-
-def seconds(work: Callable[[], object]) -> float:
-    """Processor time of this process."""
-    begun = time.process_time()
-    work()
-    return time.process_time() - begun
 
 
 @torch.inference_mode()
