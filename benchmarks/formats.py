@@ -172,10 +172,11 @@ memory above what the process had before.
     from everyframe.hardware import machine_facts
 
     facts = machine_facts("cpu")
+    packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("gguf", "safetensors"))
     machine = (
         f"Hardware: {facts.cpu.name}, {facts.num_cores} cores, one thread; load average "
         f"{busy:.0f} at the beginning and\n{os.getloadavg()[0]:.0f} at the end, so times are "
-        f"indications, and memory is not.\n{versions_of(facts)}, gguf {metadata.version('gguf')}."
+        f"indications, and memory is not.\n{versions_of(facts)}, {packages}."
     )
     page = compose_page("Loading a component from each form", text, machine)
     publish("formats", page, is_page=args.is_page)
