@@ -44,7 +44,6 @@ from everyframe.engine.persistence import create_run, saved_run, writer_for_rank
 from everyframe.engine.records.provenance import for_seed, make_record, recorded_loras
 from everyframe.engine.repair_report import loaded_in, with_repair_report
 from everyframe.engine.request_inputs import read_given, start_noise
-from everyframe.engine.stage_count import count_event
 from everyframe.engine.warm_state import check_contents_once, warm_of, with_cache
 from everyframe.hardware.cpu import cpu_threads
 from everyframe.hardware.device_loss import translate_device_loss
@@ -53,10 +52,12 @@ from everyframe.hardware.switches import Turn
 from everyframe.hardware.thread_state import without_casts
 from everyframe.media.output_path import check_folder
 from everyframe.ops.attention import kernels_kept
-from everyframe.planning.resolve import LoadedModel, check_feasible, prepare
+from everyframe.planning.fast_paths.component_certificates import count_stage
+from everyframe.planning.resolve import LoadedModel, PreparedPlan, check_feasible, prepare
 from everyframe.precision.strict_float32 import strict_float32
 from everyframe.runs.folder import runs_folder
 from everyframe.runs.run_state import RunState, RunStateWriter, SaveOptions
+from everyframe.runtime.batch_member import MEMBER
 from everyframe.runtime.components.component_cache import ComponentCache
 from everyframe.runtime.components.patchable import digest_with_loras, patches_of
 from everyframe.runtime.interface import ModelSpec, Stage, VideoState
@@ -133,6 +134,19 @@ def stream(
         for event in events:
             count_event(event, prepared, here)
             yield event
+
+
+def count_event(event: Event, prepared: PreparedPlan, here: RankContext) -> None:
+    """Count a stage's seconds towards the trials of its kernels, on the first rank alone."""
+    if not isinstance(event, StageDone) or here.parallel.world.rank:
+        return
+    plan = prepared.plan
+    # Runs of a batch share their seconds.
+    number = 1 if plan.batch is None or MEMBER.get() is None else plan.batch.num_videos
+    count_stage(
+        prepared.chooser.certificates, plan.components, prepared.fitted.runs, event.stage,
+        event.seconds / number,
+    )  # fmt: skip
 
 
 def _repairs_forgotten(request: Request, record: dict[str, Any], plan: Plan) -> Iterator[Note]:
