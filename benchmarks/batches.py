@@ -1,7 +1,6 @@
 """What is a step of several videos at once worth, and does each video keep its bits?
 
-    python benchmarks/batches.py              # five minutes
-    python benchmarks/batches.py --no-page    # print only
+    python benchmarks/batches.py    # five minutes
 
 First one forward of STDiT3 for 1, 2 and 4 videos of the same plan, by turns: as one tensor, and
 as a server does it, with products and attention to texts video by video. Then jobs of the embedded
@@ -10,21 +9,18 @@ model through a server's queue and worker, one by one and in batches, by turns.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from datetime import date
 from functools import partial
 from pathlib import Path
 
 import torch
 from denoiser import Sizes, build
-from measuring import hardware, publish, seconds, where
+from measuring import hardware, seconds
+from result_pages import compose_page, make_parser, publish, where
 from torch import Tensor
 
 from everyframe.core.facts import DeviceFacts
@@ -170,8 +166,7 @@ def through_queue(
 
 def page(rows: list[str], jobs: list[str], num_jobs: int, device: DeviceFacts) -> str:
     """The result page."""
-    return "\n".join([
-        f"# Several videos in one step, {date.today()}, on {where(device)}", "",
+    lines = [
         "One forward of STDiT3 for several videos of one plan, whose texts differ in length. Speed",
         "is beside the same calls one by one; bits are those of each video by itself.", "",
         "| width | dtype | way | videos | speed | with the same bits |",
@@ -179,33 +174,31 @@ def page(rows: list[str], jobs: list[str], num_jobs: int, device: DeviceFacts) -
         *(f"Width {sizes.hidden}: {sizes}." for sizes in SIZES), "",
         f"{num_jobs} jobs of the embedded model through the queue and one worker; frames are the",
         "same to the bit:", "",
-        "| jobs at a time | videos a second | speed |", "| --- | --- | --- |", *jobs, "",
-        hardware(machine_facts(device.kind), device),
-        f"Command: `{shlex.join(['python', 'benchmarks/batches.py', *sys.argv[1:]])}`", "",
-    ])  # fmt: skip
+        "| jobs at a time | videos a second | speed |", "| --- | --- | --- |", *jobs,
+    ]  # fmt: skip
+    title = f"Several videos in one step on {where(device)}"
+    return compose_page(title, "\n".join(lines), hardware(machine_facts(device.kind), device))
 
 
 @torch.inference_mode()
 def main() -> None:
     """Measure, print, and write the page."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = make_parser(__doc__, rounds=7)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=24, help="jobs of a turn through the queue")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--no-page", action="store_true")
-    asked = parser.parse_args()
-    device = pick_device(machine_facts(asked.device), asked.device)
+    args = parser.parse_args()
+    device = pick_device(machine_facts(args.device), args.device)
     with strict_float32():
         rows = [
             row
             for sizes in SIZES
             for dtype in ("float32", "bfloat16")
-            for row in measure(sizes, dtype, asked.rounds, device.torch_name)
+            for row in measure(sizes, dtype, args.rounds, device.torch_name)
         ]
-    jobs = queue_rows(asked.jobs, asked.turns)
-    text = page(rows, jobs, asked.jobs, device)
-    publish(text, "batches", device, is_page=not asked.no_page)
+    jobs = queue_rows(args.jobs, args.turns)
+    text = page(rows, jobs, args.jobs, device)
+    publish("batches", text, is_page=args.is_page, device=device)
 
 
 if __name__ == "__main__":

@@ -8,27 +8,22 @@ Taylor caches do). Which steps are whole is a list, evenly or as of our ``e130``
 choice (first-block cache, MagCache, cache-dit). Each is compared with `abm2` and `taylor1` by the
 worst frame's PSNR against the exact video, as ``everyframe calibrate`` measures it, and by the
 blocks that were computed. Times are not measured. cache-dit takes part where it is installed.
-Writes a dated page into `benchmarks/results/` unless told not to.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import shlex
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from datetime import date
 from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import torch
-from block_caches import (
+from block_cache_methods import (
     Cache,
     CacheDit,
     CachedStack,
@@ -37,14 +32,13 @@ from block_caches import (
     Magnitudes,
     MeasuredRatios,
 )
-from measuring import publish
+from result_pages import compose_page, make_parser, publish, versions_of
 from torch import nn
-from versions import versions_of
 
 import everyframe
 from everyframe.core.quality import parse_method
 from everyframe.engine.calibration import shapes_prompts
-from everyframe.hardware import machine_facts, pick_device
+from everyframe.hardware import machine_facts
 from everyframe.numerics.psnr import frame_psnr
 from everyframe.runtime.components.component_observers import on_component_loaded
 
@@ -213,20 +207,17 @@ def table(rows: Sequence[Row], everyone: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--videos", type=int, default=16)
-    parser.add_argument("--no-page", action="store_true", help="print only")
-    asked = parser.parse_args()
-    videos = [(each, seed) for seed, each in enumerate(shapes_prompts(asked.videos))]
+    args = parser.parse_args()
+    videos = [(each, seed) for seed, each in enumerate(shapes_prompts(args.videos))]
     rows = measured(videos)
     facts = machine_facts("cpu")
-    device = pick_device(facts, "cpu")
     has_list = [row for row in rows if "@" in row.name]
     by_choice = [row for row in rows if "@" not in row.name]
     has_peer = importlib.util.find_spec("cache_dit") is not None
     peer = f", cache-dit {version('cache-dit')}" if has_peer else "; cache-dit is not installed"
-    text = f"""# Caches between the blocks of `shapes`, {date.today().isoformat()}
-
+    text = f"""
 {len(videos)} prompts, a seed each; 64x64, 17 frames, {STEPS} Euler steps with guidance 1.2 are
 exact. PSNR is of the worst frame of each video against the exact one. `Fn` computes the first n of
 {BLOCKS} blocks in every step and takes what the others add from the last whole step (order 0), or
@@ -250,10 +241,9 @@ Steps are whole where features have changed by the threshold; the mean of the vi
 
 Hardware: {facts.cpu.name}, {torch.get_num_threads()} of {facts.num_cores} cores; no times taken.
 Versions: {versions_of(facts)}{peer}.
-
-Command: `{shlex.join(["python", "benchmarks/blockcache.py", *sys.argv[1:]])}`
 """
-    publish(text, "blockcache", device, is_page=not asked.no_page)
+    page = compose_page("Caches between the blocks of `shapes`", text)
+    publish("blockcache", page, is_page=args.is_page)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ The embedded model denoises in a new process for each way of waiting, by turns, 
 GNU's OpenMP by default, with a thirtieth of its spinning, and without any. First alone, then beside
 one process that uses a core all the time. Seconds are wall time of all steps, the median of three
 videos after a first one.
-Writes a dated page into `benchmarks/results/` unless told not to.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ import subprocess
 import sys
 from contextlib import ExitStack
 
-from measuring import hardware, publish, rounds_and_page, where
+from measuring import hardware
+from result_pages import compose_page, make_parser, publish, where
 
 from everyframe.hardware import machine_facts, pick_device
 
@@ -83,20 +83,17 @@ def measure(num_others: int, rounds: int) -> str:
 
 
 def main() -> None:
-    asked = rounds_and_page(__doc__).parse_args()
+    args = make_parser(__doc__, rounds=5).parse_args()
     facts = machine_facts()
     device = pick_device(facts, "cpu")
-    tables = "\n".join(measure(num_others, asked.rounds) for num_others in (0, 1))
-    text = f"""# Threads that wait on {where(device)} that is busy
-
-The embedded model, {facts.num_cores} threads, medians of {asked.rounds} rounds by turns.
-
-{tables}
-{hardware(facts, device)}
-
-Command: `python benchmarks/busy.py --rounds {asked.rounds}`
-"""
-    publish(text, "busy", device, is_page=not asked.no_page)
+    tables = "\n".join(measure(num_others, args.rounds) for num_others in (0, 1))
+    text = compose_page(
+        f"Threads that wait on {where(device)} that is busy",
+        f"The embedded model, {facts.num_cores} threads, medians of {args.rounds} rounds by turns.",
+        tables,
+        hardware(facts, device),
+    )
+    publish("busy", text, is_page=args.is_page, device=device)
 
 
 if __name__ == "__main__":

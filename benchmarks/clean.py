@@ -7,28 +7,24 @@ In float32 the embedded model draws as many prompts, each of another shape, colo
 motion. In bfloat16 tiny random models of the families and of pipelines make as many videos, each of
 another seed: a processor without bfloat16 of its own emulates it, which takes the embedded model a
 minute a run. An alarm is a repair, or a note of a step or of frames of one colour; each is printed.
-Half precision on a card is not run here. Runs on a copy of the package. Writes a dated page into
-`benchmarks/results/` unless told not to.
+Half precision on a card is not run here. Runs on a copy of the package.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import random
-import shlex
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from copied import on_a_copy
-from versions import versions_of
+from result_pages import compose_page, make_parser, publish, versions_of
 
 from everyframe.checkpoints.shapes_prompts import BACKGROUNDS, COLOURS, SHAPES
 from everyframe.core.events import Event, Note, Repaired, VideoDone
@@ -37,7 +33,6 @@ from everyframe.engine.run import stream
 from everyframe.hardware import machine_facts
 from everyframe.runs.run_state import SaveOptions
 
-RESULTS = Path(__file__).parent / "results"
 #: The makers of tiny checkpoints lie beside the tests that use them.
 TESTS = Path(__file__).parents[1] / "tests"
 #: A transformer with guidance by turns, one with it in a batch, a UNet with motion layers.
@@ -98,22 +93,21 @@ def tiny_ones(folder: Path, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
 def alarms(events: list[Event]) -> list[str]:
     """What was repaired, and what was said of a step or of frames."""
     notes = [event.text for event in events if isinstance(event, Note)]
-    told = [text for text in notes if "step " in text or "one colour" in text]
-    return [*(event.text for event in events if isinstance(event, Repaired)), *told]
+    wrong = [text for text in notes if "step " in text or "one colour" in text]
+    return [*(event.text for event in events if isinstance(event, Repaired)), *wrong]
 
 
 def main() -> None:
     """Run them all and write the page."""
-    parser = argparse.ArgumentParser(description="Runs in which nothing is wrong.")
+    parser = make_parser(__doc__)
     parser.add_argument("--runs", type=int, default=100, help="in each precision")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
-    parser.add_argument("--no-page", action="store_true")
-    given = parser.parse_args()
+    args = parser.parse_args()
     commit = on_a_copy()
     began, done, alarmed = time.monotonic(), Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     with tempfile.TemporaryDirectory() as folder:
-        for name, options in (*drawn(given.runs), *tiny_ones(Path(folder), given.runs)):
-            if time.monotonic() - began > 60 * given.minutes:
+        for name, options in (*drawn(args.runs), *tiny_ones(Path(folder), args.runs)):
+            if time.monotonic() - began > 60 * args.minutes:
                 break
             events = list(stream(Request(**options), keep=SaveOptions(None)))
             assert isinstance(events[-1], VideoDone)
@@ -127,9 +121,7 @@ def main() -> None:
             if done.total() % 10 == 0:
                 print(done, flush=True)
     page = report(done, alarmed, commit, time.monotonic() - began)
-    print(page)
-    if not given.no_page:
-        (RESULTS / f"clean-{date.today()}.md").write_text(page)
+    publish("clean", page, is_page=args.is_page)
     sys.exit(bool(alarmed.total()))
 
 
@@ -138,8 +130,6 @@ def report(
 ) -> str:
     """The result page."""
     lines = [
-        f"# Runs in which nothing is wrong, {date.today()}",
-        "",
         f"**{alarmed.total()} of {done.total()}** runs raised an alarm. `shapes` is the embedded "
         "model, with another prompt each; the others are tiny random models.",
         "",
@@ -151,15 +141,11 @@ def report(
         for (name, dtype), count in done.items()
     ]
     facts = machine_facts("cpu")
-    versions = versions_of(facts)
-    lines += [
-        "",
+    machine = (
         f"Hardware: {facts.cpu.name}, {facts.num_cores} cores that did other work too. Versions: "
-        f"{versions}. Commit {commit}, {seconds / 60:.0f} minutes.",
-        "",
-        f"Command: `{shlex.join(['python', 'benchmarks/clean.py', *sys.argv[1:]])}`",
-    ]
-    return "\n".join(lines) + "\n"
+        f"{versions_of(facts)}. Commit {commit}, {seconds / 60:.0f} minutes."
+    )
+    return compose_page("Runs in which nothing is wrong", "\n".join(lines), machine)
 
 
 if __name__ == "__main__":

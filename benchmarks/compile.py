@@ -8,7 +8,7 @@ Random weights in the stacks of `block_stacks.py`. The first process has an empt
 each kind of block, tries it, and saves the packages. The second one loads the folder and
 gives its first result; that is timed from the import of torch on, and the plain model's first
 call in a process like it beside. Speed is by turns, compiled and as written, the median over
-rounds. Writes a dated page into `benchmarks/results/` unless told not to.
+rounds.
 """
 
 from __future__ import annotations
@@ -16,32 +16,30 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from result_pages import compose_page, make_parser, publish, where
+
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = make_parser(__doc__, rounds=5)
     parser.add_argument("--model", action="append", choices=("wan", "opensora", "svd"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--fixed", action="store_true", help="a package for each size")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-page", action="store_true", help="print only")
     parser.add_argument("--role", choices=("first", "second", "plain"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def work(asked: argparse.Namespace) -> dict[str, Any]:
+def work(args: argparse.Namespace) -> dict[str, Any]:
     """What one process does; its times."""
     import torch
     from block_stacks import SIZES
@@ -51,22 +49,22 @@ def work(asked: argparse.Namespace) -> dict[str, Any]:
     from everyframe.fast_paths.compilation.module_compilation import compiled_blocks
     from everyframe.precision.strict_float32 import strict_float32
 
-    if asked.device == "cpu":
+    if args.device == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or os.cpu_count() or 1)
     imported = time.perf_counter()
-    stack = SIZES[asked.model[0]][asked.device](asked.device)
-    dtype = getattr(torch, asked.dtype)
+    stack = SIZES[args.model[0]][args.device](args.device)
+    dtype = getattr(torch, args.dtype)
     found: dict[str, Any] = {"name": stack.name}
     with torch.inference_mode(), strict_float32():
         model, given = stack.ours(dtype, ()), stack.inputs(dtype)
         began, used = time.perf_counter(), time.process_time()
-        if asked.role == "second":
-            everyframe.load_compiled(asked.folder, model)
-        elif asked.role == "first":
-            everyframe.compile(model, dynamic=not asked.fixed)
+        if args.role == "second":
+            everyframe.load_compiled(args.folder, model)
+        elif args.role == "first":
+            everyframe.compile(model, dynamic=not args.fixed)
         found["prepare"] = time.perf_counter() - began
         answer = stack.call(model, given)
-        finish(asked.device)
+        finish(args.device)
         found["first call"] = time.perf_counter() - began
         found["processor"] = time.process_time() - used
         blocks = compiled_blocks(model)
@@ -77,10 +75,10 @@ def work(asked: argparse.Namespace) -> dict[str, Any]:
         found["packages"] = [
             [each.block, each.seconds, each.gain, each.error] for each in packages.values()
         ]
-        if asked.role == "first" and packages:
-            folder = everyframe.save_compiled(model, asked.folder)
+        if args.role == "first" and packages:
+            folder = everyframe.save_compiled(model, args.folder)
             found["bytes"] = sum(path.stat().st_size for path in folder.iterdir())
-        if asked.role == "second":
+        if args.role == "second":
             plain = stack.ours(dtype, ())
             found["error"] = relative(answer, stack.call(plain, given))
             whole = stack.ours(torch.float32, ())
@@ -89,9 +87,9 @@ def work(asked: argparse.Namespace) -> dict[str, Any]:
             found["errors"] = [relative(answer, true), relative(stack.call(plain, given), true)]
             del whole
             times: dict[str, list[float]] = {"plain": [], "compiled": []}
-            for _ in range(asked.rounds):
+            for _ in range(args.rounds):
                 for name, each in (("plain", plain), ("compiled", model)):
-                    times[name].append(seconds(partial(stack.call, each, given), asked.device))
+                    times[name].append(seconds(partial(stack.call, each, given), args.device))
             found["times"] = {name: statistics.median(each) for name, each in times.items()}
             pairs = zip(times["plain"], times["compiled"], strict=True)
             found["gain"] = statistics.median(a / b for a, b in pairs)
@@ -99,11 +97,11 @@ def work(asked: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def process(role: str, model: str, asked: argparse.Namespace, cache: str) -> dict[str, Any]:
+def process(role: str, model: str, args: argparse.Namespace, cache: str) -> dict[str, Any]:
     """One role in a process of its own."""
-    own = ["--role", role, "--model", model, "--device", asked.device, "--dtype", asked.dtype,
-           "--rounds", str(asked.rounds), "--folder", str(Path(cache, model))]  # fmt: skip
-    own += ["--fixed"] if asked.fixed else []
+    own = ["--role", role, "--model", model, "--device", args.device, "--dtype", args.dtype,
+           "--rounds", str(args.rounds), "--folder", str(Path(cache, model))]  # fmt: skip
+    own += ["--fixed"] if args.fixed else []
     began = time.perf_counter()
     ended = subprocess.run(
         [sys.executable, __file__, *own], check=False, capture_output=True, text=True,
@@ -116,9 +114,9 @@ def process(role: str, model: str, asked: argparse.Namespace, cache: str) -> dic
     return found
 
 
-def section(model: str, asked: argparse.Namespace, cache: str) -> str:
-    first = process("first", model, asked, cache)
-    lines = [f"## {first['name']}, {asked.dtype}", ""]
+def section(model: str, args: argparse.Namespace, cache: str) -> str:
+    first = process("first", model, args, cache)
+    lines = [f"## {first['name']}, {args.dtype}", ""]
     rows = "\n".join(
         f"| {name.rpartition('.')[2]} | {took:.0f} s | {gain:.2f} | {error:.1e} |"
         for name, took, gain, error in first["packages"]
@@ -126,8 +124,8 @@ def section(model: str, asked: argparse.Namespace, cache: str) -> str:
     notes = "".join(f"\n- runs as written: {note}" for note in first["notes"])
     if not first["packages"]:
         return "\n".join([*lines, f"Nothing was compiled.{notes}"])
-    second = process("second", model, asked, cache)
-    plain = process("plain", model, asked, cache)
+    second = process("second", model, args, cache)
+    plain = process("plain", model, args, cache)
     cold, warm = first["first call"], second["processor"] - plain["processor"]
     ours, theirs = second["errors"]
     return "\n".join([
@@ -148,35 +146,27 @@ def section(model: str, asked: argparse.Namespace, cache: str) -> str:
 
 
 def main() -> None:
-    asked = arguments()
-    if asked.role:
-        print(json.dumps(work(asked)))
+    args = arguments()
+    if args.role:
+        print(json.dumps(work(args)))
         return
-    from measuring import hardware, result_page, where
+    from measuring import hardware
 
     from everyframe.hardware import machine_facts, pick_device
 
-    facts = machine_facts(asked.device)
-    device = pick_device(facts, asked.device)
+    facts = machine_facts(args.device)
+    device = pick_device(facts, args.device)
     sections = []
     with tempfile.TemporaryDirectory() as cache:
-        for model in asked.model or ("wan", "opensora"):
+        for model in args.model or ("wan", "opensora"):
             try:
-                sections.append(section(model, asked, cache))
+                sections.append(section(model, args, cache))
             except RuntimeError as error:
                 sections.append(f"## {model}\n\nFailed: {str(error).splitlines()[-1]}")
             print(sections[-1], flush=True)
-    command = shlex.join(["python", "benchmarks/compile.py", *sys.argv[1:]])
-    text = f"""# Compiled blocks on {where(device)}, {date.today().isoformat()}
-
-{chr(10).join(sections)}
-
-{hardware(facts, device)}
-
-Command: `{command}`
-"""
-    if not asked.no_page:
-        result_page("compile", device).write_text(text)
+    title = f"Compiled blocks on {where(device)}"
+    text = compose_page(title, "\n".join(sections), hardware(facts, device))
+    publish("compile", text, is_page=args.is_page, device=device)
 
 
 if __name__ == "__main__":

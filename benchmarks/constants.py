@@ -5,20 +5,18 @@
 The same module with and without `cached-constants`, by turns, in float32 with one thread
 (OMP_NUM_THREADS=1) and its processor time: a step after the first two, guided, four blocks as wide
 as Wan 2.1 1.3B. The larger the video, the smaller is the text's share. Answers are compared bit by
-bit. Writes a dated page into `benchmarks/results/` unless told not to.
+bit.
 """
 
 from __future__ import annotations
 
-import shlex
 import statistics
-import sys
-from datetime import date
 from functools import partial
 
 import torch
 from block_stacks import wan
-from measuring import hardware, publish, rounds_and_page, seconds, where
+from measuring import hardware, seconds
+from result_pages import compose_page, make_parser, publish, where
 
 from everyframe.fast_paths.modules.constant_results import CachedConstants
 from everyframe.hardware import machine_facts, pick_device
@@ -53,27 +51,23 @@ def row(size: tuple[int, int, int], rounds: int) -> str:
 
 
 def main() -> None:
-    asked = rounds_and_page(__doc__).parse_args()
+    args = make_parser(__doc__, rounds=5).parse_args()
     with torch.inference_mode():
-        rows = [row(size, asked.rounds) for size in SIZES]
+        rows = [row(size, args.rounds) for size in SIZES]
     facts = machine_facts("cpu")
     device = pick_device(facts, "cpu")
     lines = "\n".join(rows)
-    day = date.today().isoformat()
-    text = f"""# A prompt's keys and values once a video on {where(device)}, {day}
-
+    text = f"""
 Wan 2.1, four blocks of 12 heads of 128, random weights, two branches with
-512 tokens of text; one step, medians of {asked.rounds} rounds by turns.
+512 tokens of text; one step, medians of {args.rounds} rounds by turns.
 
 | video | tokens | as written | cached | times as fast | bits |
 | --- | --- | --- | --- | --- | --- |
 {lines}
-
-{hardware(facts, device)}
-
-Command: `{shlex.join(["python", "benchmarks/constants.py", *sys.argv[1:]])}`
 """
-    publish(text, "constants", device, is_page=not asked.no_page)
+    title = f"A prompt's keys and values once a video on {where(device)}"
+    page = compose_page(title, text, hardware(facts, device))
+    publish("constants", page, is_page=args.is_page, device=device)
 
 
 if __name__ == "__main__":

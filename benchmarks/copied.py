@@ -39,13 +39,13 @@ def on_a_copy() -> str:
 
 def _commit(package: Path) -> str:
     """Such as ``1a2b3c4``, with ``+`` behind it where files were changed since."""
-    told = [
+    answers = [
         subprocess.run(["git", "-C", package, *words], capture_output=True, text=True, check=False)
         for words in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "."])
     ]
-    if told[0].returncode:
+    if answers[0].returncode:
         return everyframe_version()
-    return told[0].stdout.strip() + ("+" if told[1].stdout.strip() else "")
+    return answers[0].stdout.strip() + ("+" if answers[1].stdout.strip() else "")
 
 
 def everyframe_version() -> str:

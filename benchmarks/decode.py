@@ -9,25 +9,23 @@ The decoders of Stable Video Diffusion (diffusers' AutoencoderKLTemporalDecoder)
 frames. Open-Sora has no diffusers class: there the base is our module as written. "Exact" is
 without any fast path, "fast paths" with all that find a place in the decoder; `everyframe
 fast-paths` may refuse some. All take turns, round after round; ratios are medians over rounds.
-Writes a dated page into `benchmarks/results/` unless told not to.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
-import shlex
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date
 from functools import partial
 from typing import Any
 
 import diffusers
 import torch
 from block_stacks import fill
-from measuring import hardware, publish, relative, rounds_and_page, seconds
+from measuring import hardware, relative, seconds
+from result_pages import compose_page, make_parser, publish
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -148,16 +146,16 @@ def operators(run: Callable[[], Tensor]) -> str:
     return str(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=14))
 
 
-def measure(decoder: Decoder, device: DeviceFacts, asked: Any) -> str:
+def measure(decoder: Decoder, device: DeviceFacts, args: argparse.Namespace) -> str:
     """The section of one decoder."""
-    paths = paths_of(decoder, device, asked.disable)
+    paths = paths_of(decoder, device, args.disable)
     kinds: dict[str, tuple[str, ...] | None] = {
         "as written": None, "ours, exact": (), "ours, fast paths": paths,
     }  # fmt: skip
     runs = {name: prepared(decoder, own) for name, own in kinds.items()}
     answers = {name: run() for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(asked.rounds):
+    for _ in range(args.rounds):
         for name, run in runs.items():
             times[name].append(seconds(run))
     rows = []
@@ -172,7 +170,7 @@ def measure(decoder: Decoder, device: DeviceFacts, asked: Any) -> str:
         f"`{path}`" if kernel_of(path) else f"`{path}` ({len(places_of(path, probe))})"
         for path in paths
     )
-    for name in runs if asked.profile else ():
+    for name in runs if args.profile else ():
         print(name, operators(runs[name]), sep="\n", flush=True)
     return f"""## {decoder.name}
 
@@ -186,30 +184,26 @@ Fast paths, with the modules of the autoencoder that each replaces: {own}.
 
 @torch.inference_mode()
 def main() -> None:
-    parser = rounds_and_page(str(__doc__))
+    parser = make_parser(__doc__, rounds=5)
     parser.add_argument("--model", action="append", choices=tuple(MODELS))
     parser.add_argument("--disable", action="append", default=[], help="a fast path")
     parser.add_argument("--profile", action="store_true", help="print the heaviest operators")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     facts = machine_facts("cpu")
     device = pick_device(facts, "cpu")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or facts.num_cores)
     sections = []
-    for name in asked.model or MODELS:
-        sections.append(measure(MODELS[name](), device, asked))
+    for name in args.model or MODELS:
+        sections.append(measure(MODELS[name](), device, args))
         print(sections[-1], flush=True)
-    command = shlex.join(["python", "benchmarks/decode.py", *sys.argv[1:]])
-    text = f"""# Decoding latents on a CPU in float32, {date.today().isoformat()}
-
-Random weights, by turns, medians of {asked.rounds} rounds. As written: diffusers' eager module, of
+    text = f"""
+Random weights, by turns, medians of {args.rounds} rounds. As written: diffusers' eager module, of
 Open-Sora ours. Error: norm of the difference to it over its norm.
 
 {chr(10).join(sections)}
-{hardware(facts, device)}
-
-Command: `OMP_NUM_THREADS={torch.get_num_threads()} {command}`
 """
-    publish(text, "decode", device, is_page=not asked.no_page)
+    page = compose_page("Decoding latents on a CPU in float32", text, hardware(facts, device))
+    publish("decode", page, is_page=args.is_page, device=device)
 
 
 if __name__ == "__main__":

@@ -6,19 +6,17 @@ Our UNet with random weights, a fifth as wide as the released one. Whole and sha
 turns, in float32 and bfloat16, with one thread (OMP_NUM_THREADS=1) and its processor time. The
 error is that of one shallow call whose features are of a level one of 25 Karras steps before, over
 the norm of the answer: random weights say what a step costs and nothing of a trained model's
-quality. Writes a dated page into `benchmarks/results/` unless told not to.
+quality.
 """
 
 from __future__ import annotations
 
-import shlex
 import statistics
-import sys
-from datetime import date
 
 import torch
 from block_stacks import svd
-from measuring import hardware, publish, relative, rounds_and_page, seconds, where
+from measuring import hardware, relative, seconds
+from result_pages import compose_page, make_parser, publish, where
 from torch import Tensor
 
 from everyframe.fast_paths.modules.deep_features import DeepFeatures
@@ -46,9 +44,9 @@ def row(dtype: torch.dtype, rounds: int) -> str:
     whole, shallow = list[float](), list[float]()
     with DeepFeatures(model) as features:
         for _ in range(rounds):
-            for kept, times in ((False, whole), (True, shallow)):
+            for is_shallow, times in ((False, whole), (True, shallow)):
                 features.begin()
-                features.is_shallow = kept
+                features.is_shallow = is_shallow
                 times.append(seconds(lambda: call(now)))
         features.begin()
         features.is_shallow = False
@@ -67,29 +65,25 @@ def row(dtype: torch.dtype, rounds: int) -> str:
 
 
 def main() -> None:
-    asked = rounds_and_page(__doc__).parse_args()
+    args = make_parser(__doc__, rounds=5).parse_args()
     with torch.inference_mode():
-        rows = [row(dtype, asked.rounds) for dtype in (torch.float32, torch.bfloat16)]
+        rows = [row(dtype, args.rounds) for dtype in (torch.float32, torch.bfloat16)]
     facts = machine_facts("cpu")
     device = pick_device(facts, "cpu")
     lines = "\n".join(rows)
     counts = " | ".join(f"x at {n} of 25 whole" for n in WHOLE)
-    day = date.today().isoformat()
-    text = f"""# DeepCache in Stable Video Diffusion's UNet on {where(device)}, {day}
-
+    text = f"""
 A fifth of the released width, 8 frames of 32x32 latents, two branches, random weights; medians of
-{asked.rounds} rounds by turns. The gain of a run counts its steps by these times. The error is one
+{args.rounds} rounds by turns. The gain of a run counts its steps by these times. The error is one
 shallow call's, a step after a whole one: of random weights, which says nothing of trained ones.
 
 | dtype | whole | shallow | share | {counts} | error |
 | --- | --- | --- | --- | --- | --- | --- | --- |
 {lines}
-
-{hardware(facts, device)}
-
-Command: `{shlex.join(["python", "benchmarks/deepcache.py", *sys.argv[1:]])}`
 """
-    publish(text, "deepcache", device, is_page=not asked.no_page)
+    title = f"DeepCache in Stable Video Diffusion's UNet on {where(device)}"
+    page = compose_page(title, text, hardware(facts, device))
+    publish("deepcache", page, is_page=args.is_page, device=device)
 
 
 if __name__ == "__main__":

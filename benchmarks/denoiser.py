@@ -10,21 +10,19 @@ product reaches in the same minute, and against the same model with plain attent
 scores out. Products and models run by turns, round after round, so that a busy machine slows both;
 a share is the median over rounds. The text's keys and values are made before, once, as in a real
 run. `--busy` takes one thread and its processor time, which waiting for others doesn't add to; its
-shares are those of one core. Writes a dated page into `benchmarks/results/` unless told not to.
+shares are those of one core.
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
 import statistics
-import sys
 from dataclasses import dataclass, field
-from datetime import date
 from functools import partial
 
 import torch
-from measuring import SQUARES, hardware, peak, publish, relative, seconds, where
+from measuring import SQUARES, hardware, peak, relative, seconds
+from result_pages import compose_page, make_parser, publish, where
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -186,7 +184,6 @@ def page(
 ) -> str:
     """The result as Markdown."""
     facts, rounds = machine_facts(device.kind), len(times["float32"].ours)
-    command = shlex.join(["python", "benchmarks/denoiser.py", *sys.argv[1:]])
     rows = []
     for dtype, of in times.items():
         ours, peak_ = statistics.median(of.ours), statistics.median(of.peak)
@@ -200,8 +197,7 @@ def page(
         + ", ".join(f"{flops / s / p:.0%}" for s, p in zip(of.ours, of.peak, strict=True))
         for dtype, of in times.items()
     )
-    return f"""# One STDiT3 forward on {where(device)}, {date.today().isoformat()}
-
+    text = f"""
 {sizes}. Matrix products alone: {flops / 1e12:.3f} TFLOP.
 
 | dtype | one call | GFLOP/s | peak GFLOP/s | share of peak | plain attention | plain / ours |
@@ -215,11 +211,8 @@ before and after each call in the same run. Times are medians of {rounds} rounds
 the rounds' own shares:
 
 {by_round}
-
-{hardware(facts, device)}
-
-Command: `{command}`
 """
+    return compose_page(f"One STDiT3 forward on {where(device)}", text, hardware(facts, device))
 
 
 def profile(sizes: Sizes, device: str) -> str:
@@ -239,10 +232,10 @@ def profile(sizes: Sizes, device: str) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = make_parser(__doc__, rounds=5)
     for name, default in (
         ("hidden", 1152), ("heads", 16), ("depth", 2), ("frames", 16), ("side", 32),
-        ("text", 120), ("rounds", 5),
+        ("text", 120),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--path", action="append", default=[], help="a fast path of `everyframe "
@@ -250,26 +243,23 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu, or a card such as cuda")
     parser.add_argument("--busy", action="store_true", help="one thread, processor time")
     parser.add_argument("--profile", action="store_true", help="operators by time, and stop")
-    parser.add_argument("--no-page", action="store_true", help="print only")
     return parser.parse_args()
 
 
 @torch.inference_mode()
 def main() -> None:
-    asked = arguments()
-    device = pick_device(machine_facts(asked.device), asked.device)
-    torch.set_num_threads(1 if asked.busy else machine_facts("cpu").num_cores)
-    paths = ("attention-flash", *asked.path) if asked.path else ()
-    sizes = Sizes(
-        asked.hidden, asked.heads, asked.depth, asked.frames, asked.side, asked.text, paths
-    )
+    args = arguments()
+    device = pick_device(machine_facts(args.device), args.device)
+    torch.set_num_threads(1 if args.busy else machine_facts("cpu").num_cores)
+    paths = ("attention-flash", *args.path) if args.path else ()
+    sizes = Sizes(args.hidden, args.heads, args.depth, args.frames, args.side, args.text, paths)
     with strict_float32():
-        if asked.profile:
+        if args.profile:
             print(profile(sizes, device.torch_name))
             return
-        measured = measure(sizes, asked.rounds, device.torch_name)
+        measured = measure(sizes, args.rounds, device.torch_name)
     text = page(sizes, count_flops(sizes), *measured, device)
-    publish(text, "denoiser", device, is_page=not asked.no_page)
+    publish("denoiser", text, is_page=args.is_page, device=device)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
     python benchmarks/formats.py                     # four minutes; needs gguf
     python benchmarks/formats.py --layers 4          # a smaller transformer, on a busy machine
-    python benchmarks/formats.py --no-page           # print only
 
 A transformer of LTX-Video's kind with random numbers, 170 million parameters in 10 layers, is
 written in each form and loaded in bfloat16, each time in a process of its own: processor time of
@@ -16,22 +15,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from datetime import date
 from importlib import metadata
 from pathlib import Path
 
 import torch
+from result_pages import compose_page, make_parser, publish, versions_of
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "tests")]
-RESULTS = Path(__file__).parent / "results"
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 PLAIN = "safetensors, bfloat16"
 #: Rows of blocks, for GGUF's kinds, have to be multiples of 256.
 SIZES = {
@@ -40,7 +35,7 @@ SIZES = {
 }  # fmt: skip
 KINDS = ("Q8_0", "Q5_K", "Q4_K")
 #: Ends the name of a form whose blocks stay in memory (`--quantize gguf`).
-KEPT = ", blocks kept"
+RESIDENT = ", blocks kept"
 
 
 def write_forms(folder: Path, layers: int) -> Iterator[tuple[str, Path]]:
@@ -61,7 +56,7 @@ def write_forms(folder: Path, layers: int) -> Iterator[tuple[str, Path]]:
     for kind in KINDS:
         path = _gguf(folder / f"{kind}.gguf", half, kind)
         yield f"GGUF, {kind}", path
-        yield f"GGUF, {kind}{KEPT}", path
+        yield f"GGUF, {kind}{RESIDENT}", path
 
 
 def _gguf(path: Path, state: dict[str, torch.Tensor], kind: str) -> Path:
@@ -135,7 +130,7 @@ def measured(rounds: int, layers: int) -> list[str]:
         for _ in range(rounds):
             for name, path in forms.items():
                 command = [sys.executable, __file__, "--load", folder, str(path),
-                           "gguf" if name.endswith(KEPT) else ""]  # fmt: skip
+                           "gguf" if name.endswith(RESIDENT) else ""]  # fmt: skip
                 ended = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
                 took, peak, weights = json.loads(ended.stdout.splitlines()[-1])
                 times.setdefault(name, []).append(took)
@@ -154,44 +149,37 @@ def measured(rounds: int, layers: int) -> list[str]:
 
 def main() -> None:
     """Measure, print, and write the page."""
-    how = argparse.RawTextHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=how)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--no-page", action="store_true")
+    parser = make_parser(__doc__, rounds=3)
     parser.add_argument("--load", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--layers", type=int, default=SIZES["num_layers"])
-    given = parser.parse_args()
-    if given.load:
-        print(json.dumps(loaded(*given.load)))
+    args = parser.parse_args()
+    if args.load:
+        print(json.dumps(loaded(*args.load)))
         return
     busy = os.getloadavg()[0]
-    lines = measured(given.rounds, given.layers)
-    versions = ", ".join(
-        f"{name} {metadata.version(name)}" for name in ("torch", "diffusers", "gguf", "safetensors")
-    )
-    cpu = next(
-        (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-         if line.startswith("model name")), platform.processor(),
-    )  # fmt: skip
-    page = f"""# Loading a component from each form, {date.today().isoformat()}
-
-A transformer of {given.layers} layers of LTX-Video's kind, loaded in bfloat16 in a process of its
-own: processor time of the loading, medians of {given.rounds} rounds; ratios within a round, least
+    lines = measured(args.rounds, args.layers)
+    text = f"""
+A transformer of {args.layers} layers of LTX-Video's kind, loaded in bfloat16 in a process of its
+own: processor time of the loading, medians of {args.rounds} rounds; ratios within a round, least
 and most in brackets. The last columns are the bytes of the loaded weights, and the peak of resident
 memory above what the process had before.
 
 | form | file | loading | safetensors in bfloat16 = 1.0 | weights | peak |
 | --- | --- | --- | --- | --- | --- |
 {chr(10).join(lines)}
-
-Hardware: {cpu}, {os.cpu_count()} cores, one thread; load average {busy:.0f} at the beginning and
-{os.getloadavg()[0]:.0f} at the end, so times are indications, and memory is not.
-Python {platform.python_version()}, {versions}.
-Command: `{shlex.join(["python", "benchmarks/formats.py", *sys.argv[1:]])}`.
 """
-    print(page)
-    if not given.no_page:
-        (RESULTS / f"formats-{date.today().isoformat()}.md").write_text(page, encoding="utf-8")
+    # After the measurement: what this process imports is in the memory of none that it starts.
+    from everyframe.hardware import machine_facts
+
+    facts = machine_facts("cpu")
+    packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("gguf", "safetensors"))
+    machine = (
+        f"Hardware: {facts.cpu.name}, {facts.num_cores} cores, one thread; load average "
+        f"{busy:.0f} at the beginning and\n{os.getloadavg()[0]:.0f} at the end, so times are "
+        f"indications, and memory is not.\n{versions_of(facts)}, {packages}."
+    )
+    page = compose_page("Loading a component from each form", text, machine)
+    publish("formats", page, is_page=args.is_page)
 
 
 if __name__ == "__main__":

@@ -9,21 +9,17 @@ Kinds: requests (every option with any value), prompts on standard input, record
 configs and index files, safetensors headers, pictures and videos, and run folders, with values or
 bytes changed. A case passes without a traceback, a signal, a hang (30 s of processor time) or a
 file beside its output, in bounded memory; a run folder gives the frames of the unbroken run or
-none. The same seed gives the same cases. Writes a dated page into `benchmarks/results/` unless told
-not to.
+none. The same seed gives the same cases.
 """
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
-import shlex
 import sys
 import tempfile
 import time
 from collections import Counter
-from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,26 +27,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 #: The makers of cases and of tiny checkpoints lie beside the tests that use them.
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from versions import versions_of
+from result_pages import compose_page, make_parser, publish, versions_of
 
 from everyframe.hardware import machine_facts
 from everyframe.hardware.cpu import processor_flags, processor_name
 from helpers.fuzz_cases import KINDS, Inputs, case_of, names
 from helpers.fuzz_runner import run, warm_up
 
-RESULTS = Path(__file__).parent / "results"
-
 #: Instruction sets that a result page names, where the processor has them.
-_TOLD = (
-    "avx2",
-    "avx512f",
-    "avx512_vnni",
-    "avx512_bf16",
-    "avx512_fp16",
-    "amx_bf16",
-    "asimd",
-    "bf16",
-)
+SETS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd",
+        "bf16")  # fmt: skip
 
 
 class Found(NamedTuple):
@@ -95,13 +81,7 @@ def verdicts(inputs: Inputs, every: list[str], workers: int) -> list[Found]:
 
 def page(found: list[Found], minutes: float) -> str:
     """The result page."""
-    lines = [
-        "# Fuzzed inputs", "",
-        f"{date.today()}, `python benchmarks/fuzz.py {shlex.join(sys.argv[1:])}`, "
-        f"{minutes:.0f} minutes; {versions_of(machine_facts())}; {processor_name()} with "
-        f"{', '.join(flag for flag in _TOLD if flag in processor_flags())}.", "",
-        "| kind | cases | failed | slowest, s |", "|---|---|---|---|",
-    ]  # fmt: skip
+    lines = ["| kind | cases | failed | slowest, s |", "|---|---|---|---|"]
     kinds = Counter(each.name.split()[0] for each in found)
     for kind, count in kinds.items():
         mine = [each for each in found if each.name.startswith(f"{kind} ")]
@@ -109,33 +89,34 @@ def page(found: list[Found], minutes: float) -> str:
         lines.append(f"| {kind} | {count} | {failed} | {max(e.seconds for e in mine):.1f} |")
     problems = Counter(each.problem for each in found if each.problem)
     lines += ["", *(f"- {count} times: {problem}" for problem, count in problems.most_common())]
-    return "\n".join(lines).rstrip() + "\n"
+    machine = (
+        f"{minutes:.0f} minutes; {versions_of(machine_facts())}; {processor_name()} with "
+        f"{', '.join(flag for flag in SETS if flag in processor_flags())}."
+    )
+    return compose_page("Fuzzed inputs", machine, "\n".join(lines))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--only", default="", help="the name of one case")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--no-page", action="store_true")
-    given = parser.parse_args()
-    kinds = tuple(given.kinds.split(","))
+    args = parser.parse_args()
+    kinds = tuple(args.kinds.split(","))
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fuzz-inputs-") as folder:
         os.environ["XDG_STATE_HOME"] = str(Path(folder, "state"))  # the key of its runs
         inputs = Inputs(Path(folder))
         warm_up(inputs)
-        every = [given.only] if given.only else names(given.cases, given.seed, kinds)
-        found = verdicts(inputs, every, min(given.workers, len(every)))
-    if given.only:
-        print(*(each.text for each in found))
+        every = [args.only] if args.only else names(args.cases, args.seed, kinds)
+        found = verdicts(inputs, every, min(args.workers, len(every)))
     minutes = (time.monotonic() - began) / 60
-    if not (given.no_page or given.only):
-        place = RESULTS / f"fuzz-{date.today()}.md"
-        place.write_text(page(found, minutes))
-        print(place)
+    if args.only:
+        print(*(each.text for each in found))
+    else:
+        publish("fuzz", page(found, minutes), is_page=args.is_page)
     failed = [each for each in found if each.problem]
     print(f"{len(found)} cases, {len(failed)} failed, {minutes:.1f} minutes")
     return int(bool(failed))

@@ -2,7 +2,6 @@
 
     python benchmarks/guard.py                 # a minute or two
     python benchmarks/guard.py --device cuda   # on a card; half a minute
-    python benchmarks/guard.py --no-page       # print only
 
 The embedded model makes a video: text, denoising, decoding. In one run, in one process, the time
 inside of the guard's own reductions and of the last gate is summed where they are called, and
@@ -19,18 +18,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
 from functools import partial
 from typing import Any
 
 import torch
-from measuring import clock, hardware, publish
+from measuring import clock, hardware
+from result_pages import compose_page, make_parser, publish
 
 import everyframe
 from everyframe.core.events import Repaired, WeightsReady
@@ -159,13 +157,11 @@ def page(
     facts = machine_facts(device.kind)
     plan = everyframe.plan(request)
     settings = plan.settings
-    command = shlex.join(["python", "benchmarks/guard.py", *sys.argv[1:]])
     rows = "\n".join(
         f"| {number} | {whole:.2f} s | {1000 * guard:.2f} ms | {looks} | {guard / whole:.3%} |"
         for number, (guard, whole, looks) in enumerate(runs, start=1)
     )
-    return f"""# The guard's share of a run's time, {date.today().isoformat()}
-
+    text = f"""
 **{share:.3%}** of the run ({"under" if share < BAR else "over"} the bar of {BAR:.0%}).
 
 {plan.title}, {settings.width}x{settings.height}, {settings.num_frames} frames,
@@ -185,9 +181,8 @@ reductions pass once over what comes out of a model, and larger models compute m
 {hardware(facts, device)}
 {f"Instructions: {', '.join(sorted(processor_flags() & SETS))}." if device.kind == "cpu" else ""}
 {note}
-
-Command: `{command}`
 """
+    return compose_page("The guard's share of a run's time", text)
 
 
 def _clock_of(device: DeviceFacts) -> str:
@@ -197,34 +192,32 @@ def _clock_of(device: DeviceFacts) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = make_parser(__doc__, rounds=3)
     parser.add_argument("--steps", type=int, default=10, help="of the sampler, default 10")
-    parser.add_argument("--rounds", type=int, default=3, help="default 3")
     parser.add_argument("--device", default="cpu", help="cpu, or a card such as cuda")
     parser.add_argument("--note", default="", help="a sentence on the machine, for the page")
-    parser.add_argument("--no-page", action="store_true", help="print only")
     return parser.parse_args()
 
 
 def main() -> None:
-    asked = arguments()
-    device = pick_device(machine_facts(asked.device), asked.device)
+    args = arguments()
+    device = pick_device(machine_facts(args.device), args.device)
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as cache:
         os.environ["EVERYFRAME_CACHE"] = cache
         request = Request(
             prompt=PROMPT, device=device.torch_name, dtype="fp32", seed=1,
-            num_inference_steps=asked.steps,
+            num_inference_steps=args.steps,
         )  # fmt: skip
         list(engine.stream(request, keep=SaveOptions(None)))  # which imports all and warms up
         runs, bare = [], []
-        for _ in range(asked.rounds):
+        for _ in range(args.rounds):
             runs.append(one_run(request))
             if device.kind != "cpu":
                 bare.append(one_run(request, looks=False)[1])
-        text = page(request, runs, bare, device, asked.note)
-    publish(text, "guard", device, is_page=not asked.no_page)
+        text = page(request, runs, bare, device, args.note)
+    publish("guard", text, is_page=args.is_page, device=device)
 
 
 if __name__ == "__main__":

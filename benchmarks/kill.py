@@ -13,19 +13,17 @@ inside a write of its state: before or after a random one of the calls that put 
 and names in their places. The state is written at every step here, to be in danger as often as can
 be. What is left is resumed in another process, and its frames are compared bit for bit. A
 third of those are killed and resumed once more. It runs on a copy of the
-package, so that a change on the disk meanwhile does no harm. Writes a dated page into
-`benchmarks/results/` unless told not to, again after every tenth.
+package, so that a change on the disk meanwhile does no harm, and writes its page again after every
+tenth.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
 import multiprocessing
 import os
 import random
-import shlex
 import signal
 import sys
 import tempfile
@@ -34,13 +32,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from copied import on_a_copy
-from versions import versions_of
+from result_pages import compose_page, make_parser, publish, versions_of
 
 from everyframe.core import paths
 from everyframe.core.events import ComponentLoaded, Event, FramesDecoded, StageStarted, Step
@@ -53,7 +50,6 @@ from everyframe.runs import replay_log
 from everyframe.runs.folder import all_runs
 from everyframe.runs.run_state import EVERY_STEP, SaveOptions
 
-RESULTS = Path(__file__).parent / "results"
 #: The makers of tiny checkpoints lie beside the tests that use them.
 TESTS = Path(__file__).parents[1] / "tests"
 #: Two clips, so that frames are encoded and kept as well; as few steps as show something.
@@ -257,26 +253,26 @@ def kill_once(
 
 def main() -> None:
     """Kill, continue, compare, and write the page."""
-    parser = argparse.ArgumentParser(description="Kill runs, continue with them, compare.")
+    parser = make_parser(__doc__)
     parser.add_argument("options", nargs="*", metavar="NAME=VALUE", help="of the request")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
     parser.add_argument("--name", default="", help="of the model, in the page and its name")
     parser.add_argument("--tiny", default="", metavar="NAME", help="a tiny random model")
-    parser.add_argument("--no-page", action="store_true")
-    given = parser.parse_args()
+    args = parser.parse_args()
     commit = on_a_copy()
-    chance, began = random.Random(given.seed), time.monotonic()
+    chance, began = random.Random(args.seed), time.monotonic()
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as folder:
-        usual = tiny_options(given.tiny, Path(folder, "model")) if given.tiny else OPTIONS
-        options = {**usual, **dict(each.split("=", 1) for each in given.options)}
-        name = given.name or given.tiny
+        usual = tiny_options(args.tiny, Path(folder, "model")) if args.tiny else OPTIONS
+        options = {**usual, **dict(each.split("=", 1) for each in args.options)}
+        name = args.name or args.tiny
+        title = "-".join(filter(None, ("kill", name)))
         (base := Path(folder, "whole")).mkdir()
         wanted, counts = whole(base, options)
-        for number in range(given.kills):
-            if time.monotonic() - began > 60 * given.minutes:
+        for number in range(args.kills):
+            if time.monotonic() - began > 60 * args.minutes:
                 break
             (root := Path(folder, str(number))).mkdir()
             moment = moment_of(chance, number, counts)
@@ -284,12 +280,10 @@ def main() -> None:
             outcomes.append(kill_once(root, options, wanted, moment, again))
             print(number + 1, outcomes[-1], flush=True)
             # Whatever ends this process, most of what it found stays.
-            if len(outcomes) % 10 == 0 or number + 1 == given.kills:
+            if len(outcomes) % 10 == 0:
                 page = report(name, outcomes, counts, options, commit, began)
-                if not given.no_page:
-                    called = "-".join(filter(None, ("kill", name, str(date.today()))))
-                    (RESULTS / f"{called}.md").write_text(page)
-    print(report(name, outcomes, counts, options, commit, began))
+                publish(title, page, is_page=args.is_page)
+    publish(title, report(name, outcomes, counts, options, commit, began), is_page=args.is_page)
     sys.exit(not all(outcome.same for outcome in outcomes))
 
 
@@ -304,10 +298,7 @@ def report(
     """The result page."""
     same = sum(outcome.same for outcome in outcomes)
     facts = machine_facts("cpu")
-    versions = versions_of(facts)
     lines = [
-        f"# Runs that are killed, {date.today()}",
-        "",
         f"**{same} of {len(outcomes)}** runs gave the bits of an unbroken run; "
         f"{sum(outcome.kills for outcome in outcomes)} processes were killed, by SIGKILL. Of "
         f"{f'a tiny random {name}' if name else 'the embedded model'}, clips: {options['chain']}, "
@@ -325,14 +316,11 @@ def report(
     hit = Counter(outcome.where for outcome in outcomes)
     good = Counter(outcome.where for outcome in outcomes if outcome.same)
     lines += [f"| {where} | {count} | {good[where]} |" for where, count in sorted(hit.items())]
-    lines += [
-        "",
+    machine = (
         f"Hardware: {facts.cpu.name}, {facts.num_cores} cores that did other work too. Versions: "
-        f"{versions}. Commit {commit}, {(time.monotonic() - began) / 60:.0f} minutes.",
-        "",
-        f"Command: `{shlex.join(['python', 'benchmarks/kill.py', *sys.argv[1:]])}`",
-    ]
-    return "\n".join(lines) + "\n"
+        f"{versions_of(facts)}. Commit {commit}, {(time.monotonic() - began) / 60:.0f} minutes."
+    )
+    return compose_page("Runs that are killed", "\n".join(lines), machine)
 
 
 if __name__ == "__main__":

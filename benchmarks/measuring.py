@@ -6,22 +6,17 @@ finished. Not here: what is compared, and how often.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
 from collections.abc import Callable
-from datetime import date
 from functools import partial
-from pathlib import Path
 
 import torch
+from result_pages import versions_of
 from torch import Tensor
-from versions import versions_of
 
 from everyframe.core.facts import DeviceFacts, MachineFacts
-
-RESULTS = Path(__file__).parent / "results"
 
 #: Sides of the square products that the peak is the best of.
 SQUARES = {"cpu": (1024, 2048, 4096), "cuda": (4096, 8192)}
@@ -81,31 +76,3 @@ def hardware(facts: MachineFacts, device: DeviceFacts) -> str:
         f"{'processor' if torch.get_num_threads() == 1 else 'wall'} time; load at the end\n"
         f"{os.getloadavg()[0]:.1f}. Versions: {versions_of(facts)}."
     )
-
-
-def where(device: DeviceFacts) -> str:
-    """A CPU, or the card by its name: what a page's title ends with."""
-    return "a CPU" if device.kind == "cpu" else device.name
-
-
-def result_page(name: str, device: DeviceFacts) -> Path:
-    """The dated page of that benchmark; a card's name is in its file's."""
-    RESULTS.mkdir(exist_ok=True)
-    words = device.name.lower().split()
-    card = "" if device.kind == "cpu" else "-" + "-".join(words[1:2] or words)
-    return RESULTS / f"{name}{card}-{date.today().isoformat()}.md"
-
-
-def rounds_and_page(text: str) -> argparse.ArgumentParser:
-    """Parser of ``--rounds`` and ``--no-page``, for a benchmark with that docstring."""
-    parser = argparse.ArgumentParser(description=text.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-page", action="store_true", help="print only")
-    return parser
-
-
-def publish(text: str, name: str, device: DeviceFacts, *, is_page: bool) -> None:
-    """Print a result, and write it to its dated page."""
-    print(text)
-    if is_page:
-        result_page(name, device).write_text(text)

@@ -14,8 +14,6 @@ Three questions of the released sizes, with random weights:
 - forecast: upstream's published table of time and memory, 1 to 8 cards, beside what its program
   should take by our dry runs (`opensora2_upstream.py`), and our plans for the same cards. One
   constant, operations a second: the one with which the median cell comes out.
-
-Writes a dated page into `benchmarks/results/` unless told not to.
 """
 
 from __future__ import annotations
@@ -23,21 +21,20 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import date
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import hardware, result_page, seconds
+from measuring import hardware, seconds
 from opensora2_upstream import upstream_work
+from result_pages import compose_page, make_parser, publish
 from torch.utils.flop_counter import FlopCounterMode
 
 import everyframe
@@ -123,7 +120,7 @@ def _attention_work(config: MMDiTConfig, tokens: int) -> int:
     return 0 if counter.get_total_flops() else 4 * tokens * tokens * config.hidden_size
 
 
-def sizes(asked: argparse.Namespace) -> MMDiTConfig:
+def sizes(args: argparse.Namespace) -> MMDiTConfig:
     """Blocks of the real width between the tiny checkpoint's latents and texts."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from helpers.tiny_checkpoints.opensora2 import VIDEO
@@ -133,8 +130,8 @@ def sizes(asked: argparse.Namespace) -> MMDiTConfig:
         in_channels=VIDEO.in_channels,
         vec_in_dim=VIDEO.vec_in_dim,
         context_in_dim=VIDEO.context_in_dim,
-        depth=asked.double,
-        depth_single_blocks=asked.single,
+        depth=args.double,
+        depth_single_blocks=args.single,
     )
 
 
@@ -202,11 +199,11 @@ def call_streamed(folder: Path, config: MMDiTConfig) -> dict[str, float]:
 WAYS = {"eight bits, a whole run": "int8", "streamed from the file, one call": "streamed"}
 
 
-def load(asked: argparse.Namespace) -> list[str]:
+def load(args: argparse.Namespace) -> list[str]:
     """Peaks beside the plan."""
     rows = []
     with tempfile.TemporaryDirectory(prefix="everyframe-os2-") as made:
-        more = ["--double", str(asked.double), "--single", str(asked.single)]
+        more = ["--double", str(args.double), "--single", str(args.single)]
 
         def child(way: str) -> str:
             # In processes of their own: what a parent held counts for its children's peaks.
@@ -223,7 +220,7 @@ def load(asked: argparse.Namespace) -> list[str]:
     return [
         "## Memory of the weights",
         "",
-        f"A synthetic checkpoint of {asked.double} double and {asked.single} single blocks of the "
+        f"A synthetic checkpoint of {args.double} double and {args.single} single blocks of the "
         f"real width, {total / 1e9:.1f} GB in bfloat16; peak of the process above what it took "
         "before.",
         "",
@@ -299,46 +296,35 @@ def our_plan(size: str, cards: int, share: float) -> tuple[float, float]:
 #: What is asked, in the order of the page.
 QUESTIONS: dict[str, Callable[[argparse.Namespace], list[str]]] = {
     "load": load,
-    "blocks": lambda asked: blocks(),
-    "forecast": lambda asked: forecast(),
+    "blocks": lambda args: blocks(),
+    "forecast": lambda args: forecast(),
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--double", type=int, default=6, help="blocks of the checkpoint")
     parser.add_argument("--single", type=int, default=14, help="blocks of the checkpoint")
     parser.add_argument("--only", choices=QUESTIONS, help="one of the questions")
-    parser.add_argument("--no-page", action="store_true", help="print, and write no page")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    if asked.way == "write":
-        write_checkpoint(asked.folder, sizes(asked))
-    elif asked.way is not None:
-        streamed = asked.way == "streamed"
-        found = call_streamed(asked.folder, sizes(asked)) if streamed else None
-        print(json.dumps(found or run_in_eight_bits(asked.folder)))
-    if asked.way is not None:
+    if args.way == "write":
+        write_checkpoint(args.folder, sizes(args))
+    elif args.way is not None:
+        streamed = args.way == "streamed"
+        found = call_streamed(args.folder, sizes(args)) if streamed else None
+        print(json.dumps(found or run_in_eight_bits(args.folder)))
+    if args.way is not None:
         return
     torch.manual_seed(0)
-    names = [asked.only] if asked.only else [*QUESTIONS]
+    names = [args.only] if args.only else [*QUESTIONS]
     with torch.inference_mode():
-        lines = [line for name in names for line in QUESTIONS[name](asked)]
+        lines = [line for name in names for line in QUESTIONS[name](args)]
     facts = machine_facts("cpu")
-    head = [
-        f"# Open-Sora 2.0's parts, {date.today()}",
-        "",
-        hardware(facts, facts.cpu),
-        "",
-        f"`python benchmarks/opensora2.py {shlex.join(sys.argv[1:])}`".replace(" `", "`"),
-        "",
-    ]
-    page = "\n".join([*head, *lines])
-    print(page)
-    if not asked.no_page:
-        result_page("opensora2", facts.cpu).write_text(page, encoding="utf-8")
+    page = compose_page("Open-Sora 2.0's parts", hardware(facts, facts.cpu), "\n".join(lines))
+    publish("opensora2", page, is_page=args.is_page)
 
 
 if __name__ == "__main__":

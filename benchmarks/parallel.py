@@ -11,17 +11,14 @@ are held against the family's own formula and against what others send for the s
 tokens * width * bytes * (P - 1) / P**2 for all branches of guidance.
 
 The model of a step's time is the slowest rank's: its operations at the rates of the device, and
-after them its bytes at the given bandwidth; nothing overlaps, and latency is not in it. Writes a
-dated page and a picture into `benchmarks/results/`.
+after them its bytes at the given bandwidth; nothing overlaps, and latency is not in it.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import date
 from functools import cache
 from itertools import pairwise
 from math import prod
@@ -33,6 +30,7 @@ from PIL import Image, ImageDraw, ImageFont
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import two_workers
+from result_pages import compose_page, make_parser, page_path, publish
 
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Settings
@@ -44,7 +42,6 @@ from everyframe.precision.policy import choose
 from everyframe.runtime.interface import ShardableSpec, VideoGroup
 from helpers import config_only_models
 
-RESULTS = Path(__file__).parent / "results"
 NUMBERS = range(1, 9)
 BYTES = 2  # of a number in bfloat16
 #: Bytes a second out of a device and into it: what each way gives large messages.
@@ -274,21 +271,18 @@ def _mb(number: float) -> str:
 def page(device: DeviceFacts, names: Sequence[str]) -> str:
     """The result page."""
     assert device.rates is not None
-    lines = [
-        f"# Several devices, {date.today()}",
-        "",
-        "`python benchmarks/parallel.py` writes this page. Bytes leave a rank at each step, those "
+    head = (
+        "Bytes leave a rank at each step, those "
         "of the rank that sends most; `by formula` is what plans forecast; the columns after it "
         "are what others send for the same model. Imbalance is the largest share of operations "
         "over the mean. The last columns are a model, not a measurement: how many times faster a "
         f"step is than on one device, for {device.name} ({device.rates.source}), its bytes over "
         + ", ".join(f"{way} ({rate / 1e9:g} GB/s)" for way, rate in WAYS.items())
-        + ".",
-        "",
-        f"![A step's speed by devices](parallel-{date.today()}.png)",
-        "",
-    ]
-    return "\n".join([*lines, *(line for name in names for line in table(name, device))])
+        + "."
+    )
+    image = f"![A step's speed by devices]({page_path('parallel').stem}.png)"
+    tables = "\n".join(line for name in names for line in table(name, device))
+    return compose_page("Several devices", head, image, tables)
 
 
 # ---------------------------------------------------------------- the picture
@@ -353,26 +347,20 @@ def _font(size: int) -> Any:
 
 def main() -> None:
     """Count, draw and write; or measure."""
-    parser = argparse.ArgumentParser(description="What several devices send, and how evenly.")
+    parser = make_parser(__doc__)
     parser.add_argument("--as", dest="profile", default="cuda-sm80", help="a profile's name")
     parser.add_argument("--two", action="store_true", help="two workers against one, on this CPU")
     parser.add_argument("--turns", type=int, default=3, help="of --two")
     parser.add_argument("--only", default="", help="cases whose name holds this")
-    parser.add_argument("--no-page", action="store_true")
-    given = parser.parse_args()
-    if given.two:
-        text = two_workers.page(given.turns)
-        print(text)
-        if not given.no_page:
-            (RESULTS / f"parallel-two-{date.today()}.md").write_text(text)
+    args = parser.parse_args()
+    if args.two:
+        publish("parallel-two", two_workers.page(args.turns), is_page=args.is_page)
         return
-    device = find_profile(given.profile).machine().devices[0]
-    names = [name for name in cases() if given.only in name]
-    text = page(device, names)
-    print(text)
-    if not given.no_page:
-        (RESULTS / f"parallel-{date.today()}.md").write_text(text)
-        picture(device, names).save(RESULTS / f"parallel-{date.today()}.png")
+    device = find_profile(args.profile).machine().devices[0]
+    names = [name for name in cases() if args.only in name]
+    publish("parallel", page(device, names), is_page=args.is_page)
+    if args.is_page:
+        picture(device, names).save(page_path("parallel").with_suffix(".png"))
 
 
 if __name__ == "__main__":

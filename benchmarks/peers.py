@@ -17,7 +17,6 @@ round after round, with the best matrix product before each round. On a CPU one 
 time counts (OMP_NUM_THREADS=1), on a card wall time. `--limit` ends the process of one that takes
 longer to prepare, and `--seconds` skips what no time is left for; what is slow to prepare
 comes last. The page is written after each model.
-Writes a dated page into `benchmarks/results/` unless told not to.
 """
 
 from __future__ import annotations
@@ -28,14 +27,11 @@ import gc
 import importlib.metadata
 import multiprocessing
 import os
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -44,9 +40,10 @@ import numpy as np
 import psutil
 import torch
 from block_stacks import SIZES, Call, Stack
-from measuring import finish, hardware, peak, relative, result_page, where
+from measuring import finish, hardware, peak, relative
 from peer_candidates import BASE, FAST, Entry, SkippedError, candidates, needs
 from peer_certification import certified_paths
+from result_pages import compose_page, make_parser, page_path, where
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -120,7 +117,7 @@ def serve(
     threads: int,
     paths: Mapping[str, tuple[str, ...]],
 ) -> None:
-    """A candidate's process: prepare it, then time a call whenever asked."""
+    """A candidate's process: prepare it, then time a call whenever args."""
     there = device.torch_name
     if there == "cpu":
         torch.set_num_threads(threads)
@@ -162,13 +159,13 @@ class Candidate:
         if not self._pipe.poll(max(seconds, 0.0)):
             raise SkippedError(f"not ready within {seconds:.0f} s")
         try:
-            said = self._pipe.recv()
+            answer = self._pipe.recv()
         except EOFError:
             self._process.join(10)
             raise SkippedError(f"its process ended with {self._process.exitcode}") from None
-        if isinstance(said, str):
-            raise SkippedError(said)
-        return said
+        if isinstance(answer, str):
+            raise SkippedError(answer)
+        return answer
 
     def timed(self) -> float:
         """Seconds of one call."""
@@ -194,14 +191,14 @@ def count_flops(stack: Stack, device: str) -> int:
     return int(counter.get_total_flops())
 
 
-def measure(model: str, device: DeviceFacts, asked: argparse.Namespace, ends: float) -> str:
+def measure(model: str, device: DeviceFacts, args: argparse.Namespace, ends: float) -> str:
     """All candidates by turns; the section of the page."""
     there = device.torch_name
     stack = SIZES[model][device.kind](there)
     wanted = {
         name: entry
         for name, entry in candidates(stack, device.kind, {}).items()
-        if name == BASE or not asked.only or any(each in name.lower() for each in asked.only)
+        if name == BASE or not args.only or any(each in name.lower() for each in args.only)
     }
     paths, certified = certify_all(model, device, wanted)
     runs: dict[str, Candidate] = {}
@@ -210,7 +207,7 @@ def measure(model: str, device: DeviceFacts, asked: argparse.Namespace, ends: fl
     base: Tensor | None = None
     try:
         for name, entry in wanted.items():
-            left = ends - asked.reserve - time.monotonic()
+            left = ends - args.reserve - time.monotonic()
             if name != BASE and left <= 0:
                 skipped[name] = "no time left"
                 continue
@@ -218,7 +215,7 @@ def measure(model: str, device: DeviceFacts, asked: argparse.Namespace, ends: fl
                 model, name, device, paths, has_large_pages=entry.has_large_pages
             )
             try:
-                ready = candidate.answer(asked.limit if name == BASE else min(asked.limit, left))
+                ready = candidate.answer(args.limit if name == BASE else min(args.limit, left))
                 answer = torch.from_numpy(ready.answer)
                 base = answer if base is None else base
                 error = relative(answer, base)
@@ -230,7 +227,7 @@ def measure(model: str, device: DeviceFacts, asked: argparse.Namespace, ends: fl
                 continue
             results[name] = Result(entry.dtype, ready.first, error, ready.bytes)
             print(f"{name}: first call {ready.first:.1f} s, error {error:.1e}", flush=True)
-        peaks = take_turns(runs, results, there, asked.rounds, ends)
+        peaks = take_turns(runs, results, there, args.rounds, ends)
     finally:
         for candidate in runs.values():
             candidate.close()
@@ -314,43 +311,41 @@ Not measured:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = make_parser(__doc__, rounds=5)
     parser.add_argument("--model", action="append", choices=tuple(SIZES))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", action="append", default=[], help="part of candidates' names")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--limit", type=float, default=300.0, help="seconds to prepare one candidate"
     )
     parser.add_argument("--seconds", type=float, help="for all; 330 on a card, 3600 on a CPU")
-    parser.add_argument("--no-page", action="store_true", help="print only")
     return parser.parse_args()
 
 
 @torch.inference_mode()
 def main() -> None:
-    asked = arguments()
-    facts = machine_facts(asked.device)
-    device = pick_device(facts, asked.device)
+    args = arguments()
+    facts = machine_facts(args.device)
+    device = pick_device(facts, args.device)
     if device.kind == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or facts.num_cores)
-    total = asked.seconds or (3600.0 if device.kind == "cpu" else 330.0)
-    names = asked.model or list(SIZES)
+    total = args.seconds or (3600.0 if device.kind == "cpu" else 330.0)
+    names = args.model or list(SIZES)
     sections, began = [], time.monotonic()
     with tempfile.TemporaryDirectory() as cache:
         # Everybody compiles again.
         os.environ["EVERYFRAME_CACHE"] = str(Path(cache, "everyframe"))
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache, "inductor"))
         for number, name in enumerate(names, 1):
-            asked.reserve = 0.1 * total / len(names)
+            args.reserve = 0.1 * total / len(names)
             ends = began + total * number / len(names)
-            sections.append(measure(name, device, asked, ends))
+            sections.append(measure(name, device, args, ends))
             print(sections[-1], flush=True)
-            write_page(sections, facts, device, asked)
+            write_page(sections, facts, device, args)
 
 
 def write_page(
-    sections: Sequence[str], facts: MachineFacts, device: DeviceFacts, asked: argparse.Namespace
+    sections: Sequence[str], facts: MachineFacts, device: DeviceFacts, args: argparse.Namespace
 ) -> None:
     """The page of the models so far."""
     packages = ", ".join(
@@ -358,20 +353,17 @@ def write_page(
         for name in ("openvino", "onnxruntime", "torchao", "cache-dit")
         if not _is_missing(name)
     )
-    command = shlex.join(["python", "benchmarks/peers.py", *sys.argv[1:]])
-    text = f"""# One denoiser call beside its peers on {where(device)}, {date.today().isoformat()}
-
-The same random weights and inputs, by turns, medians of {asked.rounds} rounds. Error: norm of the
+    text = f"""
+The same random weights and inputs, by turns, medians of {args.rounds} rounds. Error: norm of the
 difference to {BASE} over its norm.
 
 {chr(10).join(sections)}
 {hardware(facts, device)}
 Peers: {packages or "none installed"}.
-
-Command: `{command}`
 """
-    if not asked.no_page:
-        result_page("peers", device).write_text(text)
+    if args.is_page:
+        title = f"One denoiser call beside its peers on {where(device)}"
+        page_path("peers", device).write_text(compose_page(title, text))
 
 
 def _is_missing(name: str) -> bool:

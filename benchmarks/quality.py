@@ -8,12 +8,11 @@ at the 32 dB setting by the recipe's own reader. Not here: other models.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from datetime import date
 from pathlib import Path
 
-from measuring import RESULTS, hardware, result_page
+from measuring import hardware
+from result_pages import compose_page, make_parser, page_path, publish
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -30,47 +29,39 @@ GOALS = {32.0: 6.0, 37.0: 4.0}
 CACHE_DIT = (("F8B0 W4MC0 R0.08", 1.80, 33.83), ("F4B0 W4MC4 R0.12", 2.66, 31.53))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--videos", type=int, default=16, help="videos in the set")
     parser.add_argument("--bars", type=int, default=0, help="clips to read at 32 dB")
     parser.add_argument("--methods", default="", help="of these alone, such as abm2,unipc@12")
     parser.add_argument("--name", default="", help="of the page, such as held-guidance")
     parser.add_argument("--note", default="", help="a line for the page")
-    given = parser.parse_args()
+    args = parser.parse_args()
     found: Calibration | None = None
     for progress in calibrate(
         Request(),
-        num_videos=given.videos,
-        methods=given.methods.split(",") if given.methods else [*METHODS],
+        num_videos=args.videos,
+        methods=args.methods.split(",") if args.methods else [*METHODS],
         lowest_db=27.0,
     ):
         print(progress.text, flush=True)
         found = progress.calibration
-    found = found or calibration_of(Request(), given.videos)
+    found = found or calibration_of(Request(), args.videos)
     facts = machine_facts()
-    name = given.name or given.methods.partition(",")[0].partition("@")[0]
-    page = result_page(f"quality-{name}" if name else "quality", facts.devices[0])
-    picture = page.with_suffix(".png")
-    lines = [*_page(found), *_bars(given.bars), "", hardware(facts, facts.devices[0])]
-    if given.note:
-        lines.append(given.note)
-    if _draw(found, picture):
+    part = args.name or args.methods.partition(",")[0].partition("@")[0]
+    name = "-".join(filter(None, ("quality", part)))
+    picture = page_path(name, facts.devices[0]).with_suffix(".png")
+    lines = [*_table(found), *_bars(args.bars), "", hardware(facts, facts.devices[0])]
+    if args.note:
+        lines.append(args.note)
+    if args.is_page and _draw(found, picture):
         lines += ["", f"![Speed against decibels]({picture.name})"]
-    command = f"python benchmarks/quality.py --videos {given.videos}"
-    command += f" --bars {given.bars}" if given.bars else ""
-    command += f" --methods {given.methods}" if given.methods else ""
-    command += f" --name {given.name}" if given.name else ""
-    lines += ["", f"Command: `{command}`"]
-    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print(page.relative_to(RESULTS.parent))
-    return 0
+    text = compose_page("Lossy sampling of `shapes`", "\n".join(lines))
+    publish(name, text, is_page=args.is_page, device=facts.devices[0])
 
 
-def _page(found: Calibration) -> list[str]:
+def _table(found: Calibration) -> list[str]:
     lines = [
-        f"# Lossy sampling of `shapes`, {date.today().isoformat()}",
-        "",
         f"{len(found.videos)} prompts, a seed each; 64x64, 17 frames, 30 Euler steps with guidance "
         "1.2 are exact. PSNR",
         "is of the worst frame of each video; `worst` is the smallest of all videos. `denoises` is "
@@ -153,4 +144,4 @@ def _draw(found: Calibration, path: Path) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -6,23 +6,19 @@
 All ranks' work is computed here one rank after the other and nothing is sent: the queries of P
 ranks by the keys of P ranks each, merged as `everyframe.parallel.ring_attention` merges them,
 against one call of torch's attention. Both take turns; a ratio is the median over rounds. "Plain"
-is the ring by matrix products, for kernels without a log-sum-exp. Writes a dated page into
-`benchmarks/results/`.
+is the ring by matrix products, for kernels without a log-sum-exp.
 """
 
 from __future__ import annotations
 
-import argparse
-import shlex
 import statistics
-import sys
 from collections.abc import Callable
-from datetime import date
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from measuring import hardware, relative, result_page, seconds, where
+from measuring import hardware, relative, seconds
+from result_pages import compose_page, make_parser, publish, where
 from torch import Tensor
 
 from everyframe.hardware import machine_facts, pick_device
@@ -85,27 +81,22 @@ def rows(device: str, turns: int) -> list[str]:
 
 def main() -> None:
     """Measure, print and write the page."""
-    parser = argparse.ArgumentParser(description="What attention in a ring costs.")
+    parser = make_parser(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--no-page", action="store_true")
-    given = parser.parse_args()
-    torch.set_num_threads(1 if given.device == "cpu" else torch.get_num_threads())
-    facts = machine_facts(given.device)
-    device = pick_device(facts, given.device)
-    heads, tokens, width = SIZES[torch.device(given.device).type]
-    lines = rows(given.device, given.turns)
+    args = parser.parse_args()
+    torch.set_num_threads(1 if args.device == "cpu" else torch.get_num_threads())
+    facts = machine_facts(args.device)
+    device = pick_device(facts, args.device)
+    heads, tokens, width = SIZES[torch.device(args.device).type]
+    lines = rows(args.device, args.turns)
     text = "\n".join([
-        f"# Attention in a ring on {where(device)}, {date.today().isoformat()}", "",
-        f"`{shlex.join(['python', 'benchmarks/ring.py', *sys.argv[1:]])}`", "",
-        hardware(facts, device), "",
         f"{tokens} tokens, {heads} heads of {width}. Time of all ranks' work as a multiple of one",
         "call for all keys, the median of its turns; error as a norm against that call.", "",
-        "| dtype | ranks | kernel | time | error |", "| --- | --- | --- | --- | --- |", *lines, "",
+        "| dtype | ranks | kernel | time | error |", "| --- | --- | --- | --- | --- |", *lines,
     ])  # fmt: skip
-    print(text)
-    if not given.no_page:
-        result_page("ring", device).write_text(text)
+    page = compose_page(f"Attention in a ring on {where(device)}", text, hardware(facts, device))
+    publish("ring", page, is_page=args.is_page, device=device)
 
 
 if __name__ == "__main__":

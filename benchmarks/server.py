@@ -4,7 +4,6 @@
     python benchmarks/server.py --only throughput --jobs 200
     python benchmarks/server.py --only kills --kills 20
     python benchmarks/server.py --folder FOLDER          # continues where that folder was left
-    python benchmarks/server.py --no-page                # print only
 
 Throughput: tiny jobs of the embedded model through the API, by 20 clients that each wait for their
 job as OpenAI's client does, by turns with the same jobs given to the warm workers that the server
@@ -21,14 +20,11 @@ Everything is on loopback, in a folder of its own that is removed at the end, an
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import os
-import platform
 import random
 import re
-import shlex
 import statistics
 import subprocess
 import sys
@@ -38,19 +34,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import date
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
+from result_pages import compose_page, make_parser, publish, versions_of
 
 from everyframe._version import __version__
 from everyframe.core.request import Request
 from everyframe.engine.workers.warm_workers import WarmWorkers
 from everyframe.engine.workers.worker_process import WorkerJob
+from everyframe.hardware import machine_facts
 
-RESULTS = Path(__file__).parent / "results"
 SOURCE = Path(__file__).parent.parent / "src"
 CLIENTS = 20
 PROMPT = "a red circle moves to the right on a blue background"
@@ -301,21 +297,18 @@ def json_of(path: Path, otherwise: Any) -> Any:
 
 def page_of(rows: list[dict[str, Any]], killed: dict[str, Any] | None) -> str:
     """The result page."""
-    lines = [f"# The server beside the bare engine, and killed, {date.today()}", ""]
+    lines: list[str] = []
     if rows:
         lines += _throughput_lines(rows)
     if killed:
         lines += ["## Kills", "", "| what | |", "| --- | --- |"]
         lines += [f"| {name} | {value:.1f} |" if isinstance(value, float) else
                   f"| {name} | {value} |" for name, value in killed.items()]  # fmt: skip
-        lines.append("")
-    model = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
-    lines += [
-        f"{model[1] if model else platform.processor()}, {os.cpu_count()} cores; Python "
-        f"{platform.python_version()}, everyframe {__version__}. Command: "
-        f"`{shlex.join(['python', 'benchmarks/server.py', *sys.argv[1:]])}`",
-    ]  # fmt: skip
-    return "\n".join(lines) + "\n"
+    facts = machine_facts("cpu")
+    versions = f"{versions_of(facts)}, everyframe {__version__}"
+    machine = f"{facts.cpu.name}, {facts.num_cores} cores; {versions}."
+    title = "The server beside the bare engine, and killed"
+    return compose_page(title, "\n".join(lines), machine)
 
 
 def _throughput_lines(rows: list[dict[str, Any]]) -> list[str]:
@@ -362,33 +355,29 @@ def _folder(given: str | None) -> Iterator[Path]:
 
 def main() -> None:
     """Measure, print, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--only", choices=("throughput", "kills"))
     parser.add_argument("--jobs", type=int, default=1000)
     parser.add_argument("--round", type=int, default=100)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--folder")
-    parser.add_argument("--no-page", action="store_true")
-    given = parser.parse_args()
-    with _folder(given.folder) as folder:
+    args = parser.parse_args()
+    with _folder(args.folder) as folder:
         rows: list[dict[str, Any]] = json_of(folder / "rows.json", [])
         killed = None
-        if given.only != "kills":
-            left = given.jobs - sum(row["jobs"] for row in rows)
-            until = time.monotonic() + given.minutes * 60
-            for row in throughput(folder, left, given.round, until) if left > 0 else ():
+        if args.only != "kills":
+            left = args.jobs - sum(row["jobs"] for row in rows)
+            until = time.monotonic() + args.minutes * 60
+            for row in throughput(folder, left, args.round, until) if left > 0 else ():
                 rows.append(row)
                 (folder / "rows.json").write_text(json.dumps(rows))
                 print(f"{row['jobs']} jobs: {row['server']['wall']:.3f} s each, bare "
                       f"{row['bare']['wall']:.3f} s", flush=True)  # fmt: skip
-        if given.only != "throughput":
-            until = time.monotonic() + given.minutes * 60
-            killed = kills(folder, given.kills, 50, until)
-        page = page_of(rows, killed)
-        print(page)
-        if not given.no_page:
-            (RESULTS / f"server-{date.today()}.md").write_text(page)
+        if args.only != "throughput":
+            until = time.monotonic() + args.minutes * 60
+            killed = kills(folder, args.kills, 50, until)
+        publish("server", page_of(rows, killed), is_page=args.is_page)
 
 
 if __name__ == "__main__":

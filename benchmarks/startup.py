@@ -2,7 +2,6 @@
 
     python benchmarks/startup.py                       # four minutes
     python benchmarks/startup.py --beside OLD/src      # an older source tree by turns with this one
-    python benchmarks/startup.py --no-page             # print only
 
 Everything is a process of its own, and what counts is the processor time of its whole tree (user
 and system), which a busy machine changes little; what a round measures is divided by what
@@ -17,23 +16,21 @@ Bars: the first event of `generate` at most 1.5 times the floor, and `plan` half
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
 import resource
-import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from datetime import date
 from importlib import metadata
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
+from result_pages import compose_page, make_parser, publish
+
 SOURCE = Path(__file__).parent.parent / "src"
 PROMPT = "a red circle moves to the right on a blue background"
 
@@ -189,8 +186,7 @@ def page(rounds: list[dict[str, float]], steps: Mapping[str, list[dict[str, floa
     versions = ", ".join(
         f"{n} {metadata.version(n)}" for n in ("torch", "diffusers", "transformers")
     )
-    return f"""# What it takes to begin, {date.today().isoformat()}
-
+    text = f"""
 Processor time of the whole process tree, medians of {len(rounds)} rounds; ratios are taken within a
 round, least and most in brackets. Rows that end in (wall) are seconds on the clock.
 
@@ -206,34 +202,23 @@ Where the time of a plan goes, first run, one thing after the other in one proce
 
 Hardware: {_processor()}; one thread a process; load at the end {os.getloadavg()[0]:.1f}.
 Versions: python {platform.python_version()}, {platform.system()} {platform.machine()}, {versions}.
-
-Command: `{shlex.join(["python", "benchmarks/startup.py", *sys.argv[1:]])}`
 """
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5, help="default 5")
-    parser.add_argument("--beside", type=Path, help="the src folder of an older version")
-    parser.add_argument("--no-page", action="store_true", help="print only")
-    return parser.parse_args()
+    return compose_page("What it takes to begin", text)
 
 
 def main() -> None:
-    asked = arguments()
+    parser = make_parser(__doc__, rounds=5)
+    parser.add_argument("--beside", type=Path, help="the src folder of an older version")
+    args = parser.parse_args()
     sources = {"now": SOURCE}
-    if asked.beside is not None:
-        sources = {"before": asked.beside.resolve(), **sources}
-    rounds = [one_round(sources) for _ in range(asked.rounds)]
+    if args.beside is not None:
+        sources = {"before": args.beside.resolve(), **sources}
+    rounds = [one_round(sources) for _ in range(args.rounds)]
     steps = {
-        name: [steps_of(source) for _ in range(min(3, asked.rounds))]
+        name: [steps_of(source) for _ in range(min(3, args.rounds))]
         for name, source in sources.items()
     }
-    text = page(rounds, steps)
-    print(text)
-    if not asked.no_page:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"startup-{date.today().isoformat()}.md").write_text(text)
+    publish("startup", page(rounds, steps), is_page=args.is_page)
 
 
 if __name__ == "__main__":

@@ -14,18 +14,17 @@ They are measured where torchao is installed, also where their trial finds them 
 from __future__ import annotations
 
 import importlib.util
-import shlex
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from measuring import hardware, publish, relative, rounds_and_page, where
+from measuring import hardware, relative
+from result_pages import compose_page, make_parser, publish, where
 from torch import Tensor, nn
 
 from everyframe import stream
@@ -142,31 +141,28 @@ def table(name: str, rows: list[Row]) -> list[str]:
 
 
 def main() -> None:
-    parser = rounds_and_page(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="videos by each method")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         tables = [line for name in LATENTS_ENTER
-                  for line in table(name, rows_of(name, Path(folder), asked.seeds))]  # fmt: skip
+                  for line in table(name, rows_of(name, Path(folder), args.seeds))]  # fmt: skip
     facts = machine_facts("cpu")
     device = pick_device(facts, "cpu")
     lines = "\n".join(tables)
-    text = f"""# Step error of lossy methods on {where(device)}, {date.today().isoformat()}
-
+    text = f"""
 Tiny Stable Video Diffusion and Wan 2.2 **with random weights, which say nothing about pictures**:
 there are no decibels here, and no budget follows. The error is that of the final latents against
-the exact run of {STEPS} steps, the norm of the difference over the norm; {asked.seeds} seeds.
+the exact run of {STEPS} steps, the norm of the difference over the norm; {args.seeds} seeds.
 `calls` are those of the denoiser; a shallow one of DeepCache counts {SHALLOW_SHARE:g}.
 `denoises` is the time of the exact steps over that of the method's, in the median: of denoisers so
 small that what surrounds a call takes as long, and Wan's first step has its texts besides.
 torchao's products in eight bits are measured whether or not their trial finds them faster here.
 {lines}
-
-{hardware(facts, device)}
-
-Command: `{shlex.join(["python", "benchmarks/step_error.py", *sys.argv[1:]])}`
 """
-    publish(text, "step-error", device, is_page=not asked.no_page)
+    title = f"Step error of lossy methods on {where(device)}"
+    page = compose_page(title, text, hardware(facts, device))
+    publish("step-error", page, is_page=args.is_page, device=device)
 
 
 if __name__ == "__main__":

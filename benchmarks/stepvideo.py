@@ -14,15 +14,12 @@ Three questions of the released sizes, with random weights:
   peak beside the plan's forecast, in blocks. Each in a process of its own. Its weights are zeros,
   its bytes are read all the same.
 - decode: two pieces of the autoencoder one after the other, as a run does, and both at once.
-
-Writes a dated page into `benchmarks/results/` unless told not to.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import shutil
 import statistics
 import subprocess
@@ -31,14 +28,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 
 import torch
+from measuring import seconds
+from result_pages import compose_page, make_parser, publish, versions_of
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from versions import versions_of
 
 from everyframe.checkpoints.key_map import KeyMap
 from everyframe.core.facts import DeviceFacts
@@ -61,22 +58,14 @@ from everyframe.runtime.components.meta_init import build_on_meta
 from everyframe.runtime.loading import load_component
 from everyframe.runtime.memory.offload import resident_bytes
 
-RESULTS = Path(__file__).parent / "results"
 GRID = (2, 8, 16)  # 256 tokens
 TEXT_TOKENS = 397
 ROUNDS = 3
 
 
-def precision(cpu: DeviceFacts) -> Precision:
+def block_precision(cpu: DeviceFacts) -> Precision:
     dtype = "bfloat16" if cpu.has_fast_bf16 else "float32"
     return Precision(dtype, dtype, DENOISER_ISLANDS if dtype == "bfloat16" else ())
-
-
-def timed(call: Callable[[], object]) -> float:
-    """Processor seconds of one thread."""
-    began = time.process_time()
-    call()
-    return time.process_time() - began
 
 
 def given(
@@ -93,18 +82,19 @@ def given(
 
 def block(cpu: DeviceFacts) -> list[str]:
     """Seconds of one block and of products, by turns."""
-    config, told = StepVideoModelConfig(num_layers=1), precision(cpu)
+    config, precision = StepVideoModelConfig(num_layers=1), block_precision(cpu)
     model = StepVideoModel(config)
     one = model.transformer_blocks[0]
     assert isinstance(one, StepVideoBlock)
-    islands = ("scale_shift_table", "norm1", "norm2") if told.islands else ()
-    cast_hooks.add_cast_hooks(one, Precision(told.parameters, told.compute, islands))
+    islands = ("scale_shift_table", "norm1", "norm2") if precision.islands else ()
+    cast_hooks.add_cast_hooks(one, Precision(precision.parameters, precision.compute, islands))
     one.eval().requires_grad_(False)
     size = config.hidden_size
     tokens = GRID[0] * GRID[1] * GRID[2]
     x, t = torch.randn(1, tokens, size), torch.randn(1, 6, size)
     table = model.rope(GRID, torch.float32, torch.device("cpu"))
-    text = one.attn2.keys_values(torch.randn(1, TEXT_TOKENS, size).to(torch_dtype(told.compute)))
+    dtype = torch_dtype(precision.compute)
+    text = one.attn2.keys_values(torch.randn(1, TEXT_TOKENS, size).to(dtype))
 
     def run() -> Tensor:
         out: Tensor = one(x, t, text, None, table)
@@ -114,15 +104,15 @@ def block(cpu: DeviceFacts) -> list[str]:
         run()
     operations = counter.get_total_flops()
     side = 2048
-    a, b = (torch.randn(side, side).to(torch_dtype(told.compute)) for _ in range(2))
+    a, b = (torch.randn(side, side).to(dtype) for _ in range(2))
     shares, rates = [], []
     for _ in range(ROUNDS):
-        peak = max(2 * side**3 / timed(lambda: a @ b) for _ in range(3))
-        rate = operations / timed(run)
+        peak = max(2 * side**3 / seconds(lambda: a @ b) for _ in range(3))
+        rate = operations / seconds(run)
         shares.append(rate / peak)
         rates.append(rate)
     share, rate = statistics.median(shares), statistics.median(rates)
-    narrow = replace(told, islands=islands)
+    narrow = replace(precision, islands=islands)
     errors = ", ".join(
         f"{kind} {rounding_error(one, replace(narrow, weight_dtype=kind), run, x):.2%}"
         for kind in ERRORS
@@ -131,7 +121,7 @@ def block(cpu: DeviceFacts) -> list[str]:
         "## One block",
         "",
         f"Width {size}, {config.num_attention_heads} heads, {tokens} tokens and {TEXT_TOKENS} of "
-        f"text, {told.parameters}, one thread: {operations / 1e9:.0f} GFLOP in "
+        f"text, {precision.parameters}, one thread: {operations / 1e9:.0f} GFLOP in "
         f"{operations / rate:.2f} s of processor time, **{share:.0%} of what a product of {side} x "
         f"{side} reaches** in the same minute (rounds: "
         f"{', '.join(f'{each:.0%}' for each in shares)}).",
@@ -142,17 +132,17 @@ def block(cpu: DeviceFacts) -> list[str]:
 
 
 def rounding_error(
-    one: StepVideoBlock, told: Precision, run: Callable[[], Tensor], x: Tensor
+    one: StepVideoBlock, precision: Precision, run: Callable[[], Tensor], x: Tensor
 ) -> float:
     """Of what the block adds to the stream `x`: norm of the difference over the norm."""
-    found = layers(one, told)
+    found = layers(one, precision)
     for linear in found.values():
         nn.init.normal_(linear.weight, std=0.02, generator=torch.Generator().manual_seed(0))
     plain = run() - x
     for name, linear in found.items():
-        values, scale = quantise(linear.weight, told.weight_dtype, torch.device("cpu"))
+        values, scale = quantise(linear.weight, precision.weight_dtype, torch.device("cpu"))
         layer = QuantisedLinear(
-            told.weight_dtype, values, scale.to(linear.weight.dtype), linear.bias
+            precision.weight_dtype, values, scale.to(linear.weight.dtype), linear.bias
         )
         swap(one, name, layer)
     error = float((run() - x - plain).norm() / plain.norm())
@@ -183,25 +173,27 @@ def load_once(folder: Path, blocks: int, streams: bool, kind: str) -> None:
     """In a process of its own: load, make one call, and print what was planned and what came."""
     config = StepVideoModelConfig(num_layers=blocks)
     cpu = machine_facts("cpu").cpu
-    told = precision(cpu)
+    precision = block_precision(cpu)
     if kind:
-        told = replace(told, islands=DENOISER_ISLANDS, weight_dtype=kind)
+        precision = replace(precision, islands=DENOISER_ISLANDS, weight_dtype=kind)
     empty = build_on_meta(lambda: StepVideoModel(config))
-    count = {name: each.numel() for name, each in empty.named_parameters()}
-    scales = rows(empty, told)
-    sizes = {name: weight_bytes({name: each}, told, rows=scales) for name, each in count.items()}
+    scales = rows(empty, precision)
+    sizes = {
+        name: weight_bytes({name: each.numel()}, precision, rows=scales)
+        for name, each in empty.named_parameters()
+    }
 
     def call(model: StepVideoModel, device: str) -> object:
         x, t, (llm, clip) = given(config, device)
         mask = torch.ones(1, TEXT_TOKENS, dtype=torch.bool)
         return model(x, t, model.context(llm, clip, mask))
 
-    parts = {"denoiser": DryRunModule(empty, told)}
+    parts = {"denoiser": DryRunModule(empty, precision)}
     found = dry_run_modules(parts, lambda device: call(empty, device), cpu)
     working = found.found["denoiser"].working_bytes
-    weights = resident_bytes(empty, told) if streams else sum(sizes.values())
+    weights = resident_bytes(empty, precision) if streams else sum(sizes.values())
     plan = ComponentPlan(
-        "denoiser", "denoiser", "denoise", str(folder), 0, "cpu", told, sum(sizes.values()),
+        "denoiser", "denoiser", "denoise", str(folder), 0, "cpu", precision, sum(sizes.values()),
         working, block_offload=streams, from_disk=streams,
     )  # fmt: skip
     before = peak_bytes(cpu) or 0
@@ -276,7 +268,7 @@ def decode() -> list[str]:
 
     piece_bytes = dry(lambda module, z: module.decode_piece(z, pieces[0]))
     whole_bytes = dry(lambda module, z: module.decoder(torch.cat(z.chunk(2, dim=2))))
-    by_turns = [(timed(apart), timed(together)) for _ in range(2)]
+    by_turns = [(seconds(apart), seconds(together)) for _ in range(2)]
     one, whole = (min(each) for each in zip(*by_turns, strict=True))
     return [
         "## Decoding",
@@ -295,41 +287,31 @@ def decode() -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--blocks", type=int, default=6, help="of the synthetic checkpoint")
-    parser.add_argument("--no-page", action="store_true", help="print, and write no page")
     parser.add_argument("--load-once", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--streams", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--kind", default="", help=argparse.SUPPRESS)
-    told = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    if told.write is not None:
-        write_checkpoint(told.write, StepVideoModelConfig(num_layers=told.blocks))
+    if args.write is not None:
+        write_checkpoint(args.write, StepVideoModelConfig(num_layers=args.blocks))
         return
-    if told.load_once is not None:
-        load_once(told.load_once, told.blocks, told.streams, told.kind)
+    if args.load_once is not None:
+        load_once(args.load_once, args.blocks, args.streams, args.kind)
         return
-    wanted = 1.3e9 * (told.blocks + 1)
+    wanted = 1.3e9 * (args.blocks + 1)
     free = shutil.disk_usage(tempfile.gettempdir()).free
     if free < wanted:
         sys.exit(f"needs {wanted / 1e9:.0f} GB in {tempfile.gettempdir()}, {free / 1e9:.0f} free")
     facts = machine_facts("cpu")
     torch.manual_seed(0)
     with torch.inference_mode():
-        lines = [*load(told.blocks), *block(facts.cpu), *decode()]
-    head = [
-        f"# Step-Video's parts, {date.today()}",
-        "",
-        f"{facts.cpu.name}, {facts.num_cores} cores, one thread; " + versions_of(facts),
-        "",
-        f"`python benchmarks/stepvideo.py {shlex.join(sys.argv[1:])}`".replace(" `", "`"),
-        "",
-    ]
-    page = "\n".join([*head, *lines])
-    print(page)
-    if not told.no_page:
-        (RESULTS / f"stepvideo-{date.today()}.md").write_text(page, encoding="utf-8")
+        lines = [*load(args.blocks), *block(facts.cpu), *decode()]
+    machine = f"{facts.cpu.name}, {facts.num_cores} cores, one thread; {versions_of(facts)}"
+    page = compose_page("Step-Video's parts", machine, "\n".join(lines))
+    publish("stepvideo", page, is_page=args.is_page)
 
 
 if __name__ == "__main__":

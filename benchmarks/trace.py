@@ -5,34 +5,29 @@
 One forward of a denoiser with hooks and without, by turns, one thread, in processor time (which
 waiting for other programs doesn't add to): a small one, whose time is mostly the overhead of
 operations, and one of Open-Sora 1.2's width with two of its 28 layers. The share is the median over
-rounds; weights, which are looked at once in a run, are told apart. Bytes are those of the file, for
-a run of 10 calls. Writes a dated page into `benchmarks/results/` unless told not to (`--no-page`).
+rounds; weights, which are looked at once in a run, have a column of their own. Bytes are those of
+the file, for a run of 10 calls.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
-import sys
 import tempfile
-import time
-from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from measuring import seconds
+from result_pages import compose_page, make_parser, publish, versions_of
 from torch import Tensor, nn
-from versions import versions_of
 
 from everyframe.hardware import machine_facts
 from everyframe.numerics.trace import file
 from everyframe.numerics.trace.fingerprint import fingerprint
 from everyframe.numerics.trace.recorder import Recorder
 
-RESULTS = Path(__file__).parent / "results"
 #: Name -> hidden size, heads, layers, tokens.
 SIZES = {
     "small": (128, 4, 4, 256),
@@ -59,13 +54,6 @@ class Block(nn.Module):
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         fed: Tensor = self.fc2(self.act(self.fc1(self.norm2(x))))
         return x + fed
-
-
-def seconds(work: Callable[[], object]) -> float:
-    """Processor time of this process."""
-    begun = time.process_time()
-    work()
-    return time.process_time() - begun
 
 
 @torch.inference_mode()
@@ -105,33 +93,20 @@ def measured(name: str, rounds: int) -> str:
 
 def main() -> None:
     """Print the table, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-page", action="store_true")
-    asked = parser.parse_args()
+    args = make_parser(__doc__, rounds=5).parse_args()
     torch.set_num_threads(1)
-    rows = [measured(name, asked.rounds) for name in SIZES]
-    head = (
-        "model",
-        "one call",
-        "recording adds",
-        "weights, once",
-        "tensors a call",
-        "file",
-        "each",
-    )
-    table = "\n".join([f"| {' | '.join(head)} |", "| --- " * len(head) + "|", *rows])
+    table = "\n".join([
+        "| model | one call | recording adds | weights, once | tensors a call | file | each |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        *(measured(name, args.rounds) for name in SIZES),
+    ])  # fmt: skip
     facts = machine_facts("cpu")
-    versions = versions_of(facts)
-    page = (
-        f"# What a trace costs, {date.today().isoformat()}\n\n{table}\n\n"
-        f"`{' '.join(['python', *sys.argv])}` on {facts.devices[0].name}, one thread, processor "
-        f"time; {versions}. The file is that of {CALLS} calls. A tensor that equals another one, "
-        "as what a block gives and the next is given, is kept once.\n"
+    machine = (
+        f"On {facts.devices[0].name}, one thread, processor time; {versions_of(facts)}. The file "
+        f"is that of {CALLS} calls. A tensor that equals another one, as what a block gives and "
+        "the next is given, is stored once."
     )
-    print(page)
-    if not asked.no_page:
-        (RESULTS / f"trace-{date.today().isoformat()}.md").write_text(page)
+    publish("trace", compose_page("What a trace costs", table, machine), is_page=args.is_page)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,12 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from versions import versions_of
+from result_pages import compose_page, versions_of
 
 from everyframe.hardware import machine_facts
 from helpers.tiny_checkpoints import opensora as tiny_opensora
@@ -40,17 +39,14 @@ def page(turns: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         found = measure(tiny_opensora.opensora_1_2(Path(folder, "model"), **SIZES), turns)
     facts = machine_facts("cpu")
-    versions = versions_of(facts)
     lines = [
-        f"# Two workers of one thread, {date.today()}",
-        "",
-        f"`python benchmarks/parallel.py --two --turns {turns}`: seconds of the denoising steps of "
+        "Seconds of the denoising steps of "
         f"51 frames of 256x256 by an Open-Sora 1.2 of width {SIZES['hidden_size']} and "
         f"{SIZES['depth']} pairs of blocks, medians and the least of {turns} turns (other work "
         "only adds). The last row is what the second core here is worth where nothing is shared.",
         "",
         f"Hardware: {facts.cpu.name}, {facts.num_cores} cores; load at the end "
-        f"{os.getloadavg()[0]:.1f}. Versions: {versions}.",
+        f"{os.getloadavg()[0]:.1f}. Versions: {versions_of(facts)}.",
         "",
         "| | seconds | times as fast | at the least | times as fast |",
         "|---|---:|---:|---:|---:|",
@@ -64,7 +60,7 @@ def page(turns: int) -> str:
             for cell in (of(found[name]), videos * of(found["one"]) / of(found[name]))
         ]
         lines.append(f"| {shown} | {' | '.join(f'{cell:.2f}' for cell in cells)} |")
-    return "\n".join([*lines, ""])
+    return compose_page("Two workers of one thread", "\n".join(lines))
 
 
 def measure(model: Path, turns: int) -> dict[str, list[float]]:

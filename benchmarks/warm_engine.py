@@ -2,7 +2,6 @@
 
     python benchmarks/warm_engine.py                   # three minutes, the embedded model
     python benchmarks/warm_engine.py --model FOLDER    # another model
-    python benchmarks/warm_engine.py --no-page         # print only
 
 Each way makes the same video, whose bits are compared: `generate(isolate=True)`, which starts a
 process for each request; `generate` in one process; and the engine of `everyframe.load`, in this
@@ -16,24 +15,22 @@ Bar: a second request of the same plan is over with its first step within 0.3 s,
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from result_pages import compose_page, make_parser, publish, versions_of
 
 import everyframe
 from everyframe.core.events import Event, Step
 from everyframe.hardware.facts import machine_facts
 
-RESULTS = Path(__file__).parent / "results"
 BAR = 0.3
 TICK = os.sysconf("SC_CLK_TCK")
 
@@ -101,15 +98,12 @@ def measure(model: str | None, rounds: int) -> list[Way]:
 def page(ways: list[Way], model: str | None, rounds: int) -> str:
     """The result as Markdown."""
     facts = machine_facts("cpu")
-    versions = ", ".join(f"{name} {text}" for name, text in facts.versions.items())
     rows = [
         f"| {way.name} | {statistics.median(way.first):.2f} s | {min(way.first):.2f} s | "
         f"{statistics.median(way.cores):.2f} s | {statistics.median(way.whole):.2f} s |"
         for way in ways
     ]
-    return "\n".join([
-        f"# How soon a request begins, {date.today()}",
-        "",
+    lines = [
         f"From the call to the end of the denoiser's first step, `{model or 'shapes'}`, a request",
         "of a plan that ran before; all videos have the same bits. The machine is shared: the",
         "processor time says what a request costs.",
@@ -118,25 +112,21 @@ def page(ways: list[Way], model: str | None, rounds: int) -> str:
         "| --- | --- | --- | --- | --- |",
         *rows,
         "",
-        f"`python benchmarks/warm_engine.py` on {facts.cpu.name}, {facts.num_cores} cores, load",
-        f"{os.getloadavg()[0]:.0f} at the end; {rounds} rounds (3 of the first way); {versions}.",
+        f"On {facts.cpu.name}, {facts.num_cores} cores, load {os.getloadavg()[0]:.0f} at the end;",
+        f"{rounds} rounds (3 of the first way); {versions_of(facts)}.",
         f"Bar: {BAR} s for the two engines.",
-        "",
-    ])  # fmt: skip
+    ]
+    return compose_page("How soon a request begins", "\n".join(lines))
 
 
 def main() -> None:
     """Measure, print and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = make_parser(__doc__, rounds=7)
     parser.add_argument("--model")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--no-page", action="store_true")
-    given = parser.parse_args()
+    args = parser.parse_args()
     warnings.simplefilter("ignore", everyframe.EveryframeWarning)
-    made = page(measure(given.model, given.rounds), given.model, given.rounds)
-    print(made)
-    if not given.no_page:
-        (RESULTS / f"warm-engine-{date.today()}.md").write_text(made, encoding="utf-8")
+    text = page(measure(args.model, args.rounds), args.model, args.rounds)
+    publish("warm-engine", text, is_page=args.is_page)
 
 
 if __name__ == "__main__":

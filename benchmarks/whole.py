@@ -15,7 +15,6 @@ apart. All take turns, round after round. Wall time and processor time with all 
 median over rounds. A command that takes longer than `--limit` is a line with the reason, and no
 round begins after `--seconds`.
 Everything that was measured, and what was compiled, stays in `--folder`.
-Writes a dated page into `benchmarks/results/` unless told not to.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import contextlib
 import json
 import os
 import resource
-import shlex
 import signal
 import statistics
 import subprocess
@@ -34,10 +32,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import Any
 
+from result_pages import compose_page, make_parser, publish, where
 from whole_models import MODELS, START, WRITE
 
 COMPILED = "everyframe, compiled before"
@@ -110,75 +108,75 @@ def timed(command: list[str], place: Path, limit: float) -> tuple[float, float]:
                 os.killpg(started.pid, signal.SIGKILL)  # and what it left behind
             started.wait()
         output.seek(0)
-        said = output.read().strip()
+        text = output.read().strip()
     wall = time.perf_counter() - began
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if code:
-        raise RuntimeError((said.splitlines() or [f"exit code {code}"])[-1][-300:])
+        raise RuntimeError((text.splitlines() or [f"exit code {code}"])[-1][-300:])
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return wall, used
 
 
-def own_sizes(asked: argparse.Namespace, place: Path) -> list[str]:
+def own_sizes(args: argparse.Namespace, place: Path) -> list[str]:
     """Device, sizes and the input as arguments of ours."""
-    found = ["--device", asked.device, *MODELS[asked.model].own(place)]
+    found = ["--device", args.device, *MODELS[args.model].own(place)]
     for name, short in SHORT.items():
-        found += [f"--{name.replace('_', '-')}", str(getattr(asked, short))]
+        found += [f"--{name.replace('_', '-')}", str(getattr(args, short))]
     return found
 
 
-def commands(asked: argparse.Namespace, place: Path) -> dict[str, list[str]]:
+def commands(args: argparse.Namespace, place: Path) -> dict[str, list[str]]:
     from everyframe.fast_paths.registry import CATALOGUE
 
     folder, output = str(place / "model"), str(place / "out.mp4")
     script = place / "diffusers_script.py"
-    script.write_text(START + MODELS[asked.model].script + WRITE)
-    sizes = [str(each) for each in (asked.height, asked.width, asked.frames, asked.steps)]
+    script.write_text(START + MODELS[args.model].script + WRITE)
+    sizes = [str(each) for each in (args.height, args.width, args.frames, args.steps)]
     found: dict[str, list[str]] = {}
-    for dtype in ("float32", "bfloat16") if MODELS[asked.model].script else ():
-        theirs = [sys.executable, str(script), folder, asked.device, dtype]
+    for dtype in ("float32", "bfloat16") if MODELS[args.model].script else ():
+        theirs = [sys.executable, str(script), folder, args.device, dtype]
         found[f"diffusers {dtype}"] = [*theirs, "False", output, *sizes]
-        if asked.compiled:
+        if args.compiled:
             found[f"diffusers {dtype}, compiled"] = [*theirs, "True", output, *sizes]
     ours = [
         sys.executable, "-m", "everyframe", "generate", "--model", folder,
-        *own_sizes(asked, place), "--seed", "1", "--run-dir", "off", "-o", output,
+        *own_sizes(args, place), "--seed", "1", "--run-dir", "off", "-o", output,
     ]  # fmt: skip
     off = [each for name in CATALOGUE for each in ("--disable", name)]
     found["everyframe, no fast path"] = [*ours, *off, "--dtype", "fp32"]
     found["everyframe"] = [*ours, "--disable", "compile"]
     found[COMPILED] = ours
     return {name: command for name, command in found.items()
-            if not asked.only or any(each in name for each in asked.only)}  # fmt: skip
+            if not args.only or any(each in name for each in args.only)}  # fmt: skip
 
 
-def measure(asked: argparse.Namespace, place: Path, found: Measured) -> Iterator[None]:
+def measure(args: argparse.Namespace, place: Path, found: Measured) -> Iterator[None]:
     """Fill `found`, command by command; yields after each."""
     if not (place / "written").is_file():
-        MODELS[asked.model].write(place, asked.width_of_model, asked.layers)
+        MODELS[args.model].write(place, args.width_of_model, args.layers)
         (place / "written").touch()
-    runs = commands(asked, place)
-    model = [str(place / "model"), *own_sizes(asked, place)]
+    runs = commands(args, place)
+    model = [str(place / "model"), *own_sizes(args, place)]
     ours = [sys.executable, "-m", "everyframe"]
     ahead = [*ours, "compile", *model, "-o", str(place / "compiled")]
-    ends = time.monotonic() + asked.seconds
+    ends = time.monotonic() + args.seconds
     if found.certified is None:
         found.certified = timed([*ours, "fast-paths", "--certify", "--model", *model], place,
-                                asked.limit)[0]  # fmt: skip
+                                args.limit)[0]  # fmt: skip
         found.keep(place / "measured.json")
-    for number in range(asked.rounds + 1):
+    for number in range(args.rounds + 1):
         for name, command in runs.items():
             done = len(found.rounds.get(name, ())) + (name in found.first)
             if name in found.skipped or done > number:
                 continue
-            left = min(asked.limit, ends - time.monotonic())
+            left = min(args.limit, ends - time.monotonic())
             if left <= 0:
                 return
             try:
                 if name == COMPILED and found.compiled is None:
                     found.compiled = timed(ahead, place, left)[0]
                     found.keep(place / "measured.json")
-                times = list(timed(command, place, asked.limit))
+                times = list(timed(command, place, args.limit))
             except RuntimeError as error:
                 found.skipped[name] = str(error)
             else:
@@ -193,12 +191,11 @@ def measure(asked: argparse.Namespace, place: Path, found: Measured) -> Iterator
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = make_parser(__doc__, rounds=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
         "--compiled", action="store_true", help="diffusers with compiled blocks too"
     )
-    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="keep what is measured, and continue with it")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one command")
     parser.add_argument("--seconds", type=float, default=1200.0, help="for all")
@@ -206,37 +203,27 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", action="append", default=[], help="part of commands' names")
     for name in ("width-of-model", "layers", "height", "width", "frames", "steps"):
         parser.add_argument(f"--{name}", type=int, help="default: by model and device")
-    parser.add_argument("--no-page", action="store_true", help="print only")
-    asked = parser.parse_args()
-    model = MODELS[asked.model]
-    for name, value in (model.on_cpu if asked.device == "cpu" else model.on_card).items():
-        setattr(asked, name, getattr(asked, name) or value)
-    return asked
+    args = parser.parse_args()
+    model = MODELS[args.model]
+    for name, value in (model.on_cpu if args.device == "cpu" else model.on_card).items():
+        setattr(args, name, getattr(args, name) or value)
+    return args
 
 
 def main() -> None:
-    asked = arguments()
-    kept = (
-        "model",
-        "device",
-        "width_of_model",
-        "layers",
-        "height",
-        "width",
-        "frames",
-        "steps",
-        "compiled",
-    )
-    sizes = {name: getattr(asked, name) for name in kept}
+    args = arguments()
+    names = ("model", "device", "width_of_model", "layers", "height", "width", "frames", "steps",
+             "compiled")  # fmt: skip
+    sizes = {name: getattr(args, name) for name in names}
     with contextlib.ExitStack() as stack:
-        place = asked.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        place = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         place.mkdir(parents=True, exist_ok=True)
         found = Measured.find(place / "measured.json", sizes)
-        for _ in measure(asked, place, found):
+        for _ in measure(args, place, found):
             pass
     if not found.rounds:
         raise SystemExit(f"nothing could be measured: {found.skipped or 'no time was left'}")
-    write_page(asked, found)
+    write_page(args, found)
 
 
 def row(name: str, found: Measured, base: list[list[float]]) -> str:
@@ -250,26 +237,24 @@ def row(name: str, found: Measured, base: list[list[float]]) -> str:
     return f"| {name} | {' | '.join(cells)} | {found.first[name][0]:.1f} s |"
 
 
-def write_page(asked: argparse.Namespace, found: Measured) -> None:
-    from measuring import hardware, publish, where
+def write_page(args: argparse.Namespace, found: Measured) -> None:
+    from measuring import hardware
 
     from everyframe.hardware import machine_facts, pick_device
 
-    facts = machine_facts(asked.device)
-    device = pick_device(facts, asked.device)
+    facts = machine_facts(args.device)
+    device = pick_device(facts, args.device)
     first = next(name for name in ("diffusers float32", *found.rounds) if name in found.rounds)
     rows = "\n".join(row(name, found, found.rounds[first]) for name in found.rounds)
     lines = "".join(f"\n- {name}: not measured ({why})" for name, why in found.skipped.items())
     fewest = min(map(len, found.rounds.values()))
     took = "was not run" if found.compiled is None else f"took {found.compiled:.0f} s, once, before"
-    command = shlex.join(["python", "benchmarks/whole.py", *sys.argv[1:]])
     certified = (
         f"`everyframe fast-paths --certify` took {found.certified or 0.0:.0f} s, once, before"
     )
-    text = f"""# From the command to the file on {where(device)}, {date.today().isoformat()}
-
-{MODELS[asked.model].title(asked.width_of_model, asked.layers)}; {asked.frames} frames
-of {asked.width}x{asked.height}, {asked.steps} steps, guided. Medians of {fewest} rounds or more,
+    text = f"""
+{MODELS[args.model].title(args.width_of_model, args.layers)}; {args.frames} frames
+of {args.width}x{args.height}, {args.steps} steps, guided. Medians of {fewest} rounds or more,
 after a first one that fills caches.
 
 | command | wall | x {first} | processor | x {first} | first, wall |
@@ -277,13 +262,12 @@ after a first one that fills caches.
 {rows}
 
 {certified}. `everyframe compile` {took}.{lines}
-
-{hardware(facts, device)}
-
-Command: `{command}`
 """
-    name = "whole" if asked.model == "wan" else f"whole-{asked.model}"
-    publish(text, name, device, is_page=not asked.no_page)
+    page = compose_page(
+        f"From the command to the file on {where(device)}", text, hardware(facts, device)
+    )
+    name = "whole" if args.model == "wan" else f"whole-{args.model}"
+    publish(name, page, is_page=args.is_page, device=device)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from everyframe.cli.main import main
 from everyframe.core.errors import InputError, PeerLostError, WorkerDiedError
 from everyframe.engine.workers import torchrun as torchrun_module
 from everyframe.engine.workers.launcher import IN_PROCESS
-from everyframe.engine.workers.torchrun import TorchrunRank, leave_word, under_torchrun
+from everyframe.engine.workers.torchrun import TorchrunRank, under_torchrun, write_error_file
 from everyframe.engine.workers.worker_process import WorkerJob
 from everyframe.media.read import read_video
 
@@ -65,7 +65,7 @@ def test_who_knows_most_speaks_first() -> None:
     """A process whose worker died knows of what; who lost a peer knows least."""
     died, lost, wrong = WorkerDiedError("x"), PeerLostError("x"), InputError("x")
     turns = sorted(
-        [(torchrun_module.patience(error, rank), name, rank)
+        [(torchrun_module.report_delay(error, rank), name, rank)
          for name, error in (("died", died), ("lost", lost), ("wrong", wrong)) for rank in (0, 1)]
     )  # fmt: skip
     assert [turn[1:] for turn in turns] == [
@@ -80,7 +80,7 @@ def test_what_a_rank_leaves_is_what_torchrun_reads(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    leave_word("rank 1: the disk is full")
+    write_error_file("rank 1: the disk is full")
     failure = ProcessFailure(1, 77, 2, str(tmp_path / "error.json"))
     assert "traceback : rank 1: the disk is full" in str(ChildFailedError("x", {1: failure}))
     assert abs(failure.timestamp - time.time()) < 60

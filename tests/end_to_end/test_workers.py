@@ -125,7 +125,9 @@ def test_no_worker_outlives_who_started_it(model: str, tmp_path: Path) -> None:
 def test_a_worker_that_the_system_ended(tmp_path: Path) -> None:
     FlightRecorder(tmp_path / "trail-1").at("decode", 2, 5)
     worker: Any = SimpleNamespace(
-        trail=tmp_path / "trail-1", job=WorkerJob(rank=1, weights=(1.0, 1.0)), printed=lambda: ""
+        recorder_file=tmp_path / "trail-1",
+        job=WorkerJob(rank=1, weights=(1.0, 1.0)),
+        printed=lambda: "",
     )
     text = str(
         worker_monitor.crash_error(worker, -signal.SIGKILL, RunFolder(tmp_path / "this-run"))

@@ -14,7 +14,7 @@ import everyframe
 from everyframe.core.events import Note, Planned, StageDone, VideoDone
 from everyframe.core.plan import Plan
 from everyframe.engine import run
-from everyframe.engine.stage_count import count_event
+from everyframe.engine.run import count_event
 from everyframe.fast_paths import certificates as certificate_store
 from everyframe.fast_paths.certificates import Certificate
 from everyframe.fast_paths.certification import certify as certifying

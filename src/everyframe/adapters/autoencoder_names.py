@@ -8,16 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 
-from everyframe.adapters.name_maps import Rename
+from everyframe.adapters.name_maps import Rename, count_children
 
 Renames = Callable[[Collection[str]], Iterator[Rename]]
 """Renames of a layout for a model with these modules."""
-
-
-def _count(modules: Collection[str], before: str) -> int:
-    """How many numbers follow that prefix."""
-    start = f"{before}."
-    return len({name[len(start) :].split(".")[0] for name in modules if name.startswith(start)})
 
 
 def _has(modules: Collection[str], before: str) -> bool:
@@ -61,7 +55,7 @@ def wan_renames(modules: Collection[str]) -> Iterator[Rename]:
         ("decoder", "up_blocks", "upsamples", "upsampler"),
     ):
         number = 0
-        for level in range(_count(modules, f"{side}.{blocks}")):
+        for level in range(count_children(modules, f"{side}.{blocks}")):
             block = f"{side}.{blocks}.{level}"
             is_nested = _has(modules, f"{block}.{sampler}") or _is_last_nested(
                 modules, side, blocks, sampler
@@ -72,7 +66,7 @@ def wan_renames(modules: Collection[str]) -> Iterator[Rename]:
                 continue
             number = 0 if is_nested else number
             before = f"{side}.{layers}.{level}.{layers}" if is_nested else f"{side}.{layers}"
-            for layer in range(_count(modules, f"{block}.resnets")):
+            for layer in range(count_children(modules, f"{block}.resnets")):
                 yield from _wan_resnet(f"{before}.{number}", f"{block}.resnets.{layer}")
                 number += 1
             own = f"{block}.{sampler}" if is_nested else f"{block}.{sampler}s.0"
@@ -155,7 +149,7 @@ _LDM_ATTENTION = {
 
 def ldm_renames(modules: Collection[str]) -> Iterator[Rename]:
     """Names of CompVis' autoencoder, which HunyuanVideo's and CogVideoX' have in ComfyUI."""
-    levels = _count(modules, "decoder.up_blocks")
+    levels = count_children(modules, "decoder.up_blocks")
     for side in ("encoder", "decoder"):
         yield Rename(f"{side}.norm_out.**", (f"{side}.conv_norm_out.**",))
         yield Rename(f"{side}.norm_out", (f"{side}.conv_norm_out",))
@@ -165,7 +159,7 @@ def ldm_renames(modules: Collection[str]) -> Iterator[Rename]:
             for target in targets:
                 yield Rename(f"{side}.mid.attn_1.{original}",
                              (f"{side}.mid_block.attentions.0.{target}",))  # fmt: skip
-    for level in range(_count(modules, "encoder.down_blocks")):
+    for level in range(count_children(modules, "encoder.down_blocks")):
         yield from _ldm_level(f"encoder.down.{level}", f"encoder.down_blocks.{level}", "down")
     for level in range(levels):
         own = f"decoder.up_blocks.{level}"

@@ -9,7 +9,7 @@ and ComfyUI's names (`comfy/lora.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 
@@ -28,6 +28,12 @@ class Rename:
     targets: tuple[str, ...]
     chunks: tuple[tuple[int, ...], ...] = ()
     num_chunks: int = 0
+
+
+def count_children(modules: Collection[str], before: str) -> int:
+    """How many children the module of that name has, among modules by dotted name."""
+    start = f"{before}."
+    return len({name[len(start) :].split(".")[0] for name in modules if name.startswith(start)})
 
 
 def _plain(table: Mapping[str, str], before: str = "", after: str = "") -> tuple[Rename, ...]:

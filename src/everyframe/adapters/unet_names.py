@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from everyframe.adapters.name_maps import Rename
+from everyframe.adapters.name_maps import Rename, count_children
 
 _TOP = {
     "time_embed.0": "time_embedding.linear_1",
@@ -50,9 +50,9 @@ def unet_renames(modules: Collection[str]) -> Iterator[Rename]:
     for original, target in _TOP.items():
         yield Rename(original, (target,))
     number = 1
-    for level in range(_count(modules, "down_blocks")):
+    for level in range(count_children(modules, "down_blocks")):
         block = f"down_blocks.{level}"
-        for layer in range(_count(modules, f"{block}.resnets")):
+        for layer in range(count_children(modules, f"{block}.resnets")):
             yield from _layer(f"input_blocks.{number}", block, layer)
             number += 1
         if f"{block}.downsamplers.0.conv" in modules:
@@ -62,20 +62,14 @@ def unet_renames(modules: Collection[str]) -> Iterator[Rename]:
     yield from _attention("middle_block.1", "mid_block.attentions.0")
     yield from _resnet("middle_block.2", "mid_block.resnets.1")
     number = 0
-    for level in range(_count(modules, "up_blocks")):
+    for level in range(count_children(modules, "up_blocks")):
         block = f"up_blocks.{level}"
-        has_attention = _count(modules, f"{block}.attentions") > 0
-        for layer in range(_count(modules, f"{block}.resnets")):
+        has_attention = count_children(modules, f"{block}.attentions") > 0
+        for layer in range(count_children(modules, f"{block}.resnets")):
             yield from _layer(f"output_blocks.{number}", block, layer)
             number += 1
         last = f"output_blocks.{number - 1}.{2 if has_attention else 1}.conv"
         yield Rename(last, (f"{block}.upsamplers.0.conv",))
-
-
-def _count(modules: Collection[str], before: str) -> int:
-    """How many numbers follow that prefix."""
-    start = f"{before}."
-    return len({name[len(start) :].split(".")[0] for name in modules if name.startswith(start)})
 
 
 def _layer(original: str, block: str, layer: int) -> Iterator[Rename]:

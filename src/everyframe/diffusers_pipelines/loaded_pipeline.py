@@ -19,7 +19,12 @@ from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Precision, Settings, Switches
 from everyframe.core.quality import CACHES, PREDICTORS
 from everyframe.core.request import Request
-from everyframe.diffusers_pipelines.calls.call_thread import Beside, InThread, Tell
+from everyframe.diffusers_pipelines.calls.call_thread import (
+    Calling,
+    Tell,
+    run_beside_others,
+    run_here,
+)
 from everyframe.diffusers_pipelines.calls.digests import digest_component, digest_pipeline
 from everyframe.diffusers_pipelines.calls.step_caches import cache_notes
 from everyframe.diffusers_pipelines.files.component_classes import checked
@@ -266,7 +271,9 @@ class LoadedPipelineSpec(CompleteSpec):
         interface = self.sizes.interface
         own = request_settings.check_options(interface, self.options.option, is_given=True)
         own = call_options.call_values(own)
-        way = InThread(self.tell) if self.tell is not None else Beside(self.thread.entered)
+        calling: Calling = partial(run_beside_others, within=self.thread.entered)
+        if self.tell is not None:
+            calling = partial(run_here, tell=self.tell)
         assert parallel.world.size == 1, "a pipeline in memory is on one device"
         return PipelineStage(
             plan,
@@ -274,7 +281,7 @@ class LoadedPipelineSpec(CompleteSpec):
             own,
             pipe=self.pipe,
             savings=self.savings,
-            calling=way,
+            calling=calling,
             latents=self.latent_space,
             patches=self.patched.patches,
         )

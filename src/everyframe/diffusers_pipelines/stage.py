@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from everyframe.diffusers_pipelines.call_arguments import arguments
 from everyframe.diffusers_pipelines.calls.call import no_progress_bars
 from everyframe.diffusers_pipelines.calls.call_errors import beyond_memory, explained
 from everyframe.diffusers_pipelines.calls.call_results import Made, OutOfMemory, generators_in
-from everyframe.diffusers_pipelines.calls.call_thread import Calling, InOwnThread
+from everyframe.diffusers_pipelines.calls.call_thread import Calling, run_in_thread
 from everyframe.diffusers_pipelines.calls.global_generators import (
     GlobalGenerators,
     restore_torch,
@@ -110,9 +110,9 @@ class PipelineStage:
     patches: Mapping[str, Patches] = field(default_factory=dict)
     latents: LatentSpace | None = None
     warm: WarmComponents = field(default_factory=WarmComponents)
-    name: str = STAGE
-    # Its answers are kept call by call, and served again when it is called again.
-    is_resumable: bool = False
+    name: ClassVar[str] = STAGE
+    # Its answers are saved call by call, and served again when it is called again.
+    is_resumable: ClassVar[bool] = False
 
     @property
     def component(self) -> str:
@@ -165,8 +165,9 @@ class PipelineStage:
         return EncodeOnLeadRank(found, self.parallel.video_group, self.plan.device.torch_name)
 
     def _video(self, call: Callable[[Emit], Made], video: VideoState) -> Iterator[Event]:
-        calling = self.calling or InOwnThread(partial(cpu_threads, self.plan.num_threads))
-        made = yield from calling(call)
+        threads = partial(cpu_threads, self.plan.num_threads)
+        calling = self.calling or partial(run_in_thread, within=threads)
+        made: Made = yield from calling(call)
         for number, (frames, sound) in enumerate(made.videos):
             index = number if call_options.gives_list(self.own) else None
             yield from self._events(video.seed, frames, sound, index)

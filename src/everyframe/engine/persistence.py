@@ -1,6 +1,6 @@
 """Create the folder of a run when it begins, and remove or keep it when it ends.
 
-`resume.py` reads the folder; `everyframe.runs.run_state` writes progress into it.
+`resumption/resume.py` reads the folder; `everyframe.runs.run_state` writes progress into it.
 """
 
 from __future__ import annotations
@@ -66,24 +66,24 @@ def create_run(
         if lock is not None:
             lock.release()
         why = getattr(error, "strerror", None) or str(error)
-        keeper = RunStateWriter(None, how)
-        keeper.note(
+        writer = RunStateWriter(None, how)
+        writer.note(
             f"this run can't be saved in {how.root} ({why}), so it cannot be resumed if it is "
             "interrupted; EVERYFRAME_RUNS names another folder"
         )
-        return keeper
-    keeper = RunStateWriter(folder, how, lock)
-    _remove_old_runs(how.root, keeper)
-    return keeper
+        return writer
+    writer = RunStateWriter(folder, how, lock)
+    _remove_old_runs(how.root, writer)
+    return writer
 
 
-def _remove_old_runs(root: Path, keeper: RunStateWriter) -> None:
+def _remove_old_runs(root: Path, writer: RunStateWriter) -> None:
     """Delete old runs to bound the size of the runs folder; each deletion is a note."""
     try:
         for removed in remove_old_runs(root):
-            keeper.note(describe(removed))
+            writer.note(describe(removed))
     except OSError as error:
-        keeper.note(f"old runs in {root} can't be removed ({error.strerror or error})")
+        writer.note(f"old runs in {root} can't be removed ({error.strerror or error})")
 
 
 def write(
@@ -127,28 +127,28 @@ def writer_for_rank(here: RankContext, how: SaveOptions, begun: RunStateWriter) 
         folder.path.mkdir(parents=True, mode=0o700)
     if folder.path.is_dir():
         return RunStateWriter(folder, how)
-    keeper = RunStateWriter(None, how)
-    keeper.note(
+    writer = RunStateWriter(None, how)
+    writer.note(
         f"{path} is not on this machine too; its videos begin again if the run is interrupted"
     )
-    return keeper
+    return writer
 
 
 @contextmanager
-def saved_run(keeper: RunStateWriter, videos: Sequence[VideoState]) -> Iterator[None]:
+def saved_run(writer: RunStateWriter, videos: Sequence[VideoState]) -> Iterator[None]:
     """Context: this process owns the run, and answers of a pipeline's components are saved.
 
     On exit the folder is removed if the run is done or can't be done at all. Otherwise it stays,
     with a note on how to resume.
     """
-    folder = keeper.folder
+    folder = writer.folder
     for video in videos if folder is not None else ():
         assert folder is not None
-        video.replay_log = FileReplayLog(folder.answers / str(video.seed), keeper.note)
+        video.replay_log = FileReplayLog(folder.answers / str(video.seed), writer.note)
     remove = False
     try:
         yield
-        remove = keeper.cleans
+        remove = writer.cleans
     except EveryframeError as error:
         # The same would come of it again, but for a place that could not be written.
         remove = isinstance(error, (InputError, NumericsError)) and not isinstance(
@@ -160,4 +160,4 @@ def saved_run(keeper: RunStateWriter, videos: Sequence[VideoState]) -> Iterator[
         raise error.reworded(text) from error.__cause__
     finally:
         # Others may be at work on other parts of it.
-        keeper.finish(remove=remove and (folder is None or folder.part == 0))
+        writer.finish(remove=remove and (folder is None or folder.part == 0))

@@ -44,7 +44,6 @@ from everyframe.engine.persistence import create_run, saved_run, writer_for_rank
 from everyframe.engine.records.provenance import for_seed, make_record, recorded_loras
 from everyframe.engine.repair_report import loaded_in, with_repair_report
 from everyframe.engine.request_inputs import read_given, start_noise
-from everyframe.engine.stage_count import count_event
 from everyframe.engine.warm_state import check_contents_once, warm_of, with_cache
 from everyframe.hardware.cpu import cpu_threads
 from everyframe.hardware.device_loss import translate_device_loss
@@ -53,10 +52,12 @@ from everyframe.hardware.switches import Turn
 from everyframe.hardware.thread_state import without_casts, without_default_device
 from everyframe.media.output_path import check_folder
 from everyframe.ops.attention import kernels_kept
-from everyframe.planning.resolve import LoadedModel, check_feasible, prepare
+from everyframe.planning.fast_paths.component_certificates import count_stage
+from everyframe.planning.resolve import LoadedModel, PreparedPlan, check_feasible, prepare
 from everyframe.precision.strict_float32 import strict_float32
 from everyframe.runs.folder import runs_folder
 from everyframe.runs.run_state import RunState, RunStateWriter, SaveOptions
+from everyframe.runtime.batch_member import MEMBER
 from everyframe.runtime.components.component_cache import ComponentCache
 from everyframe.runtime.components.patchable import digest_with_loras, patches_of
 from everyframe.runtime.interface import ModelSpec, Stage, VideoState
@@ -125,14 +126,27 @@ def stream(
     here = join_plan(plan, model, record, peers)
     model = with_cache(model, cache, here, record)
     how = SaveOptions(runs_folder()) if keep is None else keep
-    keeper = writer_for_rank(here, how, create_run(how, request, plan, record, given_model))
-    events = run_stages(here, model, record, keeper, RunState(videos=here.mine(videos)))
+    writer = writer_for_rank(here, how, create_run(how, request, plan, record, given_model))
+    events = run_stages(here, model, record, writer, RunState(videos=here.mine(videos)))
     if place is not None and (peers is None or not peers.rank):
         events = with_repair_report(events, plan, record, place, loaded_in(model))
     with closing(events):
         for event in events:
             count_event(event, prepared, here)
             yield event
+
+
+def count_event(event: Event, prepared: PreparedPlan, here: RankContext) -> None:
+    """Count a stage's seconds towards the trials of its kernels, on the first rank alone."""
+    if not isinstance(event, StageDone) or here.parallel.world.rank:
+        return
+    plan = prepared.plan
+    # Runs of a batch share their seconds.
+    number = 1 if plan.batch is None or MEMBER.get() is None else plan.batch.num_videos
+    count_stage(
+        prepared.chooser.certificates, plan.components, prepared.fitted.runs, event.stage,
+        event.seconds / number,
+    )  # fmt: skip
 
 
 def _repairs_forgotten(request: Request, record: dict[str, Any], plan: Plan) -> Iterator[Note]:
@@ -155,17 +169,17 @@ def run_stages(
     here: RankContext,
     model: ModelSpec,
     record: dict[str, Any],
-    keeper: RunStateWriter,
+    writer: RunStateWriter,
     progress: RunState,
 ) -> Events:
     """Run the remaining stages of the plan, then release the saved run."""
     if not progress.videos:
         return
-    with saved_run(keeper, progress.videos):
-        yield from keeper.notes()
-        if keeper.folder is not None and keeper.folder.part == 0:
-            yield RunSaved(keeper.folder.name, str(keeper.folder.path))
-        events = _PlannedEvents(_run(here, model, record, keeper, progress), here)
+    with saved_run(writer, progress.videos):
+        yield from writer.notes()
+        if writer.folder is not None and writer.folder.part == 0:
+            yield RunSaved(writer.folder.name, str(writer.folder.path))
+        events = _PlannedEvents(_run(here, model, record, writer, progress), here)
         with closing(events):
             yield from gathered(events, here) if here.sources else events
 
@@ -237,21 +251,21 @@ def _run(
     here: RankContext,
     model: ModelSpec,
     record: dict[str, Any],
-    keeper: RunStateWriter,
+    writer: RunStateWriter,
     progress: RunState,
 ) -> Generator[Event, None, None]:
     plan, videos, num_clips = here.plan, progress.videos, here.plan.settings.chain
     key = _repairs_key(record, plan) if here.parallel.video_group.is_lead else None
     warm, num_frames = warm_of(model), Counter[_Which]()
     unfinished: list[_Which] = []
-    for frames in keeper.saved_frames(progress):
+    for frames in writer.saved_frames(progress):
         if frames.seed in {video.seed for video in videos}:
             num_frames[frames.seed, frames.index] += frames.num_frames
             yield frames
     for clip, stage in _stages(here, model, progress):
-        keeper.write(progress)
+        writer.write(progress)
         for video in videos:
-            video.oom_log = keeper.oom_log(clip, progress.stage)
+            video.oom_log = writer.oom_log(clip, progress.stage)
         began = time.perf_counter()
         yield StageStarted(stage.name, stage.num_steps(len(videos)), clip, num_clips)
         # When the generator is over, so is the component that it held.
@@ -264,27 +278,27 @@ def _run(
                 if isinstance(event, Note) and event.in_record:
                     progress.notes.append((event.seed, event.text))
                 if isinstance(event, Step) and stage.is_resumable:
-                    keeper.write(progress)
+                    writer.write(progress)
                 if isinstance(event, FramesDecoded):
                     _check_finite(event, stage)
                     which = (event.seed, event.index)
                     num_frames[which] += event.num_frames
                     if clip < num_clips - 1:
-                        keeper.frames(progress, event)
+                        writer.frames(progress, event)
                     elif which not in unfinished:
-                        # Takes come one after the other: where one begins, those before are whole.
+                        # Videos come one after the other: where one begins, those before are whole.
                         yield from _done(unfinished, num_frames, record, progress)
                         unfinished = [which]
                 if isinstance(event, Output) and event.seed not in (seed for seed, _ in unfinished):
                     yield from _done(unfinished, num_frames, record, progress)
                     unfinished = [(event.seed, None)]
                 yield event
-                yield from keeper.notes()
+                yield from writer.notes()
         empty_cache()
         seconds = time.perf_counter() - began
         _log.info("clip %d of %d: %s took %.2f s", clip + 1, num_clips, stage.name, seconds)
         yield StageDone(stage.name, seconds, peak_bytes(plan.device))
-        yield from keeper.notes()
+        yield from writer.notes()
         for video in videos:
             video.begin_stage()
     yield from _done(unfinished, num_frames, record, progress)

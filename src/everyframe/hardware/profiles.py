@@ -123,11 +123,6 @@ def machine_names() -> tuple[str, ...]:
     return tuple(_shipped("machines.json"))
 
 
-def machine_of(named: str | Path) -> MachineFacts:
-    """Facts of the machine that a shipped profile or a file describes; see `find_profile`."""
-    return find_profile(named).machine()
-
-
 def find_profile(name: str | Path) -> Profile:
     """Shipped device or machine of that name, or the one in the JSON file at that path.
 

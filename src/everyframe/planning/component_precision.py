@@ -26,7 +26,7 @@ from everyframe.dry_run.call import DryRunCall
 from everyframe.fast_paths.registry import CATALOGUE
 from everyframe.planning.dry_runs import DryRun, dry_run, not_followed
 from everyframe.planning.fast_paths.choose_fast_paths import USED, FastPathChooser
-from everyframe.precision.policy import choose
+from everyframe.precision.policy import FP8_CAPABILITY, choose
 from everyframe.runtime.interface import Component, DryRunSpec, ModelSpec, ShardableSpec
 
 if TYPE_CHECKING:
@@ -170,9 +170,6 @@ ERRORS = {"int8": 0.01, "fp8": 0.03, "int8-dynamic": 0.01, "fp8-scaled": 0.04}
 #: Format tried by default: the more accurate of the two; the other saves no more.
 _OF_ITSELF = "int8"
 
-#: First compute capability with products of fp8.
-_FP8_PRODUCTS = (8, 9)
-
 #: Device types on which torch lacks the dtype.
 _LACKS = {"fp8": ("mps",)}
 
@@ -227,7 +224,7 @@ def quantising_of(request: Request, device: DeviceFacts) -> QuantizationChoice:
 
 def can_multiply(device: DeviceFacts, kind: str) -> bool:
     """Whether the device has products of that kind."""
-    is_old = (device.capability or (0, 0)) < _FP8_PRODUCTS
+    is_old = (device.capability or (0, 0)) < FP8_CAPABILITY
     return device.kind in CATALOGUE[kind].kinds and not (kind == "fp8-scaled" and is_old)
 
 

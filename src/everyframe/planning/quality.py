@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from everyframe.checkpoints.digest import known_digest
-from everyframe.core.errors import CheckpointError, InputError
+from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, Settings
 from everyframe.core.quality import (
@@ -33,7 +32,7 @@ from everyframe.planning.component_precision import can_multiply
 from everyframe.planning.fast_paths.choose_fast_paths import has_torchao
 from everyframe.planning.load_balancing import BalancedPlan
 from everyframe.planning.memory.memory_fit import FitResult, MemoryFit
-from everyframe.runtime.components.patchable import digest_with_loras, patches_of
+from everyframe.runtime.components.patchable import known_digest_with_loras
 from everyframe.runtime.interface import LossySpec, ModelSpec
 
 
@@ -295,14 +294,8 @@ def calibration_key(
     It has the weights with their LoRAs, steps, guidance and options, the precision of each
     component, and the device with its libraries; not the prompt, seed, size or threads.
     """
-    if model.missing():
-        return None
-    try:
-        files = model.weight_files()
-    except CheckpointError:  # missing weights; loading reports them
-        return None
-    sha256, loras = known_digest(files) if files else None, patches_of(model).known()
-    if sha256 is None or loras is None:
+    weights = known_digest_with_loras(model)
+    if weights is None:
         return None
     general = replace(
         settings, prompt="", negative_prompt=None, seed=0, num_videos=1, method=None, savings=(),
@@ -311,7 +304,7 @@ def calibration_key(
     precisions = [(part.name, str(part.precision)) for part in components]
     return digest(
         [
-            digest_with_loras(sha256, loras),
+            weights,
             repr(general),
             settings.negative_prompt is not None,
             precisions,

@@ -25,7 +25,7 @@ from everyframe.core.request import Request
 from everyframe.families.registry import check_option_names, family_options
 from everyframe.hardware.device_loss import translate_device_loss
 from everyframe.hardware.facts import Freed, machine_facts
-from everyframe.hardware.profiles import machine_of
+from everyframe.hardware.profiles import find_profile
 from everyframe.hardware.thread_state import without_default_device
 from everyframe.planning.batches import with_batch
 from everyframe.planning.dry_runs import clashes_of
@@ -139,7 +139,9 @@ def _prepared(
     settings, notes = model.resolve(request, _seed_of(request))
     _check_contents(request, settings, given)
     is_here = profile is None
-    facts = machine_facts(request.device, freed) if profile is None else machine_of(profile)
+    facts = (
+        machine_facts(request.device, freed) if profile is None else find_profile(profile).machine()
+    )
     devices = usable_devices(request, facts, joined)
     check_division(request, model, settings, len(devices))
     num_threads = num_threads or default_threads(facts, len(devices), is_here=is_here)

@@ -21,6 +21,7 @@ from everyframe.core.errors import InputError
 from everyframe.core.plan import Precision
 from everyframe.hardware.throughput import wait_for_device
 from everyframe.precision.dtypes import dtype_name
+from everyframe.precision.policy import FP8_CAPABILITY
 from everyframe.precision.quantization import layers
 from everyframe.precision.quantized_products import torchao
 
@@ -29,9 +30,6 @@ _LIMIT = 5e-2
 
 #: Smallest gain, and rows and rounds with which a layer is timed.
 _LEAST_GAIN, _ROWS, _ROUNDS = 1.03, 1024, 5
-
-#: First compute capability with products of fp8.
-_FP8 = (8, 9)
 
 
 def is_quantized(module: nn.Module) -> bool:
@@ -51,7 +49,7 @@ def quantize_products(module: nn.Module, kind: str) -> Iterator[str]:
     found = layers(module, Precision(dtype, dtype, weight_dtype="int8"))
     device = next(module.parameters()).device
     if kind == "fp8-scaled" and (
-        device.type != "cuda" or torch.cuda.get_device_capability(device) < _FP8
+        device.type != "cuda" or torch.cuda.get_device_capability(device) < FP8_CAPABILITY
     ):
         raise InputError("fp8-scaled needs a card of compute capability 8.9 or later; try fp8")
     by_size: dict[tuple[int, ...], list[nn.Linear]] = {}

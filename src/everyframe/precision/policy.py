@@ -26,6 +26,9 @@ CPU_BF16_PARAMETERS = 10_000_000
 #: memory.
 MOST_FP16_SLOWDOWN = 2.0
 
+#: First compute capability of CUDA with products of fp8.
+FP8_CAPABILITY = (8, 9)
+
 
 @dataclass(frozen=True)
 class ComponentNeeds:

@@ -2,8 +2,8 @@
 
 Activations are rounded at each call, one scale a row: to int8 for integer products, to
 float8_e4m3fn for the scaled products of cards since SM89. Lossy; a plan uses them where a trial on
-this device shows them right and faster (`fast_paths.trials`). Modules in memory have them by
-`dynamic_quantization`.
+this device shows them right and faster (`fast_paths.certification.trials`). Modules in memory have
+them by `dynamic_quantization`.
 """
 
 from __future__ import annotations

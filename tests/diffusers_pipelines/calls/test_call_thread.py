@@ -13,7 +13,11 @@ from torch import nn
 from torch.nn.attention import _cur_sdpa_kernel_backends
 
 from everyframe.core.events import Event, Note
-from everyframe.diffusers_pipelines.calls.call_thread import Beside, InThread, run_in_thread
+from everyframe.diffusers_pipelines.calls.call_thread import (
+    run_beside_others,
+    run_here,
+    run_in_thread,
+)
 from everyframe.hardware.cpu import cpu_threads
 from everyframe.hardware.switches import exclusive, is_exclusive
 from everyframe.ops.attention import KERNELS, PLAIN, attend_by, kernels_kept
@@ -155,10 +159,10 @@ def test_a_repair_by_the_plain_kernel_is_alone_and_is_put_back_for_whoever_reads
     seen: list[list[Any]] = []
     read_by: list[list[Any]] = []
     if way == "beside":
-        for event in Beside(one_thread)(call):
+        for event in run_beside_others(call, one_thread):
             read(event)
     else:
-        list(InThread(read)(call))
+        list(run_here(call, read))
     assert read_by == [before]
     assert seen == [[KERNELS[PLAIN]]] * 2
     assert kernels() == before

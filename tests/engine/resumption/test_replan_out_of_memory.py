@@ -98,7 +98,7 @@ class MadeUp:
                 for name, value in self._said[number // 2][number % 2]:
                     send(theirs, name, value)
 
-            worker.job, worker.trail = job, job.folder / f"trail-{job.rank}"
+            worker.job, worker.recorder_file = job, job.folder / f"trail-{job.rank}"
             worker.kill = lambda: self.killed.append(number)
             # The second is heard after the first, which waits for it.
             threading.Timer(0.3 * (number % 2), say).start()

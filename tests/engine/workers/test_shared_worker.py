@@ -104,13 +104,13 @@ def test_a_job_without_room_waits_in_the_worker(
     monkeypatch.setattr(worker, "_events", lambda *_: (event for event in events))
     monkeypatch.setattr(worker, "ModuleWatch", Mock())  # which would stay in this process
     ours, theirs = Pipe()
-    inbox, desk = SilentInbox(theirs), worker._Desk()
+    inbox, process = SilentInbox(theirs), worker._ProcessState()
     first, second = (replace(job_of(n), tag=n, folder=tmp_path) for n in range(2))
     inbox.jobs.put(second)
     job: WorkerJob | None = first
     for _ in range(3 - room):  # a batch each, or one of both
         assert job is not None
-        assert worker._run_batch(job, inbox, desk)
+        assert worker._run_batch(job, inbox, process)
         job = inbox.arrived()
     assert job is None
     tags = [receive_raw(ours)[1] for _ in range(2 * len(events) + 2)]

@@ -33,10 +33,12 @@ def used(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
 def workers(folder: Path) -> tuple[list[Any], list[FlightRecorder]]:
     """Three ranks in their first step."""
     made = [
-        SimpleNamespace(job=SimpleNamespace(rank=rank), process_id=rank, trail=folder / str(rank))
+        SimpleNamespace(
+            job=SimpleNamespace(rank=rank), process_id=rank, recorder_file=folder / str(rank)
+        )
         for rank in range(3)
     ]
-    trails = [FlightRecorder(each.trail) for each in made]
+    trails = [FlightRecorder(each.recorder_file) for each in made]
     for trail in trails:
         trail.at("denoise", 1, 30)
     return made, trails
@@ -154,7 +156,7 @@ def test_a_rank_that_hangs_after_it_has_read_is_named(
     made, trails = workers(tmp_path)
     for begins in (True, True, False, False):  # in two threads
         trails[1].read(begins)
-    assert not read_last_position(made[1].trail).is_reading
+    assert not read_last_position(made[1].recorder_file).is_reading
     trails[0].wait("frames are gathered")
     trails[2].wait("frames are gathered")
     with pytest.raises(WorkerDiedError, match="rank 1 did nothing"):
@@ -166,7 +168,7 @@ def test_a_rank_before_its_first_stage_is_waited_for(
 ) -> None:
     """It may wait for processes of its own, in which fast paths are tried."""
     made, trails = workers(tmp_path)
-    trails[0] = FlightRecorder(made[0].trail)
+    trails[0] = FlightRecorder(made[0].recorder_file)
     for rank in (1, 2):
         trails[rank].wait("ranks meet")
     watch(made, clock)

@@ -228,8 +228,8 @@ def sent(group: Communicator, path: str) -> dict[str, Any]:
     """What leaves this rank in a pass, and the most that came at once."""
     supply = supply_of(group)
     model = Model().requires_grad_(False)
-    carrier = ShardedWeightsProvider(model, supply, torch.device("cpu"))
-    offloaded = offload.apply(model, "cpu", carrier)
+    provider = ShardedWeightsProvider(model, supply, torch.device("cpu"))
+    offloaded = offload.apply(model, "cpu", provider)
     x, counts = torch.zeros(1, WIDTH), []
     for _ in range(3):
         before = supply.sent[WEIGHTS]
@@ -350,12 +350,12 @@ def answers(group: Communicator, name: str) -> dict[str, Any]:
     patch = put(model, ParallelContext(group, group))
     before = answer(model)
     patch.remove()
-    carrier = ShardedWeightsProvider(model, supply_of(group), torch.device("cpu"))
-    for each in carrier.elsewhere:
+    provider = ShardedWeightsProvider(model, supply_of(group), torch.device("cpu"))
+    for each in provider.elsewhere:
         part, _, own = each.rpartition(".")
         layer = model.get_submodule(part)
         layer._parameters[own] = nn.Parameter(layer._parameters[own].to("meta"), False)
-    offloaded = offload.apply(model, "cpu", carrier)
+    offloaded = offload.apply(model, "cpu", provider)
     patch = put(model, ParallelContext(group, group))
     after = [answer(model) for _ in range(2)]
     here = sum(p.nbytes for p in model.parameters() if not p.is_meta)

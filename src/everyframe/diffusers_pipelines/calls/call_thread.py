@@ -3,7 +3,7 @@
 A pipeline's `__call__` returns only when it is done, while a stream of events is read one at a
 time. `run_in_thread` therefore makes the call in a second thread, which alternates with this one:
 the call resumes when the next event is requested, and waits inside `emit` otherwise. Closing the
-generator ends the call at its next module call. `InThread` needs no second thread: it makes the
+generator ends the call at its next module call. `run_here` needs no second thread: it makes the
 call in the current thread and passes events to a callback at once.
 """
 
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,45 +27,8 @@ Within = Callable[[], AbstractContextManager[Any]]
 """Makes the context that the call's thread enters before the call."""
 
 
-class Calling(Protocol):
-    """Strategy for making a call: yields its events; the generator's return value is its result."""
-
-    def __call__(
-        self, call: Callable[[Tell], _Result]
-    ) -> Generator[Event, None, _Result]: ...  # fmt: skip
-
-
-@dataclass(frozen=True)
-class InOwnThread:
-    """Run the call in its own thread, for a run that sets torch's switches around each event."""
-
-    within: Within
-
-    def __call__(self, call: Callable[[Tell], _Result]) -> Generator[Event, None, _Result]:
-        return run_in_thread(call, self.within)
-
-
-@dataclass(frozen=True)
-class Beside:
-    """Run the call in its own thread without process-wide switches, so others can run beside it."""
-
-    within: Within
-
-    def __call__(self, call: Callable[[Tell], _Result]) -> Generator[Event, None, _Result]:
-        return run_in_thread(_beside_others(call), self.within)
-
-
-@dataclass(frozen=True)
-class InThread:
-    """Run the call in this thread without process-wide switches.
-
-    `tell` gets each event at once; the events are yielded after the call.
-    """
-
-    tell: Tell
-
-    def __call__(self, call: Callable[[Tell], _Result]) -> Generator[Event, None, _Result]:
-        return _in_this_thread(_beside_others(call), self.tell)
+Calling = Callable[[Callable[[Tell], Any]], Generator[Event, None, Any]]
+"""Makes a call: yields its events; the generator's return value is its result."""
 
 
 def run_in_thread(
@@ -74,7 +36,8 @@ def run_in_thread(
 ) -> Generator[Event, None, _Result]:
     """Run ``call(emit)`` in a thread and yield what it emits; the generator returns its result.
 
-    The call's thread enters ``within()`` first. An exception in the call is raised here.
+    For a run that sets torch's switches around each event. The call's thread enters ``within()``
+    first. An exception in the call is raised here.
     """
 
     def emit(event: Event) -> None:
@@ -101,15 +64,23 @@ def run_in_thread(
     return result
 
 
+def run_beside_others(
+    call: Callable[[Tell], _Result], within: Within
+) -> Generator[Event, None, _Result]:
+    """`run_in_thread` without process-wide switches, so that other runs can compute beside it."""
+    return run_in_thread(_beside_others(call), within)
+
+
 class _Stopped(BaseException):
     """Raised inside the call when `tell` has raised."""
 
 
-def _in_this_thread(call: Callable[[Tell], _Result], tell: Tell) -> Generator[Event, None, _Result]:
-    """Run the call without a second thread; `tell` gets each event at once, before it is yielded.
+def run_here(call: Callable[[Tell], _Result], tell: Tell) -> Generator[Event, None, _Result]:
+    """Run the call in this thread without process-wide switches.
 
-    An exception from `tell` ends the call and is raised here. It passes through the pipeline as
-    `_Stopped`, a BaseException, so no pipeline handles it as an error of its own.
+    `tell` gets each event at once; the events are yielded after the call. An exception from `tell`
+    ends the call and is raised here. It passes through the pipeline as `_Stopped`, a BaseException,
+    so no pipeline handles it as an error of its own.
     """
     events: list[Event] = []
     raised: list[BaseException] = []
@@ -126,7 +97,7 @@ def _in_this_thread(call: Callable[[Tell], _Result], tell: Tell) -> Generator[Ev
 
     try:
         with torch.no_grad():
-            result = call(emit)
+            result = _beside_others(call)(emit)
     except _Stopped:
         raise raised[0] from None
     except BaseException:

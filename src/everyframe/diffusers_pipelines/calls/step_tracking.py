@@ -157,11 +157,9 @@ class StepTracker:
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[bool, float | None]:
         """Whether a call that is about to be made begins a step, and its highest timestep."""
-        given = bind_arguments(module, args, kwargs)
-        found = next((given[each] for each in _TIMESTEP_NAMES if each in given), None)
-        if found is None:
+        timestep = _timestep(module, args, kwargs)
+        if timestep is None:
             return True, None
-        timestep = _value(found)
         now = (timestep, getattr(self._scheduler, "step_index", None))
         return not self.begun or now != self._last, timestep[1]
 
@@ -195,14 +193,21 @@ def notify_step_tracker(
     kwargs: Mapping[str, Any],
 ) -> None:
     """Notify the tracker of a denoiser call that is about to be computed or replayed."""
+    watch.saw(name, _timestep(module, args, kwargs))
+
+
+def _timestep(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[float, float] | None:
+    """Lowest and highest timestep of a call; None if it gets none.
+
+    Conditioning frames may have a different one than the rest.
+    """
     given = bind_arguments(module, args, kwargs)
     found = next((given[each] for each in _TIMESTEP_NAMES if each in given), None)
-    watch.saw(name, None if found is None else _value(found))
-
-
-def _value(timestep: Any) -> tuple[float, float]:
-    """Lowest and highest timestep; conditioning frames may have a different one than the rest."""
-    flat = torch.as_tensor(timestep).detach().double().flatten()
+    if found is None:
+        return None
+    flat = torch.as_tensor(found).detach().double().flatten()
     return (float(flat.min()), float(flat.max()))
 
 

@@ -93,7 +93,7 @@ Configs = Mapping[str, Mapping[str, Any]]
 _DENOISER_NAMES = ("transformer", "unet")
 
 
-#: Classes of UNets, as configs have them, whose blocks `fast_paths.deep_features` knows.
+#: Classes of UNets, as configs have them, whose blocks `fast_paths.modules.deep_features` knows.
 UNETS = (
     "UNet2DConditionModel", "UNet3DConditionModel", "UNetMotionModel", "I2VGenXLUNet",
     "UNetSpatioTemporalConditionModel",

@@ -65,7 +65,7 @@ def resolve_settings(
     Raises:
         InputError: the pipeline does not support an option or a value.
     """
-    interface, notes = sizes.interface, _standing_notes(sizes, request)
+    interface, notes = sizes.interface, _standing_notes(sizes)
     _check_request(sizes, title, request, options)
     own = check_options(interface, options.option, is_given=is_given)
     given, forms = _pictures_given(sizes, title, request, options)
@@ -164,7 +164,7 @@ def plain(value: Any) -> Any:
     return value if is_plain else f"<{type(value).__name__}>"
 
 
-def _standing_notes(sizes: PipelineDefaults, request: Request) -> list[str]:
+def _standing_notes(sizes: PipelineDefaults) -> list[str]:
     """Notes on limits of this pipeline that hold for every request."""
     interface, notes = sizes.interface, []
     if denoisers(sizes.configs):

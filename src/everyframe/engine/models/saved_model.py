@@ -44,7 +44,7 @@ class SavableNative:
         for need, title, _ in spec.builder.needs():
             name = need.name
             opened, keys = spec.patched_weights(name)
-            quantized = {} if need.prefers == "float32" else self._layers(name, quantize, keys)
+            quantized = {} if need.prefers == "float32" else self._layers(name, quantize)
             patched = spec.patched.patches.get(name, {})
             if not patched and not quantized and name not in spec.replaced.tensors:
                 continue
@@ -90,7 +90,7 @@ class SavableNative:
             or opened.dtype(name) != opened.entry(name).dtype
         }
 
-    def _layers(self, component: str, kind: str, keys: KeyMap) -> set[str]:
+    def _layers(self, component: str, kind: str) -> set[str]:
         """Names in the module of the weights that get eight bits."""
         need = next(each for each, _, _ in self.spec.builder.needs() if each.name == component)
         count, whole = self.spec.builder.num_elements[component], Precision(*_WIDTH, need.islands)

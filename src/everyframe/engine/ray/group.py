@@ -1,7 +1,7 @@
 """The ranks of one job on a Ray cluster: a placement group, an actor for each rank, their messages.
 
 A group serves one job and is the unit of failure: a rank alone is of no use, so Ray restarts none.
-`ray_rank.py` is the other side; `ray_executor.py` decides what follows a loss.
+`rank.py` is the other side; `job.py` decides what follows a loss.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from everyframe.engine.ray.message_bytes import from_bytes, to_bytes
 from everyframe.engine.ray.rank import RayRank, software
 from everyframe.engine.ray.rank_layout import Rank, RankJob, RankPlace, check_software, lay_out
 from everyframe.engine.workers.error_transfer import error_from
+from everyframe.engine.workers.launcher import log_level, log_record
 from everyframe.engine.workers.stop_switch import StopSwitch
 from everyframe.engine.workers.worker_process import WorkerJob
 
@@ -98,11 +99,10 @@ class RayGroup:
         """
         import ray
 
-        level = logging.getLevelName(logging.getLogger("everyframe").getEffectiveLevel())
         shared = ray.put(run), ray.put(inputs)
         at_work: dict[Any, int] = {}
         for rank in ranks:
-            what = RankJob(rank.job_of(job), name, rank.environment, level)
+            what = RankJob(rank.job_of(job), name, rank.environment, log_level())
             method = self._actors[rank.place].run.options(
                 num_returns="streaming", _generator_backpressure_num_objects=_AHEAD
             )
@@ -117,7 +117,7 @@ class RayGroup:
                 elif name_ == "error":
                     raise self._explained(at_work, stream, value, ranks)
                 elif name_ == "log":
-                    _log(value)
+                    log_record(value)
                 else:
                     yield name_, value
 
@@ -160,11 +160,6 @@ def _ready(streams: dict[Any, int]) -> list[Any]:
     import ray
 
     return list(ray.wait(list(streams), num_returns=1, timeout=1.0)[0])
-
-
-def _log(value: tuple[str, int, str]) -> None:
-    source, level, text = value
-    logging.getLogger(source).log(level, "%s", text)
 
 
 def _check_import(error: BaseException) -> None:

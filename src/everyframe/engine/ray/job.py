@@ -66,17 +66,17 @@ def run_on_cluster(
 
 def _attempts(job: WorkerJob, run: _SavedRun, seconds: float, stop: StopSwitch | None) -> Events:
     """The events of all groups, each once; `Planned` is the first of them."""
-    handed, number, lost = EventDeduplicator(), len(job.weights), ""
+    deduplicator, number, lost = EventDeduplicator(), len(job.weights), ""
     out_of_memory: OutOfMemoryInfo | None = None
     notes, losses, is_planned, num_videos = run.notes, 0, False, 0
     while True:
         if is_planned:
             yield from run.taken_notes()
-        asked = run.job_now(job, number, handed.done, out_of_memory)
+        asked = run.job_now(job, number, deduplicator.done, out_of_memory)
         try:
             with closing(_group_events(asked, run, seconds, stop)) as events:
                 for event in events:
-                    new = handed.new(event)
+                    new = deduplicator.new(event)
                     if new is not None:
                         yield new
                     if isinstance(event, Planned):
@@ -93,7 +93,7 @@ def _attempts(job: WorkerJob, run: _SavedRun, seconds: float, stop: StopSwitch |
             out_of_memory = error.out_of_memory
             run.has_new_plan()
         except RankLostError as gone:
-            if num_videos and len({*job.skip, *handed.done}) >= num_videos:
+            if num_videos and len({*job.skip, *deduplicator.done}) >= num_videos:
                 return  # all of it was handed on before the loss was seen
             if run.has_new_plan():  # it needs less already
                 out_of_memory = None
@@ -116,7 +116,7 @@ def _attempts(job: WorkerJob, run: _SavedRun, seconds: float, stop: StopSwitch |
             number = fewer
             continue
         if is_planned:  # else nothing was handed on that would come again
-            handed.again()
+            deduplicator.again()
 
 
 def _group_events(

@@ -2,7 +2,7 @@
 
 The actor itself computes nothing and imports no torch: its worker's environment names the devices.
 Only bytes of `message_bytes` go in and come out, so Ray pickles nothing of ours but this class, by
-its name. `ray_group.py` is the other side.
+its name. `group.py` is the other side.
 """
 
 from __future__ import annotations

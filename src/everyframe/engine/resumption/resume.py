@@ -98,14 +98,14 @@ def resume_run(
         here = join_plan(run.plan, model, record, peers, skip)
         model = with_cache(model, cache, here, record, empties=True)
         how = SaveOptions(folder.path.parent, run.output, run.as_uint8, cleans, pace)
-        keeper = RunStateWriter(replace(folder, part=here.group) if here.leads else None, how, lock)
-        progress, message = _read(keeper, run, here.mine(left))
+        writer = RunStateWriter(replace(folder, part=here.group) if here.leads else None, how, lock)
+        progress, message = _read(writer, run, here.mine(left))
         yield from map(Note, (message, *_skipped(skip if out_of_memory is None else ())))
         if peers is not None:  # before anybody writes
             peers.world.all_gather_object(None, "ranks read what was kept")
         if leads and changes:
             _write_anew(run, request, record)
-        before, events = repairs_of(progress), run_stages(here, model, record, keeper, progress)
+        before, events = repairs_of(progress), run_stages(here, model, record, writer, progress)
         if place is not None:
             events = with_repair_report(events, run.plan, record, place, loaded_in(model), before)
         yield from events
@@ -150,7 +150,7 @@ def _skipped(seeds: Collection[int]) -> tuple[str, ...]:
 
 
 def _read(
-    keeper: RunStateWriter, run: InterruptedRun, videos: list[VideoState]
+    writer: RunStateWriter, run: InterruptedRun, videos: list[VideoState]
 ) -> tuple[RunState, str]:
     """Progress of these videos, as state and as one line of text."""
     settings, folder = run.plan.settings, run.folder
@@ -163,7 +163,7 @@ def _read(
     progress, message = RunState(videos=videos), f"resuming {name} from the start{served}"
     try:
         if saved is not None:
-            progress = keeper.read(videos, saved)
+            progress = writer.read(videos, saved)
             clip = f"clip {progress.clip + 1} of {settings.chain}, " if progress.clip else ""
             done = f"{clip}stage {progress.stage + 1}, {sum(t.step for t in videos)} of its steps"
             message = f"resuming {name}: {done} done{served}"

@@ -1,6 +1,6 @@
 """Interface of executors, which run jobs somewhere else than in the calling process. No torch.
 
-`warm_workers.py` keeps worker processes from job to job; `ray_executor.py` runs on a cluster.
+`warm_workers.py` keeps worker processes from job to job; `ray/executor.py` runs on a cluster.
 """
 
 from __future__ import annotations

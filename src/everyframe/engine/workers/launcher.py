@@ -127,22 +127,21 @@ def run_in_workers(
     """
     job = replace(job, place=place)
     # Already at work while the caller does something else.
-    return _handed_on(job, start, stop, *_begun(job, start))
+    return _forward_events(job, start, stop, *_start_workers(job, start))
 
 
-def _begun(job: WorkerJob, start: Start) -> tuple[ExitStack, Sequence[Worker]]:
+def _start_workers(job: WorkerJob, start: Start) -> tuple[ExitStack, Sequence[Worker]]:
     """Start the job's workers; closing the stack ends them."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="everyframe-")))
-        level = logging.getLevelName(logging.getLogger("everyframe").getEffectiveLevel())
         meeting = folder / "meeting" if len(job.weights) > 1 and job.local is None else None
-        job = replace(job, folder=folder, log_level=level, meeting=meeting)
+        job = replace(job, folder=folder, log_level=log_level(), meeting=meeting)
         workers = stack.enter_context(start(job))
         return stack.pop_all(), workers
     raise AssertionError("an exit stack swallows nothing")
 
 
-def _handed_on(
+def _forward_events(
     job: WorkerJob,
     start: Start,
     stop: StopSwitch | None,
@@ -150,17 +149,17 @@ def _handed_on(
     workers: Sequence[Worker],
 ) -> Events:
     run = None if job.run is None else RunFolder(job.run)
-    handed = EventDeduplicator()
+    deduplicator = EventDeduplicator()
     while True:
         with stack:
             try:
                 for event in _events(workers, stop):
                     if isinstance(event, RunSaved):
                         run = RunFolder(Path(event.path))
-                    new = handed.new(event)
+                    new = deduplicator.new(event)
                     if new is not None:
                         yield new
-            except _GoneError as gone:
+            except _WorkerExitedError as gone:
                 raise crash_error(gone.worker, gone.worker.end(), run) from gone.__cause__
             except WorkerDiedError as died:
                 message = str(died)
@@ -173,14 +172,14 @@ def _handed_on(
                 out_of_memory = error.out_of_memory
             else:
                 break
-        handed.again()
-        skip = (*job.skip, *handed.done)
+        deduplicator.again()
+        skip = (*job.skip, *deduplicator.done)
         if job.request is not None and job.request.family_options.get("trust_remote_code"):
             job = replace(job, trust_remote_code=True)
         named = job.named if job.request is None else None
         again = replace(job, request=None, run=run.path, skip=skip, ranks=None,
                         out_of_memory=out_of_memory, named=named)  # fmt: skip
-        stack, workers = _begun(again, start)
+        stack, workers = _start_workers(again, start)
     if run is not None and not job.keeps_run:
         run.remove()
 
@@ -190,21 +189,21 @@ def _events(workers: Sequence[Worker], stop: StopSwitch | None = None) -> Iterat
     at_work = {worker.connection: worker for worker in workers}
     num_ranks = len(workers[0].job.weights)
     sees_all = len(workers) == num_ranks
-    patience = HangDetector(workers, sees_all=sees_all) if num_ranks > 1 else None
+    detector = HangDetector(workers, sees_all=sees_all) if num_ranks > 1 else None
     while at_work:
-        for connection in _ready(at_work, patience, stop):
+        for connection in _ready(at_work, detector, stop):
             assert isinstance(connection, Connection)
             worker = at_work[connection]
             try:
                 name, value = worker.receive()
             except EOFError as error:
-                raise _GoneError(worker) from error
+                raise _WorkerExitedError(worker) from error
             if name == "event":
                 yield value
             elif name == "log":
-                _log(value)
+                log_record(value)
             elif name == "error":
-                worker, value = yield from _heard_out(worker, value, at_work, workers)
+                worker, value = yield from _find_cause(worker, value, at_work, workers)
                 raise error_from(value, worker.job.rank)
             else:
                 assert name == "end", name
@@ -212,21 +211,21 @@ def _events(workers: Sequence[Worker], stop: StopSwitch | None = None) -> Iterat
 
 
 def _ready(
-    at_work: dict[Connection, Worker], patience: HangDetector | None, stop: StopSwitch | None
+    at_work: dict[Connection, Worker], detector: HangDetector | None, stop: StopSwitch | None
 ) -> list[Any]:
     """Connections with data to read; raises `WorkerDiedError` if a rank hangs meanwhile."""
     stops = () if stop is None else (stop.connection,)
     while True:
-        found = wait([*at_work, *stops], None if patience is None else 1.0)
+        found = wait([*at_work, *stops], None if detector is None else 1.0)
         if stop is not None:
             stop.check()
         if found:
             return list(found)
-        if patience is not None:
-            patience.check(at_work.values())
+        if detector is not None:
+            detector.check(at_work.values())
 
 
-def _heard_out(
+def _find_cause(
     worker: Worker,
     value: dict[str, Any],
     at_work: dict[Connection, Worker],
@@ -236,8 +235,8 @@ def _heard_out(
 
     The error of a rank that only lost a peer is less specific than that peer's. Other ranks lose
     their connection at once; the peer's message and exit status may arrive a little later
-    (`_GoneError` for an exit without a message). Returns the worker whose error explains the
-    failure, and that error.
+    (`_WorkerExitedError` for an exit without a message). Returns the worker whose error explains
+    the failure, and that error.
     """
     until = time.monotonic() + 3.0
     others = {each: other for each, other in at_work.items() if other is not worker}
@@ -245,7 +244,7 @@ def _heard_out(
         knows = value["class"] != "PeerLostError"
         for each in workers if not knows else ():
             if each.has_died():
-                raise _GoneError(each)
+                raise _WorkerExitedError(each)
         found = wait(list(others), 0 if knows else 0.05)
         if not found and (knows or time.monotonic() > until):
             return worker, value
@@ -259,17 +258,24 @@ def _heard_out(
             if name == "event":
                 yield data
             elif name == "log":
-                _log(data)
+                log_record(data)
             elif name == "error" and value["class"] == "PeerLostError":
                 worker, value = others[connection], data
 
 
-def _log(value: tuple[str, int, str]) -> None:
+def log_level() -> str:
+    """The level of log records that a worker is to send."""
+    level: str = logging.getLevelName(logging.getLogger("everyframe").getEffectiveLevel())
+    return level
+
+
+def log_record(value: tuple[str, int, str]) -> None:
+    """Log a record that a worker has sent."""
     source, level, text = value
     logging.getLogger(source).log(level, "%s", text)
 
 
-class _GoneError(Exception):
+class _WorkerExitedError(Exception):
     """A worker exited without a message."""
 
     def __init__(self, worker: Worker) -> None:

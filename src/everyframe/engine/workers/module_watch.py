@@ -17,15 +17,16 @@ class ModuleWatch:
     alive. Of a compiled block the call as a whole is recorded.
     """
 
-    #: Compiled blocks are used with a hook that says so (`fast_paths.block_state.only_watches`).
+    #: Compiled blocks are used beside a hook that says so; see
+    #: `fast_paths.compilation.block_state.only_watches`.
     only_watches = True
 
-    def __init__(self, trail: FlightRecorder) -> None:
+    def __init__(self, recorder: FlightRecorder) -> None:
         import torch
         from torch.nn.modules.module import register_module_forward_pre_hook
 
-        self._trail = trail
-        watch_reads(lambda begins: self._trail.read(begins))
+        self._recorder = recorder
+        watch_reads(lambda begins: self._recorder.read(begins))
         self._tensor = torch.Tensor
         self._is_compiling = torch.compiler.is_compiling
         self._components: list[str] = []
@@ -37,9 +38,9 @@ class ModuleWatch:
         # It is diffusers that calls it so, and what that takes is in the plan.
         warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
 
-    def write_to(self, trail: FlightRecorder) -> None:
+    def write_to(self, recorder: FlightRecorder) -> None:
         """Write to that flight recorder from now on; it knows no names yet."""
-        self._trail = trail
+        self._recorder = recorder
         self._dtypes.clear()
         self.begin()
 
@@ -61,11 +62,11 @@ class ModuleWatch:
             first = given[0]
             dtype = self._dtypes.get(first.dtype)
             if dtype is None:
-                dtype = self._trail.learn(dtype_name(first.dtype))
+                dtype = self._recorder.learn(dtype_name(first.dtype))
                 self._dtypes[first.dtype] = dtype
-            self._trail.enter(number, dtype, first.shape)
+            self._recorder.enter(number, dtype, first.shape)
         else:
-            self._trail.enter(number, 0, ())
+            self._recorder.enter(number, 0, ())
 
     def _learn(self, module: Any) -> int:
         """Number the module and its submodules; the first module called is the outermost."""
@@ -73,5 +74,5 @@ class ModuleWatch:
         for name, part in module.named_modules():
             place = ".".join(each for each in (alone, name) if each)
             name = f"{place} ({type(part).__name__})"
-            self._numbers[id(part)] = self._trail.learn(name)
+            self._numbers[id(part)] = self._recorder.learn(name)
         return self._numbers[id(module)]

@@ -60,7 +60,7 @@ def under_torchrun(environment: Mapping[str, str] | None = None) -> TorchrunRank
     return TorchrunRank(rank, size, *local)
 
 
-def leave_word(text: str) -> None:
+def write_error_file(text: str) -> None:
     """Write why this rank failed to torchrun's error file, for torchrun's summary.
 
     The file has the format of torch.distributed.elastic's ``record``. That function would write a
@@ -81,7 +81,7 @@ class Terminated(BaseException):
     """SIGTERM or SIGHUP arrived; raised so that unfinished files are removed on exit."""
 
 
-def patience(error: BaseException, rank: int) -> float:
+def report_delay(error: BaseException, rank: int) -> float:
     """Seconds that this rank waits for another rank's message before it reports its own error."""
     if isinstance(error, PeerLostError):
         return _LOST_A_PEER + (_ON_ALL_ALIKE if rank else 0)
@@ -97,9 +97,9 @@ def after_others(ranks: TorchrunRank, error: BaseException, text: str) -> str:
     """
     # Nothing is left to be done here that would have to be undone.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    time.sleep(patience(error, ranks.rank))
+    time.sleep(report_delay(error, ranks.rank))
     message = (
         text if not ranks.rank or f"rank {ranks.rank}" in text else f"rank {ranks.rank}: {text}"
     )
-    leave_word(message)
+    write_error_file(message)
     return message

@@ -55,7 +55,7 @@ def serve(descriptor: int) -> None:
     inbox = _Inbox(Connection(descriptor))
     gc.disable()  # until all is imported that is needed; see `core.garbage_collection`
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    own_output, desk = os.dup(2), _Desk()
+    own_output, process = os.dup(2), _ProcessState()
     while True:
         job = inbox.jobs.get()
         if isinstance(job, Exception):
@@ -63,45 +63,48 @@ def serve(descriptor: int) -> None:
         for number in (1, 2):  # standard output is the other process's
             os.dup2(own_output, number)
         run = _run_job if job.batch is None else _run_batch
-        if not run(job, inbox, desk):
+        if not run(job, inbox, process):
             # Python scans all that was imported before it ends, for a second; nothing needs that.
             gc.freeze()
             return
 
 
-def _run_job(job: WorkerJob, inbox: _Inbox, desk: _Desk) -> bool:
+def _run_job(job: WorkerJob, inbox: _Inbox, process: _ProcessState) -> bool:
     """Run a job and send its events; return whether this process can run another."""
     connection = inbox.connection
-    desk.log_to(connection, job.log_level)
+    process.log_to(connection, job.log_level)
     try:
         if job.place is not None:
             os.chdir(job.place)
-        with closing(desk.trail_of(job)) as trail, closing(_events(job, trail, desk)) as events:
-            _send_events(job, inbox, _watched(events, trail, desk))
+        with (
+            closing(process.recorder_of(job)) as recorder,
+            closing(_events(job, recorder, process)) as events,
+        ):
+            _send_events(job, inbox, _watched(events, recorder, process))
         if job.stays and len(job.weights) > 1:
             from everyframe.parallel.rendezvous import destroy
 
             destroy()
-        send(connection, "end", {"waits": job.stays, "warm": desk.warm()})
+        send(connection, "end", {"waits": job.stays, "warm": process.warm()})
     except BrokenPipeError:
         return False  # the parent is gone
     except Exception as error:  # noqa: BLE001 - raised again in the other process
         # After an error for the user all is as before; after another, or among ranks, who knows.
         waits = job.stays and _is_ours(error) and len(job.weights) == 1
-        send(connection, "error", {**error_data(error), "waits": waits, "warm": desk.warm()})
+        send(connection, "error", {**error_data(error), "waits": waits, "warm": process.warm()})
         return waits
     return job.stays
 
 
 def _send_events(job: WorkerJob, inbox: _Inbox, events: Iterator[Event]) -> None:
     """Send the events that the parent wants, until the last one or until it stops the job."""
-    speaks = job.rank == 0
+    reports = job.rank == 0
     for event in events:
         if inbox.is_stopped.is_set():
             return
         if isinstance(event, _LAST_IMPORTS):
             gc.enable()
-        if speaks:
+        if reports:
             send(inbox.connection, "event", _light(event, job.as_uint8))
         if isinstance(event, Planned):
             division = event.plan.parallel
@@ -110,10 +113,10 @@ def _send_events(job: WorkerJob, inbox: _Inbox, events: Iterator[Event]) -> None
             _print_into(job.folder / f"printed-{job.rank}")
             # What was asked is the same for all ranks; what is made, only for those of a group.
             if job.local is None:
-                speaks = division is None or division.reports_events(job.rank)
+                reports = division is None or division.reports_events(job.rank)
 
 
-def _run_batch(first: WorkerJob, inbox: _Inbox, desk: _Desk) -> bool:
+def _run_batch(first: WorkerJob, inbox: _Inbox, process: _ProcessState) -> bool:
     """Run a job, and others of its batch that arrive meanwhile, until all have ended.
 
     Returns whether this process can run another.
@@ -124,32 +127,32 @@ def _run_batch(first: WorkerJob, inbox: _Inbox, desk: _Desk) -> bool:
     halted = set[int]()  # whose consumers may be gone, with the files of their jobs
 
     def join(job: WorkerJob) -> None:
-        desk.log_to(inbox.connection, job.log_level)
+        process.log_to(inbox.connection, job.log_level)
         try:
             if job.place is not None:
                 os.chdir(job.place)
-            trail = desk.trail_of(job)
+            recorder = process.recorder_of(job)
         except (EveryframeError, OSError) as error:
-            _send_end(error, job, inbox, desk)
+            _send_end(error, job, inbox, process)
             return
         assert job.tag is not None, "a job of a batch"
-        jobs[job.tag] = job, trail
-        batch.add(job.tag, lambda: _watched(_events(job, trail, desk), trail, desk))
+        jobs[job.tag] = job, recorder
+        batch.add(job.tag, lambda: _watched(_events(job, recorder, process), recorder, process))
 
     join(first)
     try:
         for tag, event in batch.events():
-            job, trail = jobs[tag]
+            job, recorder = jobs[tag]
             halted |= inbox.stopped(jobs)
             if isinstance(event, RunEnded):
                 del jobs[tag]
                 # Module calls of the others are recorded for the next of them.
                 for _, other in jobs.values():
-                    desk.watch(other)
-                trail.close()
+                    process.watch(other)
+                recorder.close()
                 is_gone = tag in halted and isinstance(event.error, OSError)
                 error = None if is_gone else event.error
-                waits = _send_end(error, job, inbox, desk) and waits
+                waits = _send_end(error, job, inbox, process) and waits
             elif tag not in halted:
                 if isinstance(event, _LAST_IMPORTS):
                     gc.enable()
@@ -167,10 +170,12 @@ def _run_batch(first: WorkerJob, inbox: _Inbox, desk: _Desk) -> bool:
     return waits
 
 
-def _send_end(error: Exception | None, job: WorkerJob, inbox: _Inbox, desk: _Desk) -> bool:
+def _send_end(
+    error: Exception | None, job: WorkerJob, inbox: _Inbox, process: _ProcessState
+) -> bool:
     """Send the end of a job of a batch; whether this process can run another."""
     waits = error is None or _is_ours(error)
-    state = {"waits": waits, "warm": desk.warm()}
+    state = {"waits": waits, "warm": process.warm()}
     name, value = ("end", state) if error is None else ("error", {**error_data(error), **state})
     send(inbox.connection, name, value, job.tag)
     return waits
@@ -226,7 +231,7 @@ class _Inbox:
             self.jobs.put(error)
 
 
-class _Desk:
+class _ProcessState:
     """What this process has from its first job on: its log, its watch over module calls."""
 
     def __init__(self) -> None:
@@ -234,15 +239,15 @@ class _Desk:
         self._cache: ComponentCache | None = None
         self._logs = False
 
-    def trail_of(self, job: WorkerJob) -> FlightRecorder:
+    def recorder_of(self, job: WorkerJob) -> FlightRecorder:
         """A new flight recorder for the job."""
         return FlightRecorder(job.folder / f"trail-{job.rank}")
 
-    def watch(self, trail: FlightRecorder) -> ModuleWatch:
+    def watch(self, recorder: FlightRecorder) -> ModuleWatch:
         """The watch over all module calls, which writes to that flight recorder."""
         if self._watch is None:
-            self._watch = ModuleWatch(trail)
-        self._watch.write_to(trail)
+            self._watch = ModuleWatch(recorder)
+        self._watch.write_to(recorder)
         return self._watch
 
     def log_to(self, connection: Connection, level: str) -> None:
@@ -283,7 +288,7 @@ def _log_to(connection: Connection) -> None:
     logging.captureWarnings(True)
 
 
-def _events(job: WorkerJob, trail: FlightRecorder, desk: _Desk) -> Events:
+def _events(job: WorkerJob, recorder: FlightRecorder, process: _ProcessState) -> Events:
     # Not on top: this brings torch, and the job should be there when it comes.
     from everyframe.engine.distributed import Rendezvous
     from everyframe.engine.resumption.resume import resume_run
@@ -293,14 +298,14 @@ def _events(job: WorkerJob, trail: FlightRecorder, desk: _Desk) -> Events:
     from everyframe.runs.folder import RunFolder
     from everyframe.runs.run_state import SaveInterval, SaveOptions
 
-    cache = desk.cache_of(job)
+    cache = process.cache_of(job)
     pace = SaveInterval(*job.pace) if job.pace is not None else SaveInterval()
 
     def together(kind: str) -> Communicator:
-        trail.wait("ranks meet")
+        recorder.wait("ranks meet")
         is_local = job.local is None or job.local[1] == len(job.weights)
         group = join_ranks(job.rank, job.weights, job.meeting, kind=kind, is_local=is_local)
-        group.waits = trail.wait
+        group.waits = recorder.wait
         return group
 
     join = Rendezvous(job.rank, together, job.local) if len(job.weights) > 1 else None
@@ -332,19 +337,19 @@ def _plan(job: WorkerJob, cache: ComponentCache | None) -> Events:
     yield Planned(resolve(job.request, freed=freed))
 
 
-def _watched(events: Iterator[Event], trail: FlightRecorder, desk: _Desk) -> Events:
+def _watched(events: Iterator[Event], recorder: FlightRecorder, process: _ProcessState) -> Events:
     """Pass events through and record stages and steps in the flight recorder."""
-    watch = desk.watch(trail)
+    watch = process.watch(recorder)
     stage, num_steps = "", 0
     for event in events:
         if isinstance(event, StageStarted):
             stage, num_steps = event.stage, event.num_steps
-            trail.at(stage, 1, num_steps)
+            recorder.at(stage, 1, num_steps)
             watch.begin()
         elif isinstance(event, ComponentLoaded):
             watch.loaded(event.component)
         elif isinstance(event, Step):
-            trail.at(stage, event.step + 1, num_steps)
+            recorder.at(stage, event.step + 1, num_steps)
         yield event
 
 

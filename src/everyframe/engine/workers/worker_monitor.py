@@ -45,7 +45,7 @@ class HangDetector:
     ) -> None:
         self._seconds = seconds
         self._sees_all = sees_all
-        self._trails = {each.job.rank: b"" for each in workers}
+        self._contents = {each.job.rank: b"" for each in workers}
         self._since = time.monotonic()
         # What each had done when that time began, and when it was last seen to do anything.
         self._done = {each.job.rank: _Work() for each in workers}
@@ -55,16 +55,16 @@ class HangDetector:
         """Raise `WorkerDiedError` if a worker hangs, with its rank and last position."""
         at_work = list(workers)
         now = time.monotonic()
-        trails = {each.job.rank: _content(each.trail) for each in at_work}
-        went_on = [rank for rank, trail in trails.items() if self._trails[rank] != trail]
+        contents = {each.job.rank: _content(each.recorder_file) for each in at_work}
+        went_on = [rank for rank, content in contents.items() if self._contents[rank] != content]
         if went_on:
-            self._trails |= trails
+            self._contents |= contents
             self._active |= dict.fromkeys(went_on, now)
             self._begin(at_work, now)
             return
         if now - self._since < self._seconds:
             return
-        where = {each.job.rank: read_last_position(each.trail) for each in at_work}
+        where = {each.job.rank: read_last_position(each.recorder_file) for each in at_work}
         silent = [each for each in at_work if self._does_nothing(each, where[each.job.rank], now)]
         busy = [each for each in at_work if not where[each.job.rank].waiting and each not in silent]
         if busy:  # it computes, and the others wait: all is well
@@ -175,7 +175,7 @@ def crash_error(worker: Worker, code: int, run: RunFolder | None) -> WorkerDiedE
 
     `code` is the exit code, negative for a signal. `run` is the folder with the saved progress.
     """
-    where = read_last_position(worker.trail)
+    where = read_last_position(worker.recorder_file)
     rank = f" of rank {worker.job.rank}" if len(worker.job.weights) > 1 else ""
     # A negative code is the signal that ended it.
     died = f"died of {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
@@ -188,9 +188,7 @@ def crash_error(worker: Worker, code: int, run: RunFolder | None) -> WorkerDiedE
     elif (loss := loss_in(worker.printed())) is not None:
         findings.append(f"its device was lost {loss}")
     else:
-        findings += _of_the_machine(
-            query_machine().machine, signal_name(-code), where, worker.printed()
-        )
+        findings += _of_the_machine(query_machine().machine, signal_name(-code), worker.printed())
     return WorkerDiedError("; ".join([*findings, *resume_hint(run)]))
 
 
@@ -199,9 +197,7 @@ def resume_hint(run: RunFolder | None) -> list[str]:
     return [] if run is None else [f"resume it: everyframe resume {run.name}"]
 
 
-def _of_the_machine(
-    machine: MachineFacts, signal: str, where: LastPosition, printed: str
-) -> list[str]:
+def _of_the_machine(machine: MachineFacts, signal: str, printed: str) -> list[str]:
     """Loaded libraries, the matching known issue and its fix."""
     software, findings = machine.software, []
     if software is not None:

@@ -175,7 +175,7 @@ class Worker:
         return self._process.poll() is None
 
     @property
-    def trail(self) -> Path:
+    def recorder_file(self) -> Path:
         return self.job.folder / f"trail-{self.job.rank}"
 
     def printed(self) -> str:

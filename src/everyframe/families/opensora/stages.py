@@ -279,10 +279,6 @@ class DecodeStage(templates.DecodeStage[OpenSoraContext]):
         """Number of pieces of a clip."""
         return len(self.context.vae.pieces(self.context.settings.num_frames))
 
-    def inputs(self, video: VideoState, number: int, device: str) -> LatentPiece:
-        """All latents of the clip, of which one piece is decoded."""
-        return LatentPiece(video.latents.to(device), number)
-
     def example_inputs(self, device: str) -> LatentPiece:
         """The first piece."""
         return LatentPiece(torch.zeros(1, *self.context.latent_shape(), device=device))

@@ -205,10 +205,6 @@ class DecodeStage(templates.DecodeStage[StepVideoContext]):
         """Number of pieces of a video."""
         return len(self.context.pieces)
 
-    def inputs(self, video: VideoState, number: int, device: str) -> LatentPiece:
-        """All latents of the video, of which one piece is decoded."""
-        return LatentPiece(video.latents.to(device), number)
-
     def example_inputs(self, device: str) -> LatentPiece:
         """The first piece."""
         return LatentPiece(torch.zeros(1, *self.context.latent_shape, device=device))

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from everyframe.checkpoints.digest import known_digest
+from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import LoraPlan
 
 if TYPE_CHECKING:
@@ -171,3 +173,15 @@ def digest_with_loras(sha256: str, loras: Sequence[LoraIdentity]) -> str:
     if not loras:
         return sha256
     return hashlib.sha256(json.dumps([sha256, [list(each) for each in loras]]).encode()).hexdigest()
+
+
+def known_digest_with_loras(model: Any) -> str | None:
+    """`digest_with_loras` of a spec whose files were all hashed before; None otherwise."""
+    if model.missing():
+        return None
+    try:
+        files = model.weight_files()
+    except CheckpointError:  # missing weights; loading reports them
+        return None
+    sha256, loras = known_digest(files) if files else None, patches_of(model).known()
+    return None if sha256 is None or loras is None else digest_with_loras(sha256, loras)

@@ -107,12 +107,12 @@ class BlockOffload:
     `most_bytes` is the peak of unit parameters on the device so far, prefetched ones included.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, carrier: WeightsProvider) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, provider: WeightsProvider) -> None:
         self._handles: list[RemovableHandle] = []
         self._waiting: dict[nn.Module, dict[str, nn.Parameter]] = {}
         self._names = WeakKeyDictionary({part: name for name, part in module.named_modules()})
         found = units(module)
-        self._ahead = Prefetcher(carrier, list(found))
+        self._ahead = Prefetcher(provider, list(found))
         self._bytes = 0
         self.most_bytes = 0
         for unit in found.values():
@@ -173,7 +173,7 @@ class BlockOffload:
                 self._bytes -= size
 
         for hook in (come, go):
-            vars(hook)["moves_weights"] = True  # see `fast_paths.block_state`
+            vars(hook)["moves_weights"] = True  # see `fast_paths.compilation.block_state`
         self._handles.append(part.register_forward_pre_hook(come, prepend=True))
         self._handles.append(part.register_forward_hook(go, always_call=True))
 
@@ -195,11 +195,11 @@ class BlockOffload:
 
 
 def apply(
-    module: nn.Module, device: str | torch.device, carrier: WeightsProvider | None = None
+    module: nn.Module, device: str | torch.device, provider: WeightsProvider | None = None
 ) -> BlockOffload:
-    """Offload a module that computes on `device`; `carrier` brings its weights (default: host)."""
+    """Offload a module that computes on `device`; `provider` brings its weights (default: host)."""
     device = torch.device(device)
-    return BlockOffload(module, device, carrier or from_host(device))
+    return BlockOffload(module, device, provider or from_host(device))
 
 
 def _has_own(layer: nn.Module) -> bool:
@@ -271,7 +271,7 @@ class ModelOffload:
                 self._leave()
                 self._come(owner())
 
-        vars(come)["moves_weights"] = True  # see `fast_paths.block_state`
+        vars(come)["moves_weights"] = True  # see `fast_paths.compilation.block_state`
         return come
 
     def _come(self, module: nn.Module | None) -> None:

@@ -33,11 +33,11 @@ class PendingWeights(Protocol):
 
     num_bytes: int
 
-    def arrived(self) -> dict[str, Tensor]:
+    def wait(self) -> dict[str, Tensor]:
         """Wait for the weights and return them."""
         ...
 
-    def dropped(self) -> None:
+    def cancel(self) -> None:
         """Cancel; no transfer is in progress any more when this returns."""
         ...
 
@@ -57,8 +57,8 @@ class WeightsProvider(Protocol):
 class Prefetcher:
     """Load blocks by name, one ahead; `order` is the first prediction of what follows what."""
 
-    def __init__(self, carrier: WeightsProvider, order: Sequence[str]) -> None:
-        self._carrier = carrier
+    def __init__(self, provider: WeightsProvider, order: Sequence[str]) -> None:
+        self._provider = provider
         self._next = dict(pairwise(order))
         self._last: str | None = None
         self._sent: tuple[str, PendingWeights] | None = None
@@ -82,7 +82,7 @@ class Prefetcher:
         }
         for name in left:
             came.pop(name, None)
-        return {**came, **(self._carrier.bring(left) if left else {})}
+        return {**came, **(self._provider.bring(left) if left else {})}
 
     def following(self, part: str) -> str | None:
         """The block that followed this one last time."""
@@ -91,7 +91,7 @@ class Prefetcher:
     def send_for(self, part: str, waiting: Placeholders) -> None:
         """Start prefetching a block."""
         if self._sent is None and waiting:
-            coming = self._carrier.send_for(waiting)
+            coming = self._provider.send_for(waiting)
             self._sent = None if coming is None else (part, coming)
 
     def forget(self) -> None:
@@ -104,8 +104,8 @@ class Prefetcher:
         if sent is None:
             return {}
         if sent[0] == part:
-            return sent[1].arrived()
-        sent[1].dropped()  # or both would be there at once
+            return sent[1].wait()
+        sent[1].cancel()  # or both would be there at once
         return {}
 
 
@@ -138,7 +138,7 @@ class LocalWeightsProvider:
         if self._stream is not None:
             before = torch.cuda.current_stream(self._device).record_event()
         coming = self._worker.submit(self._beside, dict(waiting), before)
-        return _InThread(size, coming, None if self._stream is None else self._device)
+        return _LoadingWeights(size, coming, None if self._stream is None else self._device)
 
     def _beside(self, waiting: Placeholders, before: torch.cuda.Event | None) -> dict[str, Tensor]:
         if before is not None:
@@ -154,14 +154,14 @@ class LocalWeightsProvider:
 
 
 @dataclass
-class _InThread:
+class _LoadingWeights:
     """Weights that a thread loads; `device` is set if it uses a CUDA stream of its own."""
 
     num_bytes: int
     coming: Future[dict[str, Tensor]]
     device: torch.device | None
 
-    def arrived(self) -> dict[str, Tensor]:
+    def wait(self) -> dict[str, Tensor]:
         tensors = self.coming.result()
         if self.device is not None:
             for tensor in tensors.values():
@@ -170,6 +170,6 @@ class _InThread:
                 tensor.record_stream(torch.cuda.current_stream(self.device))
         return tensors
 
-    def dropped(self) -> None:
+    def cancel(self) -> None:
         if not self.coming.cancel():
             wait([self.coming])

@@ -91,7 +91,7 @@ class ShardedWeightsProvider:
 
     def bring(self, waiting: Placeholders) -> dict[str, Tensor]:
         """See `WeightsProvider`."""
-        return self.send_for(waiting).arrived()
+        return self.send_for(waiting).wait()
 
     def send_for(self, waiting: Placeholders) -> PendingWeights:
         """See `WeightsProvider`."""
@@ -106,22 +106,22 @@ class ShardedWeightsProvider:
                 tensors[name] = torch.empty_like(parameter, device=self._device)
                 size += tensors[name].nbytes
             parts.append((tensors[name].detach().contiguous(), rank))
-        return _Handed(size, tensors, self._group.start_broadcast(parts, WEIGHTS))
+        return _BroadcastWeights(size, tensors, self._group.start_broadcast(parts, WEIGHTS))
 
 
 @dataclass
-class _Handed:
+class _BroadcastWeights:
     """Weights in transfer from other ranks, and this rank's own."""
 
     num_bytes: int
     tensors: dict[str, Tensor]
     sending: PendingSend
 
-    def arrived(self) -> dict[str, Tensor]:
+    def wait(self) -> dict[str, Tensor]:
         self.sending.wait()
         return self.tensors
 
-    def dropped(self) -> None:
+    def cancel(self) -> None:
         self.sending.wait()
 
 

@@ -16,13 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from everyframe.checkpoints.digest import known_digest
 from everyframe.checkpoints.folder import cache_folder
-from everyframe.core.errors import CheckpointError
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.paths import replace_file
 from everyframe.core.plan import ComponentPlan, Repair
-from everyframe.runtime.components.patchable import digest_with_loras, patches_of
+from everyframe.runtime.components.patchable import known_digest_with_loras
 from everyframe.runtime.interface import ModelSpec
 
 _log = logging.getLogger(__name__)
@@ -64,17 +62,10 @@ def cached_key(
     Also None if there are no repairs for this device at all: then no file is opened, which would
     import torch.
     """
-    if model.missing() or not key_of("", device, versions)._file.parent.is_dir():
+    if not key_of("", device, versions)._file.parent.is_dir():
         return None
-    try:
-        files = model.weight_files()
-    except CheckpointError:  # missing weights; loading reports them
-        return None
-    sha256 = known_digest(files) if files else None
-    loras = patches_of(model).known()
-    if sha256 is None or loras is None:
-        return None
-    return key_of(digest_with_loras(sha256, loras), device, versions)
+    weights = known_digest_with_loras(model)
+    return None if weights is None else key_of(weights, device, versions)
 
 
 def load_repairs(key: RepairCacheKey) -> tuple[Repair, ...]:

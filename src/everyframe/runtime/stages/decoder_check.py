@@ -47,7 +47,7 @@ def check_decoder(
         f"decoded in bfloat16, a piece of this video has {found:.1f} dB against float32, and "
         f"{LEAST_PSNR:.0f} are wanted"
     )
-    guard.raise_decoder(step, why, is_told=group.is_lead)
+    guard.raise_decoder(step, why, is_lead=group.is_lead)
     return True
 
 

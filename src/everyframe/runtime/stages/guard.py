@@ -261,17 +261,17 @@ class Guard:
         )
         return result
 
-    def raise_decoder(self, step: int, why: str, *, is_told: bool = True) -> None:
+    def raise_decoder(self, step: int, why: str, *, is_lead: bool) -> None:
         """Run the decoder in float32 for this video; see `decoder_check`.
 
-        Of several ranks all do so, and one of them tells it.
+        Of several ranks all do so, and the lead rank reports it.
         """
         (repair,) = self._repairs.widest()
         self._repairs.apply(repair)
         text = f"{self.place(step)}: {why}; {repair.component} runs in float32 from here on"
         event = Repaired(self._calls.stage, step, repair.component, "decoder", "", "coarse",
                          repair.dtype, "", "float32", text, self._seed)  # fmt: skip
-        self._add_events([event] if is_told else [])
+        self._add_events([event] if is_lead else [])
 
     def note(self, text: str, *, in_record: bool = False) -> None:
         """Add a note without a change; `in_record` if it concerns the frames."""

@@ -296,9 +296,9 @@ class DecodeStage(ComponentStage[_Context, LatentPiece]):
     def num_pieces(self) -> int:
         """Number of pieces of a video."""
 
-    @abstractmethod
     def inputs(self, video: VideoState, number: int, device: str) -> LatentPiece:
-        """One piece of a video."""
+        """One piece of a video; by default all of its latents, of which one piece is decoded."""
+        return LatentPiece(video.latents.to(device), number)
 
     def is_one_colour(self, video: VideoState) -> bool:
         """Whether its inputs are of one colour, so that its frames may well be."""

@@ -13,31 +13,31 @@ from torch import Tensor, nn
 import everyframe
 from everyframe.runtime.components.component_observers import on_component_loaded
 
-PLACE = Path(__file__).parents[2] / "benchmarks" / "block_caches.py"
+PLACE = Path(__file__).parents[2] / "benchmarks" / "block_cache_methods.py"
 
 
 @pytest.fixture
-def block_caches(monkeypatch: pytest.MonkeyPatch) -> Any:
-    spec = importlib.util.spec_from_file_location("block_caches", PLACE)
+def block_cache_methods(monkeypatch: pytest.MonkeyPatch) -> Any:
+    spec = importlib.util.spec_from_file_location("block_cache_methods", PLACE)
     assert spec is not None
     assert spec.loader is not None
     made = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "block_caches", made)
+    monkeypatch.setitem(sys.modules, "block_cache_methods", made)
     spec.loader.exec_module(made)
     return made
 
 
-def test_a_cache_that_computes_every_block_gives_the_exact_video(block_caches: Any) -> None:
+def test_a_cache_that_computes_every_block_gives_the_exact_video(block_cache_methods: Any) -> None:
     wanted: dict[str, Any] = {"num_inference_steps": 2, "num_frames": 1, "seed": 1}
     wanted |= {"output": "float", "run_dir": "off", "device": "cpu"}
     stacks: list[Any] = []
 
     def compute_all(x: Tensor, t: float, blocks: Any) -> Tensor:
-        return block_caches.through(x, blocks)  # type: ignore[no-any-return]
+        return block_cache_methods.through(x, blocks)  # type: ignore[no-any-return]
 
     def put_in_place(name: str, module: nn.Module) -> None:
         if name == "denoiser":
-            stacks.append(block_caches.CachedStack(module, compute_all))
+            stacks.append(block_cache_methods.CachedStack(module, compute_all))
             stacks[-1].__enter__()
 
     with on_component_loaded(put_in_place):
