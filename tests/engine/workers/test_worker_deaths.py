@@ -127,6 +127,38 @@ def test_a_plan_that_kills_its_workers_is_an_error(monkeypatch: pytest.MonkeyPat
     assert len(fleet.workers) == 2
 
 
+def test_of_workers_that_keep_no_model_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes 450 MB. A plan leaves the one that keeps a model to the job that comes next."""
+    plan = plan_of(Request(prompt="a red circle"))
+    together = threading.Barrier(3)
+
+    def script(worker: FakeWorker, job: WorkerJob) -> None:
+        planned.append(worker)
+        if 1 < len(planned) < 5:
+            together.wait(60)
+        worker.say("event", Planned(plan))
+        kept = [("a model", 1, 0.0, "cpu")] if worker is fleet.workers[0] else []
+        worker.say("end", {"waits": True, "warm": kept})
+
+    planned: list[FakeWorker] = []
+    fleet = Fleet(script)
+    monkeypatch.setattr(warm_workers, "Worker", fleet)
+    workers, request = WarmWorkers(), Request(prompt="a red circle")
+    list(workers.run(JOB))
+    plans = [threading.Thread(target=workers.plan, args=(request,), daemon=True) for _ in range(3)]
+    for each in plans:
+        each.start()
+    for each in plans:
+        each.join(60)
+    first, *others = fleet.workers
+    assert len(others) == 2
+    assert first.is_alive()
+    (spare,) = (worker for worker in others if worker.is_alive())
+    workers.plan(request)
+    assert planned[-1] is spare
+    workers.close()
+
+
 def test_a_job_that_does_not_stop_in_time_ends_no_other_of_its_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -37,7 +37,7 @@ class WarmWorkers:
     """An executor whose workers stay for `keep_warm` seconds after their last job.
 
     A job that is closed before its end stops at its next step, within `stop_seconds`; then, or if
-    it has several ranks, its workers are killed.
+    it has several ranks, its workers are killed. Of idle workers that keep no model, one stays.
     """
 
     has_batches = True
@@ -179,7 +179,8 @@ class WarmWorkers:
             if group not in self._busy or (is_fit and group.num_jobs):
                 return
             self._busy.discard(group)
-            keeps = is_fit and not self._is_closed
+            is_spare = group.is_spare() and any(each.is_spare() for each in self._idle)
+            keeps = is_fit and not self._is_closed and not is_spare
             if keeps:
                 group.shared = None
                 group.since = time.time()
@@ -200,13 +201,18 @@ class WarmWorkers:
         return group
 
     def _taken(self, job: WorkerJob) -> _Group:
-        """The fittest idle group, or a new one. The others give their memory to it."""
+        """The fittest idle group, or a new one. The others give their memory to it.
+
+        A plan leaves those that keep a model to the job that comes next, if there is another.
+        """
         with self._lock:
             if self._is_closed:
                 raise EveryframeError("these workers are closed; make new ones")
             gone = [group for group in self._idle if not group.is_alive()]
             fit = [g for g in self._idle if g not in gone and g.fits(len(job.weights))]
             name = None if job.request is None else job.request.model
+            if job.plans:
+                fit = [group for group in fit if group.is_spare()] or fit
             best = max(fit, key=lambda group: group.fitness(name), default=None)
             group = best or _Group(len(job.weights))
             self._idle = [each for each in self._idle if each not in (*gone, group)]
@@ -279,6 +285,10 @@ class _Group:
         warm = [each for worker in self.workers for each in worker.warm]
         size = sum(size for _, size, *_ in warm)
         return any(name == model for name, *_ in warm), size, self.since
+
+    def is_spare(self) -> bool:
+        """Whether it is one worker that keeps no model."""
+        return len(self.workers) == 1 and not self.workers[0].warm
 
     def is_in_the_way(self, job: WorkerJob) -> bool:
         """Whether they keep something loaded where the job may compute."""
