@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from everyframe.media.output_path import (
     numbered,
 )
 from everyframe.media.pixels import to_uint8
+from everyframe.media.preview_picture import is_preview
 from everyframe.media.write import FrameSpool, VideoWriter
 from everyframe.planning.input_checks import check_output_of
 
@@ -80,12 +82,15 @@ class OutputFiles:
     def show_preview(self, event: Preview) -> str | None:
         """Write the preview next to the video that it is of, over the one before.
 
-        A full disk must not end the run: previews then end, and a note is returned.
+        A full disk must not end the run, and somebody else's file of that name stays: previews
+        then end, and a note is returned.
         """
         path = preview_path(self._paths[event.seed])
         if not self._has_previews:
             return None
         try:
+            if path not in self._previews and path.exists() and not is_preview(path):
+                raise FileExistsError(errno.EEXIST, "a file of that name is no preview")
             replace_file(path, event.image)
         except OSError as error:
             self._has_previews = False

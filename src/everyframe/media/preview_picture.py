@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -11,6 +12,8 @@ from everyframe.media.pixels import Frames
 
 #: Pixels of the longer side, and most bytes of the file.
 LONG_SIDE, MAX_BYTES = 256, 20_000
+#: Comment in each file, near its beginning.
+_COMMENT = b"everyframe preview"
 
 
 def encode_preview(frame: Frames) -> tuple[bytes, tuple[int, int]]:
@@ -21,7 +24,13 @@ def encode_preview(frame: Frames) -> tuple[bytes, tuple[int, int]]:
     picture = Image.fromarray(np.ascontiguousarray(frame)).resize(size, Image.Resampling.BICUBIC)
     for quality in (80, 60, 40, 20, 5):
         file = io.BytesIO()
-        picture.save(file, "JPEG", quality=quality)
+        picture.save(file, "JPEG", quality=quality, comment=_COMMENT)
         if file.tell() <= MAX_BYTES:
             break
     return file.getvalue(), size
+
+
+def is_preview(path: Path) -> bool:
+    """Whether the file is a preview, as an interrupted run leaves one. Raises `OSError`."""
+    with path.open("rb") as file:
+        return _COMMENT in file.read(256)

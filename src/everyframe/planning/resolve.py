@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from everyframe.families.registry import check_option_names, family_options
 from everyframe.hardware.device_loss import translate_device_loss
 from everyframe.hardware.facts import Freed, machine_facts
 from everyframe.hardware.profiles import find_profile
-from everyframe.hardware.thread_state import without_default_device
 from everyframe.planning.batches import with_batch
 from everyframe.planning.dry_runs import clashes_of
 from everyframe.planning.fast_paths.choose_fast_paths import FastPathChooser
@@ -112,7 +111,7 @@ def prepare(
     # A class in memory and the embedded model have no files of the user.
     is_foreign = given is None and request.model is not None
     with (
-        without_default_device() if given is None else nullcontext(),
+        _torchs_own_device() if given is None else nullcontext(),
         config_errors(str(request.model)) if is_foreign else nullcontext(),
         translate_device_loss("a device", "while the run was planned"),
     ):
@@ -120,6 +119,15 @@ def prepare(
             with_named_products(request), may_fetch, num_threads, devices, given, profile,
             with_seconds=with_seconds, will_run=will_run, freed=freed,
         )  # fmt: skip
+
+
+def _torchs_own_device() -> AbstractContextManager[None]:
+    """Context: no default device of the caller's. Plans that were made before need no torch."""
+    if "torch" not in sys.modules:
+        return nullcontext()
+    from everyframe.hardware.thread_state import without_default_device
+
+    return without_default_device()
 
 
 def _prepared(

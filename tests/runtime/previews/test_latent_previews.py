@@ -256,6 +256,20 @@ def test_a_full_disk_ends_the_previews_and_not_the_run(
     assert {path.name for path in tmp_path.iterdir()} == {"clip.mp4", "clip.json"}
 
 
+def test_a_file_that_is_no_preview_stays(tmp_path: Path) -> None:
+    mine = tmp_path / "clip.preview.jpg"
+    frame = np.zeros((16, 16, 3), dtype=np.uint8)
+    event = Preview(1, 1, 2, 16, 16, encode_preview(frame)[0])
+    for content, is_replaced in ((b"a picture of mine", False), (event.image, True)):
+        mine.write_bytes(content)
+        with OutputFiles({1: f"{tmp_path}/clip.mp4"}, 8) as sink:
+            note = sink.show_preview(event)
+            assert (note is None) == is_replaced
+            sink.add(FramesDecoded(1, 1, frame[None].astype(np.float32)))
+            sink.finish(VideoDone(1, 1, {"seed": 1}))
+        assert mine.exists() != is_replaced
+
+
 def interrupted(path: Path) -> None:
     with OutputFiles({1: f"{path}/clip.mp4"}, 8) as sink:
         sink.show_preview(Preview(1, 1, 2, 16, 16, b"picture"))
