@@ -196,3 +196,18 @@ def test_a_compiled_kernel_is_right() -> None:
 @pytest.mark.slow
 def test_three_ranks_on_the_cpu_sum_and_deal_uneven_pieces() -> None:
     assert among(3, "gloo")["wrong"] == []
+
+
+def test_memory_is_that_of_the_card_that_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a name torch tells of the current card, which is the first."""
+    asked: list[object] = []
+
+    def ask(device: object = None) -> int:
+        asked.append(device)
+        return 0
+
+    for name in ("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, ask)
+    x = torch.ones(2)
+    layers._timed(torch.nn.SiLU(), x, "cuda")
+    assert asked == [x.device] * 3

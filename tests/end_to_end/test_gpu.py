@@ -42,6 +42,8 @@ ROUNDING = 2e-3
 ON_A_CPU = {
     "opensora-1.0": {"bf16": 9.6e-03, "fp16": 1.5e-03},
     "opensora-1.2": {"bf16": 1.8e-02, "fp16": 2.0e-03},
+    "opensora2": {"bf16": 1.9e-02, "fp16": 1.8e-03},
+    "opensora2-dcae": {"bf16": 1.8e-02, "fp16": 1.4e-03},
     "svd": {"bf16": 3.1e-02, "fp16": 3.2e-03},
     "inpaint": {"bf16": 6.8e-03, "fp16": 1.1e-03},
     "stepvideo": {"bf16": 5.8e-02, "fp16": 4.0e-03},

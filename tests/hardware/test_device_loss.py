@@ -52,6 +52,10 @@ def test_a_lost_device_is_known_by_its_words(error: RuntimeError, fix: str) -> N
         ACCELERATOR("CUDA error: no kernel image is available for execution on the device"),
         ACCELERATOR("CUDA error: invalid configuration argument"),
         RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx`"),
+        RuntimeError(
+            "NCCL error in: x.cpp:1, unhandled cuda error, NCCL version 2.28.9\n"
+            "Last error:\nFailed to CUDA calloc async 24 bytes"
+        ),
         RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
         RuntimeError("an unknown error"),
         ValueError("CUDA error: unspecified launch failure"),

@@ -9,6 +9,12 @@ import pytest
 from everyframe.core.facts import DeviceFacts
 from everyframe.hardware.memory import describe_memory_pressure, is_out_of_memory, peak_bytes
 
+#: What a first exchange on a full card gave with NCCL 2.28.9, and what follows it.
+FULL_NCCL = (
+    "NCCL error in: NCCLUtils.cpp:93, unhandled cuda error (run with NCCL_DEBUG=INFO for details), "
+    "NCCL version 2.28.9\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+)
+
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows doesn't tell")
 def test_the_peak_is_that_of_this_process() -> None:
@@ -32,6 +38,9 @@ def test_nothing_is_said_where_nothing_is_known() -> None:
         (RuntimeError("CUDA error: out of memory"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError(f"{FULL_NCCL}Failed to CUDA calloc async 24 bytes"), True),
+        (RuntimeError(f"{FULL_NCCL}Cuda failure 'out of memory'"), True),
+        (RuntimeError(f"{FULL_NCCL}Cuda failure 'an illegal memory access'"), False),
         (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED"), False),
         (ValueError("out of memory"), False),
     ],

@@ -139,3 +139,12 @@ def on_a_broken_card(subject: CertificationTarget, path: FastPath) -> Iterator[C
         raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
 
     yield from _contest(fast)
+
+
+def out_of_memory(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
+    """Right, on a card whose memory another program has."""
+
+    def fast(x: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    yield from _contest(fast)

@@ -98,6 +98,42 @@ def test_nothing_asked_is_nothing_answered(shape: tuple[int, ...]) -> None:
     assert answer.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("num_masks", [None, 1, 5])
+def test_more_samples_than_a_kernel_of_cuda_takes_come_in_several_calls(
+    num_masks: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    g = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 5, 2, 7, 8, generator=g)
+    mask = None if num_masks is None else torch.rand(num_masks, 1, 7, 7, generator=g) < 0.5
+    if mask is not None:
+        mask[..., 0] = True
+    want = attention(q, k, v, mask)
+    sizes: list[int] = []
+    kernel = torch.nn.functional.scaled_dot_product_attention
+
+    def seen(query: Tensor, *more: Tensor, **named: object) -> Tensor:
+        sizes.append(len(query))
+        out: Tensor = kernel(query, *more, **named)  # type: ignore[arg-type]
+        return out
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
+    monkeypatch.setattr("everyframe.ops.attention.kind_of", lambda _: "cuda")
+    monkeypatch.setattr("everyframe.ops.attention._MOST_SAMPLES", 2)
+    assert torch.equal(attention(q, k, v, mask), want)
+    assert sizes == [2, 2, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn", "math"])
+def test_a_card_attends_in_more_samples_than_a_grid_has(kernel: str) -> None:
+    q, k, v = torch.randn(3, 65_537, 1, 4, 64, device="cuda", dtype=torch.float16)
+    with by_kernel(kernel, strictly=True):
+        got = attention(q, k, v)
+    want = formula(q[-3:], k[-3:], v[-3:], None, 64**-0.5)
+    assert (got[-3:].double() - want).abs().max() < 5e-3
+
+
 def test_a_row_without_keys_gets_one_to_look_at() -> None:
     mask = torch.tensor([[1, 0, 1], [0, 0, 0], [0, 1, 0]]).bool()
     assert keys_with_a_place_to_look(mask).tolist() == [

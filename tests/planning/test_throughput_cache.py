@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import everyframe
 from everyframe.checkpoints.cache_file import CacheFile
 from everyframe.core.facts import DeviceFacts, OpShape, Throughput
 from everyframe.hardware import throughput
 from everyframe.hardware.cpu import processor_facts
-from everyframe.planning import throughput_cache
+from everyframe.planning import stage_forecasts, throughput_cache
 from everyframe.planning.throughput_cache import rates_here
 
 MM = OpShape("product", "float32", ((64, 64), (64, 64)))
@@ -53,7 +55,9 @@ def in_a_new_process(
     monkeypatch: pytest.MonkeyPatch, device: DeviceFacts = CPU, threads: int = 1
 ) -> Throughput:
     monkeypatch.setattr(throughput, "_TRIED", {})
-    return rates_here([MM], device, threads)
+    rates = rates_here([MM], device, threads)
+    assert rates is not None
+    return rates
 
 
 def test_a_quiet_trial_is_made_once_a_boot(
@@ -157,3 +161,26 @@ def test_how_long_this_process_waited_grows() -> None:
     if waited[0] is None:
         pytest.skip("this system does not tell how long a thread waited for a core")
     assert waited == sorted(waited, key=float)
+
+
+def test_a_card_without_room_for_a_trial_has_no_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs, or components that stay loaded, may have nearly all of its memory."""
+
+    def fail(*_: object) -> tuple[float]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512.00 MiB")
+
+    emptied: list[bool] = []
+    monkeypatch.setattr(throughput, "_rate", fail)
+    monkeypatch.setattr(throughput, "empty_cache", lambda: emptied.append(True))
+    card = DeviceFacts("a card", "cuda", 1, 8 * 10**9, 10**8)
+    assert rates_here([MM], card, 1) is None
+    assert emptied, "torch would keep what it took, and the run is in another process"
+
+
+def test_a_plan_without_rates_says_why_it_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {"prompt": "a red circle", "num_frames": 3}
+    assert everyframe.plan(**asked).seconds is not None
+    monkeypatch.setattr(stage_forecasts, "rates_here", lambda *_: None)
+    plan = everyframe.plan(**asked)
+    assert plan.seconds is None
+    assert [note for note in plan.notes if "not forecast" in note and "free memory" in note]

@@ -76,7 +76,7 @@ _GOES_ON = re.compile(
     r"no kernel image|invalid device function|device kernel image is invalid|invalid argument|"
     r"invalid configuration|too many resources|not supported|invalid device ordinal|"
     r"driver version is insufficient|\bPTX\b|named symbol not found|invalid resource handle|"
-    r"captur|out of memory",
+    r"captur|out of memory|Failed to CUDA (malloc|calloc|host alloc)",
     re.IGNORECASE,
 )
 

@@ -17,6 +17,10 @@ _Result = TypeVar("_Result")
 #: Above this share of a device's memory, memory may be the cause of a failure.
 _NEAR = 0.95
 
+#: Words of errors that say that memory ran out; the last ones are NCCL's, of its own buffers.
+_WORDS = ("can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED", "Failed to CUDA malloc",
+          "Failed to CUDA calloc", "Failed to CUDA host alloc")  # fmt: skip
+
 
 def peak_bytes(device: DeviceFacts) -> int | None:
     """Peak memory of this process on the device in bytes; None if the system reports none."""
@@ -43,8 +47,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    words = ("can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
-    return isinstance(error, RuntimeError) and any(each in str(error) for each in words)
+    return isinstance(error, RuntimeError) and any(each in str(error) for each in _WORDS)
 
 
 @dataclass(frozen=True)

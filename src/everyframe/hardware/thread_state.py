@@ -27,7 +27,9 @@ _MODES: Any = torch.overrides
 class ThreadState:
     """CPU threads, gradient mode, autocast, torch modes, current GPU and streams of one thread.
 
-    `casts` holds (device type, autocast on, its dtype) for each device type.
+    `casts` holds (device type, autocast on, its dtype) for each device type. `streams` are those
+    other than a GPU's default one: selecting a stream selects its GPU, which creates a context of
+    hundreds of MB there.
     """
 
     num_threads: int
@@ -42,9 +44,8 @@ class ThreadState:
 
     @classmethod
     def here(cls) -> ThreadState:
-        cuda: Any = torch.cuda
-        has_cards = cuda.is_available() and cuda.is_initialized()
-        cards = range(torch.cuda.device_count()) if has_cards else ()
+        card = current_card()
+        cards = () if card is None else range(torch.cuda.device_count())
         return cls(
             num_threads=torch.get_num_threads(),
             has_gradients=torch.is_grad_enabled(),
@@ -56,8 +57,13 @@ class ThreadState:
             keeps_casts=torch.is_autocast_cache_enabled(),
             function_modes=tuple(_MODES._get_current_function_mode_stack()),
             dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
-            card=torch.cuda.current_device() if has_cards else None,
-            streams=tuple(torch.cuda.current_stream(number) for number in cards),
+            card=card,
+            streams=tuple(
+                stream
+                for number in cards
+                if (stream := torch.cuda.current_stream(number))
+                != torch.cuda.default_stream(number)
+            ),
         )
 
     @property
@@ -77,11 +83,9 @@ class ThreadState:
         if self.casts_to:
             # As within a block of it: the end of one inside is not that of the outermost.
             torch.autocast_increment_nesting()
-        for card, stream in enumerate(self.streams):
-            torch.cuda.set_device(card)
+        for stream in self.streams:
             torch.cuda.set_stream(stream)
-        if self.card is not None:
-            torch.cuda.set_device(self.card)
+        use_card(self.card)
         for mode in self.function_modes:
             _MODES._push_mode(mode)
         for mode in self.dispatch_modes:
@@ -104,6 +108,19 @@ def without_default_device() -> Iterator[None]:
     is_needed = torch.get_default_device().type != "cpu"
     with torch.device("cpu") if is_needed else nullcontext():
         yield
+
+
+def current_card() -> int | None:
+    """Current GPU of this thread; None if torch has initialised none."""
+    cuda: Any = torch.cuda
+    has_cards = cuda.is_available() and cuda.is_initialized()
+    return torch.cuda.current_device() if has_cards else None
+
+
+def use_card(card: int | None) -> None:
+    """Make a GPU the current one of this thread; a new thread begins with the first."""
+    if card is not None:
+        torch.cuda.set_device(card)
 
 
 def without_casts() -> AbstractContextManager[Any]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from everyframe.core.facts import DeviceFacts, OpShape, Throughput
 from everyframe.hardware.cpu import cpu_threads
+from everyframe.hardware.memory import empty_cache
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,7 +76,23 @@ def measured_rates(
         num_threads: CPU threads.
         kernels: context that selects the attention kernel that a product names.
         saved: earlier trials; sufficient ones are not repeated, and new trials are added.
+
+    Memory of a card is given back, as another process may be the one that computes.
     """
+    try:
+        return _measured_rates(products, device, num_threads, kernels, saved)
+    finally:
+        if device != "cpu":
+            empty_cache()
+
+
+def _measured_rates(
+    products: Sequence[OpShape],
+    device: str,
+    num_threads: int,
+    kernels: Kernels | None,
+    saved: Saved | None,
+) -> Throughput:
     saved = {} if saved is None else saved
 
     def tried(name: str, trial: Callable[[str, int], tuple[float, ...]]) -> list[float]:

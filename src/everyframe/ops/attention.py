@@ -38,6 +38,11 @@ KERNELS: dict[str, SDPBackend] = {
 }
 
 
+#: Samples that one call of a kernel on CUDA can take; flash attention fails above
+#: (pytorch/pytorch#146704; seen on an H200 with torch 2.11).
+_MOST_SAMPLES = 65535
+
+
 def attention(
     q_BHQD: Tensor,
     k_BHLD: Tensor,
@@ -67,6 +72,14 @@ def attention(
     if kind_of(v_BHLD) == "mps":
         # Metal's kernel was seen to ignore strides (known issue mps-sdpa-noncontiguous).
         q_BHQD, k_BHLD, v_BHLD = (x.contiguous() for x in (q_BHQD, k_BHLD, v_BHLD))
+    if kind_of(v_BHLD) == "cuda" and len(v_BHLD) > _MOST_SAMPLES:
+        # Such are the places of large videos, of which each attends over its frames.
+        parts = [torch.split(x, _MOST_SAMPLES) for x in (q_BHQD, k_BHLD, v_BHLD)]
+        masks = [mask] * len(parts[0])
+        if mask is not None and mask.ndim == 4 and len(mask) > 1:
+            masks = [*torch.split(mask, _MOST_SAMPLES)]
+        given = zip(*parts, masks, strict=True)
+        return torch.cat([attention(*each, scale=scale, is_causal=is_causal) for each in given])
     return F.scaled_dot_product_attention(
         q_BHQD, k_BHLD, v_BHLD, attn_mask=mask, scale=scale, is_causal=is_causal
     )

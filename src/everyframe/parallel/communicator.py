@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from everyframe.core.errors import PeerLostError
 from everyframe.hardware.device_loss import is_device_loss
+from everyframe.hardware.memory import is_out_of_memory
 from everyframe.parallel.pending import PendingReceive, PendingSend
 from everyframe.precision.dtypes import dtype_name
 
@@ -356,8 +357,10 @@ class _Waiting(AbstractContextManager[None]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._waits("")
-        # An exchange is where a rank may notice that its own device is gone.
-        if isinstance(error, RuntimeError) and not is_device_loss(error):
+        # An exchange is where a rank may notice that its own device is gone, or full: NCCL takes
+        # memory in a group's first exchange.
+        is_own = error is not None and (is_device_loss(error) or is_out_of_memory(error))
+        if isinstance(error, RuntimeError) and not is_own:
             message = str(error).strip().splitlines()[0] if str(error).strip() else "no word"
             raise PeerLostError(
                 f"another rank went away or did not answer while {self._what} ({message})"

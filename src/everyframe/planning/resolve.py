@@ -164,8 +164,10 @@ def _prepared(
     )
     preview, preview_notes = plan_previews(request, model, fitted.settings)
     unread = model.unread(settings) if with_seconds and isinstance(model, PromptReadingSpec) else ()
-    notes = (*notes, *quality.notes, *preview_notes, *unread)
-    rates = rates_of(fitted, devices[shares.rank], num_threads) if with_seconds else None
+    rates, unmeasured = (
+        rates_of(fitted, devices[shares.rank], num_threads) if with_seconds else (None, ())
+    )
+    notes = (*notes, *quality.notes, *preview_notes, *unread, *unmeasured)
     plan = Plan(
         model=model.name,
         family=family_name,

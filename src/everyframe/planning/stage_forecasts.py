@@ -47,10 +47,21 @@ def _attention_seconds(run: DryRun, rates: Throughput) -> float:
     return call_seconds(Work(attention), rates) * run.stage_call.num_calls
 
 
-def rates_of(fitted: FitResult, device: DeviceFacts, num_threads: int) -> Throughput | None:
-    """Rates of a device: from the profile, or measured with the plan's heaviest products."""
+def rates_of(
+    fitted: FitResult, device: DeviceFacts, num_threads: int
+) -> tuple[Throughput | None, tuple[str, ...]]:
+    """Rates of a device: from the profile, or measured with the plan's heaviest products.
+
+    None without a dry run to go by, or without the memory to measure in, which a note says.
+    """
     if device.rates is not None or not fitted.runs:
-        return device.rates
+        return device.rates, ()
     paths = {part.name: part.fast_paths for part in fitted.components}
     products = heaviest(fitted.runs, _NUM_TRIALS, paths)
-    return rates_here(products, device, num_threads)
+    rates = rates_here(products, device, num_threads)
+    if rates is not None:
+        return rates, ()
+    return None, (
+        f"how long it takes is not forecast: {device.torch_name} ({device.name}) has too little "
+        "free memory to measure on",
+    )

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import psutil
 from everyframe.checkpoints.cache_file import CacheFile
 from everyframe.core.facts import DeviceFacts, OpShape, Throughput
 from everyframe.hardware.cpu import processor_flags
+from everyframe.hardware.memory import OutOfMemory, catch_out_of_memory, empty_cache
 from everyframe.hardware.throughput import measured_rates
 
 #: Measurements stored per device, the newest ones.
@@ -31,14 +33,24 @@ _STEER = ("OMP_", "MKL_", "KMP_", "GOMP_", "ONEDNN_", "DNNL_", "ATEN_")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def rates_here(products: Sequence[OpShape], device: DeviceFacts, num_threads: int) -> Throughput:
-    """Rates of these products on a device of this machine, measured unless cached."""
+def rates_here(
+    products: Sequence[OpShape], device: DeviceFacts, num_threads: int
+) -> Throughput | None:
+    """Rates of these products on a device of this machine, measured unless cached.
+
+    None for a card that has too little free memory to measure on.
+    """
+    measure = partial(measured_rates, products, device.torch_name, num_threads, _by_kernel)
     if device.kind != "cpu":
-        return measured_rates(products, device.torch_name, num_threads, _by_kernel)
+        found = catch_out_of_memory(measure)
+        if isinstance(found, OutOfMemory):
+            empty_cache()  # of what the failed trial held
+            return None
+        return found
     file = CacheFile("rates", _key(device, num_threads))
     saved = _trials(file.read())
     before = dict(saved)
-    rates = measured_rates(products, device.torch_name, num_threads, _by_kernel, saved)
+    rates = measure(saved)
     if saved != before:
         # Another process may have saved others meanwhile.
         whole = {**_trials(file.read()), **saved}

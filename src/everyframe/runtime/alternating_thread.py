@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from everyframe.hardware.cpu import end_idle_threads
+from everyframe.hardware.thread_state import current_card, use_card
 
 
 class AlternatingThread:
@@ -48,9 +49,9 @@ class AlternatingThread:
             # A thread begins without what was set in this one's context, torch's switches of
             # compiling among it. A daemon, so that a function that hangs does not keep the process
             # from ending.
-            run = contextvars.copy_context().run
+            run, card = contextvars.copy_context().run, current_card()
             self._thread = threading.Thread(
-                target=run, args=(self._run,), name=self._name, daemon=True
+                target=run, args=(self._run, card), name=self._name, daemon=True
             )
             self._thread.start()
         assert self._thread.is_alive(), "it is over"
@@ -98,10 +99,11 @@ class AlternatingThread:
             raise _Stopped
         return answer
 
-    def _run(self) -> None:
+    def _run(self, card: int | None) -> None:
         function, self._function = self._function, None
         assert function is not None, "it runs once"
         try:
+            use_card(card)
             self._answer()
             result = function()
         except BaseException as error:  # noqa: BLE001 - raised in the caller's thread

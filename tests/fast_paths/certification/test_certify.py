@@ -15,6 +15,7 @@ from everyframe.core.plan import Precision
 from everyframe.fast_paths import certificates
 from everyframe.fast_paths.benchmark import run_comparisons
 from everyframe.fast_paths.certification import trials
+from everyframe.fast_paths.certification.attention_trial import _operands
 from everyframe.fast_paths.certification.certify import CertifyResult, certify
 from everyframe.fast_paths.certification.target import CertificationTarget
 from everyframe.fast_paths.registry import CATALOGUE
@@ -106,6 +107,40 @@ def test_a_path_whose_process_was_ended_from_outside_is_not_refused_for_good(
     assert [each.what for each in made.certificates] == ["right"], "what comes after it is tried"
     assert made.untried == {name: f"the process that tried it was ended by {signal}"}
     assert name not in certificates.find("device", "plan")
+
+
+def test_no_path_is_refused_for_memory_that_others_had(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal is for good, and a card that is full now is not full for good."""
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
+    names = ("out_of_memory", "right")
+    made = certify(SUBJECT, [fake_fast_paths.planted(name) for name in names], PATIENCE)
+    assert [each.what for each in made.certificates] == ["right"], "what comes after it is tried"
+    assert made.untried.keys() == {"out_of_memory"}
+    assert "CUDA out of memory" in made.untried["out_of_memory"]
+    assert "out_of_memory" not in certificates.find("device", "plan")
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "tokens"),
+    [(80, 9216), (8, 9216), (8, 118_800)],
+    ids=["large card", "small card", "long video"],
+)
+def test_attention_is_tried_in_the_memory_that_is_free(gigabytes: int, tokens: int) -> None:
+    """The plain ways write all scores out, of which a long video has more than any card holds."""
+    shape = (28, 5, tokens, 64)
+    product = OpShape("attention", "float16", (shape, shape, shape))
+    card = DeviceFacts("a card", "meta", None, gigabytes * 10**9, gigabytes * 10**9)
+    precision = Precision("float16", "float16")
+    subject = CertificationTarget("denoiser", card, 1, precision, "plan", "device")
+    q, k, v, _, cut = _operands(product, subject)
+    scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    assert k.shape[2] == v.shape[2] == tokens, "keys are all there, or it is another computation"
+    # In float16, then in float32 before and after the softmax.
+    assert scores * (2 + 4 + 4) < 0.5 * card.free_memory
+    assert scores > 10**8, "enough of them for a card to be busy"
+    assert cut == 1 / (scores * 2 * (64 + 64))
 
 
 def test_attention_of_the_request_is_tried_with_keys_as_large_as_they_come(

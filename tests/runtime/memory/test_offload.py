@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -264,3 +267,43 @@ def test_the_next_part_is_on_its_way_while_one_computes() -> None:
     model.blocks[5].inner.register_forward_pre_hook(look)
     model(torch.randn(2, 8))
     assert seen == [True]
+
+
+def test_weights_of_the_second_card_come_in_a_thread_that_uses_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread begins on the first card, and what it does there takes hundreds of MB of it."""
+    current: dict[str, int] = {}
+    second = torch.device("cuda:1")
+
+    class Event:
+        def synchronize(self) -> None:
+            pass
+
+    class Stream(Event):
+        device = second
+
+        def __init__(self, device: torch.device) -> None:
+            assert device == second
+
+        def record_event(self) -> Event:
+            return Event()
+
+    @contextmanager
+    def in_stream(_: Stream) -> Iterator[None]:
+        yield
+        here = threading.current_thread().name
+        current.setdefault(here, 0)  # torch selects the card that was current before
+
+    def select(card: int) -> None:
+        current[threading.current_thread().name] = card
+
+    for name, planted in {
+        "Stream": Stream, "stream": in_stream, "current_stream": Stream, "set_device": select,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, planted)
+    provider = LocalWeightsProvider(lambda _, waiting: waiting.detach(), second)
+    coming = provider.send_for({"weight": nn.Parameter(torch.ones(1))})
+    assert coming is not None
+    coming.dropped()
+    assert list(current.values()) == [1]

@@ -69,6 +69,29 @@ def test_frames_that_are_blank_in_float32_too_are_noted_and_kept() -> None:
     assert dtype == "torch.float16", "what did not help is taken back"
 
 
+def test_frames_are_kept_where_float32_has_no_room() -> None:
+    """A check of a whole video is no reason to lose it."""
+    vae = halved(Dim(6e-6, GREY))
+    latents = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    guard = Guard(plan(), "decode", {"vae": vae})
+
+    def decode() -> Tensor:
+        if vae.conv.weight.dtype == torch.float32:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        out: Tensor = vae(latents)
+        return out
+
+    with torch.inference_mode():
+        pixels = guard.decoded(1, decode, latents)
+    assert float(pixels.abs().max()) == 0
+    (note,) = guard.events()
+    assert isinstance(note, Note)
+    assert "2 of 2 frames are of one colour" in note.text
+    assert "too little memory" in note.text
+    assert not note.in_record, "the same run elsewhere has the same record"
+    assert vae.conv.weight.dtype == torch.float16
+
+
 PROMPTS = ("a fox", "a white fox in the snow", "a woman with dark hair plays a black piano",
            "a black screen", "a plain green wall")  # fmt: skip
 

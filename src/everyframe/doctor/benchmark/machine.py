@@ -123,14 +123,14 @@ class _Measuring:
         return fast_paths, tuple(results)
 
     def _forecast_seconds(self, run: DryRun) -> float | None:
-        """Seconds of a step by plain torch, as a plan forecasts them; None without products."""
+        """Seconds of a step by plain torch, as a plan forecasts them; None if it can't."""
         from everyframe.planning.dry_runs import call_seconds, heaviest
         from everyframe.planning.throughput_cache import rates_here
 
         if "peaks" in self.failed:
             return None  # a product crashed; it is not to crash this process too
         rates = rates_here(heaviest([run], 6, {block.COMPONENT: ()}), self.device, self.num_threads)
-        return call_seconds(run.found.work, rates, ())
+        return None if rates is None else call_seconds(run.found.work, rates, ())
 
     def _block(
         self, size: tuple[int, int, int], run: DryRun, paths: tuple[str, ...],

@@ -101,10 +101,10 @@ def _timed(module: nn.Module, x: Tensor, kind: str) -> tuple[Tensor, float, floa
     """The result, its time in seconds, and its peak memory beyond the result."""
     peak = None
     if kind == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats(x.device)
+        before = torch.cuda.memory_allocated(x.device)
         result = module(x)
-        grown = torch.cuda.max_memory_allocated() - before
+        grown = torch.cuda.max_memory_allocated(x.device) - before
         peak = grown / result.nbytes
     began = time.perf_counter()
     result = module(x)

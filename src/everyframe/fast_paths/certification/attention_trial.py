@@ -32,6 +32,10 @@ from everyframe.precision.dtypes import torch_dtype
 #: Unscaled attention scores of such queries and keys exceed float16's 65504.
 _BEYOND_HALF = 7.5e4
 
+#: Bytes of a score in the formulas that write all of them out, and the share of the free memory
+#: that these may take. With fewer scores than the last number a card has not enough to do.
+_SCORE_BYTES, _MEMORY_SHARE, _FEWEST_SCORES = 16, 0.5, 2.0**27
+
 
 def attention(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
     """Compare each attention of the component by that kernel with torch's plain kernel.
@@ -106,10 +110,18 @@ def _in_c(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _operands(
     product: OpShape, subject: CertificationTarget
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float]:
-    """Queries, keys, values and mask with fewer rows, and the inverse of the trial's FLOPs."""
+    """Queries, keys, values and mask with fewer rows, and the inverse of the trial's FLOPs.
+
+    The plain ways write all scores out. Where those of one head would not fit into the memory,
+    there are fewer queries, too.
+    """
     (batch, heads, length, size), (*_, keys, _), (*_, width) = product.shapes
+    free = subject.device.free_memory
+    most_scores = max(_MEMORY_SHARE * free / _SCORE_BYTES, _FEWEST_SCORES)
+    length = max(1, min(length, int(most_scores / keys)))
     each = 2.0 * length * keys * (size + width)
-    rows = max(1, min(batch * heads, int(operations_of_a_trial(subject) / each)))
+    most_rows = min(operations_of_a_trial(subject) / each, most_scores / (length * keys))
+    rows = max(1, min(batch * heads, int(most_rows)))
     heads = min(heads, rows)
     batch = max(1, rows // heads)
     device, dtype = subject.device.torch_name, torch_dtype(product.dtype)

@@ -1,8 +1,8 @@
 """Create certificates: run trials of fast paths in a separate process and judge the results.
 
 A path whose trial crashes is refused with the signal's name, one that hangs with its time limit; a
-new process tries the remaining paths. A path that was out of time, or whose process was ended from
-outside, gets no certificate and is tried again next time. `trials` runs in the process;
+new process tries the remaining paths. A path that was out of time or memory, or whose process was
+ended from outside, gets no certificate and is tried again next time. `trials` runs in the process;
 `certificates` stores the results.
 """
 
@@ -70,6 +70,10 @@ def certify(
                 values = trial.ended[path.name]
                 if "out_of_time" in values:
                     untried[path.name] = "there was no time to try it"
+                elif "out_of_memory" in values:
+                    # Others may have had that memory, and what they leave is no fault of the path.
+                    why = values["out_of_memory"]
+                    untried[path.name] = f"there was too little free memory to try it ({why})"
                 elif "lost" in values:
                     lost = untried[path.name] = f"the device was lost ({values['lost']})"
                 else:

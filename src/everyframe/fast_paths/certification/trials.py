@@ -31,6 +31,7 @@ from everyframe.fast_paths.modules.fast_modules import embedders, forget, keep
 from everyframe.fast_paths.registry import FastPath
 from everyframe.hardware.device_loss import parse_device_loss
 from everyframe.hardware.isolation import ends_after
+from everyframe.hardware.memory import is_out_of_memory
 from everyframe.hardware.throughput import reduced_sizes
 from everyframe.precision.dtypes import torch_dtype
 from everyframe.precision.quantization import layers
@@ -274,6 +275,8 @@ def _tried(
         return {"out_of_time": True}
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the verdict
         message = " ".join((str(error) or type(error).__name__).split())[:200]
+        if is_out_of_memory(error):
+            return {"out_of_memory": message}
         loss = parse_device_loss(error)
         if loss is None:
             return {"error_text": message}

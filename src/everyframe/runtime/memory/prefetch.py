@@ -18,6 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from everyframe.hardware.thread_state import use_card
+
 Placeholders = Mapping[str, nn.Parameter]
 """Stand-ins in the module for parameters that are elsewhere, by dotted name."""
 
@@ -121,7 +123,10 @@ class LocalWeightsProvider:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._worker: ThreadPoolExecutor | None = None
         if device.type in _KINDS:
-            self._worker = ThreadPoolExecutor(1, "everyframe-weights")
+            # Where a stream's block ends, the thread's own card is selected again. A thread begins
+            # on the first one, and would create a context of hundreds of MB there.
+            card = None if self._stream is None else self._stream.device.index
+            self._worker = ThreadPoolExecutor(1, "everyframe-weights", use_card, (card,))
 
     def bring(self, waiting: Placeholders) -> dict[str, Tensor]:
         """See `WeightsProvider`."""

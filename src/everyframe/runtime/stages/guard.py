@@ -247,10 +247,14 @@ class Guard:
         if seen.low == seen.high:
             return result
         wide = self._repairs.widest()
-        if wide:
-            again = self._in_float32(wide, step, compute, pixels_of, len(blank))
-            if again is not None:
-                return again
+        again = self._in_float32(wide, step, compute, pixels_of, len(blank)) if wide else None
+        if isinstance(again, OutOfMemory):
+            self.note(f"{self.place(step)}: {len(blank)} of {len(pixels)} frames are of one colour "
+                      "though their latents are not, and there is too little memory to decode "
+                      "them in float32; they are written as they are")  # fmt: skip
+            return result
+        if again is not None:
+            return again
         if is_asked or asks_for(self._plan.settings.prompt, pixels[blank] / 2 + 0.5):
             return result
         self.note(
@@ -353,16 +357,21 @@ class Guard:
         compute: Callable[[], _Result],
         pixels_of: Callable[[Any], Tensor],
         num_blank: int,
-    ) -> _Result | None:
+    ) -> _Result | OutOfMemory | None:
         """Recompute with whole components in float32; stays so if fewer frames are blank."""
-        for repair in wide:
-            self._repairs.apply(repair)
-        result = compute()
-        is_better = value_range(result).is_finite
-        if not is_better or len(blank_frames(pixels_of(result), -1, 1, _ONE_COLOUR)) >= num_blank:
-            for repair in reversed(wide):
-                self._repairs.remove(repair)
-            return None
+        before = len(self._repairs.all())
+
+        def recompute() -> _Result:
+            for repair in wide:
+                self._repairs.apply(repair)
+            return compute()
+
+        # Where other ranks wait for this one, it can't go on alone.
+        result = catch_out_of_memory(recompute) if self._unsharded is None else recompute()
+        is_done = not isinstance(result, OutOfMemory) and value_range(result).is_finite
+        if not is_done or len(blank_frames(pixels_of(result), -1, 1, _ONE_COLOUR)) >= num_blank:
+            self._repairs.take_back(before)
+            return result if isinstance(result, OutOfMemory) else None
         names, dtype = [repair.component for repair in wide], wide[0].dtype
         text = (
             f"{self._where(step)}: {num_blank} frames were of one colour in {dtype} and are not in "
