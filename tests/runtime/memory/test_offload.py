@@ -305,5 +305,5 @@ def test_weights_of_the_second_card_come_in_a_thread_that_uses_no_other(
     provider = LocalWeightsProvider(lambda _, waiting: waiting.detach(), second)
     coming = provider.send_for({"weight": nn.Parameter(torch.ones(1))})
     assert coming is not None
-    coming.dropped()
+    coming.cancel()
     assert list(current.values()) == [1]
