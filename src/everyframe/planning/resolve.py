@@ -159,15 +159,13 @@ def _prepared(
     is_own = is_here and given is None
     repairs = first_repairs(request, model, target) if is_own else ()
     fit = RequestFit(request, model, target, chooser, repairs, will_run=will_run).fit
-    (shares, fit_used, fitted), quality = fit_to_quality(
-        fit, request, model, settings, target.device
-    )
+    fits, quality = fit_to_quality(fit, request, model, settings, target.device)
+    shares, fit_used, fitted = fits
     preview, preview_notes = plan_previews(request, model, fitted.settings)
     unread = model.unread(settings) if with_seconds and isinstance(model, PromptReadingSpec) else ()
-    rates, unmeasured = (
-        rates_of(fitted, devices[shares.rank], num_threads) if with_seconds else (None, ())
-    )
-    notes = (*notes, *quality.notes, *preview_notes, *unread, *unmeasured)
+    measured = rates_of(fitted, devices[shares.rank], num_threads) if with_seconds else (None, ())
+    rates, rate_notes = measured
+    notes = (*notes, *quality.notes, *preview_notes, *unread, *rate_notes)
     plan = Plan(
         model=model.name,
         family=family_name,
