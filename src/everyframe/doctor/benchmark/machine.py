@@ -75,7 +75,7 @@ def benchmark(device: str = "auto", *, is_quick: bool = False, tell: Tell) -> Be
 
 
 class _Measuring:
-    """The parts on one device; `failed` says of those that ended otherwise how they did."""
+    """Runs the parts on one device; `failed` holds how failed parts ended."""
 
     def __init__(self, device: DeviceFacts, num_threads: int, tell: Tell) -> None:
         self.device = device
@@ -242,7 +242,7 @@ def _machine(facts: MachineFacts, device: DeviceFacts, num_threads: int) -> Benc
 
 
 def _load() -> float:
-    """Processes that want a core, for each core; 0 where the system does not report it."""
+    """Load: runnable processes per core; 0 if the system does not report it."""
     if not hasattr(os, "getloadavg"):
         return 0.0
     return round(os.getloadavg()[0] / (os.cpu_count() or 1), 2)
