@@ -1,4 +1,4 @@
-"""Pictures of the architecture, drawn from the source where it holds what they show.
+"""Diagrams of the architecture, drawn from the source code where it has the facts.
 
 Each function returns the text of an SVG file; `generate.py` writes them.
 """

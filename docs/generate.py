@@ -1,7 +1,7 @@
-"""Write what is made from the code: reference pages, pictures, signatures for editors.
+"""Generate from the code: reference pages, pictures, type stub for editors.
 
-Run it as ``python docs/generate.py`` (or ``make docs``); a test fails when a file is not what this
-would write. Not here: pages that people write.
+Run it as ``python docs/generate.py`` (or ``make docs``); a test fails if a generated file is out of
+date.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pages about machines: results of `everyframe bench`, and what plans choose by make of card."""
+"""Pages about machines: results of `everyframe bench`, and the choices of plans by GPU vendor."""
 
 from __future__ import annotations
 

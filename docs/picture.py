@@ -1,4 +1,4 @@
-"""Draws the README's picture: prompts, and frames that the embedded model made of them.
+"""Draw the README's picture: prompts, and frames that the embedded model made from them.
 
     python docs/picture.py          writes docs/pictures/shapes.png
 

@@ -1,7 +1,7 @@
 """Photograph the tutorial's report page with Chromium: docs/pictures/report.png.
 
-The page has values of this machine in it, so no test compares the picture. Without Chromium the
-picture stays as it is.
+The page shows values of this machine, so no test compares the picture. Without Chromium the old
+picture stays.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pictures of commands and their output: the command is run, and its lines are drawn."""
+"""Pictures of terminal output: run a command and draw its lines as SVG."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How what is shipped with the package was made. Not installed with it."""
+"""Recipes of the models that are shipped with the package. Not installed with it."""

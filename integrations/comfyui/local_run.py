@@ -15,8 +15,8 @@ from typing import Any
 import comfy.model_management
 import torch
 
-from .media import MadeVideo, new_file
-from .run_loop import Progress, Tell
+from .media import GeneratedVideo, new_file
+from .run_loop import Progress, ReportProgress
 
 _INSTALL = (
     "Everyframe is not installed in ComfyUI's Python: python -m pip install everyframe, or "
@@ -81,7 +81,7 @@ class LocalRun:
         self._stop = StopSwitch()
         self._run_path: Path | None = None
 
-    def run(self, tell: Tell) -> MadeVideo:
+    def run(self, tell: ReportProgress) -> GeneratedVideo:
         """Make the video; see `run_loop.Job`."""
         from everyframe.core.errors import RunStoppedError
         from everyframe.runs.folder import RunFolder
@@ -102,7 +102,7 @@ class LocalRun:
         """Stop at the next step; a worker that does not is killed. See `run_loop.Job`."""
         self._stop.set()
 
-    def _collect(self, tell: Tell) -> Any:
+    def _collect(self, tell: ReportProgress) -> Any:
         from everyframe.core.events import Planned, Preview, RunSaved
         from everyframe.engine.results import EventTeller, collect_videos
         from everyframe.server.dispatch.progress import ProgressMeter
@@ -132,7 +132,7 @@ class LocalPlan:
 
         self._request = Request(**options)
 
-    def run(self, tell: Tell) -> str:
+    def run(self, tell: ReportProgress) -> str:
         """Plan; see `run_loop.Job`. Raises `CannotRunError` if this machine can't run it."""
         from everyframe.cli.tables import print_plan
 
@@ -152,7 +152,7 @@ def free_memory() -> None:
     comfy.model_management.soft_empty_cache()
 
 
-def _as_made(video: Any) -> MadeVideo:
+def _as_made(video: Any) -> GeneratedVideo:
     file = new_file()
     video.save(file, sidecar=False)
     audio = None
@@ -160,4 +160,4 @@ def _as_made(video: Any) -> MadeVideo:
         waveform = torch.from_numpy(video.sound.samples)[None]
         audio = {"waveform": waveform, "sample_rate": video.sound.rate}
     frames = torch.from_numpy(video.frames)
-    return MadeVideo(frames, audio, float(video.fps), file, json.dumps(video.record))
+    return GeneratedVideo(frames, audio, float(video.fps), file, json.dumps(video.record))

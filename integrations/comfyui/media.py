@@ -25,7 +25,7 @@ _FFMPEG_OPTIONS = {
 
 
 @dataclass(frozen=True)
-class MadeVideo:
+class GeneratedVideo:
     """What a job makes.
 
     Attributes:
@@ -50,10 +50,10 @@ def new_file(ending: str = "mp4") -> Path:
     return folder / f"everyframe-{uuid.uuid4().hex}.{ending}"
 
 
-def read_made(file: Path, record: str) -> MadeVideo:
+def load_generated(file: Path, record: str) -> GeneratedVideo:
     """A video that a server made, decoded by ComfyUI."""
     parts = InputImpl.VideoFromFile(str(file)).get_components()
-    return MadeVideo(parts.images, parts.audio, float(parts.frame_rate), file, record)
+    return GeneratedVideo(parts.images, parts.audio, float(parts.frame_rate), file, record)
 
 
 def picture_of(images: Any) -> Any:

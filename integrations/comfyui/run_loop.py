@@ -30,13 +30,13 @@ class Progress:
     preview: bytes | None = None
 
 
-Tell = Callable[[Progress], None]
+ReportProgress = Callable[[Progress], None]
 
 
 class Job(Protocol):
     """A job of a worker process or of a server."""
 
-    def run(self, tell: Tell) -> Any:
+    def run(self, tell: ReportProgress) -> Any:
         """Run to the end, in a thread of its own; the result."""
         ...
 

@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from .media import MadeVideo, new_file, read_made
-from .run_loop import Progress, Tell
+from .media import GeneratedVideo, load_generated, new_file
+from .run_loop import Progress, ReportProgress
 from .server_client import Connection, ServerClient, ServerError, UnreachableError
 
 _LOG = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class ServerRun:
         self._is_stopped = self._is_done = False
         self._lock = threading.Lock()
 
-    def run(self, tell: Tell) -> MadeVideo:
+    def run(self, tell: ReportProgress) -> GeneratedVideo:
         """Make and fetch the video; see `run_loop.Job`."""
         created = self._client.ask("/v1/videos", self._options)
         with self._lock:
@@ -51,7 +51,7 @@ class ServerRun:
         self._client.download(f"{own}?variant=metadata", record)
         text = record.read_text(encoding="utf-8")
         record.unlink()
-        return read_made(file, text)
+        return load_generated(file, text)
 
     def stop(self) -> None:
         """Cancel the job on the server; see `run_loop.Job`."""
@@ -69,7 +69,7 @@ class ServerRun:
         except ServerError as error:
             _LOG.warning("Everyframe job %s was not cancelled: %s", self._id, error)
 
-    def _follow(self, tell: Tell) -> dict[str, Any]:
+    def _follow(self, tell: ReportProgress) -> dict[str, Any]:
         """The job once it has ended; its events resume after a break."""
         after: str | None = None
         percent, until = 0, time.monotonic() + _PATIENCE
@@ -114,7 +114,7 @@ class ServerPlan:
         self._client = ServerClient(connection)
         self._options = dict(options)
 
-    def run(self, tell: Tell) -> str:
+    def run(self, tell: ReportProgress) -> str:
         """Plan; see `run_loop.Job`."""
         return plan_text(self._client.ask("/v1/plan", self._options))
 

@@ -1,11 +1,12 @@
 """Stage 1: the spatial autoencoder (diffusers' `AutoencoderKL`), trained on single frames.
 
-A frame's sides become 8 times smaller, with 8 channels. The object is a twentieth of the frame and
-would be lost in a plain mean, so its pixels weigh more; the bar is measured on it as well.
+It reduces a frame's sides by a factor of 8, to 8 channels. The object covers a twentieth of the
+frame and would be lost in a plain mean, so its pixels have a larger weight in the loss. The PSNR
+target applies to the object's pixels as well.
 
-Latents are trained to be local: a cell that the object isn't near must be what it is in an empty
-frame. Left alone it is not, because `AutoencoderKL`'s group norms run over the whole frame and
-carry the object's colour everywhere; a denoiser then has to get every cell right for one object.
+Latents are trained to be local: a cell far from the object must equal that of an empty frame.
+Without this loss it does not, because `AutoencoderKL`'s group norms run over the whole frame and
+spread the object's colour everywhere. A denoiser would then have to adapt every cell to one object.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def object_weight(pixels: Tensor) -> Tensor:
 
 
 def pixel_loss(out: Tensor, target: Tensor, square_weight: float = 1.0) -> Tensor:
-    """Errors and their squares: the first makes flat areas flat, the second outlines sharp."""
+    """Absolute plus squared errors: the first flattens areas, the second sharpens outlines."""
     error = out - target
     return (object_weight(target) * (error.abs() + square_weight * error.square())).mean()
 
@@ -69,9 +70,9 @@ def grounds_of(scenes: Sequence[Scene], device: torch.device | str) -> Tensor:
 
 
 def strangeness(z: Tensor, empty: Tensor, near: Tensor) -> Tensor:
-    """How much cells that the object is not near (1 - `near`) differ from an empty frame's.
+    """Difference between cells far from the object (1 - `near`) and those of an empty frame.
 
-    In variances of the latents, whose size the training is free to choose.
+    It is relative to the latents' variance, since the training may choose their scale.
     """
     far = (1 - near).expand_as(z)
     mean: Tensor = ((z - empty).square() * far).sum() / (far.sum() * z.detach().var())

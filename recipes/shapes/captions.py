@@ -1,7 +1,6 @@
-"""Captions: one scene in many wordings, made of the product's own word tables.
+"""Captions: one scene in many wordings, from the word tables of `shapes_prompts`.
 
-Read next: `everyframe.checkpoints.shapes_prompts`, where the words are; every caption written here
-must be read back by its `read_prompt` (a test holds that).
+A test checks that `read_prompt` of `everyframe.checkpoints.shapes_prompts` reads each one back.
 """
 
 from __future__ import annotations

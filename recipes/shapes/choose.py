@@ -1,6 +1,6 @@
-"""How sampling's choices fare on the validation prompts: ``python -m recipes.shapes.choose``.
+"""Compare sampling settings on the validation prompts: ``python -m recipes.shapes.choose``.
 
-Guidance, number of steps and shift are chosen by these, never by the prompts that are evaluated.
+Guidance, number of steps and shift are chosen with these prompts, never with the test prompts.
 """
 
 from __future__ import annotations

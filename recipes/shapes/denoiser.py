@@ -1,9 +1,9 @@
 """Stage 4: the denoiser (`STDiT3`), trained on cached latents with the text encoder of stage 3.
 
-Rectified flow as the product samples it: ``x_t = (1 - s) x0 + s noise``, the model answers
-``x0 - noise``. A tenth of the texts is replaced by the learned null text, for guidance; in a
-quarter of the clips some latent frames are given (not noised, timestep 0, no loss on them), most
-often the first, encoded alone as an image is at inference. Each step sees clips of both formats.
+The objective is rectified flow: ``x_t = (1 - s) x0 + s noise``, and the model predicts
+``x0 - noise``. A tenth of the texts is replaced by the learned null text, for guidance. In a
+quarter of the clips some latent frames are given (no noise, timestep 0, no loss), most often the
+first one, encoded alone like an image at inference. Each step trains on clips of both formats.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def trained_in(folder: Path, device: str = "cpu") -> nn.ModuleDict:
 def contexts(modules: Any, ids: Tensor, mask: Tensor, drop: Tensor | None = None) -> TextContext:
     """The denoiser's text context of tokenized texts; rows in `drop` get the null text.
 
-    What `STDiT3.context` gives, but never cut to the longest text of a batch: for each length the
-    blocks would be compiled anew.
+    As `STDiT3.context`, but not cut to the longest text of the batch, since the blocks would be
+    compiled again for each length.
     """
     denoiser = modules["denoiser"]
     with torch.no_grad():
@@ -97,7 +97,7 @@ def contexts(modules: Any, ids: Tensor, mask: Tensor, drop: Tensor | None = None
 
 
 def to_denoise(form: Format, num_latents: int, count: int, rng: np.random.Generator) -> Tensor:
-    """(count, T) True where a latent frame is to be denoised, by the odds of `GIVEN`."""
+    """Random mask (count, T), True for frames to denoise, with the probabilities of `GIVEN`."""
     frames, mask = np.arange(num_latents), np.ones((count, num_latents), dtype=bool)
     draw, reached = rng.random(count)[:, None], 0.0
     for first, last, odds in GIVEN[form]:
@@ -108,7 +108,7 @@ def to_denoise(form: Format, num_latents: int, count: int, rng: np.random.Genera
 
 
 def noise_levels(form: Format, count: int, rng: np.random.Generator) -> Tensor:
-    """(B,) in 0..1: mostly high, a fifth of them evenly."""
+    """Random noise levels (B,) in 0..1: mostly high, a fifth of them uniform."""
     ratio = float(rectified_flow.size_ratio(form.side, form.side, form.num_frames))
     logits = rng.normal(NOISE_MEAN + math.log(ratio), 1.2, count)
     high = 1 / (1 + np.exp(-logits))
@@ -117,8 +117,8 @@ def noise_levels(form: Format, count: int, rng: np.random.Generator) -> Tensor:
 
 @dataclass(frozen=True)
 class Material:
-    """What batches of one format are drawn from: latents, each clip's row of the wordings, the
-    latents (N, C, T, h, w) of each background, and which of them each clip has."""
+    """Training data of one format: latents, each clip's row of the wordings, the latents
+    (N, C, T, h, w) of each background, and each clip's background."""
 
     form: Format
     latents: Latents
@@ -137,15 +137,15 @@ class Material:
         )  # fmt: skip
 
     def draw(self, count: int, rng: np.random.Generator) -> Tensor:
-        """Rows (B,) of clips, each motion as often as its share says."""
+        """Draw rows (B,) of clips, with motions in the ratio of their shares."""
         rows = np.searchsorted(self.reached, rng.random(count)).clip(max=len(self.reached) - 1)
         return world.sent(torch.from_numpy(rows), self.latents.clips.device)
 
 
 class Batch(NamedTuple):
-    """What the denoiser is asked: x_t (B, C, T, h, w) and the velocity in it, what each value
-    weighs, the noise levels (B,), captions' ids and mask (B, L), which of them are left out (B,)
-    and which latent frames are to be denoised (B, T)."""
+    """Inputs and targets of a step: x_t (B, C, T, h, w), its velocity and loss weights, noise
+    levels (B,), captions' ids and mask (B, L), which captions are dropped (B,) and which latent
+    frames are denoised (B, T)."""
 
     x_t: Tensor
     target: Tensor
@@ -163,8 +163,8 @@ def draw_batch(
 ) -> Batch:  # fmt: skip
     """Clips with noise, given frames and captions drawn.
 
-    In training some texts are left out, and cells that the object is in or that change weigh more:
-    they are few, and geometry is learned last.
+    In training some texts are dropped, and cells with the object or with changes have a larger
+    weight: they are few, and geometry is learned last.
     """
     kept, device = material.latents, rows.device
     x0 = kept.clips[rows].float()
@@ -198,9 +198,9 @@ def batch_loss(modules: Any, batch: Batch, form: Format) -> Tensor:
 
 
 def changing(x0: Tensor) -> Tensor:
-    """(B, 1, 1, h, w): whether a cell of latents (B, C, T, h, w) changes in time.
+    """Whether a cell of latents (B, C, T, h, w) changes in time, (B, 1, 1, h, w).
 
-    The first latent frame of each piece is of another kind than those that stand for four frames.
+    The first latent frame of each piece stands for one frame, the others for four.
     """
     pieces = x0.unflatten(2, (-1, 5))[:, :, :, 1:]
     moved = (pieces - pieces.mean((2, 3), keepdim=True)).abs().amax((1, 2, 3))
@@ -210,7 +210,7 @@ def changing(x0: Tensor) -> Tensor:
 def velocity(
     modules: Any, x_t: Tensor, s: Tensor, form: Format, context: Any, mask: Tensor | None
 ) -> Tensor:
-    """The velocity (B, C, T, h, w) that the denoiser sees in `x_t` at noise levels `s`, float32."""
+    """The denoiser's predicted velocity (B, C, T, h, w) for `x_t` at noise levels `s`, float32."""
     out = modules["denoiser"](
         x_t, s * rectified_flow.NUM_TIMESTEPS, context, fps=float(world.FPS),
         height=float(form.side), width=float(form.side), x_mask=mask,
@@ -286,8 +286,8 @@ def sample(
 ) -> world.Floats:  # fmt: skip
     """Clips (B, T, H, W, 3) by Euler steps, of plain captions unless they are `said` otherwise.
 
-    For a look in training, and to choose steps and guidance by; the product's own sampler makes
-    the clips that are evaluated in the end.
+    For previews in training, and to choose steps and guidance. The final evaluation uses
+    `everyframe.generate`.
     """
     device = vae.shift.device
     generator = torch.Generator().manual_seed(seed)
@@ -313,7 +313,7 @@ def sample(
 def read_back(
     frames: world.Floats, scenes: list[Scene], each: Callable[..., Iterable[reader.Reading]] = map
 ) -> dict[str, float]:
-    """How often each attribute, and all of them, is read as it was asked for.
+    """Share of clips in which each attribute, and all of them, is read as requested.
 
     `each` is a pool's `map` where several processes read.
     """

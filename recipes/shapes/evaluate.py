@@ -1,10 +1,10 @@
-"""Measures every bar of the embedded model: ``python recipes/shapes/evaluate.py [--side 128]``.
+"""Evaluate the embedded model's targets: ``python recipes/shapes/evaluate.py [--side 128]``.
 
-Clips are made by the product's own public function, `everyframe.generate`; the reader is plain
-image arithmetic (`reader.py`). Prompts and seeds are fixed: one try each. Prints a table and exits
-with 1 if a bar is missed. ``--validation`` takes other prompts and other seeds, to choose steps
-and guidance by; ``--count 20`` is a quick look that proves nothing. ``--processes 2`` makes the
-same clips side by side, which is faster where other work runs on the same cores.
+`everyframe.generate` makes the clips, and plain image arithmetic reads them (`reader.py`). Prompts
+and seeds are fixed, one try each. It prints a table and exits with 1 if a target is missed.
+``--validation`` uses other prompts and seeds, to choose steps and guidance. ``--count 20`` is a
+quick look without statistical weight. ``--processes 2`` makes the same clips in parallel, which is
+faster if other work runs on the same cores.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: what was measured, the value, the bar, and whether it is met."""
+    """One line of the table: name, value, target, and whether the target is met."""
 
     name: str
     value: float
@@ -62,7 +62,7 @@ def below(name: str, value: float, bar: float) -> Row:
 
 
 def trials(count: int, validation: bool) -> list[Trial]:
-    """`count` prompts, every second one of a combination that was never trained on."""
+    """`count` prompts, half of them of attribute combinations that were not in training."""
     rng = np.random.default_rng(2027 if validation else 2026)
     first_seed = 500_000 if validation else 1000
     never = rng.permutation(len(world.held_out_scenes()))
@@ -126,7 +126,7 @@ def measure_autoencoder(count: int, form: Format = SMALL) -> list[Row]:
 def measure_prompts(
     chosen: list[Trial], options: dict[str, Any], processes: int, say: Say
 ) -> list[Row]:
-    """Generated clips, read back: each attribute over all, never-trained and trained prompts."""
+    """Generated clips, read back: each attribute over all, unseen and trained combinations."""
     rights: list[dict[str, bool]] = []
     begun = time.monotonic()
     made = _each(_made, [(trial, options, None) for trial in chosen], processes)
@@ -149,7 +149,7 @@ def measure_prompts(
 def measure_image(
     chosen: list[Trial], options: dict[str, Any], form: Format, processes: int, say: Say
 ) -> list[Row]:
-    """Clips from a given first frame: how well it is kept, and whether the motion is as asked."""
+    """Clips from a given first frame: its PSNR, and whether the motion is as requested."""
     kept: list[float] = []
     moved: list[bool] = []
     rng = np.random.default_rng(33)
@@ -175,7 +175,7 @@ Job = tuple[Trial, dict[str, Any], Path | None]
 
 
 def _made(job: Job) -> tuple[reader.Reading, float]:
-    """What one generated clip shows, and how far (mean square, of 0..1) it is from its image."""
+    """Reading of one generated clip, and the mean square error (pixels 0..1) of its image."""
     trial, options, image = job
     if image is None:
         return reader.read(_frames(trial, options)), 0.0
@@ -187,7 +187,7 @@ def _made(job: Job) -> tuple[reader.Reading, float]:
 def _each(
     make: Callable[[Job], tuple[reader.Reading, float]], jobs: Sequence[Job], processes: int
 ) -> Iterator[tuple[reader.Reading, float]]:
-    """Every job's result in the jobs' order, made here or by several processes of a core each."""
+    """Results of all jobs in order, from this process or from several with one core each."""
     if processes == 1:
         yield from map(make, jobs)
         return

@@ -1,9 +1,9 @@
-"""Writes the shipped folder out of trained stages: ``python -m recipes.shapes.export``.
+"""Write the shipped folder from the trained stages: ``python -m recipes.shapes.export``.
 
-The layout is the one of real checkpoints: config.json and model.safetensors of the denoiser, the
-autoencoder in ``vae/``, T5 in ``text_encoder/``, its words in ``tokenizer/``, this checkpoint's own
-defaults in everyframe.json. Matrices are stored in float16, vectors in float32; loading casts both
-to what the plan asks for. The model card is written by hand and left alone.
+The layout is that of real checkpoints: config.json and model.safetensors of the denoiser, the
+autoencoder in ``vae/``, T5 in ``text_encoder/``, its vocabulary in ``tokenizer/``, and the
+checkpoint's defaults in everyframe.json. Matrices are stored in float16, vectors in float32;
+loading casts both to the plan's dtypes. The model card is written by hand and not changed.
 """
 
 from __future__ import annotations

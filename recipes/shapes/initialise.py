@@ -1,7 +1,7 @@
-"""First values of a denoiser's parameters, for training from the start.
+"""Initial values of a denoiser's parameters, for training from scratch.
 
-As in PixArt and DiT: linear layers are drawn after Xavier, and whatever would disturb the stream
-at first (the text's branch, the frame rate, the last layer) begins at zero.
+As in PixArt and DiT, linear layers have Xavier initialisation. Layers that would disturb the
+residual stream at first (cross-attention, frame rate, last layer) begin at zero.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The clips that the denoiser is trained on: drawn and encoded once, kept in the folder of runs.
+"""Training latents of the denoiser: clips are rendered and encoded once, and cached on disk.
 
-Not here: the autoencoder's own training (`autoencoder`, `temporal`). Read next: `denoiser`.
+The autoencoder's own training is in `autoencoder` and `temporal`. Read next: `denoiser`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ BACKWARDS = {
 
 @dataclass(frozen=True)
 class Latents:
-    """Normalised latents of N clips (N, C, T, h, w), of their first frames encoded as images
-    (N, C, 1, h, w), and which scene each clip is of."""
+    """Normalised latents of N clips (N, C, T, h, w) and of their first frames encoded as images
+    (N, C, 1, h, w), and the scene of each clip."""
 
     clips: Tensor
     first: Tensor
@@ -44,7 +44,7 @@ class Latents:
 
 
 def trained_vae(work: Path, device: str = "cpu") -> VideoVAE:
-    """The autoencoder with the best weights of its last stage that has run, normalised."""
+    """The normalised autoencoder, with the best weights of the last stage that has run."""
     has_polish = (work / "polish" / "best.pt").exists()
     vae = temporal.trained(work, "polish" if has_polish else "temporal", device)
     normalise(vae.eval())
@@ -52,9 +52,9 @@ def trained_vae(work: Path, device: str = "cpu") -> VideoVAE:
 
 
 def normalise(vae: VideoVAE) -> None:
-    """Measures shift and scale of each latent channel on training clips, the same ones always.
+    """Measure shift and scale of each latent channel on a fixed set of training clips.
 
-    Weights that come with both, as the shipped ones do, keep them.
+    Weights that already contain both, as the shipped ones do, keep them.
     """
     if bool(vae.shift.any()):
         return
@@ -69,8 +69,8 @@ def encode(
     vae: VideoVAE, scenes: list[Scene], form: Format, rng: np.random.Generator,
     both_ways: bool = False,
 ) -> Latents:  # fmt: skip
-    """A clip of each scene as latents; with `both_ways` also those that are training clips when
-    run backwards. The spatial stage, which is most of the work, sees every frame once."""
+    """Latents of one clip per scene. With `both_ways` also of clips that are training clips when
+    reversed. The spatial stage, which is most of the work, encodes every frame once."""
     frames = world.draw_whole(world.random_clips(scenes, rng), form, vae.shift.device)
     x = temporal.spatial_latents(vae, frames)
     if both_ways:
@@ -92,7 +92,7 @@ def empty(vae: VideoVAE, form: Format) -> Tensor:
 
 
 def backwards(scenes: list[Scene]) -> list[tuple[int, Scene]]:
-    """Which of the clips show a training scene when they run backwards, and which one."""
+    """Indices of clips that show a training scene when reversed, and those scenes."""
     found = []
     for index, scene in enumerate(scenes):
         if scene.motion in BACKWARDS:
@@ -103,8 +103,8 @@ def backwards(scenes: list[Scene]) -> list[tuple[int, Scene]]:
 
 
 def cached_latents(work: Path, vae: VideoVAE, form: Format, count: int | None = None) -> Latents:
-    """`count` training clips encoded both ways, on the autoencoder's device; from the folder, if
-    they lie there."""
+    """`count` training clips encoded in both directions, on the autoencoder's device; read from
+    the folder if cached there."""
     file = work / f"latents_{form.side}.pt"
     if not file.exists():
         count = NUM_CACHED[form] if count is None else count

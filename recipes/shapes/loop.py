@@ -1,8 +1,8 @@
-"""The training loop that all stages share: steps, one line a while, log, resume, best so far.
+"""Training loop of all stages: steps, log, validation, saved state and best weights.
 
-A stage brings a `Task` (its modules, its loss on a batch, its validation measure); the loop knows
-nothing else of it. A run lives in a folder: ``state.pt`` to go on from, ``best.pt`` with the
-weights of the best validation, ``log.csv`` for the loss curve.
+A stage is a `Task`: its modules, its loss on a batch and its validation measure. A run has a
+folder: ``state.pt`` to resume from, ``best.pt`` with the weights of the best validation, and
+``log.csv`` for the loss curve.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Task:
 
 
 def learning_rate_at(task: Task, step: int, done: float) -> float:
-    """Linear warm-up, then half a cosine over what is `done` (0..1), down to a fiftieth."""
+    """Linear warm-up, then half a cosine to a fiftieth; `done` is the finished share, 0..1."""
     warm = min(1.0, (step + 1) / max(1, task.warmup))
     return task.learning_rate * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
 
@@ -65,10 +65,9 @@ def learning_rate_at(task: Task, step: int, done: float) -> float:
 def train(
     task: Task, folder: Path, say: Callable[[str], None] = print, minutes: float | None = None
 ) -> Path:
-    """Trains from where `folder` stopped, to the end; returns the file of the best weights.
+    """Train from the state in `folder` to the end; returns the file of the best weights.
 
-    With `minutes`, the end is when so much time has been spent on the stage, if its steps have not
-    run out before.
+    With `minutes` it ends earlier if the stage has used that much time over all its runs.
     """
     folder.mkdir(parents=True, exist_ok=True)
     optimizers = _optimizers(task)
@@ -148,8 +147,8 @@ def _with_gradients(task: Task, batch: tuple[Tensor, ...]) -> tuple[Tensor, dict
 
 
 class _Captured:
-    """A step's loss and gradients as one CUDA graph: layers this small leave a card idle most of
-    the time while their kernels are asked for one by one."""
+    """A step's loss and gradients as one CUDA graph, since launching the kernels of such small
+    layers one by one leaves a GPU idle most of the time."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -194,7 +193,7 @@ def _optimizers(task: Task) -> list[torch.optim.Optimizer]:
 
 
 def autocast(device: torch.device | str) -> torch.autocast:
-    """bf16 where it is multiplied; on other CPUs it takes 20 times as long as float32."""
+    """Autocast to bf16 if the hardware multiplies it; emulated bf16 is 20 times slower."""
     kind = torch.device(device).type
     return torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda" or _has_bf16())
 
@@ -205,7 +204,7 @@ def _has_bf16() -> bool:
 
 
 def load_best(modules: nn.ModuleDict, folder: Path) -> dict[str, Any]:
-    """Loads the best weights of a finished or running stage; returns what was measured."""
+    """Load the best weights of a finished or running stage; returns their validation results."""
     kept = torch.load(folder / "best.pt", weights_only=True, map_location=_device(modules))
     modules.load_state_dict(kept["modules"])
     return {"step": kept["step"], **kept["measured"]}

@@ -1,8 +1,8 @@
 """Muon (Jordan et al., 2024) for matrices, orthogonalised in float32.
 
-A convolution's kernel is the matrix of what each output channel takes of all inputs and places.
-PyTorch's own multiplies in bf16, which takes longer than a whole training step on a CPU that does
-not have it. Matrices of one shape are orthogonalised together.
+A convolution's kernel counts as a matrix of output channels by input channels and positions.
+PyTorch's own Muon multiplies in bf16, which takes longer than a whole training step on a CPU
+without bf16 instructions. Matrices of one shape are orthogonalised together.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Draws the loss curves of the stages run: ``python -m recipes.shapes.plot`` (needs matplotlib).
+"""Plot the loss curves of all stages: ``python -m recipes.shapes.plot`` (needs matplotlib).
 
-Reads each stage's log.csv in the folder of the runs and writes ``loss.png`` beside this file.
+It reads each stage's log.csv and writes ``loss.png`` beside this file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Stage 5: the spatial decoder trained on, everything before it left as it is.
+"""Stage 5: further training of the spatial decoder, with everything before it frozen.
 
-Latents stay what the denoiser was trained on, so this can be done after it, or beside it. The
-temporal stage stays too: what it makes of pieces of clips is computed once, and a step is then a
-few dozen frames that one small decoder turns into pixels, which a CPU can do as well.
+Latents do not change, so this stage can run after the denoiser's training or beside it. The
+temporal stage is frozen as well: its outputs for pieces of clips are computed once. A step then
+decodes a few dozen frames with one small decoder, which a CPU can do as well.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SQUARE_WEIGHT = 17.0  # of errors squared beside their size: the bar is on squar
 
 @dataclass(frozen=True)
 class Coded:
-    """Pieces of clips, when their frames are (N, 17), and what the temporal stage makes of them:
-    latents (N, C, 17, h, w) as the spatial decoder takes them."""
+    """Pieces of clips: the times (N, 17) of their frames, and the temporal stage's outputs
+    (N, C, 17, h, w), which are the spatial decoder's inputs."""
 
     clips: world.Clips
     times: Tensor
@@ -38,7 +38,7 @@ class Coded:
     @classmethod
     @torch.no_grad()
     def of(cls, vae: VideoVAE, form: Format, count: int, seed: int) -> Coded:
-        """Of every second piece the first frame is encoded alone, as a given picture is."""
+        """Encode pieces; in every second one the first frame alone, like a given picture."""
         rng, inner = np.random.default_rng([seed, form.side]), vae.temporal_vae
         known = [s for s in world.train_scenes() for _ in range(STARS if s.shape == "star" else 1)]
         clips, times = temporal.random_pieces(world.random_scenes(known, count, rng), form, rng)

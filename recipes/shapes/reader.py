@@ -1,12 +1,12 @@
-"""Reads a scene back from frames by plain image arithmetic: no model, nothing learned.
+"""Read a scene back from frames by plain image arithmetic, without a model.
 
-The background is what the frame's rim shows, the object what differs from it; its cover of each
-pixel gives place, area and outline, the outline is compared with drawn templates, and place, area
-and angle over time give the motion. A clip that is not one flat shape on a flat ground in every
-frame is read as nothing at all (`None`), so that noise and empty frames never count.
+The background is the colour of the frame's border, the object is what differs from it. The object's
+coverage of each pixel gives position, area and outline. The outline is compared with rendered
+templates; position, area and angle over time give the motion. A clip that is not one flat shape on
+a flat background in every frame is read as `None`, so noise and empty frames never count.
 
-Thresholds leave room for what an autoencoder does to edges and colours; `tests/recipes` holds them
-against true clips, shuffled captions, noise and constants.
+Thresholds tolerate an autoencoder's changes of edges and colours; `tests/recipes` checks them on
+rendered clips, shuffled captions, noise and constant frames.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LEAST_FIT = 0.72  # overlap (intersection over union) with the best template
 
 @dataclass(frozen=True)
 class Reading:
-    """What was seen; None where nothing was, or nothing that has a name here."""
+    """Attributes read from a clip; None for one that is missing or unknown."""
 
     colour: str | None = None
     background: str | None = None
@@ -37,7 +37,7 @@ class Reading:
     motion: str | None = None
 
     def right(self, scene: Scene) -> dict[str, bool]:
-        """For each attribute of the scene, whether it was read so."""
+        """For each attribute of the scene, whether the reading agrees."""
         names = ("colour", "background", "shape", "motion")
         return {name: getattr(self, name) == getattr(scene, name) for name in names}
 
@@ -53,7 +53,7 @@ class Track:
 
 
 def read(frames: Floats) -> Reading:
-    """Frames (T, H, W, 3), float 0..1 (or uint8), square -> what they show."""
+    """Read the scene of square frames (T, H, W, 3), float 0..1 or uint8."""
     if frames.dtype == np.uint8:
         frames = frames.astype(np.float32) / 255
     ground = _ground(frames)
@@ -74,7 +74,7 @@ def read(frames: Floats) -> Reading:
 
 
 def _ground(frames: Floats) -> Floats | None:
-    """The colour of the outermost pixels, if they have one and keep it."""
+    """The colour of the border, if it is uniform and constant; else None."""
     rim = np.concatenate(
         [frames[:, 0], frames[:, -1], frames[:, :, 0], frames[:, :, -1]], axis=1
     ).reshape(-1, 3)
@@ -90,7 +90,7 @@ def _nearest(rgb: Floats, names: tuple[str, ...]) -> str | None:
 
 
 def _object_colour(frames: Floats, ground: Floats) -> Floats | None:
-    """The median of the pixels that differ most from the ground: edges are mixed, so not these."""
+    """The median of the pixels that differ most from the background, which excludes mixed edges."""
     away = np.linalg.norm(frames - ground, axis=-1)
     seen = away > _SEEN
     if not (seen.mean(axis=(1, 2)) > 0.004).all() or seen.mean() > 0.45:

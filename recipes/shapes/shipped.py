@@ -1,4 +1,4 @@
-"""The shipped autoencoder, loaded through the product's own code: measured, and gone on from."""
+"""The shipped autoencoder, loaded by everyframe's own code, to measure and to train further."""
 
 from __future__ import annotations
 

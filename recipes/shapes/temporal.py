@@ -1,10 +1,10 @@
-"""Stage 2: the temporal stage of `VideoVAE`, trained on what the spatial stage makes of clips.
+"""Stage 2: the temporal stage of `VideoVAE`, trained on the spatial stage's latents of clips.
 
-17 frames become 5 latent frames; the first of them stands for the first frame alone. An image that
-is given is encoded as a video of one frame, so such encodings must equal the first latent frame of
-a whole clip: they are trained to, and are put in its place in half of the batch. Cells that the
-object never comes near are trained to be an empty clip's, as in the spatial stage. The spatial
-decoder is trained along, on pixels of a few frames; the spatial encoder is left as it is.
+17 frames become 5 latent frames, the first of which encodes only the first frame. A given image is
+encoded as a video of one frame, and must equal the first latent frame of a whole clip. A loss term
+trains this, and in half of the batch the image's encoding replaces that latent frame. Cells far
+from the object are trained to equal those of an empty clip, as in the spatial stage. The spatial
+decoder is trained too, on pixels of a few frames; the spatial encoder is frozen.
 """
 
 from __future__ import annotations

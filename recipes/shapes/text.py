@@ -1,7 +1,7 @@
-"""The tokenizer (whole words) and the small T5 of `shapes`, both in transformers' own layout.
+"""The word tokenizer and the small T5 of `shapes`, both in transformers' own layout.
 
-The vocabulary is what `shapes_prompts` and the caption templates can say; any other word is
-``<unk>``, upper case and punctuation are dropped.
+The vocabulary is the words of `shapes_prompts` and the caption templates; any other word is
+``<unk>``. Upper case and punctuation are dropped.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Trains the embedded model from the shell: ``python -m recipes.shapes.train --stage all``.
+"""Train the embedded model from the shell: ``python -m recipes.shapes.train --stage all``.
 
-Every stage can be stopped at any time (Ctrl-C) and goes on where it stopped when started again.
+Every stage can be interrupted at any time (Ctrl-C) and resumes when it is started again.
 """
 
 from __future__ import annotations

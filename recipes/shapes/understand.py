@@ -1,11 +1,11 @@
-"""Stage 3: the text encoder (T5) learns what captions say, before the denoiser is trained with it.
+"""Stage 3: the text encoder (T5) learns the meaning of captions, before the denoiser is trained.
 
-Real text-to-video models stand on a text encoder that was trained on text; a T5 with random weights
-would have to learn its words through the denoiser, which takes most of the denoiser's time. Every
-token's state learns to tell each of the four attributes of its scene by an axis of its own for each
-value. Told by a layer that is trained along, some values stay close together, and what is close in
-the encoder's states a denoiser takes for one and the same: growing and shrinking once were, and
-half of such clips went the wrong way. The denoiser does not train the encoder any further.
+Real text-to-video models use a text encoder that was trained on text. A T5 with random weights
+would have to learn words through the denoiser, which would take most of the denoiser's training.
+Here every token's state learns to predict the four attributes of its scene, with one fixed axis
+for each value. With a trained classification layer instead, states of some values stayed close
+together, and the denoiser confused them: growing and shrinking, for example, so half of such clips
+went the wrong way. The denoiser's training does not change the encoder.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The world that `shapes` learns: one flat shape on a flat background, moving in one way.
 
-A `Scene` (what a caption says) plus random place, size and speed is a clip; `draw` renders clips
-with torch, on any device, fast enough that training draws new ones at every step. Edges are
-antialiased analytically: a pixel's cover is its distance to the edge, clipped. Captions are in
-`captions.py`, reading scenes back from frames in `reader.py`.
+A clip is a `Scene` (the content of a caption) with random position, size and speed. `draw` renders
+clips with torch on any device, fast enough to render new ones at every training step. Edges are
+antialiased analytically: a pixel's coverage is its clipped distance to the edge. Captions are in
+`captions.py`; `reader.py` reads scenes back from frames.
 
 Shapes of arrays: B clips, T frames, H rows, W columns, 3 colours.
 """

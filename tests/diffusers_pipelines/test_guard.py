@@ -21,6 +21,7 @@ import everyframe
 from everyframe.core.errors import NumericsError
 from everyframe.core.events import Event, Note, Repaired
 from helpers.diagonals import diagonal
+from helpers.events import alarms
 from helpers.guard_pipelines import hooked, planted, state_of
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
@@ -100,11 +101,6 @@ def in_float32(pipe: Any, name: str) -> np.ndarray[Any, Any]:
     for module in modules:
         module.half()
     return frames
-
-
-def alarms(events: list[Event]) -> list[Event]:
-    notes = [event for event in events if isinstance(event, Note) and "step " in event.text]
-    return [*(event for event in events if isinstance(event, Repaired)), *notes]
 
 
 @pytest.mark.parametrize(("name", "place"), CASES)

@@ -13,7 +13,7 @@ import pytest
 
 from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.doctor import diagnose as diagnosing
-from everyframe.doctor.checks import LOOKS
+from everyframe.doctor.checks import FACT_CHECKS
 from everyframe.doctor.diagnose import diagnose
 from everyframe.doctor.probes import PROBES, Probe
 from everyframe.doctor.run_probes import devices_to_probe, probe
@@ -144,7 +144,7 @@ def test_a_look_that_raises_is_broken_and_no_more(monkeypatch: pytest.MonkeyPatc
     def look(patient: object) -> None:
         raise KeyError("nothing")
 
-    monkeypatch.setitem(LOOKS, "versions", look)
+    monkeypatch.setitem(FACT_CHECKS, "versions", look)
     report = diagnose(["devices", "versions"], profile="cpu")
     assert [check.mark for check in report.checks] == ["fine", "broke"]
     assert "the check itself broke: KeyError" in report.checks[1].message

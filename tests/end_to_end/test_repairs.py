@@ -20,11 +20,12 @@ from safetensors.torch import load_file, save_file
 import everyframe
 from everyframe.cli.main import main
 from everyframe.core.errors import NumericsError
-from everyframe.core.events import Event, FramesDecoded, Note, Repaired, VideoDone
+from everyframe.core.events import Event, FramesDecoded, Repaired, VideoDone
 from everyframe.core.request import Request
 from everyframe.engine import run
 from everyframe.runs.run_state import RunState, RunStateWriter, SaveOptions
 from everyframe.runtime.interface import VideoState
+from helpers.events import alarms
 from helpers.tiny_checkpoints import inpaint as tiny_inpaint
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 from helpers.tiny_checkpoints import opensora2 as tiny_opensora2
@@ -256,12 +257,6 @@ def test_a_hundred_clean_runs_raise_no_alarm(dtype: str, sound: Callable[[str], 
         )
         assert not alarms(events)
         assert len([event for event in events if isinstance(event, VideoDone)]) == count
-
-
-def alarms(events: Sequence[Event]) -> list[Event]:
-    """Repairs, and notes of a step."""
-    notes = [event for event in events if isinstance(event, Note) and "step " in event.text]
-    return [*(event for event in events if isinstance(event, Repaired)), *notes]
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))

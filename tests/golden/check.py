@@ -201,7 +201,7 @@ def stepvideo_vae(golden: Golden) -> Outputs:
         if kind == "video":
             video = _other_way(golden[name])
             mean, log_variance = (_other_way(each) for each in vae.moments(video))
-            yield f"moments_{case}", _other_way(vae.coded(video))
+            yield f"moments_{case}", _other_way(vae.run_encoder(video))
             yield f"mean_{case}", mean
             yield f"logvar_{case}", log_variance
             yield f"std_{case}", torch.exp(0.5 * log_variance)
@@ -219,7 +219,7 @@ def stepvideo_llm(golden: Golden) -> Outputs:
     """Step-LLM on the tokens of every row, and what its tokenizer puts around them."""
     from everyframe.families.stepvideo.config import StepLLMConfig
     from everyframe.families.stepvideo.llm import StepLLM, slopes
-    from everyframe.families.stepvideo.text import framed
+    from everyframe.families.stepvideo.text import with_special_tokens
 
     model = StepLLM(StepLLMConfig.from_json(constructor(golden)))
     golden.load(model)
@@ -227,7 +227,7 @@ def stepvideo_llm(golden: Golden) -> Outputs:
     yield "alibi_slopes", slopes(model.config.num_attention_heads)
     if "raw_token_ids" in golden.config:
         length = golden.setting("max_length")
-        rows = [framed(ids, length) for ids in golden.setting("raw_token_ids")]
+        rows = [with_special_tokens(ids, length) for ids in golden.setting("raw_token_ids")]
         yield "input_ids", torch.cat([row.ids for row in rows])
         yield "attention_mask", torch.cat([row.mask for row in rows]).long()
 

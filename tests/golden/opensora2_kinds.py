@@ -80,7 +80,7 @@ def opensora2_vae_hunyuan(golden: Golden) -> Outputs:
         tiled = replace(
             config, tiles_sides=case["spatial_tiling"], tiles_frames=case["temporal_tiling"]
         )
-        moments = vaes.coded(vae, tiled, golden[f"video_{name}"])
+        moments = vaes.run_encoder(vae, tiled, golden[f"video_{name}"])
         yield f"moments_{name}", moments
         yield f"z_{name}", vaes.encode(vae, tiled, golden[f"video_{name}"])
         if f"noise_{name}" in golden:

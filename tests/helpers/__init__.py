@@ -1,1 +1,1 @@
-"""What several tests share: tiny checkpoints, planted faults, groups of ranks, fakes."""
+"""Helpers that several tests share: tiny checkpoints, planted faults, groups of ranks, fakes."""

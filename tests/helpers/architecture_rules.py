@@ -1,8 +1,7 @@
-"""The rules of the architecture, each a function from one parsed module to the violations in it.
+"""Architecture rules: functions from one parsed module to its violations.
 
-Not here: which files they are applied to and the proof that each can fail (`test_architecture.py`).
-The rules read the source and import nothing. In prose they stand in
-`docs/explanation/architecture.md`.
+The rules read the source and import nothing. `test_architecture.py` applies them to all files and
+shows that each rule can fail. `docs/explanation/architecture.md` describes them in prose.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tabs of a Chromium that are watched: what they print, and whom they ask."""
+"""Chromium tabs that record their console output and their requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibrations of the embedded model that nobody measured, for what follows from one."""
+"""Made-up calibrations of the embedded model, for tests of code that uses a calibration."""
 
 from __future__ import annotations
 

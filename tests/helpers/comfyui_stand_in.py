@@ -1,7 +1,7 @@
 """A small stand-in for the part of ComfyUI's API that the node pack calls; written anew.
 
-`SOURCES` says where the real one has each name. `tests/integrations/test_comfyui_api.py` compares
-their signatures where a real ComfyUI is given.
+`SOURCES` names the file of each function in the real ComfyUI. If one is installed,
+`tests/integrations/test_comfyui_api.py` compares the signatures.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Models of every family that is run dry, made of configs alone: nothing is written or read.
+"""Models of every family for dry runs, built from configs only: no file is written or read.
 
-Sizes are tiny, but the structure is that of the released ones.
+Sizes are tiny, but the structure is that of the released models.
 """
 
 from __future__ import annotations

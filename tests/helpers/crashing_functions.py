@@ -1,6 +1,6 @@
-"""Faults to plant into processes of their own: they die, hang, lie or raise.
+"""Faults to plant in separate processes: functions that die, hang, return wrong values or raise.
 
-A module of its own, because those processes import what they run by name.
+They have a module of their own, because the processes import functions by name.
 """
 
 from __future__ import annotations

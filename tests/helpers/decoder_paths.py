@@ -1,6 +1,6 @@
-"""A tiny decoder of Wan as a target of trials, whose convolutions are over frames too.
+"""A tiny decoder of Wan as a target of trials; its convolutions are over frames too.
 
-A module of its own, because trial processes import what they run by name.
+It has a module of its own, because trial processes import functions by name.
 """
 
 from __future__ import annotations

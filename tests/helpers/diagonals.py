@@ -1,4 +1,4 @@
-"""Matrices of parameters of which a diagonal is in the fast set, and the rest is marked slow."""
+"""Parameter matrices for pytest: a diagonal runs by default, the rest is marked slow."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The programs on our pages: which there are, and how one is run.
+"""Code blocks of the docs: find them, and run one.
 
-A fenced block is run if it says ``sh`` or ``python``. ``<!-- not run: why -->`` on the line above
-leaves it out. All blocks of a page share one folder and are run in order, as a reader would. The
-tutorial's Python is one session: a block begins with those above it. On the README and the tutorial
-each command is a new process. Other programs are forked from this one (see `forked`), which is what
-a new one would be after some seconds of imports. Read next: `test_docs.py`.
+A fenced block runs if it is marked ``sh`` or ``python``, unless ``<!-- not run: why -->`` is on the
+line above. All blocks of a page share one folder and run in order, as a reader runs them. The
+tutorial's Python is one session: a block is preceded by those above it. On the README and the
+tutorial each command is a new process. Other programs are forks of this process (see `forked`),
+which saves seconds of imports. Read next: `test_docs.py`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The frames and steps that come of a run's events, for tests."""
+"""Frames, steps and alarms of a run, collected from its events."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from everyframe.core.events import Event, FramesDecoded, Step
+from everyframe.core.events import Event, FramesDecoded, Note, Repaired, Step
 
 
 def frames_of(events: Iterable[Event]) -> np.ndarray[Any, Any]:
@@ -27,3 +27,9 @@ def frames_by_seed(events: Iterable[Event]) -> dict[int, np.ndarray[Any, Any]]:
 def steps(events: Iterable[Event]) -> list[int]:
     """The steps of denoising that were done."""
     return [each.step for each in events if isinstance(each, Step) and each.stage == "denoise"]
+
+
+def alarms(events: Sequence[Event]) -> list[Event]:
+    """Repairs, and notes that name a step."""
+    notes = [event for event in events if isinstance(event, Note) and "step " in event.text]
+    return [*(event for event in events if isinstance(event, Repaired)), *notes]

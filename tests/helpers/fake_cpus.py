@@ -1,7 +1,7 @@
-"""Made-up processors for tests: what a plan chooses by a CPU's flags, on any CPU.
+"""Fake CPUs for tests of a plan's choices by CPU flags, on any CPU.
 
-They are facts alone: what is computed is computed by the CPU that is here, with what it has. Other
-processes see the real flags.
+Only the facts are fake: the real CPU computes, with its own instructions. Other processes see the
+real flags.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A stand-in for an executor: real events, run folders and stop switches, made-up frames, no torch.
 
-Its frames follow the seed alone, so that a video shows whether it is the right one. A run's state
-is its number of finished steps.
+Its frames depend on the seed only, so a test can tell whose video it is. A run's state is its
+number of finished steps.
 """
 
 from __future__ import annotations

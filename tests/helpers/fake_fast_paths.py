@@ -1,6 +1,6 @@
-"""Fast paths to plant: right, wrong, slow, crashing, hanging, lying; their trials run elsewhere.
+"""Fast paths to plant: right, wrong, slow, crashing, hanging, lying.
 
-A module of its own, because those processes import what they run by name.
+They have a module of their own, because the processes of trials import functions by name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A worker whose other side is the test: it takes jobs, says what it shall, and dies on time."""
+"""A fake worker that the test controls: it takes jobs, sends given messages, and dies."""
 
 from __future__ import annotations
 

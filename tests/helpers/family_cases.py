@@ -1,7 +1,6 @@
-"""What the contract of families (`tests/families/test_contract.py`) needs to know of each of them.
+"""Cases of the contract tests of all families (`tests/families/test_contract.py`).
 
-Read next: `tiny_checkpoints/families.py` for the checkpoints, `references/` for what whole runs are
-compared with.
+Read next: `tiny_checkpoints/families.py` for the checkpoints, `references/` for the reference runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A program that is forked from this process, for tests that look at one from outside.
+"""A program in a fork of this process, for tests that observe it from outside.
 
-It is what a new one would be after some seconds of imports: it has a pid, pipes, signals and an
-exit code of its own. What only an interpreter's own beginning and end can show needs a real one.
+It has its own pid, pipes, signals and exit code, as a new process has after seconds of imports.
+Tests of an interpreter's own start and end need a real new process.
 """
 
 from __future__ import annotations

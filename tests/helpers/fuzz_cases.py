@@ -1,8 +1,8 @@
-"""Seeded hostile cases for the command line: what is asked, and which files lie there.
+"""Seeded fuzz cases for the command line: its arguments and input files.
 
-Each `Case` is a command line and the files it meets; the same kind and seed give the same case.
-`Inputs` makes the valid files once, and a case changes some of their bytes or values. Not here: how
-a case is run and judged (`fuzz_runner.py`).
+Each `Case` is a command line with its files; the same kind and seed give the same case. `Inputs`
+writes valid files once, and a case changes some of their bytes or values. `fuzz_runner.py` runs and
+judges the cases.
 """
 
 from __future__ import annotations

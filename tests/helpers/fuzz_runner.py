@@ -1,8 +1,8 @@
-"""Run fuzz cases, each in a fork of this process, and judge what came of them.
+"""Run fuzz cases, each in a fork of this process, and judge the results.
 
-A case passes when the command ends by itself with an exit code for users (0, 2, 3 or 4), says what
-is wrong in one line, leaves no file beside its output and no temporary one, and, where only certain
-frames are right, writes those or none. Read next: `fuzz_cases.py`.
+A case passes if the command ends by itself with an exit code for users (0, 2, 3 or 4), names the
+error in one line, and leaves no file but its output. If only certain frames are right, it must
+write those or none. Read next: `fuzz_cases.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Values of fuzz cases: such as break parsers, such as are right for an option, and changed JSON.
+"""Values of fuzz cases: hostile values for parsers, valid values of options, and changed JSON.
 
 Read next: `fuzz_cases.py`.
 """

@@ -1,4 +1,4 @@
-"""Small modules for the guard's tests, and what the tests ask of them."""
+"""Small modules for the guard's tests, with their plans and calls."""
 
 from __future__ import annotations
 

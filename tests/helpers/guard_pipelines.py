@@ -1,4 +1,4 @@
-"""Diffusers' own pipelines with planted weights, and all that a run could leave behind in one."""
+"""Diffusers pipelines with planted weights, and everything that a run could leave in one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A stand-in of the model hub on this machine: as much of its HTTP as a download takes.
+"""A local stand-in for the model hub: the part of its HTTP API that a download uses.
 
-It serves folders as repositories at one commit, and notes which files were fetched.
+It serves folders as repositories at one commit, and records which files were fetched.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Modules and folders that import each other: what the rules of one module can't see."""
+"""Import cycles between modules and between folders, which rules of one module can't see."""
 
 from __future__ import annotations
 

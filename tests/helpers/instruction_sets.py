@@ -1,8 +1,8 @@
-"""Runs the tests once for each set of instructions that this CPU has: ``make test-isa``.
+"""Run the tests once for each instruction set of this CPU: ``make test-isa``.
 
-oneDNN computes matrix products and convolutions on a CPU, torch's own kernels the rest; a variable
-holds each to older instructions, and is read once a process. Then plans are made by the flags of
-CPUs that are not here. At the end is a table of what passed. Arguments are pytest's.
+On a CPU oneDNN computes matrix products and convolutions, torch's own kernels the rest. An
+environment variable limits each to older instructions, once per process. After that, plans are
+made with the flags of other CPUs. The last output is a table of results. Arguments are pytest's.
 """
 
 from __future__ import annotations

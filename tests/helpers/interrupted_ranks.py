@@ -1,7 +1,7 @@
 """Runs of several ranks that are interrupted and resumed, for tests of any family.
 
-A run is interrupted by letting go of its events on every rank, which leaves the folder as a kill
-does: the state is written at every step, and nothing is written on the way out.
+Every rank interrupts a run by closing its event iterator, which leaves the run folder as a kill
+does: the state is written at every step, and nothing on exit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Runs that end before they are done, and how they are compared with whole ones: the same bits.
+"""Interrupted runs, and their comparison with uninterrupted ones, bit for bit.
 
-A run ends here as its events are let go, which leaves the folder as a kill does: the state is
-written at every step, and nothing is written on the way out. Several ranks: `interrupted_ranks.py`.
+A run is interrupted by closing its event iterator, which leaves the run folder as a kill does: the
+state is written at every step, and nothing on exit. Several ranks: `interrupted_ranks.py`.
 """
 
 from __future__ import annotations

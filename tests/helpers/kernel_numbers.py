@@ -1,4 +1,4 @@
-"""Random numbers for kernels, and how near to float64 their results are."""
+"""Random inputs for kernels, and the errors of their results against float64."""
 
 from __future__ import annotations
 

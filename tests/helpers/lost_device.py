@@ -1,7 +1,7 @@
-"""A device that dies in a test: one error, and from then on every later call of a device fails.
+"""A simulated device loss: one error, after which every call of a device fails.
 
-The errors are those that torch 2.13 raises for CUDA, with the advice that it adds to each. As on a
-card, cleaning up fails as well: giving memory back, waiting, statistics, copies, hooks of modules.
+The errors are those of torch 2.13 for CUDA, with the advice that it adds to each. As on a real
+device, clean-up fails too: freeing memory, synchronisation, statistics, copies, module hooks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A tiny video UNet as a target of trials, and a kernel that crashes; trials run elsewhere.
+"""A tiny video UNet as a target of trials, and a kernel that crashes.
 
-A module of its own, because those processes import what they run by name.
+They have a module of their own, because the processes of trials import functions by name.
 """
 
 from __future__ import annotations

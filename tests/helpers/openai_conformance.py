@@ -1,4 +1,4 @@
-"""27 checks of a server of the videos API with OpenAI's own client; exit 1 on a miss.
+"""Check a server of the videos API with OpenAI's own client, 27 checks; exit 1 on a failure.
 
 ``python openai_conformance.py ADDRESS KEY``, for example ``http://127.0.0.1:8000 secret``. It needs
 the `openai` package alone (2.2 or newer) and runs against any server of that API; the model is to

@@ -1,4 +1,4 @@
-"""What tests plant where a run is to find too little memory: the words, and the place."""
+"""Planted out-of-memory errors: torch's message, and the place where it is raised."""
 
 from __future__ import annotations
 

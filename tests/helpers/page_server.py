@@ -1,4 +1,4 @@
-"""A server with real workers for the page's tests: it keeps its address over a restart."""
+"""A server with real workers for tests of the web page; a restart keeps its address."""
 
 from __future__ import annotations
 

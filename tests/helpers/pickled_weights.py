@@ -1,4 +1,4 @@
-"""Weights put into pickles, as repositories had them before safetensors."""
+"""Pickled weights, as in repositories from before safetensors."""
 
 from __future__ import annotations
 

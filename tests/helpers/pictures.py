@@ -1,4 +1,4 @@
-"""Pictures that tests hand in."""
+"""Input pictures for tests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A compiler in place of AOTInductor that takes no time: what was exported runs as it is.
+"""A fake compiler in place of AOTInductor: it runs the exported program as it is.
 
-Export, conditions on sizes, keys, digests, the store and certification are the real ones. Real
-libraries take twenty seconds each; tests that are marked slow have them.
+Export, conditions on sizes, keys, digests, the store and certification are real. Real compilation
+takes twenty seconds for each library; tests marked slow use it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Products in eight bits without torchao: planted certificates, and products in float32."""
+"""Fake 8-bit products without torchao: planted certificates, and products in float32."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Groups of processes for tests: started once a module, they serve all of its cases.
+"""Pool of rank processes for tests, started once per test module.
 
 ``ranks.run(size, function, *arguments)`` calls ``function(group, *arguments)`` in the first `size`
-of them and gives what each of them returned. Functions are those of a module. A process that fails
-says so at once; a hang ends with the test. Groups of fewer than all processes can't go apart into
-others (`meeting.again` refuses), unless they meet anew for that: ``whole=True``.
+processes and returns their results. Functions must be importable. The error of a process is raised
+at once; a hang ends with the test. A group of fewer than all processes can't be split further,
+unless the processes rendezvous again for it: ``whole=True``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How far float32's rounding moves a result: what a bound follows from, on any CPU.
+"""Effect of float32 rounding on a result, from which tests derive a bound that holds on any CPU.
 
-Instruction sets add the same products in another order, so their sums differ in the last bits. That
-is imitated where it arises: each layer's output is moved at random by half a unit in the last place
-of its size, and what comes out is held against what came out before.
+Instruction sets add the same products in different orders, so sums differ in the last bits. This is
+simulated: each layer's output is perturbed at random by half a unit in the last place of its root
+mean square, and the final result is compared with the unperturbed one.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ HALF_A_UNIT = 2.0**-24
 def moved_by_rounding(
     call: Callable[[], np.ndarray[Any, Any]], modules: Iterable[nn.Module], *, times: int = 3
 ) -> float:
-    """The largest difference of what `call` gives while these modules round otherwise.
+    """Largest change of the result of `call` under simulated rounding in these modules.
 
-    Two ways of computing that both round differ by the root of 2 as much.
+    Two computations that both round differ by sqrt(2) times as much.
     """
     before, generator = call(), torch.Generator().manual_seed(0)
 

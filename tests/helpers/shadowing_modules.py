@@ -1,6 +1,6 @@
-"""A folder of modules that tell when they are imported: what a stranger may put beside the user.
+"""A folder of modules that report their import, as an attacker may put into the current folder.
 
-Named as modules of the standard library and as packages that are imported early.
+They have names of standard library modules and of packages that are imported early.
 """
 
 from __future__ import annotations

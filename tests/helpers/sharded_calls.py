@@ -1,6 +1,6 @@
-"""A denoiser split across ranks, as one of them calls it: its answer, what left it, its work.
+"""Call of a sharded denoiser on one rank: its output, the bytes that it sent, its operations.
 
-In float64, so that a wrong cut can't hide behind rounding. Processes are in `rank_pool.py`.
+It runs in float64, so a wrong split can't hide behind rounding. `rank_pool.py` has the processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows of a parametrised test of which some are slow."""
+"""Rows of a parametrised test, some of them marked slow."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A small transformer of our own to trace, and faults to plant in it.
 
-It knows nothing of Everyframe: a foreign module. Its attention's core is a child, so that another
-may be swapped for it. Used by the tests of traces.
+As a foreign module it imports nothing of Everyframe. Its attention core is a child module, so that
+tests can replace it. Used by the tests of traces.
 """
 
 from __future__ import annotations

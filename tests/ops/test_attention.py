@@ -15,11 +15,11 @@ from everyframe.ops.attention import (
     attend_by,
     attention,
     by_kernel,
-    kernels_kept,
-    keys_with_a_place_to_look,
     merge_heads,
     plain_attention,
+    restore_kernels,
     split_heads,
+    unmask_empty_rows,
 )
 
 
@@ -136,7 +136,7 @@ def test_a_card_attends_in_more_samples_than_a_grid_has(kernel: str) -> None:
 
 def test_a_row_without_keys_gets_one_to_look_at() -> None:
     mask = torch.tensor([[1, 0, 1], [0, 0, 0], [0, 1, 0]]).bool()
-    assert keys_with_a_place_to_look(mask).tolist() == [
+    assert unmask_empty_rows(mask).tolist() == [
         [True, False, True], [True, False, False], [False, True, False],
     ]  # fmt: skip
 
@@ -247,7 +247,7 @@ def test_an_interrupt_leaves_no_kernel_behind() -> None:
     core = Interrupted()
     attend_by(core, "math")
     assert torch.backends.cuda.flash_sdp_enabled()
-    with pytest.raises(KeyboardInterrupt), kernels_kept():
+    with pytest.raises(KeyboardInterrupt), restore_kernels():
         core()
     assert torch.backends.cuda.flash_sdp_enabled()
 
@@ -272,7 +272,7 @@ def test_the_order_of_kernels_that_are_not_allowed_just_now_is_kept() -> None:
         core = AttentionCore()
         attend_by(core, "math")
         core(*(torch.ones(1, 1, 4, 8) for _ in range(3)))
-        with kernels_kept():
+        with restore_kernels():
             assert _cur_sdpa_kernel_backends() == [SDPBackend.MATH]
     assert torch._C._get_sdp_priority_order() == before
 

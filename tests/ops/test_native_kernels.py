@@ -65,7 +65,7 @@ def test_gated_linear(rows: tuple[int, ...], depth: int, width: int, dtype: torc
     x = numbers(*rows, 2 * depth, dtype=dtype)[..., ::2]
     weight = (numbers(2 * width, depth) / depth**0.5).to(dtype)
     bias = numbers(2 * width, dtype=dtype)
-    if not kernels.multiplies(x, weight):
+    if not kernels.supports_products(x, weight):
         pytest.skip(f"no products in {dtype} here")
     for own in (bias, None):
         exact = F.linear(x.double(), weight.double(), None if own is None else own.double())
@@ -102,10 +102,10 @@ def test_attention(sizes: tuple[int, int, int, int], width: int, dtype: torch.dt
         .unflatten(-1, (heads, width)).transpose(1, 2)
         for own, count in enumerate((queries, keys, keys))
     )  # fmt: skip
-    if not kernels.attends(q, k, v):
+    if not kernels.supports_attention(q, k, v):
         assert dtype == torch.bfloat16  # of odd rows, or without its products
         q, k, v = (each.contiguous() for each in (q, k, v))
-    if not kernels.attends(q, k, v):
+    if not kernels.supports_attention(q, k, v):
         pytest.skip(f"no products in {dtype} here")
     q = q * 4  # so that some keys weigh far more than others
     got = kernels.attention(q, k, v, width**-0.5).transpose(1, 2)
@@ -130,9 +130,9 @@ def test_attention_of_large_scores_is_finite_and_of_nan_is_not() -> None:
 
 def test_odd_depths_are_no_pairs_of_bfloat16() -> None:
     x = numbers(4, 5)
-    assert kernels.multiplies(x, x)
-    assert not kernels.multiplies(x.bfloat16(), x.bfloat16())
-    assert not kernels.multiplies(x, x.bfloat16())
+    assert kernels.supports_products(x, x)
+    assert not kernels.supports_products(x.bfloat16(), x.bfloat16())
+    assert not kernels.supports_products(x, x.bfloat16())
 
 
 @pytest.mark.parametrize("value", [0.0, 1e6, -3e4 / 7])
@@ -281,10 +281,10 @@ def test_frames_of_one_pixel_and_of_other_strides_attend_alike() -> None:
 
 def test_what_does_not_suit_is_left_to_torch() -> None:
     x = numbers(2, 32)
-    assert kernels.takes(x, x.bfloat16())
-    assert not kernels.takes(x.half())
-    assert not kernels.takes(x.double())
-    assert not kernels.takes(x[:0])
-    assert not kernels.takes(x.to("meta"))
+    assert kernels.supports(x, x.bfloat16())
+    assert not kernels.supports(x.half())
+    assert not kernels.supports(x.double())
+    assert not kernels.supports(x[:0])
+    assert not kernels.supports(x.to("meta"))
     with torch.inference_mode(False), torch.enable_grad():
-        assert not kernels.takes(torch.ones(2, 32))
+        assert not kernels.supports(torch.ones(2, 32))

@@ -15,7 +15,7 @@ pytest.importorskip("fastapi", reason="the extra [server] is not installed")
 
 from everyframe.server.data_folder import DataFolder
 from everyframe.server.errors import ApiError
-from everyframe.server.machine import RememberedAnswer
+from everyframe.server.machine import CachedResult
 from helpers.fake_executor import FakeExecutor
 from helpers.server_app import ServedApp
 
@@ -93,7 +93,7 @@ class Patient:
         return {"findings": self.num_calls}
 
 
-class Counted(RememberedAnswer):
+class Counted(CachedResult):
     """Knows how many have asked it."""
 
     num_asked = 0
@@ -143,5 +143,5 @@ def test_a_doctor_who_fails_is_asked_again(app: ServedApp) -> None:
 def test_an_old_answer_is_asked_for_again(app: ServedApp) -> None:
     patient = Patient()
     patient.may_answer.set()
-    app.context.doctor = RememberedAnswer(patient, 0)
+    app.context.doctor = CachedResult(patient, 0)
     assert [app.client.get("/v1/doctor").json()["findings"] for _ in range(2)] == [1, 2]

@@ -1,6 +1,6 @@
-"""LoRA and checkpoint formats of others, read strictly: each tensor is used or named in an error.
+"""LoRA files and other programs' checkpoints, read strictly: each tensor is used or is an error.
 
-Key schemes are data (`key_schemes`, `name_maps`). A LoRA becomes patches on the tensors of a
-checkpoint as they come from the file (`patches`), before any cast or quantization, so that every
-way of loading gets them. Read next: `lora_file.py`, `patches.py`.
+Key schemes are data (`key_schemes`, `name_maps`). A LoRA becomes patches (`patches`) that apply to
+a checkpoint's tensors as they are read, before any cast or quantization, so every way of loading
+gets patched tensors. Read next: `lora_file.py`, `patches.py`.
 """

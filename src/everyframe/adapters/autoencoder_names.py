@@ -1,6 +1,6 @@
-"""Original names of autoencoders, counted in the modules that a model has.
+"""Original names of autoencoders' modules, for the modules that a model has.
 
-Each function gives the renames for one layout; sources are the original checkpoints and diffusers'
+Each function returns the renames of one layout. Sources: the original checkpoints and diffusers'
 converters (`loaders/single_file_utils.py`, `scripts/convert_wan_to_diffusers.py`).
 """
 
@@ -76,7 +76,7 @@ def wan_renames(modules: Collection[str]) -> Iterator[Rename]:
 
 
 def _is_last_nested(modules: Collection[str], side: str, blocks: str, sampler: str) -> bool:
-    """Whether levels are modules of their own (2.2); the last has no sampler to tell it by."""
+    """Whether the last level is nested (2.2), by the first level: the last has no sampler."""
     return _has(modules, f"{side}.{blocks}.0.{sampler}")
 
 

@@ -1,9 +1,9 @@
-"""Match a file of one component with the parameters of its module, strictly both ways.
+"""Match a component's file with its module's parameters; a leftover on either side is an error.
 
-Names may be the module's own, the authors' or another program's, with a prefix or without
-(`component_keys`, `name_maps`, `autoencoder_names`, `text_encoder_names`); weights may be scaled
-eight bits or GGUF. Headers are read here; the tensors are read, decoded and cut one at a time as
-the module is loaded.
+Names may be the module's own, the authors' or another program's, with or without a prefix
+(`component_keys`, `name_maps`, `autoencoder_names`, `text_encoder_names`). Weights may be scaled
+8-bit or GGUF. Only headers are read here; tensors are read, decoded and split one at a time as the
+module is loaded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from everyframe.runtime.components.patchable import WeightTable
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a parameter is in the file: a tensor, and its rows of it; None for all in order."""
+    """Place of a parameter in the file: a tensor and its rows; None for all rows in order."""
 
     name: str
     rows: tuple[tuple[int, int], ...] | None
@@ -57,7 +57,7 @@ class ComponentTensors(TensorFile):
         self._stored, self._pieces = stored, dict(pieces)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype as it is read."""
+        """Dtype after reading."""
         return self._stored.dtype(self._pieces[name].name)
 
     def load(
@@ -93,7 +93,7 @@ class ComponentTensors(TensorFile):
 
 @dataclass(frozen=True)
 class MatchedComponent:
-    """A component's file that was matched with its module.
+    """A component's file, matched with its module.
 
     Attributes:
         tensors: by the names of the module's parameters.
@@ -105,11 +105,11 @@ class MatchedComponent:
 
 
 def open_stored(path: Path) -> tuple[TensorFile, tuple[str, ...]]:
-    """Open a file of weights in any form that is read, and notes on how it is stored.
+    """Open a file of weights in any supported format; returns it with notes on how it is stored.
 
     Raises:
-        CheckpointError: no such file, truncated, or of an unknown form.
-        MissingPackageError: it is a GGUF, and the package that reads those is not installed.
+        CheckpointError: no such file, truncated, or in an unknown format.
+        MissingPackageError: it is a GGUF file and the `gguf` package is not installed.
     """
     if not path.is_file():
         raise CheckpointError(f"there is no file {path}")
@@ -130,11 +130,11 @@ def match_component(
 ) -> MatchedComponent:
     """Match a file with a module's parameters and persistent buffers; `where` is for messages.
 
-    `keys` gives names of the module by those in the model's own files.
+    `keys` maps names in the model's own files to names of the module.
 
     Raises:
-        CheckpointError: a tensor is for no parameter, a parameter has none or one of another shape;
-            names them, and the model that the file looks made for.
+        CheckpointError: a tensor fits no parameter, or a parameter has no tensor or one of another
+            shape. The text names them, and the model that the file seems to be made for.
     """
     stored, notes = open_stored(path)
     readings = (
@@ -149,7 +149,7 @@ def match_component(
 
 
 def _layouts(table: WeightTable) -> Iterator[WeightSites]:
-    """The ways to name the module's tensors: its own names first."""
+    """Layouts of the module's tensor names, its own names first."""
     yield WeightSites(table, lambda modules: ())
     own = NAME_MAPS.get(table.class_name)
     layouts: list[Callable[[Collection[str]], Iterable[Rename]]] = []
@@ -165,7 +165,7 @@ def _layouts(table: WeightTable) -> Iterator[WeightSites]:
 
 
 class _Reading:
-    """One way to read the names of a file: a layout, and a prefix."""
+    """A file's names, read with one layout and one prefix."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class _Reading:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Larger for a reading that fits better."""
+        """How well the reading fits; larger is better."""
         return len(self.pieces), -len(self._unknown) - len(self._misshapen) - len(self._twice)
 
     def _read(self, name: str) -> None:
@@ -210,7 +210,7 @@ class _Reading:
     def _rows(
         self, name: str, rows: Rows | None, whole: Shape
     ) -> tuple[tuple[int, int], ...] | None:
-        """Rows of a tensor that its parameter holds, in the parameter's order."""
+        """Rows of a tensor that belong to its parameter, in the parameter's order."""
         layer = name.split(".")[-2] if "." in name else ""
         heads = getattr(self._stored, "metadata", {}).get(PERMUTED.get(layer, ""))
         if isinstance(heads, int) and heads > 0 and rows is None and whole[0] % (2 * heads) == 0:
@@ -237,7 +237,7 @@ class _Reading:
         self._unknown.append(name)
 
     def check(self, where: str) -> tuple[str, ...]:
-        """Notes on what is left out; raises `CheckpointError` for what does not fit."""
+        """Notes on tensors that are left out. Raises `CheckpointError` for those that don't fit."""
         table, file = self._sites.table, self._stored.source.name
         tied = {name: group for group in table.tied for name in group}
         lacking = [
@@ -284,7 +284,7 @@ class _Reading:
 
 
 def _is_same(shape: Shape, wanted: Shape) -> bool:
-    """Whether shapes are equal but for sides of 1: kernels of one position are stored as both."""
+    """Whether shapes are equal except for sides of 1, as 1x1 kernels and matrices are."""
     if shape == wanted:
         return True
     return [side for side in shape if side != 1] == [side for side in wanted if side != 1]

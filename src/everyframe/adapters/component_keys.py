@@ -1,4 +1,4 @@
-"""How files of one component name its tensors, as data: prefixes, and tensors that may be left out.
+"""Tensor names in files of one component, as data: prefixes, and tensors that may be left out.
 
 Sources: ComfyUI (`comfy/model_detection.py`, `comfy/sd.py`), the original checkpoints of Wan,
 LTX-Video, HunyuanVideo and Stable Diffusion, and city96/ComfyUI-GGUF (`tools/convert.py`).
@@ -55,11 +55,11 @@ OTHERS = (
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Tensors of a file that no parameter stands for, by a regular expression for the whole name.
+    """Tensors of a file that have no parameter, by a regular expression for the whole name.
 
     Attributes:
         pattern: matches the name, with or without a prefix.
-        description: what they are.
+        description: their meaning, for messages.
     """
 
     pattern: str

@@ -1,4 +1,4 @@
-"""Step-distilled models and LoRAs by the names of their files or in their headers, as data."""
+"""Step-distilled models and LoRAs, recognised by file name or header, as data."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ _TITLES = ("modelspec.title", "ss_output_name", "general.name", "title", "name")
 
 
 def titles_in(path: Path) -> tuple[str, ...]:
-    """What a safetensors or GGUF file calls itself in its header; nothing for others.
+    """Titles in the header of a safetensors or GGUF file; none for other files.
 
-    Tensors say nothing: those of a distillation have the names, shapes and ranks of any adapter.
+    Tensors don't help: those of a distillation have the names, shapes and ranks of any adapter.
     """
     if path.suffix not in (".safetensors", ".gguf") or not path.is_file():
         return ()
@@ -81,9 +81,9 @@ def titles_in(path: Path) -> tuple[str, ...]:
 def find_preset(
     files: Mapping[str, Sequence[str]] | Iterable[str], classes: Sequence[str]
 ) -> tuple[SamplingPreset | None, str]:
-    """(preset of the first of these files that is known, its name); none for other denoisers.
+    """Preset of the first known file, and the file's name; None if no file is known.
 
-    A file is known by its name, else by one of its titles, which a mapping gives.
+    A file is recognised by its name, else by one of its titles (`titles_in`).
     """
     titles = files if isinstance(files, Mapping) else dict.fromkeys(files, ())
     for file, more in titles.items():

@@ -1,4 +1,4 @@
-"""Which tensors each kind of change consists of, and which shapes they may have.
+"""Tensors of each kind of weight change in a LoRA file, and their valid shapes.
 
 Kinds: ``lora`` (two factors; of convolutions also three), ``loha`` and ``lokr`` (LyCORIS,
 https://arxiv.org/abs/2309.14859), ``diff`` (the difference itself) and ``set`` (the new weight).
@@ -39,9 +39,9 @@ _UNSCALED = ("diff", "diff_m", "set")
 
 
 def kind_of(roles: Collection[str]) -> tuple[str, str]:
-    """(kind of the change, problem) by the roles of a module's tensors; one of both is empty.
+    """Kind of the change and problem, by the roles of a module's tensors; one of them is empty.
 
-    The kind is empty too for a module of which the file changes the bias alone.
+    Both are empty if the file changes the module's bias only.
     """
     main = {role for role in roles if role not in BESIDE}
     kinds = [
@@ -77,7 +77,7 @@ def rank_of(kind: str, shapes: Mapping[str, Shape]) -> int | None:
 
 
 def shape_problem(kind: str, shapes: Mapping[str, Shape], wanted: Shape) -> str:
-    """Why these tensors are no change of a weight of that shape; empty if they are."""
+    """Why these tensors can't change a weight of that shape; empty if they can."""
     empty = [f"{name} {shape}" for name, shape in shapes.items() if 0 in shape]
     if empty:
         return f"has tensors without numbers: {', '.join(empty)}"
@@ -91,7 +91,7 @@ def shape_problem(kind: str, shapes: Mapping[str, Shape], wanted: Shape) -> str:
 
 
 def dora_axis(shape: Shape, wanted: Shape) -> int | None:
-    """0 if a magnitude has one number an output channel, 1 if an input channel; None if neither."""
+    """Weight axis of a DoRA magnitude: 0 for output channels, 1 for input channels, else None."""
     if shape == (wanted[0],) or (len(shape) > 1 and shape[0] == wanted[0] == math.prod(shape)):
         return 0
     if len(shape) > 1 and len(wanted) > 1 and shape[1] == wanted[1] == math.prod(shape):

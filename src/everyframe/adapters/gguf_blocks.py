@@ -1,8 +1,8 @@
-"""The blocks of the commonest GGUF kinds widened by torch, to the bits of the `gguf` package.
+"""Dequantize blocks of the most common GGUF types with torch, bit for bit as the `gguf` package.
 
-The package computes in NumPy with a large array for each operation. Here codes are put together as
-bytes and then widened into the result, by the same operations in the same order: a product, then a
-difference, each rounded to float32.
+The package computes in NumPy with a large array for each operation. Here codes are assembled as
+bytes and then widened into the result, with the same operations in the same order: a product, then
+a difference, each rounded to float32.
 Layouts: https://github.com/ggml-org/ggml, `src/ggml-common.h` and `ggml-quants.c`.
 
 Shapes: N blocks of B bytes and E elements; K kinds of 256 elements have groups of 32 or 16.
@@ -39,7 +39,7 @@ def _nibbles(codes: Tensor, groups: int) -> Tensor:
 
 
 def _fields(packed: Tensor, bits: int) -> Tensor:
-    """Fields of so many bits of each byte, lowest first, moved up by 4: (N, fields, bytes)."""
+    """Bit fields of each byte, lowest first, shifted left by 4: (N, fields, bytes)."""
     mask = (1 << bits) - 1
     return torch.stack([((packed >> shift) & mask) << 4 for shift in range(0, 8, bits)], 1)
 
@@ -57,7 +57,7 @@ def _q4_1(blocks: Tensor, out: Tensor) -> None:
 
 
 def _five_bits(blocks: Tensor, first: int) -> Tensor:
-    """Codes of Q5_0 and Q5_1: their fifth bits are 4 bytes, one bit for each element in order."""
+    """Codes of Q5_0 and Q5_1; the fifth bits of all elements are 4 bytes, in order."""
     fifth = _fields(blocks[:, first : first + 4], 1).transpose(1, 2).reshape(len(blocks), -1)
     return fifth.bitwise_or_(_nibbles(blocks[:, first + 4 :], 1))
 
@@ -71,7 +71,7 @@ def _q5_1(blocks: Tensor, out: Tensor) -> None:
 
 
 def _scale_and_shift(blocks: Tensor, out: Tensor) -> None:
-    """Q4_K and Q5_K: each of 8 groups has a scale and a least value, of 6 bits in 12 bytes."""
+    """Q4_K and Q5_K: scale and minimum of 8 groups, 6 bits each, packed in 12 bytes."""
     low, high, both = (blocks[:, first : first + 4] for first in (4, 8, 12))
     scales = torch.cat([low & 63, (both & 15) | ((low >> 2) & 48)], 1)
     least = torch.cat([high & 63, (both >> 4) | ((high >> 2) & 48)], 1)

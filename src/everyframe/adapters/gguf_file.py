@@ -1,8 +1,7 @@
 """Tensors of a GGUF file, dequantized as they are read, a few rows at a time.
 
-Values are those of the `gguf` package, bit for bit: it has the arithmetic of each kind, and of the
-commonest we have our own, which is faster (`gguf_blocks.py`). Memory beside the result is that of a
-few megabytes of rows.
+Values equal those of the `gguf` package bit for bit. The most common types have faster code of ours
+(`gguf_blocks.py`), all others use the package. Memory beyond the result is a few megabytes.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class GgufFile(TensorFile):
         return TensorLocation(path, dtype, tensor.shape, tensor.offset, num_bytes)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype as it is read."""
+        """Dtype after reading."""
         return torch.float32 if name in self._kinds else super().dtype(name)
 
     def load(

@@ -1,8 +1,8 @@
 """GGUF headers: name, kind, shape and position of each tensor, read without the `gguf` package.
 
-A header is bounded by its file: a count or length that the file can't hold is an error before
-anything of that size is allocated. Arrays of metadata are stepped over, but for the few that are
-asked for. Format: https://github.com/ggml-org/ggml, `docs/gguf.md`.
+A count or length that the file can't hold is an error before anything of that size is allocated.
+Metadata arrays are skipped, except for short arrays of numbers.
+Format: https://github.com/ggml-org/ggml, `docs/gguf.md`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Value = int | float | bool | str | tuple[int, ...]
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor: `kind` is ggml's number of its type, `shape` as torch has it."""
+    """One tensor: `kind` is ggml's number of its type, `shape` is in torch's order."""
 
     name: str
     kind: int
@@ -57,7 +57,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
     """Read and validate the header of a GGUF file; reads no tensors.
 
     Raises:
-        CheckpointError: no such file, not a GGUF, truncated, or a header that can't be true.
+        CheckpointError: no such file, not a GGUF file, truncated, or an impossible header.
     """
     try:
         size = path.stat().st_size
@@ -68,7 +68,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 class _Reader:
-    """Reads values in order; each length is held against what is left of the file."""
+    """Reads values in order, and checks each length against the rest of the file."""
 
     def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
         self._path, self._file, self._size = path, file, size
@@ -137,7 +137,7 @@ class _Reader:
         raise CheckpointError(f"{self._path}: {name!r} has a value of the unknown type {kind}")
 
     def _array(self, name: str) -> tuple[int, ...]:
-        """A short array of numbers; any other is stepped over and empty."""
+        """A short array of numbers; any other array is skipped and returned empty."""
         kind, count = self._number("I"), self._number("Q")
         if kind == _STRING:
             self._check_count(count, 8, f"texts in {name!r}")

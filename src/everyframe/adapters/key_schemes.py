@@ -1,6 +1,6 @@
 """Key schemes of LoRA files as data: prefixes, suffixes, and tensors that a model may lack.
 
-A key is a prefix, the name of a module, and a suffix that says what the tensor is. Sources: PEFT,
+A key is a prefix, the name of a module, and a suffix for the tensor's role. Sources: PEFT,
 diffusers (`loaders/lora_conversion_utils.py`), ComfyUI (`comfy/lora.py`, `comfy/weight_adapter`),
 kohya-ss sd-scripts and musubi-tuner, LyCORIS, LightX2V (`tools/extract/lora_extractor.py`).
 """
@@ -55,7 +55,7 @@ def split_key(key: str) -> tuple[str, str] | None:
 
 
 def why_not_read(key: str) -> str:
-    """The reason why a tensor of known meaning is not read; empty for any other."""
+    """Why a tensor of a known but unsupported role is refused; empty for any other tensor."""
     for suffix, reason in NOT_READ:
         if re.fullmatch(rf".+?{suffix}", key):
             return reason
@@ -69,7 +69,7 @@ class Prefix:
     Attributes:
         text: the prefix.
         component: component that it names; empty for the denoiser, whatever its name.
-        is_flat: the dots of the name after it became underscores.
+        is_flat: whether dots in the rest of the name are underscores.
     """
 
     text: str
@@ -117,13 +117,13 @@ BOTH = "both"
 
 @dataclass(frozen=True)
 class MayLack:
-    """Modules of a file that a model may lack, by the word of the file's makers.
+    """Modules of a file that a model may lack, according to the file's authors.
 
     Attributes:
         class_name: class of the denoiser.
         pattern: regular expression for the module's name after prefixes.
-        description: what they are, for the plan's note.
-        source: where the makers say so.
+        description: their meaning, for the plan's note.
+        source: where the authors say so.
     """
 
     class_name: str

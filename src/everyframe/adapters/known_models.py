@@ -1,6 +1,6 @@
-"""Which model a LoRA looks as if it were made for, by the names and widths of its layers.
+"""Guess the model that a LoRA was made for, from the names and widths of its layers.
 
-For messages alone: nothing is decided by it. Widths are those of the released models' configs.
+The guess is only used in messages. Widths are those of the released models' configs.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ KNOWN_MODELS: tuple[KnownModel, ...] = (
 
 
 def identify(lora: LoraFile) -> str:
-    """The model that a LoRA looks made for; empty if it looks like none that is known."""
+    """Title of the model that a LoRA seems to be made for; empty if no known model fits."""
     return identify_widths({module.stem: _width(module.shapes) for module in lora.modules})
 
 
 def identify_widths(widths: Mapping[str, int | None]) -> str:
-    """The model with layers of these names and input channels; empty if none is known."""
+    """Title of the model with layers of these names and input channels; empty if unknown."""
     for known in KNOWN_MODELS:
         layer = re.compile(f"{known.layer}$")
         fits = any(
@@ -79,7 +79,7 @@ def identify_widths(widths: Mapping[str, int | None]) -> str:
 
 
 def _width(shapes: Mapping[str, tuple[int, ...]]) -> int | None:
-    """Input channels of a change, if its tensors tell them."""
+    """Input channels of a change, if its tensors determine them."""
     for role in ("down", "diff"):
         if len(shapes.get(role, ())) > 1:
             return math.prod(shapes[role][1:])

@@ -1,7 +1,7 @@
 """Read a LoRA file strictly: each tensor belongs to a change of one module, or an error names it.
 
-Reads headers, and the few tensors of one number (alpha). Which modules the names mean is decided in
-`patches`, as it depends on the model.
+It reads headers, and the tensors that hold one number (alpha). `patches` finds the modules that the
+names mean, which depend on the model.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class LoraFile:
         """Read every tensor once.
 
         Raises:
-            CheckpointError: one holds NaN or infinity, or the file ended early.
+            CheckpointError: a tensor holds NaN or infinity, or the file is truncated.
         """
         for name in self.tensors:
             if not torch.isfinite(self.tensors.load(name, dtype=torch.float32)).all():
@@ -95,7 +95,7 @@ def lora_digest(path: Path) -> str:
 
 
 def known_lora_digest(path: Path) -> str | None:
-    """The same if these files were hashed before and are unchanged; None otherwise."""
+    """`lora_digest` from the cache; None if a file was never hashed or has changed."""
     return known_digest(_files(path))
 
 
@@ -105,7 +105,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def check_recorded(lora: Lora) -> None:
-    """Raise `InputError` unless the file has the hash that a record has of it, if any."""
+    """Raise `InputError` if a record has another hash of the file."""
     if lora.sha256 is None:
         return
     again = f"give it again: --lora FILE:{lora.strength:g}"
@@ -124,8 +124,8 @@ def read_lora(path: Path) -> LoraFile:
     """Open a LoRA file: safetensors, or a pickle of tensors.
 
     Raises:
-        CheckpointError: not such a file, truncated, or tensors that make no change of a module;
-            names them.
+        CheckpointError: another kind of file, truncated, or tensors that form no change of a
+            module; the text names them.
     """
     if not path.is_file():
         raise CheckpointError(f"there is no LoRA file {path}")
@@ -154,9 +154,9 @@ def read_lora(path: Path) -> LoraFile:
 
 
 def _shape(tensors: TensorFile, role: str, key: str) -> Shape:
-    """Shape of a tensor; PEFT's DoRA magnitudes are one number an output channel: a vector.
+    """Shape of a tensor, with PEFT's DoRA magnitudes as vectors of one number per output channel.
 
-    PEFT stores those of a convolution as (1, out, 1, 1), where LyCORIS has one an input channel.
+    PEFT stores a convolution's as (1, out, 1, 1), which in LyCORIS is one per input channel.
     """
     shape = tensors.shape(key)
     is_pefts = role == "dora" and not key.endswith(".dora_scale")
@@ -164,13 +164,13 @@ def _shape(tensors: TensorFile, role: str, key: str) -> Shape:
 
 
 def join_problems(problems: Sequence[str]) -> str:
-    """The first problems of a file for one message, and how many more there are."""
+    """Join the first problems of a file for one message, with the number of further ones."""
     more = len(problems) - _MOST_SHOWN
     return "; ".join(problems[:_MOST_SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _sorted_in(key: str, tensors: TensorFile, modules: dict[str, dict[str, str]]) -> str:
-    """Sort one tensor into its module; returns what is wrong with it, or nothing."""
+    """Sort one tensor into its module; returns a problem, or an empty text."""
     why = why_not_read(key)
     if why:
         return f"{key!r} is not read: {why}"
@@ -195,7 +195,7 @@ class _Alphas:
         self._configs = _configs(path)
 
     def scale(self, stem: str, kind: str, keys: Mapping[str, str]) -> float:
-        """Alpha over rank, or over its root if the file says so; 1 where there is no alpha."""
+        """Alpha over rank, or over its square root if the file says so; 1 without alpha."""
         rank = rank_of(kind, {role: self._tensors.shape(key) for role, key in keys.items()})
         if "alpha" in keys:
             return self._alpha(keys["alpha"]) / rank if rank else 1.0
@@ -223,7 +223,7 @@ class _Alphas:
     def _number(
         self, config: Mapping[str, Any], patterns: str, plain: str, name: str
     ) -> float | None:
-        """A module's value by PEFT's patterns, which match the end of its name; None for none."""
+        """A module's value by PEFT's patterns, which match ends of names; None if none matches."""
         key, value = plain, config.get(plain)
         by_pattern = config.get(patterns)
         for pattern, own in by_pattern.items() if isinstance(by_pattern, Mapping) else ():

@@ -1,8 +1,8 @@
-"""Names of modules in original checkpoints and in diffusers, as data, by the denoiser's class.
+"""Module names in original checkpoints and in diffusers, as data, by the denoiser's class.
 
-A `Rename` relates an original module to the diffusers modules that hold its rows, in order. In a
-template ``*`` is one part of a dotted name and a final ``**`` any rest. `WeightSites` expands the
-templates against the modules that a model has, so nothing is renamed that is not there. Sources:
+A `Rename` maps an original module to the diffusers modules that hold its rows, in order. In a
+template, ``*`` is one part of a dotted name and a final ``**`` is any rest. `WeightSites` expands
+the templates for the modules that a model has, so a rename without a module has no effect. Sources:
 diffusers' converters (`loaders/single_file_utils.py`, `scripts/convert_cogvideox_to_diffusers.py`)
 and ComfyUI's names (`comfy/lora.py`).
 """
@@ -19,9 +19,9 @@ class Rename:
 
     Attributes:
         original: template of the original name.
-        targets: templates; all of them exist, or the rename is of no use.
-        chunks: for each target, the indices of its rows among `num_chunks` equal pieces of the
-            original's rows, in the target's order; empty if targets follow each other by size.
+        targets: templates; the rename applies only if all of them exist.
+        chunks: for each target, the indices of its rows among `num_chunks` equal chunks of the
+            original's rows, in the target's order. Empty: targets hold consecutive rows.
     """
 
     original: str
@@ -31,7 +31,7 @@ class Rename:
 
 
 def count_children(modules: Collection[str], before: str) -> int:
-    """How many children the module of that name has, among modules by dotted name."""
+    """Number of children of a module, among modules by dotted name."""
     start = f"{before}."
     return len({name[len(start) :].split(".")[0] for name in modules if name.startswith(start)})
 
@@ -45,7 +45,7 @@ def _qkv(original: str, where: str, names: tuple[str, ...] = ("to_q", "to_k", "t
 
 
 def _halves_swapped(original: str, target: str) -> Rename:
-    """Scale and shift, or gate and value, stand the other way round."""
+    """Rename with swapped halves: scale and shift, or gate and value."""
     return Rename(original, (target,), ((1, 0),), 2)
 
 

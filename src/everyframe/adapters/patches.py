@@ -1,8 +1,8 @@
-"""Match a LoRA's tensors with a model's parameters, and make the patches that merge it.
+"""Match a LoRA's tensors with a model's parameters, and build the patches that merge it.
 
-Strict: a tensor that is for no parameter, or that has another shape than its parameter, is an error
-that names it and the model that the file looks made for. What a model may lack by the word of the
-file's makers (`key_schemes.MAY_LACK`) is a note.
+A tensor without a parameter, or of another shape than its parameter, is an error. It names the
+tensor and the model that the file seems to be made for. Modules that a model may lack according to
+the file's authors (`key_schemes.MAY_LACK`) lead to a note.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class WeightPatch:
 
 @dataclass(frozen=True)
 class AppliedLora:
-    """A LoRA that was matched with a model.
+    """A LoRA, matched with a model.
 
     Attributes:
-        lora: as it was asked for.
+        lora: the LoRA of the request.
         file: its tensors.
-        num_tensors: how many parameters of each component it changes.
+        num_tensors: number of changed parameters by component.
         notes: messages for the user.
     """
 
@@ -81,11 +81,11 @@ class PatchSet:
 def match_loras(loras: Sequence[Lora], tables: Mapping[str, WeightTable], title: str) -> PatchSet:
     """Read LoRA files and match them with the components of a model; `title` is for messages.
 
-    Reads headers alone. A LoRA of strength 0 is read and matched, and patches nothing.
+    Reads headers only. A LoRA of strength 0 is read and matched, but patches nothing.
 
     Raises:
         CheckpointError: a file can't be read or does not fit; the text names the tensors.
-        InputError: a component that the model has not, or a choice that the person must make.
+        InputError: the model has no such component, or the user must choose a denoiser.
     """
     model = _Model(title, {name: WeightSites(table) for name, table in tables.items()})
     changes: dict[str, dict[str, list[WeightChange]]] = {}
@@ -112,11 +112,11 @@ class _Model:
 
     @property
     def denoisers(self) -> tuple[str, ...]:
-        """Components that a file means which names none."""
+        """Denoisers, which a file without component names applies to."""
         return tuple(name for name, each in self.sites.items() if each.table.is_denoiser)
 
     def chosen(self, lora: Lora) -> tuple[str, ...]:
-        """The components that the person named; none if that was left open."""
+        """The components that the user chose; empty without a choice."""
         name, experts = lora.component, self.denoisers
         if not name:
             return ()
@@ -135,14 +135,14 @@ class _Model:
 
 @dataclass(frozen=True)
 class _Place:
-    """What a module of the file means: a component of the model, and targets in it."""
+    """Place of a file's module in the model: a component, and targets in it."""
 
     component: str
     targets: tuple[Target, ...]
 
 
 class _Match:
-    """One LoRA and one model; collects what is wrong before it raises."""
+    """Match of one LoRA with one model; it collects all problems before it raises."""
 
     def __init__(self, model: _Model, lora: Lora, file: LoraFile) -> None:
         self._model, self._lora, self._file = model, lora, file
@@ -173,10 +173,10 @@ class _Match:
         return AppliedLora(self._lora, self._file, self._count, tuple(notes))
 
     def changes(self) -> Iterator[tuple[str, str, WeightChange]]:
-        """(component, parameter, its change) for every parameter that the file changes.
+        """Yield (component, parameter, its change) for every parameter that the file changes.
 
         Raises:
-            CheckpointError: a tensor is for no parameter, or of another shape than that.
+            CheckpointError: a tensor fits no parameter, or has another shape.
             InputError: the file names no component, and the model has two denoisers.
         """
         found = [(module, self._places(module)) for module in self._file.modules]
@@ -207,7 +207,7 @@ class _Match:
     # ------------------------------------------------------------------------------------- names
 
     def _places(self, module: ModuleChange) -> tuple[_Place, ...] | None:
-        """Where a module of the file is in the model; empty where it may be absent, None if not."""
+        """Places of a file's module in the model; empty if it may be absent, None if it may not."""
         may_lack = None
         for prefixes, name in _readings(module.stem):
             components = self._components(prefixes)
@@ -229,7 +229,7 @@ class _Match:
         return ()
 
     def _components(self, prefixes: Sequence[Prefix]) -> tuple[str, ...]:
-        """Components that a module with these prefixes means; empty if the model has none such."""
+        """Components that these prefixes mean; empty if the model has no such component."""
         named = [prefix.component for prefix in prefixes if prefix.component]
         denoisers = self._model.denoisers
         name = named[-1] if named else ""
@@ -265,7 +265,7 @@ class _Match:
     def _made(
         self, module: ModuleChange, component: str, target: Target
     ) -> tuple[list[tuple[str, str, WeightChange]], str]:
-        """The changes of one module's weight and bias, or what is wrong with it."""
+        """The changes of one module's weight and bias, or a problem."""
         sites = self._model.sites[component]
         made: list[tuple[str, str, WeightChange]] = []
         where = f"{module.stem!r}"
@@ -347,7 +347,7 @@ def _with_modulation(name: str, is_flat: bool) -> str:
 
 
 def _may_lack(sites: WeightSites, name: str) -> MayLack | None:
-    """The rule by which the model may lack that module: it has none of the rule's modules."""
+    """The rule that lets the model lack this module; it then has none of the rule's modules."""
     for each in MAY_LACK:
         is_meant = sites.table.class_name == each.class_name and re.fullmatch(each.pattern, name)
         if is_meant and not sites.has_like(each.pattern):

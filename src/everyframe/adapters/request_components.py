@@ -1,6 +1,6 @@
 """Attach the component files of a request to a model, before it is planned.
 
-Headers are read here; values as the weights are loaded.
+Headers are read here, values when the weights are loaded.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def with_adapters(model: ModelSpec, request: Request) -> ModelSpec:
 
     Raises:
         CheckpointError: a file can't be read, or does not fit.
-        InputError: the model can't have any, or has no such component.
+        InputError: the model takes no such files, or has no such component.
     """
     return with_preset(with_loras(with_components(model, request), request), request)
 
 
 def with_preset(model: ModelSpec, request: Request) -> ModelSpec:
-    """The model with the settings of the step-distilled file that it is or has, if one is known."""
+    """The model with the sampling preset of its step-distilled file, if it has a known one."""
     if not isinstance(model, PresetSpec):
         return model
     loras = {lora.name: titles_in(lora.path) for lora in request.loras if lora.strength}
@@ -49,7 +49,7 @@ def with_components(model: ModelSpec, request: Request) -> ModelSpec:
 
     Raises:
         CheckpointError: a file can't be read or is not of that component.
-        InputError: this model can't have any, or has no component of that name.
+        InputError: this model takes no component files, or has no component of that name.
     """
     if not request.components:
         return model

@@ -1,7 +1,7 @@
 """Attach the LoRAs of a request to a model, before it is planned.
 
-Headers are read here; values are read when the run begins (`WeightPatches.check`) and as the
-weights are loaded. Torch is imported for a request with LoRAs only.
+Headers are read here, values when the run begins (`WeightPatches.check`) and when the weights are
+loaded. torch is imported only for a request with LoRAs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def with_loras(model: ModelSpec, request: Request) -> ModelSpec:
 
     Raises:
         CheckpointError: a file can't be read or is no LoRA for this model.
-        InputError: this model can't have any, or a file is not the recorded one.
+        InputError: this model takes no LoRAs, or a file is not the recorded one.
     """
     if not request.loras:
         return model

@@ -1,4 +1,4 @@
-"""Names of text encoders in other files than transformers' own, as data.
+"""Module names of text encoders in files of other programs than transformers, as data.
 
 Sources: Wan-Video/Wan2.1 (`wan/modules/t5.py`), and llama.cpp's names in GGUF files
 (`gguf/tensor_mapping.py`).

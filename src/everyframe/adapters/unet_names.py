@@ -1,7 +1,7 @@
-"""Original names of UNets: CompVis' blocks, which are numbered on through all levels.
+"""Original names of UNets: CompVis' blocks, numbered consecutively through all levels.
 
-Stable Diffusion and Stable Video Diffusion have them in their original checkpoints, and LyCORIS and
-ComfyUI in LoRA files. The numbers depend on the model's layers, so they are counted in its modules.
+Original checkpoints of Stable Diffusion and Stable Video Diffusion use them, as do LoRA files of
+LyCORIS and ComfyUI. The numbers depend on the model's layers, so they are counted in its modules.
 Layout: Stability-AI/generative-models, `sgm/modules/diffusionmodules/openaimodel.py` and
 `video_model.py`.
 """

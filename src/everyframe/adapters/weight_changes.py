@@ -1,8 +1,8 @@
 """Compute a LoRA's change of one weight: ``W + strength * scale * delta``, in the weight's dtype.
 
-The order of operations is that of a merge by hand: the delta is one product of the factors in
-float32 (Kronecker or elementwise product for LoKr and LoHa), its scale and the strength are
-multiplied first, and the sum comes last. Sources: LoRA https://arxiv.org/abs/2106.09685, LyCORIS
+Order of operations: the delta is one product of the factors in float32 (Kronecker or elementwise
+product for LoKr and LoHa), it is multiplied by the product of scale and strength, and the weight is
+added last. Sources: LoRA https://arxiv.org/abs/2106.09685, LyCORIS
 https://arxiv.org/abs/2309.14859, DoRA https://arxiv.org/abs/2402.09353.
 """
 
@@ -26,10 +26,10 @@ class WeightChange:
 
     Attributes:
         file: the LoRA's tensors.
-        change: those of the module.
+        change: tensors of one module.
         strength: factor of the whole change.
-        rows: the weight's rows of the original; None for all in order.
-        is_bias: whether it is the module's bias that changes.
+        rows: rows of the original weight that this weight holds; None for all in order.
+        is_bias: whether the module's bias is changed, not its weight.
     """
 
     file: TensorFile
@@ -56,7 +56,7 @@ class WeightChange:
         return _added(delta, self.change.scale * self.strength, weight)
 
     def _towards(self, new: Tensor, weight: Tensor) -> Tensor:
-        """`weight`, moved towards `new` by the strength; overwrites `new`."""
+        """Interpolate from `weight` to `new` by the strength; overwrites `new`."""
         return new if self.strength == 1 else _added(new.sub_(weight), self.strength, weight)
 
     def _biased(self, bias: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -68,7 +68,7 @@ class WeightChange:
         return bias
 
     def _delta(self, tensors: Mapping[str, Tensor], shape: torch.Size) -> Tensor:
-        """The unscaled change of the weight's own rows."""
+        """The change of the weight's rows, before scaling."""
         kind = self.change.kind
         if kind == "lora":
             return self._of_lora(tensors).reshape(shape)
@@ -87,7 +87,7 @@ class WeightChange:
         return up @ down.flatten(1)
 
     def _decomposed(self, weight: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-        """DoRA: the changed weight's directions with magnitudes of their own."""
+        """DoRA: the changed weight's directions with the file's magnitudes."""
         changed = _added(self._delta(tensors, weight.shape), self.change.scale, weight)
         total = weight.shape[0] if self.rows is None else self.rows.total
         axis = dora_axis(self.change.shapes["dora"], (total, *weight.shape[1:]))
@@ -100,7 +100,7 @@ class WeightChange:
         return self._towards(changed.mul_(magnitude / norm), weight)
 
     def _picked(self, tensor: Tensor) -> Tensor:
-        """The weight's own rows of a tensor of the original's."""
+        """This weight's rows of a tensor with all rows of the original."""
         if self.rows is None:
             return tensor
         pieces = [tensor[first:end] for first, end in self.rows.pieces]

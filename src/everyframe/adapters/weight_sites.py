@@ -1,4 +1,4 @@
-"""The modules of one component by every name that LoRA files have for them.
+"""Modules of one component by every name that LoRA files use for them.
 
 `WeightSites` expands the templates of `name_maps` against the parameters that the component has:
 diffusers' names, original names, and both with underscores for dots.
@@ -23,8 +23,8 @@ class Rows:
     """Rows of an original module that one module of the model holds.
 
     Attributes:
-        pieces: (first, end) of each run of rows, in the order in which the module has them.
-        total: rows of the original module.
+        pieces: (first, end) of each run of rows, in the module's order.
+        total: number of rows of the original module.
     """
 
     pieces: tuple[tuple[int, int], ...]
@@ -43,7 +43,7 @@ class WeightSites:
     """Finds the modules of a component by the names in a LoRA file.
 
     Attributes:
-        names: every dotted name, and the modules that it means.
+        names: modules by dotted name.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class WeightSites:
         table: WeightTable,
         renames: Callable[[Collection[str]], Iterable[Rename]] | None = None,
     ) -> None:
-        """With `renames` its layout alone: an own name that it gives to another module is that."""
+        """With `renames`, only that layout is used; its names win over the module's own."""
         self.table, self._renames = table, renames
         self._parameters: dict[str, dict[str, str]] = {}
         for name in table.shapes:
@@ -66,9 +66,9 @@ class WeightSites:
             self._flat.setdefault(name.replace(".", "_"), set()).add(targets)
 
     def find(self, name: str, *, is_flat: bool = False) -> tuple[Target, ...] | None:
-        """The modules that a name means; None if there are none.
+        """The modules of a name; None if there are none.
 
-        With `is_flat` its dots are underscores. A flat name of two modules is no name of either.
+        With `is_flat` its dots are underscores. An ambiguous flat name has no modules.
         """
         if not is_flat:
             return self.names.get(name)
@@ -86,14 +86,14 @@ class WeightSites:
         return any(re.fullmatch(pattern, name) for name in self.names)
 
     def closest(self, name: str) -> str:
-        """The name of a module that is closest to an unknown one; empty if none is close."""
+        """The module name closest to an unknown one; empty if none is close."""
         close = closest_names(name, self.names)
         return close[0] if close else ""
 
     def parameters(self, name: str) -> tuple[tuple[str, Shape, Rows | None], ...] | None:
-        """(parameter, its shape, its rows) of each that a tensor of that name holds; None if none.
+        """Parameters that a tensor of that name holds; None if there are none.
 
-        The rows are those of the tensor.
+        Each is (name, shape, its rows of the tensor).
         """
         module, _, kind = name.rpartition(".")
         targets = self.names.get(module) if kind in ("weight", "bias") else None

@@ -1,4 +1,4 @@
-"""Files that a checkpoint on this disk lacks, by what is there of it."""
+"""Files that a checkpoint on this disk lacks, found from the files that it has."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A checkpoint whose tensors are patched as they are read, before any cast or quantization.
 
-Everything that reads tensors through `TensorFile.load` gets the patched ones: strict loading,
-offload from files, sharded weights, eight-bit weights. `everyframe.adapters` makes patches.
+`TensorFile.load` returns patched tensors, so every reader gets them: strict loading, offload from
+files, sharded weights, 8-bit weights. `everyframe.adapters` builds the patches.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Report to a watcher when this process reads weights, which may take long.
+"""Report reads of weights, which may take long, to a watcher of this process.
 
-`torch_file.py` reads them; `everyframe.engine.workers.worker` watches.
+`torch_file.py` reports; `everyframe.engine.workers.worker` watches.
 """
 
 from __future__ import annotations

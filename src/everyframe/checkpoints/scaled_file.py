@@ -1,9 +1,10 @@
-"""Weights that ComfyUI stores in eight bits with scales, widened as they are read.
+"""ComfyUI's 8-bit weights with scales, dequantized as they are read.
 
-Two generations: ``scaled_fp8`` marks a file whose layers have ``scale_weight``; later ones have
-``weight_scale`` and say their format in ``comfy_quant`` (JSON as bytes) or in the header's
-``_quantization_metadata``. Product and result are float32. Scales of inputs are for eight-bit
-products and not needed. Source: ComfyUI, `comfy/quant_ops.py` and `comfy/utils.py`.
+There are two formats. In the older one, ``scaled_fp8`` marks a file whose layers have
+``scale_weight``. In the newer one they have ``weight_scale``, and their format is in
+``comfy_quant`` (JSON as bytes) or in the header's ``_quantization_metadata``. Product and result
+are float32. Scales of inputs, which only 8-bit products need, are ignored. Source: ComfyUI,
+`comfy/quant_ops.py` and `comfy/utils.py`.
 """
 
 from __future__ import annotations

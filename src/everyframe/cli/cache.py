@@ -1,4 +1,4 @@
-"""``everyframe cache``: what is on this disk, by kind, and remove one or all of a kind.
+"""``everyframe cache``: list stored files by kind, and remove one or all of a kind.
 
 `everyframe.engine.stored_files` finds and removes it.
 """

@@ -1,4 +1,4 @@
-"""Flags that choose where a run computes, ``--executor ray`` and its own, and what they start."""
+"""Executor flags: ``--executor ray`` with its own flags, and the executor that they select."""
 
 from __future__ import annotations
 

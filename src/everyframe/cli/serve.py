@@ -25,7 +25,7 @@ from everyframe.core.paths import expand_path
 if TYPE_CHECKING:
     from everyframe.engine.workers.executor import Executor
     from everyframe.server.dispatch.dispatcher import DispatcherOptions
-    from everyframe.server.process import Started
+    from everyframe.server.process import StartupInfo
     from everyframe.server.settings import ServerSettings
 
 _HELP = """Serve videos over HTTP: OpenAI's videos API, a durable queue and a web page.
@@ -139,8 +139,8 @@ def _executor(kind: str, given: Any) -> Callable[[], Executor]:
     return start
 
 
-def _announcer(settings: ServerSettings) -> Callable[[Started], None]:
-    def announce(started: Started) -> None:
+def _announcer(settings: ServerSettings) -> Callable[[StartupInfo], None]:
+    def announce(started: StartupInfo) -> None:
         print(one_line(f"serving on {started.url}; data in {started.folder}"), flush=True)
         if started.num_queued:
             print(

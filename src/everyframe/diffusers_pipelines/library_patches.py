@@ -27,7 +27,7 @@ from torch import Tensor
 from everyframe.core.events import Event
 from everyframe.dry_run.meta_device import STAND_IN
 from everyframe.ops.attention import plain_attention
-from everyframe.ops.device import standing_kind
+from everyframe.ops.device import meta_device_type
 
 #: Held while anything is replaced or restored, also while a forgotten stream is collected.
 _LOCK = threading.RLock()
@@ -307,7 +307,7 @@ class _Lacking(frozenset[str]):
 
     def __contains__(self, kind: object) -> bool:
         has = super().__contains__
-        return has(kind) or (kind in (STAND_IN, "cpu") and has(standing_kind()))
+        return has(kind) or (kind in (STAND_IN, "cpu") and has(meta_device_type()))
 
 
 def _replace_names(module: str) -> Callable[[], None]:

@@ -299,10 +299,10 @@ def tested_versions(patient: DoctorInput) -> Check:
     return Check.of("tested", f"{match.answer}; at least {least}", found)
 
 
-Look = Callable[[DoctorInput], Check]
+FactCheck = Callable[[DoctorInput], Check]
 
 #: Checks on facts by name, in report order.
-LOOKS: dict[str, Look] = {
+FACT_CHECKS: dict[str, FactCheck] = {
     "devices": devices,
     "versions": versions,
     "libraries": libraries,

@@ -21,7 +21,7 @@ from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.facts import MachineFacts
 from everyframe.core.options import explain
 from everyframe.core.paths import check_path
-from everyframe.doctor.checks import LOOKS, DoctorInput
+from everyframe.doctor.checks import FACT_CHECKS, DoctorInput
 from everyframe.doctor.probes import PROBES, Probe
 from everyframe.doctor.reference_tables import look_up, table
 from everyframe.doctor.report import Check, Finding, Report, verdict_line, worst
@@ -35,7 +35,7 @@ _ALWAYS_USED = ("dtype:float32", "op:conv3d", "component:vae", "attention:sdpa")
 
 def check_names() -> tuple[str, ...]:
     """Names of all checks, in report order."""
-    return (*LOOKS, *(item.name for item in PROBES))
+    return (*FACT_CHECKS, *(item.name for item in PROBES))
 
 
 def diagnose(
@@ -144,7 +144,7 @@ def _run(
 ) -> Iterator[Check]:
     """Run facts, then probes, then known issues and tested versions, which use probe results."""
     late = ("known-issues", "tested")
-    for name, look in LOOKS.items():
+    for name, look in FACT_CHECKS.items():
         if name in wanted and name not in late:
             yield _safely(name, look, patient)
     devices = devices_to_probe(patient.machine)
@@ -160,7 +160,7 @@ def _run(
         yield _safely("smoke", _smoke, patient)
     for name in late:
         if name in wanted:
-            yield _safely(name, LOOKS[name], patient)
+            yield _safely(name, FACT_CHECKS[name], patient)
 
 
 def _safely(name: str, look: Callable[[DoctorInput], Check], patient: DoctorInput) -> Check:

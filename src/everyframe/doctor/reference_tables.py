@@ -73,7 +73,7 @@ def table() -> TestedTable:
 def look_up(
     machine: MachineFacts, device: DeviceFacts, rows: tuple[TestedRow, ...]
 ) -> TestedResult:
-    """Find whether this device was tested with this software. A bad row outweighs good ones."""
+    """Whether this device was tested with this software. A bad row outweighs good ones."""
     software = machine.software
     assert software is not None
     own = own_row(device, software)

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from everyframe.core.facts import DeviceFacts, OpShape
 from everyframe.core.plan import Precision
 from everyframe.dry_run.result import DryRunFinding, DryRunResult, Work
-from everyframe.ops.device import times
+from everyframe.ops.device import operation_repeats
 from everyframe.precision.dtypes import dtype_name
 
 #: Operations that compute longer than their bytes take to move, with the factor. Measured on a CPU
@@ -48,19 +48,21 @@ class WorkCounter:
         parameters = () if mask is None else ("masked",)
         product = OpShape("attention", dtype_name(query.dtype), shapes, parameters)
         count = sdpa_flop_count(*shapes)  # type: ignore[no-untyped-call]
-        self._products[product] += int(count * times())
-        self._kernels += times()
+        self._products[product] += int(count * operation_repeats())
+        self._kernels += operation_repeats()
 
     def operation(
         self, func: Any, args: Sequence[Any], ins: Sequence[Tensor], outs: Sequence[Tensor]
     ) -> None:
         """Count one operation that is not a view, with its tensors."""
-        self._kernels += times()
+        self._kernels += operation_repeats()
         if not _in_place(func):
-            self._mapped += times() * sum(each.nbytes for each in outs if each.nbytes > MAPPED)
+            self._mapped += operation_repeats() * sum(
+                each.nbytes for each in outs if each.nbytes > MAPPED
+            )
         count = flop_registry.get(func._overloadpacket)
         if count is None:
-            passing = sum(each.nbytes for each in (*ins, *outs)) * times()
+            passing = sum(each.nbytes for each in (*ins, *outs)) * operation_repeats()
             self._moved += passing * _COSTLY.get(func._schema.name, 1)
             return
         is_convolution = "convolution" in func._schema.name
@@ -72,7 +74,7 @@ class WorkCounter:
         flops = self._flops.get((func, product))
         if flops is None:
             flops = self._flops[func, product] = count(*args, out_val=outs[0])
-        self._products[product] += int(flops * times())
+        self._products[product] += int(flops * operation_repeats())
 
     def total(self) -> Work:
         """Work so far."""

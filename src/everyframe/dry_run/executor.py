@@ -49,7 +49,7 @@ from everyframe.dry_run.meta_device import (
 from everyframe.dry_run.result import FATAL, DryRunFinding, DryRunResult, DryRunResults
 from everyframe.dry_run.sdpa_backend import SdpaCall, is_fused
 from everyframe.ops.attention import attention_with_lse, plain_attention
-from everyframe.ops.device import standing_for
+from everyframe.ops.device import simulate_device_type
 from everyframe.ops.dtypes import float32_or_wider
 from everyframe.precision import cast_hooks
 from everyframe.precision.dtypes import dtype_name
@@ -144,7 +144,7 @@ def _prepared(parts: Mapping[str, DryRunModule], run: _Run) -> Iterator[None]:
                     stack.callback(hooks.remove)
             stack.enter_context(_names(name, part.module, run))
         # In inference mode some questions (`if mask.all()`) are not taken apart into operations.
-        stack.enter_context(standing_for(run.device.kind))
+        stack.enter_context(simulate_device_type(run.device.kind))
         for each in (torch.inference_mode(False), torch.no_grad(), _Attention(run), run):
             stack.enter_context(each)
         yield

@@ -51,7 +51,7 @@ from everyframe.hardware.memory import empty_cache, is_out_of_memory, peak_bytes
 from everyframe.hardware.switches import Turn
 from everyframe.hardware.thread_state import without_casts, without_default_device
 from everyframe.media.output_path import check_folder
-from everyframe.ops.attention import kernels_kept
+from everyframe.ops.attention import restore_kernels
 from everyframe.planning.fast_paths.component_certificates import count_stage
 from everyframe.planning.resolve import LoadedModel, PreparedPlan, check_feasible, prepare
 from everyframe.precision.strict_float32 import strict_float32
@@ -238,7 +238,7 @@ def torch_set_by(plan: Plan, turn: Turn) -> Iterator[None]:
         turn,
         cpu_threads(plan.num_threads),
         # An interrupt inside of a module would leave its kernels of attention to what comes.
-        kernels_kept(),
+        restore_kernels(),
         strict_float32(),
         without_casts(),
         without_default_device(),

@@ -80,8 +80,8 @@ def decoded_sound(
 ) -> npt.NDArray[np.float32] | None:
     """Decode the samples (channels, n) of so many seconds from second `begin`, mono or stereo.
 
-    There is silence where the stream has none; None if it has none at all. No more is held than is
-    returned: a small file may have hours of silence, at no time that says so.
+    Gaps of the stream are silence; None if it has no audio at all. Memory is bounded by the result:
+    a small file may encode hours of silence without saying so in its times.
 
     Raises:
         MediaError: a rate that no recorder has, or more samples than may be held at once.

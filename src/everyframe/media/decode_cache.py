@@ -1,7 +1,7 @@
-"""Decode each input file or folder once: plan, dry runs and run all look at the same frames.
+"""Cache of decoded input files and folders, which plan, dry runs and run all read.
 
-At most 128 MiB of frames are held, those used last; what is larger is decoded again. A file that
-was written since is another one.
+It holds at most 128 MiB of frames, the most recently used; larger input is decoded again. A file
+that has changed is decoded again too.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _lock = Lock()
 
 
 def decode_once(path: str | os.PathLike[str], how: str, decode: Callable[[], Frames]) -> Frames:
-    """Frames of that file: a copy of those that ``decode()`` gave before, else those it gives now.
+    """Frames of a file: a copy of the cached result of ``decode()``, else its new result.
 
-    `how` tells several ways to decode one file apart.
+    `how` distinguishes several ways to decode one file.
     """
     key = _key(path, how)
     with _lock:
@@ -41,9 +41,9 @@ def decode_once(path: str | os.PathLike[str], how: str, decode: Callable[[], Fra
 def shape_of(
     path: str | os.PathLike[str], how: str, decode: Callable[[], Iterable[Frames]]
 ) -> tuple[int, int, int]:
-    """(T, H, W) of a video whose frames ``decode()`` gives one by one, held only if they are few.
+    """(T, H, W) of a video whose frames ``decode()`` yields; few frames are cached, many are not.
 
-    `path` and `how` are those of `decode_once`.
+    `path` and `how` are as in `decode_once`.
     """
     key = _key(path, how)
     with _lock:

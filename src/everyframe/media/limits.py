@@ -51,10 +51,11 @@ def open_video(
 ) -> InputContainer:
     """Open a video container from that local file, or bytes, alone. PyAV's errors pass through.
 
-    No frame above `most_pixels`, by default `MOST_PIXELS`, is decoded: FFmpeg decodes some as it
-    opens a file, to find their size, and each may be larger than its header says or the last one
-    was. It counts lines in whole vectors. A stream whose size is found in such a frame has the size
-    0x0. Tags that are not valid UTF-8 hide no frames.
+    No frame above `most_pixels`, by default `MOST_PIXELS`, is decoded. The limit applies from the
+    start, since FFmpeg decodes frames on opening to find their size, and each frame may be larger
+    than the header says or than the one before. It counts rows in whole vectors. A stream whose
+    size is only known from a frame above the limit has the size 0x0. Tags that are not valid UTF-8
+    don't prevent reading.
     """
     import av
 

@@ -91,7 +91,7 @@ def parse(text: str | bytes | None) -> dict[str, Any] | None:
 
 
 def _finite(text: str) -> float:
-    """The number; no record of ours has one without end, and JSON knows none."""
+    """The number, if finite: records contain no infinity or NaN, which JSON lacks."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text} is not finite")
@@ -99,7 +99,7 @@ def _finite(text: str) -> float:
 
 
 def with_current_fields(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record in the current schema: one of schema 1 gets today's names in its plan."""
+    """The record in the current schema; in schema 1, fields of the plan had other names."""
     plan = record.get("plan")
     if record.get("schema") != RECORD_SCHEMA_1 or not isinstance(plan, Mapping):
         return dict(record)

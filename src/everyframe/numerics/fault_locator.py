@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from everyframe.hardware.device_loss import is_device_loss
 from everyframe.hardware.memory import is_out_of_memory
 from everyframe.numerics.tensor_stats import Range, iter_tensors, value_range
-from everyframe.ops.attention import kernels_kept
+from everyframe.ops.attention import restore_kernels
 
 Cause = Literal["range", "kernel", "formula", "unclear", "compiled", "weights", "given"]
 
@@ -119,7 +119,7 @@ def locate_fault(
     error: Exception | None = None
     faults: tuple[Fault, ...] = ()
     try:
-        with kernels_kept(), _eager(), _followed(parts, run), run:
+        with restore_kernels(), _eager(), _followed(parts, run), run:
             result = compute()
         faults = run.faults_in(result)
     except (RuntimeError, ValueError, TypeError, ArithmeticError, LookupError) as raised:

@@ -24,7 +24,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.hooks import RemovableHandle
 
 from everyframe.hardware.switches import exclusive, stay_exclusive
-from everyframe.ops.device import kind_of
+from everyframe.ops.device import device_type
 
 #: Plain kernel: two products and a softmax in float32, on every device. It stores all scores.
 PLAIN = "math"
@@ -69,7 +69,7 @@ def attention(
     # Queries and keys come out of norms and rotations that may be wider than the projection that
     # made them; the kernels want one dtype, and that of the values is the one chosen for products.
     q_BHQD, k_BHLD = q_BHQD.to(v_BHLD.dtype), k_BHLD.to(v_BHLD.dtype)
-    if kind_of(v_BHLD) == "mps":
+    if device_type(v_BHLD) == "mps":
         # Metal's kernel was seen to ignore strides (known issue mps-sdpa-noncontiguous).
         q_BHQD, k_BHLD, v_BHLD = (x.contiguous() for x in (q_BHQD, k_BHLD, v_BHLD))
     if kind_of(v_BHLD) == "cuda" and len(v_BHLD) > _MOST_SAMPLES:
@@ -104,9 +104,9 @@ def attention_with_lse(
     if has_torch_function(operands):  # a dry run, which knows the kernel of another device
         return handle_torch_function(attention_with_lse, operands, *operands, mask)
     kernel = SDPBackend(torch._fused_sdp_choice(*operands, mask))
-    if kind_of(v_BHLD) == "cpu" and kernel == SDPBackend.FLASH_ATTENTION:
+    if device_type(v_BHLD) == "cpu" and kernel == SDPBackend.FLASH_ATTENTION:
         return _flash_on_cpu(*operands, mask)
-    if kind_of(v_BHLD) != "cuda" or mask is not None or q_BHQD.shape[-1] % 8:
+    if device_type(v_BHLD) != "cuda" or mask is not None or q_BHQD.shape[-1] % 8:
         return None  # SDPA pads heads to eight channels
     if kernel == SDPBackend.FLASH_ATTENTION:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*operands)
@@ -159,8 +159,8 @@ def merge_heads(x_BHND: Tensor) -> Tensor:
     return x_BHND.transpose(1, 2).flatten(2)
 
 
-def keys_with_a_place_to_look(mask_BL: Tensor) -> Tensor:
-    """Make the first key visible in mask rows that have no visible key.
+def unmask_empty_rows(mask_BL: Tensor) -> Tensor:
+    """Make the first key visible in mask rows without a visible key.
 
     The caller sets that key's value to zero, so attention over nothing gives zero and not NaN.
     """
@@ -198,7 +198,7 @@ def by_kernel(*kernels: str, strictly: bool = False) -> Iterator[None]:
     If none does (a mask, a dtype), the plain kernel computes; with `strictly` torch raises
     `RuntimeError`. The setting is process-wide, so no other run computes meanwhile.
     """
-    with kernels_kept():
+    with restore_kernels():
         _sdpa_kernel(_wanted(kernels, strictly), set_priority=True)
         yield
 
@@ -231,7 +231,7 @@ def plain_attention(
 
 
 @contextmanager
-def kernels_kept() -> Iterator[None]:
+def restore_kernels() -> Iterator[None]:
     """Context: restore torch's kernel setting afterwards, however the block ends.
 
     After an exception that is not an `Exception` (an interrupt, the end of a fault search) torch
@@ -246,7 +246,7 @@ def kernels_kept() -> Iterator[None]:
 
 
 @contextmanager
-def kernels_lent(to: Kernels | None = None) -> Iterator[None]:
+def lend_kernels(to: Kernels | None = None) -> Iterator[None]:
     """Context: start with the setting `to`, let foreign code change it, then restore it.
 
     It is not restored after an exception, because the run ends there.
@@ -258,20 +258,22 @@ def kernels_lent(to: Kernels | None = None) -> Iterator[None]:
     before.use()
 
 
-def takes(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> bool:
+def supports_inputs(
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+) -> bool:
     """Whether the kernel supports these inputs on this machine, tested by calling it."""
     with by_kernel(kernel, strictly=True):
         try:
             F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         except RuntimeError as error:
-            if not any(words in str(error) for words in _NONE_TAKES):
+            if not any(words in str(error) for words in _UNSUPPORTED):
                 raise
             return False
     return True
 
 
 #: Errors of torch when no allowed kernel supports the inputs.
-_NONE_TAKES = ("No available kernel", "No viable backend", "no viable backend")
+_UNSUPPORTED = ("No available kernel", "No viable backend", "no viable backend")
 
 
 class AttendBy:

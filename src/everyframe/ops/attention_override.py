@@ -1,4 +1,4 @@
-"""Answer the calls of torch's attention, in one thread and for a while."""
+"""Override torch's attention function in one thread, for the time of a context."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "
 
 
 class AttentionOverride(TorchFunctionMode):
-    """Context: `answer` computes torch's attention; it gets the original function first.
+    """Context: `answer` computes torch's attention; its first argument is the original function.
 
     Attributes:
-        num_times: how often it was asked.
+        num_times: number of calls.
     """
 
     def __init__(self, answer: Callable[..., Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Answer the calls of one module in its place, for a while."""
+"""Override the calls of one module, for the time of a context."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 @dataclass(eq=False)
 class ModuleCall:
-    """A call of a module that is not made yet; `base` is the module's own class."""
+    """An intercepted call of a module; `base` is the module's own class."""
 
     module: nn.Module
     base: type[nn.Module]
@@ -20,7 +20,7 @@ class ModuleCall:
     kwargs: dict[str, Any]
 
     def compute(self) -> Any:
-        """Make the call."""
+        """Run the module itself."""
         return self.base.__call__(self.module, *self.args, **self.kwargs)
 
 

@@ -1,8 +1,8 @@
 """Device type of a tensor, also in a dry run.
 
-Dry-run tensors are on meta, which stands for a device that this machine may not have. Code that
-computes differently by device type asks here, so a dry run takes the same branches as a run. Work
-that repeats identically is computed once in a dry run and counted as often as it would happen
+Dry-run tensors are on meta, which simulates a device that this machine may not have. Code that
+depends on the device type calls `device_type`, so a dry run takes the same branches as a run. A dry
+run computes identical repetitions of work once and multiplies its operation counts
 (`everyframe.dry_run.executor`).
 """
 
@@ -14,34 +14,34 @@ from contextvars import ContextVar
 
 from torch import Tensor
 
-_STANDS_FOR: ContextVar[str] = ContextVar("stands_for", default="meta")
+_SIMULATED: ContextVar[str] = ContextVar("simulated_device_type", default="meta")
 _TIMES: ContextVar[float] = ContextVar("times", default=1.0)
 
 
-def kind_of(x: Tensor) -> str:
-    """Torch's device type of `x`; for meta, the type that meta stands for."""
+def device_type(x: Tensor) -> str:
+    """Torch's device type of `x`; for meta, the simulated type."""
     kind = x.device.type
-    return _STANDS_FOR.get() if kind == "meta" else kind
+    return _SIMULATED.get() if kind == "meta" else kind
 
 
-def standing_kind() -> str:
-    """Device type that meta stands for; ``meta`` outside of a dry run."""
-    return _STANDS_FOR.get()
+def meta_device_type() -> str:
+    """Device type that meta simulates; ``meta`` outside of a dry run."""
+    return _SIMULATED.get()
 
 
 @contextmanager
-def standing_for(kind: str) -> Iterator[None]:
-    """Context: meta stands for a device of that type."""
-    token = _STANDS_FOR.set(kind)
+def simulate_device_type(kind: str) -> Iterator[None]:
+    """Context: meta simulates a device of that type."""
+    token = _SIMULATED.set(kind)
     try:
         yield
     finally:
-        _STANDS_FOR.reset(token)
+        _SIMULATED.reset(token)
 
 
 @contextmanager
-def counted(times: float) -> Iterator[None]:
-    """Context: operations on meta count `times` times."""
+def repeat_operations(times: float) -> Iterator[None]:
+    """Context: each operation on meta counts as `times` operations."""
     token = _TIMES.set(_TIMES.get() * times)
     try:
         yield
@@ -49,6 +49,6 @@ def counted(times: float) -> Iterator[None]:
         _TIMES.reset(token)
 
 
-def times() -> float:
-    """Current multiplier of operations on meta."""
+def operation_repeats() -> float:
+    """Number of operations that one operation on meta counts as."""
     return _TIMES.get()

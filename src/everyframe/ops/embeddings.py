@@ -1,7 +1,7 @@
 """Sinusoidal embeddings of timesteps, positions and other numbers, and projections of patches.
 
-One rounded number here affects every block (bfloat16 turns timestep 999.4 into 1000), so this
-computes in float32 at least, whatever the dtype of the parameters. The learned layers after it are
+They are computed in float32 at least, whatever the dtype of the parameters: one rounded number here
+affects every block, and bfloat16 turns timestep 999.4 into 1000. The learned layers after them are
 in the models.
 """
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from everyframe.ops.device import kind_of
+from everyframe.ops.device import device_type
 from everyframe.ops.dtypes import upcast_to_float32
 
 
@@ -25,7 +25,7 @@ def layer_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in the dtype of `x`."""
-    if kind_of(x) == "cuda":
+    if device_type(x) == "cuda":
         return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps)
     # Elsewhere PyTorch's is this formula in twice as many passes over memory. The norm is taken
     # over float32 numbers whatever `x` holds, so squares of large float16 numbers don't overflow.
@@ -122,7 +122,7 @@ class WideLayerNorm(nn.LayerNorm):
 
 def _in_its_dtype(norm: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
     # The CPU's kernels read narrow numbers and float32 parameters together; others want one dtype.
-    if x.dtype == weight.dtype or (kind_of(x) == "cpu" and x.dtype.itemsize < 4):
+    if x.dtype == weight.dtype or (device_type(x) == "cpu" and x.dtype.itemsize < 4):
         return norm(x)
     return norm(x.to(weight.dtype)).to(x.dtype)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from everyframe.ops.device import kind_of
+from everyframe.ops.device import device_type
 from everyframe.ops.dtypes import float32_or_wider
 
 
@@ -55,7 +55,7 @@ def rotary_table(
 def rotate(x: Tensor, table: RotaryTable) -> Tensor:
     """Rotate `x` (..., N, D) by the table; computed in the table's dtype, returned in `x`'s."""
     wide = x.to(torch.promote_types(x.dtype, table.cos.dtype))
-    if kind_of(wide) == "cpu":
+    if device_type(wide) == "cpu":
         # One pass over memory where the formula below takes three. Elsewhere complex numbers are
         # not always there (MPS) or not compiled (inductor).
         turns = torch.complex(table.cos[..., ::2], table.sin[..., 1::2])

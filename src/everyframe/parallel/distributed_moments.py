@@ -1,8 +1,8 @@
 """Mean and variance of samples that are split across ranks (distributed group norm).
 
-Each rank computes the moments of its own part, in float32 or wider, and sends them, a few numbers
-per group, only to the ranks that have another part of the same sample. They are merged in float64
-with Chan's formula, which subtracts no large sums. With float64 tensors the result equals that of
+Each rank computes the moments of its own shard, in float32 or wider, and sends them (a few numbers
+per group) only to ranks with another shard of the same sample. They are merged in float64 with
+Chan's formula, which subtracts no large sums. With float64 tensors the result equals that of
 one device up to rounding. Source: Chan, Golub and LeVeque 1983, "Algorithms for computing the
 sample variance". The norm itself is in `everyframe.ops.norm`.
 """

@@ -1,10 +1,10 @@
 """Partition attention heads and queries over ranks for Ulysses attention.
 
-Tokens are a `TokenPartition` whose rows are heads and whose columns are tokens. The work is one
-long list, sample by sample and head by head. Heads stay whole if no rank then gets over 10 % more
-than its share. Otherwise the list is cut anywhere: several ranks share a head by its queries, so no
-number of heads leaves a rank idle. Numbers only, no tensors; `ulysses` moves the tensors.
-`ring_attention` needs no heads.
+The partition is a `TokenPartition` whose rows are heads and whose columns are tokens. All work is
+one list, sample by sample and head by head. Heads stay whole if no rank then gets over 10 % more
+than its share. Otherwise the list is cut inside heads: several ranks share a head's queries, so no
+rank is idle whatever the number of heads. Numbers only, no tensors; `ulysses` moves the tensors.
+`ring_attention` does not split heads.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Run independent pieces of work on several ranks; the lead rank gets the results in order.
 
-The pieces depend on the work alone, never on the number of ranks, and one rank computes each whole,
-so results are bit for bit those of one rank. A rank starts its next piece while the lead rank still
-fetches its previous one.
+The pieces never depend on the number of ranks, and one rank computes each piece, so results equal
+those of one rank bit for bit. A rank starts its next piece while the lead rank still fetches the
+previous one.
 """
 
 from __future__ import annotations

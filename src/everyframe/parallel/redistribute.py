@@ -1,8 +1,8 @@
 """Redistribute tokens across ranks by all-to-all: from columns (places) to rows (frames) and back.
 
-One uneven all-to-all each way. A rank sends only those of its tokens that lie in other ranks' rows:
-N (P - 1) / P^2 tokens with equal shares of N tokens over P ranks. No head is split, nothing is
-padded and nothing is computed, so the tokens are bit for bit those of one device. Idea: DSP (arXiv
+Each direction is one uneven all-to-all. A rank sends only tokens that are in other ranks' rows:
+N (P - 1) / P^2 tokens, with equal shares of N tokens over P ranks. Heads are not split, and nothing
+is padded or computed, so the tokens equal those of one device bit for bit. Idea: DSP (arXiv
 2403.10266), which pads. The partition is in `token_partition`.
 
 Shapes: (B, T, S, C) of the whole batch, or of the `samples` that a rank has tokens of. A rank's

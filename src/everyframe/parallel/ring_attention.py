@@ -1,11 +1,11 @@
 """Ring attention: keys and values move between ranks, queries stay.
 
-Each rank attends from its own tokens to one rank's keys after the other, while the next ones are in
-transfer, and merges the results by log-sum-exp. It needs no heads and holds two ranks' keys at a
-time. It sends 2 N (P - 1) / P vectors a rank, P / 2 times as many as `ulysses`. Its kernel is that
-of SDPA if that returns a log-sum-exp, else plain matrix products. In step i each rank sends to the
-rank i places further, not to its neighbour to pass on: as many bytes, and a rank receives nothing
-of samples that it has no tokens of. Idea: Ring Attention (arXiv 2310.01889).
+A rank's queries attend to the keys of one rank after the other, while the next keys are in
+transfer; results are merged by log-sum-exp. Heads are not split, and a rank holds the keys of two
+ranks at a time. Each rank sends 2 N (P - 1) / P vectors, P / 2 times as many as `ulysses`. The
+kernel is SDPA's if it returns a log-sum-exp, else plain matrix products. In step i each rank sends
+directly to the rank i places further, not around the ring: the bytes are the same, and a rank
+receives only keys of samples of which it has tokens. Idea: Ring Attention (arXiv 2310.01889).
 
 Shapes as in `ulysses`.
 """

@@ -1,6 +1,6 @@
-"""Clean latents that a step of a diffusers scheduler predicts, from what the step was given.
+"""Clean latents (x0) that a diffusers scheduler predicts in a step, from the inputs of that step.
 
-Schedulers convert a model's answer to clean latents inside of ``step``, and few of them return it.
+Schedulers convert a model's output to clean latents inside ``step``, and few of them return it.
 The formulas are those of their code: `prediction_type` over ``sigmas`` (Karras et al. 2022,
 arXiv 2206.00364, table 1; flow matching) or over ``alphas_cumprod`` (Ho et al. 2020, arXiv
 2006.11239, equation 15; v-prediction of Salimans and Ho 2022, arXiv 2202.00512, appendix D).

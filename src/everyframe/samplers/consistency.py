@@ -1,7 +1,7 @@
-"""Consistency sampling on Karras' sigmas, as AnimateLCM-SVD samples in one to eight steps.
+"""Consistency sampling on Karras' sigmas in one to eight steps, for AnimateLCM-SVD.
 
-Each step predicts the clean sample, from the v-prediction of `euler_karras`, and adds fresh noise
-of the next level; the last one adds none. Song et al. 2023 (arXiv 2303.01469), algorithm 1; Wang et
+Each step predicts the clean sample from the v-prediction of `euler_karras`, and adds new noise of
+the next level; the last step adds none. Song et al. 2023 (arXiv 2303.01469), algorithm 1; Wang et
 al. 2024, AnimateLCM (arXiv 2402.00769). The levels are those of G-U-N/AnimateLCM,
 animatelcm_svd/animatelcm_scheduler.py: every n-th of the 40 that it was distilled on.
 """

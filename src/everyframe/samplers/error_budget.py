@@ -1,9 +1,9 @@
 """Online check of a lossy method: its accumulated error estimate against a calibrated limit.
 
-On a computed step it is known what the method would have taken instead. Those differences, times
-the lengths of their steps and relative to the state, add up to the estimate of the whole video: the
-embedded error estimate of an adaptive solver. Calibration measures how large it is in videos that
-hold their budget.
+In a computed step the method's own prediction is known as well. The difference of the two, times
+the step's length and relative to the state, is an estimate of its error, as in an adaptive solver
+with an embedded method. The sum over all steps is the video's estimate. Calibration measures its
+size in videos that stay within their budget.
 """
 
 from __future__ import annotations

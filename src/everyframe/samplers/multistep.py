@@ -1,21 +1,21 @@
 """Multistep solvers of second order that call the denoiser in some of a sampler's steps.
 
-They solve the same differential equation as the sampler that they replace, along the same levels:
-from one computed step they go to the next one at once, and the state stays there in between. Each
-needs one denoiser call a computed step and the answers of the last one or two.
+They solve the differential equation of the sampler that they replace, on the same noise levels. A
+solver goes from one computed step to the next in one step; the state does not change in the steps
+between them. It calls the denoiser once per computed step and uses the last one or two outputs.
 
 - ``ab2``: Adams-Bashforth with steps of unequal size, in the slope ``(z - x0) / tau``. For
   rectified flow that is the velocity, for Karras' sigmas equation 1 of Karras et al. 2022.
 - ``dpm2m``: DPM-Solver++(2M), Lu et al. 2022 (arXiv 2211.01095), algorithm 2.
 - ``unipc``: UniPC of order 2 with B2(h) = expm1(h), Zhao et al. 2023 (arXiv 2302.04867): the same
-  predictor, and a corrector that uses the next computed answer without a further call.
+  predictor, and a corrector that uses the next computed output without a further call.
 - ``abm2``: Adams-Bashforth as above, corrected by Adams-Moulton's rule once the next slope is known
-  (Hairer, Norsett, Wanner 1993, section III.1); both sum the line through two slopes over the
-  sampler's own steps. So a step that computes every answer is the sampler's own, and what is left
-  out is approximated where the other solvers go to the solution of the differential equation.
+  (Hairer, Norsett, Wanner 1993, section III.1). Both sum the line through two slopes over the
+  sampler's own steps. So it approximates the sampler's result and equals it if every step is
+  computed, where the other solvers approximate the exact solution of the differential equation.
 
-Coefficients are float64 numbers. A level without noise, or without signal, takes a step of first
-order, as does one without an earlier answer.
+Coefficients are float64 numbers. The step is of first order at a level without noise or without
+signal, and without an earlier output.
 """
 
 from __future__ import annotations

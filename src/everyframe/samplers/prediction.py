@@ -1,10 +1,10 @@
-"""Predict answers of a denoiser in some of a sampler's steps, by extrapolating the computed ones.
+"""Predict a denoiser's outputs in some of a sampler's steps, by extrapolating computed outputs.
 
-It stands at ``denoise(x, t)``: the sampler runs as always and takes a predicted answer for a
-computed one. Answers are extrapolated over their timesteps by a polynomial through the last two
-(``taylor1``) or three (``taylor2``) computed ones; Liu et al. 2025 (arXiv 2503.06923) do so with
-the features of blocks. Where a sampler takes Euler steps, the line over their levels is also the
-predictor of ``abm2``; `everyframe.diffusers_pipelines.lossy.euler_correction` has its corrector.
+It wraps ``denoise(x, t)``, so the sampler runs unchanged on computed or predicted outputs. Outputs
+are extrapolated over timesteps by a polynomial through the last two (``taylor1``) or three
+(``taylor2``) computed ones; Liu et al. 2025 (arXiv 2503.06923) do so with features of blocks. With
+Euler steps, the line over noise levels is also the predictor of ``abm2``;
+`everyframe.diffusers_pipelines.lossy.euler_correction` has its corrector.
 """
 
 from __future__ import annotations

@@ -62,18 +62,18 @@ def default_folder() -> Path:
 
 
 def is_input(value: Any) -> bool:
-    """Whether an option's value is an upload in the data folder; clients can't write such a one."""
+    """Whether an option's value is the path of an upload, which no client can send itself."""
     return isinstance(value, str) and value.startswith("inputs/")
 
 
 def is_video_id(text: str) -> bool:
-    """Whether the text is an id of ours; nothing else becomes a part of a path."""
+    """Whether the text is a video id of this server; no other text becomes part of a path."""
     return _ID.fullmatch(text) is not None
 
 
 @dataclass(frozen=True)
 class DataFolder:
-    """The server's folder; `open_folder` checks, makes and locks it."""
+    """The server's folder; `open_folder` creates, checks and locks it."""
 
     path: Path
     lock: Lock
@@ -103,7 +103,7 @@ class DataFolder:
         return read_or_create_key(self.path / "session-key") or secrets.token_bytes(32)
 
     def runs_of(self, id: str) -> Path:  # noqa: A002 - the field's name
-        """Folder of the run folders of one job; it exists only while there are some."""
+        """Folder that holds the run folders of one job; absent if there are none."""
         return self.runs / _checked(id)
 
     def video(self, id: str) -> Path:  # noqa: A002
@@ -111,27 +111,27 @@ class DataFolder:
         return self.videos / _checked(id)
 
     def saved_run(self, id: str) -> RunFolder | None:  # noqa: A002
-        """The run that a job would resume: the last one that saved a state, else the last."""
+        """The run that a job would resume: the last run with a saved state, else the last run."""
         readable = [run for run in all_runs(self.runs_of(id)) if run.is_readable()]
         begun = [run for run in readable if saved_position(run) > NOWHERE]
         return next(reversed(begun or readable), None)
 
     def saved_run_path(self, id: str) -> str | None:  # noqa: A002
-        """Path of `saved_run`, relative to the folder, as rows have it."""
+        """Path of `saved_run` relative to the folder, as a job's row stores it."""
         run = self.saved_run(id)
         return None if run is None else str(run.path.relative_to(self.path))
 
     def new_video(self, id: str) -> Path:  # noqa: A002
-        """An empty folder for the files of a job, which `publish` makes its `video`."""
+        """Create an empty folder for the files of a job; `publish` renames it to `video`."""
         self.discard(id)
         folder = self.videos / f"{_checked(id)}{_PARTIAL}"
         folder.mkdir(mode=0o700)
         return folder
 
     def publish(self, id: str, fields: Mapping[str, Any]) -> Path:  # noqa: A002
-        """Make the folder of `new_video` the job's `video`, durably. Raises `OSError`.
+        """Rename the folder of `new_video` to `video`, durably. Raises `OSError`.
 
-        `fields` of the finished job, as JSON data, go with it: see `published`.
+        `fields` of the finished job are stored in it as JSON; `published` reads them.
         """
         partial, whole = self.videos / f"{_checked(id)}{_PARTIAL}", self.video(id)
         (partial / _FIELDS).write_text(json.dumps(fields, allow_nan=False))
@@ -143,7 +143,7 @@ class DataFolder:
         return whole
 
     def has_frames(self, id: str) -> bool:  # noqa: A002
-        """Whether there are unfinished files of a job with frames in them."""
+        """Whether a job has unfinished output files."""
         folder = self.videos / f"{_checked(id)}{_PARTIAL}"
         return folder.is_dir() and any(folder.iterdir())
 
@@ -152,12 +152,12 @@ class DataFolder:
         shutil.rmtree(self.videos / f"{_checked(id)}{_PARTIAL}", ignore_errors=True)
 
     def published(self, id: str) -> dict[str, Any] | None:  # noqa: A002
-        """The fields that a finished job was published with; None for an unfinished one."""
+        """The fields that `publish` stored; None for an unfinished job."""
         place = self.video(id) / _FIELDS
         return dict(json.loads(place.read_text())) if place.exists() else None
 
     def sweep(self, ids: Collection[str], completed: Collection[str]) -> None:
-        """Delete files of jobs that are not among `ids`, and what `completed` ones need no more."""
+        """Delete files of jobs that are not among `ids`, and run folders of `completed` jobs."""
         for folder in (*self.videos.iterdir(), *self.runs.iterdir()):
             id = folder.name  # noqa: A001
             is_run = folder.parent == self.runs
@@ -169,7 +169,7 @@ class DataFolder:
         shutil.rmtree(self.runs_of(id), ignore_errors=True)
 
     def remove_inputs(self, used: Collection[str], before: float) -> None:
-        """Delete uploads that are not among `used` and were last given before that time."""
+        """Delete uploads that are not among `used` and were last uploaded before that time."""
         for place in self.inputs.iterdir():
             if f"{self.inputs.name}/{place.name}" in used:
                 continue
@@ -178,15 +178,15 @@ class DataFolder:
                     place.unlink()
 
     def remove(self, id: str) -> None:  # noqa: A002
-        """Delete all files of a job: videos, unfinished ones, and run folders."""
+        """Delete all files of a job: videos, unfinished videos and run folders."""
         self.discard(id)
         self.remove_runs(id)
         shutil.rmtree(self.video(id), ignore_errors=True)
 
     def add_input(self, data: bytes, ending: str) -> str:
-        """Store an upload durably; its path relative to the folder, ``inputs/<sha256>.<ending>``.
+        """Store an upload durably; returns ``inputs/<sha256>.<ending>``, relative to the folder.
 
-        `request_of` makes it a real path again. Raises `OSError`.
+        `request_of` turns it back into a real path. Raises `OSError`.
         """
         if not _ENDING.fullmatch(ending):
             raise InputError(f"an input's ending must be letters and digits, got {ending!r}")
@@ -201,7 +201,7 @@ class DataFolder:
     def request_of(self, options: Mapping[str, Any]) -> Request:
         """The request of a job's options, with the real paths of its uploads.
 
-        Text that looks like one, as a prompt may, stays as it is.
+        A prompt that looks like such a path stays as it is.
         """
         uploads = {
             name: str(self.path / value)
@@ -220,9 +220,9 @@ class DataFolder:
 
 
 def open_folder(path: str | Path | None = None) -> DataFolder:
-    """Make the server's folder if there is none, check it, and lock it for this process.
+    """Create the server's folder if needed, check it, and lock it for this process.
 
-    `path` None is `default_folder`. Only this user can read it.
+    Without `path` it is `default_folder`. Only this user can read it.
 
     Raises:
         InputError: it can't be written, or lies on a network file system.

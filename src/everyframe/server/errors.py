@@ -51,12 +51,12 @@ _LACKING = frozenset({errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM})
 
 
 class ApiError(Exception):
-    """An answer with an error's code from `CODES` and a message for a person.
+    """An error response: a code of `CODES` and a message for a person.
 
     Attributes:
-        param: the parameter that it is about.
+        param: the parameter that caused it.
         details: further data.
-        headers: headers of the answer. Clients don't repeat a request by themselves.
+        headers: further headers; ``x-should-retry`` keeps clients from repeating the request.
     """
 
     def __init__(
@@ -94,19 +94,19 @@ class ApiError(Exception):
 
 
 def draining() -> ApiError:
-    """The answer to a request that a server which shuts down does not take."""
+    """The error for a request that arrives while the server shuts down."""
     return ApiError(
         "draining", "the server shuts down; try again soon", headers={"retry-after": "10"}
     )
 
 
 def _encodable(text: str) -> str:
-    """The text with halves of letters, which a JSON body may hold, written out."""
+    """The text with lone surrogates, which a JSON body may hold, as escapes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def api_error(error: EveryframeError, names: Iterable[str] = ()) -> ApiError:
-    """The answer for an error of the library; `names` are the parameters that it may be about."""
+    """The response for an error of the library; `names` are the parameters it may be about."""
     text = str(error)
     if isinstance(error, QueueFullError):
         return ApiError("queue_full", text, headers={"retry-after": "10"})
@@ -123,7 +123,7 @@ def api_error(error: EveryframeError, names: Iterable[str] = ()) -> ApiError:
 
 
 def param_of(message: str, names: Iterable[str]) -> str | None:
-    """The parameter that a message is about: the first of its words that is a name of one."""
+    """The parameter that a message is about: the first word of it that is in `names`."""
     known = frozenset(names)
     return next((word for word in re.findall(r"[a-z_]+", message) if word in known), None)
 
@@ -139,7 +139,7 @@ def code_of(error: Exception) -> str:
 
 
 def is_system_exhausted(error: BaseException | None) -> bool:
-    """Whether the system had no file, process or memory for it, also through what explains it."""
+    """Whether the system ran out of files, processes or memory, by the error or its causes."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _LACKING:
             return True
@@ -148,5 +148,5 @@ def is_system_exhausted(error: BaseException | None) -> bool:
 
 
 def message_of(error: Exception) -> str:
-    """The error's text without the advice to resume by hand, which the server does."""
+    """The error's text without the advice to resume by hand, since the server resumes it."""
     return str(error).partition("; resume it: everyframe resume")[0] or type(error).__name__

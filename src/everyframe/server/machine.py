@@ -1,7 +1,7 @@
-"""This machine as the server shows it: its facts and the doctor's findings.
+"""Facts of this machine and the doctor's findings, for the server's routes.
 
-Both come from processes of their own: asking an accelerator imports torch, which this process does
-not.
+Both come from separate processes, since torch is needed to query an accelerator and this process
+never imports it.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ import anyio.to_thread
 from everyframe.hardware.isolation import run_isolated
 from everyframe.server.errors import ApiError
 
-#: Seconds for which an answer holds.
-FACTS_HOLD, DOCTOR_HOLDS = 30.0, 600.0
+#: Seconds for which facts and the doctor's report stay cached.
+FACTS_SECONDS, DOCTOR_SECONDS = 30.0, 600.0
 #: Seconds that the doctor may take.
-_DOCTOR_TAKES = 300.0
+_DOCTOR_TIMEOUT = 300.0
 
 
-class RememberedAnswer:
-    """The answer of a function that takes long, asked for again after `holds` seconds.
+class CachedResult:
+    """Cached result of a slow function, which is called again after `max_age` seconds.
 
-    All who ask meanwhile wait for the one call, and get its answer or its error.
+    Callers that arrive during a call wait for it, and get its result or its error.
     """
 
-    def __init__(self, function: Callable[[], Any], holds: float) -> None:
-        self._function, self._holds = function, holds
+    def __init__(self, function: Callable[[], Any], max_age: float) -> None:
+        self._function, self._max_age = function, max_age
         self._answer: Any = None
         self._since = float("-inf")
         self._call: asyncio.Task[None] | None = None
 
     async def get(self) -> Any:
-        """The answer; the function runs in a thread, and its errors pass through."""
-        if self._call is None and time.monotonic() - self._since > self._holds:
-            self._call = asyncio.create_task(self._ask())
+        """The result; the function runs in a thread, and its errors pass through."""
+        if self._call is None and time.monotonic() - self._since > self._max_age:
+            self._call = asyncio.create_task(self._update())
         if self._call is not None:
-            await asyncio.shield(self._call)  # who leaves does not take it from the others
+            await asyncio.shield(self._call)  # a cancelled caller does not cancel it for others
         return self._answer
 
-    async def _ask(self) -> None:
+    async def _update(self) -> None:
         try:
             self._answer = await anyio.to_thread.run_sync(self._function)
             self._since = time.monotonic()
@@ -51,7 +51,7 @@ class RememberedAnswer:
 
 
 def read_facts() -> dict[str, Any]:
-    """Devices, cores and versions, as JSON data; torch is asked in a process of its own."""
+    """Devices, cores and versions, as JSON data; torch is imported in a separate process."""
     from everyframe.hardware.facts import query_machine
 
     facts = query_machine().machine
@@ -63,18 +63,18 @@ def read_facts() -> dict[str, Any]:
     return {"devices": devices, "num_cores": facts.num_cores, "versions": dict(facts.versions)}
 
 
-def ask_doctor() -> dict[str, Any]:
-    """The report of `read_findings`. Raises `ApiError` if its process died or took too long."""
-    result = run_isolated(read_findings, seconds=_DOCTOR_TAKES)
+def run_doctor() -> dict[str, Any]:
+    """Run `doctor_report` in a separate process. Raises `ApiError` if it died or took too long."""
+    result = run_isolated(doctor_report, seconds=_DOCTOR_TIMEOUT)
     if not result.is_well:
-        how = result.error or result.signal or f"no answer in {_DOCTOR_TAKES:.0f} seconds"
+        how = result.error or result.signal or f"no answer in {_DOCTOR_TIMEOUT:.0f} seconds"
         raise ApiError("server_error", f"the doctor could not be asked: {how}")
     found: dict[str, Any] = result.value
     return found
 
 
-def read_findings() -> dict[str, Any]:
-    """The doctor's report without names of this machine's folders, as JSON data."""
+def doctor_report() -> dict[str, Any]:
+    """The doctor's report as JSON data, without names of this machine's folders."""
     from everyframe.doctor.diagnose import diagnose
     from everyframe.doctor.report import shareable
 

@@ -1,7 +1,8 @@
-"""The server's process: its parts, its socket, and its orderly end.
+"""The server's process: build its parts, listen on a socket, and drain on a signal.
 
-SIGTERM or Ctrl-C drains: no job begins, new ones are refused, event streams end, running jobs get
-their time and are then queued again with their run. A second signal ends that time.
+SIGTERM or Ctrl-C drains the server: no job begins, new jobs are refused and event streams end.
+Running jobs get `drain_seconds` to finish and are then queued again with their run. A second signal
+ends that wait.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ class ProcessOptions:
 
 
 @dataclass(frozen=True)
-class Started:
-    """A server that answers: its address, its folder, and the jobs that it found there.
+class StartupInfo:
+    """Address, data folder and waiting jobs of a server that has started.
 
     Attributes:
-        num_recovered: jobs that ran when an earlier server died.
-        num_queued: jobs that wait, with those.
+        num_recovered: jobs that were running when an earlier server died.
+        num_queued: all waiting jobs, recovered ones included.
     """
 
     url: str
@@ -68,7 +69,7 @@ def serve(
     settings: ServerSettings,
     options: ProcessOptions,
     make_executor: Callable[[], Executor],
-    on_start: Callable[[Started], None],
+    on_start: Callable[[StartupInfo], None],
 ) -> None:
     """Serve until a signal; `on_start` is called once requests are answered.
 
@@ -91,7 +92,7 @@ def serve(
         num_queued = store.count()["queued"]
         back = dispatcher.start()
         url = _url(settings.host, listening)
-        started = Started(url, folder.path, len(back), num_queued + len(back))
+        started = StartupInfo(url, folder.path, len(back), num_queued + len(back))
         drain = _Drain(dispatcher, app.state.context.begin_drain, options.drain_seconds)
         server = _Server(_config(app, settings), lambda: on_start(started))
         with drain.on_signals(server):
@@ -140,7 +141,7 @@ def _config(app: object, settings: ServerSettings) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn, with signals handled by us and a call once it answers."""
+    """Uvicorn's server, with signals left to `_Drain` and a callback at startup."""
 
     def __init__(self, config: uvicorn.Config, on_start: Callable[[], None]) -> None:
         super().__init__(config)
@@ -162,7 +163,7 @@ class _Server(uvicorn.Server):
 
 
 class _Drain:
-    """The orderly end of a server, which signals begin."""
+    """Drains a server on a signal."""
 
     def __init__(self, dispatcher: Dispatcher, begin: Callable[[], None], seconds: float) -> None:
         self._dispatcher = dispatcher
@@ -173,7 +174,7 @@ class _Drain:
 
     @contextmanager
     def on_signals(self, server: uvicorn.Server) -> Iterator[None]:
-        """Context: signals drain the server, and then end it."""
+        """Context: the first signal drains the server, a second one ends the wait."""
 
         def run() -> None:
             self._dispatcher.drain(self._seconds)

@@ -46,7 +46,7 @@ class ApiKey:
 
 
 def keys_of_variable(text: str) -> tuple[ApiKey, ...]:
-    """Keys of `KEYS_VARIABLE`. Raises `InputError` for another form; no key appears in it."""
+    """Keys of `KEYS_VARIABLE`. Raises `InputError` for another form, without quoting a key."""
     keys = []
     for place, entry in enumerate(filter(None, (each.strip() for each in text.split(","))), 1):
         name, _, rest = entry.partition(":")
@@ -94,17 +94,17 @@ class Limits:
 
     Attributes:
         body_bytes: bytes of a request's body.
-        num_files: files of a multipart body; `num_fields` likewise.
+        num_files: files of a multipart body; `num_fields`: its fields.
         field_bytes: bytes of one text field.
-        prompt_letters: letters of a prompt or a negative prompt.
+        prompt_letters: characters of a prompt or a negative prompt.
         picture_pixels: pixels of a picture, by its header.
-        video_bytes: bytes of a video; `video_seconds` its length.
-        queued: jobs that wait; None for any number.
-        queued_of_key: jobs of one key that wait; None for any number.
-        creations_a_minute: jobs and plans that one key may ask for in a minute; None for any.
+        video_bytes: bytes of a video; `video_seconds`: its length.
+        queued: queued jobs; None for no limit.
+        queued_of_key: queued jobs of one key; None for no limit.
+        creations_a_minute: jobs and plans that one key may request per minute; None for no limit.
         body_seconds: longest pause within a body, and the time for 512 KiB of it on average.
-        header_seconds: time for the headers of a request; `header_bytes` their size.
-        event_streams: open event streams; `event_streams_of_key` those of one key.
+        header_seconds: time for the headers of a request; `header_bytes`: their size.
+        event_streams: open event streams; `event_streams_of_key`: those of one key.
     """
 
     body_bytes: int = 64 * _MIB
@@ -130,17 +130,17 @@ class ServerSettings:
     """Settings of one server.
 
     Attributes:
-        models: names, folders or hub ids that clients may ask for, also as ``NAME=TARGET``; the
+        models: names, folders or hub ids that clients may request, also as ``NAME=TARGET``; the
             first is the default. Empty: every known model on this disk.
-        loras: folder whose files clients may name; None for no LoRAs.
-        keys: none lets everyone in, which is for loopback only, or with `is_open`.
+        loras: folder of LoRA files that clients may name; None for no LoRAs.
+        keys: API keys; without any, everyone has access, allowed on loopback or with `is_open`.
         is_open: serve other machines without keys.
         allowed_hosts: further names in the Host header, beside loopback's and `host`.
         cors_origins: exact origins whose pages may call the API.
         url_hosts: hosts from which clients may name pictures and videos by URL; none by default.
-        has_sync: whether ``/v1/videos/sync`` is there.
+        has_sync: whether ``/v1/videos/sync`` exists.
         has_open_metrics: whether ``/metrics`` needs no key.
-        plans_ahead: whether the default model is planned as the server begins.
+        plans_ahead: whether the default model is planned at startup.
         has_traces: whether spans are sent by OpenTelemetry.
         retention_seconds: seconds after which the files of a finished job are deleted.
         min_free_bytes: room on the disk below which the server is not ready.
@@ -189,7 +189,7 @@ class ServerSettings:
 
     @property
     def limits_keys(self) -> bool:
-        """Whether the limits of one key hold: not for a person at their own machine."""
+        """Whether limits per key apply: not on loopback without keys."""
         return bool(self.keys) or not self.is_loopback
 
 

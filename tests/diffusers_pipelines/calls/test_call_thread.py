@@ -20,7 +20,7 @@ from everyframe.diffusers_pipelines.calls.call_thread import (
 )
 from everyframe.hardware.cpu import cpu_threads
 from everyframe.hardware.switches import exclusive, is_exclusive
-from everyframe.ops.attention import KERNELS, PLAIN, attend_by, kernels_kept
+from everyframe.ops.attention import KERNELS, PLAIN, attend_by, restore_kernels
 
 Emit = Callable[[Event], None]
 one_thread = partial(cpu_threads, 1)
@@ -123,7 +123,7 @@ def test_attention_is_chosen_as_before_when_a_reader_leaves_inside_of_a_module()
     layer, before = Attends(), _cur_sdpa_kernel_backends(with_priority=True)
     attend_by(layer, PLAIN)
     events = run_in_thread(layer, one_thread)
-    with kernels_kept():  # as the engine does for each event
+    with restore_kernels():  # as the engine does for each event
         next(events)
         assert _cur_sdpa_kernel_backends(with_priority=True) != before
     assert _cur_sdpa_kernel_backends(with_priority=True) == before

@@ -156,7 +156,7 @@ def test_every_frame_comes_out_of_the_tiles(frames: int) -> None:
     assert latent_frames == latents.shape[2]
     if latents.shape[2] > tiles.frames.size:
         upstream = replace(tiles, frames=replace(tiles.frames, least=1))
-        lost = vaes.in_tiles(lambda z: vaes.decode_tile(vae, config, z), latents, upstream)
+        lost = vaes.apply_in_tiles(lambda z: vaes.decode_tile(vae, config, z), latents, upstream)
         is_short = latents.shape[2] % tiles.frames.step == 1
         assert (lost.shape[2] == frames) == (not is_short)
 

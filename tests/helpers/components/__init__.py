@@ -1,1 +1,1 @@
-"""Files of single components: tiny modules, names of their authors, and forms that people store."""
+"""Files of single components: tiny modules, their original names, and storage formats."""

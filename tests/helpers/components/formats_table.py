@@ -1,4 +1,4 @@
-"""What diffusers makes of each form of a component's file, and what Everyframe does."""
+"""Results of diffusers and of Everyframe for each format of a component's file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny autoencoders and text encoders, and their tensors by the names of other programs' files."""
+"""Tiny autoencoders and text encoders, with their tensors under other programs' names."""
 
 from __future__ import annotations
 

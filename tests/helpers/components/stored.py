@@ -1,4 +1,4 @@
-"""Write tensors in the forms in which people store them, and what each form means in float64."""
+"""Write tensors in each storage format, and compute their stored values in float64."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""LoRA files from random factors in every layout, and what merging them by hand gives."""
+"""LoRA files of random factors in every layout, and the weights of a manual merge."""

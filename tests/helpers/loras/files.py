@@ -1,7 +1,7 @@
-"""LoRA files from random factors, and the weights that merging by hand in float64 gives.
+"""LoRA files of random factors, and the weights of a manual merge in float64.
 
-A `Lora` of these tests is a mapping of tensors. `hand_merged` knows no names of files but the
-modules that the factors were made for.
+A `Lora` of these tests is a mapping of tensors. `hand_merged` uses no names of files, only the
+modules that the factors are for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What diffusers makes of each layout of LoRA files, and the page of formats.
+"""The page of LoRA formats: results of diffusers and of Everyframe for each layout.
 
-``python -m helpers.loras.formats_page`` in ``tests/`` writes ``docs/reference/formats.md``, for
-which it needs peft and gguf; `tests/adapters/test_formats_page.py` holds the page to what is
-measured.
+``python -m helpers.loras.formats_page`` in ``tests/`` writes ``docs/reference/formats.md``; it
+needs peft and gguf. `tests/adapters/test_formats_page.py` compares the page with measurements.
 """
 
 from __future__ import annotations

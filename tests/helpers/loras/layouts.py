@@ -1,6 +1,6 @@
-"""Every layout of LoRA files for one tiny Wan, each with the weights that merging by hand gives.
+"""Every layout of LoRA files for one tiny Wan, each with the weights of a manual merge.
 
-Read next: `formats_page.py`, what diffusers makes of each.
+Read next: `formats_page.py`, the results of diffusers for each.
 """
 
 from __future__ import annotations

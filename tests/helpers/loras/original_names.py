@@ -1,8 +1,8 @@
-"""Checkpoints of diffusers' denoisers in their authors' names, for tests of names in LoRA files.
+"""Checkpoints of diffusers' denoisers under their original names, for tests of LoRA names.
 
-Written from upstream's module names, apart from `everyframe.adapters.name_maps`; each function
-takes a state dict in diffusers' names. `tests/adapters/test_weight_sites.py` holds those of Wan,
-LTX-Video and HunyuanVideo against diffusers' own converters.
+They follow upstream's module names, independently of `everyframe.adapters.name_maps`. Each function
+takes a state dict with diffusers' names. `tests/adapters/test_weight_sites.py` compares those of
+Wan, LTX-Video and HunyuanVideo with diffusers' own converters.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""Kills or stops the worker process that it is put into: ``PLANTED=SIGFPE:Attention:3``.
+"""Plant a fault in a worker process: ``PLANTED=SIGFPE:Attention:3``.
 
-Python imports this by itself where its folder is in PYTHONPATH. ``PLANTED_RANK=1`` is for that rank
-alone. The signal comes when a module of that class was called for that time, as it would from a
-broken library that the module calls; with ``hang`` in its place the call never returns. With
-``memory`` it finds none from then on for more than one sample at once, with ``lost`` it raises what
-torch does when a device is lost, as every module's call does from then on, and with ``watchdog`` it
-prints of that and aborts, as NCCL does. ``disk:.safetensors:20`` is a slow disk: the first tensor
-that is read of such a file comes after so many seconds, in which the process does nothing at all.
+Python imports this module automatically if its folder is in PYTHONPATH. The example raises SIGFPE
+at the third call of a module of class `Attention`, as a broken library under it would.
+``PLANTED_RANK=1`` limits the fault to that rank. In place of the signal:
+
+- ``hang``: the call never returns.
+- ``memory``: from this call on, more than one sample at a time is out of memory.
+- ``lost``: this call and every later one raise torch's error of a lost device.
+- ``watchdog``: prints that the device is lost and aborts, as NCCL does.
+- ``disk:.safetensors:20``: a slow disk; the first tensor of such a file takes 20 idle seconds.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Frames of each family by other means: its formulas written out, or diffusers' own pipeline."""
+"""Reference frames of each family, from its formulas written out or diffusers' own pipeline."""

@@ -1,7 +1,7 @@
 """diffusers' FLUX transformer with the weights of an `MMDiT`, as an independent denoiser.
 
-The research page has the correspondence: rotary halves become neighbouring pairs, and the linear
-layer of the condition is put beside that of the latents.
+Rotary halves become neighbouring pairs, and the condition's linear layer is concatenated with that
+of the latents.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Open-Sora's runs as formulas, with the modules as plain modules.
 
-Text through transformers directly, guidance as one doubled batch, the samplers' loops from the
-papers, frames by `VideoVAE.decode`: nothing of the engine, the stages or the samplers is used, but
-the definition of the noise.
+Text encoders are transformers', guidance is one doubled batch, the samplers' loops are the papers',
+and `VideoVAE.decode` decodes. Nothing of the engine, the stages or the samplers is used except the
+definition of the noise.
 """
 
 from __future__ import annotations

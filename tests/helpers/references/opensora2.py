@@ -1,8 +1,9 @@
-"""Open-Sora 2.0's runs as formulas, with modules of others.
+"""Open-Sora 2.0's runs as formulas, with modules of other libraries.
 
-T5 and CLIP by transformers, diffusers' FLUX transformer for the denoiser and its autoencoder of
-HunyuanVideo, three branches in every step, Euler: nothing of the engine, the stages, the sampler or
-the networks is used, but the definition of the noise and the DC-AE, which nobody else has.
+T5 and CLIP are transformers'; the denoiser is diffusers' FLUX transformer, the autoencoder that of
+diffusers' HunyuanVideo. Each Euler step computes all three branches. Nothing of the engine, the
+stages, the sampler or the networks is used except the definition of the noise, and the DC-AE, which
+no other library has.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Step-Video's runs as formulas, with the modules as plain modules.
 
-Texts through sentencepiece and transformers directly, guidance as one doubled batch, Euler from the
-paper, frames by `StepVAE.decode`: nothing of the engine, the stages or the sampler is used, but the
-definition of the noise.
+Texts go through sentencepiece and transformers, guidance is one doubled batch, Euler's step is the
+paper's, and `StepVAE.decode` decodes. Nothing of the engine, the stages or the sampler is used
+except the definition of the noise.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A small denoiser that ranks share, as each of them calls it: its answer, what it sent, its work.
+"""Base of small sharded denoisers: each rank's output, sent bytes and operations.
 
-In float64, so that a wrong cut can't hide behind rounding. Processes are in `rank_pool.py`.
+They run in float64, so a wrong split can't hide behind rounding. `rank_pool.py` has the processes.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Tiny random checkpoints in their authors' layouts: a module a family, and diffusers' own."""
+"""Tiny random checkpoints in upstream's layouts: one module per family, and diffusers' own."""

@@ -1,6 +1,6 @@
-"""A tiny checkpoint of every family and of every pipeline by its name, and what each is asked for.
+"""Tiny checkpoints of every family and pipeline by name, and the request of each.
 
-For tests that are the same for all of them. Read next: `opensora.py`, `pipelines.py`.
+They are for tests that all models share. Read next: `opensora.py`, `pipelines.py`.
 """
 
 from __future__ import annotations

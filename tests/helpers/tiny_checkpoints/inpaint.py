@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-import torch
 from diffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel
-from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from helpers.tiny_checkpoints import opensora as tiny_opensora
@@ -54,7 +52,7 @@ def inpaint(
         )
     )  # fmt: skip
     for number, module in enumerate((unet, vae, text, *nets)):
-        _randomise(module, seed + number)
+        tiny_opensora.randomise(module, seed + number)
     diffusers.StableDiffusionControlNetInpaintPipeline(
         vae=vae, text_encoder=text, tokenizer=words, unet=unet, controlnet=nets[0],
         scheduler=diffusers.PNDMScheduler(**NOISE, skip_prk_steps=True, steps_offset=1),
@@ -85,10 +83,3 @@ def with_scheduler(folder: Path, name: str, **changed: Any) -> None:
     index = json.loads((folder / "model_index.json").read_text())
     index["scheduler"] = ["diffusers", name]
     (folder / "model_index.json").write_text(json.dumps(index))
-
-
-def _randomise(module: nn.Module, seed: int) -> None:
-    with torch.no_grad():
-        state = tiny_opensora.randomised(module, seed)
-        for name, parameter in module.named_parameters():
-            parameter.copy_(state[name])

@@ -237,6 +237,14 @@ def old_attention_names(file: Path) -> None:
     save_file(renamed, file)
 
 
+def randomise(module: nn.Module, seed: int) -> None:
+    """Set every parameter of the module to that of `randomised`."""
+    with torch.no_grad():
+        state = randomised(module, seed)
+        for name, parameter in module.named_parameters():
+            parameter.copy_(state[name])
+
+
 def randomised(module: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     """The module's state with every parameter drawn anew, small enough to stay finite.
 

@@ -1,6 +1,6 @@
 """Tiny random checkpoints of diffusers' video pipelines, written by their own `save_pretrained`.
 
-One function a pipeline in `TINY`; `CALLS` holds what each is then asked for. Read next:
+`TINY` has one function per pipeline, `CALLS` the request of each. Read next:
 `pipeline_components.py`.
 """
 

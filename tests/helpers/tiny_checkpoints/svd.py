@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from diffusers import (
     AutoencoderKL,
     AutoencoderKLTemporalDecoder,
@@ -16,7 +15,6 @@ from diffusers import (
     StableVideoDiffusionPipeline,
     UNetSpatioTemporalConditionModel,
 )
-from torch import nn
 from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWithProjection
 
 from helpers.tiny_checkpoints import opensora as tiny_opensora
@@ -69,7 +67,7 @@ def svd(
         )
     )  # fmt: skip
     for number, module in enumerate((unet, vae, encoder)):
-        _randomise(module, seed + number)
+        tiny_opensora.randomise(module, seed + number)
     StableVideoDiffusionPipeline(
         vae=vae,
         image_encoder=encoder,
@@ -78,10 +76,3 @@ def svd(
         feature_extractor=CLIPImageProcessor(crop_size=224, size=224),
     ).save_pretrained(folder)
     return folder
-
-
-def _randomise(module: nn.Module, seed: int) -> None:
-    with torch.no_grad():
-        state = tiny_opensora.randomised(module, seed)
-        for name, parameter in module.named_parameters():
-            parameter.copy_(state[name])

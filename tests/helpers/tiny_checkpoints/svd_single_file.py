@@ -1,8 +1,8 @@
 """A tiny Stable Video Diffusion in one file, as Stability-AI/generative-models stores it.
 
-Made from a diffusers folder by walking its modules and naming each tensor as that code does
+It is made from a diffusers folder by walking its modules and naming each tensor as that code does
 (`VideoUNet`, `AutoencodingEngine` or `AutoencoderKL`, `GeneralConditioner` with open_clip's ViT).
-Written from that layout and not from our key map, which goes the other way by other means.
+It is independent of our key map, which goes the other way.
 """
 
 from __future__ import annotations

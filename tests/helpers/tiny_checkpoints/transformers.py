@@ -1,4 +1,4 @@
-"""Small transformers of diffusers in float64, and what they are called with."""
+"""Small diffusers transformers in float64, and the arguments of their calls."""
 
 from __future__ import annotations
 

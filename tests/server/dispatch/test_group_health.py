@@ -13,7 +13,7 @@ pytest.importorskip("fastapi", reason="serving needs the extra everyframe[server
 from everyframe.core.errors import WorkerDiedError
 from everyframe.hardware.isolation import ProcessResult
 from everyframe.server.dispatch import group_health
-from everyframe.server.dispatch.group_health import GroupHealth, ask_devices
+from everyframe.server.dispatch.group_health import GroupHealth, probe_devices
 from everyframe.server.queue.store import JobStore
 from helpers.fake_executor import FakeExecutor
 from helpers.server_app import ServedApp
@@ -37,7 +37,7 @@ class Devices:
 
 def test_devices_are_asked_after_two_deaths_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     devices, health = Devices(WELL), GroupHealth("0")
-    monkeypatch.setattr(group_health, "ask_devices", devices)
+    monkeypatch.setattr(group_health, "probe_devices", devices)
     assert health.note_death(is_last=False) is None
     health.note_work()
     assert health.note_death(is_last=False) is None
@@ -53,7 +53,7 @@ def test_failed_devices_are_asked_again_after_pauses_that_grow(
 ) -> None:
     clock, devices = [0.0], Devices(LOST, LOST, LOST, WELL)
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(group_health, "ask_devices", devices)
+    monkeypatch.setattr(group_health, "probe_devices", devices)
     monkeypatch.setattr(group_health, "PAUSES", (10.0, 15.0))
     health = GroupHealth("0")
     assert health.note_death(is_last=True) == "died of SIGBUS"
@@ -70,8 +70,8 @@ def test_failed_devices_are_asked_again_after_pauses_that_grow(
 
 
 def test_the_devices_of_this_machine_compute_and_others_do_not() -> None:
-    assert ask_devices("cpu").value == ["cpu"]
-    missing = ask_devices("cpu,cuda:77")
+    assert probe_devices("cpu").value == ["cpu"]
+    missing = probe_devices("cpu,cuda:77")
     assert not missing.is_well
     assert "cuda:77" in str(missing)
 
@@ -80,7 +80,7 @@ def test_no_job_fails_of_devices_that_fail(
     store: JobStore, dispatch: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices = Devices(LOST, LOST, WELL)
-    monkeypatch.setattr(group_health, "ask_devices", devices)
+    monkeypatch.setattr(group_health, "probe_devices", devices)
     monkeypatch.setattr(group_health, "PAUSES", (0.3, 0.6))
     jobs = [add(store, seed) for seed in range(3)]
     dispatcher = dispatch(FakeExecutor(failures=[(-1, DIED)] * 2))
@@ -96,7 +96,7 @@ def test_no_job_fails_of_devices_that_fail(
 def test_a_job_that_ends_its_workers_fails_on_devices_that_work(
     store: JobStore, dispatch: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_health, "ask_devices", Devices(WELL))
+    monkeypatch.setattr(group_health, "probe_devices", Devices(WELL))
     job, other = add(store), add(store, 4)
     dispatch(FakeExecutor(failures=[(-1, DIED)] * 3))
     assert ended(store, job, "failed").error == {
@@ -119,7 +119,7 @@ def test_a_job_goes_to_another_group(
             self.failures = [(-1, DIED)] if where == "0" else []
             return super().run(job, *others)
 
-    monkeypatch.setattr(group_health, "ask_devices", ask)
+    monkeypatch.setattr(group_health, "probe_devices", ask)
     jobs = [add(store, seed) for seed in range(4)]
     dispatcher = dispatch(Lost(), groups={"0": "0", "1": "1"})
     groups = {ended(store, job).group for job in jobs}
@@ -128,7 +128,7 @@ def test_a_job_goes_to_another_group(
 
 
 def test_it_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_health, "ask_devices", Devices(LOST))
+    monkeypatch.setattr(group_health, "probe_devices", Devices(LOST))
     with ServedApp(tmp_path / "server", FakeExecutor(failures=[(-1, DIED)] * 9), runs=True) as app:
         app.client.post("/v1/videos", json={"prompt": "a red circle"})
         until = time.monotonic() + 10

@@ -17,7 +17,7 @@ import torch
 
 from everyframe.core.events import Event
 from everyframe.hardware.switches import Turn, is_exclusive
-from everyframe.ops.attention import Kernels, kernels_lent
+from everyframe.ops.attention import Kernels, lend_kernels
 from everyframe.runtime.alternating_thread import AlternatingThread
 
 _Result = TypeVar("_Result")
@@ -42,7 +42,7 @@ def run_in_thread(
 
     def emit(event: Event) -> None:
         # A run that holds the process exclusively restores attention kernels for the reader.
-        with kernels_lent() if is_exclusive() else nullcontext():
+        with lend_kernels() if is_exclusive() else nullcontext():
             thread.hand_over(event)
 
     def run() -> _Result:
@@ -120,7 +120,7 @@ def _beside_others(call: Callable[[Tell], _Result]) -> Callable[[Tell], _Result]
         turn = Turn(is_alone=False)
 
         def between(event: Event) -> None:
-            with kernels_lent(own) if turn.is_alone else nullcontext(), turn.left():
+            with lend_kernels(own) if turn.is_alone else nullcontext(), turn.left():
                 emit(event)
 
         with turn:

@@ -1,8 +1,8 @@
 """Synthetic blocks: a spatial and a temporal block of Open-Sora 1.2's released width.
 
-They are run as a plan runs a denoising step, with both branches of guidance. The weights are one
-number, so nothing has to be fetched. Time, memory and fast paths are measured in processes of their
-own, and compared with the forecast of the dry run.
+They run as in a denoising step of a plan, with both guidance branches. All weights are one number,
+so nothing has to be downloaded. Time, memory and fast paths are measured in separate processes, and
+compared with the forecast of the dry run.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def step_call(size: tuple[int, int, int]) -> DryRunCall:
 
 
 def describe_work(size: tuple[int, int, int]) -> str:
-    """The work in words, by which results are compared."""
+    """Description of the work; only results of equal work are compared."""
     height, width, num_frames = size
     return f"Open-Sora 1.2, 1+1 of 28+28 blocks, {width}x{height}, {num_frames} frames"
 
@@ -63,7 +63,7 @@ def describe_work(size: tuple[int, int, int]) -> str:
 def measure_memory(
     size: tuple[int, int, int], precision: Precision, device: DeviceFacts, num_threads: int
 ) -> int | None:
-    """Peak bytes of the first step above what the process had before; None if not reported."""
+    """Peak bytes of the first step beyond the memory before it; None if not reported."""
     import torch
 
     from everyframe.hardware.cpu import cpu_threads
@@ -90,7 +90,7 @@ def measure_seconds(
     size: tuple[int, int, int], precision: Precision, paths: tuple[str, ...], device: str,
     num_threads: int,
 ) -> tuple[float, float]:  # fmt: skip
-    """Median seconds of a step, plain and by these fast paths, taking turns."""
+    """Median seconds of a step with plain torch and with these fast paths, measured in turns."""
     import torch
 
     from everyframe.hardware.cpu import cpu_threads
@@ -115,7 +115,7 @@ def measure_seconds(
 def built(
     call: DryRunCall, precision: Precision, paths: tuple[str, ...] | None, device: str
 ) -> nn.Module:
-    """The module on the device, in that precision and with these fast paths; None is torch's."""
+    """Build the module on the device, with this precision and these fast paths; None is none."""
     import copy
 
     from everyframe.fast_paths.apply import apply_fast_paths, swap_modules

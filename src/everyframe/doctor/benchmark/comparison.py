@@ -1,4 +1,4 @@
-"""Compare two results of `everyframe bench`: like with like, and nothing else."""
+"""Compare two results of `everyframe bench`: measurements of the same work only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BUSY = 0.5
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """One measurement of both machines; `ratio` is how many times as good the second one is."""
+    """One measurement of both machines; a `ratio` above 1 means that the second is better."""
 
     name: str
     unit: str
@@ -25,7 +25,7 @@ class ComparedRow:
 
 @dataclass(frozen=True)
 class BenchComparison:
-    """What both measured alike, and notes on everything else."""
+    """Measurements of the same work on both machines, and notes on all others."""
 
     rows: tuple[ComparedRow, ...]
     notes: tuple[str, ...]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from everyframe.dry_run.call import DryRunCall
     from everyframe.planning.dry_runs import DryRun
 
-Tell = Callable[[str], None]
+ReportProgress = Callable[[str], None]
 
 #: Seconds that a part may take, and those of each fast path.
 _PART_SECONDS, _PATH_SECONDS = 180.0, 30.0
@@ -37,7 +37,7 @@ _LONGEST_STEP = 6.0
 _PRODUCTS = ("float32", "bfloat16", "float16")
 
 
-def benchmark(device: str = "auto", *, is_quick: bool = False, tell: Tell) -> BenchResult:
+def benchmark(device: str = "auto", *, is_quick: bool = False, tell: ReportProgress) -> BenchResult:
     """Measure a device of this machine, for two to five minutes.
 
     Args:
@@ -75,9 +75,9 @@ def benchmark(device: str = "auto", *, is_quick: bool = False, tell: Tell) -> Be
 
 
 class _Measuring:
-    """The parts on one device; `failed` says of those that ended otherwise how they did."""
+    """Runs the parts on one device; `failed` holds how failed parts ended."""
 
-    def __init__(self, device: DeviceFacts, num_threads: int, tell: Tell) -> None:
+    def __init__(self, device: DeviceFacts, num_threads: int, tell: ReportProgress) -> None:
         self.device = device
         self.num_threads = num_threads
         self.tell = tell
@@ -242,7 +242,7 @@ def _machine(facts: MachineFacts, device: DeviceFacts, num_threads: int) -> Benc
 
 
 def _load() -> float:
-    """Processes that want a core, for each core; 0 where the system does not report it."""
+    """Load: runnable processes per core; 0 if the system does not report it."""
     if not hasattr(os, "getloadavg"):
         return 0.0
     return round(os.getloadavg()[0] / (os.cpu_count() or 1), 2)

@@ -71,7 +71,7 @@ def _product(device: str, dtype: str, sides: tuple[int, ...]) -> tuple[float, in
 
 
 def _best(run: Callable[[], object], device: str) -> float:
-    """Seconds of the fastest round: what else the machine does makes the others slower."""
+    """Seconds of the fastest round, which other load of the machine disturbed least."""
     run()
     taken = []
     for _ in range(_ROUNDS):

@@ -1,4 +1,4 @@
-"""Result of `everyframe bench`: what it holds, and how a file is read. Nothing in it is private."""
+"""Result of `everyframe bench`: its data, and its file. It contains nothing private."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class BlockResult(_Data):
     """The synthetic blocks at one size.
 
     Attributes:
-        work: what was computed; results of other work are not compared.
+        work: description of the work; only results of equal work are compared.
         precision: dtype of the computation.
         seconds: of one step by the certified fast paths; `plain_seconds` without any.
         operations: of one step.

@@ -104,7 +104,7 @@ def controlnet_name(number: int) -> str:
 
 
 def _made(kind: Any, config: Mapping[str, Any]) -> nn.Module:
-    """Build the module of that config; keys its class does not know must have no effect."""
+    """Build the module of a config; config keys unknown to its class must have no effect."""
     values = without_notes(config)
     unknown = sorted(set(values) - set(inspect.signature(kind.__init__).parameters))
     telling = [name for name in unknown if values[name] not in (None, False)]

@@ -103,7 +103,7 @@ class InpaintConfig(AutoencoderSizes):
 
     @property
     def takes_mask(self) -> bool:
-        """Whether the UNet gets mask and masked source; else known latents are pasted back."""
+        """Whether mask and masked source are UNet inputs; else known latents are pasted back."""
         return int(self.unet.get("in_channels", 4)) == INPAINTING_CHANNELS
 
     @property

@@ -1,7 +1,7 @@
 """ControlNet inpainting's ``denoise(x, t)``: the ControlNets, the UNet and guidance.
 
 The order of operations is that of diffusers' `StableDiffusionControlNetInpaintPipeline`, without
-redundant work: a ControlNet that does not steer a step is not run in it.
+redundant work: a ControlNet does not run in steps outside of its interval.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from everyframe.samplers.guidance import guided
 
 @dataclass(frozen=True)
 class ControlNetScale:
-    """Scale of one ControlNet, and the interval of the steps (as shares) where it applies."""
+    """Scale of one ControlNet, and the interval (shares of the steps) in which it applies."""
 
     scale: float
     start: float

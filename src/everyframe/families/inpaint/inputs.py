@@ -1,7 +1,7 @@
 """Inputs of inpainting: source frames, a mask for each, and control images.
 
-Frames are read one by one whenever a stage needs them; none is cached. A source is fitted to the
-requested size, if there is one, and then padded to whole latents; the result is cropped back.
+Stages read the frames one by one, each time that they need them; none is cached. A source is fitted
+to the requested size, if there is one, and padded to whole latents; the result is cropped back.
 Masks are 8-bit grey, 255 where the image is repainted.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from everyframe.core.errors import InputError
-from everyframe.families.inpaint.options import InpaintOptions, is_box, is_built_in, several
+from everyframe.families.inpaint.options import InpaintOptions, is_box, is_built_in, split_controls
 from everyframe.media.canny import HIGH, LOW, canny
 from everyframe.media.frame_source import FrameSource, open_frames, survey
 from everyframe.media.pixels import Frames, fit_image
@@ -52,7 +52,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a frame becomes whole latents: fitted to (height, width), padded to `step`."""
+    """Working size of frames: fitted to (height, width), padded to multiples of `step`."""
 
     height: int
     width: int
@@ -156,7 +156,7 @@ def open_inputs(options: InpaintOptions, picture: Any) -> Inputs:
     """
     given = options.source if picture is None else picture
     options.check_named()
-    controls = tuple(_control(each) for each in several(options.control))
+    controls = tuple(_control(each) for each in split_controls(options.control))
     return Inputs(
         source=open_frames(given, what="source"),
         mask=_mask(options.mask),

@@ -39,8 +39,11 @@ def is_built_in(given: Any) -> bool:
     return isinstance(given, str) and given.casefold() in BUILT_IN
 
 
-def several(given: Any) -> list[Any]:
-    """One control per ControlNet: a list, or split at commas unless a file has that name."""
+def split_controls(given: Any) -> list[Any]:
+    """Split a `control` value into one per ControlNet: a list's, or at commas.
+
+    A text with commas that names an existing file is one control.
+    """
     if isinstance(given, (list, tuple)):
         return list(given)
     if isinstance(given, str) and "," in given and not _is_there(given):
@@ -121,7 +124,7 @@ class InpaintOptions(FamilyOptions):
         _check("source", self.source, "")
         if not is_box(self.mask):
             _check("mask", self.mask, f"{_FILES} a box LEFT,TOP,RIGHT,BOTTOM")
-        for each in several(self.control):
+        for each in split_controls(self.control):
             if not is_built_in(each):
                 others = " or ".join(BUILT_IN)
                 _check("control", each, f"{_FILES} {others}, which are made of the source")

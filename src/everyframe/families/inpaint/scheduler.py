@@ -16,11 +16,10 @@ from everyframe.families.inpaint.config import SCHEDULERS
 
 
 def make_scheduler(config: Mapping[str, Any]) -> Any:
-    """Build a new scheduler; they count their steps, so each sampler run needs its own.
+    """Build a new scheduler; each sampler run needs its own, since schedulers count their steps.
 
-    Config keys that the class does not know are ignored, as in diffusers: Stable Diffusion 1.5
-    itself has some of another scheduler. Raises `CheckpointError` for values that the class
-    rejects.
+    Config keys unknown to the class are ignored, as in diffusers: Stable Diffusion 1.5 itself has
+    keys of another scheduler. Raises `CheckpointError` for values that the class rejects.
     """
     import diffusers
 
@@ -40,21 +39,23 @@ def make_scheduler(config: Mapping[str, Any]) -> Any:
 
 
 def num_timesteps(config: Mapping[str, Any], num_inference_steps: int, strength: float) -> int:
-    """Number of steps; some schedulers run one step twice. Raises as `begin` does."""
+    """Number of steps; some schedulers run one step twice. Raises as `set_timesteps` does."""
     return _num_timesteps(json.dumps(config), num_inference_steps, strength)
 
 
 @lru_cache(maxsize=64)
 def _num_timesteps(config: str, num_inference_steps: int, strength: float) -> int:
     # Some of diffusers' schedulers speak up whenever they are made, so they are made seldom.
-    return len(begin(make_scheduler(json.loads(config)), num_inference_steps, strength))
+    return len(set_timesteps(make_scheduler(json.loads(config)), num_inference_steps, strength))
 
 
-def begin(scheduler: Any, num_inference_steps: int, strength: float, device: str = "cpu") -> Any:
-    """Set the timesteps (N,): of `num_inference_steps`, those that `strength` leaves.
+def set_timesteps(
+    scheduler: Any, num_inference_steps: int, strength: float, device: str = "cpu"
+) -> Any:
+    """Set the scheduler's timesteps and return the last `strength` share of them, (N,).
 
     Raises:
-        InputError: none is left, or the scheduler does not support that many.
+        InputError: no step remains, or the scheduler does not support that many.
     """
     try:
         scheduler.set_timesteps(num_inference_steps, device=device)

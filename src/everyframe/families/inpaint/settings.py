@@ -1,8 +1,8 @@
 """Resolve a request against one inpainting model: size, frames, mask, control, steps, notes.
 
-Every input frame is read once here, so an unusable one is found before the run and not an hour
-into it; none is cached. Defaults are those of diffusers' pipeline. An impossible value raises
-`InputError` with the values that are possible.
+Every input frame is read once here, so an unusable frame is an error before the run starts. None is
+cached. Defaults are those of diffusers' pipeline. An impossible value raises `InputError` with the
+possible values.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def resolve_settings(
 def _with_painted(
     config: InpaintConfig, inputs: Inputs, settings: Settings, notes: list[str]
 ) -> Settings:
-    """Add the number of frames to denoise; the others stay unchanged."""
+    """Add the number of frames with a mask to the settings; only those are denoised."""
     num_frames = painted = settings.num_frames
     if not settings.option("unblended"):
         painted = inputs.num_painted(geometry_of(config, settings), num_frames)
@@ -128,7 +128,7 @@ def num_painted(settings: Settings) -> int:
 
 
 def geometry_of(config: InpaintConfig, settings: Settings) -> Geometry:
-    """How frames are fitted and padded to the working size."""
+    """Size that frames are fitted to, and the working size that they are padded to."""
     fit = str(settings.option("fit"))
     return Geometry(settings.height, settings.width, fit, config.spatial_factor)
 

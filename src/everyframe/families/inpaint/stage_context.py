@@ -12,7 +12,7 @@ from torch import Tensor
 
 from everyframe.families.inpaint.config import InpaintConfig
 from everyframe.families.inpaint.inputs import Geometry, Grey, Inputs, open_inputs
-from everyframe.families.inpaint.scheduler import begin, make_scheduler, num_timesteps
+from everyframe.families.inpaint.scheduler import make_scheduler, num_timesteps, set_timesteps
 from everyframe.families.inpaint.settings import geometry_of, latent_shape, num_painted
 from everyframe.families.inpaint.spec import InpaintSpec
 from everyframe.media.pixels import Frames
@@ -54,7 +54,7 @@ class InpaintContext(templates.StageContext[InpaintSpec]):
         return -(-num_painted(self.settings) // self.together)
 
     def paints(self, mask: Grey) -> bool:
-        """Whether a frame with that mask, at the result's size, is denoised."""
+        """Whether a frame with this mask, at the result's size, is denoised."""
         return bool(self.settings.option("unblended")) or bool(mask.any())
 
     def frames(self, videos: Sequence[VideoState]) -> Iterator[tuple[Frames, Grey]]:
@@ -73,7 +73,7 @@ class InpaintContext(templates.StageContext[InpaintSpec]):
                 yield pictures
 
     def inputs(self, videos: Sequence[VideoState]) -> Inputs:
-        """Open the inputs again."""
+        """Open the inputs anew; frames are read from the first one."""
         first = videos[0].inputs.first
         return open_inputs(self.model.options, None if first is None else first[0])
 
@@ -87,7 +87,9 @@ class InpaintContext(templates.StageContext[InpaintSpec]):
         """Return a new scheduler and its timesteps."""
         scheduler = make_scheduler(self.config.scheduler)
         strength = float(self.settings.option("strength"))
-        return scheduler, begin(scheduler, self.settings.num_inference_steps, strength, device)
+        return scheduler, set_timesteps(
+            scheduler, self.settings.num_inference_steps, strength, device
+        )
 
     def mixes_source_in(self, video: VideoState) -> bool:
         """Whether sampling starts from the noised source; given latents are used unchanged."""
@@ -97,12 +99,12 @@ class InpaintContext(templates.StageContext[InpaintSpec]):
 @broadcastable
 @dataclass(frozen=True, eq=False)
 class ConditioningLatents:
-    """Source and mask in latents, float32 on the CPU, for the T frames to denoise of a video.
+    """Latents of source and mask for a video's T frames to denoise, float32 on the CPU.
 
     Attributes:
-        mask: (T, 1, h, w), 1 where it is denoised.
+        mask: (T, 1, h, w), 1 in the region to denoise.
         masked: (T, 4, h, w), the source with grey under the mask, for a UNet with mask input.
-        source: (T, 4, h, w), where it is pasted back or sampling starts from it.
+        source: (T, 4, h, w), for a UNet without mask input, or to start from; else None.
     """
 
     mask: Tensor

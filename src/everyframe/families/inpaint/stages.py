@@ -41,31 +41,31 @@ from everyframe.samplers.base import Step
 Context = InpaintContext
 
 #: What ranks wait for, in messages.
-HANDED = "batches of frames are broadcast"
+BROADCAST_ACTION = "batches of frames are broadcast"
 
 
-def hear(group: Communicator, guard: Guard, events: Iterable[Event]) -> None:
-    """Forward the other ranks' guard events to the first rank's guard."""
+def forward_events(group: Communicator, guard: Guard, events: Iterable[Event]) -> None:
+    """Send the guard events of all other ranks to the lead rank's guard."""
     if group.size == 1:
         return
     gathered = group.all_gather_object(
-        [] if group.is_lead else [each.to_json() for each in events], HANDED
+        [] if group.is_lead else [each.to_json() for each in events], BROADCAST_ACTION
     )
     if group.is_lead:
         guard.hear(event_of(each) for one in gathered for each in one)
 
 
-def in_round(
+def steps_of_round(
     group: Communicator,
     guard: Guard,
     steps: Iterator[Step],
     ranks: Sequence[int],
     num_steps: int,
 ) -> Iterator[Step]:
-    """Steps of this rank's batch; the state after the last one is that of the whole round.
+    """Yield the steps of this rank's batch; the last one holds the results of all ranks.
 
-    `ranks` have a batch in this round, in their order. A rank without one (empty `steps`) builds
-    one step from the other ranks' results.
+    `ranks` are those with a batch in this round, in order. A rank without a batch has no `steps`
+    and yields one step with the other ranks' results.
     """
     if group.size == 1:
         yield from steps
@@ -79,8 +79,10 @@ def in_round(
             last, error = step, (step.memory or {}).get("error")
         else:
             yield step
-    made = [group.broadcast_tree((last and last.x, error), rank, HANDED) for rank in ranks]
-    hear(group, guard, events)
+    made = [
+        group.broadcast_tree((last and last.x, error), rank, BROADCAST_ACTION) for rank in ranks
+    ]
+    forward_events(group, guard, events)
     whole = torch.cat([x for x, _ in made])
     errors = [each for _, each in made if each is not None]  # of a lossy method
     memory = {"error": max(errors, key=abs)} if errors else None
@@ -120,12 +122,12 @@ class TextEncodeStage(PromptEncodeStage[InpaintContext]):
 
 @dataclass(frozen=True)
 class SamplerInputs:
-    """What sampling of a batch of F frames begins with, besides a new scheduler.
+    """Inputs of the sampler for a batch of F frames, besides a new scheduler.
 
     Attributes:
         x: latents (F, 4, h, w) at the first step.
         networks: further inputs of the networks.
-        known: what is put back after each step, for a UNet without mask input.
+        known: latents pasted back after each step, for a UNet without mask input.
         seed, memory: the video's seed, and the scheduler's memory of earlier steps.
     """
 
@@ -161,20 +163,20 @@ class DenoiseStage(denoise_stage.DenoiseStage[InpaintContext, SamplerInputs]):
         return self.context.num_timesteps
 
     def _agree(self, is_over: bool) -> bool:
-        """Ranks have batches of their own, each with its own error budget."""
+        """Return this rank's own value: each batch has its own error budget."""
         return is_over
 
     def batches(
         self, modules: Mapping[str, Any], guard: Guard, video: VideoState
     ) -> Iterator[SamplerBatch]:
-        """Yield the batches of frames not yet done, one round of all ranks after the other."""
+        """Yield the remaining batches of frames, in rounds of one batch per rank."""
         context, group = self.context, self.context.parallel.video_group
         steps, ranks = context.num_timesteps, active_ranks(group.weights)
         num_done, start = divmod(video.step, steps)
         left = islice(enumerate(batched(context.controls(video), context.together)), num_done, None)
         for batches in batched(left, len(ranks)):
             mine = [one for one, rank in zip(batches, ranks, strict=False) if rank == group.rank]
-            # What was begun is the first one; who has it continues with it.
+            # Only the first batch can be partly done; the rank that has it continues it.
             begun = start if mine and mine[0][0] == num_done else 0
             sampled = (
                 step
@@ -188,7 +190,7 @@ class DenoiseStage(denoise_stage.DenoiseStage[InpaintContext, SamplerInputs]):
                 )
             )
             last, count = batches[-1][0], len(batches)
-            whole = in_round(group, guard, sampled, ranks[:count], steps)
+            whole = steps_of_round(group, guard, sampled, ranks[:count], steps)
             yield SamplerBatch(whole, (last + 1) * steps, count)
 
     def _inputs(
@@ -216,7 +218,7 @@ class DenoiseStage(denoise_stage.DenoiseStage[InpaintContext, SamplerInputs]):
         memory = None
         if start:
             x, memory = video.latents.to(device), video.sampler_state
-            if context.settings.method is not None:  # whose own state is around the scheduler's
+            if context.settings.method is not None:  # its state contains the scheduler's
                 memory = memory["sampler"]
         return SamplerInputs(x, networks, put_back, video.seed, memory)
 
@@ -235,7 +237,7 @@ class DenoiseStage(denoise_stage.DenoiseStage[InpaintContext, SamplerInputs]):
         return start * scheduler.init_noise_sigma, start
 
     def example_inputs(self, device: str) -> SamplerInputs:
-        """A batch with every ControlNet, each of which steers."""
+        """A batch with all ControlNets, each of them active."""
         context, config = self.context, self.context.config
         frames = context.largest_batch
 
@@ -293,7 +295,7 @@ class DenoiseStage(denoise_stage.DenoiseStage[InpaintContext, SamplerInputs]):
             yield step
 
     def dry_run(self, modules: Mapping[str, Any], device: str) -> object:
-        """Call the networks once; a scheduler of diffusers asks for values that no dry run has."""
+        """Call the networks once, without a scheduler: diffusers' read values of meta tensors."""
         inputs = self.example_inputs(device)
         denoise = self.denoiser(modules, inputs, device, self.context.settings)
         _, timesteps = self.context.scheduled("cpu")

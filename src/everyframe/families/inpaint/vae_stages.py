@@ -1,8 +1,7 @@
 """VAE stages of an inpainting run: source frames to latents, latents to frames.
 
-Each stage reads the frames again, one batch at a time; between stages only latents are stored. The
-noise that samples the autoencoder's posterior is the same for every frame, so still content stays
-still.
+Each stage reads the frames again, one batch at a time; between stages only latents are stored.
+Every frame's posterior is sampled with the same noise, so still content stays still.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from everyframe.core.plan import Settings
 from everyframe.families.inpaint import vae as vae_calls
 from everyframe.families.inpaint.inputs import WHITE
 from everyframe.families.inpaint.stage_context import ConditioningLatents, InpaintContext, batched
-from everyframe.families.inpaint.stages import HANDED, hear
+from everyframe.families.inpaint.stages import BROADCAST_ACTION, forward_events
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.rank_shares import active_ranks, batch_owner
 from everyframe.runtime.stages import tiling
@@ -41,7 +40,7 @@ class SourceInputs:
     """A batch of F frames: source (F, 3, H, W) in -1..1 and mask (F, 1, H, W), on the host.
 
     `source_noise` and `masked_noise` (1, 4, h, w) sample the posteriors of the source and of the
-    source without what is under the mask; None where that is not encoded.
+    masked source; None if that one is not encoded.
     """
 
     source: Tensor
@@ -86,10 +85,12 @@ class SourceLatentStage(ComponentStage[InpaintContext, SourceInputs]):
             yield from events
             done, seconds = min(number + together, total), time.perf_counter() - begun
             yield Step(self.name, done, total, videos[0].seed, seconds)
-        hear(group, guard, happened)
+        forward_events(group, guard, happened)
         yield from guard.events()
         shared = [
-            group.broadcast_tree(mine.get(number), batch_owner(number, group.weights), HANDED)
+            group.broadcast_tree(
+                mine.get(number), batch_owner(number, group.weights), BROADCAST_ACTION
+            )
             for number in range(total)
         ]
         for video, batches in zip(videos, zip(*shared, strict=True), strict=True):
@@ -222,7 +223,7 @@ class DecodeStage(ComponentStage[InpaintContext, Tensor]):
             yield frames, bool(painted), events
 
     def _lots(self, videos: Sequence[VideoState]) -> Iterator[list[tuple[Any, Any]]]:
-        """Yield all frames in order, in lists that hold one batch of denoised frames, or none."""
+        """Yield all frames in order, in lists with at most one batch of denoised frames."""
         context = self.context
         lot: list[tuple[Any, Any]] = []
         num_painted = 0

@@ -161,8 +161,10 @@ def _completed(
         model for model in known_models() if _VERSION_OF_KNOWN.get(model.name) == version
     )
     standard_vae = next(part for part in standard.parts if part.role == "vae")
-    vae = _asked(options.vae, "vae") or found.get("vae") or OpenSoraFiles.on_hub(standard_vae)
-    text = _asked(options.text_encoder, "text_encoder") or found.get("text_encoder")
+    vae = (
+        _option_source(options.vae, "vae") or found.get("vae") or OpenSoraFiles.on_hub(standard_vae)
+    )
+    text = _option_source(options.text_encoder, "text_encoder") or found.get("text_encoder")
     text = text or OpenSoraFiles.on_hub(shared_part("t5-xxl"))
     # The tokenizer is in T5's own folder (upstream's layout) or in one beside it.
     tokenizer = found.get("tokenizer", text) if options.text_encoder is None else text
@@ -172,7 +174,7 @@ def _completed(
     return OpenSoraFiles(sources, version)
 
 
-def _asked(name: str | None, role: str) -> ComponentSource | None:
+def _option_source(name: str | None, role: str) -> ComponentSource | None:
     """Source that an option names (folder, file or hub id); None without the option."""
     if name is None:
         return None

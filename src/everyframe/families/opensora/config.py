@@ -34,7 +34,7 @@ _Config = TypeVar("_Config", bound="DenoiserConfig")
 
 @dataclass(frozen=True)
 class DenoiserConfig:
-    """What the configs of both denoisers share."""
+    """Fields that the configs of both denoisers share."""
 
     in_channels: int = 4
     patch_size: tuple[int, int, int] = (1, 2, 2)
@@ -78,8 +78,8 @@ class STDiTConfig(DenoiserConfig):
 
     Attributes:
         input_size: latent (frames, rows, columns) in training; other sizes run as well.
-        space_scale: divisor of spatial positions: 0.5 at 256 pixels, 1.0 at 512 pixels; 1.0 where
-            a config says nothing, as in upstream's class.
+        space_scale: divisor of spatial positions: 0.5 at 256 pixels, 1.0 at 512 pixels; 1.0 if a
+            config omits it, as in upstream's class.
         time_scale: divisor of temporal positions.
     """
 

@@ -118,7 +118,7 @@ class CaptionEmbedder(nn.Module):
 
 
 class Axis(Enum):
-    """What the tokens of one attention row share: a frame (SPACE), or a place in it (TIME)."""
+    """Axis of attention: tokens of one frame (SPACE), or of one place in all frames (TIME)."""
 
     SPACE = "space"
     TIME = "time"
@@ -185,7 +185,7 @@ class CrossAttention(nn.Module):
 
 
 class TextConditioned(nn.Module):
-    """What both denoisers do with a text; the blocks have `cross_attn`."""
+    """Text conditioning of both denoisers; their blocks have `cross_attn`."""
 
     config: DenoiserConfig
     y_embedder: CaptionEmbedder

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from everyframe.core.errors import InputError
-from everyframe.ops.attention import keys_with_a_place_to_look
+from everyframe.ops.attention import unmask_empty_rows
 from everyframe.ops.dtypes import float32_or_wider
 from everyframe.ops.text_context import TextContext
 
@@ -94,4 +94,4 @@ def cut_to_longest(text: Tensor, mask: Tensor | None, caption_channels: int) -> 
     if bool(mask.all()):
         return Tokens(text, None, None)
     mask = mask.to(text.device)
-    return Tokens(text, keys_with_a_place_to_look(mask), ~mask.any(dim=1))
+    return Tokens(text, unmask_empty_rows(mask), ~mask.any(dim=1))

@@ -1,4 +1,4 @@
-"""Prompts of Open-Sora 1.0 and 1.2 as T5's tokens, with what is cut. No torch here."""
+"""Tokenize prompts of Open-Sora 1.0 and 1.2 for T5, and report truncation. No torch here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Stages of an Open-Sora run: text encoding, conditioning frames, denoising, decoding.
 
-Upstream's loop is `scripts/inference.py` of 1.2; deliberate differences are noted at the code that
-differs. The templates are in `everyframe.runtime.stages.templates`.
+Upstream's loop is `scripts/inference.py` of 1.2; comments mark deliberate differences. The
+templates are in `everyframe.runtime.stages.templates`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from everyframe.families.opensora.settings import PIECE, known_frames
 from everyframe.families.opensora.sharding import Sharding
 from everyframe.families.opensora.spec import OpenSoraSpec
 from everyframe.families.opensora.text import TextEmbedding, embed, tokens_of
-from everyframe.families.opensora.vae import ImageVAE, VideoVAE, decode_frames, encoded
+from everyframe.families.opensora.vae import ImageVAE, VideoVAE, decode_frames, encode_video
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 from everyframe.families.t5_tokenizer import load_tokenizer
 from everyframe.parallel.communicator import broadcastable
@@ -169,7 +169,7 @@ class ConditioningStage(VideoEncodeStage[OpenSoraContext, ConditioningPixels]):
         shape = self.context.latent_shape()
         latents, mask = torch.zeros((1, *shape)), torch.ones((1, shape[1]))
         if inputs.first is not None:
-            first = encoded(module, inputs.first, settings)
+            first = encode_video(module, inputs.first, settings)
             latents[:, :, : first.shape[2]] = first
             mask[:, : first.shape[2]] = settings.edit_strength
         if inputs.last is not None:
@@ -177,7 +177,7 @@ class ConditioningStage(VideoEncodeStage[OpenSoraContext, ConditioningPixels]):
             # them. Upstream snaps a lone picture to the beginning of a piece, where it is not the
             # last frame; a piece that stands still ends in one that is.
             last_piece = self.context.vae.pieces(settings.num_frames)[-1].num_frames
-            still = encoded(module, inputs.last, settings, still=last_piece)
+            still = encode_video(module, inputs.last, settings, still=last_piece)
             latents[:, :, -1:] = still[:, :, -1:]
             mask[:, -1:] = settings.edit_strength
         return ConditioningLatents(latents, mask)

@@ -164,7 +164,7 @@ def _autoencoder(sizes: Mapping[str, Any]) -> Any:
     return AutoencoderKL(**sizes)
 
 
-def encoded(
+def encode_video(
     vae: ImageVAE | VideoVAE,
     video_BCTHW: Tensor,
     settings: Settings,

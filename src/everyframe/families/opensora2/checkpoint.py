@@ -1,9 +1,9 @@
-"""Find the files of an Open-Sora 2.0 and tell its parts by their tensors' names. Reads no weights.
+"""Find the files of an Open-Sora 2.0 checkpoint, and recognise its components by tensor names.
 
 Upstream keeps everything in one folder: ``Open_Sora_v2.safetensors``, ``hunyuan_vae.safetensors``
 (or the DC-AE's two files), ``google/t5-v1_1-xxl/``, ``openai/clip-vit-large-patch14/`` and, for a
-first picture, ``flux1-dev.safetensors`` and ``flux1-dev-ae.safetensors``, all without configs. A
-local folder may name its files as it likes.
+first picture, ``flux1-dev.safetensors`` and ``flux1-dev-ae.safetensors``, all without configs. In a
+local folder these files may have any name. No weights are read here.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _CLIP_IGNORED = (
 
 
 def clip_keys(text_names: Iterable[str]) -> KeyMap:
-    """Key map of CLIP's file to the text model with these names."""
+    """Key map from CLIP's file to the text model with these parameter names."""
     has_prefix = any(name.startswith("text_model.") for name in text_names)
     rename = (r"^(?!text_model\.)", "text_model.") if has_prefix else (r"^text_model\.", "")
     return KeyMap(rename=(rename,), ignore=_CLIP_IGNORED)
@@ -69,7 +69,7 @@ def keys_of(component: str, text_names: Iterable[str]) -> KeyMap:
 
 @dataclass(frozen=True)
 class OpenSora2Files(CheckpointFiles):
-    """Files of one Open-Sora 2.0; FLUX's are among them if a first picture is asked for."""
+    """Files of one Open-Sora 2.0, with those of FLUX if a first picture is requested."""
 
     table: ClassVar = {
         "text_encoder": ComponentFiles(T5),
@@ -82,7 +82,7 @@ class OpenSora2Files(CheckpointFiles):
 
     @classmethod
     def source_at(cls, component: str, place: PartLocation) -> ComponentSource:
-        """Source in a hub repository: the one file, the folder of several, or the encoder's."""
+        """Source in a hub repository: a single file, a folder of shards, or an encoder's folder."""
         found = super().source_at(component, place)
         weights = [file for file in place.files if file.suffix in WEIGHT_SUFFIXES]
         if place.complete and not cls.entry(component).folder and weights:
@@ -92,7 +92,7 @@ class OpenSora2Files(CheckpointFiles):
         return found
 
     def weights_path(self, component: str) -> Path:
-        """File that holds a component's weights, or the folder of several."""
+        """File that holds a component's weights, or the folder of its shards."""
         named = super().weights_path(component)
         return named if named.exists() else self.path(component)
 
@@ -101,7 +101,7 @@ def find_files(location: Location, options: OpenSora2Options) -> OpenSora2Files 
     """Find the files of an Open-Sora 2.0 at `location`; None if it is another family's.
 
     Raises:
-        InputError: the file is FLUX.1 and no video model, or an option names no part.
+        InputError: the file is FLUX.1 and not a video model, or an option names no component.
         CheckpointError: the folder holds several denoisers or autoencoders.
     """
     if location.known is not None and location.parts:
@@ -132,7 +132,7 @@ def find_files(location: Location, options: OpenSora2Options) -> OpenSora2Files 
 
 
 def _parts_in(folder: Path) -> dict[str, list[Path]]:
-    """The folder's own safetensors by what they hold."""
+    """The folder's safetensors files by the component that they hold."""
     found: dict[str, list[Path]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         part = part_of(file)
@@ -166,13 +166,13 @@ def _sources(folder: Path, there: Mapping[str, list[Path]]) -> dict[str, Compone
 
 
 def _completed(found: Mapping[str, ComponentSource], options: OpenSora2Options) -> OpenSora2Files:
-    """Fill in every component: from the options, else as found, else upstream's repository."""
+    """Fill in every component: from the options, else the folder, else upstream's repository."""
     standard = next(model for model in known_models() if model.name == "opensora-2.0")
     hub = {part.role: part for part in standard.parts}
     given = {"vae": options.vae, "text_encoder": options.text_encoder, "clip": options.clip}
     sources: dict[str, ComponentSource] = {}
     for role in ("text_encoder", "clip", "denoiser", "vae"):
-        asked = _asked(given.get(role), role)
+        asked = _option_source(given.get(role), role)
         sources[role] = asked or found.get(role) or OpenSora2Files.on_hub(hub[role])
     if options.first_frame:
         flux = _flux(options.flux)
@@ -184,7 +184,7 @@ def _completed(found: Mapping[str, ComponentSource], options: OpenSora2Options) 
     return OpenSora2Files(sources)
 
 
-def _asked(name: str | None, role: str) -> ComponentSource | None:
+def _option_source(name: str | None, role: str) -> ComponentSource | None:
     """Source that an option names (folder, file or hub id); None without the option."""
     if name is None:
         return None
@@ -205,7 +205,7 @@ def _asked(name: str | None, role: str) -> ComponentSource | None:
 
 
 def _flux(name: str | None) -> dict[str, ComponentSource]:
-    """FLUX and its autoencoder of the folder or hub id that an option names."""
+    """FLUX and its autoencoder, from the folder or hub id that an option names."""
     if name is None:
         return {}
     path = expand_path(name, "flux")
@@ -237,7 +237,7 @@ def _diffusers_flux(folder: Path) -> dict[str, ComponentSource]:
 
 
 def _flux_on_hub(role: str, repo_id: str) -> ComponentSource:
-    """As files of upstream's names if these are there, else in diffusers' layout."""
+    """FLUX in a hub repository, in upstream's layout if it is on disk, else in diffusers'."""
     part = replace(shared_part(f"opensora2-{role}"), repo_id=repo_id)
     folder = _FLUX_FOLDERS[role]
     needs = ((f"{folder}/config.json",), (f"{folder}/*.safetensors",))

@@ -1,8 +1,8 @@
-"""Latents of given frames as the denoiser's condition, and their place in the result.
+"""Given frames as the denoiser's condition, and their place in the resulting latents.
 
-Upstream's condition types are pictures at the beginning, the end or both ends (`i2v_head`,
-`i2v_tail`, `i2v_loop`), and clips of 33 or 65 frames at the beginning or the end (`v2v_head`,
-`v2v_tail`, `..._easy`), which its published training didn't use.
+Upstream's condition types are pictures at the beginning, the end or both (`i2v_head`, `i2v_tail`,
+`i2v_loop`), and clips of 33 or 65 frames at the beginning or the end (`v2v_head`, `v2v_tail`,
+`..._easy`). Its published training did not use clips.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from everyframe.parallel.communicator import broadcastable
 @broadcastable
 @dataclass(frozen=True)
 class GivenLatents:
-    """Latents (1, C, n, h, w) that a video begins with, and those that it ends with."""
+    """Given latents (1, C, n, h, w) at the beginning and at the end of a video."""
 
     first: Tensor | None = None
     last: Tensor | None = None
 
     def condition(self, shape: Sequence[int]) -> Tensor:
-        """Mask and masked latents (1, 1 + C, T, h, w) for latents (C, T, h, w), the mask first."""
+        """Mask, then masked latents, (1, 1 + C, T, h, w), for latents of shape (C, T, h, w)."""
         made = torch.zeros((1, 1 + shape[0], *shape[1:]))
         for here, latents in self._places(shape[1]):
             made[:, :1, here] = 1
@@ -33,7 +33,7 @@ class GivenLatents:
         return made
 
     def pasted(self, latents: Tensor) -> Tensor:
-        """`latents` (1, C, T, h, w) with the given frames as they are."""
+        """`latents` (1, C, T, h, w) with the given frames in place of the generated ones."""
         made = latents.clone()
         for here, given in self._places(latents.shape[2]):
             made[:, :, here] = given.to(made)

@@ -28,14 +28,14 @@ class MMDiTConfig:
     """Sizes of `MMDiT`; the defaults are the released video model.
 
     Attributes:
-        in_channels: features of a token, latent channels times the patch's area; also made.
-        axes_dim: rotary channels for frame, row and column; together a head's.
-        guidance_embed: the guidance scale is an input (FLUX.1-dev).
-        cond_embed: latents of given frames and their mask are an input.
-        fused_qkv: queries, keys and values have one linear layer.
-        use_liger_rope: rotary channels are halves of a head, else neighbouring pairs.
-        is_diffusers: layers are as diffusers stores FLUX.1: values and feed-forward of the single
-            blocks apart, and the last layer's scale before its shift.
+        in_channels: features of a token, in and out: latent channels times the patch's area.
+        axes_dim: rotary channels for frame, row and column; their sum is the head size.
+        guidance_embed: whether the guidance scale is an input (FLUX.1-dev).
+        cond_embed: whether latents of given frames and their mask are an input.
+        fused_qkv: whether queries, keys and values share one linear layer.
+        use_liger_rope: whether RoPE rotates halves of a head, else neighbouring pairs.
+        is_diffusers: whether layers are stored as in diffusers' FLUX.1: separate values and
+            feed-forward in single blocks, and the last layer's scale before its shift.
     """
 
     in_channels: int = 64
@@ -92,7 +92,7 @@ class MMDiTConfig:
     def from_json(cls, data: Mapping[str, Any]) -> MMDiTConfig:
         """Parse upstream's fields; raises `CheckpointError` that names the faulty key.
 
-        A switch that is left out is as in upstream's class, which isn't the released video model.
+        A missing switch has the default of upstream's class, which differs from the released model.
         """
         data = {**_CLASS_SWITCHES, **data}
         return cls(**config_values(cls, data, IGNORED_KEYS, "the denoiser's config.json"))
@@ -101,11 +101,11 @@ class MMDiTConfig:
     def from_shapes(cls, shapes: Shapes, latent_channels: int | None = None) -> MMDiTConfig:
         """Sizes from the tensors' shapes.
 
-        Shapes tell neither the rotary axes nor their layout: a head's channels are shared among
-        frame, row and column as in the released models (16, 56 and 56 of 128), and channels are
-        halves where q, k and v are apart, as upstream stored its video models; diffusers' are pairs
-        all the same. The patch of a
-        denoiser without `cond_in` follows from `latent_channels` of its autoencoder; else it is 2.
+        Shapes determine neither the rotary axes nor their layout. A head's channels are divided
+        among frame, row and column as in the released models (16, 56 and 56 of 128). RoPE rotates
+        halves if q, k and v are separate, as in upstream's video models, but not in diffusers'
+        layout. Without `cond_in` the patch follows from the autoencoder's `latent_channels`;
+        otherwise it is 2.
         """
         hidden, in_channels = _shape(shapes, "img_in.weight", 2)
         fused = "double_blocks.0.img_attn.qkv.weight" in shapes

@@ -1,7 +1,7 @@
-"""`DCAE`, the video DC-AE: 32x32 pixels and 4 frames a latent, without a distribution.
+"""`DCAE`, the video DC-AE: a deterministic autoencoder with 32x32 pixels and 4 frames per latent.
 
-Convolutions pad time with zeros on both sides, so it isn't causal; one frame alone stays one frame
-in both directions. Parameter names are upstream's.
+It is not causal: convolutions pad time with zeros on both sides. A single frame is one latent frame
+and decodes to one frame. Parameter names are upstream's.
 Source: hpcaitech/Open-Sora 7ad6a96, opensora/models/dc_ae; Chen et al., "Deep Compression
 Autoencoder" (arXiv 2410.10733), and EfficientViT (arXiv 2205.14756) for its attention.
 """
@@ -71,7 +71,7 @@ class ConvLayer(nn.Module):
 
 
 class Named(nn.Module):
-    """A module called `main`, as upstream's names want it; `forward` adds a residual."""
+    """Wrapper with a child `main`, for upstream's names; `forward` adds a residual."""
 
     def __init__(self, main: nn.Module) -> None:
         super().__init__()
@@ -94,10 +94,9 @@ class ConvPair(nn.Module):
 
 
 class LinearAttention(nn.Module):
-    """ReLU attention over all positions, at two scales; it needs no scores.
+    """ReLU linear attention over all positions, at two scales, without a matrix of scores.
 
-    Channels are read as heads of 96: 32 of queries, of keys and of values. Its sums run in float32
-    at least.
+    A head has 96 channels: 32 each for queries, keys and values. Sums are float32 at least.
     """
 
     def __init__(self, channels: int) -> None:
@@ -152,12 +151,12 @@ class AttentionBlock(nn.Module):
 
 
 def _factors(x_BCTHW: Tensor, changes_time: bool) -> tuple[int, int, int]:
-    """By how much time, rows and columns change; one frame stays one."""
+    """Scale factors of time, rows and columns; a single frame stays one."""
     return (2 if changes_time and x_BCTHW.shape[2] > 1 else 1, 2, 2)
 
 
 class Downsample(nn.Module):
-    """Strided convolution, plus the mean of the pixels that become one."""
+    """Strided convolution, plus the mean of the pixels that are merged into one."""
 
     def __init__(self, in_channels: int, out_channels: int, *, halves_time: bool) -> None:
         super().__init__()
@@ -199,7 +198,7 @@ class ProjectIn(nn.Module):
 
 
 class Upsample(nn.Module):
-    """Nearest neighbour and a convolution, plus channels that become pixels."""
+    """Nearest-neighbour upsampling and a convolution, plus channels rearranged to pixels."""
 
     def __init__(self, in_channels: int, out_channels: int, *, doubles_time: bool) -> None:
         super().__init__()
@@ -295,7 +294,7 @@ class Decoder(nn.Module):
 
 
 class DCAE(nn.Module):
-    """The autoencoder; tiles are outside of it, in `vae`."""
+    """The autoencoder of one tile; `vae` splits videos into tiles."""
 
     def __init__(self, config: DCAEConfig) -> None:
         super().__init__()

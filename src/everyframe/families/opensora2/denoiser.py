@@ -27,7 +27,7 @@ from everyframe.samplers import flow_matching
 @broadcastable
 @dataclass(frozen=True)
 class TextStates:
-    """T5's states (1, 512, D) of one text, and CLIP's pooled one (1, E), on the CPU."""
+    """T5's states (1, 512, D) of one text, and CLIP's pooled state (1, E), on the CPU."""
 
     t5: Tensor
     clip: Tensor | None = None
@@ -52,7 +52,7 @@ class PromptEmbeds:
 
 
 def timesteps_of(settings: Settings, config: OpenSora2Config) -> Tensor:
-    """Timesteps of the sampler, from 1 to 0: shifted by size and length, or as asked."""
+    """Timesteps of the sampler, from 1 to 0, shifted as requested, else by size and length."""
     shift = settings.option("flow_shift")
     if shift is None:
         shift = time_shift(frame_tokens(config, settings), latent_shape(config, settings)[1])
@@ -62,8 +62,8 @@ def timesteps_of(settings: Settings, config: OpenSora2Config) -> Tensor:
 class Denoiser:
     """``denoise(x, t)`` for the sampler: the guided velocity at t, 1 (noise) to 0 (data).
 
-    Guidance differs from step to step; the step is that of the nearest timestep. If memory is
-    short, the plan runs the branches one after the other.
+    Guidance differs between steps; the step is found by the nearest timestep. If memory is short,
+    the plan runs the branches one after the other.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Denoiser:
         return int((self._timesteps[:-1] - float(t[0])).abs().argmin())
 
     def _condition(self, x: Tensor, branches: tuple[tuple[int, bool], ...]) -> Tensor | None:
-        """Conditions of these branches; None where none of them has one."""
+        """Conditions of these branches; None if no branch has one."""
         if self._given is None:
             return None
         if self._cond is None:

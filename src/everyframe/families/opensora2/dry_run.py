@@ -112,7 +112,7 @@ def _tiles(settings: Settings) -> tuple[int, int]:
 def _num_repeats(
     config: OpenSora2Config, settings: Settings, num_frames: int, *, encodes: bool
 ) -> float:
-    """How often the run does what the dry run does with one tile of upstream's."""
+    """Work of all of upstream's tiles, in units of the first, which the dry run computes."""
     vae, size = config.vae, (num_frames, settings.height, settings.width)
     if encodes:
         spans, side = vae.encode_tiles().spans(size), settings.saving(tiling.ENCODE, 0)

@@ -1,7 +1,7 @@
-"""FLUX.1's part in a two-stage run: its autoencoder.
+"""FLUX.1's autoencoder, which decodes the first picture of a two-stage run.
 
-The denoiser is `MMDiT` itself. Upstream saves the picture and reads it again, and encodes it as a
-given picture; here it continues without the file.
+FLUX.1's denoiser is `MMDiT`. Upstream saves the picture to a file and reads it as a given picture;
+here it stays in memory.
 """
 
 from __future__ import annotations
@@ -53,6 +53,6 @@ def build_vae(config: Mapping[str, Any]) -> nn.Module:
 
 
 def decode(vae: Any, latents_BCHW: Tensor) -> Tensor:
-    """Pixels (B, 3, H, W) around -1..1 of the denoiser's latents."""
+    """Decode the denoiser's latents to pixels (B, 3, H, W) around -1..1."""
     pixels: Tensor = vae.decoder(latents_BCHW / SCALE + SHIFT)
     return pixels

@@ -1,6 +1,6 @@
-"""Names of FLUX.1: diffusers' denoiser to ours, Black Forest Labs' autoencoder to diffusers'.
+"""Key maps of FLUX.1: diffusers' denoiser to ours, Black Forest Labs' autoencoder to diffusers'.
 
-Names of the other makes have no match and stay. No torch here.
+Names in the other layout match nothing and stay. No torch here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Stages of a first picture: FLUX.1 draws it, its autoencoder decodes it, the video begins with it.
+"""Stages of a first picture: FLUX.1 generates it, its autoencoder decodes it.
 
-It is drawn at a size of upstream's training table and resized to the video's, as upstream does. Its
-times are those of the video's schedule with one latent frame, not FLUX's own.
+The picture has a size of upstream's training table and is resized to the video's, as upstream does.
+Its timesteps are the video's schedule for one latent frame, not FLUX's own.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def _latent_shape(context: OpenSora2Context) -> tuple[int, int, int, int]:
 
 
 class FirstDenoiseStage(VideoDenoiseStage[OpenSora2Context, SamplerInputs]):
-    """Draw the first picture's latents with FLUX.1."""
+    """Generate the first picture's latents with FLUX.1."""
 
     name = "first picture"
     component = "first_denoiser"
     sharding = Sharding
 
     def inputs(self, video: VideoState, device: str) -> SamplerInputs:
-        """The picture's noise, of the video's seed, and its prompt."""
+        """The picture's noise, from the video's seed, and its prompt."""
         x = video.latents
         if not video.step:
             label = noise.derived_seed(video.seed, "first picture")
@@ -57,7 +57,7 @@ class FirstDenoiseStage(VideoDenoiseStage[OpenSora2Context, SamplerInputs]):
         return SamplerInputs(x.to(device), video.text)
 
     def example_inputs(self, device: str) -> SamplerInputs:
-        """A text, all of which have the same length."""
+        """One text; all texts have the same length."""
         config = self.context.model.config.denoiser
         text = TextStates(
             torch.zeros(1, T5_LENGTH, config.context_in_dim), torch.zeros(1, config.vec_in_dim)
@@ -89,7 +89,7 @@ class FirstDenoiseStage(VideoDenoiseStage[OpenSora2Context, SamplerInputs]):
 
 
 class FirstDecodeStage(VideoEncodeStage[OpenSora2Context, Tensor]):
-    """Decode the first picture, which is then a given one."""
+    """Decode the first picture, with which the video then begins as with a given picture."""
 
     name = "decode first picture"
     component = "first_vae"
@@ -109,7 +109,7 @@ class FirstDecodeStage(VideoEncodeStage[OpenSora2Context, Tensor]):
         return as_frames(first_picture.decode(module, inputs))
 
     def store(self, video: VideoState, result: Tensor) -> None:
-        """Set `last_frames` of the video, in 8 bits as a file has it, and begin its noise again."""
+        """Set the video's `last_frames` to the picture in 8 bits, and reset its start noise."""
         size = self.context.settings.conditioned_size
         picture = fit_image(to_uint8(result.numpy()), *size, "cover")
         video.last_frames, video.latents = torch.from_numpy(picture) / 255, None

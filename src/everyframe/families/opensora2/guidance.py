@@ -1,10 +1,10 @@
-"""Guidance of Open-Sora 2.0: three branches a step, of which only the needed ones are computed.
+"""Guidance of Open-Sora 2.0: up to three branches per step; unneeded branches are not computed.
 
 The velocity is ``u_bare + g_picture (u_negative - u_bare) + g_text (u_prompt - u_negative)``, where
-the bare branch has the negative prompt and no condition. Without a condition the last two branches
-are one; in odd steps from 10 on both scales may be 1, and the prompt's branch is the result.
-Source: hpcaitech/Open-Sora 7ad6a96, opensora/utils/sampling.py, `I2VDenoiser`, which computes all
-three in every step: of 150 in 50 steps 110 are needed with given frames, and 80 without.
+the bare branch has the negative prompt and no condition. Without a condition the bare and the
+negative branch are equal. In odd steps from 10 on both scales may be 1; the prompt's branch is then
+the result. Source: hpcaitech/Open-Sora 7ad6a96, opensora/utils/sampling.py, `I2VDenoiser`, which
+computes all three in every step: 150 in 50 steps, where 110 suffice with given frames, 80 without.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Guidance:
 
     Attributes:
         text, picture: scales of the prompt and of the given frames; 1 is off.
-        text_oscillates, picture_oscillates: the scale is 1 in odd steps from 10 on.
-        fades: the picture's scale falls to 1 over the steps, and rises to it over the frames.
-        is_conditioned: there are given frames.
+        text_oscillates, picture_oscillates: whether the scale is 1 in odd steps from 10 on.
+        fades: whether the picture's scale falls to 1 over the steps, and rises over the frames.
+        is_conditioned: whether there are given frames.
     """
 
     num_steps: int
@@ -91,7 +91,7 @@ class Guidance:
 
 
 def guidance_of(settings: Settings, *, is_conditioned: bool) -> Guidance:
-    """The guidance that these settings ask for."""
+    """The guidance of these settings."""
     found = Guidance(
         settings.num_inference_steps,
         settings.guidance_scale,
@@ -106,7 +106,7 @@ def guidance_of(settings: Settings, *, is_conditioned: bool) -> Guidance:
 
 
 def time_shift(frame_tokens: int, latent_frames: int) -> float:
-    """How much the schedule is shifted to high noise: more for larger frames and longer videos.
+    """Shift of the schedule towards high noise, larger for larger frames and longer videos.
 
     Linear from 1 at 256 tokens of a frame to 3 at 4096, times the root of the latent frames.
     """

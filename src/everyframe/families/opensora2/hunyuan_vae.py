@@ -1,8 +1,8 @@
-"""HunyuanVideo's autoencoder: diffusers' module, with attention that builds no mask.
+"""HunyuanVideo's autoencoder: diffusers' module, with frame-causal attention that builds no mask.
 
-A token of the middle block sees its own frame and earlier ones. Upstream and diffusers write that
-into a mask of all tokens by all tokens, 2.3 GB for a tile of 33 latent frames; here each frame
-attends to the frames up to its own, which is the same softmax over the same keys.
+A token of the middle block attends to its own frame and earlier ones. Upstream and diffusers build
+a mask of all tokens by all tokens, 2.3 GB for a tile of 33 latent frames. Here each frame attends
+to the frames up to its own, which is the same softmax over the same keys.
 Source: hpcaitech/Open-Sora 7ad6a96, opensora/models/hunyuan_vae, which has diffusers' names.
 """
 
@@ -18,7 +18,7 @@ from everyframe.ops.attention import AttentionCore
 
 
 class FrameCausalAttention(nn.Module):
-    """Self-attention with one head, over tokens of a frame and of those before it."""
+    """Self-attention with one head, over the tokens of a frame and of all frames before it."""
 
     def __init__(self, channels: int, groups: int) -> None:
         super().__init__()

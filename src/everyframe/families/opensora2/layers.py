@@ -1,8 +1,8 @@
 """Layers of `MMDiT` (`mmdit`), under upstream's parameter names.
 
-Two residual streams, text (B, L, C) and picture (B, N, C), run side by side in the double blocks
-and as one sequence, text first, in the single blocks. Attention is over both in either. Parameters
-may have any dtype: precision hooks cast the inputs of layers with parameters.
+Two residual streams, text (B, L, C) and image (B, N, C), are separate in the double blocks and one
+sequence, text first, in the single blocks. Attention always covers both. Parameters may have any
+dtype: precision hooks cast the inputs of layers with parameters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Table = AxesTable | RotaryTable
 
 
 class MLPEmbedder(nn.Module):
-    """Two linear layers with SiLU between them, from a number's or a text's vector to (B, C)."""
+    """Two linear layers with SiLU between them: embedding of a number or a text to (B, C)."""
 
     def __init__(self, in_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -42,9 +42,9 @@ class MLPEmbedder(nn.Module):
 
 
 class JointRope(nn.Module):
-    """Rotations of the joint sequence: none for the text, by frame, row and column for the rest.
+    """RoPE table of the joint sequence, L + N rows: image tokens rotate by frame, row and column.
 
-    The table has L + N rows. Its layout is that of the checkpoint: halves of a head, or pairs.
+    Text tokens do not rotate. The layout is the checkpoint's: halves of a head, or pairs.
     """
 
     def __init__(self, config: MMDiTConfig) -> None:
@@ -64,7 +64,7 @@ class JointRope(nn.Module):
 
 
 class JoinStreams(nn.Module):
-    """Text and picture tokens as one sequence along `dim`, text first."""
+    """Concatenate text and image tokens along `dim`, text first."""
 
     def forward(self, text: Tensor, picture: Tensor, dim: int) -> Tensor:
         return torch.cat([text, picture], dim)
@@ -123,7 +123,7 @@ class QKV(NamedTuple):
 
 
 class StreamAttention(nn.Module):
-    """One stream's projections around the joint attention: `forward` to it, `proj` behind it."""
+    """One stream's projections before (`forward`) and after (`proj`) the joint attention."""
 
     def __init__(self, config: MMDiTConfig) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class FeedForward(nn.Sequential):
 
 
 class DoubleBlock(nn.Module):
-    """Residual block of both streams, with parameters of their own and one attention over both."""
+    """Residual block with separate parameters for each stream and one joint attention."""
 
     def __init__(self, config: MMDiTConfig) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class DoubleBlock(nn.Module):
 class SingleBlock(nn.Module):
     """Residual block of the joint sequence: attention and feed-forward side by side.
 
-    The layer that makes values also makes the feed-forward's inner numbers, values first.
+    One linear layer computes values and the feed-forward's hidden states, values first.
     """
 
     def __init__(self, config: MMDiTConfig) -> None:
@@ -261,7 +261,7 @@ class SingleBlock(nn.Module):
         return out
 
     def _projected(self, x_BNC: Tensor) -> tuple[QKV, Tensor]:
-        """Queries, keys and values, and the feed-forward's inner numbers (B, N, width)."""
+        """Queries, keys and values, and the feed-forward's hidden states (B, N, width)."""
         if hasattr(self, "linear1"):
             q, k, v, mlp = self.linear1(x_BNC).split(self.widths, dim=-1)
         else:

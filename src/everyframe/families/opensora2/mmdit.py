@@ -1,8 +1,8 @@
-"""`MMDiT`, the denoiser of Open-Sora 2.0 and of FLUX.1: joint attention over text and picture.
+"""`MMDiT`, the denoiser of Open-Sora 2.0 and of FLUX.1: joint attention over text and image.
 
 Accepts any number of latent frames and any latent size that the patch divides. Timesteps run from 1
 (noise) to 0 (data); the output is ``noise - data``. No token is masked: the weights were trained
-with the padding of a text visible.
+with visible text padding.
 Source: hpcaitech/Open-Sora 7ad6a96, opensora/models/mmdit/model.py. Values that upstream rounds to
 bfloat16 (timesteps, latents) are exact here.
 """
@@ -69,7 +69,7 @@ class MMDiT(nn.Module):
     def context(
         self, text_BLC: Tensor, vector_BC: Tensor, guidance_B: Tensor | None = None
     ) -> JointTextContext:
-        """What the blocks need of a text, once per prompt.
+        """Text context of the blocks, once per prompt.
 
         Args:
             text_BLC: T5's states (B, L, context_in_dim), padding included.

@@ -1,4 +1,4 @@
-"""Prompts of Open-Sora 2.0: the words around them, and their tokens for T5 and CLIP."""
+"""Prompts of Open-Sora 2.0: their suffixes, and their tokens for T5 and CLIP."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TokenIds:
 
 
 def with_suffixes(prompt: str, fps: float, motion_score: float | None) -> str:
-    """The prompt as upstream sends it: a full stop, the frame rate and the motion score."""
+    """The prompt with upstream's suffixes: a full stop, the frame rate and the motion score."""
     text = prompt.strip()
     if not text.endswith("."):
         text += "."
@@ -56,7 +56,7 @@ def texts_of(settings: Settings) -> list[PromptText]:
 
 
 def t5_tokens(folder: Path, settings: Settings) -> tuple[list[TokenIds], list[str]]:
-    """T5's tokens of each text, and notes on what is cut.
+    """T5's tokens of each text, and notes on truncated words.
 
     Raises:
         InputError: a text is too long for T5 and may not be truncated; names the words.
@@ -73,7 +73,7 @@ def t5_tokens(folder: Path, settings: Settings) -> tuple[list[TokenIds], list[st
 
 
 def clip_tokens(folder: Path, settings: Settings) -> tuple[list[TokenIds], list[str]]:
-    """CLIP's tokens of each text, and notes on what only T5 reads."""
+    """CLIP's tokens of each text, and notes on words that only T5 reads."""
     tokenizer = clip_tokenizer.load_tokenizer(folder)
     tokens, notes = [], []
     for text in texts_of(settings):
@@ -96,7 +96,7 @@ def clip_tokens(folder: Path, settings: Settings) -> tuple[list[TokenIds], list[
 
 
 def build_clip(config: Any) -> torch.nn.Module:
-    """CLIP's text model of those sizes, untrained; its answer has `pooler_output`."""
+    """Build an untrained CLIP text model of these sizes; its output has `pooler_output`."""
     from transformers import CLIPTextConfig, CLIPTextModel
 
     model: Any = CLIPTextModel(CLIPTextConfig(**config))

@@ -1,7 +1,7 @@
 """Resolve a request against one Open-Sora 2.0: size, length, guidance, given frames.
 
-Functions of the request and the model's sizes; no torch, and of files only a given clip, whose
-frames are counted. An impossible value raises `InputError` with the values that are possible.
+Functions of the request and the model's sizes. They import no torch; the only file is a given clip,
+whose frames are counted. An impossible value raises `InputError` with the possible values.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def named_size(
 
 
 def _nearest(ratio: float) -> tuple[int, int]:
-    """The known aspect ratio, (width, height), that is nearest."""
+    """The nearest known aspect ratio, (width, height)."""
     return min(_ALL_ASPECTS, key=lambda each: abs(math.log(each[0] / each[1] / ratio)))
 
 
@@ -157,19 +157,19 @@ def latent_shape(config: OpenSora2Config, settings: Settings) -> tuple[int, int,
 
 
 def frame_tokens(config: OpenSora2Config, settings: Settings) -> int:
-    """Picture tokens of one latent frame."""
+    """Number of image tokens of one latent frame."""
     patch = config.denoiser.patch_size
     _, _, height, width = latent_shape(config, settings)
     return (height // patch) * (width // patch)
 
 
 def is_conditioned(settings: Settings) -> bool:
-    """Whether the denoiser is given latents of pictures or of a clip."""
+    """Whether latents of pictures or of a clip condition the denoiser."""
     return bool(settings.given_frames)
 
 
 def is_guided(settings: Settings) -> bool:
-    """Whether a branch has the negative prompt, which is empty if none is given."""
+    """Whether guidance needs the negative prompt, empty if none is given."""
     by_picture = is_conditioned(settings) and settings.option("image_guidance_scale") != 1
     return settings.guidance_scale != 1 or by_picture
 
@@ -222,7 +222,7 @@ def _size(config: OpenSora2Config, request: Request) -> tuple[int, int]:
 def _first_frame_size(
     request: Request, options: OpenSora2Options, height: int, width: int
 ) -> tuple[int, int]:
-    """(height, width) at which a first picture is drawn: upstream's training table has it."""
+    """(height, width) of a first picture, from upstream's training table."""
     if not options.first_frame or options.first_frame_resolution == "video":
         return height, width
     is_named = request.asked_size() is None
@@ -234,7 +234,7 @@ def _first_frame_size(
 
 
 def first_frame_size(settings: Settings) -> tuple[int, int]:
-    """(height, width) in pixels at which a first picture is drawn."""
+    """(height, width) in pixels of a first picture, before it is resized to the video's size."""
     own = (settings.height, settings.width)
     height, width = (settings.option(*each) for each in zip(FIRST_FRAME_SIZE, own, strict=True))
     return height, width
@@ -260,7 +260,7 @@ def _clip(
     num_frames: int,
     notes: list[str],
 ) -> int:
-    """Frames of the given clip that are read: as asked, or the most that it has; 0 without one."""
+    """Number of frames to read of the given clip: as requested, else all; 0 without a clip."""
     if request.extend is None:
         return 0
     trained = _CLIPS[config.is_high_compression]

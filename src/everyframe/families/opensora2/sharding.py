@@ -1,8 +1,8 @@
 """Sequence parallelism for Open-Sora 2.0's denoiser, applied from outside.
 
-One rank takes the same path. A sample's tokens are its text's, then its picture's, and each rank
-holds a run of that list from the first layer to the last, in uneven shares: text tokens cost what
-picture tokens cost. Both streams of the double blocks are cut where the rank's run is. Modulation
+One rank takes the same path. The tokens of a sample are one sequence, text first, then image. Each
+rank holds a consecutive part of it from the first layer to the last, in uneven shares, where text
+and image tokens cost the same. The double blocks' streams are cut at the same places. Modulation
 and feed-forward run without communication; attention is Ulysses (`everyframe.parallel.ulysses`) or
 ring attention (`everyframe.parallel.ring_attention`). The output is gathered after the last
 projection, when it has only a few channels.
@@ -93,21 +93,25 @@ class Sharding(FullAttentionSharding):
         return self._num_text
 
     def _text_segments(self) -> Segments:
-        return of_stream(self._segments(), range(self._num_text))
+        return stream_segments(self._segments(), range(self._num_text))
 
     def _picture_segments(self) -> Segments:
-        return of_stream(self._segments(), range(self._num_text, self.switch.partition.grid.places))
+        return stream_segments(
+            self._segments(), range(self._num_text, self.switch.partition.grid.places)
+        )
 
     def _take_picture(self, layer: nn.Module, args: tuple[Any, ...]) -> Tensor:
-        return taken(args[0], self._picture_segments(), self._num_text)
+        return select_tokens(args[0], self._picture_segments(), self._num_text)
 
     def _take_text(self, layer: nn.Module, args: tuple[Any, ...]) -> Tensor:
-        return taken(args[0], self._text_segments(), 0)
+        return select_tokens(args[0], self._text_segments(), 0)
 
 
-def of_stream(segments: Segments, places: range) -> Segments:
-    """The parts of these segments in one stream: places are as in the joint sequence, and `here`
-    counts tokens of that stream alone."""
+def stream_segments(segments: Segments, places: range) -> Segments:
+    """Cut segments of the joint sequence to one stream, whose tokens are `places` of it.
+
+    `here` of the result counts this rank's tokens of that stream only.
+    """
     found, start = [], 0
     for each in segments:
         low = min(max(each.places.start, places.start), places.stop)
@@ -119,8 +123,8 @@ def of_stream(segments: Segments, places: range) -> Segments:
     return tuple(found)
 
 
-def taken(x_BNC: Tensor, segments: Segments, offset: int) -> Tensor:
-    """Tokens of these segments; the stream's first token is number `offset` of the sequence."""
+def select_tokens(x_BNC: Tensor, segments: Segments, offset: int) -> Tensor:
+    """Select these segments' tokens of a stream that begins at `offset` of the joint sequence."""
     parts = [
         x_BNC[each.samples, each.places.start - offset : each.places.stop - offset]
         for each in segments
@@ -129,7 +133,7 @@ def taken(x_BNC: Tensor, segments: Segments, offset: int) -> Tensor:
 
 
 class _OfSegments(nn.Module):
-    """A module that joins or splits streams, of tokens of several samples side by side."""
+    """Base of modules that join or split streams of a rank's tokens of several samples."""
 
     def __init__(
         self, inner: nn.Module, now: Callable[[], Sequence[SampleSegment]], text: Callable[[], int]
@@ -139,7 +143,7 @@ class _OfSegments(nn.Module):
         self._now, self._text = now, text
 
     def _lengths(self) -> list[tuple[int, int]]:
-        """Text and picture tokens of each segment."""
+        """Number of text and image tokens of each segment."""
         num_text, found = self._text(), []
         for each in self._now():
             of_text = max(min(each.places.stop, num_text) - each.places.start, 0)

@@ -155,7 +155,7 @@ def _shapes(files: OpenSora2Files, component: str) -> tuple[str, dict[str, tuple
 
 
 def _released(files: OpenSora2Files) -> MMDiTConfig:
-    """The released denoiser that goes with the autoencoder, for plans made before download."""
+    """Config of the released denoiser for this autoencoder, for plans made before download."""
     is_deep = "DC-AE" in files.sources["denoiser"].where
     return MMDiTConfig(in_channels=128, patch_size=1) if is_deep else MMDiTConfig()
 
@@ -163,7 +163,7 @@ def _released(files: OpenSora2Files) -> MMDiTConfig:
 def _denoiser(
     files: OpenSora2Files, component: str, vae: str, channels: int, released: MMDiTConfig
 ) -> MMDiTConfig:
-    """Config of a denoiser whose autoencoder `vae` has latents of so many channels."""
+    """Config of the denoiser, whose patch may follow from the autoencoder's latent channels."""
     if not files.has(component):
         return released
     source, shapes = _shapes(files, component)
@@ -191,7 +191,7 @@ def _vae_config(files: OpenSora2Files, options: OpenSora2Options) -> VAEConfig:
 
 
 def _clip_text(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes of CLIP's text half; its config may be that of the whole."""
+    """Config of CLIP's text model, also from a config of both halves."""
     given = config.get("text_config") or config
     return {name: given.get(name, default) for name, default in _CLIP_L.items()}
 

@@ -1,9 +1,9 @@
 """Stages of an Open-Sora 2.0 run: T5, CLIP, given frames, denoising, decoding.
 
-Upstream: `opensora/utils/sampling.py` and `inference.py`. Deliberate differences: times and latents
-are float32, given frames are encoded as the mean of their distribution and written over every
-video's own, and frames are rounded once. Stages of a first picture are in `first_picture_stages`;
-the templates are in `everyframe.runtime.stages.templates`.
+Upstream: `opensora/utils/sampling.py` and `inference.py`. Deliberate differences: timesteps and
+latents are float32, given frames are encoded as the mean of their distribution and replace the
+generated ones, and frames are rounded once. Stages of a first picture are in
+`first_picture_stages`; the templates are in `everyframe.runtime.stages.templates`.
 """
 
 from __future__ import annotations
@@ -87,14 +87,14 @@ class _TextStage(SharedEncodeStage[OpenSora2Context, TokenIds]):
 
 
 class TextEncodeStage(_TextStage):
-    """Encode the texts with T5, the padding too: the weights were trained with it."""
+    """Encode the texts with T5, including padding, with which the weights were trained."""
 
     name = "text"
     component = "text_encoder"
     length = T5_LENGTH
 
     def inputs(self, videos: Sequence[VideoState]) -> tuple[list[TokenIds], list[Note]]:
-        """T5's tokens of each text; what is too long for either encoder is noted."""
+        """T5's tokens of each text; emits notes on truncation by either encoder."""
         files, settings = self.context.model.files, self.context.settings
         tokens, notes = t5_tokens(files.path("text_encoder"), settings)
         _, unseen = clip_tokens(files.path("clip"), settings)
@@ -125,7 +125,7 @@ class CLIPEncodeStage(_TextStage):
         return clip_tokens(folder, self.context.settings)[0], ()
 
     def compute(self, module: Any, inputs: TokenIds, device: str, settings: Settings) -> Tensor:
-        """CLIP's state at the text's end mark (1, E)."""
+        """CLIP's state (1, E) at the end token."""
         pooled: Tensor = module(input_ids=inputs.ids.to(device)).pooler_output
         return pooled.to("cpu", torch.float32)
 
@@ -139,7 +139,7 @@ class CLIPEncodeStage(_TextStage):
 
 @dataclass(frozen=True)
 class GivenPixels:
-    """Frames (1, 3, T, H, W) in -1..1 that a video begins with, and those that it ends with."""
+    """Given frames (1, 3, T, H, W) in -1..1 at the beginning and at the end of a video."""
 
     first: Tensor | None = None
     last: Tensor | None = None
@@ -152,7 +152,7 @@ class ConditioningStage(VideoEncodeStage[OpenSora2Context, GivenPixels]):
     component = "vae"
 
     def inputs(self, video: VideoState, device: str) -> GivenPixels:
-        """The pictures, or the frames of the clip that are read."""
+        """The given pictures, or the clip's frames."""
         given, settings = video.inputs, self.context.settings
         first = None if given.first is None else as_floats(given.first)
         last = None if given.last is None else as_floats(given.last)
@@ -167,7 +167,7 @@ class ConditioningStage(VideoEncodeStage[OpenSora2Context, GivenPixels]):
         return GivenPixels(_as_pixels(first, device), _as_pixels(last, device))
 
     def example_inputs(self, device: str) -> GivenPixels:
-        """All that is given."""
+        """All given pictures or frames."""
         settings = self.context.settings
         size = (1, 3, settings.option("given_clip") or 1, settings.height, settings.width)
         ends = (torch.zeros(size, device=device) if each else None for each in _ends(settings))
@@ -204,7 +204,7 @@ def _as_pixels(frames_THWC: Tensor | None, device: str) -> Tensor | None:
 
 @dataclass(frozen=True)
 class SamplerInputs:
-    """What sampling begins with: x (1, C, T, h, w), the text, and latents of given frames."""
+    """Inputs of the sampler: x (1, C, T, h, w), the text, and latents of given frames."""
 
     x: Tensor
     text: PromptEmbeds
@@ -225,7 +225,7 @@ class DenoiseStage(VideoDenoiseStage[OpenSora2Context, SamplerInputs]):
         return SamplerInputs(x.to(device), video.text, video.conditioning)
 
     def example_inputs(self, device: str) -> SamplerInputs:
-        """As many texts as there are, and all given frames."""
+        """All texts and all given frames."""
         settings, shape = self.context.settings, self.context.latent_shape
         config = self.context.model.config.denoiser
         text = TextStates(
@@ -251,7 +251,7 @@ class DenoiseStage(VideoDenoiseStage[OpenSora2Context, SamplerInputs]):
     def sample(
         self, denoise: Callable[..., Tensor], inputs: SamplerInputs, start: int
     ) -> Iterator[SamplerStep]:
-        """Euler steps of flow matching; given pictures are written over the last one's result."""
+        """Euler steps of flow matching; given pictures replace theirs in the last step's result."""
         times = timesteps_of(self.context.settings, self.context.model.config)
         for step in flow_matching.sample(denoise, inputs.x, times, start=start):
             yield self.completed(step, inputs)
@@ -261,7 +261,7 @@ class DenoiseStage(VideoDenoiseStage[OpenSora2Context, SamplerInputs]):
         return flow_matching.path(timesteps_of(self.context.settings, self.context.model.config))
 
     def completed(self, step: SamplerStep, inputs: SamplerInputs) -> SamplerStep:
-        """The last step has the given pictures in its result."""
+        """The step with the given pictures in its result."""
         is_last = step.index + 1 == step.num_steps
         if is_last and inputs.given is not None and not self._has_clip():
             return replace(step, x=inputs.given.pasted(step.x))
@@ -299,21 +299,21 @@ class DecodeStage(templates.DecodeStage[OpenSora2Context]):
         return rearrange(pixels[0], "c t h w -> t c h w")
 
     def is_one_colour(self, video: VideoState) -> bool:
-        """A tile may well be of one colour where a whole frame isn't."""
+        """True: a tile of one colour is no fault, a whole frame might be."""
         return self.num_pieces > 1
 
     def to_send(self, pixels_TCHW: Tensor) -> Tensor:
-        """Pixels on the host, as tiles are blended of them."""
+        """Pixels on the host, where tiles are blended."""
         return pixels_TCHW.to("cpu", torch.float32)
 
     def ready(self) -> Callable[[int, Tensor], Tensor]:
-        """The finished frames: none until a tile completes them."""
+        """Frames that this tile completes, if any."""
         return partial(_blended, self._blender())
 
     def decode_video(
         self, module: Any, guard: Guard, video: VideoState, steps: range
     ) -> Iterator[Event]:
-        """Yield the frames of a video, and a given one before or after them."""
+        """Yield the frames of a video, with those of a given video before or after them."""
         source, settings = video.inputs.source, self.context.settings
         if source is None:
             yield from super().decode_video(module, guard, video, steps)
@@ -337,14 +337,14 @@ def _blended(blender: vae.TileBlender, number: int, pixels_TCHW: Tensor) -> Tens
 
 
 def _given(video: VideoState, source: Any) -> Iterator[FramesDecoded]:
-    """The given video's frames; some at a time, as a long one in floats is large."""
+    """Yield the given video's frames in pieces, since a long video in floats is large."""
     for start in range(0, len(source), _SOURCE_FRAMES):
         frames = as_floats(source[start : start + _SOURCE_FRAMES])
         yield FramesDecoded(video.seed, len(frames), frames.numpy())
 
 
 class _NewFrames:
-    """Frames of a video without those that it has of the given one, at its head or its tail."""
+    """New frames of a video: without the given video's frames at its head or tail."""
 
     def __init__(
         self, ready: Callable[[int, Tensor], Tensor], total: int, known: int, *, is_head: bool
@@ -353,7 +353,7 @@ class _NewFrames:
         self._new = range(known, total) if is_head else range(total - known)
 
     def ready(self, number: int, piece: Tensor) -> Tensor:
-        """New frames that are finished after a piece."""
+        """New frames that a piece completes."""
         frames = self._ready(number, piece)
         start, self._at = self._at, self._at + len(frames)
         low = min(max(self._new.start - start, 0), len(frames))

@@ -1,8 +1,7 @@
-"""Encode and decode with either autoencoder of Open-Sora 2.0, tile by tile as upstream does.
+"""Encode and decode with either autoencoder of Open-Sora 2.0, in upstream's tiles.
 
-Latents of the sampler are the autoencoder's times its scale. A tile fades into its neighbours over
-their overlap: first into the one above, then into the one to its left, and tiles of frames into the
-one before.
+The sampler's latents are the autoencoder's times its scale. Overlapping tiles are blended linearly:
+first with the tile above, then with the tile to the left, and along frames with the tile before.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Corner = tuple[int, int, int]
 
 
 def build(config: VAEConfig) -> nn.Module:
-    """The untrained autoencoder of those sizes."""
+    """Build an untrained autoencoder of these sizes."""
     if isinstance(config, HunyuanVAEConfig):
         from everyframe.families.opensora2.hunyuan_vae import build_vae
 
@@ -40,10 +39,12 @@ def build(config: VAEConfig) -> nn.Module:
     return DCAE(config)
 
 
-def coded(vae: Any, config: VAEConfig, pixels: Tensor, settings: Settings | None = None) -> Tensor:
-    """Result of the encoder for pixels (B, 3, T, H, W): HunyuanVideo's moments, else latents.
+def run_encoder(
+    vae: Any, config: VAEConfig, pixels: Tensor, settings: Settings | None = None
+) -> Tensor:
+    """Run the encoder on pixels (B, 3, T, H, W): HunyuanVideo's moments, DC-AE's latents.
 
-    `settings` may ask for smaller tiles within upstream's.
+    With `settings` that save memory, it runs in smaller tiles within upstream's.
     """
     smaller = (0, None) if settings is None else tiling.tiles_of(settings, tiling.ENCODE)
 
@@ -54,15 +55,15 @@ def coded(vae: Any, config: VAEConfig, pixels: Tensor, settings: Settings | None
     def encode_tile(tile: Tensor) -> Tensor:
         return tiling.encode_in_tiles(encode, tile, config.spatial_factor, *smaller)
 
-    return in_tiles(encode_tile, pixels, config.encode_tiles(), smaller[1])
+    return apply_in_tiles(encode_tile, pixels, config.encode_tiles(), smaller[1])
 
 
 def encode(vae: Any, config: VAEConfig, pixels: Tensor, settings: Settings | None = None) -> Tensor:
     """Latents (B, C, t, h, w) of pixels in -1..1; the mean where there is a distribution.
 
-    Upstream draws from the distribution, by a generator that no seed of a run sets.
+    Upstream samples the distribution, with a generator that the run's seed does not set.
     """
-    found = coded(vae, config, pixels, settings)
+    found = run_encoder(vae, config, pixels, settings)
     if isinstance(config, HunyuanVAEConfig):
         return (found.chunk(2, dim=1)[0] - config.shift_factor) * config.scale_factor
     return found / config.scale_factor
@@ -71,9 +72,9 @@ def encode(vae: Any, config: VAEConfig, pixels: Tensor, settings: Settings | Non
 def decode_tile(
     vae: Any, config: VAEConfig, latents: Tensor, settings: Settings | None = None
 ) -> Tensor:
-    """Pixels (B, 3, T, H, W) around -1..1 of one tile of latents.
+    """Decode one tile of latents to pixels (B, 3, T, H, W) around -1..1.
 
-    `settings` may ask for smaller tiles within it.
+    With `settings` that save memory, it runs in smaller tiles within this one.
     """
 
     def decode(part: Tensor) -> Tensor:
@@ -89,18 +90,21 @@ def decode_tile(
 
 
 def decode(vae: Any, config: VAEConfig, latents: Tensor) -> Tensor:
-    """Pixels (B, 3, T, H, W) of all latents."""
+    """Decode all latents to pixels (B, 3, T, H, W)."""
 
     def one(part: Tensor) -> Tensor:
         return decode_tile(vae, config, part)
 
-    return in_tiles(one, latents, config.decode_tiles())
+    return apply_in_tiles(one, latents, config.decode_tiles())
 
 
-def in_tiles(
+def apply_in_tiles(
     compute: Callable[[Tensor], Tensor], given_BCTHW: Tensor, tiles: Tiles, most: int | None = None
 ) -> Tensor:
-    """``compute(given)`` in these tiles, blended; of a dry run, which has a `most`, the first."""
+    """Apply `compute` to each tile and blend the results.
+
+    With `most`, as in a dry run, only the first tile is computed.
+    """
     blender = TileBlender(tiles, tuple(given_BCTHW.shape[2:]))
     if most is not None or len(blender.corners) == 1:
         return compute(blender.cut(given_BCTHW, (0, 0, 0)))
@@ -109,7 +113,7 @@ def in_tiles(
 
 
 class TileBlender:
-    """Blend the tiles of one video (T, H, W) as they come, in the order of `corners`."""
+    """Blends the tiles of one video (T, H, W) as they arrive, in the order of `corners`."""
 
     def __init__(self, tiles: Tiles, size: Sequence[int]) -> None:
         self.tiles, self.spans = tiles, tiles.spans(tuple(size))
@@ -134,7 +138,7 @@ class TileBlender:
         return self._along(frame, whole)
 
     def _across(self, seen: Mapping[tuple[int, int], Tensor]) -> Tensor:
-        """All rows and columns of tiles as one."""
+        """Blend a grid of tiles over rows and columns."""
         sides = self.tiles.sides
         if len(seen) == 1 or sides is None:
             return next(iter(seen.values()))
@@ -142,9 +146,9 @@ class TileBlender:
         done: dict[tuple[int, int], Tensor] = {}
         for (row, column), tile in seen.items():
             if row:
-                tile = blended(done[row - 1, column], tile, sides.blend, 3)
+                tile = cross_fade(done[row - 1, column], tile, sides.blend, 3)
             if column:
-                tile = blended(done[row, column - 1], tile, sides.blend, 4)
+                tile = cross_fade(done[row, column - 1], tile, sides.blend, 4)
             done[row, column] = tile
         step = sides.out_step
         lines = [
@@ -154,13 +158,13 @@ class TileBlender:
         return torch.cat(lines, dim=3)
 
     def _along(self, frame: int, tile: Tensor) -> Tensor:
-        """Blend a tile of all rows and columns with the frames before it."""
+        """Blend full frames with the frames before them."""
         axis, is_last = self.tiles.frames, frame + 1 == len(self.spans[0])
         if axis is None or len(self.spans[0]) == 1:
             return tile
         if frame:
             assert self._before is not None
-            tile = blended(self._before, tile[:, :, axis.lead :], axis.blend, 2)
+            tile = cross_fade(self._before, tile[:, :, axis.lead :], axis.blend, 2)
         self._before = None if is_last else tile
         return tile if is_last else tile[:, :, : _frames_until_next(axis, frame)]
 
@@ -169,8 +173,8 @@ def _frames_until_next(axis: AxisTiles, frame: int) -> int:
     return axis.out_step + (0 if frame else axis.lead)
 
 
-def blended(before: Tensor, tile: Tensor, extent: int, dim: int) -> Tensor:
-    """`tile`, whose first `extent` along `dim` fade in from the last ones of `before`."""
+def cross_fade(before: Tensor, tile: Tensor, extent: int, dim: int) -> Tensor:
+    """Cross-fade from the end of `before` into the first `extent` of `tile` along `dim`."""
     extent = min(before.shape[dim], tile.shape[dim], extent)
     if not extent:
         return tile

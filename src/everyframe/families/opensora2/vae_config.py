@@ -1,7 +1,7 @@
-"""Sizes of Open-Sora 2.0's autoencoders, and the tiles in which they work. No torch here.
+"""Configs of Open-Sora 2.0's autoencoders, and their tiles. No torch here.
 
-Both work in tiles that overlap and are blended; upstream's results depend on the tiles, so they are
-part of the model and not a memory fallback.
+Both autoencoders use overlapping tiles that are blended. Upstream's results depend on the tiles, so
+tiling is part of the model and not a memory fallback.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class AxisTiles:
-    """Tiles along one axis, in what is tiled and in what is made of it.
+    """Tiles along one axis, in units of the input and of the result.
 
     Attributes:
-        size, step: length of a tile and distance of two.
-        out_step, blend: the same distance in the result, and how much of it is blended.
-        lead: 1 if each tile has one more, of which all but the first tile lose their first (frames
-            of a causal autoencoder), else 0.
-        least: a last tile shorter than this is left to the tile before, which then isn't cut.
+        size, step: length of a tile, and distance between two tiles, in the input.
+        out_step, blend: distance between two tiles, and length of the cross-fade, in the result.
+        lead: 1 for frames of a causal autoencoder, else 0: each tile is longer by `lead`, and each
+            but the first drops that many results at its beginning.
+        least: a last tile shorter than this is merged into the tile before.
     """
 
     size: int
@@ -36,7 +36,7 @@ class AxisTiles:
     least: int = 1
 
     def spans(self, length: int, is_tiled: bool = True) -> tuple[range, ...]:
-        """The tiles of an axis; a single one if it is not tiled."""
+        """Ranges of the tiles along an axis; a single one if it is not tiled."""
         if not is_tiled:
             return (range(length),)
         starts = [s for s in range(0, length, self.step) if not s or length - s >= self.least]
@@ -56,8 +56,8 @@ class Tiles:
     def spans(self, size: LatentSize | tuple[int, ...]) -> tuple[tuple[range, ...], ...]:
         """Tiles along frames, rows and columns.
 
-        Upstream tiles both sides as soon as one is longer than a tile, and so also one that isn't;
-        and it tiles frames of which a tile with its `lead` would hold all.
+        As upstream does, both sides are tiled as soon as one is longer than a tile, and frames are
+        tiled even if a tile with its `lead` could hold all of them.
         """
         frames, height, width = size
         by_time = self.frames is not None and frames > self.frames.size
@@ -69,11 +69,11 @@ class Tiles:
 
 @dataclass(frozen=True)
 class VAEConfig:
-    """What both autoencoders have in common.
+    """Fields that both autoencoders share.
 
     Attributes:
-        scale_factor: latents are multiplied by it when encoding.
-        tiles_sides, tiles_frames: whether it works in tiles of rows and columns, and of frames.
+        scale_factor: factor of latents when encoding.
+        tiles_sides, tiles_frames: whether rows and columns are tiled, and whether frames are.
     """
 
     spatial_factor: ClassVar[int]
@@ -89,11 +89,11 @@ class VAEConfig:
     tiles_frames: bool = True
 
     def latent_frames(self, num_frames: int) -> int:
-        """Latent frames of a video; raises `InputError` with the nearest lengths that can be."""
+        """Latent frames of a video; raises `InputError` with the nearest possible lengths."""
         raise NotImplementedError
 
     def nearest_frames(self, num_frames: float) -> tuple[int, ...]:
-        """The lengths around that one that can be, without it."""
+        """The nearest possible numbers of frames below and above, without this one."""
         raise NotImplementedError
 
     def latent_size(self, num_frames: int, height: int, width: int) -> LatentSize:
@@ -118,7 +118,7 @@ class VAEConfig:
         raise NotImplementedError
 
     def _axis(self, size: int, factor: int, *, encodes: bool, **more: Any) -> AxisTiles:
-        """Tiles of `size` pixels or frames, in the units of what is coded."""
+        """Tiles of `size` pixels or frames, in units of the encoder's or decoder's input."""
         small = size // factor
         given, made = (size, small) if encodes else (small, size)
         step, blend = int(given * (1 - self.overlap)), int(made * self.overlap)
@@ -161,7 +161,7 @@ class HunyuanVAEConfig(VAEConfig):
 
     @classmethod
     def from_shapes(cls, shapes: Shapes) -> HunyuanVAEConfig:
-        """Sizes from the tensors' shapes; they don't tell the number of norm groups."""
+        """Sizes from the tensors' shapes, which do not determine the number of norm groups."""
         widths: list[int] = []
         while (name := f"encoder.down_blocks.{len(widths)}.resnets.0.conv1.conv.weight") in shapes:
             widths.append(_shape(shapes, name)[0])
@@ -179,8 +179,8 @@ class HunyuanVAEConfig(VAEConfig):
 class DCAEConfig(VAEConfig):
     """The video DC-AE (`dc-ae-f32t4c128`); the defaults are the released one.
 
-    A video is one frame, or a multiple of 4 frames from 8 on. `attention` says of each width
-    whether its blocks have attention; `time` whether frames are halved there.
+    A video is one frame, or a multiple of 4 frames from 8 on. For each width, `attention` is
+    whether its blocks have attention, `time` whether it halves the number of frames.
     """
 
     spatial_factor = 32
@@ -217,7 +217,7 @@ class DCAEConfig(VAEConfig):
 
     @classmethod
     def from_shapes(cls, shapes: Shapes) -> DCAEConfig:
-        """Sizes from the tensors' shapes; they don't tell where time is halved."""
+        """Sizes from the tensors' shapes, which do not determine where time is halved."""
         in_channels = _shape(shapes, "encoder.project_in.conv.weight")[1]
         widths: list[int] = []
         depths: tuple[list[int], list[int]] = ([], [])

@@ -22,7 +22,7 @@ from everyframe.families.stepvideo.layers import (
     PatchEmbed,
     StepVideoBlock,
 )
-from everyframe.ops.attention import keys_with_a_place_to_look
+from everyframe.ops.attention import unmask_empty_rows
 from everyframe.ops.dtypes import upcast_to_float32
 from everyframe.ops.modulation import Modulate, ModulationTables
 from everyframe.ops.norm import LayerNorm
@@ -81,7 +81,7 @@ class StepVideoModel(nn.Module):
         if bool(mask.all()):
             return context_of(blocks, None, None)
         device = text.device
-        opened = keys_with_a_place_to_look(mask)
+        opened = unmask_empty_rows(mask)
         return context_of(blocks, opened.to(device), (lengths == 0).to(device))
 
     def _checked(

@@ -1,7 +1,7 @@
 """Resolve a request against one Step-Video: size, length, steps, prompt affixes.
 
 Pure functions of the request and the model's sizes; no torch, no files. An impossible value raises
-`InputError` with the values that are possible.
+`InputError` with the possible values.
 """
 
 from __future__ import annotations

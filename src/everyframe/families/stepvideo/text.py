@@ -42,7 +42,7 @@ class Tokens:
         return int(self.mask.sum()) + len(self.cut)
 
 
-def framed(
+def with_special_tokens(
     ids: Sequence[int], length: int, begin: int = _BEGIN, end: int = _END, pad: int = _END
 ) -> Tokens:
     """Add begin and end tokens to a text's pieces, and pad to `length`."""
@@ -84,7 +84,7 @@ class StepTokenizer:
         _check_vocabulary(path, self._pieces.get_piece_size(), vocabulary, "Step-LLM")
 
     def tokens(self, text: str) -> Tokens:
-        return framed([int(index) for index in self._pieces.encode(text)], LLM_LENGTH)
+        return with_special_tokens([int(index) for index in self._pieces.encode(text)], LLM_LENGTH)
 
     def words(self, ids: Sequence[int]) -> str:
         return str(self._pieces.decode(list(ids)))
@@ -111,7 +111,9 @@ class ClipTokenizer:
         # Without marks, so that the tokenizer has nothing to say of lengths.
         words = self._words
         ids = words.convert_tokens_to_ids(words.tokenize(text))
-        return framed(ids, CLIP_LENGTH, words.cls_token_id, words.sep_token_id, words.pad_token_id)
+        return with_special_tokens(
+            ids, CLIP_LENGTH, words.cls_token_id, words.sep_token_id, words.pad_token_id
+        )
 
     def words(self, ids: Sequence[int]) -> str:
         return str(self._words.decode(list(ids)))

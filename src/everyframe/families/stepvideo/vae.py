@@ -162,7 +162,7 @@ class StepVAE(nn.Module):
         self.encoder = Encoder(config)
         self.decoder = Decoder(config)
 
-    def coded(self, video_BCTHW: Tensor) -> Tensor:
+    def run_encoder(self, video_BCTHW: Tensor) -> Tensor:
         """Encoder output of all pieces, (B, 2 z, latents, h, w): means, then log-variances.
 
         Raises `InputError` for an unsupported length: pieces have 17 frames, and the rest must have
@@ -180,7 +180,7 @@ class StepVAE(nn.Module):
 
     def moments(self, video_BCTHW: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log-variance (clamped to -30..20) of the latents, (B, z, latents, h, w) each."""
-        mean, log_variance = self.coded(video_BCTHW).chunk(2, dim=1)
+        mean, log_variance = self.run_encoder(video_BCTHW).chunk(2, dim=1)
         return mean, log_variance.clamp(-30.0, 20.0)
 
     def encode(self, video_BCTHW: Tensor, noise_BCTHW: Tensor | None = None) -> Tensor:

@@ -86,7 +86,7 @@ class Denoiser:
         return guided(predict, branches, self._batch_size, self._guidance_TCHW, share=self.share)
 
 
-def for_clip(picture_THWC: np.ndarray[Any, Any], size: tuple[int, int], fit: str) -> Tensor:
+def clip_pixels(picture_THWC: np.ndarray[Any, Any], size: tuple[int, int], fit: str) -> Tensor:
     """uint8 (1, H, W, 3) to (1, 3, H, W) in -1..1: in its own size or, cropped or padded, `size`.
 
     With fit "stretch", all pixels are resized directly to CLIP's square, as diffusers does.
@@ -95,7 +95,7 @@ def for_clip(picture_THWC: np.ndarray[Any, Any], size: tuple[int, int], fit: str
     return _as_float(shown)
 
 
-def for_vae(picture_THWC: np.ndarray[Any, Any], size: tuple[int, int], fit: str) -> Tensor:
+def vae_pixels(picture_THWC: np.ndarray[Any, Any], size: tuple[int, int], fit: str) -> Tensor:
     """uint8 (1, H, W, 3) to (1, 3, height, width) in -1..1."""
     return _as_float(fit_image(picture_THWC, *size, fit))
 

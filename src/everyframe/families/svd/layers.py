@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from everyframe.ops.activation import GatedGELU
 from everyframe.ops.convolution import TemporalConv
-from everyframe.ops.device import counted, kind_of
+from everyframe.ops.device import device_type, repeat_operations
 from everyframe.ops.norm import Statistics
 
 
@@ -72,14 +72,14 @@ def gated_gelu(
     Computed in chunks of tokens, which changes no formula; the chunk size depends on shapes alone.
     """
     tokens = x.flatten(0, -2)
-    if kind_of(x) != "cpu" or tokens.shape[0] * 2 * width <= _MANY:
+    if device_type(x) != "cpu" or tokens.shape[0] * 2 * width <= _MANY:
         return narrow(activate(widen(x)))
     pieces = torch.split(tokens, _ROWS)
     first = narrow(activate(widen(pieces[0])))
     out = first.new_empty(tokens.shape[0], first.shape[-1])
     out[:_ROWS] = first
     if x.is_meta:  # one piece stands for all that are alike
-        with counted(tokens.shape[0] / _ROWS - 1):
+        with repeat_operations(tokens.shape[0] / _ROWS - 1):
             out[:_ROWS] = narrow(activate(widen(pieces[0])))
         pieces = pieces[:1]
     for number, piece in enumerate(pieces[1:], start=1):

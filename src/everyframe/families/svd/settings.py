@@ -1,7 +1,7 @@
 """Resolve a request against one Stable Video Diffusion: size, length, guidance, image fit, notes.
 
 Pure functions of the request, its image and the model's configs; no torch. Defaults are those of
-diffusers' pipeline. An impossible value raises `InputError` with the values that are possible.
+diffusers' pipeline. An impossible value raises `InputError` with the possible values.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class ImageEmbedStage(SharedEncodeStage[SVDContext, Tensor]):
     def inputs(self, videos: Sequence[VideoState]) -> tuple[list[Tensor], tuple[()]]:
         """The image that all videos share, as CLIP reads it."""
         context = self.context
-        shown = denoiser.for_clip(given_picture(videos[0]), context.size, context.fit)
+        shown = denoiser.clip_pixels(given_picture(videos[0]), context.size, context.fit)
         return [denoiser.clip_input(shown, context.config)], ()
 
     def example_inputs(self, device: str) -> Tensor:
@@ -109,7 +109,7 @@ class ImageLatentStage(VideoEncodeStage[SVDContext, Tensor]):
     def inputs(self, video: VideoState, device: str) -> Tensor:
         """The image with the video's own noise."""
         context = self.context
-        picture = denoiser.for_vae(given_picture(video), context.size, context.fit)
+        picture = denoiser.vae_pixels(given_picture(video), context.size, context.fit)
         strength = float(context.settings.option("noise_aug_strength"))
         if strength:
             picture = picture + strength * noise.plain_noise(video.seed, picture.shape)

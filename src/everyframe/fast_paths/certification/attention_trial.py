@@ -25,7 +25,7 @@ from everyframe.fast_paths.certification.trials import (
 )
 from everyframe.fast_paths.modules.diffusers_attention import is_attention
 from everyframe.fast_paths.registry import FastPath, kernel_of
-from everyframe.ops.attention import PLAIN, by_kernel, takes
+from everyframe.ops.attention import PLAIN, by_kernel, supports_inputs
 from everyframe.ops.native import kernels
 from everyframe.precision.dtypes import torch_dtype
 
@@ -48,7 +48,7 @@ def attention(subject: CertificationTarget, path: FastPath) -> Iterator[Comparis
     left_out, number = [], 0
     for number, (product, weight) in enumerate(heaviest(subject, "attention")):
         q, k, v, mask, cut = _operands(product, subject)
-        if not takes(kernel, q, k, v, mask):
+        if not supports_inputs(kernel, q, k, v, mask):
             left_out.append(sizes_of(product))  # the next kernel does it, the plain one at last
             continue
         name = f"attention of {sizes_of(product)} in {product.dtype}"
@@ -88,7 +88,11 @@ def native(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]
     num_tried = 0
     for product, weight in heaviest(subject, "attention"):
         q, k, v, mask, cut = _operands(product, subject)
-        if mask is not None or not kernels.attends(q, k, v) or not takes(rival, q, k, v):
+        if (
+            mask is not None
+            or not kernels.supports_attention(q, k, v)
+            or not supports_inputs(rival, q, k, v)
+        ):
             continue
         num_tried += 1
         yield Comparison(

@@ -91,7 +91,7 @@ class WinogradConv2d(nn.Conv2d):
     is_plain = False
 
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        suits = x.ndim == 4 and x.dtype == weight.dtype and kernels.takes(x, weight)
+        suits = x.ndim == 4 and x.dtype == weight.dtype and kernels.supports(x, weight)
         if self.is_plain or not suits or not saves_products(self, len(x), *x.shape[2:]):
             plain: Tensor = super()._conv_forward(x, weight, bias)
             return plain
@@ -114,7 +114,7 @@ class WinogradConv3d(nn.Conv3d):
 def suits_winograd(conv: nn.Conv3d, x: Tensor, frame_padding: tuple[int, int], pad: int) -> bool:
     """Whether `kernels.winograd_3d` takes this input, and repays."""
     weight = conv.weight
-    if x.ndim != 5 or x.dtype != weight.dtype or not kernels.takes(x, weight):
+    if x.ndim != 5 or x.dtype != weight.dtype or not kernels.supports(x, weight):
         return False
     samples, _, frames, height, width = x.shape
     frames += sum(frame_padding) + 1 - weight.shape[2]
@@ -173,7 +173,7 @@ def convolution_kind(path: str, own: Any) -> type[nn.Module] | None:
 def _suits_winograd_over_time(conv: nn.Conv3d, x: Tensor) -> bool:
     """Whether `kernels.winograd_over_time` takes this input, and repays."""
     weight = conv.weight
-    if x.ndim != 5 or {weight.dtype, x.dtype} != {torch.float32} or not kernels.takes(x, weight):
+    if x.ndim != 5 or {weight.dtype, x.dtype} != {torch.float32} or not kernels.supports(x, weight):
         return False
     samples, _, frames, height, width = x.shape
     frames += 2 * int(conv.padding[0]) - 2

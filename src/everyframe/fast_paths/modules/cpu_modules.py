@@ -47,7 +47,7 @@ class NativeGroupNorm(WideGroupNorm):
 
     def forward(self, x: Tensor, statistics: Statistics | None = None) -> Tensor:
         found = statistics(x, self.num_groups) if statistics is not None else None
-        if self.is_plain or found is not None or not kernels.takes(x):
+        if self.is_plain or found is not None or not kernels.supports(x):
             # Statistics are exchanged among ranks: asked for once, whoever computes.
             return super().forward(x, None if found is None else lambda *_: found)
         return kernels.group_norm(
@@ -67,7 +67,7 @@ class NativeTorchGroupNorm(nn.GroupNorm):
     is_plain = False
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        suits = input.dtype == self.weight.dtype and kernels.takes(input)
+        suits = input.dtype == self.weight.dtype and kernels.supports(input)
         if self.is_plain or not suits:
             return super().forward(input)
         return kernels.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
@@ -79,7 +79,7 @@ class NativeLayerNorm(LayerNorm):
     is_plain = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.is_plain or not kernels.takes(x):
+        if self.is_plain or not kernels.supports(x):
             return super().forward(x)
         return kernels.layer_norm(x, None, None, self.eps)
 
@@ -90,7 +90,7 @@ class NativeWideLayerNorm(WideLayerNorm):
     is_plain = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.is_plain or len(self.normalized_shape) > 1 or not kernels.takes(x):
+        if self.is_plain or len(self.normalized_shape) > 1 or not kernels.supports(x):
             return super().forward(x)
         return kernels.layer_norm(x, self.weight, self.bias, self.eps)
 
@@ -101,7 +101,7 @@ class NativeRMSNorm(RMSNorm):
     is_plain = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.is_plain or not kernels.takes(x):
+        if self.is_plain or not kernels.supports(x):
             return super().forward(x)
         return kernels.layer_norm(x, self.weight, None, self.eps, is_rms=True)
 
@@ -113,7 +113,7 @@ class NativeTorchRMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         suits = self.eps is not None and len(self.normalized_shape) == 1
-        if self.is_plain or not suits or x.dtype != self.weight.dtype or not kernels.takes(x):
+        if self.is_plain or not suits or x.dtype != self.weight.dtype or not kernels.supports(x):
             return super().forward(x)
         assert self.eps is not None
         return kernels.layer_norm(x, self.weight, None, self.eps, is_rms=True)
@@ -131,7 +131,7 @@ class NativeGatedAdd(GatedAdd):
             and branch_BTSC.shape == x_BTSC.shape
             and _is_row_table(gate_BF1C, x_BTSC)
         )
-        if self.is_plain or not suits or not kernels.takes(x_BTSC, branch_BTSC):
+        if self.is_plain or not suits or not kernels.supports(x_BTSC, branch_BTSC):
             return super().forward(x_BTSC, branch_BTSC, gate_BF1C)
         return kernels.gated_add(x_BTSC, branch_BTSC, gate_BF1C)
 
@@ -151,7 +151,7 @@ class NativeGatedGELU(GatedGELU):
     is_plain = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if self.is_plain or not kernels.takes(x) else kernels.geglu(x)
+        return super().forward(x) if self.is_plain or not kernels.supports(x) else kernels.geglu(x)
 
 
 class NativeGELU(nn.GELU):
@@ -160,7 +160,7 @@ class NativeGELU(nn.GELU):
     is_plain = False
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        if self.is_plain or not kernels.takes(input):
+        if self.is_plain or not kernels.supports(input):
             return super().forward(input)
         return kernels.gelu(input, self.approximate)
 
@@ -171,13 +171,13 @@ class NativeSelfAttention(SelfAttention):
     is_plain = False
 
     def forward(self, rows_NLC: Tensor) -> Tensor:
-        if self.is_plain or not kernels.takes(rows_NLC):
+        if self.is_plain or not kernels.supports(rows_NLC):
             return super().forward(rows_NLC)
         q, k, v = (
             split_heads(project(rows_NLC), self.heads)
             for project in (self.to_q, self.to_k, self.to_v)
         )
-        if not kernels.attends(q, k, v):
+        if not kernels.supports_attention(q, k, v):
             return self.out(merge_heads(attention(q, k, v, scale=self.scale)))
         return self.out(kernels.attention(q, k, v, self.scale).flatten(2))
 
@@ -192,7 +192,7 @@ class NativeAttentionCore(AttentionCore):
     ) -> Tensor:
         q, k = (each.to(v_BHLD.dtype) for each in (q_BHQD, k_BHLD))
         is_masked = self.is_causal or mask is not None
-        if self.is_plain or is_masked or not kernels.attends(q, k, v_BHLD):
+        if self.is_plain or is_masked or not kernels.supports_attention(q, k, v_BHLD):
             return super().forward(q_BHQD, k_BHLD, v_BHLD, mask)
         return kernels.attention(q, k, v_BHLD, q.shape[-1] ** -0.5).transpose(1, 2)
 
@@ -205,10 +205,10 @@ class NativeTemporalAttention(TemporalAttention):
     def forward(self, x_bTsC: Tensor) -> Tensor:
         width = x_bTsC.shape[-1] // self.heads
         suits = x_bTsC.shape[1] <= kernels.MOST_FRAMES and width <= kernels.MOST_WIDTH
-        if self.is_plain or not suits or width % 16 or not kernels.takes(x_bTsC):
+        if self.is_plain or not suits or width % 16 or not kernels.supports(x_bTsC):
             return super().forward(x_bTsC)
         q, k, v = (project(x_bTsC) for project in (self.to_q, self.to_k, self.to_v))
-        if not q.dtype == k.dtype == v.dtype or not kernels.takes(q, k, v):
+        if not q.dtype == k.dtype == v.dtype or not kernels.supports(q, k, v):
             return super().forward(x_bTsC)
         return self.out(kernels.frame_attention(q, k, v, self.heads, self.scale))
 

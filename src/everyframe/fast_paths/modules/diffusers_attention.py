@@ -39,7 +39,7 @@ def native_kind(own: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(plain)  # others read the names of its arguments
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-        if self.is_plain or first is None or not kernels.takes(first):
+        if self.is_plain or first is None or not kernels.supports(first):
             return plain(self, *args, **kwargs)
         with AttentionOverride(_attention):
             return plain(self, *args, **kwargs)
@@ -63,6 +63,6 @@ def _attention(
     # Outer function modes come first: ranks exchange tokens, a dry run only counts.
     is_ours = attn_mask is None and not any(how.values()) and scale_or_default > 0
     is_ours = is_ours and not torch._C._len_torch_function_stack()
-    if is_ours and q.ndim == 4 and kernels.attends(q, k, v):
+    if is_ours and q.ndim == 4 and kernels.supports_attention(q, k, v):
         return kernels.attention(q, k, v, scale_or_default).transpose(1, 2)
     return compute(q, k, v, attn_mask, scale=scale, **how)

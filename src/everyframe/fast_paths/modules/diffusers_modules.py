@@ -24,7 +24,7 @@ class NativeGEGLU(GEGLU):  # type: ignore[misc]
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         x: Tensor = self.proj(hidden_states)
-        if not self.is_plain and kernels.takes(x):
+        if not self.is_plain and kernels.supports(x):
             return kernels.geglu(x)
         value, gate = x.chunk(2, dim=-1)
         plain: Tensor = value * self.gelu(gate)
@@ -38,7 +38,7 @@ class NativeProjectedGELU(GELU):  # type: ignore[misc]
 
     def gelu(self, gate: Tensor) -> Tensor:
         """The activation alone."""
-        if not self.is_plain and kernels.takes(gate):
+        if not self.is_plain and kernels.supports(gate):
             return kernels.gelu(gate, self.approximate)
         plain: Tensor = super().gelu(gate)
         return plain
@@ -50,7 +50,7 @@ class NativeFP32LayerNorm(FP32LayerNorm):  # type: ignore[misc]
     is_plain = False
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if self.is_plain or len(self.normalized_shape) > 1 or not kernels.takes(inputs):
+        if self.is_plain or len(self.normalized_shape) > 1 or not kernels.supports(inputs):
             plain: Tensor = super().forward(inputs)
             return plain
         return kernels.layer_norm(inputs, self.weight, self.bias, self.eps)
@@ -64,7 +64,7 @@ class NativeDiffusersRMSNorm(RMSNorm):  # type: ignore[misc]
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight = self.weight
         suits = weight is not None and weight.ndim == 1 and weight.dtype == hidden_states.dtype
-        if self.is_plain or not suits or not kernels.takes(hidden_states):
+        if self.is_plain or not suits or not kernels.supports(hidden_states):
             plain: Tensor = super().forward(hidden_states)
             return plain
         return kernels.layer_norm(hidden_states, weight, self.bias, self.eps, is_rms=True)
@@ -77,7 +77,7 @@ class NativeWanRMSNorm(WanRMS_norm):  # type: ignore[misc]
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.gamma
-        suits = self.channel_first and x.dtype == weight.dtype and kernels.takes(x)
+        suits = self.channel_first and x.dtype == weight.dtype and kernels.supports(x)
         if self.is_plain or not suits:
             plain: Tensor = super().forward(x)
             return plain

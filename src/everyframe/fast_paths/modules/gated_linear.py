@@ -21,7 +21,7 @@ class NativeGatedLinear(OneDNNLinear):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.is_plain or not kernels.multiplies(x, self.weight):
+        if self.is_plain or not kernels.supports_products(x, self.weight):
             plain: Tensor = _PLAIN(super().forward(x))
             return plain
         return kernels.gated_linear(x, self.weight, self.bias)

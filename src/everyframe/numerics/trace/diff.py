@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from everyframe.core.errors import InputError
 from everyframe.numerics.trace.fingerprint import difference, is_finite
-from everyframe.numerics.trace.trace import Call, Seen, Trace
+from everyframe.numerics.trace.trace import Call, Trace, TracedTensor
 
 #: Largest growth of a difference within one module. Between float32 and bfloat16 the most measured
 #: is 2.2, in the modulation of the embedded model.
@@ -148,7 +148,7 @@ class _Walk:
         self._learn(seen, made, error, own)
         return error
 
-    def _other(self, place: int, seen: Seen) -> Seen | None:
+    def _other(self, place: int, seen: TracedTensor) -> TracedTensor | None:
         """Find the same tensor in the second trace, by name or else by order.
 
         Names differ where another class stands in the module's place.
@@ -165,7 +165,7 @@ class _Walk:
         own = self._weights.get(self._a.calls[scope].part, 0.0) if scope >= 0 else 0.0
         return max(self._before.get(scope, 0.0), own)
 
-    def _learn(self, seen: Seen, made: Call, error: float, own: tuple[float, str]) -> None:
+    def _learn(self, seen: TracedTensor, made: Call, error: float, own: tuple[float, str]) -> None:
         call = seen.call
         self._narrow[call] = max(own, self._narrow.get(call, own))
         if seen.kind == "weight":
@@ -180,7 +180,7 @@ class _Walk:
         if seen.kind == "output":
             self._narrow[around] = max(self._narrow[call], self._narrow.get(around, own))
 
-    def _check_shape(self, seen: Seen, other: Seen) -> None:
+    def _check_shape(self, seen: TracedTensor, other: TracedTensor) -> None:
         if seen.shape != other.shape:
             raise InputError(
                 f"two sizes: the {_thing(seen)} of {self._a.place(seen.call)} is {seen.shape} in "
@@ -188,7 +188,13 @@ class _Walk:
             )
 
     def _place(
-        self, place: int, other: Seen, error: float, before: float, explained: float, dtype: str
+        self,
+        place: int,
+        other: TracedTensor,
+        error: float,
+        before: float,
+        explained: float,
+        dtype: str,
     ) -> TracePlace:
         seen = self._a.seen[place]
         where, thing = self._a.place(seen.call), _thing(seen)
@@ -222,7 +228,7 @@ class _Walk:
         return TracePlace(place, error, before, explained, dtype, is_between, message)
 
 
-def _by_name(trace: Trace) -> dict[tuple[int, str, str], Seen]:
+def _by_name(trace: Trace) -> dict[tuple[int, str, str], TracedTensor]:
     return {(each.call, each.kind, each.name): each for each in trace.seen}
 
 
@@ -238,7 +244,7 @@ class _Orders:
         return self._places.get((call, kind), [])
 
 
-def _thing(seen: Seen) -> str:
+def _thing(seen: TracedTensor) -> str:
     if seen.kind == "weight":
         return f"weight {seen.name}"
     return f"{seen.kind} {seen.name}".strip()

@@ -24,7 +24,7 @@ from everyframe.core.errors import InputError
 from everyframe.core.paths import check_path
 from everyframe.numerics.trace.fingerprint import NUM_NUMBERS
 from everyframe.numerics.trace.output_check import HEADER, TABLES, check_place
-from everyframe.numerics.trace.trace import Call, Kind, Part, Seen, Trace
+from everyframe.numerics.trace.trace import Call, Kind, Trace, TracedModule, TracedTensor
 
 SCHEMA: Final = "everyframe.trace/1"
 _FULL = "full.safetensors"
@@ -163,10 +163,12 @@ def _trace(header: _Header, tables: dict[str, Tensor], full: dict[str, Tensor]) 
     return Trace(
         header.same,
         header.about,
-        tuple(Part(*part) for part in header.parts),
+        tuple(TracedModule(*part) for part in header.parts),
         tuple(Call(*map(int, row)) for row in calls.tolist()),
         tuple(
-            Seen(call, _KINDS[kind], header.names[name], header.dtypes[dtype], shapes[shape], row)
+            TracedTensor(
+                call, _KINDS[kind], header.names[name], header.dtypes[dtype], shapes[shape], row
+            )
             for call, kind, name, dtype, shape, row in seen.tolist()
         ),
         numbers,

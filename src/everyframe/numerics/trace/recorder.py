@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.numerics.trace.fingerprint import NUM_NUMBERS, fingerprint
 from everyframe.numerics.trace.replay import packed, packed_call
-from everyframe.numerics.trace.trace import Call, Kind, Part, Seen, Trace
+from everyframe.numerics.trace.trace import Call, Kind, Trace, TracedModule, TracedTensor
 from everyframe.precision.dtypes import dtype_name
 
 #: Fingerprints buffered on the device before one copy to the host.
@@ -40,9 +40,9 @@ class Recorder:
         self._full = tuple(full)
         self._held_in = held_in or _own_dtype
         self._handles: list[RemovableHandle] = []
-        self._parts: dict[Part, int] = {}
+        self._parts: dict[TracedModule, int] = {}
         self._calls: list[Call] = []
-        self._seen: list[Seen] = []
+        self._seen: list[TracedTensor] = []
         self._prints = _Prints()
         self._open: list[tuple[int, nn.Module]] = []
         self._num_calls: Counter[int] = Counter()
@@ -70,7 +70,7 @@ class Recorder:
                 hint = did_you_mean(wanted, names)
                 raise InputError(f"the {component} has no module {wanted!r}{hint}")
         for name, inner in modules.items():
-            new = Part(component, name, type(inner).__name__)
+            new = TracedModule(component, name, type(inner).__name__)
             part = self._parts.setdefault(new, len(self._parts))
             is_full = new.name in self._full
             # After all other hooks: what they cast is what the module computes with.
@@ -94,7 +94,9 @@ class Recorder:
         """The recording so far; see `Trace` for `same`, `about` and `ended`."""
         rows, numbers = self._prints.all()
         seen = (
-            Seen(each.call, each.kind, each.name, each.dtype, each.shape, int(rows[each.row]))
+            TracedTensor(
+                each.call, each.kind, each.name, each.dtype, each.shape, int(rows[each.row])
+            )
             for each in self._seen
         )
         return Trace(
@@ -144,7 +146,7 @@ class Recorder:
             row = self._prints.add(tensor)
             exact = self._held_in(tensor) if kind == "weight" else tensor.dtype
             dtype = dtype_name(exact)
-            self._seen.append(Seen(call, kind, name, dtype, tuple(tensor.shape), row))
+            self._seen.append(TracedTensor(call, kind, name, dtype, tuple(tensor.shape), row))
             place = len(self._seen) - 1
             if keep:
                 # A copy of its own: views may share what is changed later.

@@ -17,7 +17,7 @@ Kind = Literal["weight", "input", "output"]
 
 
 @dataclass(frozen=True)
-class Part:
+class TracedModule:
     """One module.
 
     Attributes:
@@ -55,7 +55,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Seen:
+class TracedTensor:
     """One tensor: an input or output of a call, or a weight (recorded at the module's first call).
 
     Entries are in the order of recording.
@@ -97,9 +97,9 @@ class Trace:
 
     same: Mapping[str, str]
     about: Mapping[str, str]
-    parts: tuple[Part, ...]
+    parts: tuple[TracedModule, ...]
     calls: tuple[Call, ...]
-    seen: tuple[Seen, ...]
+    seen: tuple[TracedTensor, ...]
     numbers: npt.NDArray[np.floating[Any]] = field(repr=False)
     ended: str = ""
     full: Mapping[int, Tensor] = field(default_factory=dict, repr=False)

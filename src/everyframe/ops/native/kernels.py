@@ -1,9 +1,9 @@
 """The kernels in C as functions of tensors.
 
-All take CPU tensors in float32 or bfloat16 and return a new tensor; statistics and intermediate
-values are float32, rounded once. Weights, biases and tables may have any dtype: they are small.
-`takes` says whether tensors suit them; nothing here falls back by itself. Sizes that don't fit each
-other are errors here, as C reads beyond the end.
+All take CPU tensors in float32 or bfloat16 and return a new tensor. Statistics and intermediate
+values are float32, rounded once. Weights, biases and tables may have any dtype, as they are small.
+`supports` checks whether tensors are suitable; nothing here falls back by itself. Sizes that don't
+fit each other are errors, since C code would read beyond the end.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
-def takes(*tensors: Tensor) -> bool:
-    """Whether the kernels can compute with these tensors now: dtype, device, and that they exist.
+def supports(*tensors: Tensor) -> bool:
+    """Whether the kernels exist and support these tensors' dtype and device.
 
-    Not while gradients are recorded, a block is compiled, or a dry run has no numbers.
+    False while gradients are recorded, while a block is compiled, and in a dry run.
     """
     return (
         all(each.device.type == "cpu" and each.dtype in DTYPES for each in tensors)
@@ -116,7 +116,7 @@ def geglu(x: Tensor) -> Tensor:
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`geglu` (..., C) of ``x W^T + b`` (..., 2 C), which is not rounded on the way.
 
-    The weight (2 C, D) has the dtype of `x` (..., D); see `multiplies` for bfloat16.
+    The weight (2 C, D) has the dtype of `x` (..., D); see `supports_products` for bfloat16.
     """
     depth, width = x.shape[-1], weight.shape[0] // 2
     if weight.shape != (2 * width, depth) or weight.dtype != x.dtype:
@@ -129,9 +129,9 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y
 
 
-def multiplies(x: Tensor, weight: Tensor) -> bool:
-    """Whether `gated_linear` takes these: bfloat16 with its instructions only, and even depths."""
-    if x.dtype != weight.dtype or not takes(x, weight):
+def supports_products(x: Tensor, weight: Tensor) -> bool:
+    """Whether `gated_linear` supports these: even depths, bfloat16 only with its instructions."""
+    if x.dtype != weight.dtype or not supports(x, weight):
         return False
     library = _library()
     assert library is not None
@@ -149,7 +149,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 def gated_add(x: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
     """``x + gate * branch`` in the dtype of `x`.
 
-    `gate` (..., C) has one row for so many rows of `x` in order: its leading sizes are those of
+    A row of `gate` (..., C) applies to consecutive rows of `x`: its leading sizes are those of
     `x`, followed by ones.
     """
     if branch.shape != x.shape:
@@ -164,7 +164,10 @@ def gated_add(x: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
 
 
 def attention(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, scale: float) -> Tensor:
-    """``softmax(q k^T scale) v`` (B, Q, heads, D), without the matrix of scores; see `attends`."""
+    """``softmax(q k^T scale) v`` (B, Q, heads, D), without a matrix of scores.
+
+    `supports_attention` checks its inputs.
+    """
     (batches, heads, queries, width), keys = q_BHQD.shape, k_BHLD.shape[2]
     given = [q_BHQD, k_BHLD, v_BHLD]
     if any(each.shape != (batches, heads, keys, width) for each in given[1:]) or scale <= 0:
@@ -178,16 +181,16 @@ def attention(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, scale: float) -> T
     return y
 
 
-def attends(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor) -> bool:
-    """Whether `attention` takes these: rows without gaps, and bfloat16 as in `multiplies`."""
+def supports_attention(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor) -> bool:
+    """Whether `attention` supports these: contiguous rows, bfloat16 as in `supports_products`."""
     given = (q_BHQD, k_BHLD, v_BHLD)
     return (
         len({(each.dtype, each.shape[-1], each.stride(-1)) for each in given}) == 1
         and q_BHQD.stride(-1) == 1
         and k_BHLD.shape == v_BHLD.shape
         and q_BHQD.shape[:2] == k_BHLD.shape[:2]
-        and multiplies(q_BHQD, k_BHLD)
-        and takes(v_BHLD)
+        and supports_products(q_BHQD, k_BHLD)
+        and supports(v_BHLD)
         and (
             q_BHQD.dtype != torch.bfloat16
             or not any(step % 2 for each in given for step in each.stride()[:3])
@@ -315,7 +318,7 @@ def _is_bf16(x: Tensor) -> bool:
 
 def _call(name: str, *given: Any) -> None:
     library = _library()
-    assert library is not None, "callers ask `takes` first"
+    assert library is not None, "callers check `supports` first"
     plain = [each.data_ptr() if isinstance(each, Tensor) else each for each in given]
     failed = getattr(library, name)(*plain, torch.get_num_threads())
     if failed:

@@ -1,9 +1,9 @@
 """Compile the C sources beside this file once, and load the library.
 
-The library lies in the cache folder under ``native/``, named by a digest of sources, compiler and
-instruction set, and by a digest of its own bytes. A library is code: the folder must belong to this
-user and be closed to all others, and so must the file; a file whose bytes do not match its name is
-compiled again. Written under another name first, so that a killed compiler leaves no half library.
+The library is in the cache folder under ``native/``. Its name has a digest of sources, compiler and
+instruction set, and a digest of its own bytes. As it is code, folder and file must belong to this
+user and be writable by no other; a file whose bytes do not match its name is compiled again. It is
+written under another name first, so a killed compiler leaves no partial library.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def load() -> ctypes.CDLL:
 
 
 def find() -> ctypes.CDLL | None:
-    """The library, or None where it can't be had; the log says why, once."""
+    """The library, or None if it can't be loaded; the reason is logged once."""
     return _found()
 
 

@@ -1,1 +1,1 @@
-"""Claim jobs from the queue, run or resume them, write their files and delete them in time."""
+"""Claim jobs from the queue, run or resume them, write their files, delete expired ones."""

@@ -59,8 +59,8 @@ class AttemptOptions:
     Attributes:
         retention_seconds: time until a finished job is deleted; None for never.
         pace: how often run state is saved, as in `WorkerJob`; None for the default.
-        has_previews: whether pictures are made on the way.
-        on_preview: called with (job id, event) for each picture.
+        has_previews: whether previews are made during the run.
+        on_preview: called with (job id, event) for each preview.
     """
 
     retention_seconds: float | None = None
@@ -72,14 +72,14 @@ class AttemptOptions:
 class Attempt:
     """One attempt of a job in a device group; `devices` are the group's, None for any.
 
-    `batch` is the one that it may be computed in; then ``on_plan(plan)`` is called with its plan,
-    and ``on_frames()`` once its last frames are made, so that others may join.
+    `batch` names the batch that it may be computed in. For a job in a batch, ``on_plan(plan)`` is
+    called with its plan, and ``on_frames()`` after its last frames, so that other jobs may join.
 
     Attributes:
-        stop: stops it, from any thread; the run stays.
+        stop: stops the attempt, from any thread; its run folder stays.
         reason: why it was stopped: ``cancel`` or ``drain``.
         has_resumed: whether it resumed an earlier run.
-        has_stepped: whether it made a step.
+        has_stepped: whether it completed a step.
     """
 
     def __init__(
@@ -120,15 +120,15 @@ class Attempt:
         self._meter: ProgressMeter | None = None
 
     def halt(self, reason: str) -> None:
-        """Stop it for this reason."""
+        """Stop the attempt for this reason."""
         self.reason = self.reason or reason
         self.stop.set()
 
     @property
     def has_advanced(self) -> bool:
-        """Whether more is saved than when it began.
+        """Whether more is saved than when the attempt began.
 
-        A run made again after others must also be seen to come further than they were.
+        A run that starts over must also get further than the runs before it.
         """
         if not self._has_advanced and self._meter is not None:
             saved = self._folder.saved_run(self.job.id)
@@ -161,9 +161,9 @@ class Attempt:
         return {"report": report, "progress": progress, "run": run}
 
     def run(self) -> None:
-        """Make the frames of the job's video; `finish` writes what is left of its files.
+        """Generate the frames of the job's video; `finish` writes its remaining files.
 
-        Raises any error of the run; `RunStoppedError` once it is halted.
+        Raises any error of the run, and `RunStoppedError` after `halt`.
         """
         saved = self._saved_run()
         self.has_resumed = self._is_to_say_where = saved is not None
@@ -196,13 +196,13 @@ class Attempt:
         self._ended = time.monotonic()
 
     def finish(self) -> None:
-        """Write the files and complete the row, while the devices may work for another job.
+        """Write the remaining files and complete the row; the devices are free for another job.
 
-        The run stays until then, so that an error here or a crash costs no step.
+        The run folder is deleted last, so neither an error nor a crash here costs a step.
 
         Raises:
             MediaError: the files can't be written; `OSError` likewise.
-            StoreError: the row can't be.
+            StoreError: the row can't be written.
         """
         assert self._last is not None
         with self._open:
@@ -239,7 +239,7 @@ class Attempt:
         return self._devices is not None and self.job.resolved.get("devices") != self._devices
 
     def _saved_run(self) -> RunFolder | None:
-        """The run to resume, once the workers of a server that died have let it go."""
+        """The run to resume; waits until workers of a dead server have released it."""
         root, until = self._folder.runs_of(self.job.id), time.monotonic() + _LOCK_SECONDS
         while any(run.is_busy() for run in all_runs(root)):
             self.stop.check()
@@ -304,7 +304,7 @@ class Attempt:
     def _write(
         self, kind: str, data: Mapping[str, Any], fields: Mapping[str, Any] | None = None
     ) -> None:
-        """Write progress into the row; a job that advances has no failed attempts behind it."""
+        """Write progress into the row; a job that advanced starts a new count of attempts."""
         assert self._meter is not None
         values = {"run": self._run, **(self._meter.fields() if fields is None else fields)}
         if (self.job.attempts > 1 or self.job.interruptions) and self.has_advanced:
@@ -325,5 +325,5 @@ class Attempt:
 
 
 def expiry(retention_seconds: float | None) -> float | None:
-    """When a job that ends now is deleted."""
+    """Time at which a job that ends now is deleted; None for never."""
     return None if retention_seconds is None else time.time() + retention_seconds

@@ -1,10 +1,10 @@
-"""Device groups: which jobs run on the same devices at a time, and which one is next.
+"""Device groups: which jobs run on the same devices at the same time, and which job is next.
 
-A group runs one job, or a batch: jobs that differ in prompt and seed alone, as far as their plan
-says that a step of several videos pays there and keeps each one's bits. A job may join while the
-others run. Where the frames of a job are made, the next one alike goes to its worker at once and
-begins there as soon as that one has ended, so that no device waits for the queue. Jobs that were
-tried before, or left a batch, run alone.
+A group runs one job or a batch. The jobs of a batch differ only in prompt and seed. Their plan
+limits its size: a step of several videos must be faster on the device and keep each video's bits.
+A job may join while others run. When a job has all of its frames, the next similar job is sent to
+the same worker and begins as soon as the first one ends, so no device waits for the queue. Jobs
+that failed before, or left a batch, run alone.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from everyframe.server.dispatch.group_health import GroupHealth
 from everyframe.server.queue.jobs import Job
 from everyframe.server.queue.store import JobStore
 
-#: What a device may be called. Whether it is there is found by the plan of the first job.
+#: Form of a device name. The plan of the first job finds out whether the device exists.
 _DEVICE = re.compile(r"\d{1,4}|[a-z]{2,16}(:\d{1,4})?", re.IGNORECASE | re.ASCII)
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A job that was claimed, and the name of its batch; None for a job alone."""
+    """A claimed job and the name of its batch, or None for a job that runs alone."""
 
     job: Job
     batch: str | None
@@ -36,8 +36,8 @@ class DeviceGroup:
     """Jobs of one device group; thread-safe.
 
     Attributes:
-        devices: such as ``0,1``; None is what a plan chooses.
-        most: jobs at a time.
+        devices: names such as ``0,1``; None leaves the choice to the plan.
+        most: maximum number of jobs at a time.
         health: whether the devices work.
     """
 
@@ -55,12 +55,12 @@ class DeviceGroup:
 
     @property
     def job(self) -> str | None:
-        """The job that runs for the longest time."""
+        """Id of the job that has run longest; None while idle."""
         with self._lock:
             return next(iter(self._running), None)
 
     def claim(self, store: JobStore) -> Claim | None:
-        """Begin the next job; None if none may begin now."""
+        """Claim the next job; None if no job may begin now."""
         if not self.health.may_begin():
             return None
         with self._lock:
@@ -91,12 +91,12 @@ class DeviceGroup:
             self._room = 1 if plan.batch is None else min(self.most, plan.batch.num_videos)
 
     def note_end(self, id: str) -> None:  # noqa: A002
-        """Note that a job has its frames, and soon leaves."""
+        """Note that a job has all of its frames and will leave soon."""
         with self._lock:
             self._ending.add(id)
 
     def leave(self, id: str, *, is_alone: bool = False) -> None:  # noqa: A002
-        """Note that the devices are done with a job, which is to run alone if it comes again."""
+        """Note that a job has left the devices; with `is_alone` its next attempt runs alone."""
         with self._lock:
             self._running.remove(id)
             self._ending.discard(id)
@@ -105,7 +105,7 @@ class DeviceGroup:
 
 
 def _has_jumped(job: Job, store: JobStore) -> bool:
-    """Whether an older job waits. If that can't be read, the job, which has begun, counts so."""
+    """Whether an older job waits; true as well if the store can't be read."""
     try:
         return store.has_older(job)
     except StoreError:
@@ -113,7 +113,9 @@ def _has_jumped(job: Job, store: JobStore) -> bool:
 
 
 def parse_groups(text: str | None) -> dict[str, str | None]:
-    """Groups of ``0,1;2,3``; one group of what the plan chooses for None.
+    """Devices of each group in a text such as ``0,1;2,3``, by group name.
+
+    None is one group whose devices the plan chooses.
 
     Raises:
         InputError: a group is empty, holds no name of a device, or two share a device.
@@ -139,26 +141,26 @@ def parse_groups(text: str | None) -> dict[str, str | None]:
 
 
 def _full_name(device: str) -> str:
-    """``cuda:0`` for ``0`` and for ``cuda``; the processor has no number."""
+    """``cuda:0`` for ``0`` and for ``cuda``; the CPU has no number."""
     (name,) = device_names(device.lower())
     kind, _, number = name.partition(":")
     return kind if kind == "cpu" else f"{kind}:{int(number or 0)}"
 
 
-class News:
-    """Something that threads wait for, each of them until it happens once more."""
+class ChangeNotifier:
+    """Counter of changes that threads wait for: a job was queued, or a group has room."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self.count = 0
 
     def note(self) -> None:
-        """It happened."""
+        """Count a change, and wake all waiting threads."""
         with self._condition:
             self.count += 1
             self._condition.notify_all()
 
     def wait(self, seen: int, seconds: float) -> None:
-        """Wait until it has happened more often than `seen`, for some seconds at most."""
+        """Wait for a change after the count `seen`, for at most `seconds`."""
         with self._condition:
             self._condition.wait_for(lambda: self.count != seen, seconds)

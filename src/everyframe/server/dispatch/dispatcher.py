@@ -1,8 +1,8 @@
 """Dispatcher: threads of each device group claim jobs, run them, and decide what follows.
 
-A group has a thread for each job that it may run at a time (`device_groups.py`); the files of a job
-are finished while the next one runs. An attempt that was stopped or died puts its job back into the
-queue with its run, which the next one resumes.
+A group has one thread for each job that it may run at the same time (`device_groups.py`). The files
+of a job are finished while the next job runs. After an attempt that was stopped or died, the job
+returns to the queue, and its next attempt resumes the run.
 
 Read next: `attempt.py`, `store.py`.
 """
@@ -37,7 +37,7 @@ from everyframe.core.plan import Plan
 from everyframe.engine.workers.executor import Executor
 from everyframe.fast_paths.batch_certificates import MOST_VIDEOS
 from everyframe.server.dispatch.attempt import Attempt, AttemptOptions, expiry
-from everyframe.server.dispatch.device_groups import Claim, DeviceGroup, News
+from everyframe.server.dispatch.device_groups import ChangeNotifier, Claim, DeviceGroup
 from everyframe.server.dispatch.retention import CLEAN_SECONDS, clean
 from everyframe.server.errors import code_of, is_system_exhausted, message_of
 from everyframe.server.queue.jobs import Job
@@ -64,11 +64,11 @@ class DispatcherOptions(AttemptOptions):
     """How a dispatcher works.
 
     Attributes:
-        groups: name of each group and its devices, such as ``0,1``; None is what a plan chooses.
+        groups: devices of each group by its name, such as ``0,1``; None is the plan's choice.
         max_attempts: failed attempts in a row after which a job fails.
-        warm_ahead: jobs in a row that may go first because their model is warm.
-        min_free_bytes: room on the disk below which no job begins.
-        max_batch: most jobs that a group runs at a time, as one batch.
+        warm_ahead: jobs in a row that may go first because their model is already loaded.
+        min_free_bytes: free disk space below which no job begins.
+        max_batch: maximum number of jobs that a group runs as one batch.
     """
 
     groups: Mapping[str, str | None] = field(default_factory=lambda: {"default": None})
@@ -98,7 +98,7 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._draining = threading.Event()
         self._ended = threading.Event()
-        self._news = News()
+        self._changes = ChangeNotifier()
         self._trouble: str | None = None
         most = options.max_batch if executor.has_batches else 1
         self._groups = [
@@ -113,10 +113,10 @@ class Dispatcher:
         ] + [threading.Thread(target=self._clean, name="retention")]
 
     def start(self) -> list[Job]:
-        """Recover what an earlier server left, and begin; the jobs that were put back."""
+        """Recover the jobs of an earlier server, and start the threads; returns those jobs."""
         back = self._store.recover(self._expiry())
         self._store.keep_groups([*self._options.groups])
-        self._store.listen(lambda event: self._news.note() if event.type == "status" else None)
+        self._store.listen(lambda event: self._changes.note() if event.type == "status" else None)
         for thread in self._threads:
             thread.start()
         return back
@@ -128,12 +128,12 @@ class Dispatcher:
 
     @property
     def trouble(self) -> str | None:
-        """Why no job begins, in a sentence; None while all is well."""
+        """Why no job begins, in a sentence; None if jobs begin."""
         return self._trouble
 
     @property
     def groups(self) -> dict[str, str | None]:
-        """Name of each device group, and the id of the job that it runs; of a batch, the first."""
+        """Id of the job that each device group runs, by the group's name; of a batch, its first."""
         return {group.name: group.job for group in self._groups}
 
     @property
@@ -174,7 +174,7 @@ class Dispatcher:
         return self._previews.get(id)
 
     def listen_previews(self, listener: PreviewListener) -> Callable[[], None]:
-        """Call `listener` with (id, `Preview`) for each new one; undo by the result.
+        """Call `listener` with (id, `Preview`) for each new preview; the result ends that.
 
         It is called in the thread of the job, must not raise and must not block.
         """
@@ -182,13 +182,13 @@ class Dispatcher:
         return lambda: self._listeners.remove(listener)
 
     def drain(self, seconds: float = 0.0) -> None:
-        """Begin no further job, give running ones that long to finish, then stop them.
+        """Begin no further job, give running jobs `seconds` to finish, then stop them.
 
-        Stopped jobs are queued again with their run, and without a counted attempt. Returns once
-        all have ended, which takes at most `seconds` and a few more.
+        Stopped jobs are queued again with their run, and the attempt isn't counted. Returns once
+        all have ended, a few seconds after `seconds` at the latest.
         """
         self._draining.set()
-        self._news.note()
+        self._changes.note()
         until = time.monotonic() + seconds
         while time.monotonic() < until and any(thread.is_alive() for thread in self._threads):
             if self._ended.wait(min(_PAUSE, max(until - time.monotonic(), 0.0))):
@@ -201,7 +201,7 @@ class Dispatcher:
         self._finisher.shutdown()
 
     def stop_now(self) -> None:
-        """End the time that a drain gives to running jobs."""
+        """End a drain's wait for running jobs at once."""
         self._ended.set()
         with self._lock:
             attempts = [*self._attempts.values()]
@@ -214,10 +214,10 @@ class Dispatcher:
             listener(id, event)
 
     def _work(self, group: DeviceGroup) -> None:
-        """Run jobs in one group until the server drains, one at a time in this thread."""
+        """Run jobs of one group, one at a time in this thread, until the server drains."""
         ends: Future[None] | None = None
         while not self._draining.is_set():
-            seen, claim = self._news.count, None
+            seen, claim = self._changes.count, None
             try:
                 self._trouble = self._obstacle()
                 claim = None if self._trouble else group.claim(self._store)
@@ -233,10 +233,10 @@ class Dispatcher:
             elif self._trouble:
                 self._draining.wait(_PAUSE)
             elif not self._draining.is_set():
-                self._news.wait(seen, _IDLE_SECONDS)
+                self._changes.wait(seen, _IDLE_SECONDS)
 
     def _clean(self) -> None:
-        """Delete what has expired, every now and then, until the server drains."""
+        """Delete expired jobs and files at intervals, until the server drains."""
         while not self._draining.wait(CLEAN_SECONDS):
             try:
                 clean(self._store)
@@ -253,16 +253,16 @@ class Dispatcher:
         )
 
     def _run(self, claim: Claim, group: DeviceGroup) -> Future[None] | None:
-        """Run a job; what is left to do then, if anything."""
+        """Run a job; returns the work that remains after it, if any."""
         job, out_of_memory = claim.job, self._out_of_memory.pop(claim.job.id, None)
 
         def take_plan(plan: Plan) -> None:
             group.note_plan(plan)
-            self._news.note()  # others may join now
+            self._changes.note()  # others may join now
 
         def note_end() -> None:
             group.note_end(job.id)
-            self._news.note()  # the next one may be handed over
+            self._changes.note()  # the next one may be handed over
 
         attempt = Attempt(
             job, self._store, self._executor, self._options, group.devices, out_of_memory,
@@ -286,7 +286,7 @@ class Dispatcher:
             return None
         group.leave(job.id)
         group.health.note_work()
-        self._news.note()
+        self._changes.note()
         return self._finisher.submit(self._finish, attempt)
 
     def _finish(self, attempt: Attempt) -> None:
@@ -309,7 +309,7 @@ class Dispatcher:
         return expiry(self._options.retention_seconds)
 
     def _waits_for_devices(self, attempt: Attempt, error: Exception, group: DeviceGroup) -> bool:
-        """Put a job back, for any group, if it died of devices that do not work; whether it did."""
+        """Requeue a job, for any group, if broken devices ended it; returns whether they did."""
         if attempt.has_stepped:
             group.health.note_work()
             return False
@@ -360,7 +360,7 @@ class Dispatcher:
             job.id, "failed", error=data, expires_at=self._expiry(), **fields))  # fmt: skip
 
     def _can_repeat(self, attempt: Attempt, error: Exception) -> bool:
-        """Whether another attempt may succeed; prepares it."""
+        """Whether another attempt may succeed; prepares that attempt."""
         if isinstance(error, DistributedOutOfMemoryError):
             self._out_of_memory[attempt.job.id] = error.out_of_memory
             return True
@@ -373,9 +373,9 @@ class Dispatcher:
         return False
 
     def _persist(self, write: Callable[[], object]) -> None:
-        """Write into the store, again and again while it can't be written.
+        """Write into the store, and repeat it while the store can't be written.
 
-        A server that ends before leaves the row as of a running job, which `recover` puts back.
+        If the server ends first, the row still says that the job runs, and `recover` requeues it.
         """
         while True:
             try:

@@ -1,9 +1,9 @@
-"""Whether the devices of a group work, asked where jobs end their workers before a first step.
+"""Health of a device group: probe its devices after workers that died before a first step.
 
-A job that ends its workers is to blame for that itself, and fails after some attempts. A device
-that the driver lost ends the workers of every job, and a queue must not fail one by one. So after
-two such deaths in a row a process of its own computes on the group's devices. If it can't, jobs
-wait, and the devices are asked again after a pause that grows.
+A job that kills its own workers fails after a few attempts. A device that the driver lost kills the
+workers of every job, and must not fail the whole queue. So after two such deaths in a row a
+separate process computes on the group's devices. If it fails, the group's jobs wait, and the
+devices are probed again after a pause that doubles each time, from 10 seconds to 10 minutes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 
 from everyframe.hardware.isolation import ProcessResult, run_isolated
 
-#: Deaths in a row before a first step, after which the devices are asked.
+#: Deaths in a row before a first step, after which the devices are probed.
 _DEATHS = 2
 #: Seconds of the first pause, and of the longest.
 PAUSES = 10.0, 600.0
@@ -25,7 +25,7 @@ class GroupHealth:
     """Health of one device group; thread-safe.
 
     Attributes:
-        trouble: why no job begins here; None while the devices work, or nobody had to ask.
+        trouble: why no job begins here; None if the last probe passed, or none was needed.
     """
 
     def __init__(self, devices: str | None) -> None:
@@ -35,7 +35,7 @@ class GroupHealth:
         self._asking = threading.Lock()
 
     def may_begin(self) -> bool:
-        """Whether a job may begin; asks failed devices again once their pause is over."""
+        """Whether a job may begin; probes failed devices again once their pause is over."""
         if self.trouble is None:
             return True
         return time.monotonic() >= self._until and self._are_well()
@@ -45,9 +45,9 @@ class GroupHealth:
         self._deaths = 0
 
     def note_death(self, *, is_last: bool) -> str | None:
-        """Note that workers died before a first step; why the devices fail, None if they work.
+        """Note that workers died before a first step; returns why the devices fail, else None.
 
-        They are asked after two deaths in a row, or if the job has its last attempt.
+        The devices are probed after two deaths in a row, or if this was the job's last attempt.
         """
         self._deaths += 1
         if self._deaths >= _DEATHS or is_last:
@@ -56,9 +56,9 @@ class GroupHealth:
 
     def _are_well(self) -> bool:
         if not self._asking.acquire(blocking=False):
-            return False  # another thread asks
+            return False  # another thread probes
         try:
-            answer = ask_devices(self._devices)
+            answer = probe_devices(self._devices)
             if answer.is_well:
                 self.trouble, self._deaths, self._pause = None, 0, PAUSES[0]
                 return True
@@ -70,13 +70,16 @@ class GroupHealth:
             self._asking.release()
 
 
-def ask_devices(devices: str | None) -> ProcessResult:
-    """Compute on the devices of a group, in a process of its own: how that ended."""
-    return run_isolated(compute_on, devices, seconds=_SECONDS)
+def probe_devices(devices: str | None) -> ProcessResult:
+    """Run `check_devices` in a process of its own; returns how it ended."""
+    return run_isolated(check_devices, devices, seconds=_SECONDS)
 
 
-def compute_on(devices: str | None) -> list[str]:
-    """A product on each device, checked; their names. Any error says that one does not work."""
+def check_devices(devices: str | None) -> list[str]:
+    """Check a matrix product on each device; returns the devices' names.
+
+    Raises any error of a device that does not work.
+    """
     import torch
 
     from everyframe.hardware import device_names, machine_facts, pick_device

@@ -1,6 +1,6 @@
 """Files of a finished job: videos with their records, a thumbnail and a spritesheet.
 
-They are written beside their place and appear at once when all are on disk; see
+They are written to a temporary folder, which is renamed when all of them are on disk; see
 `DataFolder.publish`.
 """
 
@@ -29,7 +29,7 @@ _QUALITY = 80
 
 
 class JobOutputs:
-    """Files of one attempt of a job; a context manager that leaves none of an unfinished one."""
+    """Files of one attempt of a job; a context manager that deletes them unless published."""
 
     def __init__(self, folder: DataFolder, id: str, plan: Plan) -> None:  # noqa: A002
         self._folder = folder
@@ -56,7 +56,7 @@ class JobOutputs:
         self._folder.discard(self._id)
 
     def take(self, event: Event) -> str | None:
-        """Write what the event brings; a note if its sound can't be stored."""
+        """Write the frames or audio of an event; returns a note if the audio can't be stored."""
         if isinstance(event, FramesDecoded):
             self._output.add(event)
             self._pictures.add(event)
@@ -69,15 +69,15 @@ class JobOutputs:
         return None
 
     def has_all_with(self, event: FramesDecoded) -> bool:
-        """Whether these are the last frames of the job."""
+        """Whether the job has all of its frames with this event."""
         return self.num_frames + event.num_frames >= self._num_expected
 
     def is_last(self, event: VideoDone) -> bool:
-        """Whether the job is whole with this video."""
+        """Whether this video completes the job."""
         return self._left == {event.seed}
 
     def publish(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Make the files appear, with these fields of the job; all fields of the finished job.
+        """Publish the files with these fields of the job; returns all fields of the finished job.
 
         Raises `OSError`.
         """
@@ -91,7 +91,7 @@ class JobOutputs:
 
 
 class _Pictures:
-    """Thumbnail and spritesheet of the first video, from its frames as they come."""
+    """Thumbnail and spritesheet of the first video, from its frames as they arrive."""
 
     def __init__(self, seed: int, num_frames: int) -> None:
         self._seed = seed

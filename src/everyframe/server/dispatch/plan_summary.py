@@ -1,4 +1,4 @@
-"""What the server says of a plan: the settings of the video, and the plan in short."""
+"""Summaries of a plan for clients: the settings of the video, and the plan in short."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from everyframe.core.plan import Plan
 def resolved_of(plan: Plan) -> dict[str, Any]:
     """Settings of the video as JSON data: size in pixels, frames, fps, steps, guidance, seed.
 
-    And the method that was chosen for a quality, with what was measured of it; None for exact.
+    Also the lossy method chosen for a quality budget, with its measurements; None if exact.
     """
     settings = plan.settings
     num_frames = settings.num_frames * settings.chain
@@ -32,9 +32,9 @@ def resolved_of(plan: Plan) -> dict[str, Any]:
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
-    """A plan as ``/v1/plan`` and the ``planned`` event have it, beside `resolved_of`.
+    """Family, precision, fast paths, memory, time and notes of a plan.
 
-    Family, precision, fast paths, memory, time and notes.
+    ``/v1/plan`` and the ``planned`` event send them beside `resolved_of`.
     """
     return {
         **resolved_of(plan),

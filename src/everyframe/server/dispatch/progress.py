@@ -1,6 +1,6 @@
 """Progress of a job over all of its stages, weighted by the plan's forecast; it never falls.
 
-The steps of each stage begin at 1, so that a bare ``step / num_steps`` falls with each stage.
+A plain ``step / num_steps`` would fall with each stage, since steps of each stage begin at 1.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ProgressMeter:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds that are left: by this attempt's own speed, or by the forecast at first."""
+        """Remaining seconds, from this attempt's speed; at first from the plan's forecast."""
         first = self._fraction if self._first is None else self._first
         done = self._fraction - first
         if done >= _ENOUGH:
@@ -95,7 +95,7 @@ class ProgressMeter:
 
 
 def stage_weights(plan: Plan) -> dict[str, float]:
-    """Share of each stage in the time of a clip: by forecast seconds, else operations, else alike.
+    """Share of each stage in the time of a clip: by forecast seconds, else operations, else equal.
 
     The shares add up to 1.
     """

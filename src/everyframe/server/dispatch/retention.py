@@ -1,4 +1,4 @@
-"""Retention: finished jobs whose time has come are deleted, and files that no job names."""
+"""Retention: delete expired jobs, and files that belong to no job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UPLOAD_SECONDS = 3600.0
 
 
 def clean(store: JobStore) -> None:
-    """Delete expired jobs, uploads that nobody gave lately and no job names, and runs of no job.
+    """Delete expired jobs, old uploads that no job uses, and run folders without a job.
 
     Raises `StoreError` or `OSError` if the data folder can't be read or written.
     """

@@ -1,1 +1,1 @@
-"""The HTTP application: access, routes, events and documents around the queue."""
+"""The HTTP application: access, routes, event streams and the OpenAPI document."""

@@ -1,7 +1,8 @@
-"""Who asks: API keys, the page's session cookie, and the Host and Origin headers.
+"""Access checks: API keys, the page's session cookie, and the Host and Origin headers.
 
-Keys are held as SHA-256 and compared in constant time. A session cookie is signed with a key of the
-data folder: it outlives a restart, ends with the API key, and can't be made from a file of hashes.
+Keys are stored as SHA-256 and compared in constant time. A session cookie is signed with a key in
+the data folder: it stays valid over a restart, becomes invalid with its API key, and can't be
+forged from a file of key hashes.
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 @dataclass(frozen=True)
 class Principal:
-    """Who asks: the name of a key, empty without keys, and its role."""
+    """The caller: the name of its key, empty on a server without keys, and its role."""
 
     name: str = ""
     role: Role = "admin"
 
     @property
     def owner(self) -> str | None:
-        """Whose jobs it sees; None for all."""
+        """Owner whose jobs it may see; None for all jobs."""
         return None if self.role == "admin" else self.name
 
 
 class Access:
-    """Checks of one server; `session_key` signs its cookies."""
+    """Access checks of one server; `session_key` signs its cookies."""
 
     def __init__(self, settings: ServerSettings, session_key: bytes) -> None:
         self._settings, self._session_key = settings, session_key
         self._keys = {key.name: key for key in settings.keys}
 
     def needs_key(self, path: str) -> bool:
-        """Whether a path is for those with a key: not health, the login and the page's files."""
+        """Whether a path needs a key: all but health, the login and the page's files."""
         if not self._keys or path in _OPEN:
             return False
         if path == "/metrics":
@@ -53,7 +54,7 @@ class Access:
         return path == "/v1" or path.startswith("/v1/")
 
     def check_host(self, host: str) -> None:
-        """Raise `ApiError` for a Host header of another name, as DNS rebinding brings it."""
+        """Raise `ApiError` for a Host header of another name, as DNS rebinding sends it."""
         if _host_name(host) not in self._settings.host_names:
             raise ApiError(
                 "invalid_host",
@@ -61,7 +62,7 @@ class Access:
             )
 
     def check_origin(self, method: str, headers: Mapping[str, str]) -> None:
-        """Raise `ApiError` for a change that a page of another origin asks for."""
+        """Raise `ApiError` for a modifying request from a page of another origin."""
         if method in _SAFE_METHODS:
             return
         origin = headers.get("origin")
@@ -76,7 +77,7 @@ class Access:
             )
 
     def principal(self, headers: Mapping[str, str], cookies: Mapping[str, str]) -> Principal:
-        """Who asks. Raises `ApiError` without a good key."""
+        """The caller of a request. Raises `ApiError` without a valid key or cookie."""
         if not self._keys:
             return Principal()
         scheme, _, given = headers.get("authorization", "").partition(" ")
@@ -94,7 +95,7 @@ class Access:
         return Principal(key.name, key.role)
 
     def find_key(self, given: str) -> ApiKey | None:
-        """The key that was given; every key is compared, each in constant time."""
+        """The API key that matches the text, else None; all are compared, in constant time."""
         digest = hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()
         found = None
         for key in self._keys.values():

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, error envelope and middleware around one server's parts."""
+"""Build the HTTP application: routes, error envelope, middleware, and a server's context."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def create_app(
 
 
 async def _plan_ahead(context: ServerContext) -> None:
-    """Plan the default model's default video, so that nobody's first request waits for it."""
+    """Plan the default model's default video, so that the first request needn't wait for it."""
     try:
         await default_plan(context)
     except ApiError as error:
@@ -99,7 +99,7 @@ async def _plan_ahead(context: ServerContext) -> None:
 
 
 def routed_app(lifespan: Any = None, *, has_sync: bool = True) -> DocumentedApp:
-    """The routes without what answers them: enough for the OpenAPI document."""
+    """The routes without a server behind them: enough for the OpenAPI document."""
     app = DocumentedApp(
         title="Everyframe",
         version=__version__,

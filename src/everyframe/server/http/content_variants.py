@@ -1,4 +1,4 @@
-"""Variants of a video's content that are made when they are asked for, from its file."""
+"""Variants of a video that are made from its file on request: a preview, a zip of frames."""
 
 from __future__ import annotations
 

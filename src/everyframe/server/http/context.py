@@ -1,4 +1,4 @@
-"""What the routes of one server share."""
+"""Context of one server's routes: its store, dispatcher, models, caches and limits."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from everyframe.server.http.access import Access, Principal
 from everyframe.server.http.event_stream import EventHub
 from everyframe.server.http.rate_limits import RateLimit
 from everyframe.server.machine import (
-    DOCTOR_HOLDS,
-    FACTS_HOLD,
-    RememberedAnswer,
-    ask_doctor,
+    DOCTOR_SECONDS,
+    FACTS_SECONDS,
+    CachedResult,
     read_facts,
+    run_doctor,
 )
 from everyframe.server.monitoring.metrics import Metrics
 from everyframe.server.queue.job_adder import JobAdder
@@ -44,7 +44,7 @@ _LOGINS_A_MINUTE = 60
 
 @dataclass
 class ServerContext:
-    """The parts of one server. `hub` is there while the application runs."""
+    """The parts of one server. `hub` exists while the application runs."""
 
     settings: ServerSettings
     store: JobStore
@@ -60,8 +60,8 @@ class ServerContext:
     logins: RateLimit = field(init=False)
     urls: UrlFetcher = field(init=False)
     metrics: Metrics = field(init=False)
-    facts: RememberedAnswer = field(init=False)
-    doctor: RememberedAnswer = field(init=False)
+    facts: CachedResult = field(init=False)
+    doctor: CachedResult = field(init=False)
     parser: RequestParser = field(init=False)
     hub: EventHub | None = None
     started_at: float = field(default_factory=time.time)
@@ -78,12 +78,12 @@ class ServerContext:
         self.logins = RateLimit(_LOGINS_A_MINUTE)
         self.urls = UrlFetcher(self.settings.url_hosts, limits.body_bytes)
         self.metrics = Metrics(self.store, self.dispatcher)
-        self.facts = RememberedAnswer(read_facts, FACTS_HOLD)
-        self.doctor = RememberedAnswer(ask_doctor, DOCTOR_HOLDS)
+        self.facts = CachedResult(read_facts, FACTS_SECONDS)
+        self.doctor = CachedResult(run_doctor, DOCTOR_SECONDS)
         self.parser = RequestParser(self.models, self.loras, limits, self.read_media)
 
     def begin_drain(self) -> None:
-        """Take no more jobs, and end the event streams. May be called from any thread."""
+        """Accept no more jobs, and end the event streams. May be called from any thread."""
         self.is_draining = True
         if self.hub is not None:
             self.hub.close()
@@ -94,7 +94,7 @@ class ServerContext:
             raise draining()
 
     def read_media(self, param: str, wanted: str, value: Any) -> StoredMedia:
-        """Store a picture or video that a field has: an upload, a data URL, or an allowed URL."""
+        """Store the picture or video of a field: an upload, a data URL or an allowed URL."""
         if isinstance(value, dict) and len(value) == 1:
             value = next(iter(value.values()))
             if isinstance(value, dict):
@@ -114,15 +114,15 @@ class ServerContext:
             param,
         )
 
-    async def job(self, id: str, who: Principal) -> Job:  # noqa: A002
-        """The job of that id that this one may see. Raises `ApiError` if there is none."""
-        return (await self.placed_job(id, who))[0]
+    async def job(self, id: str, caller: Principal) -> Job:  # noqa: A002
+        """The job of that id, if the caller may see it. Raises `ApiError` otherwise."""
+        return (await self.placed_job(id, caller))[0]
 
-    async def placed_job(self, id: str, who: Principal) -> tuple[Job, int | None]:  # noqa: A002
-        """The job as `job` has it, and how many go first if it is queued."""
+    async def placed_job(self, id: str, caller: Principal) -> tuple[Job, int | None]:  # noqa: A002
+        """The job as `job` returns it, and the number of jobs before it if it is queued."""
 
         def found() -> tuple[Job, int | None] | None:
-            job = self.store.get(id, who.owner)
+            job = self.store.get(id, caller.owner)
             return None if job is None else (job, self.store.queue_position(job))
 
         placed: tuple[Job, int | None] | None = None
@@ -134,7 +134,7 @@ class ServerContext:
 
 
 async def in_thread(function: Any, *arguments: Any, **named: Any) -> Any:
-    """Call something that blocks in a thread, with the library's errors as answers."""
+    """Call a blocking function in a thread; the library's errors become `ApiError`."""
 
     def call() -> Any:
         return function(*arguments, **named)
@@ -146,13 +146,13 @@ async def in_thread(function: Any, *arguments: Any, **named: Any) -> Any:
 
 
 async def context_of(request: Request) -> ServerContext:
-    """The context of the application that answers."""
+    """The context of the application that handles the request."""
     found: ServerContext = request.app.state.context
     return found
 
 
 async def principal_of(request: Request) -> Principal:
-    """Who asks, as the middleware found out."""
+    """The caller, as the middleware identified it."""
     found: Principal = request.scope["principal"]
     return found
 
@@ -164,5 +164,5 @@ async def body_of(request: Request) -> Body:
 
 # Coroutines, as FastAPI calls a function in a thread, and a switch costs more than these do.
 Context = Annotated[ServerContext, Depends(context_of)]
-Who = Annotated[Principal, Depends(principal_of)]
-GivenBody = Annotated[Body, Depends(body_of)]
+Caller = Annotated[Principal, Depends(principal_of)]
+RequestBody = Annotated[Body, Depends(body_of)]

@@ -48,7 +48,7 @@ async def parse_body(
 
 
 def _refuse_if_not_drawable(context: ServerContext, prompt: str) -> None:
-    """Raise `ApiError` for a prompt that the embedded model, asked for by nobody, can't draw."""
+    """Raise `ApiError` if the embedded model is only the default and can't draw the prompt."""
     read = read_prompt(prompt)
     if isinstance(read, Refusal):
         others = [each.name for each in context.models if each is not context.models.default]
@@ -69,7 +69,7 @@ async def default_plan(context: ServerContext, model: str | None = None) -> Plan
 
 
 async def plan_of(context: ServerContext, body: Body) -> tuple[ParsedBody, Plan]:
-    """A body and its plan; any prompt stands for a missing one, which no plan depends on.
+    """A body and its plan; a missing prompt is filled in, since no plan depends on its words.
 
     Raises:
         ApiError: the body is wrong, or its plan does not fit.
@@ -86,27 +86,29 @@ async def plan_of(context: ServerContext, body: Body) -> tuple[ParsedBody, Plan]
 
 async def create_job(
     context: ServerContext,
-    who: Principal,
+    caller: Principal,
     request: Request,
     body: Body,
     *,
     base: Mapping[str, Any] | None = None,
     parent: str | None = None,
 ) -> tuple[Job, int | None]:
-    """Add a job for a body, on top of the options `base` of an earlier job; it and its place.
+    """Add a job for a body, on top of the options `base` of an earlier job.
+
+    Returns the job and its place in the queue.
 
     Raises:
         ApiError: the body is wrong, the plan does not fit, or a limit is reached.
     """
     context.check_not_draining()
-    context.creations.take(who.name)
-    priority, body = split_priority(who, body)
+    context.creations.take(caller.name)
+    priority, body = split_priority(caller, body)
     parsed = await parse_body(context, body, base)
     plan = await context.plans.plan(parsed)
     limits = context.settings.limits
     new = NewJob(
         request=parsed.options,
-        owner=who.name,
+        owner=caller.name,
         model=parsed.model.name,
         resolved=resolved_of(plan),
         report={"warnings": [*parsed.warnings, *plan.notes], **_trace(request)},
@@ -124,14 +126,14 @@ async def create_job(
         raise api_error(error) from error
 
 
-def split_priority(who: Principal, body: Body) -> tuple[int, Body]:
+def split_priority(caller: Principal, body: Body) -> tuple[int, Body]:
     """The `priority` of a body, and the body without it."""
     if "priority" not in body.fields:
         return 0, body
     text = str(body.fields["priority"])
     if not re.fullmatch(r"-?\d{1,2}", text):
         raise ApiError("invalid_value", "priority must be a whole number", "priority")
-    if int(text) > 0 and who.role != "admin":
+    if int(text) > 0 and caller.role != "admin":
         raise ApiError("forbidden", "only an admin's key may go ahead of others", "priority")
     rest = {name: value for name, value in body.fields.items() if name != "priority"}
     return int(text), replace(body, fields=rest)
@@ -145,7 +147,7 @@ def _idempotency(request: Request) -> str | None:
 
 
 def _trace(request: Request) -> dict[str, str]:
-    """The trace of who asks, for the job's report."""
+    """The caller's trace id, for the job's report."""
     parent = trace_parent(request.headers.get(HEADER))
     return {HEADER: parent} if parent is not None else {}
 

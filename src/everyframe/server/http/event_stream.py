@@ -1,4 +1,4 @@
-"""Server-sent events of jobs: stored events, woken by the store, resumed by ``Last-Event-ID``."""
+"""Server-sent events of jobs: sent as the store gets them, resumed by ``Last-Event-ID``."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class EventHub:
             dispatcher.listen_previews(self._add_preview),
         ]
 
-    def num_streams(self, who: Principal | None = None) -> int:
+    def num_streams(self, caller: Principal | None = None) -> int:
         """Open streams, or those of one principal."""
-        return sum(who in (None, each) for each in self._streams.values())
+        return sum(caller in (None, each) for each in self._streams.values())
 
     def close(self) -> None:
         """End all streams with a ``draining`` event. May be called from any thread."""
@@ -52,7 +52,7 @@ class EventHub:
         self._wake_soon()
 
     def _add_preview(self, video: str, event: Event) -> None:
-        """Hand a preview to the streams that asked for them; only the newest of a job waits."""
+        """Pass a preview to the streams that want them; a newer one of the job replaces it."""
         assert isinstance(event, Preview)
 
         def add() -> None:
@@ -64,7 +64,7 @@ class EventHub:
 
     async def stream(
         self,
-        who: Principal,
+        caller: Principal,
         after: int,
         *,
         video: str | None,
@@ -73,10 +73,10 @@ class EventHub:
     ) -> AsyncIterator[bytes]:
         """The text of a stream: `snapshot` first, then the events after that number.
 
-        It ends with the job's ``done``, or with ``draining``.
+        A job's stream ends with its ``done``, every stream with ``draining``.
         """
         woken = asyncio.Event()
-        self._streams[woken] = who
+        self._streams[woken] = caller
         previews: dict[str, Preview] = {}
         if with_previews:
             self._previews[woken] = previews
@@ -91,7 +91,7 @@ class EventHub:
                     return
             while not self.is_draining:
                 woken.clear()
-                read = await anyio.to_thread.run_sync(self._read, after, video, who.owner)
+                read = await anyio.to_thread.run_sync(self._read, after, video, caller.owner)
                 for event, data in read:
                     after = event.number
                     yield event_text(event.type, data, after)
@@ -99,7 +99,7 @@ class EventHub:
                         return
                 while previews:
                     of, preview = previews.popitem()
-                    if video in (None, of) and await self._is_of(of, who.owner):
+                    if video in (None, of) and await self._is_of(of, caller.owner):
                         yield event_text("preview", preview_data(of, preview))
                 if len(read) == _CHUNK:
                     continue
@@ -155,7 +155,7 @@ def preview_data(video: str, preview: Preview) -> dict[str, Any]:
 
 
 def job_snapshot(store: JobStore, job: Job) -> list[tuple[str, dict[str, Any]]]:
-    """Events that say where a job is now."""
+    """Events that describe a job's current state."""
     if job.is_final:
         return [("done", {"video": job.id, **video_resource(job)})]
     position = store.queue_position(job)
@@ -168,6 +168,6 @@ def job_snapshot(store: JobStore, job: Job) -> list[tuple[str, dict[str, Any]]]:
 
 
 def event_text(kind: str, data: dict[str, Any], number: int | None = None) -> bytes:
-    """One event in the form of ``text/event-stream``."""
+    """One event in the format of ``text/event-stream``."""
     own = f"id: {number}\n" if number is not None else ""
     return f"{own}event: {kind}\ndata: {json.dumps(data, allow_nan=False)}\n\n".encode()

@@ -1,4 +1,4 @@
-"""What happens around every route: Host, Origin and key are checked, headers are set.
+"""Access middleware of every route: it checks Host, Origin and key, and sets security headers.
 
 Plain ASGI, so that event streams and files pass through unbuffered.
 """
@@ -34,7 +34,7 @@ Observer = Callable[[str, str, int, float], None]
 
 
 class AccessMiddleware:
-    """Answers for who may not ask; puts `principal` into the scope for those who may."""
+    """Refuses requests without access; sets `principal` in the scope of all others."""
 
     def __init__(self, app: ASGIApp, access: Access, observe: Observer) -> None:
         self._app, self._access, self._observe = app, access, observe
@@ -81,7 +81,7 @@ class AccessMiddleware:
             self._observe(scope["method"], route, status, time.monotonic() - began)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        """Why this request is not served; None if it is."""
+        """The error for a request without access; None if it has access."""
         connection = HTTPConnection(scope)
         scope["principal"] = Principal(name="", role="user")
         try:

@@ -26,7 +26,7 @@ _OURS = ("name", "type", "group", "help", "unit", "accepts", "enum", "families",
 
 
 class DocumentedApp(FastAPI):
-    """An application whose document describes its bodies and errors."""
+    """An application whose OpenAPI document describes its bodies and errors."""
 
     def openapi(self) -> dict[str, Any]:
         """The OpenAPI document; made once."""

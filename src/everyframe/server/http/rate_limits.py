@@ -1,4 +1,4 @@
-"""Token buckets: how many creations a key may ask for in a minute. One process, in memory."""
+"""Token buckets in memory: limit requests per minute, of each key or of all clients."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Limits on the head of a request: its request line and headers, in time and in bytes.
 
-Uvicorn waits for ever for the rest of a head, so that a few thousand connections that drip a byte
-now and then would take all that the process may open. `body.py` limits bodies.
+Uvicorn waits forever for the rest of a head. A few thousand slow connections (Slowloris) would thus
+use up the process's file descriptors. `body.py` limits bodies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from everyframe.server.settings import Limits
 
 
 def limited_protocol(limits: Limits) -> type[asyncio.Protocol]:
-    """Uvicorn's protocol for HTTP, by the parser that is installed, with these limits."""
+    """Uvicorn's HTTP protocol class for the installed parser, with these limits."""
 
     class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         """A connection. A head begins with the connection, or with the first byte after a body."""
@@ -75,7 +75,7 @@ def limited_protocol(limits: Limits) -> type[asyncio.Protocol]:
 
 
 def _answer(error: ApiError) -> bytes:
-    """The last answer of a connection."""
+    """The last response of a connection."""
     body = json.dumps(error.to_json()).encode()
     head = (
         f"HTTP/1.1 {error.status} {error.code}\r\ncontent-type: application/json\r\n"

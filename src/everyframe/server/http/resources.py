@@ -1,6 +1,6 @@
 """Resources of the API: OpenAI's video with our fields, its list, and its deletion.
 
-The classes are the schema of ``openapi.json``; `video_resource` makes one of a job's row.
+The classes are the schema of ``openapi.json``; `video_resource` fills one from a job.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def video_resource(job: Job, queue_position: int | None = None) -> dict[str, Any
 
 
 def request_options(job: Job) -> dict[str, Any]:
-    """Options of a job as a client gave them: no paths, and ``true`` for a picture or video."""
+    """Options of a job as a client sent them: no paths, and ``true`` for a picture or video."""
     shown = {name: value for name, value in job.request.items() if name != "model"}
     for name in MEDIA:
         if is_input(shown.get(name)):
@@ -197,9 +197,9 @@ def _links(job: Job) -> dict[str, str]:
 
 
 def poll_after_ms(job: Job, queue_position: int | None, now: float) -> int:
-    """Milliseconds until a client should ask again: at first often, then a tenth of the rest.
+    """Milliseconds until a client should poll again: short at first, then a tenth of the rest.
 
-    A queued job is not done before the jobs that go first, each of which takes `_LEAST_MS`.
+    A queued job waits for the jobs before it, each of which takes at least `_LEAST_MS`.
     """
     least = max(250, _LEAST_MS * (queue_position or 0))
     if now - job.created_at < 10 or job.eta_s is None:

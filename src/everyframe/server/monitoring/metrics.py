@@ -1,6 +1,6 @@
-"""Metrics for Prometheus: requests, the queue, and what jobs took.
+"""Metrics for Prometheus: requests, the queue, and durations and memory of jobs.
 
-Labels hold no ids, prompts or names of files. The registry belongs to one application.
+Labels hold no ids, prompts or file names. Each application has its own registry.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Metrics:
         self._request_seconds.labels(method, route).observe(seconds)
 
     def follow(self, event: StoredEvent, job: Job | None) -> None:
-        """Count what an event of a job says."""
+        """Update the metrics by an event of a job."""
         data = event.data
         if event.type == "repaired":
             self._repairs.labels(str(data.get("cause", "unclear"))).inc()
@@ -152,7 +152,7 @@ class Metrics:
 
 
 class _CollectedGauge:
-    """A gauge whose values by label are read when they are asked for."""
+    """A gauge whose values by label are read at each scrape."""
 
     def __init__(
         self, name: str, text: str, label: str, read: Callable[[], Mapping[str, float]]
@@ -160,11 +160,11 @@ class _CollectedGauge:
         self._name, self._text, self._label, self._read = name, text, label, read
 
     def describe(self) -> Iterator[Metric]:
-        """Its name, without a look at the values."""
+        """The gauge's name and help, without values."""
         yield GaugeMetricFamily(self._name, self._text)
 
     def collect(self) -> Iterator[Metric]:
-        """The values of now."""
+        """The current values."""
         found = GaugeMetricFamily(self._name, self._text, labels=[self._label])
         for label, value in self._read().items():
             found.add_metric([label], value)

@@ -1,7 +1,7 @@
-"""Spans for OpenTelemetry: one a job, with a child a stage, in the trace of who asked.
+"""Spans for OpenTelemetry: one per job with a child per stage, in the client's trace.
 
-The extra `[otel]`; where the spans go is set by OpenTelemetry's own variables, such as
-``OTEL_EXPORTER_OTLP_ENDPOINT``.
+Needs the extra `[otel]`. OpenTelemetry's own variables, such as ``OTEL_EXPORTER_OTLP_ENDPOINT``,
+set where the spans are sent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOST_EVENTS = 10_000
 
 
 def trace_parent(header: str | None) -> str | None:
-    """The header of a caller's trace if it is one."""
+    """The ``traceparent`` header of a client; None if it is not valid."""
     return header if header is not None and _TRACEPARENT.fullmatch(header) else None
 
 

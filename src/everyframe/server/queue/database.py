@@ -1,10 +1,10 @@
 """The SQLite file of the queue: schema, connections and transactions.
 
-Write-ahead log with ``synchronous=FULL``: what a durable transaction wrote survives a power cut.
-What can be lost without harm is written without a wait for the disk; it survives the death of the
-process, and a power cut takes it only with all that was written after it. One process uses the file
-(the data folder is locked), so writers queue on a lock of that process and never on SQLite's, whose
-waiting sleeps.
+The file has a write-ahead log with ``synchronous=FULL``, so a durable transaction survives a power
+cut. A transaction that may be lost does not wait for the disk: it survives the death of the
+process, and a power cut loses it only together with everything written after it. Only one process
+uses the file (the data folder is locked), so writers wait for a lock of that process and never for
+SQLite's, which polls.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
-        """Context: a connection that nobody else uses meanwhile, for reading."""
+        """Context: a connection for reading, used by this thread alone."""
         with self._readers:
             connection = self._idle.pop() if self._idle else None
         with _explained(self._path):
@@ -112,9 +112,9 @@ class Database:
 
     @contextmanager
     def write(self, *, is_durable: bool = True) -> Iterator[sqlite3.Connection]:
-        """Context: a transaction, written at the end of the block; an error undoes all of it.
+        """Context: a transaction, committed at the end of the block and undone by an error.
 
-        One that is not durable may be lost in a power cut, until a durable one follows.
+        Without `is_durable` a power cut may lose it, until a durable transaction follows.
         """
         with self._writing, _explained(self._path):
             self._writer.execute(f"PRAGMA synchronous={'FULL' if is_durable else 'NORMAL'}")
@@ -128,7 +128,7 @@ class Database:
                 raise
 
     def close(self) -> None:
-        """Close all connections; those in use are closed when they are given back."""
+        """Close all connections; those in use are closed after their use."""
         with self._writing, self._readers:
             self._is_closed = True
             for connection in (*self._idle, self._writer):

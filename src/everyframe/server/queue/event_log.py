@@ -1,4 +1,4 @@
-"""Events of jobs: in the database, and to those who wait for them."""
+"""Event log of all jobs: events in the database, and callbacks for new ones."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ class EventLog:
         return self._last_event
 
     def wait(self, after: int, timeout: float, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Wait until there is an event after that number, for at most `timeout` seconds.
+        """Wait for an event after that number, for at most `timeout` seconds.
 
-        Or until `is_over`, which is asked again after each `wake`.
+        Also returns once `is_over` is true, which `wake` has checked again.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._last_event > after or is_over(), timeout)
 
     def wake(self) -> None:
-        """Have those who wait ask whether it is over."""
+        """Have all waiting threads check their `is_over`."""
         with self._changed:
             self._changed.notify_all()
 
     def listen(self, listener: Callable[[StoredEvent], None]) -> Callable[[], None]:
-        """Call `listener` with each new event, in the thread that added it; undo by the result.
+        """Call `listener` with each new event, in the thread that added it; the result ends that.
 
         It is called after the event is written, must not raise and must not block.
         """

@@ -1,7 +1,7 @@
-"""Add jobs to the queue from the event loop: those that wait for the disk at once share one commit.
+"""Add jobs to the queue from the event loop; jobs that arrive together share one commit.
 
-A wait for the disk costs as much for one job as for many, and a switch between threads costs more
-than the work on a row.
+Flushing to disk costs as much for one job as for many, and a switch between threads costs more than
+the work on a row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST = 64
 
 
 class JobAdder:
-    """Adds jobs in the order in which they come; `add` runs in the server's event loop."""
+    """Adds jobs in order of arrival; `add` runs in the server's event loop."""
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
@@ -29,9 +29,9 @@ class JobAdder:
         self._limiter = anyio.CapacityLimiter(1)
 
     async def add(self, job: NewJob) -> tuple[Job, int | None]:
-        """The job once it is on disk, and how many go first, as `JobStore.queue_position` has it.
+        """Add a job; returns it once it is on disk, and its `JobStore.queue_position`.
 
-        Raises the errors of `JobStore.add`. A caller that is cancelled takes no job back.
+        Raises the errors of `JobStore.add`. A job stays in the queue if its caller is cancelled.
         """
         answer: asyncio.Future[tuple[Job, int | None]] = asyncio.get_running_loop().create_future()
         self._waiting.append((job, answer))
@@ -40,7 +40,7 @@ class JobAdder:
         return await answer
 
     async def _write(self) -> None:
-        """Write all that wait. While one group is written, the next one gathers."""
+        """Write all waiting jobs; while one group is written, the next one gathers."""
         try:
             while self._waiting:
                 await self._gather()
@@ -50,7 +50,7 @@ class JobAdder:
             self._writing = None
 
     async def _gather(self) -> None:
-        """Wait while every turn of the loop brings another job."""
+        """Wait as long as each turn of the event loop brings another job."""
         number = 0
         while number < len(self._waiting) < _MOST:
             number = len(self._waiting)

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class JobFollower:
-    """Calls followers with every event from now on; `stop` ends it."""
+    """Calls functions with every event from now on, in a thread; `stop` ends it."""
 
     def __init__(self, store: JobStore, followers: Sequence[Follower]) -> None:
         self._store, self._followers = store, followers
@@ -34,7 +34,7 @@ class JobFollower:
         self._thread.start()
 
     def stop(self) -> None:
-        """End, after the events that are there."""
+        """End the thread, after the events that already exist."""
         self._stopped.set()
         self._store.wake()
         if self._thread.ident is not None:

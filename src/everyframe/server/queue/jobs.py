@@ -1,4 +1,4 @@
-"""Jobs and events of the server, as frozen values; `store.py` keeps them."""
+"""Jobs and events of the server, as frozen values; `store.py` stores them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class NewJob:
     Attributes:
         request: options of the `Request` by name, as JSON data; files are relative to the data
             folder. A seed is drawn if there is none, so that every attempt makes the same video.
-        owner: name of the key that asks; empty without keys.
+        owner: name of the client's key; empty without keys.
         model: name of the model, as `claim` compares it.
         resolved: what the plan says of the video, as JSON data.
         report: first entries of the job's report, such as ``warnings``.
         priority: higher goes first.
         idempotency: key of the client; the same key is the same job.
         body_hash: hash of the request's body.
-        retry_count: which repetition of the request this is, by the client's own count; above 0 it
-            is the same job as one of the last ten minutes with that hash.
+        retry_count: number of this repetition by the client's own count. Above 0, a job of the last
+            ten minutes with the same `body_hash` is returned in place of a new one.
         parent: id of the job that this one continues or repeats.
-        max_queued: `QueueFullError` if so many jobs are queued already.
-        max_queued_of_owner: the same for the jobs of this owner.
+        max_queued: `QueueFullError` if this many jobs are queued already.
+        max_queued_of_owner: the same for this owner's jobs.
     """
 
     request: Mapping[str, Any]
@@ -55,22 +55,22 @@ class Job:
     """A job of the queue. Times are seconds since the epoch.
 
     Attributes:
-        seq: place in the order of arrival.
+        seq: number in order of arrival.
         status: one of `STATUSES`.
         owner, model, request, resolved, priority, parent: as in `NewJob`.
-        group: the device group that runs it, or ran it last.
+        group: device group that runs it or ran it last.
         expires_at: when its files are deleted; None for never.
-        attempts: starts since it last advanced, which a worker may have died of.
+        attempts: starts since it last advanced; each may have killed a worker.
         interruptions: deaths of the server while it wrote the job's frames.
         progress: percent, over all stages; 100 only when completed.
-        phase: the current stage; `step` of `total_steps` in it are done.
-        eta_s: forecast of the seconds that are left.
+        phase: the current stage, of which `step` of `total_steps` are done.
+        eta_s: forecast of the remaining seconds.
         run: path of its run folder; None before it has one.
         error: ``{"code", "message"}`` of a failed job.
         file: path of its video, relative to the data folder.
         report: what its run reports: ``warnings``, ``repairs``, ``checks``, ``stage_durations``,
             ``inference_time_s``, ``peak_memory_mb``, ``resumed_from_step``.
-        is_cancel_requested: whether it is to be stopped.
+        is_cancel_requested: whether a client cancelled it while it ran.
     """
 
     seq: int
@@ -104,7 +104,7 @@ class Job:
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing more happens to it by itself."""
+        """Whether it is completed, failed or cancelled."""
         return self.status in FINAL
 
 

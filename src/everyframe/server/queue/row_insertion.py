@@ -1,4 +1,4 @@
-"""Insert a job into the queue's table, once for each request, while there is room."""
+"""Insert a job into the queue's table, once per request, within the limits of the queue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REPEAT_SECONDS = 600.0
 
 
 def insert_job(changes: Transaction, job: NewJob) -> Job | Exception:
-    """The job in its row, or the one that this request made already, or why there is none."""
+    """The inserted job, the job that this request made before, or the error that prevents it."""
     try:
         with changes.savepoint():
             same = _same_job(changes.connection, job)
@@ -44,7 +44,7 @@ def insert_job(changes: Transaction, job: NewJob) -> Job | Exception:
 
 
 def _same_job(connection: sqlite3.Connection, job: NewJob) -> Job | None:
-    """The job that this very request made before."""
+    """The job that the same request made before; None if it is new."""
     if job.idempotency is not None:
         query = "SELECT * FROM videos WHERE owner = ? AND idempotency = ?"
         row = connection.execute(query, (job.owner, job.idempotency)).fetchone()

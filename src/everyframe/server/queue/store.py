@@ -1,8 +1,8 @@
 """The durable queue: jobs and their events in one SQLite file.
 
-Each method is one transaction. What a method returned is on disk, except for `claim` and `update`,
-which don't wait for it: a power cut may put a running job back into the queue, which continues with
-its run as after any other death of the server. The state of the videos themselves is in their run
+Each method is one transaction, and on disk when it returns. Only `claim`, `claim_alike` and
+`update` don't wait for the disk: after a power cut a running job may be queued again, and continues
+with its run as after any other death of the server. The state of the videos is in their run
 folders; `dispatcher.py` runs the jobs.
 """
 
@@ -24,7 +24,7 @@ from everyframe.server.queue.transaction import job_of, plain
 _Jobs: TypeAlias = list[Job]
 _Added: TypeAlias = list[Job | Exception]
 
-#: Deaths of the server, one after the other without a step between, after which a job fails.
+#: Deaths of the server in a row, without a step between them, after which a job fails.
 MAX_INTERRUPTIONS = 10
 
 #: Fields that `update` may set.
@@ -45,10 +45,10 @@ class JobStore(EventLog):
         self.folder = folder
 
     def add(self, job: NewJob) -> Job:
-        """Add a job to the queue, or return the one that this request made already.
+        """Add a job to the queue, or return the job that the same request made before.
 
-        That is a job of the same owner with the same idempotency key, or for a repeated request
-        the same body within `row_insertion.REPEAT_SECONDS`.
+        Two requests of an owner are the same if their idempotency keys are equal, or if the client
+        marks one as a repetition of an equal body within `row_insertion.REPEAT_SECONDS`.
 
         Raises:
             InputError: the idempotency key was used for another request.
@@ -60,9 +60,9 @@ class JobStore(EventLog):
         return added
 
     def add_all(self, jobs: Sequence[NewJob]) -> _Added:
-        """Add jobs in their order with one wait for the disk; each as `add` does, or its error.
+        """Add jobs in order with one flush to disk; returns the job of each, or its error.
 
-        A job that can't be added hurts no other, and leaves nothing behind.
+        A job that can't be added leaves nothing behind and does not affect the others.
         """
         try:
             with self._writing() as changes:
@@ -74,7 +74,7 @@ class JobStore(EventLog):
         return [each for job in jobs for each in self.add_all([job])]
 
     def get(self, id: str, owner: str | None = None) -> Job | None:  # noqa: A002
-        """The job, or None if there is none, or with `owner` if it is somebody else's."""
+        """The job; None if it does not exist, or belongs to another owner than `owner`."""
         with self._database.read() as reading:
             row = reading.execute("SELECT * FROM videos WHERE id = ?", (id,)).fetchone()
         return None if row is None or owner not in (None, row["owner"]) else job_of(row)
@@ -88,7 +88,7 @@ class JobStore(EventLog):
         statuses: Collection[str] = (),
         owner: str | None = None,
     ) -> _Jobs:
-        """Jobs by their arrival, newest first for ``desc``; `after` is the id before the first.
+        """Jobs in order of arrival, newest first for ``desc``, beginning after the job `after`.
 
         Raises:
             InputError: `order` or `statuses` is wrong, or `after` is no job of this owner.
@@ -123,7 +123,7 @@ class JobStore(EventLog):
         return {status: found.get(status, 0) for status in STATUSES}
 
     def queue_position(self, job: Job) -> int | None:
-        """How many queued jobs go first; None for a job that is not queued."""
+        """Number of queued jobs before this one; None for a job that is not queued."""
         if job.status != "queued":
             return None
         query = (
@@ -140,10 +140,10 @@ class JobStore(EventLog):
             return reading.execute(query, (job.priority, job.seq)).fetchone() is not None
 
     def claim(self, group: str, prefers: str | None = None) -> Job | None:
-        """Begin the next queued job in this device group: by priority, then age; None without one.
+        """Begin the next queued job in this device group, by priority, then age; None without one.
 
-        Among jobs of one priority those of the model `prefers` go first. A job with a run continues
-        in the group that began it.
+        Among jobs of equal priority those of the model `prefers` go first. A job with a run
+        continues in the group that began it.
         """
         if not self.count()["queued"]:
             return None
@@ -157,16 +157,16 @@ class JobStore(EventLog):
         self,
         group: str,
         job: Job,
-        but: Collection[str] = (),
+        excluded: Collection[str] = (),
         *,
         may_jump: bool = True,
     ) -> Job | None:
-        """Begin the next new job that differs from this one in prompt and seed alone.
+        """Begin the next new job that differs from `job` in prompt and seed only; None without one.
 
-        None without one, while a job of higher priority waits, or unless it `may_jump`, while an
-        older one does. Jobs `but` these.
+        None also while a job of higher priority waits, and, unless it `may_jump`, while an older
+        one waits. Jobs whose ids are in `excluded` are left out.
         """
-        others = ", ".join("?" * len(but))
+        others = ", ".join("?" * len(excluded))
         own = "json_remove({}, '$.prompt', '$.negative_prompt', '$.seed')"
         first = "" if may_jump else "AND seq = (SELECT min(seq) FROM first) "
         which = (
@@ -177,10 +177,10 @@ class JobStore(EventLog):
             "ORDER BY seq LIMIT 1"
         )
         request = plain({"request": dict(job.request)})[0]
-        return self._begin(group, which, (job.model, request, *but))
+        return self._begin(group, which, (job.model, request, *excluded))
 
     def _begin(self, group: str, which: str, values: tuple[Any, ...]) -> Job | None:
-        """Begin the job whose number the query finds; None without one."""
+        """Begin the job whose `seq` the query finds; None without one."""
         query = (
             "UPDATE videos SET status = 'in_progress', \"group\" = ?, attempts = attempts + 1, "
             "started_at = coalesce(started_at, ?), error = NULL, phase = NULL, step = NULL, "
@@ -237,11 +237,11 @@ class JobStore(EventLog):
         expires_at: float | None = None,
         **values: Any,
     ) -> Job:
-        """Put a running job back into the queue, at its place; its run is kept.
+        """Put a running job back into the queue, at its old place and with its run.
 
-        The event of it names the `cause`, such as ``worker_died``. A job that is to be cancelled
-        is, in place of that, and expires then. The last start is forgotten unless it
-        `counts_attempt`. Raises `NoSuchVideoError` if there is no such job.
+        Its event names the `cause`, such as ``worker_died``. A job whose cancellation was requested
+        is cancelled instead, and expires at `expires_at`. Its last start counts as an attempt only
+        with `counts_attempt`. Raises `NoSuchVideoError` if there is no such job.
         """
         values |= {"status": "queued", "eta_s": None}
         with self._writing() as changes:
@@ -254,7 +254,7 @@ class JobStore(EventLog):
             return changes.job(row, "status", data)
 
     def retry(self, id: str) -> Job:  # noqa: A002
-        """Put a failed or cancelled job back into the queue, with its run and no attempt behind it.
+        """Put a failed or cancelled job back into the queue, with its run and no counted attempts.
 
         Raises:
             NoSuchVideoError: there is no such job.
@@ -272,7 +272,7 @@ class JobStore(EventLog):
             return changes.job(changes.set(id, values), "status", {"status": "queued"})
 
     def request_cancel(self, id: str, expires_at: float | None = None) -> Job:  # noqa: A002
-        """Cancel a queued job at once; mark a running one, which `Dispatcher.cancel` stops.
+        """Cancel a queued job at once; mark a running job, which `Dispatcher.cancel` stops.
 
         A finished job stays as it is. Raises `NoSuchVideoError` if there is no such job.
         """
@@ -286,7 +286,7 @@ class JobStore(EventLog):
             return changes.cancel(id, expires_at)
 
     def delete(self, id: str) -> bool:  # noqa: A002
-        """Delete a job, its events, then its files; False for one that runs, or is not there."""
+        """Delete a job, its events, then its files; False if it is running or does not exist."""
         with self._writing() as changes:
             query = "DELETE FROM videos WHERE id = ? AND status != 'in_progress' RETURNING owner"
             row = changes.connection.execute(query, (id,)).fetchone()
@@ -298,33 +298,35 @@ class JobStore(EventLog):
         return True
 
     def keep_groups(self, groups: Collection[str]) -> None:
-        """Let any group continue the jobs of groups that are no more."""
+        """Let any group continue jobs whose group is not among these."""
         marks = ", ".join("?" * len(groups))
         query = f'UPDATE videos SET "group" = NULL WHERE "group" NOT IN ({marks})'
         with self._database.write() as writing:
             writing.execute(query, (*groups,))
 
     def inputs(self) -> set[str]:
-        """Uploads that jobs name, relative to the data folder."""
+        """Paths of the uploads that jobs use, relative to the data folder."""
         query = "SELECT value FROM videos, json_each(videos.request) WHERE value LIKE 'inputs/%'"
         with self._database.read() as reading:
             return {str(row[0]) for row in reading.execute(query)}
 
     def expired(self, now: float) -> _Jobs:
-        """Finished jobs whose time to be deleted has come."""
+        """Finished jobs that have expired."""
         query = "SELECT * FROM videos WHERE expires_at <= ? AND status NOT IN (?, ?)"
         with self._database.read() as reading:
             rows = reading.execute(query, (now, "queued", "in_progress"))
             return [job_of(row) for row in rows]
 
     def recover(self, expires_at: float | None = None) -> _Jobs:
-        """Put every job that was running when the server died back into the queue; those jobs.
+        """Requeue every job that was running when the server died, and return those jobs.
 
-        One whose files are complete is completed, and one that was to be cancelled is. One whose
-        frames were being written each time that the server died, `MAX_INTERRUPTIONS` times in a
-        row, fails: at other times the server only listens to a worker, and the job is not to
-        blame. To be called before any job is claimed: who holds the lock on the data folder owns
-        every running job. A job that ends here expires then. Files of no job are deleted.
+        A job whose files are complete is completed. A job that was to be cancelled is cancelled. A
+        job fails if its frames were being written at each of `MAX_INTERRUPTIONS` deaths in a row:
+        at other times the server only waits for a worker, and the job can't have killed it. These
+        two expire at `expires_at`. Files that belong to no job are deleted.
+
+        Call it before any job is claimed, while the data folder is locked: every job that counts as
+        running is then one of a dead server.
         """
         back = []
         for job in self.list(limit=-1, order="asc", statuses=("in_progress",)):
@@ -356,5 +358,5 @@ class JobStore(EventLog):
         return True
 
     def close(self) -> None:
-        """Close the file; a wait for events ends at its timeout."""
+        """Close the file; threads in `wait` return at their timeout."""
         self._database.close()

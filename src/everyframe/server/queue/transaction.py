@@ -1,4 +1,4 @@
-"""A transaction on the queue, with the events that it adds, and rows as values."""
+"""Transaction on the queue's tables, with its new events; and rows as `Job` and `StoredEvent`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from everyframe.core.errors import NoSuchVideoError
 from everyframe.server.queue.database import Database
 from everyframe.server.queue.jobs import Job, StoredEvent
 
-#: Events that are stored; the oldest go first.
+#: Maximum number of stored events; the oldest are deleted first.
 MAX_EVENTS = 20_000
-#: Seconds after which the events of a finished job go.
+#: Seconds after which the events of a finished job are deleted.
 EVENT_SECONDS = 86_400.0
-#: Events between two looks for old ones.
+#: Events between two deletions of old ones.
 _PRUNE_EVERY = 500
 
 _JSON = frozenset({"request", "resolved", "report", "error"})
@@ -65,7 +65,7 @@ class Transaction:
                 self.connection.execute("RELEASE one")
 
     def set(self, id: str, values: Mapping[str, Any]) -> sqlite3.Row:  # noqa: A002
-        """Set these fields of a job; its row. Raises `NoSuchVideoError` without one."""
+        """Set these fields of a job and return its row. Raises `NoSuchVideoError` without one."""
         if values:
             setting = ", ".join(f'"{name}" = ?' for name in values)
             query = f"UPDATE videos SET {setting} WHERE id = ? RETURNING *"
@@ -77,17 +77,17 @@ class Transaction:
         return row
 
     def job(self, row: sqlite3.Row, type: str, data: Mapping[str, Any]) -> Job:  # noqa: A002
-        """The job of a row, after adding an event of it."""
+        """Add an event of a row's job, and return the job."""
         self.event(row["id"], row["owner"], type, data)
         return job_of(row)
 
     def cancel(self, id: str, expires_at: float | None) -> Job:  # noqa: A002
-        """End a job that does not run as cancelled; when it is deleted, or None for never."""
+        """End a job that is not running as cancelled; `expires_at` None is never."""
         values = {"status": "cancelled", "completed_at": time.time(), "expires_at": expires_at}
         return self.job(self.set(id, values), "done", {"status": "cancelled"})
 
     def event(self, id: str, owner: str, type: str, data: Mapping[str, Any]) -> int:  # noqa: A002
-        """Add an event; its number."""
+        """Add an event and return its number."""
         row = self.connection.execute(
             "INSERT INTO events(video, owner, type, data, at) VALUES (?, ?, ?, ?, ?) RETURNING *",
             (id, owner, type, _text(data), time.time()),
@@ -110,7 +110,7 @@ def _prune(connection: sqlite3.Connection, newest: StoredEvent) -> None:
 
 
 def plain(values: Mapping[str, Any]) -> list[Any]:
-    """Values of columns, as SQLite takes them."""
+    """Values of columns in SQLite's types."""
     return [
         _text(value) if name in _JSON and value is not None else value
         for name, value in values.items()

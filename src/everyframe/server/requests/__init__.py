@@ -1,1 +1,1 @@
-"""Read what clients send: bodies, fields, pictures and models, as the options of a `Request`."""
+"""Parse clients' requests: bodies, fields, pictures and models become options of a `Request`."""

@@ -79,12 +79,12 @@ async def read_body(request: Request, limits: Limits) -> Body:
 
 
 async def _off_loop(is_quick: bool, function: Callable[..., _T], *values: Any) -> _T:
-    """Call a function, in a thread unless it is quick: no large body holds up other clients."""
+    """Call a function, in a thread unless it is quick, so no large body blocks other clients."""
     return function(*values) if is_quick else await anyio.to_thread.run_sync(function, *values)
 
 
 def _digest(fields: Mapping[str, Any], files: Mapping[str, bytes]) -> str:
-    """Hash of what was asked: a multipart body has another boundary each time."""
+    """Hash of the parsed content, since a multipart body has another boundary each time."""
     found = hashlib.sha256(json.dumps(fields, sort_keys=True).encode("utf-8", "surrogatepass"))
     for name in sorted(files):
         found.update(f"\0{name}\0".encode())
@@ -93,7 +93,7 @@ def _digest(fields: Mapping[str, Any], files: Mapping[str, bytes]) -> str:
 
 
 class _CountedBody:
-    """The body as it comes, counted and timed."""
+    """The body as it arrives, with its bytes counted and its pauses timed."""
 
     def __init__(self, request: Request, limits: Limits) -> None:
         self._request, self._limits = request, limits
@@ -104,11 +104,11 @@ class _CountedBody:
 
     @property
     def is_small(self) -> bool:
-        """Whether what came until now is quick to parse."""
+        """Whether the bytes so far are quick to parse."""
         return self._size <= _SMALL_BYTES
 
     async def whole(self) -> bytes:
-        """All of it."""
+        """The whole body."""
         return b"".join([chunk async for chunk in self.chunks()])
 
     async def chunks(self) -> Any:

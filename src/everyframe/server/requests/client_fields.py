@@ -1,8 +1,7 @@
-"""Fields of the API's bodies as data: other names, what is noted, what is refused and why.
+"""Fields of the API's bodies as data: aliases, ignored fields, refused fields and the reasons.
 
 The fields themselves are those of `everyframe.core.request.Request` and of the families' options.
-Names of OpenAI's client, vLLM-Omni, SGLang, FastVideo, TensorRT-LLM and LightX2V are read beside
-them.
+Aliases are the names of OpenAI's client, vLLM-Omni, SGLang, FastVideo, TensorRT-LLM and LightX2V.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Options that clients may give, by what each option says of itself.
+"""Options that clients may set, by the marks of each option's field.
 
-An option that is or may be a path, that is set in Python alone, or that counts only from a run's
-own user, is refused unless `client_fields` lists it: a new one is closed until somebody opens it.
+An option that may be a path, is set from Python only, or is for the user who runs the process, is
+refused unless `client_fields` lists it. So a new option of this kind is refused by default.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from everyframe.server.requests.client_fields import (
 
 @cache
 def option_owners() -> Mapping[str, type[Options]]:
-    """The class that defines each option; options that clients may not give are among them."""
+    """The class that defines each option, also of options that clients may not set."""
     owners: dict[str, type[Options]] = {}
     for options in owning_classes():
         for name in options.model_fields:
@@ -39,13 +39,13 @@ def owning_classes() -> list[type[Options]]:
 
 @cache
 def client_options() -> tuple[str, ...]:
-    """Names of the options that clients may give."""
+    """Names of the options that clients may set."""
     return tuple(name for name in option_owners() if name not in refused_fields())
 
 
 @cache
 def refused_fields() -> Mapping[str, str]:
-    """Fields that are refused by name, and why: options, and names of peers."""
+    """Fields that are refused by name, with the reason: options, and other servers' fields."""
     options = {
         name: why
         for owner in owning_classes()

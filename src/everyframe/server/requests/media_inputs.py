@@ -1,7 +1,6 @@
 """Pictures and videos that clients send: checked by their content, stored by their hash.
 
-A file's name is never read. The header decides what it is and how large; the pixels are decoded by
-the worker.
+A file's name is never used. Its header determines format and size; the worker decodes the pixels.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class StoredMedia:
 
     Attributes:
         file: path relative to the data folder, named by the content.
-        shape: what a plan may depend on: width and height, and for a video its hash.
+        shape: the part that a plan depends on: width and height, and for a video its hash.
     """
 
     file: str
@@ -95,7 +94,7 @@ def _stored(folder: DataFolder, data: bytes, ending: str) -> str:
 
 
 def _picture(data: bytes, param: str, limits: Limits) -> tuple[str, str] | None:
-    """Ending and size of a picture, by its header; None if it is none."""
+    """Ending and size of a picture, by its header; None if it is not a picture."""
     from PIL import Image, UnidentifiedImageError
 
     Image.init()
@@ -126,7 +125,7 @@ def _too_many_pixels(param: str, limits: Limits, size: str = "that size") -> str
 
 
 def _video(data: bytes, param: str, limits: Limits) -> tuple[str, str] | None:
-    """Ending and size of a video, by its header; None if it is none."""
+    """Ending and size of a video, by its header; None if it is not a video."""
     import av
 
     from everyframe.media.limits import open_video

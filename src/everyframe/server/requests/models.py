@@ -21,12 +21,12 @@ _LORA = ".safetensors"
 
 @dataclass(frozen=True)
 class RegisteredModel:
-    """A model that clients may ask for.
+    """A model that clients may request.
 
     Attributes:
-        name: what clients call it.
+        name: its name in requests.
         target: name, folder or hub id, as the library takes it.
-        location: where its files are.
+        location: its files on this disk.
     """
 
     name: str
@@ -35,12 +35,12 @@ class RegisteredModel:
 
     @property
     def family(self) -> str | None:
-        """Its family; None if only its configs tell."""
+        """Its family; None if it can be found only in its configs."""
         return self.location.known.family if self.location.known else None
 
     @property
     def title(self) -> str:
-        """What it is, in a line."""
+        """Title in one line."""
         return self.location.known.title if self.location.known else self.name
 
     @property
@@ -97,7 +97,7 @@ class LoraRegistry:
         self._folder = folder
 
     def names(self) -> list[str]:
-        """Names of all LoRAs that are there now."""
+        """Names of all LoRAs now in the folder."""
         return sorted(self._files())
 
     def parse(self, given: Any) -> list[dict[str, Any]]:
@@ -134,7 +134,7 @@ class LoraRegistry:
 
 
 def _as_lora(given: Any) -> Any:
-    """A peer's object ``{name, scale}`` as ours."""
+    """Convert another server's object ``{name, scale}`` to ours."""
     if not isinstance(given, Mapping):
         return given
     if "path" in given or "file" in given or "lora_path" in given:

@@ -23,7 +23,7 @@ _LIMITS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", 
 
 
 def option_schema(family: str | None) -> list[dict[str, Any]]:
-    """Options that clients may give for a family; those of all families if it is unknown."""
+    """Options that clients may set for a family; those of all families if it is unknown."""
     is_known = family in family_names()
     owners: list[type[Options]]
     owners = [Request, options_of(family)] if is_known and family else owning_classes()

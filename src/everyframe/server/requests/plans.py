@@ -1,7 +1,6 @@
-"""Plans of requests: made by the executor, cached by what a plan depends on.
+"""Plan cache: the executor makes plans, and similar requests share one.
 
-A plan does not depend on the words of a prompt, the seed or a picture's content, so only the first
-request of a kind waits for one.
+A plan does not depend on a prompt's words, the seed or a picture's content.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _AT_ONCE = 4
 
 
 class PlanCache:
-    """Plans by the kind of request. Its methods run in the server's event loop."""
+    """Plans by the fields that they depend on. Its methods run in the server's event loop."""
 
     def __init__(self, executor: Executor, folder: DataFolder) -> None:
         self._executor, self._folder = executor, folder

@@ -1,6 +1,6 @@
-"""Fields of a body as the options of a `Request`: renamed, checked, with files in the data folder.
+"""Request parser: a body's fields become options of a `Request`, with files in the data folder.
 
-No torch: what needs the model's config is checked by the plan.
+It imports no torch. Checks that need the model's config are made by the plan.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _SLOW = frozenset({*MEDIA, *MERGED, "loras"})
 
 @dataclass(frozen=True)
 class ParsedBody:
-    """A body's meaning.
+    """A parsed body.
 
     Attributes:
         options: options of the `Request` by name, as JSON data, files relative to the data folder.
         model: the model that it names, or the default.
-        warnings: notes on fields that change nothing.
-        shapes: by option, what a plan may depend on of a picture or video.
+        warnings: notes on fields without effect.
+        shapes: `StoredMedia.shape` of each picture or video, by option.
     """
 
     options: dict[str, Any]
@@ -67,9 +67,9 @@ class RequestParser:
     read_media: MediaReader
 
     def is_quick(self, body: Body) -> bool:
-        """Whether `parse` neither reads or writes files, nor takes longer than a few milliseconds.
+        """Whether `parse` uses no files and takes at most a few milliseconds.
 
-        Then it may run in the event loop: a switch to another thread costs as much as the parsing.
+        It may then run in the event loop, as a switch to a thread costs as much as the parsing.
         """
         return body.is_small and not any(OTHER_NAMES.get(n, n) in _SLOW for n in body.fields)
 
@@ -105,7 +105,7 @@ class RequestParser:
         return ParsedBody(values, model, tuple(warnings), shapes)
 
     def _named(self, body: Body) -> tuple[dict[str, Any], list[str]]:
-        """Values by our names, and notes on those that change nothing."""
+        """Values by our names, and notes on fields without effect."""
         given: dict[str, Any] = {}
         for name, value in {**body.fields, **body.files}.items():
             if name in MERGED:
@@ -147,7 +147,7 @@ class RequestParser:
 
 
 def _refuse_unstorable(values: Mapping[str, Any]) -> None:
-    """Raise `ApiError` for a value that the queue can't store: half a letter, no finite number."""
+    """Raise `ApiError` for values that the queue can't store: lone surrogates, NaN, infinity."""
     for name, value in values.items():
         try:
             json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
@@ -160,7 +160,7 @@ def _refuse_unstorable(values: Mapping[str, Any]) -> None:
 
 
 def request_of(values: Mapping[str, Any]) -> Request:
-    """The request of JSON data, with every family's option checked by its own field.
+    """The request of JSON data; each option is checked by its own field.
 
     Raises:
         ApiError: a value is wrong.
@@ -184,7 +184,7 @@ def _known_names() -> Mapping[str, None]:
 
 
 def _check_name(name: str, own: str) -> None:
-    """Raise `ApiError` for a field that is refused, or that nobody has."""
+    """Raise `ApiError` for a refused or unknown field."""
     refused = refused_fields()
     for each in (name, own):
         if each in refused:
@@ -201,7 +201,7 @@ def _check_format(given: Any) -> None:
 
 
 def _give_to_pipeline(values: dict[str, Any], model: RegisteredModel) -> None:
-    """Make peers' names of a pipeline's parameters entries of `option`."""
+    """Move other servers' fields for pipeline parameters into `option`."""
     for name in PIPELINE_FIELDS:
         if name not in values:
             continue
@@ -219,7 +219,7 @@ def _is_number(text: str) -> bool:
 
 
 def _is_budget(name: str, value: Any) -> bool:
-    """Whether this is our own ``quality``, not one of the words of peers."""
+    """Whether this is a quality budget of ours, not a word of another server."""
     return name == "quality" and str(value).lower() not in PEERS_QUALITIES
 
 
@@ -239,7 +239,7 @@ def _object(name: str, value: Any) -> dict[str, Any]:
 
 
 def _is_word(name: str, value: Any) -> bool:
-    """Whether a media field holds what is no file: a mask's box, a control that is computed."""
+    """Whether a media field holds a word and no file: a mask's box, a computed control."""
     from everyframe.families.inpaint.options import is_box, is_built_in
 
     if name == "mask":

@@ -1,8 +1,8 @@
-"""Fetch pictures and videos that clients name by URL, from allowed hosts alone.
+"""Fetch pictures and videos that clients name by URL, from allowed hosts only.
 
-The name is resolved once and the connection goes to that very address, so that a second answer of
-the name server (DNS rebinding) reaches nothing; private, loopback and link-local addresses are
-refused. Plain http.client: proxies of the environment are not used.
+The host's name is resolved once and the connection uses that address, so a later DNS answer (DNS
+rebinding) has no effect. Private, loopback and link-local addresses are refused. It uses plain
+http.client, which ignores proxies of the environment.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Connect = Callable[[str, str, int], http.client.HTTPConnection]
 
 
 def resolve_name(host: str, port: int) -> list[str]:
-    """Addresses of a host. Raises `OSError` for an unknown one."""
+    """Addresses of a host. Raises `OSError` if the name is unknown."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(each[4][0]) for each in found))
 
 
 class _PinnedConnection(http.client.HTTPSConnection):
-    """A connection to one address, whose certificate is that of the host's name."""
+    """A connection to one address; its certificate must be valid for the host's name."""
 
     def __init__(self, host: str, address: str, port: int) -> None:
         self._tls = ssl.create_default_context()
@@ -54,7 +54,7 @@ class _PinnedConnection(http.client.HTTPSConnection):
 
 @dataclass(frozen=True)
 class UrlFetcher:
-    """Fetches files of at most `most_bytes` from `hosts`; no hosts is no fetching."""
+    """Fetches files of at most `most_bytes` from `hosts`; without hosts it refuses every URL."""
 
     hosts: Collection[str]
     most_bytes: int
@@ -103,7 +103,7 @@ class UrlFetcher:
         return parts
 
     def _get(self, parts: SplitResult, ends: float, param: str) -> bytes | str:
-        """The body of an answer, or where it redirects to."""
+        """The body of a response, or the URL that it redirects to."""
         host = parts.hostname or ""
         connection = self.connect(host, self._address(host, param), 443)
         try:
@@ -130,7 +130,7 @@ class UrlFetcher:
         return bytes(data)
 
     def _address(self, host: str, param: str) -> str:
-        """The first address of a host; every one of them must be a public one."""
+        """The first address of a host, all of whose addresses must be public."""
         found = self.resolve(host, 443)
         if not found or not all(_is_public(each) for each in found):
             text = f"{param}: host {host!r} has a private address, which is not fetched from"

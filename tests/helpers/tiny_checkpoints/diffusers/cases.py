@@ -1,7 +1,7 @@
-"""What a tiny checkpoint of one pipeline class is: how it is made, and what it is then asked for.
+"""Case of a pipeline class: how its tiny checkpoint is made, and the request of its test.
 
-Not here: the checkpoints themselves, by family in the modules beside this one; what is compared
-(`tests/end_to_end/test_every_pipeline.py`).
+The checkpoints are in the modules beside this one, by family. The comparison is in
+`tests/end_to_end/test_every_pipeline.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Tiny checkpoints of Cosmos, and the checks of content that stand in for Nvidia's own.
+"""Tiny checkpoints of Cosmos, with stand-ins for Nvidia's content checks.
 
-Cosmos 1 to 2.5 can't be made without the packages cosmos_guardrail, whose models are gated, and
-torchvision, of which one resampling of a mask is used. Within `with_packages` a guard that lets
-everything pass and torch's own resampling are in their places.
+Cosmos 1 to 2.5 need the packages cosmos_guardrail, whose models are gated, and torchvision, for one
+resampling of a mask. Within `with_packages` a guard that accepts everything and torch's own
+resampling replace them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of HunyuanVideo, of Kandinsky 5 and of what else has its autoencoder."""
+"""Tiny checkpoints of HunyuanVideo, Kandinsky 5 and other pipelines with its autoencoder."""
 
 from __future__ import annotations
 

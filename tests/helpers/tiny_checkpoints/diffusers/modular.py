@@ -1,4 +1,4 @@
-"""Tiny checkpoints of modular pipelines: the parts are those of the plain ones."""
+"""Tiny checkpoints of modular pipelines, with the components of the plain ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of every video pipeline class that diffusers has: which run, and why others don't.
+"""The page of diffusers' video pipeline classes: which of them run, and why others don't.
 
 ``python -m helpers.tiny_checkpoints.diffusers.table`` in ``tests/`` writes
 ``docs/reference/pipelines.md``;

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of Wan and of those that are made from it."""
+"""Tiny checkpoints of Wan and of pipelines derived from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes about what could be made: plans, and models with their options."""
+"""Routes of plans, and of models with their options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from everyframe.core.errors import EveryframeError
 from everyframe.server.dispatch.plan_summary import plan_data
 from everyframe.server.errors import ApiError
-from everyframe.server.http.context import Context, GivenBody, ServerContext, Who
+from everyframe.server.http.context import Caller, Context, RequestBody, ServerContext
 from everyframe.server.http.creation import default_plan, plan_of, split_priority
 from everyframe.server.requests.models import RegisteredModel
 from everyframe.server.requests.option_schema import option_schema
@@ -19,10 +19,10 @@ router = APIRouter(tags=["models"])
 
 
 @router.post("/v1/plan")
-async def make_plan(context: Context, who: Who, body: GivenBody) -> Any:
-    """What would run, with how much memory and for how long; nothing is queued."""
-    context.creations.take(f"plan {who.name}")
-    _, body = split_priority(who, body)
+async def make_plan(context: Context, caller: Caller, body: RequestBody) -> Any:
+    """Plan a video: what would run, with how much memory and for how long. Nothing is queued."""
+    context.creations.take(f"plan {caller.name}")
+    _, body = split_priority(caller, body)
     parsed, plan = await plan_of(context, body)
     return JSONResponse({
         "object": "plan", **plan_data(plan), "model": parsed.model.name,
@@ -38,9 +38,9 @@ async def list_models(context: Context) -> Any:
 
 @router.get("/v1/models/{name}")
 async def retrieve_model(name: str, context: Context, defaults: bool = True) -> Any:
-    """A model's card: its options with limits and help, and what it makes by default.
+    """A model's card: its options with limits and help, and the defaults of its video.
 
-    Defaults come of a plan, which takes a while the first time; `defaults=false` leaves them out.
+    Defaults come from a plan, which takes a while the first time; `defaults=false` omits them.
     """
     try:
         model = context.models.get(name)
@@ -62,7 +62,7 @@ async def retrieve_model(name: str, context: Context, defaults: bool = True) -> 
 async def _plan_of(
     context: ServerContext, model: RegisteredModel
 ) -> tuple[dict[str, Any] | None, str]:
-    """The plan of a model's own values, or None and why there is none."""
+    """The plan of a model's default video, or None and the reason."""
     try:
         return plan_data(await default_plan(context, model.name)), ""
     except (ApiError, EveryframeError) as error:

@@ -12,7 +12,7 @@ from starlette.background import BackgroundTask
 from everyframe.server.errors import ApiError
 from everyframe.server.http.access import Principal
 from everyframe.server.http.content_variants import frames_archive, preview_bytes
-from everyframe.server.http.context import Context, ServerContext, Who, in_thread
+from everyframe.server.http.context import Caller, Context, ServerContext, in_thread
 from everyframe.server.http.event_stream import HEADERS, MEDIA_TYPE, EventHub, job_snapshot
 from everyframe.server.http.resources import MADE_VARIANTS, VARIANTS
 
@@ -26,12 +26,12 @@ _CACHED = "private, max-age=3600"
 async def download_content(
     video_id: str,
     context: Context,
-    who: Who,
+    caller: Caller,
     variant: str = "video",
     index: Annotated[int, Query(ge=1, le=10_000)] = 1,
 ) -> Any:
-    """The video, or one of its variants; ranges are answered. `index` counts several videos."""
-    job = await context.job(video_id, who)
+    """The video or one of its variants, also by ranges; `index` selects one of several videos."""
+    job = await context.job(video_id, caller)
     if variant not in VARIANTS and variant not in MADE_VARIANTS:
         names = ", ".join([*VARIANTS, *MADE_VARIANTS])
         text = f"variant must be one of {names}, got {variant[:80]!r}"
@@ -59,13 +59,13 @@ async def download_content(
 
 
 def _numbered(name: str, index: int) -> str:
-    """Name of the file of the second, third, ... video of a job; pictures are of the first."""
+    """File name of a job's video number `index`; thumbnail and spritesheet exist for the first."""
     stem, _, ending = name.partition(".")
     return name if index == 1 or stem != "video" else f"{stem}-{index}.{ending}"
 
 
 async def _made(context: ServerContext, path: Path, variant: str, name: str) -> Response:
-    """A variant that is made of the video's file."""
+    """A variant that is generated from the video's file."""
     kind = MADE_VARIANTS[variant]
     if variant == "preview":
         data = await in_thread(preview_bytes, path)
@@ -80,14 +80,14 @@ async def _made(context: ServerContext, path: Path, variant: str, name: str) -> 
 async def video_events(
     video_id: str,
     context: Context,
-    who: Who,
+    caller: Caller,
     preview: bool = False,
     last_event_id: Annotated[str | None, Header()] = None,
     after: Annotated[int | None, Query(ge=0)] = None,
 ) -> Any:
     """Events of a job as they happen, until it is done; `Last-Event-ID` continues after a break."""
-    job = await context.job(video_id, who)
-    hub = open_hub(context, who)
+    job = await context.job(video_id, caller)
+    hub = open_hub(context, caller)
     begin = _begin(context, last_event_id, after)
     last = context.store.last_event
 
@@ -96,7 +96,7 @@ async def video_events(
         return job_snapshot(context.store, now) if begin is None or now.is_final else []
 
     stream = hub.stream(
-        who, last if begin is None else begin, video=video_id, snapshot=snapshot,
+        caller, last if begin is None else begin, video=video_id, snapshot=snapshot,
         with_previews=preview,
     )  # fmt: skip
     return StreamingResponse(stream, media_type=MEDIA_TYPE, headers=HEADERS)
@@ -105,7 +105,7 @@ async def video_events(
 @router.get("/v1/events", response_class=StreamingResponse)
 async def all_events(
     context: Context,
-    who: Who,
+    caller: Caller,
     preview: bool = False,
     last_event_id: Annotated[str | None, Header()] = None,
     after: Annotated[int | None, Query(ge=0)] = None,
@@ -117,25 +117,25 @@ async def all_events(
         if begin is not None:
             return []
         jobs = context.store.list(
-            limit=1000, order="asc", statuses=("queued", "in_progress"), owner=who.owner
+            limit=1000, order="asc", statuses=("queued", "in_progress"), owner=caller.owner
         )
         return [event for job in jobs for event in job_snapshot(context.store, job)]
 
-    stream = open_hub(context, who).stream(
-        who, context.store.last_event if begin is None else begin, video=None, snapshot=snapshot,
+    stream = open_hub(context, caller).stream(
+        caller, context.store.last_event if begin is None else begin, video=None, snapshot=snapshot,
         with_previews=preview,
     )  # fmt: skip
     return StreamingResponse(stream, media_type=MEDIA_TYPE, headers=HEADERS)
 
 
-def open_hub(context: ServerContext, who: Principal) -> EventHub:
-    """The hub, for one more stream. Raises `ApiError` if there are too many, or while draining."""
+def open_hub(context: ServerContext, caller: Principal) -> EventHub:
+    """The hub for a new stream. Raises `ApiError` at the limit of streams, or while draining."""
     hub = context.hub
     assert hub is not None, "the application runs"
     context.check_not_draining()
     limits = context.settings.limits
     most_of_key = limits.event_streams_of_key if context.settings.keys else limits.event_streams
-    if hub.num_streams() >= limits.event_streams or hub.num_streams(who) >= most_of_key:
+    if hub.num_streams() >= limits.event_streams or hub.num_streams(caller) >= most_of_key:
         raise ApiError(
             "rate_limited", "too many event streams are open; close some",
             headers={"retry-after": "5"},
@@ -144,10 +144,10 @@ def open_hub(context: ServerContext, who: Principal) -> EventHub:
 
 
 def _begin(context: ServerContext, header: str | None, after: int | None) -> int | None:
-    """The number of the event after which a stream begins; None for now, with a snapshot.
+    """Number of the event after which a stream begins; None: it begins now, with a snapshot.
 
-    A header that is no number counts as none. So does a number that no event has yet, which the
-    client has from before a power cut or from another data folder.
+    A header that is not a number is ignored. So is a number above the newest event's, which a
+    client can have from before a power cut or from another data folder.
     """
     if after is None and header and header.isascii() and header.isdigit() and len(header) < 19:
         after = int(header)

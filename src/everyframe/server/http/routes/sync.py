@@ -1,4 +1,4 @@
-"""The route that waits for its video, as vLLM-Omni and TensorRT-LLM have it."""
+"""Route that waits for its video and returns the file, as in vLLM-Omni and TensorRT-LLM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastapi.responses import FileResponse
 
 from everyframe.server.errors import ApiError
 from everyframe.server.http.access import Principal
-from everyframe.server.http.context import Context, GivenBody, ServerContext, Who, in_thread
+from everyframe.server.http.context import Caller, Context, RequestBody, ServerContext, in_thread
 from everyframe.server.http.creation import create_job
 from everyframe.server.http.event_stream import EventHub
 from everyframe.server.http.routes.content import open_hub
@@ -20,11 +20,13 @@ router = APIRouter(tags=["videos"])
 
 
 @router.post("/v1/videos/sync", response_class=FileResponse)
-async def create_video_sync(request: Request, context: Context, who: Who, body: GivenBody) -> Any:
-    """Make a video and answer with its file; a client that leaves cancels it."""
-    hub = open_hub(context, who)  # once: a job that nobody waits for would stay
-    job, _ = await create_job(context, who, request, body)
-    done = await _ended(request, context, hub, who, job)
+async def create_video_sync(
+    request: Request, context: Context, caller: Caller, body: RequestBody
+) -> Any:
+    """Make a video and return its file; a client that disconnects cancels it."""
+    hub = open_hub(context, caller)  # once: a job that nobody waits for would stay
+    job, _ = await create_job(context, caller, request, body)
+    done = await _ended(request, context, hub, caller, job)
     if done.status != "completed":
         raise _failure(done)
     assert done.file is not None, "a completed job has a file"
@@ -41,10 +43,10 @@ async def create_video_sync(request: Request, context: Context, who: Who, body: 
 
 
 async def _ended(
-    request: Request, context: ServerContext, hub: EventHub, who: Principal, job: Job
+    request: Request, context: ServerContext, hub: EventHub, caller: Principal, job: Job
 ) -> Job:
     """The job once it has ended. Raises `ApiError` if the server drains first."""
-    stream = hub.stream(who, 0, video=job.id, snapshot=list)
+    stream = hub.stream(caller, 0, video=job.id, snapshot=list)
     async for _ in stream:
         if await request.is_disconnected():
             await in_thread(context.dispatcher.cancel, job.id)

@@ -16,7 +16,7 @@ from everyframe._version import __version__
 from everyframe.core.errors import EveryframeError
 from everyframe.server.errors import ApiError
 from everyframe.server.http.access import COOKIE, SESSION_SECONDS
-from everyframe.server.http.context import Context, GivenBody, ServerContext, Who, in_thread
+from everyframe.server.http.context import Caller, Context, RequestBody, ServerContext, in_thread
 from everyframe.server.http.resources import video_resource
 from everyframe.server.monitoring.metrics import MEDIA_TYPE
 
@@ -27,17 +27,17 @@ _SHOWN = 100
 
 
 @router.get("/v1/queue")
-async def show_queue(context: Context, who: Who) -> Any:
-    """How many jobs there are by status, and those that run or wait, in their order."""
+async def show_queue(context: Context, caller: Caller) -> Any:
+    """Number of jobs by status, and the running and waiting jobs in their order."""
 
     def found() -> dict[str, Any]:
         store = context.store
         jobs = store.list(
-            limit=_SHOWN, order="asc", statuses=("in_progress", "queued"), owner=who.owner
+            limit=_SHOWN, order="asc", statuses=("in_progress", "queued"), owner=caller.owner
         )
         jobs.sort(key=lambda job: (job.status == "queued", -job.priority, job.seq))
         rows = [video_resource(job, store.queue_position(job)) for job in jobs]
-        return {"object": "queue", "counts": store.count(who.owner), "data": rows,
+        return {"object": "queue", "counts": store.count(caller.owner), "data": rows,
                 "is_draining": context.is_draining}  # fmt: skip
 
     return JSONResponse(await in_thread(found))
@@ -45,7 +45,7 @@ async def show_queue(context: Context, who: Who) -> Any:
 
 @router.get("/v1/system")
 async def show_system(context: Context) -> Any:
-    """The machine, what is warm on it, and the room on the server's disk."""
+    """The machine, its warm models, and the free space on the server's disk."""
 
     facts = await context.facts.get()
     warm = await in_thread(context.executor.describe)
@@ -82,7 +82,7 @@ async def show_doctor(context: Context) -> Any:
 
 @router.get("/health")
 async def show_health() -> Any:
-    """Whether the process answers."""
+    """Liveness: the process responds."""
     return JSONResponse({"status": "ok", "version": __version__})
 
 
@@ -99,7 +99,7 @@ class ReadinessReason(BaseModel):
 
 
 class Readiness(BaseModel):
-    """Whether a job could be taken and begun now; without reasons it is ready."""
+    """Whether a new job could be accepted and begin now; without reasons it is ready."""
 
     status: Literal["ready", "not_ready"]
     reasons: list[ReadinessReason]
@@ -109,7 +109,7 @@ class Readiness(BaseModel):
     "/ready", response_model=Readiness, responses={503: {"model": Readiness, "description": "Not."}}
 )
 async def show_readiness(context: Context) -> Any:
-    """Whether a job could be taken and begun now, and if not, why."""
+    """Readiness: whether a new job could be accepted and begin now, and if not, why."""
     reasons = await in_thread(_reasons, context)
     found = Readiness(status="not_ready" if reasons else "ready", reasons=reasons)
     return JSONResponse(found.model_dump(), 503 if reasons else 200)
@@ -151,8 +151,8 @@ def _reasons(context: ServerContext) -> list[ReadinessReason]:
 
 
 @router.post("/v1/session")
-async def begin_session(request: Request, context: Context, body: GivenBody) -> Any:
-    """Log a page in: the key in the body, and a cookie in the answer."""
+async def begin_session(request: Request, context: Context, body: RequestBody) -> Any:
+    """Log a page in: the key is in the body, a session cookie in the response."""
     if not context.settings.keys:
         return JSONResponse({"object": "session", "name": "", "role": "admin"})
     context.logins.take("login")

@@ -1,4 +1,4 @@
-"""Routes of videos: create, list, retrieve, delete, and what makes a job of another."""
+"""Routes of videos: create, list, retrieve, cancel, delete, and jobs made from another video."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
 
 from everyframe.server.errors import ApiError
-from everyframe.server.http.context import Context, GivenBody, ServerContext, Who, in_thread
+from everyframe.server.http.context import Caller, Context, RequestBody, ServerContext, in_thread
 from everyframe.server.http.creation import create_job
 from everyframe.server.http.resources import (
     DeletedVideo,
@@ -28,7 +28,7 @@ _STOP_SECONDS = 10.0
 
 
 def answer(job: Job, position: int | None) -> JSONResponse:
-    """A job as an answer, with the time until a client should ask again."""
+    """The response for a job, with the time until a client should poll again."""
     headers = {}
     if not job.is_final:
         headers["openai-poll-after-ms"] = str(poll_after_ms(job, position, time.time()))
@@ -36,15 +36,17 @@ def answer(job: Job, position: int | None) -> JSONResponse:
 
 
 @router.post("", response_model=VideoResource)
-async def create_video(request: Request, context: Context, who: Who, body: GivenBody) -> Any:
+async def create_video(
+    request: Request, context: Context, caller: Caller, body: RequestBody
+) -> Any:
     """Add a job to the queue."""
-    return answer(*await create_job(context, who, request, body))
+    return answer(*await create_job(context, caller, request, body))
 
 
 @router.get("", response_model=VideoList)
 async def list_videos(
     context: Context,
-    who: Who,
+    caller: Caller,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     after: str | None = None,
     order: str = "desc",
@@ -58,7 +60,7 @@ async def list_videos(
         after=after,
         order=order,
         statuses=statuses,
-        owner=who.owner,
+        owner=caller.owner,
     )
     page = jobs[:limit]
 
@@ -75,15 +77,15 @@ async def list_videos(
 
 
 @router.get("/{video_id}", response_model=VideoResource)
-async def retrieve_video(video_id: str, context: Context, who: Who) -> Any:
-    """A job, also a failed one."""
-    return answer(*await context.placed_job(video_id, who))
+async def retrieve_video(video_id: str, context: Context, caller: Caller) -> Any:
+    """A job in any status."""
+    return answer(*await context.placed_job(video_id, caller))
 
 
 @router.delete("/{video_id}", response_model=DeletedVideo)
-async def delete_video(video_id: str, context: Context, who: Who) -> Any:
-    """Cancel a job if it runs, and delete it with its files."""
-    await context.job(video_id, who)
+async def delete_video(video_id: str, context: Context, caller: Caller) -> Any:
+    """Delete a job with its files; a running job is cancelled first."""
+    await context.job(video_id, caller)
     stopped = await in_thread(context.dispatcher.cancel, video_id, _STOP_SECONDS)
     if not stopped.is_final or not await in_thread(context.store.delete, video_id):
         raise ApiError(
@@ -94,23 +96,23 @@ async def delete_video(video_id: str, context: Context, who: Who) -> Any:
 
 
 @router.post("/{video_id}/cancel", response_model=VideoResource)
-async def cancel_video(video_id: str, context: Context, who: Who) -> Any:
+async def cancel_video(video_id: str, context: Context, caller: Caller) -> Any:
     """Cancel a job; a running one stops at its next step and its run is kept."""
-    await context.job(video_id, who)
+    await context.job(video_id, caller)
     await in_thread(context.dispatcher.cancel, video_id)
-    return answer(*await context.placed_job(video_id, who))
+    return answer(*await context.placed_job(video_id, caller))
 
 
 @router.post("/{video_id}/retry", response_model=VideoResource)
-async def retry_video(video_id: str, context: Context, who: Who) -> Any:
+async def retry_video(video_id: str, context: Context, caller: Caller) -> Any:
     """Put a failed or cancelled job back into the queue; it resumes its run."""
     context.check_not_draining()
-    job = await context.job(video_id, who)
+    job = await context.job(video_id, caller)
     if job.status not in RETRIED:
         raise ApiError(
             "conflict", f"the job is {job.status}; failed and cancelled jobs can be retried"
         )
-    context.creations.take(who.name)
+    context.creations.take(caller.name)
     try:
         again = await in_thread(context.dispatcher.retry, video_id)
     except ApiError as error:
@@ -125,40 +127,44 @@ async def remix_video(
     video_id: str,
     request: Request,
     context: Context,
-    who: Who,
-    body: GivenBody,
+    caller: Caller,
+    body: RequestBody,
 ) -> Any:
-    """The old request with the same seed and a new prompt; any other field may be given too."""
-    job = await context.job(video_id, who)
+    """Repeat a request with its seed and a new prompt; any other field may be changed too."""
+    job = await context.job(video_id, caller)
     if not body.fields.get("prompt"):
         raise ApiError(
             "missing_required_parameter", "prompt is missing; say what to show", "prompt"
         )
-    made = await create_job(context, who, request, body, base=job.request, parent=job.id)
+    made = await create_job(context, caller, request, body, base=job.request, parent=job.id)
     return answer(*made)
 
 
 @router.post("/extensions", response_model=VideoResource)
-async def extend_video(request: Request, context: Context, who: Who, body: GivenBody) -> Any:
+async def extend_video(
+    request: Request, context: Context, caller: Caller, body: RequestBody
+) -> Any:
     """Continue a video: a file, or the id of one of ours."""
-    return await _of_video(request, context, who, body)
+    return await _of_video(request, context, caller, body)
 
 
 @router.post("/edits", response_model=VideoResource)
-async def edit_video(request: Request, context: Context, who: Who, body: GivenBody) -> Any:
+async def edit_video(request: Request, context: Context, caller: Caller, body: RequestBody) -> Any:
     """Change a video by `edit_strength`, where the model can."""
     if "edit_strength" not in body.fields:
         body = Body({"edit_strength": 0.5, **body.fields}, body.files, body.digest)
     try:
-        return await _of_video(request, context, who, body)
+        return await _of_video(request, context, caller, body)
     except ApiError as error:
         if error.code == "invalid_value" and error.param == "edit_strength":
             raise ApiError("not_supported", str(error), "edit_strength") from None
         raise
 
 
-async def _of_video(request: Request, context: ServerContext, who: Who, body: Body) -> JSONResponse:
-    """A job that begins with a video."""
+async def _of_video(
+    request: Request, context: ServerContext, caller: Caller, body: Body
+) -> JSONResponse:
+    """Create a job that begins with a video."""
     if "video" not in body.fields and "video" not in body.files and "extend" not in body.files:
         raise ApiError(
             "missing_required_parameter", "video is missing; send a file, or an id", "video"
@@ -166,7 +172,7 @@ async def _of_video(request: Request, context: ServerContext, who: Who, body: Bo
     given = body.fields.get("video")
     parent = None
     if isinstance(given, dict) and "id" in given:
-        job = await context.job(str(given["id"]), who)
+        job = await context.job(str(given["id"]), caller)
         if job.file is None:
             raise ApiError("not_ready", f"video {job.id} is {job.status}; wait for it", "video")
         file = context.folder.path / job.file
@@ -174,4 +180,4 @@ async def _of_video(request: Request, context: ServerContext, who: Who, body: Bo
         rest = {name: value for name, value in body.fields.items() if name != "video"}
         body = Body(rest, {**body.files, "video": data}, body.digest)
         parent = job.id
-    return answer(*await create_job(context, who, request, body, parent=parent))
+    return answer(*await create_job(context, caller, request, body, parent=parent))
