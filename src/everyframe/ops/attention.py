@@ -72,7 +72,7 @@ def attention(
     if device_type(v_BHLD) == "mps":
         # Metal's kernel was seen to ignore strides (known issue mps-sdpa-noncontiguous).
         q_BHQD, k_BHLD, v_BHLD = (x.contiguous() for x in (q_BHQD, k_BHLD, v_BHLD))
-    if kind_of(v_BHLD) == "cuda" and len(v_BHLD) > _MOST_SAMPLES:
+    if device_type(v_BHLD) == "cuda" and len(v_BHLD) > _MOST_SAMPLES:
         # Such are the places of large videos, of which each attends over its frames.
         parts = [torch.split(x, _MOST_SAMPLES) for x in (q_BHQD, k_BHLD, v_BHLD)]
         masks = [mask] * len(parts[0])
