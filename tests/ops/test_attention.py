@@ -117,7 +117,7 @@ def test_more_samples_than_a_kernel_of_cuda_takes_come_in_several_calls(
         return out
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
-    monkeypatch.setattr("everyframe.ops.attention.kind_of", lambda _: "cuda")
+    monkeypatch.setattr("everyframe.ops.attention.device_type", lambda _: "cuda")
     monkeypatch.setattr("everyframe.ops.attention._MOST_SAMPLES", 2)
     assert torch.equal(attention(q, k, v, mask), want)
     assert sizes == [2, 2, 1]
