@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from everyframe.core.errors import NumericsError
 from everyframe.core.events import Event, Note
 from everyframe.core.plan import Plan
+from everyframe.diffusers_pipelines.calls.compiled_calls import is_in_graph
 from everyframe.diffusers_pipelines.calls.saved_call import SavedCall
 from everyframe.diffusers_pipelines.calls.step_tracking import StepTracker, called_parts
 from everyframe.diffusers_pipelines.calls.weight_hooks import why_not_widened
@@ -185,7 +186,7 @@ class _Part:
         self._guard.join()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._watch.is_paused:
+        if is_in_graph() or self._watch.is_paused:
             return
         self._depth += 1
         if self._depth == 1:
@@ -208,7 +209,7 @@ class _Part:
     def _after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Any:
-        if self._watch.is_paused:
+        if is_in_graph() or self._watch.is_paused:
             return None
         self._depth -= 1
         probe = self._end_probe() if not self._depth else None

@@ -26,6 +26,7 @@ from everyframe.diffusers_pipelines.calls.call import no_progress_bars
 from everyframe.diffusers_pipelines.calls.call_errors import beyond_memory, explained
 from everyframe.diffusers_pipelines.calls.call_results import Made, OutOfMemory, generators_in
 from everyframe.diffusers_pipelines.calls.call_thread import Calling, run_in_thread
+from everyframe.diffusers_pipelines.calls.compiled_calls import hooks_around_graphs
 from everyframe.diffusers_pipelines.calls.global_generators import (
     GlobalGenerators,
     restore_torch,
@@ -273,6 +274,7 @@ class PipelineStage:
             self.plan, denoising, watch, scheduler, self.parallel, branches, video.seed, emit
         )
         with (
+            hooks_around_graphs(modules.values()),
             watch,
             nullcontext() if previews is None else previews.listening(scheduler),
             float32_noise(),

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from everyframe.diffusers_pipelines.calls.compiled_calls import is_in_graph
 from everyframe.diffusers_pipelines.calls.step_tracking import StepTracker
 
 
@@ -126,5 +127,5 @@ class EmptyCaches:
             clear_cache(module)
 
     def _before(self, module: nn.Module, _: Any) -> None:
-        if self._watch.is_paused:
+        if not is_in_graph() and self._watch.is_paused:
             clear_cache(module)

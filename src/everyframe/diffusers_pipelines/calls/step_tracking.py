@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from everyframe.core.errors import EveryframeError, InputError
 from everyframe.core.events import Event
+from everyframe.diffusers_pipelines.calls.compiled_calls import is_in_graph
 
 #: Message for a caller who calls a pipeline during a run of it.
 _CALLED = (
@@ -164,7 +165,7 @@ class StepTracker:
         return not self.begun or now != self._last, timestep[1]
 
     def _elsewhere(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not self.is_paused:
+        if not is_in_graph() and not self.is_paused:
             self.finish()
 
 
@@ -193,6 +194,8 @@ def notify_step_tracker(
     kwargs: Mapping[str, Any],
 ) -> None:
     """Notify the tracker of a denoiser call that is about to be computed or replayed."""
+    if is_in_graph():
+        return
     watch.saw(name, _timestep(module, args, kwargs))
 
 
