@@ -62,7 +62,10 @@ def once_before(
 def ends_alone(
     workers: WarmWorkers, made: list[FakeWorker], events: Events, job: WorkerJob
 ) -> bool:
-    """End the job that is left of a batch; whether its worker was busy until then and no longer."""
+    """End the job that is left of a batch; whether its worker was busy until then and no longer.
+
+    It is idle first, and of two without a model one stays.
+    """
     was_idle = bool(workers._idle)
     plan = workers.run(replace(JOB, batch=None))
     assert len(made) == 2, "a job alone gets another worker"
@@ -70,7 +73,7 @@ def ends_alone(
     assert list(events) == []
     made[1].end_job()
     assert list(plan) == []
-    return not was_idle and len(workers._idle) == 2
+    return not was_idle and [group.workers for group in workers._idle] == [made[:1]]
 
 
 def test_a_job_that_joins_as_the_last_one_ends_keeps_the_worker(
