@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import AutoGuidance, SkipLayerGuidance
+from diffusers.hooks import LayerSkipConfig
 from diffusers.pipelines.cogvideo import pipeline_cogvideox
 from diffusers.utils import torch_utils
 from torch import Tensor
@@ -16,6 +18,7 @@ from torch import Tensor
 import everyframe
 from everyframe.core.events import Event, Step
 from everyframe.diffusers_pipelines import stage
+from everyframe.diffusers_pipelines.calls.step_caches import hook_registries
 from everyframe.diffusers_pipelines.library_patches import float32_noise
 from helpers.tiny_checkpoints import families as tiny_families
 from helpers.tiny_checkpoints.diffusers import CASES
@@ -103,3 +106,42 @@ def test_an_interrupted_call_leaves_no_attention_processors(
     assert isinstance(resumed, everyframe.Video)
     assert isinstance(whole, everyframe.Video)
     assert (resumed.frames == whole.frames).all()
+
+
+@pytest.mark.parametrize(
+    "guider",
+    [
+        AutoGuidance(auto_guidance_config=LayerSkipConfig(indices=[0], fqn="blocks", dropout=0.5)),
+        SkipLayerGuidance(
+            skip_layer_config=LayerSkipConfig(indices=[0], fqn="blocks"),
+            skip_layer_guidance_start=0.0,
+            skip_layer_guidance_stop=1.0,
+        ),
+    ],
+)
+def test_an_interrupted_call_leaves_no_hooks_of_a_guider(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guider: Any
+) -> None:
+    """They are on the denoiser for its last branch, and two of a name are an error."""
+    monkeypatch.setenv("EVERYFRAME_RUNS", str(tmp_path))
+    pipe: Any = CASES["WanModularPipeline"].build()
+    pipe.update_components(guider=guider)
+    asked: dict[str, Any] = {
+        "prompt": "a fox", "num_frames": 5, "height": 16, "width": 16, "num_inference_steps": 3,
+        "seed": 1, "output": "float", "max_sequence_length": 16,
+    }  # fmt: skip
+    whole = everyframe.run(pipe, **asked)
+
+    def stop(*_: Any) -> None:
+        if any(registry.hooks for registry in hook_registries(pipe.transformer)):
+            raise KeyboardInterrupt
+
+    handle = pipe.transformer.blocks[-1].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        everyframe.run(pipe, **asked)
+    handle.remove()
+    assert not any(registry.hooks for registry in hook_registries(pipe.transformer))
+    again = everyframe.run(pipe, **asked)
+    assert isinstance(again, everyframe.Video)
+    assert isinstance(whole, everyframe.Video)
+    assert (again.frames == whole.frames).all()

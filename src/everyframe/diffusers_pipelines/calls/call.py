@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from everyframe.core.errors import InputError
+from everyframe.diffusers_pipelines.calls.step_caches import hook_registries
 from everyframe.diffusers_pipelines.library_patches import QUIET_BLOCKS
 
 
@@ -56,7 +57,8 @@ def restore_after(pipe: Any) -> Iterator[None]:
     """Context: restore the attributes of the pipeline and its small components on exit.
 
     Attention processors are restored too: a pipeline with perturbed-attention guidance puts its own
-    in for each call, and leaves them there where the call is interrupted.
+    in for each call, and leaves them there where the call is interrupted. So are hooks of guiders,
+    such as those of skip-layer guidance: they are on the denoiser for some of its calls.
     """
     parts = pipe.components.values()
     before = [(part, part.attn_processors) for part in parts if hasattr(part, "set_attn_processor")]
@@ -64,10 +66,22 @@ def restore_after(pipe: Any) -> Iterator[None]:
         with attributes_kept([pipe, *filter(_is_small, parts)], _copied):
             yield
     finally:
+        _remove_guider_hooks(parts)
         for part, processors in before:
             now = part.attn_processors
             if any(now.get(name) is not each for name, each in processors.items()):
                 part.set_attn_processor(dict(processors))
+
+
+def _remove_guider_hooks(parts: Iterable[Any]) -> None:
+    """Remove the hooks that guiders of an interrupted call left: the next call refuses them."""
+    guiders = [vars(part) for part in parts if _is_small(part)]
+    kept = (names for own in guiders for key, names in own.items() if key.endswith("_hook_names"))
+    names = {name for each in kept for name in each}
+    modules = [part for part in parts if isinstance(part, nn.Module)] if names else []
+    for registry in (found for module in modules for found in hook_registries(module)):
+        for name in names & registry.hooks.keys():
+            registry.remove_hook(name, recurse=False)
 
 
 @contextmanager
