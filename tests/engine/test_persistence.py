@@ -23,11 +23,13 @@ from everyframe.core import paths
 from everyframe.core.errors import CannotRunError, InputError, MediaError, RunLockedError
 from everyframe.core.events import Event, Note, Step, VideoDone
 from everyframe.core.plan import Repair
+from everyframe.engine.persistence import saved_run
 from everyframe.engine.resumption import resume
 from everyframe.families.opensora import stdit3
 from everyframe.hardware.facts import machine_facts
 from everyframe.runs.folder import RunFolder, all_runs, find_run, list_runs, new_run
 from everyframe.runs.replay_log import FileReplayLog
+from everyframe.runs.run_state import RunStateWriter, SaveOptions
 from helpers.events import steps
 from helpers.interrupted_runs import OPEN_SORA, PICTURE, begun, cut, same, stop_before, videos
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
@@ -185,6 +187,23 @@ def test_a_place_that_is_full_leaves_a_good_state(
     with pytest.raises(MediaError, match="can't write 'trail-0'; resume it"):
         list(begun(tmp_path, model=model, **OPEN_SORA))
     assert len(list(all_runs(tmp_path))) == 1
+
+
+@pytest.mark.parametrize(
+    ("is_in_memory", "how"),
+    [(True, "everyframe.resume('20261127', pipe=pipe)"), (False, "everyframe resume 20261127")],
+)
+def test_an_error_says_how_its_run_is_resumed(tmp_path: Path, is_in_memory: bool, how: str) -> None:
+    """The command line can't resume a pipeline that is in the memory of a script."""
+    folder = RunFolder(tmp_path / "20261127")
+    folder.path.mkdir()
+    writer = RunStateWriter(folder, SaveOptions(tmp_path))
+    with (
+        pytest.raises(CannotRunError) as caught,
+        saved_run(writer, [], is_in_memory=is_in_memory),
+    ):
+        raise CannotRunError("out of memory")
+    assert str(caught.value) == f"out of memory; resume it: {how}"
 
 
 def test_what_was_cut_of_a_prompt_stays_in_the_record(model: str, tmp_path: Path) -> None:

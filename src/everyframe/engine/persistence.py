@@ -135,11 +135,13 @@ def writer_for_rank(here: RankContext, how: SaveOptions, begun: RunStateWriter) 
 
 
 @contextmanager
-def saved_run(writer: RunStateWriter, videos: Sequence[VideoState]) -> Iterator[None]:
+def saved_run(
+    writer: RunStateWriter, videos: Sequence[VideoState], *, is_in_memory: bool = False
+) -> Iterator[None]:
     """Context: this process owns the run, and answers of a pipeline's components are saved.
 
     On exit the folder is removed if the run is done or can't be done at all. Otherwise it stays,
-    with a note on how to resume.
+    and an error says how to resume: a pipeline `is_in_memory` has to be given again.
     """
     folder = writer.folder
     for video in videos if folder is not None else ():
@@ -156,8 +158,10 @@ def saved_run(writer: RunStateWriter, videos: Sequence[VideoState]) -> Iterator[
         )
         if folder is None or remove:
             raise
-        text = f"{error}; resume it: everyframe resume {folder.name}"
-        raise error.reworded(text) from error.__cause__
+        how = f"everyframe resume {folder.name}"
+        if is_in_memory:
+            how = f"everyframe.resume({folder.name!r}, pipe=pipe)"
+        raise error.reworded(f"{error}; resume it: {how}") from error.__cause__
     finally:
         # Others may be at work on other parts of it.
         writer.finish(remove=remove and (folder is None or folder.part == 0))

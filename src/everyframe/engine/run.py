@@ -175,7 +175,7 @@ def run_stages(
     """Run the remaining stages of the plan, then release the saved run."""
     if not progress.videos:
         return
-    with saved_run(writer, progress.videos):
+    with saved_run(writer, progress.videos, is_in_memory=here.plan.switches is not None):
         yield from writer.notes()
         if writer.folder is not None and writer.folder.part == 0:
             yield RunSaved(writer.folder.name, str(writer.folder.path))
