@@ -174,6 +174,10 @@ class NoSuchVideoError(EveryframeError, LookupError):
         super().__init__(f"there is no video {id!r}")
 
 
+class VideoStatusError(InputError):
+    """The server's job has a status in which this can't be done with it."""
+
+
 class QueueFullError(EveryframeError):
     """The server's queue takes no more jobs for now."""
 

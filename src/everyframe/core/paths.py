@@ -114,6 +114,11 @@ def home_folder() -> Path:
         ) from None
 
 
+def open_no_link(path: str, flags: int) -> int:
+    """Opener for `open` that follows no link and does not wait for a pipe's other side."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+
+
 def replace_file(path: Path, data: bytes | str, *, is_durable: bool = False) -> None:
     """Replace a file atomically: write a new one beside it, then rename it.
 

@@ -10,6 +10,8 @@ import secrets
 import stat
 from pathlib import Path
 
+from everyframe.core.paths import open_no_link
+
 _NUM_BYTES = 32
 
 
@@ -17,7 +19,7 @@ def read_key(path: Path) -> bytes | None:
     """The key; None if it is missing, of another size, a link, or another user's to read."""
     try:
         # A link would lead to a file that somebody else may know.
-        with open(path, "rb", opener=_open_no_link) as file:
+        with open(path, "rb", opener=open_no_link) as file:
             facts = os.fstat(file.fileno())
             is_ours = stat.S_ISREG(facts.st_mode)
             if os.name == "posix":
@@ -53,7 +55,3 @@ def read_or_create_key(path: Path) -> bytes | None:
     except OSError:
         return None
     return read_key(path)
-
-
-def _open_no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))

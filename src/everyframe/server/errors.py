@@ -18,6 +18,7 @@ from everyframe.core.errors import (
     NoSuchVideoError,
     QueueFullError,
     StoreError,
+    VideoStatusError,
 )
 from everyframe.engine.workers.executor import InfeasiblePlanError
 
@@ -112,6 +113,8 @@ def api_error(error: EveryframeError, names: Iterable[str] = ()) -> ApiError:
         return ApiError("queue_full", text, headers={"retry-after": "10"})
     if isinstance(error, NoSuchVideoError):
         return ApiError("not_found", text, "id")
+    if isinstance(error, VideoStatusError):
+        return ApiError("conflict", text)
     if isinstance(error, StoreError):
         return ApiError("storage_unavailable", text, headers={"retry-after": "30"})
     if isinstance(error, CannotRunError):

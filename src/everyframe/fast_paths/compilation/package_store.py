@@ -26,7 +26,7 @@ import torch
 
 from everyframe._version import __version__
 from everyframe.core.errors import InputError
-from everyframe.core.paths import expand_path, replace_file
+from everyframe.core.paths import expand_path, open_no_link, replace_file
 from everyframe.fast_paths.certificates import Verdict, folder
 from everyframe.fast_paths.compilation.block_export import CallSizes
 from everyframe.hardware.cpu import processor_flags, processor_name
@@ -284,10 +284,7 @@ def _text(path: Path) -> str:
 
 def _read(path: Path, most: int) -> bytes:
     """Bytes of a plain file, never through a link."""
-    number = os.open(
-        path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    )
-    with os.fdopen(number, "rb") as file:
+    with open(path, "rb", opener=open_no_link) as file:
         facts = os.fstat(file.fileno())
         if not stat.S_ISREG(facts.st_mode) or facts.st_size > most:
             raise OSError(0, "no plain file", str(path))

@@ -165,7 +165,7 @@ class Dispatcher:
 
         Raises:
             NoSuchVideoError: there is no such job.
-            InputError: it is neither failed nor cancelled.
+            VideoStatusError: it is neither failed nor cancelled.
         """
         return self._store.retry(id)
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from everyframe.core.errors import InputError, StoreError
+from everyframe.core.errors import InputError, StoreError, VideoStatusError
 from everyframe.server.data_folder import DataFolder
 from everyframe.server.queue.database import VERSION, Database
 from everyframe.server.queue.event_log import EventLog
@@ -258,7 +258,7 @@ class JobStore(EventLog):
 
         Raises:
             NoSuchVideoError: there is no such job.
-            InputError: it is neither failed nor cancelled.
+            VideoStatusError: it is neither failed nor cancelled.
         """
         values = {"status": "queued", "attempts": 0, "interruptions": 0, "is_cancel_requested": 0,
                   "error": None, "completed_at": None, "expires_at": None}  # fmt: skip
@@ -266,7 +266,7 @@ class JobStore(EventLog):
             # Read and written at once: of two that retry it, one finds it queued.
             status = changes.set(id, {})["status"]
             if status not in RETRIED:
-                raise InputError(
+                raise VideoStatusError(
                     f"only a failed or cancelled video can be retried; {id} is {status}"
                 )
             return changes.job(changes.set(id, values), "status", {"status": "queued"})

@@ -113,12 +113,7 @@ async def retry_video(video_id: str, context: Context, caller: Caller) -> Any:
             "conflict", f"the job is {job.status}; failed and cancelled jobs can be retried"
         )
     context.creations.take(caller.name)
-    try:
-        again = await in_thread(context.dispatcher.retry, video_id)
-    except ApiError as error:
-        if error.code != "invalid_value":
-            raise
-        raise ApiError("conflict", str(error)) from error  # another one was faster
+    again = await in_thread(context.dispatcher.retry, video_id)
     return answer(again, await in_thread(context.store.queue_position, again))
 
 
