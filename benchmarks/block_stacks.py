@@ -67,6 +67,19 @@ def fill(module: nn.Module) -> nn.Module:
     return module.eval().requires_grad_(False)
 
 
+def cached_context(model: nn.Module, make: Callable[[], Any]) -> Any:
+    """What a model computes of its prompt once in a run."""
+    own = vars(model)
+    if "benchmark_context" not in own:
+        own["benchmark_context"] = make()
+    return own["benchmark_context"]
+
+
+def forget_context(model: nn.Module) -> None:
+    """Let the next call compute it again, in that call's precision."""
+    vars(model).pop("benchmark_context", None)
+
+
 def wan(heads: int, layers: int, frames: int, height: int, width: int, device: str) -> Stack:
     """Wan 2.1: `heads` of 128, latents of (frames, height, width), a text of 512 tokens, guided."""
     from diffusers import WanTransformer3DModel
@@ -135,13 +148,10 @@ def opensora(hidden: int, depth: int, frames: int, side: int, device: str) -> St
     def call(model: nn.Module, given: tuple[Tensor, ...]) -> Tensor:
         assert isinstance(model, STDiT3)
         x, t, text = given
-        # Keys and values of the text are made once in a run.
-        if vars(model).get("benchmark_context") is None:
-            vars(model)["benchmark_context"] = model.context(text)
+        context = cached_context(model, lambda: model.context(text))
         side_in_pixels = float(side * 8)
         out: Tensor = model(
-            x, t, vars(model)["benchmark_context"], fps=24.0, height=side_in_pixels,
-            width=side_in_pixels,
+            x, t, context, fps=24.0, height=side_in_pixels, width=side_in_pixels,
         )  # fmt: skip
         return out
 
@@ -191,12 +201,10 @@ def svd(widths: tuple[int, ...], frames: int, height: int, width: int, device: s
     def call(model: nn.Module, given: tuple[Tensor, ...]) -> Tensor:
         x, t, picture, told = given
         if isinstance(model, unet.VideoUNet):
-            own = model.__dict__
-            if own.get("benchmark_context") is None:
-                own["benchmark_context"] = model.context(
-                    picture[:, 0].float(), told.float(), frames
-                )
-            out: Tensor = model(x.float(), t.float(), own["benchmark_context"])
+            context = cached_context(
+                model, lambda: model.context(picture[:, 0].float(), told.float(), frames)
+            )
+            out: Tensor = model(x.float(), t.float(), context)
             return out
         found: Tensor = model(x, t, picture, told, return_dict=False)[0]
         return found

@@ -7,7 +7,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from block_stacks import SIZES, precision_of
+from block_stacks import SIZES, forget_context, precision_of
 
 from everyframe.core.facts import DeviceFacts
 from everyframe.dry_run.call import DryRunCall
@@ -27,7 +27,7 @@ def answer(model: str, kind: str, modules: Mapping[str, Any], device: str) -> ob
     """One call of it."""
     stack = SIZES[model][kind](device)
     # The module is called in several precisions, and its context has that of the first.
-    vars(modules["denoiser"]).pop("benchmark_context", None)
+    forget_context(modules["denoiser"])
     return stack.call(modules["denoiser"], stack.inputs(torch.float32))
 
 
