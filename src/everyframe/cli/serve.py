@@ -65,7 +65,7 @@ def serve(
     )
     options = ProcessOptions(
         data_folder=None if data_dir is None else expand_path(data_dir, "data-dir"),
-        dispatcher=_dispatcher_options(settings, given),
+        dispatcher=_dispatcher_options(given),
         drain_seconds=parse_duration(drain, "drain"),
     )
     run_server(settings, options, _executor(executor, given), _announcer(settings))
@@ -103,7 +103,7 @@ def _settings(host: str, port: int, **given: Any) -> ServerSettings:
     )
 
 
-def _dispatcher_options(settings: ServerSettings, given: Any) -> DispatcherOptions:
+def _dispatcher_options(given: Any) -> DispatcherOptions:
     from everyframe.server.dispatch.device_groups import parse_groups
     from everyframe.server.dispatch.dispatcher import DispatcherOptions
 
@@ -113,7 +113,6 @@ def _dispatcher_options(settings: ServerSettings, given: Any) -> DispatcherOptio
     }
     return DispatcherOptions(
         groups=parse_groups(given.get("groups")),
-        retention_seconds=settings.retention_seconds,
         has_previews=not given.get("no_previews"),
         **counts,
     )

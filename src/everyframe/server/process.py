@@ -82,7 +82,7 @@ def serve(
         folder = open_folder(options.data_folder)
         stack.callback(folder.close)
         listening = stack.enter_context(bind(settings.host, settings.port))
-        store = JobStore(folder)
+        store = JobStore(folder, settings.retention_seconds)
         stack.callback(store.close)
         executor = make_executor()
         stack.callback(executor.close)

@@ -142,7 +142,7 @@ class ServerSettings:
         has_open_metrics: whether ``/metrics`` needs no key.
         plans_ahead: whether the default model is planned at startup.
         has_traces: whether spans are sent by OpenTelemetry.
-        retention_seconds: seconds after which the files of a finished job are deleted.
+        retention_seconds: time until a job that ended is deleted; None for never.
         min_free_bytes: room on the disk below which the server is not ready.
     """
 

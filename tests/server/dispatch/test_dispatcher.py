@@ -227,8 +227,9 @@ def test_finished_jobs_and_unused_uploads_expire(
     store: JobStore, folder: DataFolder, dispatch: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unused, used = folder.add_input(b"1", "png"), folder.add_input(b"2", "png")
+    store.retention_seconds = 0.0
     job = add(store)
-    dispatcher = dispatch(FakeExecutor(), retention_seconds=0.0)
+    dispatcher = dispatch(FakeExecutor())
     assert ended(store, job).expires_at is not None
     dispatcher.drain()
     kept = add(store, request={"image": used})

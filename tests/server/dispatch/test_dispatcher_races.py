@@ -73,7 +73,8 @@ def test_a_job_that_is_to_be_cancelled_does_not_go_back_into_the_queue(
 
     monkeypatch.setattr(store, "requeue", cancelled)
     job = add(store)
-    dispatch(executor, retention_seconds=60.0)
+    store.retention_seconds = 60.0
+    dispatch(executor)
     done = ended(store, job, "cancelled")
     assert done.completed_at is not None
     assert done.expires_at is not None
@@ -84,17 +85,19 @@ def test_a_job_that_is_to_be_cancelled_does_not_go_back_into_the_queue(
 def test_a_job_that_is_cancelled_in_the_queue_expires_as_others_do(
     store: JobStore, dispatch: Start
 ) -> None:
+    store.retention_seconds = 60.0
     running, waiting = add(store), add(store, 4)
-    dispatcher = dispatch(FakeExecutor(pause=60), retention_seconds=60.0)
+    dispatcher = dispatch(FakeExecutor(pause=60))
     ended(store, running, "in_progress")
     assert dispatcher.cancel(waiting.id).expires_at is not None
 
 
 def test_jobs_that_recovery_ends_expire_as_others_do(store: JobStore, dispatch: Start) -> None:
+    store.retention_seconds = 60.0
     job = add(store)
     store.claim("default")
     store.request_cancel(job.id)
-    dispatch(FakeExecutor(), retention_seconds=60.0)
+    dispatch(FakeExecutor())
     assert ended(store, job, "cancelled").expires_at is not None
 
 

@@ -329,12 +329,15 @@ def test_recovery_gives_every_job_one_place(store: JobStore, folder: DataFolder)
 
 
 def test_expired_jobs_are_named(store: JobStore) -> None:
-    old, fresh, queued = (store.add(new()) for _ in range(3))
-    for job, when in ((old, 10.0), (fresh, 30.0)):
+    old, fresh, retried, kept = (store.add(new()) for _ in range(4))
+    for job, seconds in ((old, 10.0), (fresh, 30.0), (retried, 10.0), (kept, None)):
+        store.retention_seconds = seconds
         store.claim("cpu")
-        store.finish(job.id, "completed", expires_at=when)
-    store.update(queued.id, expires_at=10.0)
-    assert [job.id for job in store.expired(20.0)] == [old.id]
+        store.finish(job.id, "failed", error={"code": "internal", "message": "no"})
+    store.retry(retried.id)
+    now = time.time()
+    assert [job.id for job in store.expired(now + 20.0)] == [old.id]
+    assert [job.id for job in store.expired(now + 40.0)] == [old.id, fresh.id]
 
 
 def test_a_disk_that_became_read_only_is_an_error_for_people(store: JobStore) -> None:

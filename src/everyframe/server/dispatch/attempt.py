@@ -57,13 +57,11 @@ class AttemptOptions:
     """How jobs are run.
 
     Attributes:
-        retention_seconds: time until a finished job is deleted; None for never.
         pace: how often run state is saved, as in `WorkerJob`; None for the default.
         has_previews: whether previews are made during the run.
         on_preview: called with (job id, event) for each preview.
     """
 
-    retention_seconds: float | None = None
     pace: tuple[float, float] | None = None
     has_previews: bool = True
     on_preview: Callable[[str, Event], None] = lambda id, event: None  # noqa: A006
@@ -209,10 +207,7 @@ class Attempt:
             self._outputs.take(self._last)
             checks = {"num_frames": self._outputs.num_frames, "is_finite": True,
                       "is_read_back": True}  # fmt: skip
-            fields = self._outputs.publish({
-                "report": {**self.report(), "checks": checks},
-                "expires_at": expiry(self._options.retention_seconds),
-            })  # fmt: skip
+            fields = self._outputs.publish({"report": {**self.report(), "checks": checks}})
         self._store.finish(self.job.id, "completed", **fields)
         self._folder.remove_runs(self.job.id)
 
@@ -322,8 +317,3 @@ class Attempt:
         now = {} if self._meter is None else self._meter.stage_durations
         names = {**self._stages, **now}
         return {name: round(self._stages.get(name, 0.0) + now.get(name, 0.0), 4) for name in names}
-
-
-def expiry(retention_seconds: float | None) -> float | None:
-    """Time at which a job that ends now is deleted; None for never."""
-    return None if retention_seconds is None else time.time() + retention_seconds

@@ -36,7 +36,7 @@ from everyframe.core.paths import is_disk_full
 from everyframe.core.plan import Plan
 from everyframe.engine.workers.executor import Executor
 from everyframe.fast_paths.batch_certificates import MOST_VIDEOS
-from everyframe.server.dispatch.attempt import Attempt, AttemptOptions, expiry
+from everyframe.server.dispatch.attempt import Attempt, AttemptOptions
 from everyframe.server.dispatch.device_groups import ChangeNotifier, Claim, DeviceGroup
 from everyframe.server.dispatch.retention import CLEAN_SECONDS, clean
 from everyframe.server.errors import code_of, is_system_exhausted, message_of
@@ -114,7 +114,7 @@ class Dispatcher:
 
     def start(self) -> list[Job]:
         """Recover the jobs of an earlier server, and start the threads; returns those jobs."""
-        back = self._store.recover(self._expiry())
+        back = self._store.recover()
         self._store.keep_groups([*self._options.groups])
         self._store.listen(lambda event: self._changes.note() if event.type == "status" else None)
         for thread in self._threads:
@@ -147,7 +147,7 @@ class Dispatcher:
 
         Its run stays for a retry. Raises `NoSuchVideoError` if there is no such job.
         """
-        job = self._store.request_cancel(id, self._expiry())
+        job = self._store.request_cancel(id)
         with self._lock:
             attempt = self._attempts.get(id)
         if attempt is not None and not job.is_final:
@@ -305,9 +305,6 @@ class Dispatcher:
             del self._attempts[attempt.job.id]
         self._previews.pop(attempt.job.id, None)
 
-    def _expiry(self) -> float | None:
-        return expiry(self._options.retention_seconds)
-
     def _waits_for_devices(self, attempt: Attempt, error: Exception, group: DeviceGroup) -> bool:
         """Requeue a job, for any group, if broken devices ended it; returns whether they did."""
         if attempt.has_stepped:
@@ -322,16 +319,15 @@ class Dispatcher:
             return False
         _log.error("group %s waits, its devices do not work: %s", group.name, why)
         self._persist(lambda: self._store.requeue(
-            job.id, counts_attempt=False, cause="devices_fail", expires_at=self._expiry(),
-            group=None, **attempt.fields()))  # fmt: skip
+            job.id, counts_attempt=False, cause="devices_fail", group=None,
+            **attempt.fields()))  # fmt: skip
         return True
 
     def _end_unfinished(self, attempt: Attempt, error: Exception) -> None:
         """Decide what follows an attempt that did not finish, and write it into the job's row."""
         job, fields = attempt.job, attempt.fields()
         if isinstance(error, RunStoppedError) and attempt.reason == "cancel":
-            self._persist(lambda: self._store.finish(
-                job.id, "cancelled", expires_at=self._expiry(), **fields))  # fmt: skip
+            self._persist(lambda: self._store.finish(job.id, "cancelled", **fields))
             return
         is_stopped = isinstance(error, (RunStoppedError, LeftBatchError))
         waits = isinstance(error, (RunLockedError, StoreError, DevicesBusyError))
@@ -343,8 +339,7 @@ class Dispatcher:
                 self._draining.wait(_PAUSE)
             cause = attempt.reason or code_of(error)
             self._persist(lambda: self._store.requeue(
-                job.id, counts_attempt=False, cause=cause, expires_at=self._expiry(),
-                **fields))  # fmt: skip
+                job.id, counts_attempt=False, cause=cause, **fields))  # fmt: skip
             return
         attempts = 1 if attempt.has_advanced else job.attempts
         if attempts < self._options.max_attempts and self._can_repeat(attempt, error):
@@ -352,12 +347,11 @@ class Dispatcher:
             fields = attempt.fields(f"an attempt failed: {message_of(error)}")
             self._persist(lambda: self._store.requeue(
                 job.id, counts_attempt=True, cause=code_of(error), attempts=attempts,
-                expires_at=self._expiry(), **fields))  # fmt: skip
+                **fields))  # fmt: skip
             return
         _log.error("%s failed: %s", job.id, error, exc_info=not isinstance(error, EveryframeError))
         data = {"code": code_of(error), "message": message_of(error)}
-        self._persist(lambda: self._store.finish(
-            job.id, "failed", error=data, expires_at=self._expiry(), **fields))  # fmt: skip
+        self._persist(lambda: self._store.finish(job.id, "failed", error=data, **fields))
 
     def _can_repeat(self, attempt: Attempt, error: Exception) -> bool:
         """Whether another attempt may succeed; prepares that attempt."""

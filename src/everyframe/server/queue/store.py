@@ -18,7 +18,7 @@ from everyframe.server.queue.database import VERSION, Database
 from everyframe.server.queue.event_log import EventLog
 from everyframe.server.queue.jobs import FINAL, RETRIED, STATUSES, Job, NewJob
 from everyframe.server.queue.row_insertion import insert_job
-from everyframe.server.queue.transaction import job_of, plain
+from everyframe.server.queue.transaction import Transaction, job_of, plain
 
 # A method of the store is called `list`.
 _Jobs: TypeAlias = list[Job]
@@ -29,7 +29,7 @@ MAX_INTERRUPTIONS = 10
 
 #: Fields that `update` may set.
 _CHANGEABLE = frozenset({
-    "attempts", "error", "eta_s", "expires_at", "file", "interruptions", "phase", "progress",
+    "attempts", "error", "eta_s", "file", "interruptions", "phase", "progress",
     "report", "resolved", "run", "started_at", "step", "total_steps",
 })  # fmt: skip
 
@@ -38,11 +38,15 @@ class JobStore(EventLog):
     """Jobs and events of one data folder. All methods are thread-safe.
 
     Every method raises `StoreError` if the file can't be read or written.
+
+    Attributes:
+        retention_seconds: time after which a job that ended expires; None for never.
     """
 
-    def __init__(self, folder: DataFolder) -> None:
+    def __init__(self, folder: DataFolder, retention_seconds: float | None = None) -> None:
         super().__init__(Database(folder.database))
         self.folder = folder
+        self.retention_seconds = retention_seconds
 
     def add(self, job: NewJob) -> Job:
         """Add a job to the queue, or return the job that the same request made before.
@@ -221,7 +225,7 @@ class JobStore(EventLog):
         `values` are fields of `update`. Raises `NoSuchVideoError` if there is no such job.
         """
         assert status in FINAL, status
-        values |= {"status": status, "completed_at": time.time(), "error": error, "eta_s": None}
+        values |= {**self._end(status), "error": error, "eta_s": None}
         if status == "completed":
             values |= {"progress": 100, "file": file, "phase": None}
         with self._writing() as changes:
@@ -234,14 +238,13 @@ class JobStore(EventLog):
         *,
         counts_attempt: bool,
         cause: str = "",
-        expires_at: float | None = None,
         **values: Any,
     ) -> Job:
         """Put a running job back into the queue, at its old place and with its run.
 
         Its event names the `cause`, such as ``worker_died``. A job whose cancellation was requested
-        is cancelled instead, and expires at `expires_at`. Its last start counts as an attempt only
-        with `counts_attempt`. Raises `NoSuchVideoError` if there is no such job.
+        is cancelled instead. Its last start counts as an attempt only with `counts_attempt`. Raises
+        `NoSuchVideoError` if there is no such job.
         """
         values |= {"status": "queued", "eta_s": None}
         with self._writing() as changes:
@@ -249,7 +252,7 @@ class JobStore(EventLog):
             if not counts_attempt:
                 row = changes.set(id, {"attempts": max(row["attempts"] - 1, 0)})
             if row["is_cancel_requested"]:
-                return changes.cancel(id, expires_at)
+                return self._cancel(changes, id)
             data = {"status": "queued", "cause": cause} if cause else {"status": "queued"}
             return changes.job(row, "status", data)
 
@@ -271,7 +274,7 @@ class JobStore(EventLog):
                 )
             return changes.job(changes.set(id, values), "status", {"status": "queued"})
 
-    def request_cancel(self, id: str, expires_at: float | None = None) -> Job:  # noqa: A002
+    def request_cancel(self, id: str) -> Job:  # noqa: A002
         """Cancel a queued job at once; mark a running job, which `Dispatcher.cancel` stops.
 
         A finished job stays as it is. Raises `NoSuchVideoError` if there is no such job.
@@ -283,7 +286,7 @@ class JobStore(EventLog):
             row = changes.set(id, {"is_cancel_requested": 1})
             if row["status"] == "in_progress":
                 return job_of(row)
-            return changes.cancel(id, expires_at)
+            return self._cancel(changes, id)
 
     def delete(self, id: str) -> bool:  # noqa: A002
         """Delete a job, its events, then its files; False if it is running or does not exist."""
@@ -317,13 +320,13 @@ class JobStore(EventLog):
             rows = reading.execute(query, (now, "queued", "in_progress"))
             return [job_of(row) for row in rows]
 
-    def recover(self, expires_at: float | None = None) -> _Jobs:
+    def recover(self) -> _Jobs:
         """Requeue every job that was running when the server died, and return those jobs.
 
         A job whose files are complete is completed. A job that was to be cancelled is cancelled. A
         job fails if its frames were being written at each of `MAX_INTERRUPTIONS` deaths in a row:
-        at other times the server only waits for a worker, and the job can't have killed it. These
-        two expire at `expires_at`. Files that belong to no job are deleted.
+        at other times the server only waits for a worker, and the job can't have killed it. Files
+        that belong to no job are deleted.
 
         Call it before any job is claimed, while the data folder is locked: every job that counts as
         running is then one of a dead server.
@@ -336,11 +339,11 @@ class JobStore(EventLog):
             if done is not None:
                 self.finish(job.id, "completed", **done)
             elif job.is_cancel_requested:
-                self.finish(job.id, "cancelled", run=run, expires_at=expires_at)
+                self.finish(job.id, "cancelled", run=run)
             elif (deaths := job.interruptions + has_frames) >= MAX_INTERRUPTIONS:
                 text = f"the server died {MAX_INTERRUPTIONS} times while it made this video"
                 error = {"code": "server_died", "message": text}
-                self.finish(job.id, "failed", error=error, run=run, expires_at=expires_at)
+                self.finish(job.id, "failed", error=error, run=run)
             else:
                 back.append(self.requeue(
                     job.id, counts_attempt=False, cause="server_died", interruptions=deaths,
@@ -360,3 +363,14 @@ class JobStore(EventLog):
     def close(self) -> None:
         """Close the file; threads in `wait` return at their timeout."""
         self._database.close()
+
+    def _cancel(self, changes: Transaction, id: str) -> Job:  # noqa: A002
+        """End a job that is not running as cancelled."""
+        row = changes.set(id, self._end("cancelled"))
+        return changes.job(row, "done", {"status": "cancelled"})
+
+    def _end(self, status: str) -> dict[str, Any]:
+        """Fields of a job that ends now."""
+        now, kept = time.time(), self.retention_seconds
+        expires = None if kept is None else now + kept
+        return {"status": status, "completed_at": now, "expires_at": expires}

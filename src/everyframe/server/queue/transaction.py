@@ -81,11 +81,6 @@ class Transaction:
         self.event(row["id"], row["owner"], type, data)
         return job_of(row)
 
-    def cancel(self, id: str, expires_at: float | None) -> Job:  # noqa: A002
-        """End a job that is not running as cancelled; `expires_at` None is never."""
-        values = {"status": "cancelled", "completed_at": time.time(), "expires_at": expires_at}
-        return self.job(self.set(id, values), "done", {"status": "cancelled"})
-
     def event(self, id: str, owner: str, type: str, data: Mapping[str, Any]) -> int:  # noqa: A002
         """Add an event and return its number."""
         row = self.connection.execute(
