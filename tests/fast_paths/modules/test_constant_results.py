@@ -10,10 +10,11 @@ import torch
 from diffusers import LTXVideoTransformer3DModel, WanTransformer3DModel
 from torch import Tensor, nn
 
-from everyframe.fast_paths.apply import applies_to
+from everyframe.fast_paths.apply import applies_to, swap_modules
 from everyframe.fast_paths.modules.constant_modules import ConstantModule, find_constant_modules
 from everyframe.fast_paths.modules.constant_results import MOST_RESULTS, PATH, CachedConstants
 from everyframe.ops.call_override import ModuleCall
+from everyframe.ops.native import library
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +76,17 @@ def test_what_depends_on_the_prompt_alone_is_found_and_computed_once(model: nn.M
     before = len(computed)
     assert torch.equal(answer(model, 0, prompts[0]), plain[0])
     assert {*cross} < {*computed[before:]}, "nothing is left on the model"
+
+
+@pytest.mark.skipif(bool(missing := library.why_not()), reason=str(missing))
+def test_results_of_our_kernels_are_followed(model: nn.Module) -> None:
+    swap_modules(model, ["native-norm", "native-gelu", "native-flash"])
+    with CachedConstants(model) as cache:
+        answer(model, 0, text())
+    assert cache.modules is not None
+    names = {each.name for each in cache.modules}
+    assert {"condition_embedder.text_embedder", "blocks.1.attn2.norm_k"} <= names
+    assert not any("attn1" in each or "to_q" in each for each in names)
 
 
 def merge(model: Any, prompt: Tensor) -> None:

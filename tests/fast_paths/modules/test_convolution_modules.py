@@ -217,7 +217,7 @@ def test_a_repair_computes_wan_plainly_and_gives_it_back(monkeypatch: pytest.Mon
     before = answer(model)
     undo = apply_repair(model, RepairSet(native_paths.CPU, {"vae": model}).plainly("vae", ""))
     with monkeypatch.context() as patch:
-        patch.setattr(kernels, "_call", lambda *_: pytest.fail("a kernel computes"))
+        patch.setattr(kernels, "_call", lambda *_, **__: pytest.fail("a kernel computes"))
         patch.setattr(
             convolution_modules, "convolve_over_time", lambda *_: pytest.fail("so does it")
         )

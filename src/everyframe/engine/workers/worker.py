@@ -32,6 +32,7 @@ from everyframe.core.events import (
     WeightsReady,
 )
 from everyframe.core.facts import MachineFacts
+from everyframe.core.garbage_collection import resume_collector
 from everyframe.core.import_logs import mute_torchao_imports
 from everyframe.engine.workers.error_transfer import error_data
 from everyframe.engine.workers.flight_recorder import FlightRecorder
@@ -53,7 +54,7 @@ def serve(descriptor: int) -> None:
     """
     os.set_inheritable(descriptor, False)
     inbox = _Inbox(Connection(descriptor))
-    gc.disable()  # until all is imported that is needed; see `core.garbage_collection`
+    gc.disable()  # until `resume_collector`, when all is imported that is needed
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     own_output, process = os.dup(2), _ProcessState()
     while True:
@@ -103,7 +104,7 @@ def _send_events(job: WorkerJob, inbox: _Inbox, events: Iterator[Event]) -> None
         if inbox.is_stopped.is_set():
             return
         if isinstance(event, _LAST_IMPORTS):
-            gc.enable()
+            resume_collector()
         if reports:
             send(inbox.connection, "event", _light(event, job.as_uint8))
         if isinstance(event, Planned):
@@ -155,7 +156,7 @@ def _run_batch(first: WorkerJob, inbox: _Inbox, process: _ProcessState) -> bool:
                 waits = _send_end(error, job, inbox, process) and waits
             elif tag not in halted:
                 if isinstance(event, _LAST_IMPORTS):
-                    gc.enable()
+                    resume_collector()
                 send(inbox.connection, "event", _light(event, job.as_uint8), tag)
                 if isinstance(event, WeightsReady):
                     _print_into(job.folder / f"printed-{job.rank}")

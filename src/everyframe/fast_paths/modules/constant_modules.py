@@ -9,7 +9,7 @@ makes everything after it vary, and so do random and uninitialised tensors.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from everyframe.ops.call_override import ModuleCall
+from everyframe.ops.native.kernels import KernelMode
 
 #: Arguments of a model that differ in every step, by name, beside its first one.
 VARYING = ("hidden_states", "sample", "timestep", "timesteps", "temb")
@@ -40,7 +40,7 @@ class ConstantModule:
     varying: frozenset[int]
 
 
-class _Dependencies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Dependencies(KernelMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that marks as constant what is computed from constant tensors alone."""
 
     #: Torch asks each mode this for operators such as flex_attention.
@@ -67,16 +67,27 @@ class _Dependencies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **given)
         self.num_operations += 1
         used, made = _tensors((args, given)), _tensors(result)
-        is_constant = not self.has_read_varying and all(map(self.is_constant, used))
+        is_constant = self._are_constant(used)
         if is_constant and not _is_arbitrary(func):
-            # New memory may lie where something else lay before.
-            self._written -= {*map(_storage, made)} - {*map(_storage, used)}
-            for each in made:
-                self._constant[each] = True
+            self._mark_constant(made, used)
             return result
         self._written.update(_storage(each) for each in _targets(func, args, given))
         self.has_read_varying |= bool(used) and not made and not is_constant and result is not None
         return result
+
+    def note_kernel(self, inputs: Sequence[Tensor], output: Tensor) -> None:
+        self.num_operations += 1
+        if self._are_constant(inputs):
+            self._mark_constant([output], inputs)
+
+    def _are_constant(self, used: Sequence[Tensor]) -> bool:
+        return not self.has_read_varying and all(map(self.is_constant, used))
+
+    def _mark_constant(self, made: Sequence[Tensor], used: Sequence[Tensor]) -> None:
+        # New memory may lie where something else lay before.
+        self._written -= {*map(_storage, made)} - {*map(_storage, used)}
+        for each in made:
+            self._constant[each] = True
 
 
 def _storage(tensor: Tensor) -> int:

@@ -9,12 +9,14 @@ fit each other are errors, since C code would read beyond the end.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_double, c_int, c_long, c_void_p
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from everyframe.ops.native.library import find
 
@@ -39,6 +41,14 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 #: Most frames and channels of a head of `frame_attention`; heads are multiples of 16 wide.
 MOST_FRAMES, MOST_WIDTH = 64, 128
+
+
+class KernelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode that also sees the calls of these kernels, which torch does not dispatch."""
+
+    def note_kernel(self, inputs: Sequence[Tensor], output: Tensor) -> None:
+        """A kernel has read these inputs and has written all of this output."""
+        raise NotImplementedError
 
 
 @cache
@@ -81,6 +91,7 @@ def group_norm(
     _call(
         "group_norm", x, y, samples, x.numel() // (samples * channels), channels, num_groups,
         _floats(weight, channels), _floats(bias, channels), eps, has_silu, last, _is_bf16(x),
+        output=y,
     )  # fmt: skip
     return y
 
@@ -98,7 +109,7 @@ def layer_norm(
     y = torch.empty_like(x)
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
     weights = [None if each is None else _floats(each, width) for each in (weight, bias)]
-    _call("row_norm", x, y, rows, width, *weights, eps, is_rms, _is_bf16(x))
+    _call("row_norm", x, y, rows, width, *weights, eps, is_rms, _is_bf16(x), output=y)
     return y
 
 
@@ -109,7 +120,7 @@ def geglu(x: Tensor) -> Tensor:
     x = x.contiguous()
     width = x.shape[-1] // 2
     y = x.new_empty((*x.shape[:-1], width))
-    _call("geglu", x, y, y.numel() // width, width, _is_bf16(x))
+    _call("geglu", x, y, y.numel() // width, width, _is_bf16(x), output=y)
     return y
 
 
@@ -125,7 +136,8 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     x, weight = x.contiguous(), weight.contiguous()
     y = x.new_empty((*x.shape[:-1], width))
     own = None if bias is None else _floats(bias, 2 * width)
-    _call("gated_linear", x, weight, own, y, x.numel() // depth, depth, width, _is_bf16(x))
+    rows = x.numel() // depth
+    _call("gated_linear", x, weight, own, y, rows, depth, width, _is_bf16(x), output=y)
     return y
 
 
@@ -142,7 +154,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """`torch.nn.functional.gelu`."""
     x = x.contiguous()
     y = torch.empty_like(x)
-    _call("gelu_all", x, y, x.numel(), approximate == "tanh", _is_bf16(x))
+    _call("gelu_all", x, y, x.numel(), approximate == "tanh", _is_bf16(x), output=y)
     return y
 
 
@@ -159,7 +171,7 @@ def gated_add(x: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
     width = x.shape[-1]
     rows, size = x.numel() // width, gate.numel()
     _call("gated_sum", x, branch, _floats(gate, size), y, rows, width,
-          _rows_a_table(rows, width, size), _is_bf16(x), _is_bf16(branch))  # fmt: skip
+          _rows_a_table(rows, width, size), _is_bf16(x), _is_bf16(branch), output=y)  # fmt: skip
     return y
 
 
@@ -176,7 +188,7 @@ def attention(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, scale: float) -> T
     y = torch.empty((batches, queries, heads, width), dtype=q_BHQD.dtype)
     _call(
         "attention", *given, y, batches, heads, queries, keys, width, (c_long * 9)(*strides),
-        scale, _is_bf16(y),
+        scale, _is_bf16(y), output=y,
     )  # fmt: skip
     return y
 
@@ -216,7 +228,7 @@ def frame_attention(
     y = torch.empty((batches, frames, pixels, channels), dtype=q_bTsC.dtype)
     _call(
         "frame_attention", *parts, y, batches, frames, pixels, num_heads, channels // num_heads,
-        step, scale, _is_bf16(y),
+        step, scale, _is_bf16(y), output=y,
     )  # fmt: skip
     return y
 
@@ -257,7 +269,7 @@ def winograd_3d(
     _call(
         "winograd", x_NCTHW, weight, None if bias is None else _floats(bias, outputs), y, samples,
         (c_long * 3)(*given), (c_long * 3)(*sizes), channels, outputs, taps, front, pad,
-        (c_long * 5)(*weight.stride()), _is_bf16(y),
+        (c_long * 5)(*weight.stride()), _is_bf16(y), output=y,
     )  # fmt: skip
     return y
 
@@ -282,7 +294,7 @@ def winograd_over_time(
     _call(
         "winograd_over_time", x_NCTHW, weight, None if bias is None else _floats(bias, outputs), y,
         samples, frames, made, height * width, channels, outputs, frame_padding[0],
-        (c_long * 3)(*weight.stride()[:3]), _is_bf16(y),
+        (c_long * 3)(*weight.stride()[:3]), _is_bf16(y), output=y,
     )  # fmt: skip
     return y
 
@@ -293,7 +305,7 @@ def _channels_last(x_NCTHW: Tensor) -> Tensor:
         return x_NCTHW.contiguous(memory_format=torch.channels_last_3d)
     y = torch.empty_like(x_NCTHW, memory_format=torch.channels_last_3d)
     samples, channels = x_NCTHW.shape[:2]
-    _call("channels_last", x_NCTHW, y, samples, channels, x_NCTHW[0, 0].numel())
+    _call("channels_last", x_NCTHW, y, samples, channels, x_NCTHW[0, 0].numel(), output=y)
     return y
 
 
@@ -316,10 +328,16 @@ def _is_bf16(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16
 
 
-def _call(name: str, *given: Any) -> None:
+def _call(name: str, *given: Any, output: Tensor) -> None:
+    """Call a kernel, which writes to this output among its arguments."""
     library = _library()
     assert library is not None, "callers check `supports` first"
     plain = [each.data_ptr() if isinstance(each, Tensor) else each for each in given]
     failed = getattr(library, name)(*plain, torch.get_num_threads())
     if failed:
         raise RuntimeError(f"the kernel {name} failed with {failed} (1: no memory, 2: sizes)")
+    if torch._C._len_torch_dispatch_stack():
+        for mode in _get_current_dispatch_mode_stack():
+            if isinstance(mode, KernelMode):
+                inputs = [x for x in given if isinstance(x, Tensor) and x is not output]
+                mode.note_kernel(inputs, output)
