@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,12 +14,13 @@ from torch import Tensor
 from everyframe.core.facts import DeviceFacts, OpShape
 from everyframe.core.plan import Precision
 from everyframe.fast_paths import certificates
-from everyframe.fast_paths.benchmark import run_comparisons
+from everyframe.fast_paths.benchmark import Comparison, relative_error, run_comparisons
 from everyframe.fast_paths.certification import trials
 from everyframe.fast_paths.certification.attention_trial import _operands
 from everyframe.fast_paths.certification.certify import CertifyResult, certify
 from everyframe.fast_paths.certification.target import CertificationTarget
 from everyframe.fast_paths.registry import CATALOGUE
+from everyframe.ops.native import library
 from helpers import fake_fast_paths
 
 #: Trials take some hundredths of a second each; a busy machine may take a hundred times as long.
@@ -193,6 +195,52 @@ def test_a_precision_is_tried_by_its_convolutions(monkeypatch: pytest.MonkeyPatc
     outcome = run_comparisons(trials.precision(subject, path), "cpu", time.monotonic() + PATIENCE)
     assert not outcome.is_right
     assert outcome.error > 0.3
+
+
+@pytest.mark.skipif(bool(missing := library.why_not()), reason=str(missing))
+@pytest.mark.parametrize("sides", [(24, 20), (3, 24, 20)])
+def test_a_convolution_is_tried_as_a_run_computes_it(
+    monkeypatch: pytest.MonkeyPatch, sides: tuple[int, ...]
+) -> None:
+    """Both dtypes by Winograd's algorithm if that is faster; torch's own is tried nonetheless."""
+    ones = (1,) * len(sides)
+    shapes = ((2, 64, *sides), (32, 64, *(3 for _ in sides)))
+    product = OpShape(
+        "convolution", "bfloat16", shapes, (ones, ones, ones, False, (0,) * len(ones), 1)
+    )
+    subject = replace(convolving("bfloat16"), products=((product, 1e9),))
+    compared: dict[str, list[Comparison]] = {}
+    for faster in ("usual", "other"):
+        chosen = {"usual": lambda usual, _: usual, "other": lambda _, other: other}[faster]
+        monkeypatch.setattr(trials, "_faster", chosen)
+        with torch.inference_mode():
+            compared[faster] = [*trials.precision(subject, CATALOGUE["bf16"])]
+    assert [each.weight > 0 for each in compared["usual"]] == [True]
+    assert [each.weight > 0 for each in compared["other"]] == [False, True]
+    (usual,), (error_alone, other) = compared.values()
+    assert torch.equal(error_alone.fast(), usual.fast())
+    with torch.inference_mode():
+        for name, allowed in (("plain", 1e-5), ("fast", 2e-2)):
+            found, torchs = (getattr(each, name)() for each in (other, usual))
+            assert found.dtype == torchs.dtype
+            assert not torch.equal(found, torchs)
+            assert relative_error(found, usual.truth()) < allowed
+
+
+def test_the_faster_implementation_is_chosen() -> None:
+    slow: Any = partial(time.sleep, 0.01)
+    fast: Any = int
+    assert trials._faster(slow, None) is slow
+    assert trials._faster(slow, fast) is trials._faster(fast, slow) is fast
+
+
+def test_a_strided_convolution_is_never_winograds() -> None:
+    ones, x = (1, 1), torch.ones(1, 64, 24, 24)
+    shapes = ((1, 64, 24, 24), (64, 64, 3, 3))
+    for strides, is_transposed in (((2, 2), False), (ones, True)):
+        told = (strides, ones, ones, is_transposed, (0, 0), 1)
+        product = OpShape("convolution", "float32", shapes, told)
+        assert trials._by_winograd(product, x, torch.ones(64, 64, 3, 3)) is None
 
 
 def test_a_large_convolution_is_tried_on_less_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

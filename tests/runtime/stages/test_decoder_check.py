@@ -168,7 +168,10 @@ def test_a_decoder_without_weights_in_float32_is_not_checked() -> None:
 
 
 def test_the_piece_is_the_middle() -> None:
-    latents = torch.arange(2 * 40 * 18).reshape(1, 2, 40, 18)
-    assert torch.equal(middle(latents), latents[..., 12:28, 1:17])
-    assert middle(latents[..., :8]).shape == (1, 2, 16, 8)
-    assert middle(latents[0, 0]).shape == (40, 18)
+    """A thirty-second of a frame, within bounds: an even number of rows and of columns."""
+    latents = torch.arange(2 * 72 * 128).reshape(1, 2, 72, 128)
+    assert torch.equal(middle(latents), latents[..., 28:44, 56:72])
+    assert torch.equal(middle(latents[..., :40, :40]), latents[..., 16:24, 16:24])
+    assert torch.equal(middle(latents[..., :24, :16]), latents[..., 10:14, 6:10])
+    assert middle(latents[..., :3]).shape == (1, 2, 4, 3)
+    assert middle(latents[0, 0]).shape == (72, 128)

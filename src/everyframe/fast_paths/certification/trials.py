@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from everyframe.core.facts import OpShape
-from everyframe.fast_paths.apply import applies_to, import_function, places_of
+from everyframe.fast_paths.apply import applies_to, import_function, places_of, swap_modules
 from everyframe.fast_paths.benchmark import Comparison, OutOfTimeError, run_comparisons
 from everyframe.fast_paths.certification.extract_blocks import BlockInputs, BlockLocation, blocks_of
 from everyframe.fast_paths.certification.target import CertificationTarget
@@ -54,6 +54,9 @@ _MOST_MODULES, _MOST_ELEMENTS = 8, 2**22
 #: were measured at 0.7 to 3 %.
 ALLOWED = {"bfloat16": 2e-2, "float16": 3e-3, "int8-dynamic": 5e-2, "fp8-scaled": 5e-2}
 
+#: Timed calls by which one of two implementations of a convolution is chosen.
+_CALLS = 3
+
 #: Steps of a simulated run, in which some numbers repeat.
 _STEPS = 20
 
@@ -61,7 +64,8 @@ _STEPS = 20
 def precision(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
     """Compare the most expensive products and convolutions in half precision with float32.
 
-    These are the layers; operations between them stay as wide as the islands demand.
+    These are the layers; operations between them stay as wide as the islands demand. Convolutions
+    are computed as a run would in either dtype, by Winograd's algorithm where that is faster.
     """
     for product, weight in (*heaviest(subject, "product"), *heaviest(subject, "convolution")):
         if product.dtype not in ALLOWED:
@@ -76,10 +80,16 @@ def precision(subject: CertificationTarget, path: FastPath) -> Iterator[Comparis
             multiply = F.linear if len(product.shapes[-2]) == 2 else torch.bmm
         wide = partial(multiply, x, y)
         narrow = partial(multiply, x.to(dtype), y.to(dtype))
+        plain: Callable[[], Tensor] = wide
+        fast: Callable[[], Tensor] = narrow
+        if product.kind == "convolution":
+            plain = _faster(wide, _by_winograd(product, x, y))
+            fast = _faster(narrow, _by_winograd(product, x.to(dtype), y.to(dtype)))
         name = f"{product.kind} of {sizes_of(product)} in {product.dtype}"
-        yield Comparison(
-            name, wide, wide, narrow, allowed=ALLOWED[product.dtype], weight=weight * cut
-        )
+        compare = partial(Comparison, name, wide, plain, allowed=ALLOWED[product.dtype])
+        if fast is not narrow:  # a run without that path computes so
+            yield compare(narrow, weight=0.0)
+        yield compare(fast, weight=weight * cut)
 
 
 def block(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
@@ -211,6 +221,41 @@ def _filters(product: OpShape, subject: CertificationTarget) -> tuple[Tensor, Te
 
 def _convolved(parameters: tuple[Any, ...], x: Tensor, weight: Tensor) -> Tensor:
     return torch.convolution(x, weight, None, *parameters)
+
+
+def _by_winograd(product: OpShape, x: Tensor, weight: Tensor) -> Callable[[], Tensor] | None:
+    """The convolution by the path ``winograd``; None if that has no place there."""
+    stride, padding, dilation, is_transposed, _, groups = product.parameters
+    if is_transposed or weight.ndim not in (4, 5):
+        return None
+    outputs, inputs, *kernel = weight.shape
+    kind: Any = nn.Conv2d if weight.ndim == 4 else nn.Conv3d
+    model = nn.Sequential(kind(
+        inputs * groups, outputs, tuple(kernel), tuple(stride), tuple(padding), tuple(dilation),
+        groups, bias=False, device="meta",
+    ))  # fmt: skip
+    if not applies_to("winograd", model):
+        return None
+    model[0].weight = nn.Parameter(weight, requires_grad=False)
+    swap_modules(model, ("winograd",))
+    return partial(model, x)
+
+
+def _faster(
+    usual: Callable[[], Tensor], other: Callable[[], Tensor] | None
+) -> Callable[[], Tensor]:
+    """The one that takes less time after a first call."""
+    if other is None:
+        return usual
+
+    def seconds(compute: Callable[[], Tensor]) -> float:
+        compute()
+        began = time.perf_counter()
+        for _ in range(_CALLS):
+            compute()
+        return time.perf_counter() - began
+
+    return other if seconds(other) < seconds(usual) else usual
 
 
 def sizes_of(product: OpShape) -> str:
