@@ -138,6 +138,28 @@ def test_an_interruption_leaves_nothing_behind(tmp_path: Path) -> None:
     assert _ends(int(pid_file.read_text())), "the child outlived the interruption"
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no process groups of this kind")
+@pytest.mark.parametrize("system", ["linux", "darwin"])
+def test_nothing_outlives_a_caller_that_is_killed(tmp_path: Path, system: str) -> None:
+    pid_file = tmp_path / "pid"
+    done = _program(
+        tmp_path,
+        "import os, signal, sys, threading, time",
+        "from pathlib import Path",
+        "from everyframe.hardware.isolation import run_isolated",
+        "from helpers.crashing_functions import hang_with_a_child",
+        f"sys.platform, pid_file = {system!r}, Path({str(pid_file)!r})",
+        "def be_killed():",
+        "    while not (pid_file.exists() and pid_file.read_text()):",
+        "        time.sleep(0.05)",
+        "    os.kill(os.getpid(), signal.SIGKILL)",
+        "threading.Thread(target=be_killed).start()",
+        "run_isolated(hang_with_a_child, str(pid_file), seconds=100)",
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert _ends(int(pid_file.read_text())), "the child outlived the caller"
+
+
 def _ends(pid: int) -> bool:
     """Whether that process ends soon; the kernel takes a moment to bury it."""
     for _ in range(600):

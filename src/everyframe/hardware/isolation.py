@@ -246,6 +246,7 @@ def _serve(
         import resource
 
         os.setsid()
+        threading.Thread(target=_end_with_parent, daemon=True).start()
         # What dies here was meant to be seen and not to fill the disk with its memory.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with open(log, "wb") as file:
@@ -261,6 +262,17 @@ def _serve(
         answer["loss"] = None if loss is None else asdict(loss)
     connection.send_bytes(json.dumps(answer).encode())
     connection.close()
+
+
+def _end_with_parent() -> None:
+    """Kill this process and its process group as soon as the one that asked for it is gone.
+
+    Nobody else does that once the other one is killed, and a compiler works for minutes.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "multiprocessing has started this process"
+    parent.join()
+    os.killpg(0, signal.SIGKILL)
 
 
 @contextmanager
