@@ -34,7 +34,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "attention": (_P, _P, _P, _P, _L, _L, _L, _L, _L, _P, _D, _I, _I),
     "gated_linear": (_P, _P, _P, _P, _L, _L, _L, _I, _I),
     "has_halves": (),
-    "channels_last": (_P, _P, _L, _L, _L, _I),
+    "channels_last": (_P, _P, _L, _L, _L, _I, _I),
     "winograd": (_P, _P, _P, _P, _L, _P, _P, _L, _L, _L, _L, _L, _P, _I, _I),
     "winograd_over_time": (_P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _L, _P, _I, _I),
 }
@@ -300,12 +300,13 @@ def winograd_over_time(
 
 
 def _channels_last(x_NCTHW: Tensor) -> Tensor:
-    """The same numbers as rows of channels, moved by a kernel if contiguous and float32."""
-    if x_NCTHW.dtype != torch.float32 or not x_NCTHW.is_contiguous():
+    """The same numbers as rows of channels, moved by a kernel where they are contiguous."""
+    if not x_NCTHW.is_contiguous():
         return x_NCTHW.contiguous(memory_format=torch.channels_last_3d)
     y = torch.empty_like(x_NCTHW, memory_format=torch.channels_last_3d)
     samples, channels = x_NCTHW.shape[:2]
-    _call("channels_last", x_NCTHW, y, samples, channels, x_NCTHW[0, 0].numel(), output=y)
+    pixels = x_NCTHW[0, 0].numel()
+    _call("channels_last", x_NCTHW, y, samples, channels, pixels, _is_bf16(y), output=y)
     return y
 
 
