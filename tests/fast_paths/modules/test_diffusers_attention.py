@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers import LTXVideoTransformer3DModel, WanTransformer3DModel
+from diffusers import LTXVideoTransformer3DModel, MochiTransformer3DModel, WanTransformer3DModel
 from diffusers.models.activations import GELU
 from diffusers.models.attention_processor import Attention
+from diffusers.models.autoencoders.autoencoder_kl_cosmos import (
+    CosmosCausalAttention,
+    CosmosSpatialAttentionProcessor2_0,
+)
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanAttentionBlock
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -75,6 +80,43 @@ def test_wan_computes_the_same_in_c(calls: list[tuple[int, ...]]) -> None:
     got = model(*given, return_dict=False)[0]
     assert len(calls) == 2 * 2  # to the video and to the text, in each block
     assert (got - truth).norm() <= 5e-6 * truth.norm()
+
+
+def _mochi() -> tuple[nn.Module, dict[str, Any], tuple[int, ...]]:
+    model = MochiTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=8, num_layers=2, pooled_projection_dim=16,
+        in_channels=4, text_embed_dim=24, time_embed_dim=4, max_sequence_length=7,
+    )  # fmt: skip
+    latents, timestep, _ = inputs()
+    given = {
+        "hidden_states": latents, "timestep": timestep, "encoder_hidden_states": inputs()[2],
+        "encoder_attention_mask": torch.tensor([[1] * 5 + [0] * 2] * 2), "return_dict": False,
+    }  # fmt: skip
+    return model, given, (1, 2, 3 * 4 * 4 + 5, 8)
+
+
+def _wan_decoder() -> tuple[nn.Module, dict[str, Any], tuple[int, ...]]:
+    model = WanAttentionBlock(16)
+    nn.init.normal_(model.proj.weight)
+    return model, {"x": torch.randn(2, 16, 3, 4, 6)}, (6, 1, 24, 16)
+
+
+def _cosmos_decoder() -> tuple[nn.Module, dict[str, Any], tuple[int, ...]]:
+    model = CosmosCausalAttention(1, 16, processor=CosmosSpatialAttentionProcessor2_0())
+    return model, {"hidden_states": torch.randn(2, 16, 3, 4, 6)}, (6, 1, 24, 16)
+
+
+@pytest.mark.parametrize("make", [_mochi, _wan_decoder, _cosmos_decoder])
+def test_attention_of_classes_of_their_own(
+    make: Callable[[], Any], calls: list[tuple[int, ...]]
+) -> None:
+    torch.manual_seed(0)
+    model, given, shape = make()
+    model.eval()
+    want = model(**given)
+    swap_modules(holder := nn.Sequential(model), ("native-flash",))
+    torch.testing.assert_close(holder[0](**given), want, atol=1e-5, rtol=1e-5)
+    assert {*calls} == {shape}
 
 
 def test_masked_attention_is_left_to_torch(calls: list[tuple[int, ...]]) -> None:

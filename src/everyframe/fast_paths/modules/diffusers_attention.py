@@ -17,10 +17,14 @@ from torch import Tensor, nn
 from everyframe.ops.attention_override import AttentionOverride
 from everyframe.ops.native import kernels
 
-#: Bases of diffusers' attention modules.
+#: Bases of diffusers' attention modules, and video models' modules that have neither of them.
 _BASES = frozenset({
     "diffusers.models.attention_processor.Attention",
     "diffusers.models.attention.AttentionModuleMixin",
+    "diffusers.models.attention_processor.MochiAttention",
+    "diffusers.models.autoencoders.autoencoder_kl_cosmos.CosmosCausalAttention",
+    "diffusers.models.autoencoders.autoencoder_kl_wan.WanAttentionBlock",
+    "diffusers.models.transformers.transformer_sana_wm.SanaWMSoftmaxAttention",
 })  # fmt: skip
 
 
