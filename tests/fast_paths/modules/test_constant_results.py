@@ -204,6 +204,25 @@ def test_a_hook_that_looks_at_the_timestep_changes_nothing(model: nn.Module) -> 
     assert cache.modules
 
 
+def test_sound_that_is_denoised_beside_the_frames_varies() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.video, self.audio, self.text = Scaled(), Scaled(), Scaled()
+
+        def forward(
+            self, hidden_states: Tensor, audio_hidden_states: Tensor, encoder_hidden_states: Tensor
+        ) -> Tensor:
+            text = self.text(encoder_hidden_states, 2.0)
+            video = self.video(hidden_states, 2.0)
+            out: Tensor = video + self.audio(audio_hidden_states, 2.0) + text
+            return out
+
+    ones = torch.ones(3)
+    (found,) = found_in(Both(), ones, ones.clone(), ones.clone())
+    assert found.name == "text"
+
+
 def test_a_view_of_what_varies_varies() -> None:
     class Writing(nn.Module):
         def __init__(self) -> None:

@@ -23,7 +23,10 @@ from everyframe.ops.call_override import ModuleCall
 from everyframe.ops.native.kernels import KernelMode
 
 #: Arguments of a model that differ in every step, by name, beside its first one.
-VARYING = ("hidden_states", "sample", "timestep", "timesteps", "temb")
+VARYING = frozenset({
+    "hidden_states", "sample", "timestep", "timesteps", "temb", "audio_hidden_states",
+    "audio_timestep", "sigma", "audio_sigma", "timestep_r", "r_timestep",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ def find_constant_modules(call: ModuleCall) -> tuple[Any, tuple[ConstantModule, 
     model = call.module
     names = list(inspect.signature(model.forward).parameters)
     by_name = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
-    varying = {*names[:1], *VARYING}
+    varying = VARYING | {*names[:1]}
     constants = _tensors([value for name, value in by_name.items() if name not in varying])
     mode = _Dependencies([*model.parameters(), *model.buffers(), *constants])
     found: dict[str, set[int]] = {}
