@@ -15,6 +15,7 @@ from everyframe.core.plan import Precision
 from everyframe.dry_run.call import DryRunCall
 from everyframe.families.opensora.config import STDiT3Config
 from everyframe.families.opensora.stdit3 import STDiT3
+from everyframe.families.opensora2.layers import MLPEmbedder
 from everyframe.fast_paths.apply import applies_to, swap_modules
 from everyframe.fast_paths.benchmark import relative_error, run_comparisons
 from everyframe.fast_paths.certification.target import CertificationTarget, TargetCall
@@ -117,6 +118,19 @@ def test_nothing_that_changed_is_served_as_it_was() -> None:
             before = outside(number)
             outside.get_submodule("mlp.0").weight.mul_(2)  # the same memory, other numbers
             assert not torch.equal(outside(number), before)
+
+
+def test_what_embeds_frequencies_of_numbers_is_cached_too() -> None:
+    """As Open-Sora 2.0's, which gets sines and cosines."""
+    module = nn.Sequential(MLPEmbedder(8, 16)).requires_grad_(False)
+    one, other = torch.randn(2, 2, 8, generator=torch.Generator().manual_seed(0))
+    want = [module(each) for each in (one, other, one[:1])]
+    keep(module, ["0"])
+    computed: list[object] = []
+    module[0].in_layer.register_forward_hook(lambda *given: computed.append(given[0]))
+    for _ in range(2):
+        assert all(map(torch.equal, (module(each) for each in (one, other, one[:1])), want))
+    assert len(computed) == 3
 
 
 def test_what_is_handed_out_can_be_written_into() -> None:

@@ -76,7 +76,9 @@ _MOST = 256
 
 
 class CachedEmbedding(nn.Module):
-    """Base of modules that cache another's results for inputs (B,) on a CPU; names stay.
+    """Base of modules that cache another's results for numbers on a CPU; names stay.
+
+    Inputs are numbers (B,), or what was made of each (B, D).
 
     On other devices reading the input would synchronise. A repair that wants plain kernels sets
     `is_plain`.
@@ -85,16 +87,17 @@ class CachedEmbedding(nn.Module):
     is_plain = False
     _cached: dict[Hashable, tuple[Tensor, list[Tensor]]]
 
-    def forward(self, number_B: Tensor) -> Tensor:
-        is_looked_at = number_B.device.type == "cpu" and not torch.is_grad_enabled()
+    def forward(self, number: Tensor) -> Tensor:
+        is_looked_at = number.device.type == "cpu" and not torch.is_grad_enabled()
         if self.is_plain or not is_looked_at:
-            plain: Tensor = super().forward(number_B)
+            plain: Tensor = super().forward(number)
             return plain
-        key = (number_B.dtype, tuple(number_B.tolist()), tuple(state_key(self)))
+        values = tuple(number.flatten().tolist())
+        key = (number.dtype, number.shape, values, tuple(state_key(self)))
         found = self._cached.get(key)
         if found is not None:
             return found[0].clone()
-        made: Tensor = super().forward(number_B)
+        made: Tensor = super().forward(number)
         if value_range(made).is_finite:  # else the guard has to see how it comes about
             while len(self._cached) >= _MOST:
                 del self._cached[next(iter(self._cached))]
