@@ -32,7 +32,8 @@ class Run:
 
     def __init__(self, component: str, *shapes: tuple[int, ...], kind: str = "convolution") -> None:
         product = OpShape(kind, "bfloat16", shapes)
-        self.found = type("", (), {"work": type("", (), {"products": ((product, 1.0),)})})
+        work = {"products": ((product, 1.0),), "operations": 1.0}
+        self.found = type("", (), {"work": type("", (), work)})
         self.stage_call = type("", (), {"component": component, "key": component, "num_calls": 1})
 
     def has_place(self, path: str, *, is_quantised: bool) -> bool:

@@ -25,6 +25,7 @@ from everyframe.planning.fast_paths import component_certificates
 from everyframe.planning.fast_paths.component_certificates import Certificates, MissingCertificates
 from everyframe.planning.resolve import PreparedPlan, prepare
 from helpers.plans import certificates_of
+from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
 SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps": 2, "seed": 5}
 
@@ -51,6 +52,15 @@ def test_what_nobody_tried_is_expected_in_a_plan_and_not_used_in_a_run(model: st
     run = prepared(model, will_run=True).plan
     assert verdict(run, "attention-flash") == "untried"
     assert run.component("denoiser").fast_paths == ()
+
+
+def test_what_computes_nothing_is_offered_no_path(tmp_path: Path) -> None:
+    """A motion adapter's weights are copied into the UNet; no call of a run is its own."""
+    tiny_pipelines.animatediff(tmp_path / "model")
+    plan = prepared(str(tmp_path / "model"), **tiny_pipelines.CALLS["animatediff"]).plan
+    adapter = plan.component("motion_adapter")
+    assert (adapter.choices, adapter.precision.compute) == ((), "float32")
+    assert plan.component("unet").choices
 
 
 def test_modules_are_tried_in_the_first_run_that_takes_many_minutes(

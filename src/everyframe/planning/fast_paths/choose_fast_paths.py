@@ -36,6 +36,7 @@ from everyframe.planning.fast_paths.component_certificates import (
     RECORDED,
     Certificates,
     is_very_long,
+    operations,
 )
 from everyframe.runtime.interface import Component
 
@@ -145,11 +146,14 @@ class FastPathChooser:
         """Compute dtype of a component and the verdicts behind it; device facts suggest `by_facts`.
 
         `runs` are dry runs in that precision. If there is nothing to try it on (not `may_try`), it
-        is used unless something blocks it; in a decoder that was made for float32 it is not.
+        is used unless something blocks it; in a decoder that was made for float32 it is not, and
+        neither in a component that computes nothing, as a motion adapter's weights are another's.
         """
         name = _precision(by_facts)
         if name is None or self._is_given(component):
             return by_facts.compute, self._given(component, name, runs)
+        if runs and not operations(runs):
+            return "float32", ()
         if component.needs.decoder_islands:
             name = BF16_DECODER
             if not may_try:
@@ -180,6 +184,8 @@ class FastPathChooser:
         """Verdicts on every path except precisions, best first; empty if nothing is known."""
         if not runs:
             return self._blindly(component)
+        if not operations(runs):
+            return ()
         keys = self._keys(component, precision, runs)
         certificates = find(*keys) if keys else {}
         paths = candidates(runs, self.device, precision.weight_dtype)
