@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers.models.autoencoders.autoencoder_kl_cogvideox import CogVideoXCausalConv3d
+from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
+    CogVideoXCausalConv3d,
+    CogVideoXSpatialNorm3D,
+)
 from diffusers.models.autoencoders.autoencoder_kl_cosmos import CosmosCausalConv3d
 from diffusers.models.autoencoders.autoencoder_kl_magvit import EasyAnimateCausalConv3d
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanRMS_norm
@@ -246,6 +249,26 @@ def test_norm_of_wan(dtype: torch.dtype, images: bool) -> None:
     for part in (slice(None), slice(2, 3)):
         error = relative_error(got[..., part], want[..., part])
         assert error < (1e-6 if dtype == torch.float32 else 5e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
+@pytest.mark.parametrize("frames", [1, 4, 5])
+def test_norm_of_cogvideox(dtype: torch.dtype, layout: torch.memory_format, frames: int) -> None:
+    """Its layers before the latents are enlarged; a first frame of an odd number stands alone."""
+    norm = nn.Sequential(CogVideoXSpatialNorm3D(64, 8)).to(dtype)
+    f = numbers(2, 64, frames, 8, 12).to(dtype).contiguous(memory_format=layout)
+    latents = numbers(2, 8, min(frames, 3), 4, 6).to(dtype)
+    truth, _ = copy.deepcopy(norm[0]).double()(f.double(), latents.double())
+    theirs, cached = norm[0](f, latents)
+    swap_modules(norm, ("native-norm",))
+    assert type(norm[0]).__name__ == "NativeSpatialNorm3D"
+    ours, kept = norm[0](f, latents)
+    assert ours.is_contiguous(memory_format=layout)
+    # Its product and sum are rounded once in place of twice.
+    assert relative_error(ours, truth) < 1.1 * relative_error(theirs, truth) + 1e-7
+    assert kept.keys() == cached.keys()
+    assert all(torch.equal(kept[name], cached[name]) for name in cached)
 
 
 def test_a_norm_of_another_layout_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

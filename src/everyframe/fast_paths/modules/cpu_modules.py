@@ -276,6 +276,7 @@ PATHS = (*KINDS, *CONVOLUTIONS)
 
 _DIFFUSERS = "everyframe.fast_paths.modules.diffusers_modules"
 _WAN = "diffusers.models.autoencoders.autoencoder_kl_wan"
+_COGVIDEOX = "diffusers.models.autoencoders.autoencoder_kl_cogvideox"
 #: The same for classes of diffusers, which is imported where a model has them only.
 _FOREIGN: Mapping[tuple[str, str], str] = {
     ("native-geglu", "diffusers.models.activations.GEGLU"): "NativeGEGLU",
@@ -283,6 +284,7 @@ _FOREIGN: Mapping[tuple[str, str], str] = {
     ("native-norm", "diffusers.models.normalization.FP32LayerNorm"): "NativeFP32LayerNorm",
     ("native-norm", "diffusers.models.normalization.RMSNorm"): "NativeDiffusersRMSNorm",
     ("native-norm", f"{_WAN}.WanRMS_norm"): "NativeWanRMSNorm",
+    ("native-norm", f"{_COGVIDEOX}.CogVideoXSpatialNorm3D"): "NativeSpatialNorm3D",
     ("winograd", f"{_WAN}.WanCausalConv3d"): "WinogradWanConv3d",
 }
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers.models.activations import GEGLU, GELU
+from diffusers.models.autoencoders.autoencoder_kl_cogvideox import CogVideoXSpatialNorm3D
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanRMS_norm
 from diffusers.models.normalization import FP32LayerNorm, RMSNorm
 from torch import Tensor
@@ -86,6 +88,39 @@ class NativeWanRMSNorm(WanRMS_norm):  # type: ignore[misc]
         least = 1e-24 / weight.numel()
         rows = kernels.layer_norm(x.movedim(1, -1), weight, bias, least, is_rms=True)
         return rows.movedim(-1, 1)
+
+
+class NativeSpatialNorm3D(CogVideoXSpatialNorm3D):  # type: ignore[misc]
+    """CogVideoX's group norm, scaled and shifted by layers of the latents.
+
+    The layers see single pixels, so they are computed before the latents are enlarged and not
+    after; and what is multiplied has one memory layout.
+    """
+
+    is_plain = False
+
+    def forward(
+        self, f: Tensor, zq: Tensor, conv_cache: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        if self.is_plain or not kernels.supports(f):
+            plain: tuple[Tensor, dict[str, Tensor]] = super().forward(f, zq, conv_cache)
+            return plain
+        scale, shift = (_enlarged(layer.conv(zq), f) for layer in (self.conv_y, self.conv_b))
+        # Layers of one frame don't read what is cached for them; diffusers has a copy for each.
+        cache = dict.fromkeys(("conv_y", "conv_b"), _enlarged(zq, f))
+        return torch.addcmul(shift, self.norm_layer(f), scale), cache
+
+
+def _enlarged(latents_NCTHW: Tensor, f: Tensor) -> Tensor:
+    """The latents in the size and memory layout of `f`; a first frame of an odd number alone."""
+    if kernels.is_channels_last(f):
+        latents_NCTHW = latents_NCTHW.contiguous(memory_format=torch.channels_last_3d)
+    frames, *sides = f.shape[2:]
+    if frames == 1 or frames % 2 == 0:
+        return F.interpolate(latents_NCTHW, size=(frames, *sides))
+    first = F.interpolate(latents_NCTHW[:, :, :1], size=(1, *sides))
+    rest = F.interpolate(latents_NCTHW[:, :, 1:], size=(frames - 1, *sides))
+    return torch.cat([first, rest], dim=2)
 
 
 class WinogradWanConv3d(WanCausalConv3d):  # type: ignore[misc]
