@@ -65,7 +65,7 @@ def precision(subject: CertificationTarget, path: FastPath) -> Iterator[Comparis
     """Compare the most expensive products and convolutions in half precision with float32.
 
     These are the layers; operations between them stay as wide as the islands demand. Convolutions
-    are computed as a run would in either dtype, by Winograd's algorithm where that is faster.
+    are computed as a run on a CPU does in either dtype, by Winograd's algorithm where it is faster.
     """
     for product, weight in (*heaviest(subject, "product"), *heaviest(subject, "convolution")):
         if product.dtype not in ALLOWED:
@@ -82,12 +82,12 @@ def precision(subject: CertificationTarget, path: FastPath) -> Iterator[Comparis
         narrow = partial(multiply, x.to(dtype), y.to(dtype))
         plain: Callable[[], Tensor] = wide
         fast: Callable[[], Tensor] = narrow
-        if product.kind == "convolution":
+        if product.kind == "convolution" and subject.device.kind == "cpu":
             plain = _faster(wide, _by_winograd(product, x, y))
             fast = _faster(narrow, _by_winograd(product, x.to(dtype), y.to(dtype)))
         name = f"{product.kind} of {sizes_of(product)} in {product.dtype}"
         compare = partial(Comparison, name, wide, plain, allowed=ALLOWED[product.dtype])
-        if fast is not narrow:  # a run without that path computes so
+        if fast is not narrow:  # which a run without that path computes
             yield compare(narrow, weight=0.0)
         yield compare(fast, weight=weight * cut)
 

@@ -146,8 +146,8 @@ class FastPathChooser:
         """Compute dtype of a component and the verdicts behind it; device facts suggest `by_facts`.
 
         `runs` are dry runs in that precision. If there is nothing to try it on (not `may_try`), it
-        is used unless something blocks it; in a decoder that was made for float32 it is not, and
-        neither in a component that computes nothing, as a motion adapter's weights are another's.
+        is used unless something blocks it; in a decoder that was made for float32 it is not. A
+        component that computes nothing, as a motion adapter that a UNet has copied, stays float32.
         """
         name = _precision(by_facts)
         if name is None or self._is_given(component):
