@@ -131,12 +131,13 @@ def _times(contest: Comparison, device: str, deadline: float) -> tuple[float, fl
     while len(plain) < _FEWEST or (len(plain) < _MOST and sum(plain) + sum(fast) < _ENOUGH):
         if time.monotonic() > deadline:
             raise OutOfTimeError
-        plain.append(_seconds(contest.plain, device))
-        fast.append(_seconds(contest.fast, device))
+        plain.append(measure_seconds(contest.plain, device))
+        fast.append(measure_seconds(contest.fast, device))
     return statistics.median(plain), statistics.median(fast)
 
 
-def _seconds(run: Callable[[], Any], device: str) -> float:
+def measure_seconds(run: Callable[[], Any], device: str) -> float:
+    """Seconds of one call, until the device has computed it."""
     wait_for_device(device)
     began = time.perf_counter()
     run()

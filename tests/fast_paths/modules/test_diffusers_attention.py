@@ -87,9 +87,9 @@ def _mochi() -> tuple[nn.Module, dict[str, Any], tuple[int, ...]]:
         num_attention_heads=2, attention_head_dim=8, num_layers=2, pooled_projection_dim=16,
         in_channels=4, text_embed_dim=24, time_embed_dim=4, max_sequence_length=7,
     )  # fmt: skip
-    latents, timestep, _ = inputs()
+    latents, timestep, text = inputs()
     given = {
-        "hidden_states": latents, "timestep": timestep, "encoder_hidden_states": inputs()[2],
+        "hidden_states": latents, "timestep": timestep, "encoder_hidden_states": text,
         "encoder_attention_mask": torch.tensor([[1] * 5 + [0] * 2] * 2), "return_dict": False,
     }  # fmt: skip
     return model, given, (1, 2, 3 * 4 * 4 + 5, 8)

@@ -21,7 +21,12 @@ from torch import Tensor, nn
 
 from everyframe.core.facts import OpShape
 from everyframe.fast_paths.apply import applies_to, import_function, places_of, swap_modules
-from everyframe.fast_paths.benchmark import Comparison, OutOfTimeError, run_comparisons
+from everyframe.fast_paths.benchmark import (
+    Comparison,
+    OutOfTimeError,
+    measure_seconds,
+    run_comparisons,
+)
 from everyframe.fast_paths.certification.extract_blocks import BlockInputs, BlockLocation, blocks_of
 from everyframe.fast_paths.certification.target import CertificationTarget
 from everyframe.fast_paths.compilation.compiled_block import CompiledBlock
@@ -54,8 +59,8 @@ _MOST_MODULES, _MOST_ELEMENTS = 8, 2**22
 #: were measured at 0.7 to 3 %.
 ALLOWED = {"bfloat16": 2e-2, "float16": 3e-3, "int8-dynamic": 5e-2, "fp8-scaled": 5e-2}
 
-#: Timed calls by which one of two implementations of a convolution is chosen.
-_CALLS = 3
+#: Timed calls by which one of two implementations of a convolution is chosen; the first is slower.
+_CALLS = 4
 
 #: Steps of a simulated run, in which some numbers repeat.
 _STEPS = 20
@@ -78,13 +83,13 @@ def precision(subject: CertificationTarget, path: FastPath) -> Iterator[Comparis
         else:
             x, y, cut = _factors(product, subject)
             multiply = F.linear if len(product.shapes[-2]) == 2 else torch.bmm
-        wide = partial(multiply, x, y)
-        narrow = partial(multiply, x.to(dtype), y.to(dtype))
+        in_float32, in_half = (x, y), (x.to(dtype), y.to(dtype))
+        wide, narrow = (partial(multiply, *factors) for factors in (in_float32, in_half))
         plain: Callable[[], Tensor] = wide
         fast: Callable[[], Tensor] = narrow
         if product.kind == "convolution" and subject.device.kind == "cpu":
-            plain = _faster(wide, _by_winograd(product, x, y))
-            fast = _faster(narrow, _by_winograd(product, x.to(dtype), y.to(dtype)))
+            plain = _faster(wide, _by_winograd(product, *in_float32))
+            fast = _faster(narrow, _by_winograd(product, *in_half))
         name = f"{product.kind} of {sizes_of(product)} in {product.dtype}"
         compare = partial(Comparison, name, wide, plain, allowed=ALLOWED[product.dtype])
         if fast is not narrow:  # which a run without that path computes
@@ -244,18 +249,11 @@ def _by_winograd(product: OpShape, x: Tensor, weight: Tensor) -> Callable[[], Te
 def _faster(
     usual: Callable[[], Tensor], other: Callable[[], Tensor] | None
 ) -> Callable[[], Tensor]:
-    """The one that takes less time after a first call."""
+    """The one whose fastest call on a CPU takes less time."""
     if other is None:
         return usual
-
-    def seconds(compute: Callable[[], Tensor]) -> float:
-        compute()
-        began = time.perf_counter()
-        for _ in range(_CALLS):
-            compute()
-        return time.perf_counter() - began
-
-    return other if seconds(other) < seconds(usual) else usual
+    least = [min(measure_seconds(each, "cpu") for _ in range(_CALLS)) for each in (usual, other)]
+    return other if least[1] < least[0] else usual
 
 
 def sizes_of(product: OpShape) -> str:

@@ -6,45 +6,33 @@
    they become stay in its cache until all channels are there. */
 enum { PIXELS = 128 };
 
-/* Channels of one piece of an image, its pixels from `first` to `last`, become its rows. */
-static void move_floats(const uint32_t *from, uint32_t *to, long channels, long pixels, long first,
-                        long last) {
-  for (long c = 0; c < channels; c += LANES)
+/* Channels of one piece of an image, its pixels from `first` to `last`, become its rows. In bfloat16
+   two channels are a word. */
+INLINE void move(const void *x, void *y, long channels, long pixels, long first, long last,
+                 int is_bf16) {
+  long most = is_bf16 ? 2 * LANES : LANES, size = is_bf16 ? 2 : 4;
+  int has_words = !is_bf16 || channels % 2 == 0;
+  for (long c = 0; c < channels; c += most)
     for (long pixel = first; pixel < last; pixel += LANES) {
-      long rows = smaller(channels - c, LANES), columns = smaller(last - pixel, LANES);
-      const uint32_t *block = from + c * pixels + pixel;
-      uint32_t *out = to + pixel * channels + c;
-      if (rows == LANES && columns == LANES) {
-        transpose(block, pixels, out, channels);
-        continue;
-      }
-      for (long column = 0; column < columns; column++)
-        for (long row = 0; row < rows; row++)
-          out[column * channels + row] = block[row * pixels + column];
-    }
-}
-
-/* The same in bfloat16: two channels are a word. */
-static void move_halves(const uint16_t *from, uint16_t *to, long channels, long pixels, long first,
-                        long last) {
-  for (long c = 0; c < channels; c += 2 * LANES)
-    for (long pixel = first; pixel < last; pixel += LANES) {
-      long rows = smaller(channels - c, 2 * LANES), columns = smaller(last - pixel, LANES);
-      const uint16_t *block = from + c * pixels + pixel;
-      uint16_t *out = to + pixel * channels + c;
-      if (rows == 2 * LANES && columns == LANES && channels % 2 == 0) {
+      long rows = smaller(channels - c, most), columns = smaller(last - pixel, LANES);
+      const void *block = at(x, c * pixels + pixel, is_bf16);
+      void *out = at_out(y, pixel * channels + c, is_bf16);
+      if (rows < most || columns < LANES || !has_words) {
+        for (long column = 0; column < columns; column++)
+          for (long row = 0; row < rows; row++)
+            memcpy(at_out(out, column * channels + row, is_bf16),
+                   at(block, row * pixels + column, is_bf16), size);
+      } else if (is_bf16) {
         uint32_t words[LANES * LANES];
         for (long row = 0; row < LANES; row++)
           for (long column = 0; column < LANES; column++) {
-            const uint16_t *half = block + 2 * row * pixels + column;
+            const uint16_t *half = (const uint16_t *)block + 2 * row * pixels + column;
             words[row * LANES + column] = half[0] | (uint32_t)half[pixels] << 16;
           }
-        transpose(words, LANES, (uint32_t *)out, channels / 2);
-        continue;
+        transpose(words, LANES, out, channels / 2);
+      } else {
+        transpose(block, pixels, out, channels);
       }
-      for (long column = 0; column < columns; column++)
-        for (long row = 0; row < rows; row++)
-          out[column * channels + row] = block[row * pixels + column];
     }
 }
 
@@ -59,9 +47,9 @@ EXPORT int channels_last(const void *x, void *y, long samples, long channels, lo
     const void *from = at(x, begin, is_bf16);
     void *to = at_out(y, begin, is_bf16);
     if (is_bf16)
-      move_halves(from, to, channels, pixels, first, last);
+      move(from, to, channels, pixels, first, last, 1);
     else
-      move_floats(from, to, channels, pixels, first, last);
+      move(from, to, channels, pixels, first, last, 0);
   }
   return 0;
 }
