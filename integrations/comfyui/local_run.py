@@ -104,7 +104,7 @@ class LocalRun:
 
     def _collect(self, tell: ReportProgress) -> Any:
         from everyframe.core.events import Planned, Preview, RunSaved
-        from everyframe.engine.results import EventTeller, collect_videos
+        from everyframe.engine.results import EventDelivery, collect_videos
         from everyframe.server.dispatch.progress import ProgressMeter
 
         meter: ProgressMeter | None = None
@@ -120,7 +120,7 @@ class LocalRun:
                 tell(Progress(meter.percent, event.image if isinstance(event, Preview) else None))
 
         events = WORKERS.get().run(self._call.job, stop=self._stop)
-        return collect_videos(events, "float", EventTeller(take))[0]
+        return collect_videos(events, "float", EventDelivery(take))[0]
 
 
 class LocalPlan:

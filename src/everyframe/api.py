@@ -23,7 +23,7 @@ from everyframe.engine import tracing
 from everyframe.engine.generate_call import GenerateCall, check_output
 from everyframe.engine.records.comparison import compare_with
 from everyframe.engine.records.provenance import record_in, request_from, threads_to_repeat
-from everyframe.engine.results import EventTeller, Output, Tell, collect_videos
+from everyframe.engine.results import EventDelivery, OnEvent, Output, collect_videos
 from everyframe.engine.resumption.foreign_run import check_named
 from everyframe.engine.resumption.interrupted_run import load_run
 from everyframe.engine.resumption.replan import OF_RANKS
@@ -123,8 +123,8 @@ def resume(
     begun = load_run(folder)
     if output == "float" and begun.as_uint8 and begun.plan.settings.chain > 1:
         raise InputError(f'{folder.name} was begun for output="uint8"; its clips are kept so')
-    teller = EventTeller(on_event)
-    given = None if pipe is None else _given_model(pipe, begun.request, teller.at_once)
+    delivery = EventDelivery(on_event)
+    given = None if pipe is None else _given_model(pipe, begun.request, delivery.deliver_early)
     asked = Request(**{name: value for name, value in options.items() if name in OF_RANKS})
     named = {name: value for name, value in options.items() if name not in OF_RANKS}
     is_own, devices = check_named(folder, named), asked.given() or None
@@ -144,7 +144,7 @@ def resume(
             trust_remote_code=trust_remote_code,
             named=named,
         )
-    return _result(events, output, begun.request, teller)
+    return _result(events, output, begun.request, delivery)
 
 
 def list_runs(run_dir: str | Path | None = None) -> list[RunSummary]:
@@ -196,9 +196,9 @@ def run(
         is_float = _option_of(request).get("output_type") == "np"
         output = "float" if is_float else "uint8"
     check_output(output)
-    teller = EventTeller(on_event)
-    events = _events_of_pipe(pipe, request, num_threads, teller.at_once)
-    return _result(compare_with(record, events), output, request, teller)
+    delivery = EventDelivery(on_event)
+    events = _events_of_pipe(pipe, request, num_threads, delivery.deliver_early)
+    return _result(compare_with(record, events), output, request, delivery)
 
 
 def stream(request: Request, *, pipe: Any = None) -> Iterator[Event]:
@@ -285,23 +285,23 @@ def trace_diff(a: str | Path, b: str | Path, what: Any = None) -> tracing.TraceV
     return tracing.diff(a, b, find)
 
 
-def _given_model(pipe: Any, request: Request, tell: Tell | None) -> LoadedModel:
+def _given_model(pipe: Any, request: Request, on_event: OnEvent | None) -> LoadedModel:
     # Not on top: this brings diffusers.
     from everyframe.diffusers_pipelines.loaded_pipeline import given_pipeline
 
-    model = given_pipeline(pipe, family_options("pipeline", request), tell)
+    model = given_pipeline(pipe, family_options("pipeline", request), on_event)
     return LoadedModel("pipeline", model, model.digests)
 
 
 def _events_of_pipe(
-    pipe: Any, request: Request, num_threads: int | None, tell: Tell | None = None
+    pipe: Any, request: Request, num_threads: int | None, on_event: OnEvent | None = None
 ) -> Events:
     # Not on top: this brings diffusers.
     from everyframe.diffusers_pipelines.loaded_pipeline import in_our_words
 
     check_option_names(request)
     request = in_our_words(pipe, request)
-    given = _given_model(pipe, request, tell)
+    given = _given_model(pipe, request, on_event)
     model: Any = given.model
     return engine.stream(model.asked(request), num_threads=num_threads, given_model=given)
 
@@ -347,14 +347,15 @@ def _option_of(request: Request) -> Mapping[str, Any]:
     return option if isinstance(option, Mapping) else {}
 
 
-def _result(events: Events, output: Output, request: Request, teller: EventTeller) -> Any:
+def _result(events: Events, output: Output, request: Request, delivery: EventDelivery) -> Any:
     """The result of a request: a video, a list of them, or the pipeline's output."""
     from everyframe.diffusers_pipelines.inputs import call_options
 
     option = _option_of(request)
     is_list = request.num_videos > 1
     if call_options.wants_output(option):
-        given = [each.output for each in teller.rest(events) if isinstance(each, PipelineOutput)]
+        rest = delivery.deliver_rest(events)
+        given = [each.output for each in rest if isinstance(each, PipelineOutput)]
         return given if is_list else given[0]
-    videos = collect_videos(events, output, teller)
+    videos = collect_videos(events, output, delivery)
     return videos if is_list or call_options.gives_list(option) else videos[0]

@@ -14,12 +14,12 @@ FULL = Path("/dev/full")
 #: Prints on both, opens a file in between, and says on exit whether that had a number of its own.
 PROGRAM = """
 import os, sys
-from everyframe.cli.streams import prepare_streams, tell
+from everyframe.cli.streams import prepare_streams, print_message
 prepare_streams()
 with open({path!r}, "w") as file:
     number = file.fileno()
     print("to output", flush=True)
-    tell("to error")
+    print_message("to error")
     file.write("whole" if sys.stdin.read() == "" else "given")
     child = "import sys; sys.exit(None in (sys.stdin, sys.stdout, sys.stderr))"
     lacks = os.spawnl(os.P_WAIT, sys.executable, sys.executable, "-c", child)

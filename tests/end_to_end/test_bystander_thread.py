@@ -25,6 +25,7 @@ from everyframe.diffusers_pipelines.library_patches import float32_noise, stand_
 from everyframe.dry_run import executor
 from everyframe.hardware.cpu import cpu_threads
 from everyframe.runtime.components.meta_init import BUILD_LOCK
+from helpers.new_thread import threads_of_a_new_thread
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
@@ -107,14 +108,6 @@ class Bystander:
         """Raise `AssertionError` if it saw anything."""
         assert self.num_rounds > 20
         assert not self.found, sorted({*self.found})
-
-
-def threads_of_a_new_thread() -> int:
-    seen: list[int] = []
-    thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-    thread.start()
-    thread.join()
-    return seen[0]
 
 
 def in_two_threads(work: Callable[[int], object]) -> None:

@@ -32,6 +32,7 @@ from everyframe.hardware import switches
 from everyframe.hardware.cpu import cpu_threads
 from everyframe.runtime.components.meta_init import build_on_meta, count_elements
 from helpers.diagonals import diagonal
+from helpers.new_thread import threads_of_a_new_thread
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 from helpers.tiny_checkpoints.pipelines import loaded
 
@@ -63,14 +64,6 @@ def state() -> dict[str, Any]:
         "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "casts": torch._C._is_any_autocast_enabled(),
     }
-
-
-def threads_of_a_new_thread() -> int:
-    seen: list[int] = []
-    thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-    thread.start()
-    thread.join()
-    return seen[0]
 
 
 @pytest.fixture(autouse=True)

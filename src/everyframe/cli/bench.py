@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from everyframe.cli.options import command, flag, request_flag, run_flag, several
-from everyframe.cli.streams import tell
+from everyframe.cli.streams import print_message
 from everyframe.cli.tables import console, counted, json_line, one_line, table
 from everyframe.core.bytes import format_bytes
 from everyframe.core.errors import ExitCode, InputError
@@ -45,7 +45,7 @@ def bench(
 
     if output is not None and not Path(output).absolute().parent.is_dir():
         raise InputError(f"there is no folder {Path(output).parent} for the result")
-    result = benchmark(device or "auto", is_quick=quick, tell=_progress)
+    result = benchmark(device or "auto", is_quick=quick, on_progress=_progress)
     if output is not None:
         write_result(result, Path(output))
     if json:
@@ -56,7 +56,7 @@ def bench(
 
 
 def _progress(line: str) -> None:
-    tell(f"measuring {line}")
+    print_message(f"measuring {line}")
 
 
 def _compare(first: str, second: str, *, as_json: bool) -> int:

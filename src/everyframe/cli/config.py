@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from everyframe.cli.options import command, flag, request_flag, run_flag
-from everyframe.cli.streams import tell
+from everyframe.cli.streams import print_message
 from everyframe.cli.tables import console, json_line, one_line, table
 from everyframe.core.errors import ExitCode
 from everyframe.core.options import facts_of
@@ -57,7 +57,7 @@ def show(*, model: str | None = None, everything: bool = False, json: bool = Fal
         rows.add_row(name, one_line(_text(default.value)), one_line(source))
     out.print(rows if rows.row_count else "nothing is set; every option has its built-in default")
     for line in config_files.unknown_variables():
-        tell(f"note: {line}")
+        print_message(f"note: {line}")
     return int(ExitCode.DONE)
 
 

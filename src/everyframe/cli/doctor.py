@@ -48,7 +48,7 @@ def doctor(
     from everyframe.doctor.report import shareable
 
     quiet = json or share
-    on_check = None if quiet else _teller(sys.stdout, everything=everything)
+    on_check = None if quiet else _check_printer(sys.stdout, everything=everything)
     report = diagnose(checks, profile=profile, model=model, smoke=smoke, on_check=on_check)
     if json:
         data = report.model_dump(mode="json")
@@ -60,22 +60,22 @@ def doctor(
     return int(ExitCode.TROUBLE if report.has_errors else ExitCode.DONE)
 
 
-def _teller(file: IO[str], *, everything: bool) -> Callable[[Check], None]:
+def _check_printer(file: IO[str], *, everything: bool) -> Callable[[Check], None]:
     """Callback that prints each check as soon as it is done."""
     out = console(file)
 
-    def tell(check: Check) -> None:
-        _say(out, 16, f"{_letter(check.mark, file)} {check.name:<13} ", check.message)
+    def print_check(check: Check) -> None:
+        _print_wrapped(out, 16, f"{_letter(check.mark, file)} {check.name:<13} ", check.message)
         for finding in check.findings:
-            _tell(out, finding, _letter(finding.mark, file), everything=everything)
+            _print_finding(out, finding, _letter(finding.mark, file), everything=everything)
         if everything:
             for line in check.details:
-                _say(out, 6, "      ", line, "dim")
+                _print_wrapped(out, 6, "      ", line, "dim")
 
-    return tell
+    return print_check
 
 
-def _say(out: Console, indent: int, start: str, text: str, style: str = "") -> None:
+def _print_wrapped(out: Console, indent: int, start: str, text: str, style: str = "") -> None:
     """Print text after `start`, wrapped to the width, with later lines indented."""
     import textwrap
 
@@ -90,17 +90,17 @@ def _say(out: Console, indent: int, start: str, text: str, style: str = "") -> N
     out.print("\n".join(lines) or start.rstrip(), style=style, soft_wrap=True)
 
 
-def _tell(out: Console, finding: Finding, letter: str, *, everything: bool) -> None:
-    _say(out, 6, f"    {letter} ", finding.message, _MARKS[finding.mark][2])
+def _print_finding(out: Console, finding: Finding, letter: str, *, everything: bool) -> None:
+    _print_wrapped(out, 6, f"    {letter} ", finding.message, _MARKS[finding.mark][2])
     if finding.cause:
-        _say(out, 6, "      ", finding.cause)
+        _print_wrapped(out, 6, "      ", finding.cause)
     for fix in finding.fix:
-        _say(out, 10, "      fix: ", fix.do)
+        _print_wrapped(out, 10, "      fix: ", fix.do)
         if fix.command:
             # Never wrapped, so that it can be copied.
             out.print(f"          {fix.command}", style="bold", soft_wrap=True)
     if everything and finding.sources:
-        _say(out, 6, "      reported: ", ", ".join(finding.sources), "dim")
+        _print_wrapped(out, 6, "      reported: ", ", ".join(finding.sources), "dim")
 
 
 def _letter(mark: Mark, file: IO[str]) -> str:

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from everyframe._version import __version__
-from everyframe.cli.streams import is_of_output, mute_output, prepare_streams, tell
+from everyframe.cli.streams import is_of_output, mute_output, prepare_streams, print_message
 from everyframe.cli.tables import error_line, json_line, printable
 from everyframe.core.errors import EveryframeError, ExitCode, InputError, did_you_mean
 from everyframe.core.import_logs import mute_torchao_imports
@@ -35,7 +35,7 @@ class _ToStandardError(logging.Handler):
     """Log to the current standard error, which a progress bar may replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tell(printable(self.format(record)))
+        print_message(printable(self.format(record)))
 
 
 def set_up(asked: str | None) -> None:
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except KeyboardInterrupt as stop:
         text = str(stop) or "interrupted; nothing unfinished was left behind"
-        return _say(stop, text, int(ExitCode.INTERRUPTED), as_json)
+        return _print_error(stop, text, int(ExitCode.INTERRUPTED), as_json)
     except BrokenPipeError:
         mute_output()  # whoever read it has gone
         return int(ExitCode.TROUBLE)
@@ -132,18 +132,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + number
     except EveryframeError as error:
         _debug_traceback()
-        return _say(error, str(error), int(error.exit_code), as_json)
+        return _print_error(error, str(error), int(error.exit_code), as_json)
     except MemoryError as error:
         _debug_traceback()
         text = "out of memory; try a smaller --size or --num-frames (`everyframe plan` forecasts)"
-        return _say(error, text, int(ExitCode.CANNOT_RUN_HERE), as_json)
+        return _print_error(error, text, int(ExitCode.CANNOT_RUN_HERE), as_json)
     except OSError as error:
         _debug_traceback()
         if is_of_output(error):
             mute_output()
             text = f"standard output can't be written to: {_of_the_system(error)}"
-            return _say(error, text, int(ExitCode.TROUBLE), as_json=False)
-        return _say(error, _of_the_system(error), int(ExitCode.WRONG_INPUT), as_json)
+            return _print_error(error, text, int(ExitCode.TROUBLE), as_json=False)
+        return _print_error(error, _of_the_system(error), int(ExitCode.WRONG_INPUT), as_json)
     except Exception as error:  # noqa: BLE001 - the last line of defence, and it tells all
         return _bug(error, as_json)
     finally:
@@ -254,7 +254,7 @@ def _leave_orderly() -> Callable[[], None]:
     return restore
 
 
-def _say(error: BaseException, text: str, code: int, as_json: bool) -> int:
+def _print_error(error: BaseException, text: str, code: int, as_json: bool) -> int:
     """Print an error as one line; return its exit code."""
     ranks = under_torchrun()
     if ranks is not None:
@@ -263,7 +263,7 @@ def _say(error: BaseException, text: str, code: int, as_json: bool) -> int:
         text = after_others(ranks, error, text)
     line = error_line(text)
     prefix = "" if code == ExitCode.INTERRUPTED else "error: "
-    tell(f"{prefix}{line}")
+    print_message(f"{prefix}{line}")
     if as_json:
         try:
             print(json_line({"type": "error", "code": code, "message": line}), flush=True)
@@ -291,4 +291,4 @@ def _print_traceback() -> None:
 def _bug(error: Exception, as_json: bool) -> int:
     _print_traceback()
     text = f"this is a bug in everyframe: {type(error).__name__}: {error}"
-    return _say(error, text, int(ExitCode.TROUBLE), as_json)
+    return _print_error(error, text, int(ExitCode.TROUBLE), as_json)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from everyframe.cli.streams import tell
+from everyframe.cli.streams import print_message
 from everyframe.core.errors import InputError
 from everyframe.core.request import Request
 from everyframe.engine.records.record_schema import option_facts
@@ -99,10 +99,10 @@ def _configured(
     if ranks is None or ranks.rank == 0:
         names = [name for name, default in found.items() if default.is_of_project]
         if names:
-            tell(f"note: the project's configuration sets {', '.join(names)}"
+            print_message(f"note: the project's configuration sets {', '.join(names)}"
                  " (see everyframe config show)")  # fmt: skip
         for line in unknown_variables():
-            tell(f"note: {line}")
+            print_message(f"note: {line}")
     return {name: default.value for name, default in found.items()}
 
 

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from everyframe.cli.streams import tell
+from everyframe.cli.streams import print_message
 from everyframe.cli.tables import (
     clock,
     console,
@@ -139,7 +139,7 @@ class Lines(Reporter):
     def _print(self, *lines: str) -> None:
         self._last = self._now()
         for line in lines:
-            tell(one_line(line))
+            print_message(one_line(line))
 
 
 class Bar(Reporter):

@@ -10,7 +10,7 @@ from typing import Any
 
 from everyframe.cli.options import make_command, optional
 from everyframe.cli.parse_request import parse_request, with_model
-from everyframe.cli.streams import tell
+from everyframe.cli.streams import print_message
 from everyframe.cli.tables import json_line, one_line, printable
 from everyframe.core.bytes import format_bytes
 from everyframe.core.errors import ExitCode, InputError
@@ -43,7 +43,7 @@ def pull(named: str | None = None, *, json: bool = False, **given: Any) -> int:
 
 
 def _note(line: str) -> None:
-    tell(f"note: {printable(line)}")
+    print_message(f"note: {printable(line)}")
 
 
 COMMAND = make_command(

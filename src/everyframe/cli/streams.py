@@ -64,7 +64,7 @@ def mute_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def tell(text: str) -> bool:
+def print_message(text: str) -> bool:
     """Print a line on standard error; return whether that succeeded.
 
     A log on a full disk must not end hours of work, nor change how the work ends.

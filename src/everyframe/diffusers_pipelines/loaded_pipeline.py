@@ -21,7 +21,7 @@ from everyframe.core.quality import CACHES, PREDICTORS
 from everyframe.core.request import Request
 from everyframe.diffusers_pipelines.calls.call_thread import (
     Calling,
-    Tell,
+    Emit,
     run_beside_others,
     run_here,
 )
@@ -133,7 +133,7 @@ class LoadedPipelineSpec(CompleteSpec):
     #: Torch state of the caller's thread; the call runs with it.
     thread: ThreadState = field(default_factory=ThreadState.here)
     #: Callback for events as they occur; if set, the call runs in the caller's thread.
-    tell: Tell | None = None
+    on_event: Emit | None = None
     patched: WeightPatches = NO_PATCHES
 
     def weight_tables(self) -> Mapping[str, WeightTable]:
@@ -272,8 +272,8 @@ class LoadedPipelineSpec(CompleteSpec):
         own = request_settings.check_options(interface, self.options.option, is_given=True)
         own = call_options.call_values(own)
         calling: Calling = partial(run_beside_others, within=self.thread.entered)
-        if self.tell is not None:
-            calling = partial(run_here, tell=self.tell)
+        if self.on_event is not None:
+            calling = partial(run_here, on_event=self.on_event)
         assert parallel.world.size == 1, "a pipeline in memory is on one device"
         return PipelineStage(
             plan,
@@ -288,9 +288,9 @@ class LoadedPipelineSpec(CompleteSpec):
 
 
 def given_pipeline(
-    pipe: Any, options: FamilyOptions, tell: Tell | None = None
+    pipe: Any, options: FamilyOptions, on_event: Emit | None = None
 ) -> LoadedPipelineSpec:
-    """The spec of a loaded pipeline; `tell` as in `LoadedPipelineSpec`.
+    """The spec of a loaded pipeline; `on_event` as in `LoadedPipelineSpec`.
 
     Raises:
         InputError: it is not a diffusers pipeline.
@@ -302,7 +302,8 @@ def given_pipeline(
             f"pipe must be a loaded diffusers pipeline, got {type(pipe).__name__}; "
             "for a folder or a hub id there is generate(model=...)"
         )
-    return LoadedPipelineSpec(pipe, sizes_of(pipe, checked(of_pipeline(pipe))), options, tell=tell)
+    sizes = sizes_of(pipe, checked(of_pipeline(pipe)))
+    return LoadedPipelineSpec(pipe, sizes, options, on_event=on_event)
 
 
 def in_our_words(pipe: Any, request: Request) -> Request:

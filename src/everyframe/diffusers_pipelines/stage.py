@@ -24,7 +24,7 @@ from everyframe.core.plan import Plan, Settings
 from everyframe.diffusers_pipelines.call_arguments import arguments
 from everyframe.diffusers_pipelines.calls.call import no_progress_bars
 from everyframe.diffusers_pipelines.calls.call_errors import beyond_memory, explained
-from everyframe.diffusers_pipelines.calls.call_results import Made, OutOfMemory, generators_in
+from everyframe.diffusers_pipelines.calls.call_results import CallOutOfMemory, Made, generators_in
 from everyframe.diffusers_pipelines.calls.call_thread import Calling, run_in_thread
 from everyframe.diffusers_pipelines.calls.compiled_calls import hooks_around_graphs
 from everyframe.diffusers_pipelines.calls.global_generators import (
@@ -236,7 +236,7 @@ class PipelineStage:
                 generator.set_state(state)
             with generators.seeded(video.seed):
                 made = self._attempt(ready, video, previews, on_step, emit)
-            if not isinstance(made, OutOfMemory):
+            if not isinstance(made, CallOutOfMemory):
                 if generators.is_mixed:
                     hand(_MIXED)
                 return made
@@ -261,7 +261,7 @@ class PipelineStage:
         previews: StepPreviews | None,
         on_step: Callable[[int, int], None],
         emit: Emit,
-    ) -> Made | OutOfMemory:
+    ) -> Made | CallOutOfMemory:
         pipe, settings = ready.pipe, ready.fallbacks.settings
         modules = _modules(pipe)
         denoising = {name: modules[name] for name in denoisers(modules)}
@@ -298,7 +298,7 @@ class PipelineStage:
                     name, notes = self.interface.class_name, self.plan.notes
                     raise explained(error, watch.begun, name, self.own, notes) from error
                 # Returned and not raised: a traceback would keep the failed call's tensors alive.
-                return OutOfMemory(str(error).partition("\n")[0], guarded.at, watch.begun)
+                return CallOutOfMemory(str(error).partition("\n")[0], guarded.at, watch.begun)
             watch.finish()
             if not self.parallel.video_group.is_lead:  # the first of these ranks has them
                 return Made(())
@@ -343,7 +343,7 @@ class PipelineStage:
             as_plain,
             pictures,
             has_begun=lambda: watch.begun > 0,
-            tell=lambda text: emit(Note(text)),
+            on_note=lambda text: emit(Note(text)),
         )
 
 

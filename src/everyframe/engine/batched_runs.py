@@ -157,7 +157,7 @@ class BatchedRuns:
         member = MEMBER.get()
         if not isinstance(member, _Member) or not member.may_meet or not can_batch(call):
             return call.compute()
-        answer = member.tell(call)
+        answer = member.hand_over(call)
         return call.compute() if answer is _ALONE else answer
 
     def _answer_calls(self) -> None:
@@ -293,7 +293,7 @@ class _Member:
         answer, self.answer = self.answer, None
         return self._thread.resume(answer)
 
-    def tell(self, found: object) -> Any:
+    def hand_over(self, found: object) -> Any:
         """Hand an event or a call to the batch, from inside of the run; its answer."""
         answer = self._thread.hand_over(found)
         if self.refusal is not None:
@@ -330,7 +330,7 @@ class _Member:
         try:
             with closing(self.begin()) as events:
                 for event in events:
-                    self.tell(event)
+                    self.hand_over(event)
                     if self.is_stopped:
                         break
         except Exception as error:  # noqa: BLE001 - the run's error is the run's

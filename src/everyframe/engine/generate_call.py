@@ -12,7 +12,7 @@ from everyframe.core.events import Event, Events
 from everyframe.core.request import Request
 from everyframe.engine.records.comparison import compare_with
 from everyframe.engine.records.provenance import record_in, request_from, threads_to_repeat
-from everyframe.engine.results import EventTeller, Output, collect_videos
+from everyframe.engine.results import EventDelivery, Output, collect_videos
 from everyframe.engine.workers.worker_process import WorkerJob
 from everyframe.media.video import Video
 from everyframe.runs.folder import root_of
@@ -78,7 +78,7 @@ class GenerateCall:
     ) -> Video | list[Video]:
         """The video of the run, or a list of several."""
         compared = compare_with(self.record, events)
-        videos = collect_videos(compared, self.output, EventTeller(on_event))
+        videos = collect_videos(compared, self.output, EventDelivery(on_event))
         return videos if self.request.num_videos > 1 else videos[0]
 
 

@@ -28,41 +28,41 @@ from everyframe.media.pixels import to_uint8
 from everyframe.media.video import Video
 
 Output = Literal["uint8", "float"]
-Tell = Callable[[Event], None]
+OnEvent = Callable[[Event], None]
 
 
-class EventTeller:
+class EventDelivery:
     """Deliver each event to a callback once; notes and repairs are also warnings.
 
     Events inside a pipeline's call are delivered as they happen.
     """
 
-    def __init__(self, tell: Tell | None) -> None:
-        self._tell = tell
+    def __init__(self, on_event: OnEvent | None) -> None:
+        self._on_event = on_event
         self._early: list[Event] = []
 
-    def at_once(self, event: Event) -> None:
+    def deliver_early(self, event: Event) -> None:
         """Deliver an event of the pipeline's call at once; it appears again among the `rest`."""
         self._early.append(event)
-        self._say(event)
+        self._deliver(event)
 
-    def rest(self, events: Events) -> Iterator[Event]:
+    def deliver_rest(self, events: Events) -> Iterator[Event]:
         """Yield all events and deliver those not delivered yet."""
         with closing(events):
             for event in events:
                 if self._early and event is self._early[0]:
                     del self._early[0]
                 else:
-                    self._say(event)
+                    self._deliver(event)
                 yield event
 
-    def _say(self, event: Event) -> None:
+    def _deliver(self, event: Event) -> None:
         if isinstance(event, Note):
             _warn(event.text)
         elif isinstance(event, Repaired):
             _warn(f"repaired: {event.text}")
-        if self._tell is not None:
-            self._tell(event)
+        if self._on_event is not None:
+            self._on_event(event)
 
 
 def _warn(text: str) -> None:
@@ -77,13 +77,13 @@ def _is_ours(module: str) -> bool:
     return module.partition(".")[0] == __name__.partition(".")[0]
 
 
-def collect_videos(events: Events, output: Output, teller: EventTeller) -> list[Video]:
+def collect_videos(events: Events, output: Output, delivery: EventDelivery) -> list[Video]:
     """The videos in order of their seeds, whichever device finishes first."""
     frames: dict[tuple[int, int | None], list[np.ndarray[Any, Any]]] = {}
     sounds: dict[tuple[int, int | None], Audio] = {}
     videos: dict[tuple[int, int], Video] = {}
     fps = Fraction(0)
-    for event in teller.rest(events):
+    for event in delivery.deliver_rest(events):
         if isinstance(event, Planned):
             # Before hours of work: not every number is a frame rate that can be had.
             fps = exact_fps(event.plan.settings.fps)

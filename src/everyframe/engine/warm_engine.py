@@ -20,7 +20,7 @@ from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine import run as engine
 from everyframe.engine.generate_call import GenerateCall
-from everyframe.engine.results import EventTeller, Output, collect_videos
+from everyframe.engine.results import EventDelivery, Output, collect_videos
 from everyframe.engine.resumption.resume import resume_run
 from everyframe.engine.workers.executor import WarmModel, warm_models
 from everyframe.engine.workers.warm_workers import WarmWorkers
@@ -102,7 +102,7 @@ class Engine:
             events = self._workers.run(WorkerJob(run=folder.path, as_uint8=output == "uint8"))
         else:
             events = resume_run(folder, cache=self._cache)
-        videos = collect_videos(events, output, EventTeller(on_event))
+        videos = collect_videos(events, output, EventDelivery(on_event))
         return videos if len(videos) > 1 else videos[0]
 
     def plan(self, request: Request | str | None = None, **options: Any) -> Plan:

@@ -35,13 +35,13 @@ _LIBRARIES = ("diffusers", "transformers")
 class FileReplayLog:
     """Results of one video in `folder`: saved ones first, then new ones.
 
-    `note` receives messages for a person: why a result can't be saved (once, as saving then stops),
-    and why a saved one can't be replayed.
+    `on_note` receives messages: why a result can't be saved (once, as saving then stops), and why
+    a saved one can't be replayed.
     """
 
-    def __init__(self, folder: Path, note: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, on_note: Callable[[str], None]) -> None:
         self._folder = folder
-        self._note = note
+        self._on_note = on_note
         self._number = 0
         self._is_off = False
         self._files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
@@ -98,7 +98,7 @@ class FileReplayLog:
         except (OSError, NotSerializableError) as error:
             self._is_off = True
             why = getattr(error, "strerror", None) or str(error)
-            self._note(
+            self._on_note(
                 f"the model calls of this pipeline can't be saved ({why}); the run continues, and "
                 "if it is interrupted they are computed again"
             )
@@ -110,7 +110,9 @@ class FileReplayLog:
         """Discard this result and all later ones."""
         count = len(self._files) - number
         again = "it is" if count == 1 else f"it and the {count - 1} after it are"
-        self._note(f"answer {number + 1} of before can't be used ({why}); {again} computed again")
+        self._on_note(
+            f"answer {number + 1} of before can't be used ({why}); {again} computed again"
+        )
         for path in self._files[number:]:
             path.unlink(missing_ok=True)
         del self._files[number:]

@@ -8,13 +8,15 @@ from typing import Any
 
 from everyframe.core.errors import CannotRunError, EveryframeError, InputError
 from everyframe.core.options import shown
-from everyframe.diffusers_pipelines.calls.call_results import OutOfMemory
+from everyframe.diffusers_pipelines.calls.call_results import CallOutOfMemory
 
 #: A tensor or an array as Python writes it; its numbers have no parentheses.
 _TENSOR = re.compile(r"\b(tensor|array)\(\[[^()]*\)")
 
 
-def beyond_memory(made: OutOfMemory, tried: Sequence[str], *, is_in_memory: bool) -> CannotRunError:
+def beyond_memory(
+    made: CallOutOfMemory, tried: Sequence[str], *, is_in_memory: bool
+) -> CannotRunError:
     """The error of a call that has no memory fallback left.
 
     Args:

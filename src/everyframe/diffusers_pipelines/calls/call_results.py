@@ -21,7 +21,7 @@ class Made:
 
 
 @dataclass(frozen=True)
-class OutOfMemory:
+class CallOutOfMemory:
     """Out-of-memory event of a call: message, component (may be empty) and step."""
 
     message: str

@@ -22,17 +22,17 @@ from everyframe.runtime.alternating_thread import AlternatingThread
 
 _Result = TypeVar("_Result")
 
-Tell = Callable[[Event], None]
+Emit = Callable[[Event], None]
 Within = Callable[[], AbstractContextManager[Any]]
 """Makes the context that the call's thread enters before the call."""
 
 
-Calling = Callable[[Callable[[Tell], Any]], Generator[Event, None, Any]]
+Calling = Callable[[Callable[[Emit], Any]], Generator[Event, None, Any]]
 """Makes a call: yields its events; the generator's return value is its result."""
 
 
 def run_in_thread(
-    call: Callable[[Tell], _Result], within: Within
+    call: Callable[[Emit], _Result], within: Within
 ) -> Generator[Event, None, _Result]:
     """Run ``call(emit)`` in a thread and yield what it emits; the generator returns its result.
 
@@ -65,40 +65,40 @@ def run_in_thread(
 
 
 def run_beside_others(
-    call: Callable[[Tell], _Result], within: Within
+    call: Callable[[Emit], _Result], within: Within
 ) -> Generator[Event, None, _Result]:
     """`run_in_thread` without process-wide switches, so that other runs can compute beside it."""
     return run_in_thread(_beside_others(call), within)
 
 
-class _Stopped(BaseException):
-    """Raised inside the call when `tell` has raised."""
+class _CallbackRaised(BaseException):
+    """Ends the call when `on_event` has raised."""
 
 
-def run_here(call: Callable[[Tell], _Result], tell: Tell) -> Generator[Event, None, _Result]:
+def run_here(call: Callable[[Emit], _Result], on_event: Emit) -> Generator[Event, None, _Result]:
     """Run the call in this thread without process-wide switches.
 
-    `tell` gets each event at once; the events are yielded after the call. An exception from `tell`
-    ends the call and is raised here. It passes through the pipeline as `_Stopped`, a BaseException,
-    so no pipeline handles it as an error of its own.
+    `on_event` gets each event at once; the events are yielded after the call. An exception from it
+    ends the call and is raised here. Through the pipeline it passes as a BaseException, which no
+    pipeline handles as an error of its own.
     """
     events: list[Event] = []
     raised: list[BaseException] = []
 
     def emit(event: Event) -> None:
         if raised:
-            raise _Stopped
+            raise _CallbackRaised
         events.append(event)
         try:
-            tell(event)
+            on_event(event)
         except BaseException as error:
             raised.append(error)
-            raise _Stopped from error
+            raise _CallbackRaised from error
 
     try:
         with torch.no_grad():
             result = _beside_others(call)(emit)
-    except _Stopped:
+    except _CallbackRaised:
         raise raised[0] from None
     except BaseException:
         yield from events
@@ -109,14 +109,14 @@ def run_here(call: Callable[[Tell], _Result], tell: Tell) -> Generator[Event, No
     return result
 
 
-def _beside_others(call: Callable[[Tell], _Result]) -> Callable[[Tell], _Result]:
+def _beside_others(call: Callable[[Emit], _Result]) -> Callable[[Emit], _Result]:
     """The call beside other runs that set no switch; it releases its turn while an event is read.
 
     Attention kernels are process-wide. Once a repair of this run selects some, the run holds the
     process exclusively and restores the original kernels for readers of its events.
     """
 
-    def made(emit: Tell) -> _Result:
+    def made(emit: Emit) -> _Result:
         turn = Turn(is_alone=False)
 
         def between(event: Event) -> None:

@@ -133,7 +133,7 @@ def call_with_pictures(
     as_plain: Callable[[Mapping[str, Any]], _Result],
     given: Mapping[str, Any],
     has_begun: Callable[[], bool],
-    tell: Callable[[str], None],
+    on_note: Callable[[str], None],
 ) -> _Result:
     """Run ``call()``; if it refuses its input before the first step, retry with RGB images.
 
@@ -155,7 +155,7 @@ def call_with_pictures(
                 raise
             raise error from again
         why, names = first_line(error), " and ".join(given)
-        tell(f"the pipeline can't take {names} as given ({why}); it has RGB instead")
+        on_note(f"the pipeline can't take {names} as given ({why}); it has RGB instead")
         return made
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from everyframe.dry_run.call import DryRunCall
     from everyframe.planning.dry_runs import DryRun
 
-ReportProgress = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 #: Seconds that a part may take, and those of each fast path.
 _PART_SECONDS, _PATH_SECONDS = 180.0, 30.0
@@ -37,13 +37,15 @@ _LONGEST_STEP = 6.0
 _PRODUCTS = ("float32", "bfloat16", "float16")
 
 
-def benchmark(device: str = "auto", *, is_quick: bool = False, tell: ReportProgress) -> BenchResult:
+def benchmark(
+    device: str = "auto", *, is_quick: bool = False, on_progress: OnProgress
+) -> BenchResult:
     """Measure a device of this machine, for two to five minutes.
 
     Args:
         device: a device, or ``auto``.
         is_quick: the smallest blocks alone, and no fast paths.
-        tell: called with a line before each part.
+        on_progress: called with a line before each part.
 
     Raises:
         InputError: there is no such device.
@@ -55,7 +57,7 @@ def benchmark(device: str = "auto", *, is_quick: bool = False, tell: ReportProgr
     began, load = time.monotonic(), _load()
     facts = machine_facts(device)
     chosen = pick_device(facts, device)
-    measuring = _Measuring(chosen, default_threads(facts, 1), tell)
+    measuring = _Measuring(chosen, default_threads(facts, 1), on_progress)
     machine = _machine(facts, chosen, measuring.num_threads)
     found_peaks = measuring.peaks()
     found_video = measuring.video()
@@ -77,20 +79,20 @@ def benchmark(device: str = "auto", *, is_quick: bool = False, tell: ReportProgr
 class _Measuring:
     """Runs the parts on one device; `failed` holds how failed parts ended."""
 
-    def __init__(self, device: DeviceFacts, num_threads: int, tell: ReportProgress) -> None:
+    def __init__(self, device: DeviceFacts, num_threads: int, on_progress: OnProgress) -> None:
         self.device = device
         self.num_threads = num_threads
-        self.tell = tell
+        self.on_progress = on_progress
         self.failed: dict[str, str] = {}
 
     def peaks(self) -> tuple[PeakResult, ...]:
-        self.tell("peaks: matrix products and copies")
+        self.on_progress("peaks: matrix products and copies")
         dtypes = tuple(name for name in _PRODUCTS if name in self.device.dtypes)
         found = self._measured("peaks", peaks.measure_peaks, dtypes)
         return tuple(PeakResult(**each) for each in found or ())
 
     def video(self) -> VideoResult | None:
-        self.tell("a video of the embedded model, twice")
+        self.on_progress("a video of the embedded model, twice")
         found = self._measured("video", video.measure_video)
         return None if found is None else VideoResult(**found)
 
@@ -137,7 +139,7 @@ class _Measuring:
         forecast: int, seconds: float | None,
     ) -> BlockResult | None:  # fmt: skip
         work, precision = block.describe_work(size), run.precisions[block.COMPONENT]
-        self.tell(work)
+        self.on_progress(work)
         peak = run_isolated(
             block.measure_memory, size, precision, self.device, self.num_threads,
             seconds=_PART_SECONDS,
@@ -167,7 +169,7 @@ class _Measuring:
         from everyframe.fast_paths.registry import for_device
         from everyframe.planning.fast_paths.component_certificates import Certificates
 
-        self.tell("fast paths on the smallest blocks")
+        self.on_progress("fast paths on the smallest blocks")
         target = Certificates(self.device, self.num_threads).subject(
             block.COMPONENT, precision, [run]
         )

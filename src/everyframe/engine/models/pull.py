@@ -33,7 +33,7 @@ class PulledModel:
     fetched: tuple[str, ...]
 
 
-def pull(request: Request, tell: Callable[[str], None]) -> PulledModel:
+def pull(request: Request, on_progress: Callable[[str], None]) -> PulledModel:
     """Download what the model of a request lacks, and verify all of its files.
 
     Bytes are compared with the hub's digests, and the tensors of our own families with their
@@ -41,7 +41,7 @@ def pull(request: Request, tell: Callable[[str], None]) -> PulledModel:
 
     Args:
         request: the model, and options that decide which files it needs, such as ``variant``.
-        tell: called with a line before each download.
+        on_progress: called with a line before each download.
 
     Raises:
         InputError: an unknown model, no network, or no room; see `everyframe.checkpoints.download`.
@@ -50,7 +50,7 @@ def pull(request: Request, tell: Callable[[str], None]) -> PulledModel:
     model, _ = find_model(request, may_fetch=True)
     fetched = model.missing()
     for line in fetched:
-        tell(f"fetching {line}")
+        on_progress(f"fetching {line}")
     model = model.fetch()
     files = _files_of(model.weight_files())
     num_verified = sum(map(verify_file, files))

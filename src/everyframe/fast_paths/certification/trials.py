@@ -290,7 +290,7 @@ def run(orders: TrialRequest) -> None:
     with open(orders.log, "a", encoding="utf-8") as file:
         file.write(json.dumps({"ready": time.time()}) + "\n")
 
-        def tell(path: FastPath, **values: Any) -> None:
+        def log(path: FastPath, **values: Any) -> None:
             file.write(json.dumps({"path": path.name, **values}) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -299,11 +299,11 @@ def run(orders: TrialRequest) -> None:
             left = began + orders.seconds - time.monotonic()
             if left <= 0:
                 break
-            tell(path, began=True)
+            log(path, began=True)
             with ends_after(left + orders.grace), strict_float32(), torch.inference_mode():
                 values = _tried(path, orders.subject, device, began + orders.seconds)
             is_over = values.pop("is_over", False)
-            tell(path, **values)
+            log(path, **values)
             if is_over:
                 break
 
