@@ -286,7 +286,7 @@ def trace_diff(a: str | Path, b: str | Path, what: Any = None) -> tracing.TraceV
 
 
 def _given_model(pipe: Any, request: Request, on_event: OnEvent | None) -> LoadedModel:
-    # Not on top: this brings diffusers.
+    # Late import: brings diffusers.
     from everyframe.diffusers_pipelines.loaded_pipeline import given_pipeline
 
     model = given_pipeline(pipe, family_options("pipeline", request), on_event)
@@ -296,7 +296,7 @@ def _given_model(pipe: Any, request: Request, on_event: OnEvent | None) -> Loade
 def _events_of_pipe(
     pipe: Any, request: Request, num_threads: int | None, on_event: OnEvent | None = None
 ) -> Events:
-    # Not on top: this brings diffusers.
+    # Late import: brings diffusers.
     from everyframe.diffusers_pipelines.loaded_pipeline import in_our_words
 
     check_option_names(request)
@@ -315,7 +315,7 @@ def _request_of_pipe(given: Mapping[str, Any], record: Mapping[str, Any] | None)
     known = {*Request.model_fields, *options_of("pipeline").model_fields}.difference(
         SHARED.values()
     )
-    # Prompts that are no text go to the pipeline unchanged, as all of its own parameters are.
+    # Prompts that are not text go to the pipeline unchanged, like its own parameters.
     ours = {k: v for k, v in given.items() if k in known and not call_options.is_prompts(k, v)}
     rest = {name: value for name, value in given.items() if name not in ours}
     if rest:

@@ -49,7 +49,7 @@ def test_a_repeated_record_takes_what_records_may_not_set(
     from everyframe.cli import parse_request as module
 
     (user / "everyframe.toml").write_text('num_frames = 9\nmax_memory = "8GB"\n')
-    assert module._configured({}, (), is_repeat=True) == {"max_memory": "8GB"}
+    assert module._find_configured({}, (), is_repeat=True) == {"max_memory": "8GB"}
 
 
 def test_settings_hold_for_the_command_alone(

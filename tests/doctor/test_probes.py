@@ -147,13 +147,13 @@ def test_a_convolution_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_convolution_that_takes_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = layers._timed
+    right = layers._time
 
     def greedy(module: nn.Module, x: Tensor, kind: str) -> tuple[Tensor, float, float | None]:
         got, seconds, _ = right(module, x, kind)
         return got, seconds, 17.0 if x.dtype == torch.bfloat16 else 2.0
 
-    monkeypatch.setattr(layers, "_timed", greedy)
+    monkeypatch.setattr(layers, "_time", greedy)
     told = layers.convolution("cpu")
     assert told["wrong"] == []
     assert told["notes"] == ["a 3D convolution in bfloat16 takes 17 times the memory of its output"]
@@ -209,5 +209,5 @@ def test_memory_is_that_of_the_card_that_is_probed(monkeypatch: pytest.MonkeyPat
     for name in ("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, ask)
     x = torch.ones(2)
-    layers._timed(torch.nn.SiLU(), x, "cuda")
+    layers._time(torch.nn.SiLU(), x, "cuda")
     assert asked == [x.device] * 3

@@ -102,14 +102,14 @@ def test_two_jobs_that_begin_a_batch_at_once_both_count(
 def test_two_threads_that_begin_a_batch_at_once_share_a_worker(
     workers: WarmWorkers, made: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken, both = WarmWorkers._taken, threading.Barrier(2)
+    taken, both = WarmWorkers._take, threading.Barrier(2)
 
     def slowly(*args: Any) -> Any:
         with suppress(threading.BrokenBarrierError):
             both.wait(0.3)  # the other one is here too, if nothing holds it
         return taken(*args)
 
-    monkeypatch.setattr(WarmWorkers, "_taken", slowly)
+    monkeypatch.setattr(WarmWorkers, "_take", slowly)
     runs: list[Events] = []
     threads = [threading.Thread(target=lambda: runs.append(workers.run(JOB))) for _ in range(2)]
     for thread in threads:

@@ -37,8 +37,8 @@ def done(**more: Any) -> list[Calibration]:
 @pytest.mark.slow
 def test_it_measures_goes_on_and_is_used_by_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     videos = []
-    made = calibration._made
-    monkeypatch.setattr(calibration, "_made", lambda each: (videos.append(each), made(each))[1])
+    made = calibration._make
+    monkeypatch.setattr(calibration, "_make", lambda each: (videos.append(each), made(each))[1])
     steps = calibrate(REQUEST, num_videos=LEAST_VIDEOS, methods=["taylor1@3"], lowest_db=1.0)
     for _ in range(3):
         next(steps)

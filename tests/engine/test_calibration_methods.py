@@ -50,7 +50,7 @@ def planted_videos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]
         seconds = computed / STEPS / (1.5 if method.products else 1.0)
         return calibration._Made(np.full((1, 2, 2, 3), error), seconds, seconds, None)
 
-    monkeypatch.setattr(calibration, "_made", made)
+    monkeypatch.setattr(calibration, "_make", made)
     return qualities
 
 

@@ -65,7 +65,7 @@ class PlantedCompiler:
         results: list[Any] = []
         with torch.inference_mode(False), torch.no_grad():
             names, call, tensors = block_export._stand_in(block, args, kwargs, results.append)
-            program, sizes = block_export._exported(
+            program, sizes = block_export._export_dynamic(
                 call, len(names), tensors, dynamic=dynamic and self.is_dynamic
             )
         code = f"library {next(self._numbers)}".encode()

@@ -52,7 +52,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         seen.append(folder)
         return ctypes.CDLL(None)
 
-    monkeypatch.setattr(library, "_compiled", _compiled)
+    monkeypatch.setattr(library, "_compile", _compiled)
     return seen
 
 
@@ -158,7 +158,7 @@ def test_a_compiler_that_fails_is_named(folder: Path, tmp_path: Path) -> None:
     broken.chmod(0o755)
     folder.mkdir(mode=0o700)
     with pytest.raises(library.NoLibraryError, match="can't compile the kernels: no such flag"):
-        library._compiled(str(broken), folder, "key")
+        library._compile(str(broken), folder, "key")
     assert not [*folder.iterdir()]
 
 

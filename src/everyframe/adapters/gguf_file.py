@@ -51,7 +51,7 @@ class GgufFile(TensorFile):
         header = read_gguf_header(path)
         self._kinds: dict[str, _Kind] = {}
         entries = {
-            name: self._located(path, tensor, header.num_bytes)
+            name: self._locate(path, tensor, header.num_bytes)
             for name, tensor in header.tensors.items()
         }
         _check_layout(path, entries)
@@ -60,7 +60,7 @@ class GgufFile(TensorFile):
         names = [each.name for each in self._kinds.values()]
         self.kinds = tuple(sorted({*names}, key=lambda name: -names.count(name)))
 
-    def _located(self, path: Path, tensor: GgufTensor, size: int) -> TensorLocation:
+    def _locate(self, path: Path, tensor: GgufTensor, size: int) -> TensorLocation:
         count = math.prod(tensor.shape)
         plain = _PLAIN.get(tensor.kind)
         if plain is not None:
@@ -124,7 +124,7 @@ class GgufFile(TensorFile):
             return super().load_rows(name, rows)
         shape = self.shape(name)
         inner = math.prod(shape[1:])
-        # Blocks may go over the ends of rows.
+        # Blocks may span rows.
         if inner % self._kinds[name].block or len(rows) > MANY_RUNS:
             whole = self.load(name)
             return torch.cat([whole[first:end] for first, end in rows])

@@ -141,7 +141,7 @@ class _Reader:
         kind, count = self._number("I"), self._number("Q")
         if kind == _STRING:
             self._check_count(count, 8, f"texts in {name!r}")
-            # Without a call for each: a tokenizer has hundreds of thousands.
+            # Inlined, as a tokenizer has hundreds of thousands.
             read, seek, left = self._file.read, self._file.seek, self._size - self._file.tell()
             for _ in range(count):
                 length = int.from_bytes(read(8), "little")

@@ -103,8 +103,7 @@ PREFIXES: tuple[Prefix, ...] = (
     Prefix("lora_te3_", "text_encoder_3", is_flat=True),
 )
 
-#: Prefixes that mean the denoiser of a model that calls it otherwise: LoRAs of one architecture are
-#: made for both names.
+#: Prefixes that mean the denoiser under its other name: LoRAs use both.
 ANY_DENOISER = ("transformer", "unet")
 
 #: Replacements within a stem: attention processors of older diffusers held the factors.

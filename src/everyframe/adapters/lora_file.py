@@ -36,8 +36,7 @@ _PEFT_FILE, _PEFT_CONFIG = "adapter_model", "adapter_config.json"
 _PEFT_ALPHA: Mapping[str, str] = {"lora": "lora_alpha", "loha": "alpha", "lokr": "alpha"}
 #: PEFT's initial factors (``init_lora_weights``) that it subtracts from the base weights.
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-#: What may take for ever in a pattern of PEFT's, which a file gives: a group that is repeated, and
-#: more repetitions than a few.
+#: Regular expressions of a file that may take exponential time: repeated groups, many repetitions.
 _REPEATED_GROUP, _REPEATS, _MOST_REPEATS = re.compile(r"\)[*+?{]"), re.compile(r"[*+{]"), 2
 
 #: Problems that one message shows.
@@ -133,7 +132,7 @@ def read_lora(path: Path) -> LoraFile:
     modules: dict[str, dict[str, str]] = {}
     problems: list[str] = []
     for key in tensors:
-        problem = _sorted_in(key, tensors, modules)
+        problem = _sort_in(key, tensors, modules)
         if problem:
             problems.append(problem)
     alphas = _Alphas(path, tensors)
@@ -169,7 +168,7 @@ def join_problems(problems: Sequence[str]) -> str:
     return "; ".join(problems[:_MOST_SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
-def _sorted_in(key: str, tensors: TensorFile, modules: dict[str, dict[str, str]]) -> str:
+def _sort_in(key: str, tensors: TensorFile, modules: dict[str, dict[str, str]]) -> str:
     """Sort one tensor into its module; returns a problem, or an empty text."""
     why = why_not_read(key)
     if why:
@@ -204,7 +203,7 @@ class _Alphas:
                 self._check_base(config)
                 name = stem[len(prefix) :]
                 alpha = self._number(config, "alpha_pattern", _PEFT_ALPHA[kind], name)
-                # A LoKr of two whole factors has its rank in the config alone.
+                # Only the config has the rank of a LoKr with two full factors.
                 divisor = rank or self._number(config, "rank_pattern", "r", name)
                 if alpha is not None and divisor:
                     return alpha / (math.sqrt(divisor) if config.get("use_rslora") else divisor)

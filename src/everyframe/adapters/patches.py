@@ -188,7 +188,7 @@ class _Match:
         for module, places in found:
             for place in places or ():
                 for target in place.targets:
-                    own, problem = self._made(module, place.component, target)
+                    own, problem = self._make_changes(module, place.component, target)
                     problems += [problem] if problem else []
                     made += own
         if problems:
@@ -262,7 +262,7 @@ class _Match:
 
     # ------------------------------------------------------------------------------------ shapes
 
-    def _made(
+    def _make_changes(
         self, module: ModuleChange, component: str, target: Target
     ) -> tuple[list[tuple[str, str, WeightChange]], str]:
         """The changes of one module's weight and bias, or a problem."""

@@ -38,16 +38,16 @@ def with_loras(model: ModelSpec, request: Request) -> ModelSpec:
     patched: ModelSpec = model.with_patches(
         WeightPatches(
             patches=found.patches,
-            loras=tuple(_planned(each) for each in found.applied),
+            loras=tuple(_lora_plan(each) for each in found.applied),
             notes=tuple(note for each in found.applied for note in each.notes),
             check=partial(_check_values, found.applied),
-            known=partial(_known, found.applied),
+            known=partial(_identities, found.applied),
         )
     )
     return patched
 
 
-def _planned(applied: AppliedLora) -> LoraPlan:
+def _lora_plan(applied: AppliedLora) -> LoraPlan:
     lora = applied.lora
     return LoraPlan(lora.name, lora.strength, tuple(applied.num_tensors.items()))
 
@@ -57,7 +57,7 @@ def _check_values(applied: Sequence[AppliedLora]) -> None:
         each.file.check_values()
 
 
-def _known(applied: Sequence[AppliedLora]) -> tuple[LoraIdentity, ...] | None:
+def _identities(applied: Sequence[AppliedLora]) -> tuple[LoraIdentity, ...] | None:
     from everyframe.adapters.lora_file import known_lora_digest
 
     found = []

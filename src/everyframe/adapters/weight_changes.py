@@ -46,25 +46,25 @@ class WeightChange:
             if role != "alpha"
         }
         if self.is_bias:
-            return self._biased(weight, tensors)
+            return self._change_bias(weight, tensors)
         if self.change.kind == "set":
-            new = self._picked(tensors["set_weight"])
+            new = self._pick_rows(tensors["set_weight"])
             return self._towards(new, weight)
         if "dora" in tensors:
-            return self._decomposed(weight, tensors)
+            return self._apply_dora(weight, tensors)
         delta = self._delta(tensors, weight.shape)
-        return _added(delta, self.change.scale * self.strength, weight)
+        return _add(delta, self.change.scale * self.strength, weight)
 
     def _towards(self, new: Tensor, weight: Tensor) -> Tensor:
         """Interpolate from `weight` to `new` by the strength; overwrites `new`."""
-        return new if self.strength == 1 else _added(new.sub_(weight), self.strength, weight)
+        return new if self.strength == 1 else _add(new.sub_(weight), self.strength, weight)
 
-    def _biased(self, bias: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+    def _change_bias(self, bias: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         if "up_bias" in tensors:
-            change = self._picked(tensors["up_bias"])
+            change = self._pick_rows(tensors["up_bias"])
             bias = bias + change * (self.change.scale * self.strength)
         if "diff_b" in tensors:
-            bias = bias + self._picked(tensors["diff_b"]) * self.strength
+            bias = bias + self._pick_rows(tensors["diff_b"]) * self.strength
         return bias
 
     def _delta(self, tensors: Mapping[str, Tensor], shape: torch.Size) -> Tensor:
@@ -78,28 +78,28 @@ class WeightChange:
             "loha": lambda: _of_loha(tensors),
             "lokr": lambda: _of_lokr(tensors),
         }[kind]()
-        return self._picked(whole).reshape(shape)
+        return self._pick_rows(whole).reshape(shape)
 
     def _of_lora(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        up, down = self._picked(tensors["up"]).flatten(1), tensors["down"]
+        up, down = self._pick_rows(tensors["up"]).flatten(1), tensors["down"]
         if "mid" in tensors:
             return _einsum("nm...,on,mi->oi...", tensors["mid"], up, down.flatten(1))
         return up @ down.flatten(1)
 
-    def _decomposed(self, weight: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+    def _apply_dora(self, weight: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         """DoRA: the changed weight's directions with the file's magnitudes."""
-        changed = _added(self._delta(tensors, weight.shape), self.change.scale, weight)
+        changed = _add(self._delta(tensors, weight.shape), self.change.scale, weight)
         total = weight.shape[0] if self.rows is None else self.rows.total
         axis = dora_axis(self.change.shapes["dora"], (total, *weight.shape[1:]))
         others = [each for each in range(weight.ndim) if each != axis]
         norm = torch.linalg.vector_norm(changed, dim=others, keepdim=True)
         norm = norm.masked_fill(norm == 0, 1)  # a channel of zeros has no direction and stays zero
-        # An input channel's norm is over all rows, so a part of them is refused (`patches`).
+        # The norm of an input channel needs all rows; `patches` refuses parts of a weight.
         magnitude = tensors["dora"].flatten()
-        magnitude = (self._picked(magnitude) if axis == 0 else magnitude).reshape(norm.shape)
+        magnitude = (self._pick_rows(magnitude) if axis == 0 else magnitude).reshape(norm.shape)
         return self._towards(changed.mul_(magnitude / norm), weight)
 
-    def _picked(self, tensor: Tensor) -> Tensor:
+    def _pick_rows(self, tensor: Tensor) -> Tensor:
         """This weight's rows of a tensor with all rows of the original."""
         if self.rows is None:
             return tensor
@@ -107,7 +107,7 @@ class WeightChange:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def _added(delta: Tensor, factor: float, weight: Tensor) -> Tensor:
+def _add(delta: Tensor, factor: float, weight: Tensor) -> Tensor:
     """``weight + delta * factor``; overwrites `delta`, so that no further copy is held."""
     return delta.mul_(factor).add_(weight)
 

@@ -111,27 +111,27 @@ class WeightSites:
             for module in self._parameters:
                 yield module, (Target(module),)
             for rename in self._renames(self._parameters):
-                yield from self._expanded(rename)
+                yield from self._expand(rename)
             return
         own = NAME_MAPS.get(self.table.class_name)
         for rename in own or unet_renames(self._parameters):
-            yield from self._expanded(rename)
+            yield from self._expand(rename)
         for module in self._parameters:
             if module.endswith(".to_out.0"):
                 yield module.removesuffix(".0"), (Target(module),)
         for module in self._parameters:  # last: a name that the model itself has is that module
             yield module, (Target(module),)
 
-    def _expanded(self, rename: Rename) -> Iterator[tuple[str, tuple[Target, ...]]]:
+    def _expand(self, rename: Rename) -> Iterator[tuple[str, tuple[Target, ...]]]:
         first = _pattern(rename.targets[0])
         is_one = "*" not in rename.targets[0]
         for module in [rename.targets[0]] if is_one else self._parameters:
             match = first.fullmatch(module)
             if match is None or module not in self._parameters:
                 continue
-            modules = [_filled(target, match.groups()) for target in rename.targets]
+            modules = [_fill(target, match.groups()) for target in rename.targets]
             if all(each in self._parameters for each in modules):
-                yield _filled(rename.original, match.groups()), self._targets(modules, rename)
+                yield _fill(rename.original, match.groups()), self._targets(modules, rename)
 
     def _targets(self, modules: list[str], rename: Rename) -> tuple[Target, ...]:
         if len(modules) == 1 and not rename.chunks:
@@ -162,6 +162,6 @@ def _pattern(template: str) -> re.Pattern[str]:
     return re.compile(text)
 
 
-def _filled(template: str, parts: tuple[str, ...]) -> str:
+def _fill(template: str, parts: tuple[str, ...]) -> str:
     left = iter(parts)
     return re.sub(r"\*\*?", lambda _: next(left), template)

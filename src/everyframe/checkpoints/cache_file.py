@@ -94,8 +94,8 @@ class CacheFile:
 
 
 def _remove_oldest(folder: Path, most: int) -> None:
-    # A plan may write dozens of files: names alone are read each time, times seldom, as room is
-    # made for several at once.
+    # A plan may write dozens of files: each write lists names only; times are read seldom, as
+    # several files are removed at once.
     if len(os.listdir(folder)) <= most:
         return
     files = sorted((each.stat().st_mtime_ns, each.path) for each in os.scandir(folder))

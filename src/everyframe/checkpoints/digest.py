@@ -39,13 +39,13 @@ def digest(files: Sequence[str | Path]) -> str:
 
 def known_digest(files: Sequence[str | Path]) -> str | None:
     """Cached digest of these files; None if one was never hashed or has changed. Reads no file."""
-    table = _remembered()
-    each = [_known(Path(path), table) for path in files]
+    table = _load_cache()
+    each = [_find_cached(Path(path), table) for path in files]
     known = [value for value in each if value is not None]
     return _together(known) if files and len(known) == len(each) else None
 
 
-def _known(path: Path, table: Mapping[str, object]) -> str | None:
+def _find_cached(path: Path, table: Mapping[str, object]) -> str | None:
     """Cached sha256 of a file that has not changed since."""
     try:
         real = path.resolve(strict=True)
@@ -53,14 +53,14 @@ def _known(path: Path, table: Mapping[str, object]) -> str | None:
     except OSError:
         return None
     known = table.get(str(real))
-    if isinstance(known, list) and len(known) == 5 and known[:4] == _known_by(stat):
+    if isinstance(known, list) and len(known) == 5 and known[:4] == _file_status(stat):
         return str(known[4])
     return None
 
 
 def file_state(path: Path) -> tuple[int, ...]:
     """Status of a file that is unchanged while its bytes are, like the digest's."""
-    return tuple(_known_by(path.stat()))
+    return tuple(_file_status(path.stat()))
 
 
 def file_states(paths: Iterable[Path]) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -68,7 +68,7 @@ def file_states(paths: Iterable[Path]) -> tuple[tuple[str, tuple[int, ...]], ...
     return tuple((str(path), file_state(path)) for path in sorted({*paths}) if path.is_file())
 
 
-def _known_by(stat: os.stat_result) -> list[int]:
+def _file_status(stat: os.stat_result) -> list[int]:
     """File status that must be unchanged for the bytes to count as unchanged."""
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
@@ -82,13 +82,13 @@ def _together(each: Sequence[str]) -> str:
 def file_digest(path: str | Path) -> str:
     """sha256 in hex of one file, from the cache if the file has not changed."""
     path = Path(path)
-    known = _known(path, _remembered())
+    known = _find_cached(path, _load_cache())
     if known is not None:
         return known
     try:
         real = path.resolve(strict=True)
         check_plain(real)
-        key = _known_by(real.stat())
+        key = _file_status(real.stat())
         hasher = hashlib.sha256()
         with real.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
@@ -100,7 +100,7 @@ def file_digest(path: str | Path) -> str:
     return value
 
 
-def _remembered() -> dict[str, object]:
+def _load_cache() -> dict[str, object]:
     """Cached hashes of earlier runs; empty if the cache is absent or broken."""
     try:
         table = json.loads((cache_folder() / _FILE).read_text(encoding="utf-8"))
@@ -117,6 +117,6 @@ def _remembered() -> dict[str, object]:
 
 def _remember(path: str, entry: list[object]) -> None:
     try:
-        replace_file(cache_folder() / _FILE, json.dumps({**_remembered(), path: entry}))
+        replace_file(cache_folder() / _FILE, json.dumps({**_load_cache(), path: entry}))
     except OSError as error:
         warn_unusable_cache(error)

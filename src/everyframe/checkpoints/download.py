@@ -81,7 +81,7 @@ def fetch_parts(parts: Sequence[PartLocation], hint: str = "") -> tuple[PartLoca
     wanted = [Wanted(each.repo_id, each.patterns, without=each.without) for each in parts_lacking]
     for done, number in enumerate(lacking):
         fetch(wanted[done:], hint)
-        whole[number] = _fetched(whole[number], hint)
+        whole[number] = _fetch(whole[number], hint)
     return tuple(whole)
 
 
@@ -101,7 +101,7 @@ def fetch(wanted: Sequence[Wanted], hint: str = "") -> Path:
     commit, names = _ask(wanted, hint)
     refuse_pickled_files(first.repo_id, first.patterns, names)
     try:
-        # Of the branch, not of its commit: only so does the cache record what `main` is.
+        # By branch, not commit, so that the cache records what `main` is.
         folder = snapshot_download(
             first.repo_id,
             allow_patterns=list(_of_pipeline(first, names) or first.patterns),
@@ -116,7 +116,7 @@ def fetch(wanted: Sequence[Wanted], hint: str = "") -> Path:
     return Path(folder)
 
 
-def _fetched(place: PartLocation, hint: str) -> PartLocation:
+def _fetch(place: PartLocation, hint: str) -> PartLocation:
     fetched = find_part(place.part)
     if not fetched.complete:
         raise CheckpointError(

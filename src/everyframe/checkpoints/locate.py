@@ -37,7 +37,7 @@ from everyframe.core.paths import expand_path
 
 Kind = Literal["embedded", "known", "folder", "file", "hub"]
 
-# What a hub id that nobody listed is taken to need, and what is fetched of it.
+# Memory estimate and files to fetch of an unlisted hub id.
 _ANY_WEIGHTS = tuple(f"*{suffix}" for suffix in WEIGHT_SUFFIXES if suffix != ".ckpt")
 _WHOLE_MODEL = "model"
 _ANY_EXTRAS = ("*.json", "*.model", "*.txt", "*.jinja")
@@ -209,7 +209,7 @@ def _by_name(given: str) -> KnownModel | None:
     for model in known_models():
         if folded in (each.casefold() for each in (model.name, *model.aliases)):
             return model
-    # A hub id stands for the model of which it holds the denoiser, where that is one.
+    # A hub id that holds a known model's denoiser stands for that model.
     held = [model for model, part in _holders(folded) if part.role == "denoiser"]
     return held[0] if len({model.name for model in held}) == 1 else None
 
@@ -312,7 +312,7 @@ def _snapshot(repo_id: str) -> Path | None:
     try:
         return Path(snapshot_download(repo_id, cache_dir=cache, local_files_only=True))
     except LocalEntryNotFoundError as error:
-        # A snapshot that was interrupted or fetched by patterns; our own checks name what it lacks.
+        # An interrupted or partial snapshot; later checks name the missing files.
         partial = getattr(error, "snapshot_path", None)
         return Path(partial) if partial else None
     except HFValidationError as error:

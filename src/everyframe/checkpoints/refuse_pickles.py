@@ -36,7 +36,9 @@ def refuse_pickled(where: str, name: str, folder: Path, loader: str = "Diffusion
         names = sorted(file.name for file in folder.iterdir())
         pickled = _only_pickled(names)
         if pickled:
-            raise _refusal(where, f"the weights of its {name} are", pickled, _saved(loader, where))
+            raise _refusal(
+                where, f"the weights of its {name} are", pickled, _save_code(loader, where)
+            )
 
 
 def refuse_pickled_files(where: str, patterns: Sequence[str], names: Sequence[str]) -> None:
@@ -49,7 +51,7 @@ def refuse_pickled_files(where: str, patterns: Sequence[str], names: Sequence[st
     for folder in {PurePosixPath(each).parent for each in patterns if each.endswith(SAFE)}:
         pickled = _only_pickled([each for each in names if PurePosixPath(each).parent == folder])
         if pickled:
-            how = _saved("MODEL_CLASS", where)
+            how = _save_code("MODEL_CLASS", where)
             raise _refusal(where, "its weights are", pickled, how)
 
 
@@ -69,7 +71,7 @@ def _refusal(where: str, what: str, file: str, how: str) -> CheckpointError:
     )
 
 
-def _saved(loader: str, where: str) -> str:
+def _save_code(loader: str, where: str) -> str:
     return (
         f"{loader}.from_pretrained({where!r}, use_safetensors=False).save_pretrained(FOLDER) "
         "writes safetensors; then give FOLDER"

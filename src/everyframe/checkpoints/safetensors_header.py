@@ -83,11 +83,11 @@ def read_header(path: str | Path) -> SafetensorsHeader:
             raw = file.read(header_bytes)
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from error
-    return _checked(path, size, raw)
+    return _parse_header(path, size, raw)
 
 
 @lru_cache(maxsize=32)
-def _checked(path: Path, size: int, raw: bytes) -> SafetensorsHeader:
+def _parse_header(path: Path, size: int, raw: bytes) -> SafetensorsHeader:
     """Parse a header in a file of that size; cached, as a run reads it several times."""
     table = _parse(path, raw)
     metadata = table.pop("__metadata__", {})
@@ -107,7 +107,7 @@ def _checked(path: Path, size: int, raw: bytes) -> SafetensorsHeader:
 
 
 def _check_start(path: Path, start: bytes, header_bytes: int, size: int) -> None:
-    # First of all: some lengths of a header are the first bytes of another format.
+    # Checked first: other formats' magic bytes look like a header length.
     if start[8:9] == b"{" and header_bytes <= min(_MAX_HEADER_BYTES, size - 8):
         return
     for magic, what in _FOREIGN_STARTS:

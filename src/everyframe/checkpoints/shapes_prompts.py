@@ -112,7 +112,7 @@ def _background_patterns() -> tuple[re.Pattern[str], ...]:
     colour = "|".join(phrase.strip() for phrase in _BACKGROUND_OF)
     noun = "|".join(BACKGROUND_NOUNS)
     before = "|".join(PREPOSITIONS)
-    # Bounded, as any number takes a time that grows with the square of the prompt's length.
+    # Bounded: the time grows with the square of the prompt's length.
     filler = r"(?:(?:a|an|the|plain|flat|simple|dark) ){0,8}?"
     shape = "|".join(word for words in SHAPES.values() for word in words)
     return (
@@ -161,7 +161,7 @@ def read_prompt(prompt: str) -> Scene | Refusal:
 
     The default background is black and the default motion is none, as in the training captions.
     """
-    # Two stars hold a place, so that words which stood apart never come to stand together.
+    # Two stars hold a place, so that separate words never become adjacent.
     text = " " + " ".join(re.findall(r"[\w'-]+", prompt.casefold())) + " "
     motions, text = _take(text, _MOTION_OF)
     backgrounds, text = _take_backgrounds(text)

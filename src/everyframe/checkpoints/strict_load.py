@@ -59,7 +59,7 @@ def load_strictly(
     keys = keys or KeyMap()
     slots = _slots(module)
     groups = _groups(slots, keys.tied)
-    sources = _compared(checkpoint, keys, slots, groups)
+    sources = _compare(checkpoint, keys, slots, groups)
 
     filled: set[int] = set()
     left: dict[str, str] = {}
@@ -88,10 +88,10 @@ def check_strictly(module: nn.Module, checkpoint: TensorFile, keys: KeyMap | Non
         CheckpointError: as in `load_strictly`.
     """
     keys, slots = keys or KeyMap(), _slots(module)
-    _compared(checkpoint, keys, slots, _groups(slots, keys.tied))
+    _compare(checkpoint, keys, slots, _groups(slots, keys.tied))
 
 
-def _compared(
+def _compare(
     checkpoint: TensorFile,
     keys: KeyMap,
     slots: Mapping[str, _Slot],
@@ -184,10 +184,10 @@ def _compare_names(
     problems = []
     if missing:
         hint = did_you_mean(missing[0], extra) if extra else ""
-        problems.append(f"lacks {_count(missing)}: {_quoted(missing)}{hint}")
+        problems.append(f"lacks {_count(missing)}: {_quote_names(missing)}{hint}")
     if extra:
         hint = "" if missing else did_you_mean(extra[0], slots)
-        problems.append(f"has {_count(extra)} too many: {_quoted(extra)}{hint}")
+        problems.append(f"has {_count(extra)} too many: {_quote_names(extra)}{hint}")
     if problems:
         raise CheckpointError(f"{checkpoint.source} {', and '.join(problems)}")
 
@@ -253,7 +253,7 @@ def _reset_buffers(module: nn.Module, device: torch.device) -> None:
                 reset()
     left = [name for name, buffer in module.named_buffers() if buffer.is_meta]
     assert not left, (
-        f"{_count(left)} left on the meta device: {_quoted(left)}; give the module that owns "
+        f"{_count(left)} left on the meta device: {_quote_names(left)}; give the module that owns "
         "them a method reset_buffers() that computes them"
     )
     # Buffers of a module that was built on a real device follow its parameters.
@@ -267,5 +267,5 @@ def _count(names: Sequence[str]) -> str:
     return f"{len(names)} tensor{'s' if len(names) != 1 else ''}"
 
 
-def _quoted(names: Sequence[str]) -> str:
+def _quote_names(names: Sequence[str]) -> str:
     return listing([repr(name) for name in names])

@@ -39,7 +39,7 @@ def bench(
         if len(words) != 3 or words[0] != "compare":
             raise InputError(f"give nothing, or compare A.json B.json, got {' '.join(words)}")
         return _compare(words[1], words[2], as_json=json)
-    # Not on top: this brings torch.
+    # Late import: brings torch.
     from everyframe.doctor.benchmark.machine import benchmark
     from everyframe.doctor.benchmark.result import write_result
 

@@ -40,7 +40,7 @@ def calibrate(
     """Calibrate for these options; the exit code."""
     without = [name for name in _WITHOUT if name != "model"]
     request = parse_request(with_model(given, model), None, without=without).request
-    # Not on top: this brings torch, and a wrong option should be refused at once.
+    # Late import: brings torch, and a wrong option should be refused at once.
     from everyframe.engine import calibration
     from everyframe.engine.calibration_methods import BUDGETS
     from everyframe.fast_paths.calibrations import LEAST_VIDEOS

@@ -20,7 +20,7 @@ Where it goes: {"; ".join(f"{shell}: {place}" for shell, place in SHELLS.items()
 
 def completion(shell: str) -> int:
     """Print the script; the exit code."""
-    # Not on top: it imports every command.
+    # Late import: it imports every command.
     from everyframe.cli.main import build_app
 
     if shell not in SHELLS:

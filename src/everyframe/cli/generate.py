@@ -89,7 +89,7 @@ def _events(
     place = None if output is None else absolute(output)
 
     def started() -> Events:
-        # Not on top: these bring NumPy, or torch, and a wrong option should be refused at once.
+        # Late import: brings NumPy, or torch, and a wrong option should be refused at once.
         from everyframe.engine.records.comparison import compare_with
         from everyframe.engine.workers.launcher import is_possible, run_in_workers
         from everyframe.engine.workers.worker_process import WorkerJob
@@ -137,10 +137,10 @@ def make(
             for _ in events:
                 pass
         return int(ExitCode.DONE)
-    with _printed(json) as finished, reporter(json) as shown:
+    with _print_paths(json) as finished, reporter(json) as shown:
         with shown.starting():
             events = start()
-            # Not on top: it brings FFmpeg. The worker, where there is one, is starting meanwhile.
+            # Late import: brings FFmpeg. The worker, where there is one, is starting meanwhile.
             from everyframe.engine.output_files import OutputFiles as OpenFiles
             from everyframe.engine.output_files import paths_for
 
@@ -176,7 +176,7 @@ def make(
 
 
 @contextmanager
-def _printed(json: bool) -> Iterator[dict[int, str]]:
+def _print_paths(json: bool) -> Iterator[dict[int, str]]:
     """Context: the path of each finished video by seed; they are printed at the end."""
     paths: dict[int, str] = {}
     try:

@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     restore = _leave_orderly()
     prepare_streams()
     try:
-        command, values = _parsed(words)
+        command, values = _parse(words)
         with _settings_of(command):
             set_up(values.pop("log_level", None))
             code = command(**values)
@@ -150,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         restore()
 
 
-def _parsed(words: list[str]) -> tuple[Callable[..., int], dict[str, Any]]:
+def _parse(words: list[str]) -> tuple[Callable[..., int], dict[str, Any]]:
     """The command and its arguments; help and version are printed here."""
     from cyclopts import CycloptsError
 

@@ -190,7 +190,7 @@ def _parameter(
         group=group,
         converter=_text_of if kind is Path else None,
         show_default=default is not None and kind not in (bool, list),
-        **_taken_as(kind, word, is_on=default is True),
+        **_help_placeholder(kind, word, is_on=default is True),
     )
     is_prompt = name == "prompt"
     place = inspect.Parameter.POSITIONAL_OR_KEYWORD if is_prompt else inspect.Parameter.KEYWORD_ONLY
@@ -207,7 +207,7 @@ def _text_of(_: Any, tokens: Sequence[Any]) -> str:
     return str(tokens[0].value)
 
 
-def _taken_as(kind: Any, word: str | None, *, is_on: bool) -> dict[str, Any]:
+def _help_placeholder(kind: Any, word: str | None, *, is_on: bool) -> dict[str, Any]:
     """Placeholder of the value in help, if cyclopts supports it; ``--no-`` for what is on alone."""
     opposites: dict[str, Any] = {"negative": ()} if kind in (bool, list) and not is_on else {}
     words = {int: "N", float: "X", Path: "FILE", list: "NAME=VALUE"}

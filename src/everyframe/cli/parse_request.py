@@ -51,9 +51,9 @@ def parse_request(
     Raises:
         InputError: an option is invalid.
     """
-    values = {name: _typed(name, value) for name, value in given.items()}
+    values = {name: _validate_option(name, value) for name, value in given.items()}
     ranks = under_torchrun()
-    configured = _configured(values, without, is_repeat=from_record is not None)
+    configured = _find_configured(values, without, is_repeat=from_record is not None)
     if ranks is not None:
         configured = {n: v for n, v in configured.items() if n not in ("devices", "num_devices")}
     values = {**configured, **values}
@@ -83,7 +83,7 @@ def with_model(given: Mapping[str, Any], named: str | None) -> dict[str, Any]:
     return {**given, "model": named}
 
 
-def _configured(
+def _find_configured(
     given: Mapping[str, Any], without: Collection[str], *, is_repeat: bool
 ) -> dict[str, Any]:
     """Options that configuration sets and this call leaves open.
@@ -106,7 +106,7 @@ def _configured(
     return {name: default.value for name, default in found.items()}
 
 
-def _typed(name: str, value: Any) -> Any:
+def _validate_option(name: str, value: Any) -> Any:
     """Validate a family option by that family's field; `Request` validates common ones."""
     if name in Request.model_fields:
         return value

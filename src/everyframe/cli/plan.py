@@ -44,7 +44,7 @@ def show(request: Request, output: str | None, *, as_json: bool, profile: str | 
 
     `profile` names another machine, or a file with its facts.
     """
-    # Not on top: this brings torch, and a wrong option should be refused at once.
+    # Late import: brings torch, and a wrong option should be refused at once.
     with collector_paused():
         from everyframe.planning.resolve import resolve
 

@@ -28,7 +28,7 @@ def pull(named: str | None = None, *, json: bool = False, **given: Any) -> int:
     request = parse_request(with_model(given, named), None).request
     if request.model is None:
         raise InputError("name the model: everyframe pull MODEL; `everyframe models` lists some")
-    # Not on top: this brings torch, and a wrong option should be refused at once.
+    # Late import: brings torch, and a wrong option should be refused at once.
     from everyframe.engine.models.pull import pull as pull_model
 
     found = pull_model(request, _note)

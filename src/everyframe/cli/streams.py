@@ -28,11 +28,11 @@ def prepare_streams() -> None:
             mode = "w" if number else "r"
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
     if isinstance(sys.stdout, io.TextIOWrapper):
-        codecs.register_error("everyframe.printed", _printed)
+        codecs.register_error("everyframe.printed", _encode_lacking)
         sys.stdout.reconfigure(errors="everyframe.printed")
 
 
-def _printed(error: UnicodeError) -> tuple[bytes, int]:
+def _encode_lacking(error: UnicodeError) -> tuple[bytes, int]:
     """Encode what standard output lacks: raw bytes of a file name, escapes for other characters.
 
     Otherwise the path of a finished video, or a prompt in it, would crash the program. Escaped

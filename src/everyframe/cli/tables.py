@@ -104,7 +104,7 @@ def headline(plan: Plan) -> tuple[str, str]:
 
 def print_plan(plan: Plan, file: IO[str]) -> None:
     """Print the whole plan: settings, components, downloads, notes and the verdict."""
-    # Not on top: it takes most of the command's start, and `--help` prints no plan.
+    # Late import: it takes most of the command's start, and `--help` prints no plan.
     from everyframe.planning.dry_runs import describe_findings
 
     out = console(file)

@@ -48,7 +48,7 @@ def record(
     check_place(output)
     check_input_files(wanted.request)
     with reporter(json) as shown:
-        # Not on top: these bring torch, and a wrong option should be refused at once.
+        # Late import: brings torch, and a wrong option should be refused at once.
         with shown.starting():
             from everyframe.engine.tracing import record as recorded
 

@@ -15,7 +15,7 @@ from everyframe.core.options import Options, facts_of
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
-#: An option collects containers of any kind: each type of a field -> what a caller may give.
+#: Type of a field -> what a caller may pass: any container for a collecting option.
 _WIDER = (
     (re.compile(r"tuple\[(\w+), \.\.\.\]"), r"Sequence[\1]"),
     (re.compile(r"\bdict\["), "Mapping["),
@@ -64,7 +64,7 @@ def accepted_type(model: type[Options], name: str) -> str:
     if annotation is Any:
         return "Any"
     text = str(annotation)
-    # Python 3.10 takes `tuple[str, ...]` for a type, too.
+    # Python 3.10 counts `tuple[str, ...]` as a type.
     if isinstance(annotation, type) and not get_args(annotation):
         text = annotation.__name__
     text = re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", text)

@@ -38,7 +38,7 @@ def _pair(given: Any, between: str) -> Any:
     return between.join(map(_whole, given)) if is_pair else given
 
 
-def _listed(given: Any) -> Any:
+def _join(given: Any) -> Any:
     """Names or numbers, joined by commas."""
     if not isinstance(given, (tuple, list)) or not given:
         return given
@@ -54,8 +54,8 @@ SPELLED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "dtype": (_of_torch, "a dtype such as bf16"),
     "size": (partial(_pair, between="x"), "WIDTHxHEIGHT, or (width, height)"),
     "aspect": (partial(_pair, between=":"), "WIDTH:HEIGHT, or (width, height)"),
-    "devices": (_listed, "names or numbers of devices such as 0,1"),
-    "shares": (_listed, "numbers such as 24,8"),
+    "devices": (_join, "names or numbers of devices such as 0,1"),
+    "shares": (_join, "numbers such as 24,8"),
     "max_memory": (_whole, _AMOUNT),
     "max_host_memory": (_whole, _AMOUNT),
 }

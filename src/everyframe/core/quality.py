@@ -120,7 +120,7 @@ class SamplingMethod:
         found = [0]
         for k in range(1, self.num_computed):
             place = num_steps * (k / self.num_computed) ** (self.early_percent / 100)
-            # Rounded first: machines differ in the last bits of a power, and a half must not tip.
+            # Rounded first: the last bits of a power differ between machines.
             nearest = math.floor(round(place, 9) + 0.5)
             found.append(min(max(nearest, found[-1] + 1), num_steps - self.num_computed + k))
         return tuple(found)

@@ -312,13 +312,13 @@ class Request(Options):
 
     @field_validator(*SPELLED, mode="before")
     @classmethod
-    def _spelled(cls, given: Any, info: ValidationInfo) -> Any:
+    def _to_text(cls, given: Any, info: ValidationInfo) -> Any:
         """Convert Python values to their command line text."""
         return option_text(str(info.field_name), given)
 
     @field_validator(*REPEATED, mode="before")
     @classmethod
-    def _repeated(cls, given: Any, info: ValidationInfo) -> Any:
+    def _to_repeated(cls, given: Any, info: ValidationInfo) -> Any:
         """Accept one value, a list of them, or the forms that the option has besides."""
         return REPEATED[str(info.field_name)](given)
 

@@ -96,12 +96,12 @@ def from_jsonable(data: Any, fetch: Fetch = _has_nothing) -> Any:
     if _MARK not in data:
         return {key: from_jsonable(each, fetch) for key, each in data.items()}
     try:
-        return _marked(data, fetch)
+        return _decode_marked(data, fetch)
     except (KeyError, TypeError, ValueError, AttributeError, ImportError) as error:
         raise CorruptRunError(f"the saved data can't be read: {error}") from error
 
 
-def _marked(data: Mapping[str, Any], fetch: Fetch) -> Any:
+def _decode_marked(data: Mapping[str, Any], fetch: Fetch) -> Any:
     mark = data[_MARK]
     if mark == "kept":
         return fetch(data)

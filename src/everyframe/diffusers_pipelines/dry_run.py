@@ -53,7 +53,7 @@ def call_checked(pipe: Any, arguments: Mapping[str, Any], modules: Iterable[nn.M
         InputError: the pipeline's own checks refuse them.
         CannotRunError: this diffusers or transformers lacks the code.
     """
-    with _worked(modules) as worked:
+    with _record_called(modules) as worked:
         try:
             return pipe(**arguments)
         except (
@@ -70,7 +70,7 @@ def call_checked(pipe: Any, arguments: Mapping[str, Any], modules: Iterable[nn.M
 
 
 @contextmanager
-def _worked(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
+def _record_called(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
     """Context: the modules called so far; before the first, missing values can't cause an error."""
     worked: list[nn.Module] = []
     hooks = [
@@ -297,7 +297,7 @@ class PipelineDryRun:
         forms = dict.fromkeys(settings.given_frames, ("picture", *size))
         forms |= {name: form for name, form in settings.given_forms if name in forms}
         try:
-            return self._called(settings, forms)
+            return self._dry_run_call(settings, forms)
         except InputError:
             # What is refused as it is, a run gives as a picture.
             plain = {
@@ -307,10 +307,10 @@ class PipelineDryRun:
             if plain == forms:
                 raise
             with suppress(InputError):
-                return self._called(settings, plain)
+                return self._dry_run_call(settings, plain)
             raise
 
-    def _called(self, settings: Settings, forms: Mapping[str, Form]) -> object:
+    def _dry_run_call(self, settings: Settings, forms: Mapping[str, Form]) -> object:
         pictures = {name: blank(form, *settings.conditioned_size) for name, form in forms.items()}
         video = VideoState(0, ConditioningFrames(as_given=pictures))
         call = arguments(self.interface, settings, video, self.own)

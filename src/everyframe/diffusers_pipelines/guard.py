@@ -225,7 +225,7 @@ class _Part:
         """The result of a call after check and repair, cast back to its original dtype."""
         self.at.append(self.name)
         with self._watch.paused():
-            result = self._watched(module, saved, result, probe)
+            result = self._check_result(module, saved, result, probe)
             if self._guard.has_repaired:
                 # As wide as before, for whoever is given it next.
                 narrow = _Narrow(self._dtypes[module])
@@ -237,7 +237,7 @@ class _Part:
             self._emit(event)
         return result
 
-    def _watched(
+    def _check_result(
         self, module: nn.Module, saved: SavedCall, result: Any, probe: OverflowProbe | None
     ) -> Any:
         """Check the result and repair it if needed."""
@@ -293,10 +293,10 @@ class _Denoiser(_Part):
     def _number(self) -> int:
         return self._watch.begun
 
-    def _watched(
+    def _check_result(
         self, module: nn.Module, saved: SavedCall, result: Any, probe: OverflowProbe | None
     ) -> Any:
-        result = super()._watched(module, saved, result, probe)
+        result = super()._check_result(module, saved, result, probe)
         self._guard.answered(self._number(), value_range(result))
         return result
 
@@ -312,10 +312,10 @@ class _Coder(_Part):
     def _may_be_unused(self, result: Any) -> bool:
         return False
 
-    def _watched(
+    def _check_result(
         self, module: nn.Module, saved: SavedCall, result: Any, probe: OverflowProbe | None
     ) -> Any:
-        result = super()._watched(module, saved, result, probe)
+        result = super()._check_result(module, saved, result, probe)
         latents = next(iter_tensors((saved.args, saved.kwargs)), None)
         is_decoder = module is getattr(self._module, "decoder", None)
         if latents is None or not is_decoder or self._why_fixed:

@@ -152,7 +152,7 @@ class PipelineStage:
             for each in ready.shared.values():
                 stack.callback(each.remove)
             if self._is_shared:
-                stack.enter_context(self._encoded_once(_modules(pipe)))
+                stack.enter_context(self._encode_once(_modules(pipe)))
             for number, video in enumerate(videos):
                 if self._is_shared:
                     video.replay_log = BroadcastReplayLog(group, video.replay_log)
@@ -160,7 +160,7 @@ class PipelineStage:
                     partial(self._call, ready, video, number, len(videos)), video
                 )
 
-    def _encoded_once(self, modules: Mapping[str, nn.Module]) -> EncodeOnLeadRank:
+    def _encode_once(self, modules: Mapping[str, nn.Module]) -> EncodeOnLeadRank:
         """Context: the lead rank encodes for all ranks."""
         found = {name: modules[name] for name in encoders(modules)}
         return EncodeOnLeadRank(found, self.parallel.video_group, self.plan.device.torch_name)

@@ -49,7 +49,7 @@ class DoctorInput:
 
 def devices(patient: DoctorInput) -> Check:
     """Compute devices, and GPUs that torch does not see."""
-    message = "; ".join(_counted(patient.machine))
+    message = "; ".join(_count_devices(patient.machine))
     found = []
     if patient.failed is not None:
         found.append(_no_answer(patient.failed))
@@ -76,7 +76,7 @@ def _no_answer(failed: ProcessResult) -> Finding:
     )
 
 
-def _counted(machine: MachineFacts) -> Iterator[str]:
+def _count_devices(machine: MachineFacts) -> Iterator[str]:
     """One phrase per kind of device."""
     alike: dict[tuple[str, int], list[DeviceFacts]] = {}
     for device in machine.devices:
@@ -212,7 +212,7 @@ def _twice(software: SoftwareFacts) -> Iterator[Finding]:
 
 def known_issues(patient: DoctorInput) -> Check:
     """Known issues that match this machine, except those that can't occur here."""
-    matches = find(_known(patient), patient.used)
+    matches = find(_machine_facts(patient), patient.used)
     found = [finding for match in matches if (finding := _issue(match, patient)) is not None]
     avoided = sum(match.issue.avoided and not match.unused for match in matches)
     message = f"{len(found)} of this machine" if found else "none of this machine"
@@ -229,7 +229,7 @@ def _in_short(match: Match) -> str:
     return f"{match.issue.id}: {way}. {match.issue.here}"
 
 
-def _known(patient: DoctorInput) -> MachineFacts:
+def _machine_facts(patient: DoctorInput) -> MachineFacts:
     machine = patient.machine
     return MachineFacts(machine.devices, machine.num_cores, machine.versions, patient.software)
 
@@ -268,7 +268,7 @@ def environment(patient: DoctorInput) -> Check:
 def tested_versions(patient: DoctorInput) -> Check:
     """Whether this combination was tested; if not, the row to contribute."""
     match = reference_tables.look_up(
-        _known(patient), patient.machine.devices[0], reference_tables.table().rows
+        _machine_facts(patient), patient.machine.devices[0], reference_tables.table().rows
     )
     least = ", ".join(
         f"{name} {version}" for name, version in reference_tables.table().minimum.items()

@@ -60,7 +60,7 @@ def diagnose(
     Raises:
         InputError: unknown check, profile or model.
     """
-    wanted = _wanted(names)
+    wanted = _select_checks(names)
     patient = _patient(profile, model)
     done: list[Check] = []
     probes = [item for item in PROBES if item.name in wanted] if patient.is_real else []
@@ -80,12 +80,12 @@ def diagnose(
         verdict=worst(check.mark for check in done),
         message=verdict_line(done, where),
         checks=tuple(done),
-        tested=_tested(patient),
+        tested=_tested_result(patient),
         machine=patient.machine.to_json(),
     )
 
 
-def _wanted(names: Sequence[str]) -> tuple[str, ...]:
+def _select_checks(names: Sequence[str]) -> tuple[str, ...]:
     known = check_names()
     for name in names:
         if name not in known:
@@ -186,7 +186,7 @@ def _smoke(patient: DoctorInput) -> Check:
     return smoke(patient)
 
 
-def _tested(patient: DoctorInput) -> dict[str, Any]:
+def _tested_result(patient: DoctorInput) -> dict[str, Any]:
     machine = replace(patient.machine, software=patient.software)
     match = look_up(machine, machine.devices[0], table().rows)
     return {"answer": match.answer, "minimum": table().minimum, "row": match.own}

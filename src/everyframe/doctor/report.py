@@ -134,10 +134,10 @@ def _variable(name: str, value: Any, hidden: Mapping[str, str]) -> Any:
 
 def _hide(text: str, hidden: Mapping[str, str]) -> str:
     for private, instead in hidden.items():
-        # A whole word only: a host called "h" must not eat letters.
+        # Whole words only: a host called "h" must not remove letters.
         pattern = rf"(?<![\w-]){re.escape(private)}(?![\w-])"
         text = re.sub(pattern, instead.replace("\\", r"\\"), text, flags=re.IGNORECASE)
-    # Homes of others, for example in a library's path.
+    # Homes of other users, for example in a library's path.
     return re.sub(r"(/home/|/Users/|\\Users\\)[^/\\\s:]+", r"~", text)
 
 
@@ -148,7 +148,7 @@ def _private() -> dict[str, str]:
         found[getpass.getuser()] = "(user)"
     except (KeyError, OSError):  # a user without a name has none to hide
         found[""] = ""
-    # Names that are everybody's: hiding them would only make the text harder to read.
+    # Common names: hiding them only makes the text harder to read.
     for common in ("", "/", "~", "root", "user", "localhost", "ubuntu", "cpu", "cuda"):
         found.pop(common, None)
     return dict(sorted(found.items(), key=lambda item: -len(item[0])))

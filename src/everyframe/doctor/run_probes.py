@@ -48,7 +48,7 @@ def probe(item: Probe, devices: Sequence[DeviceFacts]) -> Check:
 def _findings(item: Probe, device: DeviceFacts, ended: ProcessResult) -> Iterator[Finding]:
     where = device.torch_name
     if not ended.is_well:
-        yield _ended_badly(item, device, ended, _fixed_by(item, where))
+        yield _ended_badly(item, device, ended, _find_fixes(item, where))
         return
     for text in ended.value["wrong"]:
         yield Finding(
@@ -84,7 +84,7 @@ def _slow_bf16(item: Probe, device: DeviceFacts, ended: ProcessResult) -> Iterat
         yield f"bf16 takes {ratio:.1f} times as long as float32, although it should be quicker"
 
 
-def _fixed_by(item: Probe, where: str) -> tuple[Fix, ...]:
+def _find_fixes(item: Probe, where: str) -> tuple[Fix, ...]:
     """Environment variables with which a failed probe passes, if any."""
     if not item.again_with:
         return ()
@@ -99,9 +99,9 @@ def _ended_badly(
     item: Probe, device: DeviceFacts, ended: ProcessResult, fixes: tuple[Fix, ...]
 ) -> Finding:
     """Finding for a crash, a hang or an error, with matching known issues, cause and fix."""
-    issues = tuple(_explained(item, device, ended))
+    issues = tuple(_match_issues(item, device, ended))
     loss = ended.loss
-    # Of a card that is broken nothing else has to be changed.
+    # A broken card needs no other fix.
     advice = Fix(do=item.advice if loss is None else loss.fix)
     likely = None if loss is None else loss.likely
     mark: Mark = "note" if item.is_optional else "error"
@@ -119,13 +119,13 @@ def _ended_badly(
     )
 
 
-def _explained(item: Probe, device: DeviceFacts, ended: ProcessResult) -> Iterator[Issue]:
+def _match_issues(item: Probe, device: DeviceFacts, ended: ProcessResult) -> Iterator[Issue]:
     """Known issues that match the probe's output, or its crash in the same probe."""
     yield from explaining(f"{ended.printed} {ended.error or ''}")
     number = signal.Signals.__members__.get(ended.signal or "")
     if number is None:
         return
-    # What a shell writes when a process dies so: "Floating point exception".
+    # What a shell prints for such a death: "Floating point exception".
     for issue in explaining(signal.strsignal(number) or "nothing"):
         if issue.probe == item.name and (issue.where.vendor != "nvidia" or device.kind == "cuda"):
             yield issue

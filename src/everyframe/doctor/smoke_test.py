@@ -21,8 +21,7 @@ from everyframe.hardware.known_issues import Fix
 #: Seconds for all cases, which keeps the test under 2 minutes, and the least left to try one.
 _SECONDS = 115.0
 _LEAST = 5.0
-#: A case that times out counts as hung if it had so many times the reference's time; otherwise time
-#: was too short.
+#: A case that times out counts as hung if it had this many times the reference's time.
 _PATIENCE = 2.0
 
 #: Maximum mean difference of a frame per precision, for pixels in 0..1. float32 on another device

@@ -70,7 +70,7 @@ class WorkCounter:
         parameters = tuple(_plain(each) for each in args[3:]) if is_convolution else ()
         shapes = tuple(tuple(tensor.shape) for tensor in ins)
         product = OpShape(kind, dtype_name(outs[0].dtype), shapes, parameters)
-        # Blocks are alike, and torch's formulas look through all of the operands.
+        # Blocks repeat, and torch's FLOP formulas walk through all operands.
         flops = self._flops.get((func, product))
         if flops is None:
             flops = self._flops[func, product] = count(*args, out_val=outs[0])

@@ -102,7 +102,7 @@ def dry_run_modules(
     """
     precisions = {name: part.precision for name, part in parts.items()}
     run = _Run(device, precisions, is_lenient=is_foreign)
-    with _prepared(parts, run):
+    with _prepare(parts, run):
         if not is_foreign:
             with suppress(_Failed):  # why it failed is among the findings
                 call(STAND_IN)
@@ -123,18 +123,18 @@ def dry_run_modules(
     found = run.found()
     if not stopped:
         return DryRunResults(found, returned=returned)
-    # Why it stopped is no finding, but that two dtypes met is.
+    # The error that stopped the call is reported once; a dtype clash stays a finding.
     kept = {name: each for name, each in found.items() if name != run.at or each.clashes}
     return DryRunResults({name: e for name, e in kept.items() if e.num_operations}, stopped, run.at)
 
 
 @contextmanager
-def _prepared(parts: Mapping[str, DryRunModule], run: _Run) -> Iterator[None]:
+def _prepare(parts: Mapping[str, DryRunModule], run: _Run) -> Iterator[None]:
     """Context: modules are on the stand-in in their precisions, and every operation is recorded."""
     with ExitStack() as stack:
         for name, part in parts.items():
             stack.enter_context(as_quantised(part.module, part.precision))
-            # Not their own ways of going somewhere, which may warn.
+            # Module.to itself: overrides of it may warn.
             nn.Module.to(part.module, STAND_IN).eval().requires_grad_(False)
             if part.precision is not None:
                 casts = [cast_hooks.add_cast_hooks(part.module, part.precision, part.outputs)]
@@ -143,7 +143,7 @@ def _prepared(parts: Mapping[str, DryRunModule], run: _Run) -> Iterator[None]:
                 for hooks in casts:
                     stack.callback(hooks.remove)
             stack.enter_context(_names(name, part.module, run))
-        # In inference mode some questions (`if mask.all()`) are not taken apart into operations.
+        # Inference mode doesn't decompose some operations, such as `mask.all()`.
         stack.enter_context(simulate_device_type(run.device.kind))
         for each in (torch.inference_mode(False), torch.no_grad(), _Attention(run), run):
             stack.enter_context(each)
@@ -166,7 +166,7 @@ def _names(part: str, module: nn.Module, run: _Run) -> Iterator[None]:
 
     handles = []
     for name, each in module.named_modules():
-        # Before our casts at the edges, so that these count as the module's own.
+        # Before our input casts, so that these count as the module's own.
         handles.append(each.register_forward_pre_hook(entering(name), prepend=True))
         handles.append(each.register_forward_hook(leaving(name), always_call=True))
     try:
@@ -203,12 +203,12 @@ class _Attention(TorchFunctionMode):
                 return self._run.listed(func, args, given)
             return func(*args, **given)
         except ValueError as error:
-            # Some functions refuse a size so. What others wrote may be ready for that.
+            # Some functions reject a size this way; foreign code may catch it.
             if self._run.is_lenient:
                 raise
             self._run.fails(str(getattr(func, "__name__", func)), error)
         except RuntimeError as error:
-            # Some functions compare dtypes before any operation is reached.
+            # Some functions compare dtypes before they call an operation.
             dtypes = {each.dtype for each in on_device((args, given)) if each.is_floating_point()}
             kind = "clash" if len(dtypes) > 1 else "fails"
             self._run.fails(str(getattr(func, "__name__", func)), error, kind)
@@ -227,10 +227,10 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.is_lenient, self._left = is_lenient, MAX_OPERATIONS
-        # On a CPU, both are the same memory.
+        # A CPU and its host share memory.
         self._mixes = is_lenient or device.kind == "cpu"
         self._tallies = {name: ComponentTally(precision) for name, precision in precisions.items()}
-        #: Component that runs, or ran last.
+        #: The current component, or the last one.
         self.at = next(iter(self._tallies))
         self._modules: list[str] = []
         self.live = MemoryTracker()
@@ -276,8 +276,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if operation == "aten::_local_scalar_dense" and tensors:
             return torch.zeros((), dtype=tensors[0].dtype, device="cpu").item()
         if operation == "aten::_to_copy" and tensors and goes_to_host(given):
-            # What comes to the host has no numbers either. Of much, one element stands for all of
-            # them, and can't be written to.
+            # Host copies hold zeros; a large one is one expanded element, which is read-only.
             dtype, shape = given.get("dtype") or tensors[0].dtype, tensors[0].shape
             if tensors[0].numel() <= HOST_ELEMENTS:
                 return torch.zeros(shape, dtype=dtype, device="cpu")
@@ -344,7 +343,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
             asked = asked.in_one_dtype()  # to see what comes after
         if not is_fused(asked, self.device):
             return plain_attention(**vars(asked))  # every operation of it is seen
-        return self._fused(asked)
+        return self._run_fused(asked)
 
     def attention_with_lse(self, asked: SdpaCall) -> tuple[Tensor, Tensor] | None:
         """As `attention`; None where the device's kernel returns no log-sum-exp."""
@@ -356,9 +355,9 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         lse = asked.query.new_empty(
             asked.query.shape[:-1], dtype=float32_or_wider(asked.query.dtype)
         )
-        return self._fused(asked), lse
+        return self._run_fused(asked), lse
 
-    def _fused(self, asked: SdpaCall) -> Tensor:
+    def _run_fused(self, asked: SdpaCall) -> Tensor:
         """Result of a fused kernel in that kernel's memory layout, and its cost."""
         self._now.num_operations += 1
         query, key, value = asked.operands

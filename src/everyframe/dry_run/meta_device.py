@@ -32,7 +32,7 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     decoder's dry run. The shortcut returns a tensor of the input's shape and dtype, and two
     statistics per group.
     """
-    # What torch does in Python for that is none of the model's own calls.
+    # torch's own Python code there is not a call of the model.
     with torch._C.DisableTorchFunction():
         if func is not torch.ops.aten.native_group_norm.default:
             return func(*args, **kwargs)
@@ -54,7 +54,7 @@ class MetaKernelCache:
 
     def __call__(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Result of the operation; always new tensors."""
-        key = (func, *_described((args, kwargs))) if _makes_new(func) else None
+        key = (func, *_cache_key((args, kwargs))) if _makes_new(func) else None
         if key is None or None in key:
             return computed(func, args, kwargs)
         key = (torch.get_default_dtype(), *key)  # of what is made without one
@@ -93,18 +93,18 @@ def _makes_new(func: Any) -> bool:
     )
 
 
-def _described(value: Any) -> Iterator[Any]:
+def _cache_key(value: Any) -> Iterator[Any]:
     """Cache key of operands: everything that sizes depend on; None for what can't be a key."""
     if isinstance(value, Tensor):
         yield (value.shape, value.stride(), value.dtype) if stands_in(value) else None
     elif isinstance(value, (tuple, list)):
         yield len(value)
         for each in value:
-            yield from _described(each)
+            yield from _cache_key(each)
     elif isinstance(value, dict):
         for name, each in value.items():
             yield name
-            yield from _described(each)
+            yield from _cache_key(each)
     else:  # of a number the type counts as well: 1 and 1.0 are equal
         yield type(value), value
 
@@ -196,8 +196,7 @@ def standing_in(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 def tensors_of(value: Any) -> list[Tensor]:
     """Tensors among an operation's operands or results."""
-    # Not torch's pytree, which knows many more kinds of trees than operations are given, and took
-    # a fifth of a dry run.
+    # Not torch's pytree, which is more general and took a fifth of a dry run.
     found: list[Tensor] = []
     _gather((value,), found)
     return found

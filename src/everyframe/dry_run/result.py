@@ -176,7 +176,7 @@ def _parameters(data: Any) -> Any:
     """Parse numbers, strings, and rows of them: the arguments of `torch.convolution`."""
     if isinstance(data, list):
         return tuple(map(_parameters, data))
-    return data if isinstance(data, (bool, int, str)) else _refused(data)
+    return data if isinstance(data, (bool, int, str)) else _refuse(data)
 
 
 def _texts(data: Any, number: int) -> list[str]:
@@ -186,13 +186,13 @@ def _texts(data: Any, number: int) -> list[str]:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else _refused(value)
+    return value if isinstance(value, str) else _refuse(value)
 
 
 def _number(value: Any) -> int:
     """Parse a count: an integer of 0 or more."""
-    return value if type(value) is int and value >= 0 else _refused(value)
+    return value if type(value) is int and value >= 0 else _refuse(value)
 
 
-def _refused(value: Any) -> NoReturn:
+def _refuse(value: Any) -> NoReturn:
     raise TypeError(f"not of a dry run: {value!r}")

@@ -64,13 +64,13 @@ def check_operands(
     if operation in ONE_DTYPE:
         names = _dtypes(args, ONE_DTYPE[operation])
         if len(set(names)) > 1:
-            yield "clash", f"operands in {_listed(names)}, must have one dtype"
+            yield "clash", f"operands in {_join_names(names)}, must have one dtype"
     elif operation in NORMS:
         names = _dtypes(args, NORMS[operation])
         cpu_takes = device.kind == "cpu" and names[:1] != ["float32"]
         cpu_takes = cpu_takes and set(names[1:]) == {"float32"}
         if len(set(names)) > 1 and not cpu_takes:
-            yield "clash", f"input and parameters in {_listed(names)}, must have one dtype"
+            yield "clash", f"input and parameters in {_join_names(names)}, must have one dtype"
 
 
 def check_attention(
@@ -79,7 +79,7 @@ def check_attention(
     """Yield (kind, problem) for the operands of fused attention."""
     names = [dtype_name(each.dtype) for each in (query, key, value)]
     if len(set(names)) > 1:
-        yield "clash", f"query, key and value in {_listed(names)}, must have one dtype"
+        yield "clash", f"query, key and value in {_join_names(names)}, must have one dtype"
     if mask is not None and dtype_name(mask.dtype) not in ("bool", "float32", names[0]):
         yield "clash", f"a mask in {dtype_name(mask.dtype)} for a query in {names[0]}"
 
@@ -140,5 +140,5 @@ def _dtypes(args: Sequence[Any], places: Sequence[int]) -> list[str]:
     ]
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     return " and ".join(dict.fromkeys(names))

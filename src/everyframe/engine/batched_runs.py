@@ -85,7 +85,7 @@ class BatchedRuns:
     def events(self) -> Iterator[tuple[int, Event | RunEnded]]:
         """Events of all runs by name, each run's in order and `RunEnded` last, until all ended."""
         try:
-            # Around all runs, so that the turn of each is a part of it.
+            # Around all runs, so that the turn of each is part of this one.
             self._settings.enter_context(self._turn)
             while self._runs:
                 going = next((name for name, run in self._runs.items() if run.call is None), None)
@@ -120,7 +120,7 @@ class BatchedRuns:
         self._room = 1 if plan.batch is None else plan.batch.num_videos
         if self._plan is None:
             self._plan = plan
-            # Around all runs, too: what each of them sets and puts back is the same.
+            # Around all runs too: each sets and restores the same values.
             self._settings.enter_context(torch_set_by(plan, self._turn))
         elif _identity(plan) != _identity(self._plan):
             run.refusal = LeftBatchError(
@@ -186,7 +186,7 @@ class BatchedRuns:
         try:
             if trial.is_certified and module.knows(signature):
                 return module.compute(calls)
-            return _tried(trial, module, signature, calls)
+            return _try_batch(trial, module, signature, calls)
         except Exception as error:  # noqa: BLE001 - each run makes its call itself, and has its error
             is_oom = is_out_of_memory(error)
             trial.refuse("memory ran out" if is_oom else str(error), is_lasting=not is_oom)
@@ -196,7 +196,7 @@ class BatchedRuns:
         return next(each for each in self._modules.values() if each.has(call.module))
 
 
-def _tried(
+def _try_batch(
     trial: BatchTrial, module: _SharedModule, signature: Hashable, calls: Sequence[ModuleCall]
 ) -> list[Any]:
     """Results of calls made one by one; the trial takes how those of one call compare."""

@@ -46,7 +46,7 @@ from everyframe.planning.quality import calibration_key, products_of, size_of
 from everyframe.planning.resolve import check_feasible, prepare
 from everyframe.runs.run_state import SaveOptions
 
-#: What videos are made of where the request gives no prompts.
+#: Prompts of the videos if the request gives none.
 PROMPTS = (
     "a dog runs through shallow water at the beach",
     "waves break on black rocks at sunset",
@@ -124,11 +124,11 @@ def calibrate(
         if why_not is not None:
             yield CalibrationProgress(f"{kind} is not measured: {why_not}", found)
     names = tuple(each for each in names if tried.get(each.products) is None)
-    found = yield from _measured(request, found, names, lowest_db)
+    found = yield from _measure(request, found, names, lowest_db)
     for kind, why_not in tried.items():
         if why_not is None and (not methods or kind in methods):
             combined = combinations(found, kind, request)
-            found = yield from _measured(request, found, combined, lowest_db)
+            found = yield from _measure(request, found, combined, lowest_db)
 
 
 def calibration_of(request: Request, num_videos: int = LEAST_VIDEOS + 1) -> Calibration:
@@ -164,7 +164,7 @@ def _begun(
     return found, names, tuple(kind for kind in products if not methods or kind in wanted)
 
 
-def _measured(
+def _measure(
     request: Request,
     found: Calibration,
     methods: Sequence[LossyMethod],
@@ -180,13 +180,13 @@ def _measured(
         if not left:
             continue
         one, began = _one(request, prompt, seed), time.perf_counter()
-        exact = _made(one)
+        exact = _make(one)
         found = replace(found, exact_seconds=exact.seconds)
         for method in left:
-            # An earlier one of this video may have shown that it is hopeless.
+            # An earlier method of this video may have ruled it out.
             if _is_out(method, methods, found, lowest_db):
                 continue
-            found = found.plus(str(method), _compared(one, method, exact))
+            found = found.plus(str(method), _compare(one, method, exact))
         found = replace(found, seconds=found.seconds + time.perf_counter() - began)
         save_calibration(found)
         yield CalibrationProgress(_line(number, found, methods, lowest_db), found)
@@ -218,14 +218,14 @@ def _line(number: int, found: Calibration, methods: Sequence[LossyMethod], lowes
     )
 
 
-def _compared(request: Request, method: LossyMethod, exact: _Made) -> Measurement:
-    made = _made(Request(**{**request.given(), "quality": str(method)}))
+def _compare(request: Request, method: LossyMethod, exact: _Made) -> Measurement:
+    made = _make(Request(**{**request.given(), "quality": str(method)}))
     worst = float(np.min(frame_psnr(made.frames, exact.frames)))
     gain = exact.denoise_seconds / max(made.denoise_seconds, 1e-9)
     return Measurement(round(worst, 3), made.estimate, round(gain, 3))
 
 
-def _made(request: Request) -> _Made:
+def _make(request: Request) -> _Made:
     frames, steps, seconds, estimate = [], 0.0, 0.0, None
     with closing(stream(request, keep=SaveOptions(None))) as events:
         for event in events:
@@ -279,7 +279,7 @@ def shapes_prompts(count: int) -> tuple[str, ...]:
     number = 0
     while len(found) < count:
         shape, colour = [*SHAPES][number % 4], [*COLOURS][number % 8]
-        # Steps that share no factor with the lists, so that pairs don't repeat.
+        # Strides coprime to the lists' lengths, so that pairs don't repeat.
         background, motion = [*BACKGROUNDS][number % 5], [*MOTIONS][(3 * number + number // 8) % 8]
         prompt = f"a {colour} {shape} {MOTIONS[motion][0]} on a {background} background"
         number += 1

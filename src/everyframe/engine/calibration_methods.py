@@ -31,9 +31,8 @@ BUDGETS = (30.0, 32.0, 35.0, 37.0, 40.0)
 #: Shares of the steps that a method computes, from mild to bold.
 SHARES = (2 / 3, 1 / 2, 2 / 5, 1 / 3, 4 / 15, 1 / 5, 1 / 6)
 
-#: Methods that are measured unless others are named: those of the first entry that a model can do
-#: all of, and every cache that it can do. On the models tried, `abm2` is ahead of the other solvers
-#: and of predicted answers.
+#: Default methods: those of the first entry that the model supports entirely, and every cache it
+#: supports. On the models tried, `abm2` beats the other solvers and predicted answers.
 USUAL = (("abm2",), ("taylor1", "taylor2"))
 
 #: With guidance in all steps, and in this share of them where a model can do that.

@@ -193,7 +193,7 @@ def join_plan(
         [number for number in division.videos_of(group) if first + number not in skip]
         for group in range(len(division.videos_per_group))
     ]
-    # Those who have nothing to make are not waited for.
+    # Ranks without videos are not waited for.
     at_work = [
         rank for rank, each in enumerate(division.ranks) if left[each.group] and each.is_active
     ]
@@ -245,10 +245,10 @@ def gathered(events: Iterator[Event], here: RankContext) -> Events:
     if world.is_lead:
         yield from events
         for source in here.sources:
-            while (event := _received(world, source)) is not None:
+            while (event := _receive(world, source)) is not None:
                 yield event
     elif world.rank in here.sources:
-        # Not awaited before all is done: rank 0 has work of its own.
+        # Awaited at the end only: rank 0 has its own work.
         sent: list[PendingSend] = []
         for event in events:
             if isinstance(event, _HANDED_OVER):
@@ -275,7 +275,7 @@ def _sent(world: Communicator, event: Event) -> PendingSend:
     return world.send([], event.to_json(), 0, _WHAT)
 
 
-def _received(world: Communicator, source: int) -> Event | None:
+def _receive(world: Communicator, source: int) -> Event | None:
     """Receive the next event of that rank; None after its last."""
     tensors, data = world.receive(source, _WHAT)
     if data is None:

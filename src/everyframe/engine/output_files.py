@@ -111,7 +111,7 @@ class OutputFiles:
     def _writer(self, seed: int) -> VideoWriter:
         """The open file of that seed, after writing frames that waited for it."""
         if seed not in self._open:
-            # The record is asked for after the last frame, when `finish` has brought it.
+            # The record is read after the last frame, once `finish` has set it.
             writer = VideoWriter(self._paths[seed], self._fps, lambda: self._records[seed])
             self._open[seed] = writer.__enter__()
             for piece in self._waiting.take(seed):
@@ -143,7 +143,7 @@ class OutputFiles:
             path.unlink(missing_ok=True)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # A stream that ends without its last event is our fault: nothing of it may stay either.
+        # A stream without its last event is a bug; its file is removed too.
         broken = error or AssertionError("frames came without the end of their video")
         unfinished = list(self._open.values())
         self._open.clear()

@@ -152,7 +152,7 @@ def saved_run(
         yield
         remove = writer.cleans
     except EveryframeError as error:
-        # The same would come of it again, but for a place that could not be written.
+        # A resumed run would fail the same way, except if only a path could not be written.
         remove = isinstance(error, (InputError, NumericsError)) and not isinstance(
             error, MediaError
         )
@@ -163,5 +163,5 @@ def saved_run(
             how = f"everyframe.resume({folder.name!r}, pipe=pipe)"
         raise error.reworded(f"{error}; resume it: {how}") from error.__cause__
     finally:
-        # Others may be at work on other parts of it.
+        # Other video groups may still be running.
         writer.finish(remove=remove and (folder is None or folder.part == 0))

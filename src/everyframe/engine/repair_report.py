@@ -86,7 +86,7 @@ def with_repair_report(
     try:
         with closing(events):
             while True:
-                # For each event again: the consumer may load models of its own between two events.
+                # Entered per event: the consumer may load its own models between events.
                 with on_component_loaded(magnitudes.watch):
                     event = next(events, None)
                 if event is None:
@@ -119,7 +119,7 @@ def page(
     """
     since = " They begin where the run was resumed." if is_resumed else ""
     faulty = dict.fromkeys(each.component for each in repairs)
-    pictures = [_picture(name, magnitudes, repairs) for name in _ordered(magnitudes, faulty, error)]
+    pictures = [_picture(name, magnitudes, repairs) for name in _order(magnitudes, faulty, error)]
     options = dict(record["settings"].get("options", ()))
     settings = {**record["settings"], "options": None, **options}
     settings = {k: v for k, v in settings.items() if v not in (None, (), [], "")}
@@ -149,7 +149,7 @@ or to compute it again) count as calls.{since}</p>
 """
 
 
-def _ordered(magnitudes: Magnitudes, faulty: Mapping[str, None], error: str) -> Iterator[str]:
+def _order(magnitudes: Magnitudes, faulty: Mapping[str, None], error: str) -> Iterator[str]:
     """Called components: faulty ones, then the one where a failed run ended, then the others."""
     called = magnitudes.components()
     first = [name for name in called if name in faulty]

@@ -36,7 +36,7 @@ def read_given(request: Request, settings: Settings) -> ConditioningFrames:
     }
 
     def picture(source: Any) -> np.ndarray[Any, Any]:
-        return _fitted(read_image(source), settings)[None]
+        return _fit(read_image(source), settings)[None]
 
     fitted = {
         name: picture(given)
@@ -56,11 +56,11 @@ def read_given(request: Request, settings: Settings) -> ConditioningFrames:
     )
 
 
-def _fitted(picture: np.ndarray[Any, Any], settings: Settings) -> np.ndarray[Any, Any]:
+def _fit(picture: np.ndarray[Any, Any], settings: Settings) -> np.ndarray[Any, Any]:
     size = settings.height, settings.width
     if settings.fit is None or picture.shape[:2] == size:
         return picture
-    # As Open-Sora: to the named size, of which latents show what is a multiple of 8.
+    # As in Open-Sora: to the named size, which latents crop to a multiple of 8.
     fitted = fit_image(picture, *settings.conditioned_size, settings.fit)
     return fitted[: size[0], : size[1]]
 
@@ -82,7 +82,7 @@ def _source(extend: Any, settings: Settings) -> tuple[np.ndarray[Any, Any], tupl
             f"got {type(extend).__name__}"
         )
     else:
-        # Pictures in a folder have no rate of their own; they are taken to have the result's.
+        # Pictures in a folder have no rate; the result's is used.
         bare = Path(extend).is_dir() and not sidecar_of(f"{extend}/").is_file()
         size = (settings.height, settings.width)
         frames, rate = read_video(extend, fps=fps if bare else None, size=size)

@@ -85,14 +85,14 @@ def collect_videos(events: Events, output: Output, delivery: EventDelivery) -> l
     fps = Fraction(0)
     for event in delivery.deliver_rest(events):
         if isinstance(event, Planned):
-            # Before hours of work: not every number is a frame rate that can be had.
+            # Checked first: not every number is a valid frame rate.
             fps = exact_fps(event.plan.settings.fps)
         elif isinstance(event, AudioDecoded):
             sounds[event.seed, event.index] = Audio(event.samples, event.rate)
         elif isinstance(event, FramesDecoded):
             pieces = frames.setdefault((event.seed, event.index), [])
             first = sum(len(piece) for piece in pieces)
-            # Checked for non-finite values before any rounding, whichever form is wanted.
+            # Checked for non-finite values before rounding, for either output form.
             whole = to_uint8(event.frames, first_index=first)
             pieces.append(whole if output == "uint8" else event.frames)
         elif isinstance(event, VideoDone):

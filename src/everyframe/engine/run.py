@@ -141,7 +141,7 @@ def count_event(event: Event, prepared: PreparedPlan, here: RankContext) -> None
     if not isinstance(event, StageDone) or here.parallel.world.rank:
         return
     plan = prepared.plan
-    # Runs of a batch share their seconds.
+    # Runs of a batch share their time.
     number = 1 if plan.batch is None or MEMBER.get() is None else plan.batch.num_videos
     count_stage(
         prepared.chooser.certificates, plan.components, prepared.fitted.runs, event.stage,
@@ -223,7 +223,7 @@ class _PlannedEvents:
         if isinstance(event, StageStarted):
             self._where = f"in {event.stage}"
         elif isinstance(event, Step):
-            # A card's work is queued: what failed may be of any step after the last one here.
+            # GPU work is queued: the failed call may be of any step after this one.
             self._where = f"after step {event.step} of {event.stage}"
         return event
 
@@ -237,7 +237,7 @@ def torch_set_by(plan: Plan, turn: Turn) -> Iterator[None]:
     with (
         turn,
         cpu_threads(plan.num_threads),
-        # An interrupt inside of a module would leave its kernels of attention to what comes.
+        # An interrupt inside a module would leave its attention kernels selected.
         restore_kernels(),
         strict_float32(),
         without_casts(),
@@ -268,7 +268,7 @@ def _run(
             video.oom_log = writer.oom_log(clip, progress.stage)
         began = time.perf_counter()
         yield StageStarted(stage.name, stage.num_steps(len(videos)), clip, num_clips)
-        # When the generator is over, so is the component that it held.
+        # The generator holds its component until it is closed.
         with release_components(), warm.during_stage(), closing(stage.run(videos)) as events:
             for event in events:
                 warm.note(event)
@@ -286,7 +286,8 @@ def _run(
                     if clip < num_clips - 1:
                         writer.frames(progress, event)
                     elif which not in unfinished:
-                        # Videos come one after the other: where one begins, those before are whole.
+                        # Videos come one after the other: when one begins, the ones before are
+                        # complete.
                         yield from _done(unfinished, num_frames, record, progress)
                         unfinished = [which]
                 if isinstance(event, Output) and event.seed not in (seed for seed, _ in unfinished):
@@ -333,7 +334,7 @@ def _stages(here: RankContext, model: ModelSpec, progress: RunState) -> Iterator
 def _check_finite(event: FramesDecoded, stage: Stage) -> None:
     """Final check: non-finite frames are never delivered, whatever was watched before."""
     frames = np.asarray(event.frames)
-    # Both carry NaN through, and need no copy as large as the frames.
+    # Both propagate NaN without a copy of the frames.
     if frames.size and not (np.isfinite(frames.min()) and np.isfinite(frames.max())):
         raise NumericsError(
             f"{stage.name} made frames with values that are not finite; nothing was written. "

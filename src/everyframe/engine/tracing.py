@@ -56,14 +56,14 @@ def record(
     """
     place = check_place(path)
     recorder = Recorder(full, held_in)
-    # Nothing is kept to continue from: a run that was resumed would have no trace of its beginning.
+    # Not resumable: a resumed run would have no trace of its beginning.
     events = stream(request, num_threads=num_threads, keep=SaveOptions(None))
     same: Mapping[str, str] = {}
     about: Mapping[str, str] = {}
     ended: NumericsError | None = None
     try:
         while True:
-            # For each event again: the consumer may load models of its own between two events.
+            # Entered per event: the consumer may load its own models between events.
             with on_component_loaded(recorder.watch):
                 try:
                     event = next(events, None)

@@ -78,7 +78,7 @@ class Engine:
         **options: Any,
     ) -> Video | list[Video]:
         """Make a video, or several; arguments, results and errors are those of `generate`."""
-        given = {**self._options, **self._checked(options)}
+        given = {**self._options, **self._check_options(options)}
         call = GenerateCall.of(prompt, output, from_record, run_dir, given)
         events = self._events(call.job, call.keep)
         return call.videos(events, on_event)
@@ -163,9 +163,9 @@ class Engine:
         return self._request(request.given())
 
     def _request(self, given: Mapping[str, Any]) -> Request:
-        return Request(**{**self._options, **self._checked(given)})
+        return Request(**{**self._options, **self._check_options(given)})
 
-    def _checked(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _check_options(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """The options; `InputError` for another model."""
         own = self._options.get("model")
         other = given.get("model", own)

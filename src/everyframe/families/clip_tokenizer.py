@@ -32,7 +32,7 @@ def tokenize(
     Raises `InputError` for a prompt that is too long unless `truncate`; names the words to cut.
     """
     limit = min(num_tokens, int(tokenizer.model_max_length))
-    # Asked to cut, so that the tokenizer prints no warning of its own.
+    # Truncated, so that the tokenizer prints no warning.
     whole = tokenizer(prompt, truncation=True, max_length=100_000)["input_ids"]
     cut = ""
     if len(whole) > limit:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 #: Family name -> (module and class of its options, module and name of the family object).
 _FAMILIES = {
-    # Before the other Open-Sora, which takes a folder with several checkpoints for a mistake.
+    # Before the other Open-Sora, which refuses folders with several checkpoints.
     "opensora2": (
         ("everyframe.families.opensora2.options", "OpenSora2Options"),
         ("everyframe.families.opensora2.family", "OPEN_SORA_2"),
@@ -38,7 +38,7 @@ _FAMILIES = {
         ("everyframe.families.stepvideo.options", "StepVideoOptions"),
         ("everyframe.families.stepvideo.family", "STEP_VIDEO"),
     ),
-    # Last: it takes every diffusers folder that makes videos and that no other family took.
+    # Last: it accepts every diffusers video folder that no other family does.
     "pipeline": (
         ("everyframe.diffusers_pipelines.inputs.options", "PipelineOptions"),
         ("everyframe.diffusers_pipelines.family", "PIPELINE"),

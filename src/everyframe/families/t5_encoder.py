@@ -23,7 +23,7 @@ def t5_config(data: Mapping[str, Any]) -> Any:
 
 def build_encoder(data: Mapping[str, Any]) -> nn.Module:
     """Build an untrained `T5EncoderModel` of those sizes; use ``torch.device("meta")``."""
-    # Not from the package itself, which looks through all of its models first.
+    # From the submodule: the package first scans all of its models.
     from transformers.models.t5.modeling_t5 import T5EncoderModel
 
     encoder: nn.Module = T5EncoderModel(t5_config(data))

@@ -115,7 +115,7 @@ def load_tokenizer(folder: Path) -> Any:
     """Load the tokenizer in `folder` (`tokenizer.json` or `spiece.model`); never downloads."""
     files = ["tokenizer.json", "spiece.model"]
     there = [name for name in files if (folder / name).is_file()]
-    # Of a folder with neither, transformers makes a tokenizer that knows no word, without a word.
+    # From a folder with neither, transformers silently builds an empty tokenizer.
     if not there:
         raise CheckpointError(f"no tokenizer: {describe_missing(folder, files)}")
     with foreign_errors(f"{folder} holds no usable tokenizer"):
@@ -125,8 +125,8 @@ def load_tokenizer(folder: Path) -> Any:
             return FileTokenizer(folder)
         from transformers import AutoTokenizer
 
-        # `read_prompt` tells what is too long; the tokenizer's own limit (T5's 512) would print a
-        # warning of indexing errors that can't come.
+        # `read_prompt` reports truncation; the tokenizer's own limit (T5's 512) would warn of
+        # indexing errors that can't happen.
         return AutoTokenizer.from_pretrained(
             str(folder),
             local_files_only=True,

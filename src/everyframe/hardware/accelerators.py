@@ -82,7 +82,7 @@ def _cuda_card(index: int, free_by_uuid: dict[str, int]) -> DeviceFacts:
     if free is None:
         free, _ = torch.cuda.mem_get_info(index)
     if torch.version.hip is not None:
-        # gfx numbers are no CUDA capabilities: 9.0 is a Vega without bf16 and an MI200 with it.
+        # gfx numbers are not CUDA capabilities: a Vega (no bf16) and an MI200 (bf16) are both 9.0.
         arch = str(card.gcnArchName)
         return DeviceFacts(
             name=f"{card.name} ({arch})",

@@ -159,7 +159,7 @@ def _groups(controller: str) -> Iterator[Path]:
             root = root if root.is_dir() else _CGROUP / controller
         else:
             continue
-        # Inside a container the path may be the host's, which isn't there: then only the root is.
+        # Inside a container the path may be the host's; only the root exists then.
         own = root / path.lstrip("/")
         while own != root and root in own.parents:
             if own.is_dir():

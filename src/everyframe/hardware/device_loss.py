@@ -99,7 +99,7 @@ def parse_device_loss(error: BaseException) -> DeviceLoss | None:
     message = text.partition("\n")[0].strip() or type(error).__name__
     if (kind := _kind_of(text)) is not None:
         return replace(kind, message=message)
-    # Every failed call of a device is of this class; what is not known to be harmless is not.
+    # Every failed device call has this class; only known harmless ones are excluded.
     return replace(_ANY, message=message) if _is_of_an_accelerator(error) else None
 
 
@@ -127,7 +127,7 @@ def translate_device_loss(device: str, where: str = "") -> Iterator[None]:
         DeviceLostError: names the device, the error text, the likely cause and the fix.
         CannotRunError: the device refuses a call but is not lost.
     """
-    # The caller may be handling another error, which is not of this call.
+    # The caller may be handling an unrelated error.
     theirs = sys.exc_info()[1]
     try:
         yield
@@ -171,7 +171,7 @@ def _message_lines(text: str) -> Iterator[str]:
     for line in text.strip().splitlines():
         if line.startswith("Exception raised from"):
             return
-        # In errors that were joined into one line it stands in the middle.
+        # Errors joined into one line have it in the middle.
         advice = _ADVICE.search(line)
         message = line if advice is None else line[: advice.start()]
         if message.strip():

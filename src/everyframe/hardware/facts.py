@@ -66,7 +66,7 @@ def pick_device(facts: MachineFacts, asked: str = "auto") -> DeviceFacts:
         return facts.cpu
     raise InputError(
         f"device {asked!r} {_why_not(wanted, facts.devices)}; "
-        f"give auto or one that this machine has: {_listed(facts.devices)}"
+        f"give auto or one that this machine has: {_join_devices(facts.devices)}"
     )
 
 
@@ -88,7 +88,7 @@ def _why_not(wanted: str, devices: Sequence[DeviceFacts]) -> str:
     return "is not a device"
 
 
-def _listed(devices: Sequence[DeviceFacts]) -> str:
+def _join_devices(devices: Sequence[DeviceFacts]) -> str:
     return ", ".join(f"{device.torch_name} ({device.name})" for device in devices)
 
 

@@ -36,7 +36,7 @@ from everyframe.hardware.device_loss import loss_behind, loss_in
 #: Characters of a process's output that are returned.
 _KEPT = 2000
 
-#: multiprocessing frees what a process that was killed had reserved, and warns of it when all ends.
+#: multiprocessing frees a killed process's semaphores at exit, and warns about them.
 _IGNORE_FREED = (
     "import warnings; warnings.filterwarnings('ignore', 'resource_tracker: There appear'); "
 )
@@ -85,8 +85,8 @@ def run_isolated(function: Callable[..., Any], *arguments: Any, seconds: float) 
     began = time.monotonic()
     ended = _run(_context(), function, arguments, began, seconds)
     if ended is None:
-        # What others are forked from died, most likely while it imported torch. A fresh process
-        # imports nothing before the function does, so how it dies can be seen.
+        # The forkserver died, most likely while it imported torch. A spawned process imports only
+        # what the function does, so its crash can be observed.
         ended = _run(_context(fresh=True), function, arguments, began, seconds)
     if ended is None:
         return ProcessResult(error="no process could be started", seconds=time.monotonic() - began)
@@ -121,7 +121,7 @@ def _run(
         theirs.close()
         try:
             answer = _answer(ours, began + seconds)
-            # One that dies may take a moment longer than its pipe; one that answered need not live.
+            # A dying process may outlive its pipe for a moment; after an answer it may be ended.
             patience = 1.0 if answer else 10.0
             process.join(max(0.0, min(patience, began + seconds - time.monotonic())))
             timed_out = answer is None and process.exitcode is None
@@ -129,10 +129,10 @@ def _run(
             _kill_all(process)
         taken = time.monotonic() - began
         printed = log.read_text(errors="replace")[-_KEPT:].strip() if log.exists() else ""
-    return _ended(answer, process.exitcode, timed_out, taken, printed)
+    return _make_result(answer, process.exitcode, timed_out, taken, printed)
 
 
-def _ended(
+def _make_result(
     answer: bytes | None, exit_code: int | None, timed_out: bool, seconds: float, printed: str
 ) -> ProcessResult:
     if timed_out:
@@ -247,7 +247,7 @@ def _serve(
 
         os.setsid()
         threading.Thread(target=_end_with_parent, daemon=True).start()
-        # What dies here was meant to be seen and not to fill the disk with its memory.
+        # Crashes here are expected: write no core dump.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1)

@@ -262,7 +262,7 @@ def _machine_conditions(
     yield not where.system or software.system in where.system
     for name, pattern in where.set.items():
         yield re.fullmatch(pattern, software.environment.get(name, "")) is not None
-    # Any one of these variables is enough to be out of danger.
+    # Any one of these variables avoids the issue.
     yield not any(
         re.fullmatch(pattern, software.environment.get(name, ""))
         for name, pattern in where.unless_set.items()

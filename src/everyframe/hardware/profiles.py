@@ -115,12 +115,12 @@ class Profile(Options):
 
 def profile_names() -> tuple[str, ...]:
     """Names of the shipped devices."""
-    return tuple(_shipped("profiles.json"))
+    return tuple(_load_shipped("profiles.json"))
 
 
 def machine_names() -> tuple[str, ...]:
     """Names of the shipped machines, whose software is known too."""
-    return tuple(_shipped("machines.json"))
+    return tuple(_load_shipped("machines.json"))
 
 
 def find_profile(name: str | Path) -> Profile:
@@ -129,9 +129,9 @@ def find_profile(name: str | Path) -> Profile:
     Raises:
         InputError: there is neither, or the file is invalid; the text says how.
     """
-    shipped = {**_shipped("profiles.json"), **_shipped("machines.json")}
+    shipped = {**_load_shipped("profiles.json"), **_load_shipped("machines.json")}
     if str(name) in shipped:
-        return _checked(shipped[str(name)], f"profile {name}")
+        return _parse_profile(shipped[str(name)], f"profile {name}")
     path = Path(check_path(name, "the profile"))
     if not path.is_file():
         raise InputError(
@@ -145,14 +145,14 @@ def find_profile(name: str | Path) -> Profile:
             f"{path} is no profile: it can't be read as JSON ({error}); give a file of facts or "
             f"one of {', '.join(shipped)}"
         ) from error
-    return _checked(given, str(path))
+    return _parse_profile(given, str(path))
 
 
-def _checked(given: Any, source: str) -> Profile:
+def _parse_profile(given: Any, source: str) -> Profile:
     if not isinstance(given, dict):
         raise InputError(f"{source} is no profile: it must be an object of facts")
     try:
-        profile = Profile(**_filled_in(given))
+        profile = Profile(**_fill_in(given))
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
     if profile.kind not in _KINDS:
@@ -165,11 +165,11 @@ def _checked(given: Any, source: str) -> Profile:
     return profile
 
 
-def _filled_in(given: dict[str, Any]) -> dict[str, Any]:
+def _fill_in(given: dict[str, Any]) -> dict[str, Any]:
     """Entry whose missing fields come from the shipped device that it is `like`."""
     if "like" not in given:
         return given
-    devices = _shipped("profiles.json")
+    devices = _load_shipped("profiles.json")
     like = given["like"]
     if like not in devices:
         raise InputError(
@@ -189,7 +189,7 @@ def _versions(software: SoftwareFacts | None) -> dict[str, str]:
 
 
 @cache
-def _shipped(file: str) -> dict[str, Any]:
+def _load_shipped(file: str) -> dict[str, Any]:
     text = files("everyframe.hardware").joinpath(file).read_text(encoding="utf-8")
     shipped: dict[str, Any] = json.loads(text)
     return shipped

@@ -119,7 +119,7 @@ def with_loaded(software: SoftwareFacts) -> SoftwareFacts:
     import torch
 
     paths = loaded_files(_maps())
-    # Python's stubs know these as attributes that may be None.
+    # These may be None by Python's stubs.
     cuda, rocm = torch.version.cuda, torch.version.hip
     return replace(
         software,

@@ -33,8 +33,8 @@ class Turn:
 
     def __init__(self, *, is_alone: bool) -> None:
         self.is_alone = is_alone
-        # For each time that it was entered: is it a part of another turn; which was there before,
-        # and which of these has to be given back.
+        # For each entry: whether it is part of another turn, the turn before, and the turn to
+        # restore.
         self._before: list[tuple[bool, Turn | None, Turn | None]] = []
 
     @property
@@ -44,7 +44,7 @@ class Turn:
     def __enter__(self) -> Turn:
         before = _TURN.get()
         held = before if before is not None and before.is_held else None
-        # Within an exclusive turn, every turn is a part of it.
+        # Inside an exclusive turn, every turn is part of it.
         is_part = held is not None and (held is self or held.is_alone)
         self._before.append((is_part, before, held))
         if is_part:
@@ -128,7 +128,7 @@ class _Process:
 _PROCESS = _Process()
 _TURN: ContextVar[Turn | None] = ContextVar("turn", default=None)
 
-# A child has one thread, and none of those that held a turn here.
+# A forked child has none of the threads that held a turn.
 os.register_at_fork(after_in_child=_PROCESS.__init__)  # type: ignore[misc]
 
 

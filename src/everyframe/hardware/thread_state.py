@@ -81,7 +81,7 @@ class ThreadState:
             torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(self.keeps_casts)
         if self.casts_to:
-            # As within a block of it: the end of one inside is not that of the outermost.
+            # As inside an autocast block: an inner block's end must not clear the cache.
             torch.autocast_increment_nesting()
         for stream in self.streams:
             torch.cuda.set_stream(stream)
@@ -104,7 +104,7 @@ def without_default_device() -> Iterator[None]:
 
     Planning and runs name the device of what is not, and draw noise on the CPU.
     """
-    # A mode takes time at every call of torch, so none is entered where none is needed.
+    # A mode slows down every torch call, so it is entered only if needed.
     is_needed = torch.get_default_device().type != "cpu"
     with torch.device("cpu") if is_needed else nullcontext():
         yield

@@ -118,7 +118,7 @@ def _measured_rates(
         source="measured here",
         launch=1 / launches,
         measured=measured,
-        mapping=tried("mapping", _mapping)[0] if device == "cpu" else None,
+        mapping=tried("mapping", _measure_mapping)[0] if device == "cpu" else None,
     )
 
 
@@ -199,7 +199,7 @@ def _names_kernel(product: OpShape) -> bool:
     return product.kind == "attention" and product.parameters not in ((), ("masked",))
 
 
-def _mapping(device: str, num_threads: int) -> tuple[float]:
+def _measure_mapping(device: str, num_threads: int) -> tuple[float]:
     """Bytes a second at which the system hands out zeroed memory, the time of use subtracted."""
     import torch
 
@@ -258,12 +258,12 @@ def _product(product: OpShape, device: str, most: float) -> tuple[Callable[[], o
     number, rows, inner, columns = reduced_sizes(product, most)
     operations = 2.0 * number * rows * inner * columns
     if len(product.shapes[-2]) > 2:
-        a = _filled((number, rows, inner), product, device)
-        b = _filled((number, inner, columns), product, device)
+        a = _operand((number, rows, inner), product, device)
+        b = _operand((number, inner, columns), product, device)
         return lambda: torch.bmm(a, b), operations
-    x = _filled((rows, inner), product, device)
-    # As the weight of a linear layer lies in memory.
-    weight = _filled((columns, inner), product, device)
+    x = _operand((rows, inner), product, device)
+    # The memory layout of a linear layer's weight.
+    weight = _operand((columns, inner), product, device)
     return lambda: torch.nn.functional.linear(x, weight), operations
 
 
@@ -273,18 +273,18 @@ def _convolution(product: OpShape, device: str, most: float) -> tuple[Callable[[
     given, kernel = list(product.shapes[0]), product.shapes[1]
     each = 2.0 * prod(kernel) * prod(given[2:])
     given[0] = max(1, min(given[0], int(most / each)))
-    # Rows of the first spatial dimension are dropped once there is one sample left.
+    # Below one sample, rows of the first spatial dimension are dropped.
     if given[0] == 1 and each > most:
         fewer = int(given[2] * most / each)
         given[2], before = max(min(given[2], kernel[2]), min(given[2], fewer)), given[2]
         each *= given[2] / before
-    # And of the others alike, where these can't be fewer: such are those of video.
+    # Then those of the other dimensions alike, for video.
     if each > 2 * most and len(given) > 3:
         share = (max(most, 2.0 * prod(kernel) * _PLACES) / each) ** (1 / len(given[3:]))
         for axis in range(3, len(given)):
             given[axis] = min(given[axis], max(kernel[axis], int(given[axis] * share)))
-    x = _filled(given, product, device)
-    weight = _filled(kernel, product, device)
+    x = _operand(given, product, device)
+    weight = _operand(kernel, product, device)
 
     def run() -> Tensor:
         return torch.convolution(x, weight, None, *product.parameters)
@@ -303,10 +303,10 @@ def _attention(product: OpShape, device: str, most: float) -> tuple[Callable[[],
     rows = max(1, min(batch * heads, int(most / each)))
     if rows == 1 and each > most:
         length = max(1, int(length * most / each))
-    q = _filled((rows, 1, length, size), product, device)
-    k = _filled((rows, 1, keys, size), product, device)
-    v = _filled((rows, 1, keys, width), product, device)
-    mask = _filled((length, keys), product, device) if "masked" in product.parameters else None
+    q = _operand((rows, 1, length, size), product, device)
+    k = _operand((rows, 1, keys, size), product, device)
+    v = _operand((rows, 1, keys, width), product, device)
+    mask = _operand((length, keys), product, device) if "masked" in product.parameters else None
     operations = 2.0 * rows * length * keys * (size + width)
 
     def run() -> Tensor:
@@ -318,7 +318,7 @@ def _attention(product: OpShape, device: str, most: float) -> tuple[Callable[[],
 _TRIALS = {"product": _product, "convolution": _convolution, "attention": _attention}
 
 
-def _filled(shape: Sequence[int], product: OpShape, device: str) -> Tensor:
+def _operand(shape: Sequence[int], product: OpShape, device: str) -> Tensor:
     import torch
 
     return torch.full(tuple(shape), 0.5, dtype=getattr(torch, product.dtype), device=device)

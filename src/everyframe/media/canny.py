@@ -32,7 +32,7 @@ def canny(picture: Frames, low: float = LOW, high: float = HIGH) -> Grey:
     """
     low, high = np.floor(min(low, high)), np.floor(max(low, high))
     dx, dy, strength = _gradient(picture)
-    candidates = _thinned(dx, dy, strength) & (strength > low)
+    candidates = _thin(dx, dy, strength) & (strength > low)
     return _hung_together(candidates, candidates & (strength > high)).astype(np.uint8) * 255
 
 
@@ -49,7 +49,7 @@ def _gradient(picture: Frames) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.
     return tuple(chosen)  # type: ignore[return-value]
 
 
-def _thinned(
+def _thin(
     dx: npt.NDArray[Any], dy: npt.NDArray[Any], strength: npt.NDArray[Any]
 ) -> npt.NDArray[np.bool_]:
     """Non-maximum suppression along the gradient, in four directions.

@@ -70,7 +70,7 @@ def _key(path: str | os.PathLike[str], how: str) -> Hashable:
         seen = [(each.path, each.stat()) for each in files] or [(os.fspath(path), os.stat(path))]
     except (OSError, ValueError):
         return None  # decoding says what is wrong with it
-    # A copy can be given the old time of writing, but not the time of its last change.
+    # A copy can have the old mtime, but not the old ctime.
     marks = ((name, at.st_ino, at.st_mtime_ns, at.st_ctime_ns, at.st_size) for name, at in seen)
     return how, os.path.realpath(path), *marks
 

@@ -148,7 +148,7 @@ def read_animation(
         count = max(1, round(Fraction(int(ends[-1]), 1000) * fps))
     if is_given:
         check_frames(count, width, height, name)
-    # The frame that is shown in the middle of each interval.
+    # The frame shown in the middle of each interval.
     middles = (np.arange(count) + 0.5) * float(1000 / fps)
     at = np.minimum(np.searchsorted(ends, middles, side="right"), len(images) - 1)
     return np.stack([images[i] for i in at]), fps

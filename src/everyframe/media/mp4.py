@@ -84,7 +84,7 @@ class Mp4Encoder:
 
     def abort(self) -> None:
         """Close the unfinished file; the caller deletes it."""
-        # Closing writes a trailer, which fails again where writing failed: the first error counts.
+        # Closing writes a trailer, which fails again after a failed write: the first error counts.
         with contextlib.suppress(av.FFmpegError, OSError):
             self._container.close()
 
@@ -102,7 +102,7 @@ def _copy_with_comment(source: Path, target: Path, comment: str, sound: Audio | 
         for packet in old.demux(old_stream):
             if packet.dts is None:  # the last one is empty and only says "end"
                 continue
-            # Sound before the picture that it is heard with: players read a file from its start.
+            # Audio precedes the frames it plays with: players read a file from its start.
             while heard and heard[0].dts * heard[0].time_base <= packet.dts * packet.time_base:
                 new.mux(heard.pop(0))
             packet.stream = stream
@@ -143,7 +143,7 @@ def iter_bounded_frames(path: Path, size: tuple[int, int] | None = None) -> Iter
 
 def frame_rate(path: Path) -> Fraction:
     """Frames per second of a video file. Raises `MediaError` if it is not a video."""
-    with _opened(path) as container:
+    with _open(path) as container:
         stream = container.streams.video[0]
         rate = stream.average_rate or stream.guessed_rate
     if not rate:
@@ -157,7 +157,7 @@ def read_sound(path: Path, seconds: float) -> Audio | None:
     Time counts from the first frame; where the audio starts later or ends earlier there is silence.
     More than two channels are mixed to two. Raises `MediaError` if it can't be decoded.
     """
-    with _opened(path) as container:
+    with _open(path) as container:
         if not container.streams.audio:
             return None
         video, stream = container.streams.video[0], container.streams.audio[0]
@@ -180,7 +180,7 @@ def iter_frames(path: Path) -> Iterator[Frames]:
     of the first frame that fails, counted from 0.
     """
     name, count, end = str(path), 0, 0.0
-    with _opened(path) as container:
+    with _open(path) as container:
         stream = container.streams.video[0]
         fps = stream.average_rate or stream.guessed_rate
         check_picture(stream.width, stream.height, repr(name))
@@ -199,7 +199,7 @@ def iter_frames(path: Path) -> Iterator[Frames]:
         start = float((stream.start_time or 0) * stream.time_base) if stream.time_base else 0.0
     if not count or not fps:
         raise MediaError(f"{name!r} can't be read as a video: no frames in it")
-    # Two frames of grace: containers round their durations.
+    # Containers round durations: allow two frames.
     if duration and end - start < duration - 2 / float(fps):
         raise MediaError(
             f"{name!r} is cut off: it should last {duration:.2f} s, and ends after "
@@ -208,7 +208,7 @@ def iter_frames(path: Path) -> Iterator[Frames]:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open(path: Path) -> Iterator[Any]:
     """Open a file that must hold a video stream."""
     name = str(path)
     try:

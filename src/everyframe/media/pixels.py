@@ -87,14 +87,13 @@ def _fit_one(image: Frames, height: int, width: int, how: str) -> Frames:
     if how == "stretch":
         return np.asarray(picture.resize((width, height), lanczos))
     if how == "crop":
-        # The largest box of the target's proportions, in the middle; its edges need not fall on
-        # pixels, so that the centre stays the centre.
+        # The largest centred box of the target's proportions; its edges may lie between pixels.
         scale = min(old_width / width, old_height / height)
         left, top = (old_width - scale * width) / 2, (old_height - scale * height) / 2
         box = (left, top, old_width - left, old_height - top)
         return np.asarray(picture.resize((width, height), lanczos, box=box))
     if how == "cover":
-        return _covering(image, height, width)
+        return _crop_to_cover(image, height, width)
     scale = min(width / old_width, height / old_height)
     inner = (max(1, round(old_width * scale)), max(1, round(old_height * scale)))
     padded = Image.new("RGB", (width, height))
@@ -104,7 +103,7 @@ def _fit_one(image: Frames, height: int, width: int, how: str) -> Frames:
     return np.asarray(padded)
 
 
-def _covering(image: Frames, height: int, width: int) -> Frames:
+def _crop_to_cover(image: Frames, height: int, width: int) -> Frames:
     """Cut the middle out of the resized `image`; the rounding is that of Open-Sora's pixels."""
     from PIL import Image
 

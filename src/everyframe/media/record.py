@@ -103,7 +103,7 @@ def with_current_fields(record: Mapping[str, Any]) -> dict[str, Any]:
     plan = record.get("plan")
     if record.get("schema") != RECORD_SCHEMA_1 or not isinstance(plan, Mapping):
         return dict(record)
-    plan = _renamed(plan, _PLAN_FIELDS)
+    plan = _rename(plan, _PLAN_FIELDS)
     if isinstance(components := plan.get("components"), (list, tuple)):
         plan["components"] = [_current_component(each) for each in components]
     return {**record, "schema": RECORD_SCHEMA, "plan": plan}
@@ -112,13 +112,13 @@ def with_current_fields(record: Mapping[str, Any]) -> dict[str, Any]:
 def _current_component(component: Any) -> Any:
     if not isinstance(component, Mapping):
         return component
-    renamed = _renamed(component, _COMPONENT_FIELDS)
+    renamed = _rename(component, _COMPONENT_FIELDS)
     if isinstance(precision := renamed.get("precision"), Mapping):
-        renamed["precision"] = _renamed(precision, _PRECISION_FIELDS)
+        renamed["precision"] = _rename(precision, _PRECISION_FIELDS)
     return renamed
 
 
-def _renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+def _rename(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     return {names.get(name, name): value for name, value in values.items()}
 
 
@@ -183,7 +183,7 @@ def embedded_record(path: Path) -> dict[str, Any] | None:
 
 def record_of_picture(picture: Any) -> dict[str, Any] | None:
     """Read the record of an open Pillow image (gif, webp or png). None if it has none."""
-    # A png has it in a text; to look for more all of its pixels would be read.
+    # A png has it in a text chunk; searching further would read all pixels.
     exif = {} if picture.format == "PNG" else picture.getexif().get_ifd(_EXIF_IFD)
     user_comment = exif.get(_USER_COMMENT, b"")
     if isinstance(user_comment, bytes) and user_comment.startswith(_ASCII_MARK):

@@ -125,7 +125,7 @@ class VideoWriter:
             for frame in piece:
                 self._encoder.add(frame)
         except (OSError, av.FFmpegError) as error:
-            raise _explained(error, self.path) from error
+            raise _explain(error, self.path) from error
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
@@ -135,7 +135,7 @@ class VideoWriter:
                 self._encoder.abort()
         finally:
             if self._work is not None:
-                # Nothing in it is wanted; an error here must not hide the one that brought us.
+                # The file is discarded; an error here must not hide the original one.
                 shutil.rmtree(self._work, ignore_errors=True)
 
     def _open(self, width: int, height: int) -> _Encoder:
@@ -172,11 +172,11 @@ class VideoWriter:
             _to_disk(place)
             _replace(place, target)
             if self._sidecar:
-                # Second, because the record inside the video is the one that is believed.
+                # Second, because the record inside the video takes precedence.
                 os.replace(self._work / sidecar, target.with_name(sidecar))
             done = True
         except (OSError, av.FFmpegError) as error:
-            raise _explained(error, self.path) from error
+            raise _explain(error, self.path) from error
         finally:
             if not done:
                 self._encoder.abort()
@@ -209,7 +209,7 @@ def write(
 def _to_disk(place: Path) -> None:
     """Flush the file to disk, so that a power failure can't leave an empty one."""
     if place.is_file():
-        # For writing, though nothing is written: Windows flushes no file that can only be read.
+        # Opened for writing because Windows flushes no read-only file.
         with place.open("r+b") as file:
             os.fsync(file.fileno())
 
@@ -241,7 +241,7 @@ def _replace(new: Path, target: Path) -> None:
         raise
 
 
-def _explained(error: Exception, path: Path) -> MediaError:
+def _explain(error: Exception, path: Path) -> MediaError:
     if is_disk_full(error):
         return MediaError(
             f"can't write {str(path)!r}: the disk is full; the unfinished file was removed; "

@@ -119,11 +119,11 @@ def locate_fault(
     error: Exception | None = None
     faults: tuple[Fault, ...] = ()
     try:
-        with restore_kernels(), _eager(), _followed(parts, run), run:
+        with restore_kernels(), _eager(), _follow(parts, run), run:
             result = compute()
         faults = run.faults_in(result)
     except (RuntimeError, ValueError, TypeError, ArithmeticError, LookupError) as raised:
-        # Code that meets NaN may raise for that reason alone.
+        # Code may raise because of NaN alone.
         if not run.faults or is_out_of_memory(raised) or is_device_loss(raised):
             raise
         faults, error = run.in_order(range(len(run.faults))), raised
@@ -190,7 +190,7 @@ def _eager() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _followed(parts: Mapping[str, nn.Module], run: _Run) -> Iterator[None]:
+def _follow(parts: Mapping[str, nn.Module], run: _Run) -> Iterator[None]:
     """Context: track the component and dotted name of the current module on the run's stack."""
     stack = run.stack
 
@@ -199,7 +199,7 @@ def _followed(parts: Mapping[str, nn.Module], run: _Run) -> Iterator[None]:
 
     def leaving(part: str, name: str) -> Callable[..., None]:
         def leave(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-            # A foreign hook may have ended the call before ours entered it.
+            # A foreign hook may have raised before ours ran.
             if stack and stack[-1] == (part, name):
                 run.handed_on((args, kwargs), result)
                 stack.pop()
@@ -209,7 +209,7 @@ def _followed(parts: Mapping[str, nn.Module], run: _Run) -> Iterator[None]:
     handles = []
     for part, whole in parts.items():
         for name, module in whole.named_modules():
-            # Before casts at the edges, so that these count as the module's own.
+            # Before our input casts, so that these count as the module's own.
             handles.append(module.register_forward_pre_hook(entering(part, name), prepend=True))
             after = module.register_forward_hook(
                 leaving(part, name), with_kwargs=True, always_call=True
@@ -247,7 +247,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def in_order(self, numbers: Iterable[int]) -> tuple[Fault, ...]:
         """Faults with these numbers, the likeliest first."""
-        return tuple(self.faults[number] for number in self._sorted(numbers))
+        return tuple(self.faults[number] for number in self._sort(numbers))
 
     def faults_in(self, result: Any) -> tuple[Fault, ...]:
         """Faults behind the non-finite tensors of a result."""
@@ -263,7 +263,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not self._origins_of(tensor):
                 seen = _Seen.of(given, self._origins_of)
                 made = self._fault("hook", tensor.dtype, "formula", seen.range, value_range(tensor))
-                self._origins[_storage(tensor)] = (self._added(made),)
+                self._origins[_storage(tensor)] = (self._add(made),)
         self._is_looking = False
 
     def __torch_dispatch__(
@@ -274,9 +274,9 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **operands[1])
         schema = getattr(func, "_schema", None)
         mutates = schema is not None and schema.is_mutable
-        # What is written into is gone afterwards, so it is looked at before.
+        # In-place operations overwrite operands, so these are read first.
         given = _Seen.of(operands, self._origins_of) if mutates else None
-        wide = tree_map(_widened, operands) if mutates else None
+        wide = tree_map(_widen, operands) if mutates else None
         answer = func(*args, **operands[1])
         made = value_range(answer)
         if made.is_finite:
@@ -288,15 +288,15 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         origins = given.origins
         is_nan_made = math.isnan(made.low) and not given.has_nan
         if not origins or (is_nan_made and all(self.faults[each].is_planned for each in origins)):
-            # A mask: of operands that nobody made here, or of a number.
+            # A mask has infinite inputs or an infinite number among its operands.
             is_put = not given.range.is_finite or _has_infinite_number(operands)
             is_planned = name in _UNFILLED or (is_put and math.isfinite(made.high))
-            fault = self._judged(func, name, operands, wide, given, answer, is_planned)
-            origins = self._sorted((*origins, self._added(fault)))
+            fault = self._judge(func, name, operands, wide, given, answer, is_planned)
+            origins = self._sort((*origins, self._add(fault)))
         for tensor in iter_tensors(answer):
             if not value_range(tensor).is_finite:
                 held = self._origins.get(_storage(tensor), ()) if mutates else ()
-                self._origins[_storage(tensor)] = self._sorted({*held, *origins})
+                self._origins[_storage(tensor)] = self._sort({*held, *origins})
         return answer
 
     def _forget(self, operands: Any, answer: Any) -> None:
@@ -310,14 +310,14 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _origins_of(self, tensor: Tensor) -> tuple[int, ...]:
         memory = _storage(tensor)
         if memory not in self._origins and memory in self._known:
-            self._origins[memory] = (self._added(self._known[memory]),)
+            self._origins[memory] = (self._add(self._known[memory]),)
         return self._origins.get(memory, ())
 
-    def _sorted(self, numbers: Iterable[int]) -> tuple[int, ...]:
+    def _sort(self, numbers: Iterable[int]) -> tuple[int, ...]:
         order = sorted(numbers, key=lambda each: (self.faults[each].is_planned, each))
         return tuple(order[:_MOST])
 
-    def _added(self, fault: Fault) -> int:
+    def _add(self, fault: Fault) -> int:
         self.faults.append(fault)
         return len(self.faults) - 1
 
@@ -328,14 +328,14 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         part, module = self.stack[-1] if self.stack else ("", "")
         return Fault(part, module, operation, cause, dtype, given, made, wide, is_planned)
 
-    def _judged(
+    def _judge(
         self, func: Any, name: str, operands: Any, wide: Any, given: _Seen, answer: Any,
         is_planned: bool,
     ) -> Fault:  # fmt: skip
         floats = [*iter_tensors(answer), *iter_tensors(operands)]
         # A cast has the dtype that it casts to, everything else the narrowest that it works on.
         dtype = min((each.dtype for each in floats), key=lambda dtype: dtype.itemsize)
-        args, kwargs = wide or tree_map(_widened, operands)
+        args, kwargs = wide or tree_map(_widen, operands)
         in_float32: Range | None
         try:
             in_float32 = value_range(func(*args, **kwargs))
@@ -382,7 +382,7 @@ def _cause(dtype: torch.dtype, in_float32: Range | None) -> Cause:
     return "range" if in_float32.largest > torch.finfo(dtype).max else "kernel"
 
 
-def _widened(value: Any) -> Any:
+def _widen(value: Any) -> Any:
     """Replace half precision by float32, in tensors (copied) and in dtype arguments.
 
     The copies matter, because some operations write into their operands.

@@ -60,7 +60,7 @@ def heat_map(
         raise InputError(
             f"{len(rows)} names of rows and {len(columns)} of columns for values {table.shape}"
         )
-    table, names, marks = _shortened(table, list(rows), set(marked))
+    table, names, marks = _shorten(table, list(rows), set(marked))
     low, high = _ends(table)
     width = max(2, min(24, 900 // table.shape[1]))
     pen = _Page(names, table.shape[1] * width, title, unit)
@@ -73,7 +73,7 @@ def heat_map(
     return pen.png()
 
 
-def _shortened(
+def _shorten(
     table: npt.NDArray[np.float64], names: list[str], marks: set[_Cell]
 ) -> tuple[npt.NDArray[np.float64], list[str], set[_Cell]]:
     """Merge rows down to `MAX_ROWS`: the maximum of rows with the same beginning of their name."""
@@ -82,7 +82,7 @@ def _shortened(
     while len(set(groups)) > MAX_ROWS and depth > 1:
         depth -= 1
         groups = [".".join(name.split(".")[:depth]) for name in names]
-    # What is marked is shown by its own name, with what is beside it, if there is room for it.
+    # Marked rows keep their own names, with their neighbours if there is room.
     around = {groups[row] for row, _ in marks}
     opened = [name if group in around else group for name, group in zip(names, groups, strict=True)]
     if len(set(opened)) <= MAX_ROWS:

@@ -60,8 +60,8 @@ def value_range(value: Any) -> Range:
 
     Synchronises with the device once, however many tensors there are.
     """
-    # Not float64, which MPS has not; float32 holds every half precision value. In eight bits torch
-    # can't compare.
+    # Not float64, which MPS lacks; float32 holds every half-precision value. torch can't compare
+    # 8-bit floats.
     held = (each if each.dtype.itemsize > 1 else each.float() for each in iter_tensors(value))
     ends = [torch.stack(torch.aminmax(tensor)).float() for tensor in held]
     if not ends:

@@ -73,7 +73,8 @@ def attention(
         # Metal's kernel was seen to ignore strides (known issue mps-sdpa-noncontiguous).
         q_BHQD, k_BHLD, v_BHLD = (x.contiguous() for x in (q_BHQD, k_BHLD, v_BHLD))
     if device_type(v_BHLD) == "cuda" and len(v_BHLD) > _MOST_SAMPLES:
-        # Such are the places of large videos, of which each attends over its frames.
+        # Temporal attention of large videos has such batches: each position attends over its
+        # frames.
         parts = [torch.split(x, _MOST_SAMPLES) for x in (q_BHQD, k_BHLD, v_BHLD)]
         masks = [mask] * len(parts[0])
         if mask is not None and mask.ndim == 4 and len(mask) > 1:
@@ -199,11 +200,11 @@ def by_kernel(*kernels: str, strictly: bool = False) -> Iterator[None]:
     `RuntimeError`. The setting is process-wide, so no other run computes meanwhile.
     """
     with restore_kernels():
-        _sdpa_kernel(_wanted(kernels, strictly), set_priority=True)
+        _sdpa_kernel(_to_backends(kernels, strictly), set_priority=True)
         yield
 
 
-def _wanted(kernels: Sequence[str], strictly: bool = False) -> list[SDPBackend]:
+def _to_backends(kernels: Sequence[str], strictly: bool = False) -> list[SDPBackend]:
     wanted = [KERNELS[kernel] for kernel in kernels]
     if not strictly and PLAIN not in kernels:
         wanted.append(KERNELS[PLAIN])
@@ -286,7 +287,7 @@ class AttendBy:
         self._before: list[tuple[nn.Module, Kernels]] = []
         self._handles: list[RemovableHandle] = []
         for part in parts:
-            # Around all other hooks or inside of them, and left again even if the call raises.
+            # Outside or inside all other hooks, and undone even if the call raises.
             enter = part.register_forward_pre_hook(self._enter, prepend=not inside)
             leave = part.register_forward_hook(self._leave, prepend=inside, always_call=True)
             self._handles += [enter, leave]
@@ -299,10 +300,10 @@ class AttendBy:
 
     def _enter(self, module: nn.Module, *_: object) -> None:
         self._before.append((module, Kernels.now()))
-        _sdpa_kernel(_wanted(self._kernels), set_priority=True)
+        _sdpa_kernel(_to_backends(self._kernels), set_priority=True)
 
     def _leave(self, module: nn.Module, *_: object) -> None:
-        # A foreign hook may have ended the call before ours entered it.
+        # A foreign hook may have raised before ours ran.
         if self._before and self._before[-1][0] is module:
             self._before.pop()[1].use()
 

@@ -85,7 +85,7 @@ def sincos_1d(
     frequencies = max_period ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     angles = torch.outer(torch.tensor(positions, dtype=torch.float64), frequencies)
     table = torch.cat((angles.sin(), angles.cos()), dim=-1)
-    # Cast first: a device without float64 can't be handed any.
+    # Cast before moving: not every device has float64.
     return table.to(float32_or_wider(dtype)).to(device)
 
 

@@ -140,7 +140,7 @@ def widen_norms(module: nn.Module) -> None:
                 setattr(parent, name, _wide_layer_norm(child))
 
 
-# Both are made without parameters first: there are hundreds of norms, and drawing takes a while.
+# Built without parameters first: there are hundreds of norms, and initialisation takes time.
 
 
 def _with_parameters_of(norm: nn.GroupNorm, kind: type[_GroupNorm]) -> _GroupNorm:

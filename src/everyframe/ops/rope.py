@@ -48,7 +48,7 @@ def rotary_table(
     sine = angles.sin()
     cos, sin = angles.cos().repeat_interleave(2, dim=-1), torch.stack((-sine, sine), -1).flatten(-2)
     dtype = float32_or_wider(dtype)
-    # Cast first: a device without float64 can't be handed any.
+    # Cast before moving: not every device has float64.
     return RotaryTable(cos.to(dtype).to(device), sin.to(dtype).to(device))
 
 
@@ -113,7 +113,7 @@ def axes_table(
     cosines: list[Tensor] = []
     sines: list[Tensor] = []
     for axis, (size, width) in enumerate(zip(sizes, widths, strict=True)):
-        # Few angles are different ones: the grid repeats them.
+        # Few angles are distinct: the grid repeats them.
         angles = axis_angles(torch.arange(size, device="cpu"), width, theta)
         shape = [1] * len(sizes) + [width // 2]
         shape[axis] = size
@@ -129,7 +129,7 @@ def rotate_axes(x: Tensor, table: AxesTable) -> Tensor:
     wide = torch.promote_types(x.dtype, table.cos.dtype)
     halves = [width // 2 for width in table.widths]
     turned = []
-    # An axis at a time, as what is widened is the largest tensor around.
+    # One axis at a time, as the widened tensor is the largest.
     for part, cos, sin in zip(
         torch.split(x, list(table.widths), -1),
         torch.split(table.cos, halves, -1),

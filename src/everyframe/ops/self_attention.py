@@ -43,7 +43,7 @@ class TemporalAttention(SelfAttention):
     """Self-attention of each pixel over its frames, of tokens (b, T, s, C)."""
 
     def forward(self, x_bTsC: Tensor) -> Tensor:
-        # Pixel by pixel, once for queries, keys and values.
+        # Contiguous by pixel, once for queries, keys and values.
         x_bsTC = x_bTsC.transpose(1, 2).contiguous()
         attended = super().forward(x_bsTC.flatten(0, 1))
         return attended.reshape(x_bsTC.shape).transpose(1, 2)

@@ -357,8 +357,8 @@ class _Waiting(AbstractContextManager[None]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._waits("")
-        # An exchange is where a rank may notice that its own device is gone, or full: NCCL takes
-        # memory in a group's first exchange.
+        # An exchange may reveal that this rank's device is lost or full: NCCL takes memory in a
+        # group's first exchange.
         is_own = error is not None and (is_device_loss(error) or is_out_of_memory(error))
         if isinstance(error, RuntimeError) and not is_own:
             message = str(error).strip().splitlines()[0] if str(error).strip() else "no word"

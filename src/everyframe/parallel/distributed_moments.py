@@ -26,20 +26,20 @@ class DistributedMoments:
     """Moments of samples of `length`, concatenated and split; `spans` are the ranks' parts."""
 
     def __init__(self, spans: Sequence[range], length: int, group: Communicator) -> None:
-        held = _held(spans, length)
+        held = _lengths_by_rank(spans, length)
         mine = held[group.rank]
         self._group = group
         #: Length of this rank's part of each of its samples, in order.
         self.parts = tuple(mine.values())
         self.is_whole = bool(mine) and all(part == length for part in self.parts)
-        shared = [_shared(held, rank) for rank in range(group.size)]
+        shared = [_find_shared(held, rank) for rank in range(group.size)]
         self._sizes = [[len(each) for each in row] for row in shared]
         samples = list(mine)
         self._sent = [samples.index(sample) for row in shared[group.rank] for sample in row]
-        # Those of this rank first, then as they arrive: who has them, and of which sample.
+        # This rank's first, then as they arrive: by rank and sample.
         owners = [(group.rank, sample) for sample in samples]
         owners += [(rank, s) for rank, row in enumerate(shared) for s in row[group.rank]]
-        # Added up in the order of the ranks, on every rank.
+        # Added up in rank order on every rank.
         self._order = sorted(range(len(owners)), key=lambda number: owners[number][0])
         self._shares = torch.tensor(
             [
@@ -71,15 +71,15 @@ class DistributedMoments:
 
 def sent_bytes(spans: Sequence[range], length: int, rank: int, groups: int) -> int:
     """Bytes that rank sends in each merge over these spans."""
-    return sum(map(len, _shared(_held(spans, length), rank))) * 2 * groups * _BYTES
+    return sum(map(len, _find_shared(_lengths_by_rank(spans, length), rank))) * 2 * groups * _BYTES
 
 
-def _held(spans: Sequence[range], length: int) -> list[dict[int, int]]:
+def _lengths_by_rank(spans: Sequence[range], length: int) -> list[dict[int, int]]:
     """For each rank, the length of its part of each of its samples."""
     return [{sample: stop - start for sample, start, stop in cut(s, length)} for s in spans]
 
 
-def _shared(held: Sequence[dict[int, int]], rank: int) -> list[list[int]]:
+def _find_shared(held: Sequence[dict[int, int]], rank: int) -> list[list[int]]:
     """For each other rank, the samples that it and `rank` both have a part of."""
     mine = held[rank]
     return [

@@ -71,7 +71,7 @@ class HeadPartition:
     @cached_property
     def keys(self) -> tuple[tuple[KeyBlock, ...], ...]:
         """Keys and values that each rank needs, sample by sample."""
-        return tuple(tuple(_merged(bricks)) for bricks in self.bricks)
+        return tuple(tuple(_merge(bricks)) for bricks in self.bricks)
 
     def queries_sent(self, source: int, target: int) -> int:
         """Query vectors that `source` holds and `target` computes; as many results return."""
@@ -140,7 +140,7 @@ def within(part: range, whole: range) -> slice:
     return slice(part.start - whole.start, part.stop - whole.start)
 
 
-def _merged(bricks: tuple[HeadBlock, ...]) -> Iterator[KeyBlock]:
+def _merge(bricks: tuple[HeadBlock, ...]) -> Iterator[KeyBlock]:
     samples: dict[int, range] = {}
     for brick in bricks:
         first = samples.get(brick.sample, brick.heads)

@@ -49,17 +49,17 @@ class Redistribute:
 
     def to_rows(self, x_bTsC: Tensor) -> Tensor:
         """Columns (b, T, s, C) to this rank's rows (1, r, S, C)."""
-        flat = self._ordered(x_bTsC.flatten(0, 2), "send", self._send_order)
+        flat = self._to_order(x_bTsC.flatten(0, 2), "send", self._send_order)
         came = self.group.all_to_all(flat, self._sizes, "frames are gathered")
-        rows = self._placed(came, "arrive", self._arrive_order)
+        rows = self._from_order(came, "arrive", self._arrive_order)
         return rows.view(1, -1, self.partition.grid.places, x_bTsC.shape[-1])
 
     def to_columns(self, x_1rSC: Tensor) -> Tensor:
         """Rows (1, r, S, C) to this rank's columns (b, T, s, C)."""
-        flat = self._ordered(x_1rSC.flatten(0, 2), "arrive", self._arrive_order)
+        flat = self._to_order(x_1rSC.flatten(0, 2), "arrive", self._arrive_order)
         back = [list(column) for column in zip(*self._sizes, strict=True)]
         came = self.group.all_to_all(flat, back, "frames are given back")
-        return self._placed(came, "send", self._send_order).view(*self._shape, x_1rSC.shape[-1])
+        return self._from_order(came, "send", self._send_order).view(*self._shape, x_1rSC.shape[-1])
 
     def gather(self, x_bTsC: Tensor) -> Tensor:
         """The whole (B, T, S, C) on every rank."""
@@ -67,11 +67,11 @@ class Redistribute:
             return x_bTsC
         grid = self.partition.grid
         sizes = [len(columns) * grid.frames for columns in self.partition.columns]
-        # In the order of their numbers a rank's columns come sample by sample.
-        flat = self._ordered(x_bTsC.flatten(0, 2), "send", self._send_order)
+        # In numeric order, a rank's columns come sample by sample.
+        flat = self._to_order(x_bTsC.flatten(0, 2), "send", self._send_order)
         came = self.group.gather(flat, sizes, "the last projection is gathered")
         tokens = [self._column_tokens(rank) for rank in range(self.group.size)]
-        whole = self._placed(came, "gather", torch.cat(tokens))
+        whole = self._from_order(came, "gather", torch.cat(tokens))
         return whole.view(grid.samples, grid.frames, grid.places, -1)
 
     def _row_tokens(self, rank: int) -> Tensor:
@@ -95,13 +95,13 @@ class Redistribute:
         ends = torch.tensor([columns.stop for columns in self.partition.columns])
         return torch.searchsorted(ends, self._columns_of(tokens), right=True)
 
-    def _ordered(self, flat_NC: Tensor, name: str, order: Tensor | None) -> Tensor:
+    def _to_order(self, flat_NC: Tensor, name: str, order: Tensor | None) -> Tensor:
         if order is None:
             return flat_NC
         return flat_NC.index_select(0, self._here(name, order, flat_NC))
 
-    def _placed(self, flat_NC: Tensor, name: str, order: Tensor | None) -> Tensor:
-        """Inverse of `_ordered`."""
+    def _from_order(self, flat_NC: Tensor, name: str, order: Tensor | None) -> Tensor:
+        """Inverse of `_to_order`."""
         if order is None:
             return flat_NC
         return torch.empty_like(flat_NC).index_copy_(0, self._here(name, order, flat_NC), flat_NC)

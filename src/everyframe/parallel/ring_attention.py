@@ -81,7 +81,7 @@ def plain_partial_attention(
         weights = scores.sub_(top).exp_()
         total = weights.sum(dim=-1, keepdim=True)
         lse[:, :, here] = (top + total.log())[..., 0]
-        # Where there was nothing to look at all weights are zero, and so is the answer.
+        # Queries without keys have zero weights, and a zero result.
         out[:, :, here] = (weights @ v_BHLD) / total.masked_fill(total == 0, 1)
     return Partial(out, lse)
 

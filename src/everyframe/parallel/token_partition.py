@@ -125,9 +125,9 @@ class TokenPartition:
     @cached_property
     def held(self) -> tuple[tuple[LocalTokens, ...], ...]:
         """Each rank's columns by sample; empty for a rank without columns."""
-        return tuple(self._held(rank) for rank in range(self.num_ranks))
+        return tuple(self._local_tokens(rank) for rank in range(self.num_ranks))
 
-    def _held(self, rank: int) -> tuple[LocalTokens, ...]:
+    def _local_tokens(self, rank: int) -> tuple[LocalTokens, ...]:
         mine, places = self.columns[rank], self.grid.places
         pieces = list(cut(mine, places))
         if len(self.segments(rank)) == 1:  # each sample is a row of its own

@@ -51,24 +51,24 @@ class Ulysses:
         self, core: Core, q_bHnD: Tensor, k_bHnD: Tensor, v_bHnD: Tensor, mask: Tensor | None = None
     ) -> Tensor:
         """Results (b, heads, n, D) of `core` for this rank's tokens, in the dtype of `v`."""
-        # What travels is in the precision that attention would cast it to anyhow.
+        # Sent in the precision to which attention would cast it.
         q, k = q_bHnD.to(v_bHnD.dtype), k_bHnD.to(v_bHnD.dtype)
         if self._is_apart:
             return self._alone(core, q, k, v_bHnD, mask)
         ranks, mine = range(self.group.size), self.group.rank
-        parts = (part for p in ranks for part in self._given(p, q, k, v_bHnD))
-        sent = _packed(parts, sum(self._there[mine]), v_bHnD)
+        parts = (part for p in ranks for part in self._select_sent(p, q, k, v_bHnD))
+        sent = _pack(parts, sum(self._there[mine]), v_bHnD)
         came = self.group.all_to_all(sent, self._there, "heads are gathered")
         del sent
-        queries, seen = self._arranged(came)
+        queries, seen = self._arrange(came)
         del came
         answers = [
             core(*self._inputs(brick, query, seen), _of(mask, brick))[0]
             for brick, query in zip(self._bricks, queries, strict=True)
         ]
         del queries, seen
-        parts = (part for p in ranks for part in self._returned(p, answers))
-        back = _packed(parts, sum(self._back[mine]), v_bHnD)
+        parts = (part for p in ranks for part in self._select_returned(p, answers))
+        back = _pack(parts, sum(self._back[mine]), v_bHnD)
         back = self.group.all_to_all(back, self._back, "heads are given back")
         return self._own(back, v_bHnD)
 
@@ -86,7 +86,7 @@ class Ulysses:
         self.group.all_to_all(nothing, self._back, "heads are given back")
         return answer
 
-    def _given(self, target: int, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Tensor]:
+    def _select_sent(self, target: int, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Tensor]:
         """What `target` receives of this rank's tokens (H, n, D): queries, then keys and values."""
         mine = {each.sample: each for each in self._held[self.group.rank]}
         for brick in self._heads.bricks[target]:
@@ -101,7 +101,7 @@ class Ulysses:
                 for each in (k, v):
                     yield each[held.row, _slice(keys.heads), held.here]
 
-    def _arranged(self, came: Tensor) -> tuple[list[Tensor], dict[int, tuple[KeyBlock, Tensor]]]:
+    def _arrange(self, came: Tensor) -> tuple[list[Tensor], dict[int, tuple[KeyBlock, Tensor]]]:
         """Queries of each block (H, Q, D), and keys and values (2, H, N, D) by sample."""
         tokens, width = self.partition.grid.places, came.shape[-1]
         mine = self._heads.keys[self.group.rank]
@@ -131,7 +131,7 @@ class Ulysses:
         k, v = both[:, within(brick.heads, keys.heads)]
         return query_HQD[None], k[None], v[None]
 
-    def _returned(self, holder: int, answers: Sequence[Tensor]) -> Iterator[Tensor]:
+    def _select_returned(self, holder: int, answers: Sequence[Tensor]) -> Iterator[Tensor]:
         """What `holder` receives of this rank's results (H, n, D)."""
         held = {each.sample: each.places for each in self._held[holder]}
         for brick, answer in zip(self._bricks, answers, strict=True):
@@ -154,7 +154,7 @@ class Ulysses:
         return out
 
 
-def _packed(parts_HnD: Iterable[Tensor], num_vectors: int, like: Tensor) -> Tensor:
+def _pack(parts_HnD: Iterable[Tensor], num_vectors: int, like: Tensor) -> Tensor:
     """Copy all parts into one tensor of vectors (num_vectors, D)."""
     packed, at = like.new_empty(num_vectors, like.shape[-1]), 0
     for part in parts_HnD:

@@ -29,7 +29,7 @@ def uneven_sizes(length: int, weights: Sequence[float]) -> tuple[int, ...]:
     return _shares(length, tuple(weights))
 
 
-# Every rank and the planner ask for the same ones.
+# Every rank and the planner ask for the same splits.
 @lru_cache(maxsize=256)
 def _shares(length: int, weights: tuple[float, ...]) -> tuple[int, ...]:
     exact = _fractions(weights)
@@ -73,13 +73,14 @@ def _groups(
         speed = behind[stop] - behind[start]
         return Fraction(load) / speed if speed else _NEVER
 
-    # From the last load to the first: best[start] is how the ranks from `start` on have the loads
-    # from this one on, as times, slowest first, and where each group ends. Of two ways for the same
-    # ranks the better one stays so beside any group before them, so no other has to be kept.
+    # From the last load to the first: best[start] is how ranks from `start` on have the loads from
+    # this one on, as times, slowest first, and where each group ends. The better of two ways for
+    # the same ranks stays better beside any group before them.
     best: dict[int, tuple[list[Fraction], list[int]]] = {num_ranks: ([], [])}
     for number in reversed(range(len(loads))):
         found: dict[int, tuple[list[Fraction], list[int]]] = {}
-        # Each load before this one has a rank at least, and the first one begins with the first.
+        # Each load before this one has at least one rank; the first load begins with the first
+        # rank.
         for start in range(number, num_ranks) if number else (0,):
             for stop, (times, ends) in best.items():
                 if stop <= start:

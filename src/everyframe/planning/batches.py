@@ -31,7 +31,7 @@ def with_batch(plan: Plan, model: ModelSpec) -> Plan:
     elif not numbers:
         batch = BatchPlan(1, known[room[0]].reason, known[room[0]].gain)
     else:
-        # One that was not tried is, unless a larger one is known to pay.
+        # An untried size counts, unless a larger one is known to pay.
         best = max(numbers, key=lambda each: known[each].gain or 0.0 if each in known else 0.0)
         if numbers[-1] not in known:
             best = numbers[-1]

@@ -85,10 +85,10 @@ class PrecisionPlanner:
 
         With `roughly`, whole calls of a pipeline get no dry run, since that takes seconds.
         """
-        found = self._weighed(component, settings, kind, roughly=roughly)
+        found = self._weigh(component, settings, kind, roughly=roughly)
         precision, tried, choices = found.precision, found.tried, found.choices
         if tried is None:
-            tried = self._tried(component, settings, precision, self._all_weighed, roughly=roughly)
+            tried = self._try(component, settings, precision, self._all_weighed, roughly=roughly)
         runs = tuple(run for run in tried if isinstance(run, DryRun))
         whys = (not_followed(component.title, why) for why in tried if isinstance(why, str))
         if kind in PRODUCTS and not roughly:
@@ -97,19 +97,19 @@ class PrecisionPlanner:
                 precision = replace(precision, weight_dtype="")
         return ComponentPrecision(precision, (*found.notes, *whys), choices, runs)
 
-    def _weighed(
+    def _weigh(
         self, component: Component, settings: Settings, kind: str, *, roughly: bool = False
     ) -> _Weighed:
         """The precision by facts if certified, else float32."""
         precision, notes = self.by_facts(component, kind)
-        tried = self._tried(component, settings, precision, self._all_by_facts, roughly=roughly)
+        tried = self._try(component, settings, precision, self._all_by_facts, roughly=roughly)
         runs = [run for run in tried if isinstance(run, DryRun)]
-        # Where a call was not followed there is nothing to try a precision on.
+        # Without a dry run there is nothing to try a precision on.
         may_try = len(runs) == len(tried) and not (roughly and not runs)
         dtype, weighed = self.chooser.dtype(component, precision, runs, may_try=may_try)
         if dtype != precision.compute:
             return _Weighed(*self._in_dtype(component, dtype, kind), weighed)
-        # What works beside a component may have another precision than by facts.
+        # Components beside it may have another precision than by facts.
         is_joint = any(len(run.precisions) > 1 for run in runs)
         return _Weighed(precision, notes, weighed, None if is_joint else tried)
 
@@ -119,11 +119,11 @@ class PrecisionPlanner:
         precision, notes = choose(self.device, dtype, component.needs, force=self.force)
         if not kind:
             return precision, notes
-        # What is too delicate for half precision is so for eight bits, whatever the rest is in.
+        # Modules too sensitive for half precision are so for 8 bits, whatever the rest is in.
         islands = precision.islands or component.needs.islands
         return replace(precision, islands=islands, weight_dtype=kind), notes
 
-    def _tried(
+    def _try(
         self,
         component: Component,
         settings: Settings,
@@ -148,7 +148,7 @@ class PrecisionPlanner:
 
     def _all_weighed(self, settings: Settings) -> Mapping[str, Precision]:
         components = self.model.components(settings)
-        return {each.name: self._weighed(each, settings, "").precision for each in components}
+        return {each.name: self._weigh(each, settings, "").precision for each in components}
 
 
 class _Weighed(NamedTuple):

@@ -85,14 +85,14 @@ class ConfigFile:
         """Defaults for that model, those of its own table first."""
         for name, options in self.models.items():
             if name.casefold() == model.casefold():
-                yield self._named(options, f"{self.path} [models.{name}]")
+                yield self._defaults_of(options, f"{self.path} [models.{name}]")
         yield self.common()
 
     def common(self) -> dict[str, Default]:
         """Defaults for every model."""
-        return self._named(self.options, str(self.path))
+        return self._defaults_of(self.options, str(self.path))
 
-    def _named(self, options: Mapping[str, Any], source: str) -> dict[str, Default]:
+    def _defaults_of(self, options: Mapping[str, Any], source: str) -> dict[str, Default]:
         return {name: Default(each, source, not self.is_own) for name, each in options.items()}
 
 
@@ -120,7 +120,7 @@ def read_user_file() -> ConfigFile | None:
         InputError: it can't be read, or holds something that is no option.
     """
     path = user_file()
-    return None if path is None or not path.is_file() else _checked(path, _read(path), is_own=True)
+    return None if path is None or not path.is_file() else _parse(path, _read(path), is_own=True)
 
 
 def read_project_file(folder: Path | None = None) -> ConfigFile | None:
@@ -138,13 +138,13 @@ def read_project_file(folder: Path | None = None) -> ConfigFile | None:
     for place in _folders(folder or Path.cwd()):
         path = place / FILE
         if path.is_file() and path != own:
-            return _checked(path, _read(path), is_own=False)
+            return _parse(path, _read(path), is_own=False)
         path = place / "pyproject.toml"
         if path.is_file():
             tool = _read(path).get("tool")
             table = tool.get("everyframe") if isinstance(tool, dict) else None
             if table is not None:
-                return _checked(path, table, is_own=False)
+                return _parse(path, table, is_own=False)
     return None
 
 
@@ -244,7 +244,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} is no usable TOML: {error}") from None
 
 
-def _checked(path: Path, table: Any, *, is_own: bool) -> ConfigFile:
+def _parse(path: Path, table: Any, *, is_own: bool) -> ConfigFile:
     """The file's content, each value validated by its own field."""
     if not isinstance(table, dict):
         raise InputError(f"{path}: tool.everyframe must be a table, got {shown(table)}")
@@ -262,7 +262,7 @@ def _checked(path: Path, table: Any, *, is_own: bool) -> ConfigFile:
         found,
         options=_options(found, "", rest),
         models={name: _options(found, name, options) for name, options in models.items()},
-        settings={name: _setting(path, name, value) for name, value in settings.items()},
+        settings={name: _localize_setting(path, name, value) for name, value in settings.items()},
     )
 
 
@@ -273,7 +273,7 @@ def _table(path: Path, rest: dict[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-def _setting(path: Path, name: str, value: Any) -> str:
+def _localize_setting(path: Path, name: str, value: Any) -> str:
     if name not in SETTINGS:
         raise InputError(f"{path}: there is no setting {name!r}{did_you_mean(name, SETTINGS)}")
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
@@ -307,8 +307,8 @@ def _options(file: ConfigFile, model: str, table: Mapping[str, Any]) -> dict[str
         values[name] = value
     found = {}
     for owner, values in own.items():
-        for name, value in _validated(owner, values, where).items():
-            found[name] = _placed(file, where, owner, name, value)
+        for name, value in _validate(owner, values, where).items():
+            found[name] = _localize(file, where, owner, name, value)
     return found
 
 
@@ -322,14 +322,14 @@ def _owner(where: str, name: str) -> type[Options]:
     raise InputError(f"{where}: there is no option {name!r}{did_you_mean(name, known)}")
 
 
-def _validated(model: type[Options], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _validate(model: type[Options], values: Mapping[str, Any], where: str) -> dict[str, Any]:
     try:
         return model(**values).given()
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
 
 
-def _placed(file: ConfigFile, where: str, owner: type[Options], name: str, value: Any) -> Any:
+def _localize(file: ConfigFile, where: str, owner: type[Options], name: str, value: Any) -> Any:
     """The value with its paths from the file's folder, of which a project's may not lead out."""
     if name == "loras":
         return tuple(_lora(file, where, each) for each in value)

@@ -94,7 +94,7 @@ class DryRun:
         if self.stage_call.is_foreign:
             return _once(key, look)
         file = CacheFile("fast_path_places", repr(key))
-        return _once(key, lambda: _saved(file, look, list, _names))
+        return _once(key, lambda: _reuse(file, look, list, _names))
 
     @property
     def too_large(self) -> bool:
@@ -141,7 +141,7 @@ def dry_run(
         lambda: (
             _saved_of_pipeline(stage_call, key, run)
             if stage_call.is_foreign
-            else _saved(CacheFile("dry_runs", repr(key)), run, results_to_json, results_from_json)
+            else _reuse(CacheFile("dry_runs", repr(key)), run, results_to_json, results_from_json)
         ),
     )
     found = results.found.get(stage_call.component)
@@ -182,10 +182,10 @@ def _saved_of_pipeline(
     if not call.files:
         return run()
     file = CacheFile("pipeline_dry_runs", repr((key, call.files)), _MAX_PIPELINE_RUNS)
-    return _saved(file, run, results_to_json, results_from_json)
+    return _reuse(file, run, results_to_json, results_from_json)
 
 
-def _saved(
+def _reuse(
     file: CacheFile,
     run: Callable[[], _Found],
     to_json: Callable[[_Found], Any],
@@ -200,7 +200,7 @@ def _saved(
     found = run()
     from torch import float32, get_default_dtype
 
-    # Not saved: results under another default dtype, or that JSON can't hold.
+    # Not saved: results under another default dtype, or that don't fit JSON.
     is_whole = from_json(json.loads(json.dumps(to_json(found)))) == found
     if is_whole and get_default_dtype() == float32:
         file.write(to_json(found))
@@ -227,11 +227,11 @@ def stage_plan(run: DryRun, part: ComponentPlan, rates: Throughput | None) -> St
 
 def _seconds(run: DryRun, part: ComponentPlan, rates: Throughput) -> float:
     call = call_seconds(run.found.work, rates, part.fast_paths)
-    # What is kept in eight bits is made of what the files hold, each time that it is read.
+    # 8-bit weights are quantized from the file at each read.
     read = part.num_parameters * num_bytes(part.precision.compute) / rates.load
     load = max(part.weight_bytes / rates.load, read if part.precision.weight_dtype else 0.0)
     if part.block_offload:
-        # The next block comes while one computes: whichever takes longer.
+        # The next block loads while one computes: the longer time counts.
         call = max(call, load if part.from_disk else part.weight_bytes / _BUS)
     return load + call * run.stage_call.num_calls
 

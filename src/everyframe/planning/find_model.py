@@ -120,7 +120,7 @@ def find_model(request: Request, may_fetch: bool) -> tuple[ModelSpec, str]:
     """
     if request.model is None and request.prompt is None:
         raise InputError("give a prompt, or a model that needs none")
-    # Before the family is known: what is fetched depends on it.
+    # Before the family is known, as the files to fetch depend on it.
     variant = request.family_options.get("variant")
     replaced = tuple(request.components)
     location = locate(request.model or EMBEDDED_MODEL, variant=variant, without=replaced)

@@ -75,7 +75,7 @@ def _needs(plan: Plan, fitting: MemoryFit) -> str:
             f"{format_bytes(fitting.host_memory)} free"
         )
     largest = max(plan.components, key=lambda part: part.peak_bytes)
-    # Parts that share a stage are in memory together: none of them alone is what is too large.
+    # Components of one stage are in memory together: none of them alone is too large.
     together = plan.peak_bytes > largest.peak_bytes
     what = f"{plan.title}, all of it in memory at once," if together else f"the {largest.title}"
     components = fitting.model.components(plan.settings)

@@ -39,10 +39,10 @@ def survey(request: Request, *, certify: bool = False) -> FastPathList:
     prepared = prepare(request)
     untried: Mapping[str, str] = {}
     if certify:
-        untried, has_new_precision = _certified(prepared)
+        untried, has_new_precision = _certify(prepared)
         prepared = prepare(request)
         if has_new_precision:  # the other paths of that precision are known only now
-            untried = {**untried, **_certified(prepared)[0]}
+            untried = {**untried, **_certify(prepared)[0]}
             prepared = prepare(request)
     rows = []
     for part in prepared.plan.components:
@@ -57,7 +57,7 @@ def survey(request: Request, *, certify: bool = False) -> FastPathList:
     return FastPathList(prepared.plan, tuple(rows))
 
 
-def _certified(prepared: PreparedPlan) -> tuple[dict[str, str], bool]:
+def _certify(prepared: PreparedPlan) -> tuple[dict[str, str], bool]:
     """Create missing certificates.
 
     Returns paths without enough time, with the reason; and whether a precision was tried.
@@ -67,7 +67,7 @@ def _certified(prepared: PreparedPlan) -> tuple[dict[str, str], bool]:
     missing = []
     for part in prepared.plan.components:
         untried = [each.path for each in part.choices if each.verdict in ("expected", "untried")]
-        # A precision comes first: which attentions and blocks there are follows from it.
+        # Precisions first: the attention calls and blocks depend on them.
         names = [name for name in untried if name in PRECISIONS] or untried
         paths = tuple(CATALOGUE[name] for name in names)
         if paths:

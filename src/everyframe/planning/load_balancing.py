@@ -25,7 +25,7 @@ from everyframe.runtime.interface import ModelSpec, ShardableSpec
 if TYPE_CHECKING:
     from everyframe.planning.memory.component_memory import ComponentPlanner
 
-#: Speeds are rounded to so many steps, so that measurement noise changes no share.
+#: Speeds are rounded to this many steps, so that measurement noise changes no share.
 _STEPS = 16
 #: Steps of shares for memory, and maximum rounds of adjustment.
 _FINE, _ROUNDS = 256, 4
@@ -171,7 +171,7 @@ def with_weights(
     held = next((part for part in fitted.components if part.num_weight_shards > 1), None)
     if division is None or held is None or not isinstance(model, ShardableSpec):
         return division
-    # Not on top: it brings torch.
+    # Late import: brings torch.
     from everyframe.runtime.memory.weight_sharding import sharded_bytes
 
     run = next(run for run in fitted.runs if run.stage_call.component == held.name)
@@ -209,10 +209,10 @@ def idle_notes(division: ParallelPlan | None) -> tuple[str, ...]:
     for rank, plan in enumerate(division.ranks if division is not None else ()):
         if plan.idle_reason:
             whys.setdefault(plan.idle_reason, []).append(rank)
-    return tuple(f"{_listed(ranks)}: {why}" for why, ranks in whys.items())
+    return tuple(f"{_list_ranks(ranks)}: {why}" for why, ranks in whys.items())
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def _list_ranks(ranks: Sequence[int]) -> str:
     """Ranks in words; consecutive ones as a range."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"

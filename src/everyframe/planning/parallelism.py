@@ -27,7 +27,7 @@ from everyframe.hardware.throughput import with_fp16_tried
 from everyframe.parallel.uneven_split import group_ranks, uneven_sizes
 from everyframe.runtime.interface import CfgParallelSpec, ModelSpec, ShardableSpec, VideoGroup
 
-#: Free memory is rounded to so many steps of the largest.
+#: Free memory is rounded to this many steps of the largest.
 _ROOM = 16
 #: Nominal operations, and bytes to another device, per second of one device (of a CPU: one core).
 #: Only their ratio matters, for the choice between divisions.
@@ -135,7 +135,7 @@ def make_parallel_plan(
         return None
     effort = effort_of(settings)
     most = min(len(devices), settings.num_videos)
-    # A sequence that is named is that of all devices beside what else is named, as was checked.
+    # A named sequence degree uses all devices that other named degrees leave (checked before).
     counts = [asked.data or 1] if asked.data or asked.sequence else list(range(most, 0, -1))
     divisions = [
         replace(
@@ -152,7 +152,7 @@ def make_parallel_plan(
     kind = devices[0].kind
     speed = _OPERATIONS[kind] * (num_threads if kind == "cpu" else 1)
     pace = _Pace(speed, _BYTES[kind], _RING[kind])
-    # Several videos at once come first where both take as long: nothing is sent between them.
+    # At equal time, several videos at once come first: they exchange nothing.
     return min(divisions, key=lambda each: _seconds(each, effort, pace))
 
 
@@ -186,7 +186,7 @@ def weights_seconds(division: ParallelPlan | None, link: float | None = None) ->
     if division is None:
         return 0.0
     groups = [[division.ranks[rank].weight_bytes for rank in group] for group in division.groups]
-    # Each sends what it keeps to all others of its group.
+    # Each rank sends its shard to all others of its group.
     most = max(sum(sent) / max(1, len(sent) - 1) for sent in groups)
     return most / (link or _nominal_link(division))
 
@@ -395,6 +395,6 @@ def _rank_seconds(rank: RankPlan, backend: str, cost: StepCost, speed: float, pa
     computing, sending = share * cost.operations / second, rank.sent_bytes / pace.sent
     if backend != "ring":
         return computing + sending
-    # Keys are on their way while others are looked at.
+    # Sending keys overlaps with computing on others.
     looking = share * cost.attention / second
     return computing - looking + max(looking * pace.ring, sending)

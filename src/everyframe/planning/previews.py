@@ -9,7 +9,7 @@ from everyframe.core.request import Request
 from everyframe.runtime.interface import ModelSpec
 from everyframe.runtime.previews.latent_space import LatentSpace, PreviewableSpec
 
-#: About so many previews of a video.
+#: Approximate number of previews of a video.
 _NUM_PREVIEWS = 12
 
 
@@ -43,7 +43,7 @@ def plan_previews(
 def _by_decoder(
     path: str, space: LatentSpace, interval: int, often: str
 ) -> tuple[PreviewPlan, tuple[str, ...]]:
-    # Not on top: it brings torch.
+    # Late import: brings torch.
     from everyframe.runtime.previews.tiny_autoencoder import TinyDecoder
 
     place = expand_path(path, "preview_decoder")

@@ -135,7 +135,7 @@ def choose_method(
             raise InputError(f"quality {asked}: {asked.products} is disabled (--disable)")
         return _chosen(request, model, settings, asked, components, "named, not measured")
     assert isinstance(asked, float)
-    allowed = _allowed(request, model, settings, components, device)
+    allowed = _allowed_methods(request, model, settings, components, device)
     why_not = _why_exact(model, settings, allowed)
     key = None if why_not else calibration_key(model, settings, components, device)
     found = None if key is None else nearest_calibration(key, size_of(settings))
@@ -149,7 +149,7 @@ def choose_method(
         assert found is not None
         can_guide = can_guide_partly(model, request)
         fastest = found.fastest(asked, allowed, can_guide_partly=can_guide)
-        return _measured(request, settings, found, asked, fastest)
+        return _choose_measured(request, settings, found, asked, fastest)
     return _exact(request, settings, why_not)
 
 
@@ -175,7 +175,7 @@ def _chosen(
     return QualityChoice(settings, QualityPlan(request.quality, str(method), why))
 
 
-def _measured(
+def _choose_measured(
     request: Request,
     settings: Settings,
     found: Calibration,
@@ -216,7 +216,7 @@ def size_of(settings: Settings) -> tuple[int, int, int]:
     return settings.num_frames, settings.height, settings.width
 
 
-def _allowed(
+def _allowed_methods(
     request: Request,
     model: ModelSpec,
     settings: Settings,

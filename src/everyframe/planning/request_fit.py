@@ -96,7 +96,7 @@ def make_chooser(request: Request, target: Target) -> FastPathChooser:
     return FastPathChooser(
         device,
         pins_of(request, device, is_here=target.is_here),
-        # What is certified on one of them says nothing of the others.
+        # Certificates of one device say nothing about others.
         certificates if target.is_here and alike else None,
         known(target.facts, device, is_here=target.is_here).and_these(avoided),
         expects=alike,
@@ -147,7 +147,7 @@ class RequestFit:
         if can_share(request, self.model, shares.division):
             others.append({"shards": True})
         if shares.division is not None and shares.division.cfg_degree > 1:
-            # A branch apart has all of its tokens on fewer devices than both together have.
+            # With separate branches, all tokens of a branch are on fewer devices.
             others.append({"shards": sharded, "together": True})
         for how in others if not fitted.fits else ():
             other = self._shares(settings, products, **how)
@@ -156,7 +156,7 @@ class RequestFit:
                 shares, fitting, fitted = other, other.fitting, again
                 break
         check_effect(fitting.parts.quantising, self.model.title, fitted.components)
-        # What is too large for this device whatever is chosen is not tried.
+        # Skip what doesn't fit this device in any case.
         if self.will_run and fitted.fits:
             tried = component_certificates.make_at_once(
                 self.chooser.certificates, fitted.components, fitted.runs

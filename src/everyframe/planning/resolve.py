@@ -108,14 +108,14 @@ def prepare(
             "Python leaves docstrings out (-OO, or PYTHONOPTIMIZE=2), and transformers can't be "
             "imported without them; at most -O or PYTHONOPTIMIZE=1 is possible"
         )
-    # A class in memory and the embedded model have no files of the user.
+    # In-memory classes and the embedded model have no user files.
     is_foreign = given is None and request.model is not None
     with (
         _torchs_own_device() if given is None else nullcontext(),
         config_errors(str(request.model)) if is_foreign else nullcontext(),
         translate_device_loss("a device", "while the run was planned"),
     ):
-        return _prepared(
+        return _prepare(
             with_named_products(request), may_fetch, num_threads, devices, given, profile,
             with_seconds=with_seconds, will_run=will_run, freed=freed,
         )  # fmt: skip
@@ -130,7 +130,7 @@ def _torchs_own_device() -> AbstractContextManager[None]:
     return without_default_device()
 
 
-def _prepared(
+def _prepare(
     request: Request,
     may_fetch: bool,
     num_threads: int | None,
@@ -143,7 +143,7 @@ def _prepared(
     freed: Freed | None,
 ) -> PreparedPlan:
     model, family_name = _model(request, given, may_fetch=may_fetch)
-    # Before the machine is looked at, which takes torch: what cannot be asked is refused at once.
+    # Invalid requests are refused before the machine is read, which takes torch.
     settings, notes = model.resolve(request, _seed_of(request))
     _check_contents(request, settings, given)
     is_here = profile is None
@@ -155,7 +155,7 @@ def _prepared(
     num_threads = num_threads or default_threads(facts, len(devices), is_here=is_here)
     target = Target(facts, devices, num_threads, is_here=is_here)
     chooser = make_chooser(request, target)
-    # Repairs are of this machine, and a model in memory may hold any weights.
+    # Repairs belong to this machine; an in-memory model may hold any weights.
     is_own = is_here and given is None
     repairs = first_repairs(request, model, target) if is_own else ()
     fit = RequestFit(request, model, target, chooser, repairs, will_run=will_run).fit
@@ -186,7 +186,7 @@ def _prepared(
         quality=quality.plan,
         preview=preview,
     )
-    # A model in memory is there already: what is free says nothing against it.
+    # An in-memory model is already loaded, so free memory is no limit for it.
     if given is None:
         plan = replace(plan, infeasible=infeasible_reason(plan, fit_used, fitted, facts))
     return PreparedPlan(with_batch(plan, model) if is_own else plan, model, fitted, chooser)
@@ -215,7 +215,7 @@ def _model(
 def _check_contents(request: Request, settings: Settings, given: LoadedModel | None) -> None:
     """Raise `InputError` for invalid images, and for what the embedded model can't draw."""
     asked = (request.image, request.last_image, request.extend)
-    # Those with forms were looked at when the request was resolved.
+    # Those with forms were checked when the request was resolved.
     if not settings.given_forms and any(each is not None for each in asked):
         from everyframe.media.frame_source import check_given  # brings NumPy
 

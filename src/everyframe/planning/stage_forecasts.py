@@ -34,7 +34,7 @@ def stage_plans(
         if run.stage_call.denoises and stage.seconds is not None and rates is not None:
             if division is not None and division.backend == "ring":
                 sending = max(sending - _attention_seconds(run, rates), 0.0)
-            # Once: of two experts one works at each step.
+            # Counted once: of two experts, one runs in each step.
             stage = replace(stage, seconds=max(stage.seconds + sending, weights))
             sending = weights = 0.0
         stages.append(stage)

@@ -85,7 +85,7 @@ def _is_rate(value: Any) -> bool:
 
 
 def _by_kernel(name: str) -> AbstractContextManager[None]:
-    # Not on top: it brings torch, and all may have been tried before.
+    # Late import: brings torch, and all may have been tried before.
     from everyframe.ops.attention import by_kernel
 
     return by_kernel(name)

@@ -38,7 +38,7 @@ def _names_around(name: str) -> Iterator[str]:
 @lru_cache(maxsize=1024)
 def _matcher(islands: tuple[str, ...]) -> Callable[[str], re.Match[str] | None]:
     """Compile patterns into one matcher. A plan asks for thousands of names."""
-    # No islands hold nothing, where no alternatives would match anything.
+    # An empty pattern would match everything.
     return re.compile("|".join(map(translate, islands)) or r"(?!)").match
 
 

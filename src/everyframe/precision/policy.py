@@ -108,8 +108,8 @@ def _price_of_fp16(device: DeviceFacts) -> str:
 
 def _auto(device: DeviceFacts, needs: ComponentNeeds) -> tuple[str, tuple[str, ...]]:
     is_made_wide = needs.prefers == "float32" or needs.force_upcast
-    # Where a CPU multiplies faster in bfloat16, a decoder in float32 takes most of a short run.
-    # `force_upcast` is about the range of fp16; bfloat16 has that of float32.
+    # On a CPU with fast bfloat16, a float32 decoder would take most of a short run. `force_upcast`
+    # is about the range of fp16; bfloat16 has that of float32.
     if is_made_wide and not (device.kind == "cpu" and needs.decoder_islands):
         return "float32", ()
     if device.kind == "cpu":

@@ -69,7 +69,7 @@ class QuantisedLinear(nn.Module):
         """Dequantize W (out, in) to the dtype of the scales, which holds every code exactly."""
         is_int8 = storage_of(self.kind) == "int8"
         values = self.weight if is_int8 else self.weight.view(torch.float8_e4m3fn)
-        # Before the product: sums of values that are not scaled yet would overflow float16.
+        # Before the product: sums of unscaled values would overflow float16.
         return values.to(self.weight_scale.dtype).mul_(self.weight_scale)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
@@ -164,15 +164,15 @@ def quantise(weight: Tensor, kind: str, device: torch.device) -> tuple[Tensor, T
 
 def _to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Symmetric rounding: a row's largest magnitude maps to 127.5, midway between int8's ends."""
-    scale = _divided(_largest(rows), 127.5).clamp(min=torch.finfo(torch.float32).eps)
+    scale = _divide(_largest(rows), 127.5).clamp(min=torch.finfo(torch.float32).eps)
     return (rows * (1 / scale)).round().clamp(-128, 127).to(torch.int8), scale
 
 
 def _to_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
     """A row's largest magnitude maps to float8_e4m3fn's largest; returns the bits as int8."""
     most = torch.finfo(torch.float8_e4m3fn).max
-    # Rows of zeros are divided by something.
-    scale = _divided(_largest(rows).clamp(min=1e-12), most)
+    # Avoids division by zero for rows of zeros.
+    scale = _divide(_largest(rows).clamp(min=1e-12), most)
     return (rows / scale).clamp(-most, most).to(torch.float8_e4m3fn).view(torch.int8), scale
 
 
@@ -180,7 +180,7 @@ def _largest(rows: Tensor) -> Tensor:
     return rows.abs().amax(dim=1, keepdim=True)
 
 
-def _divided(x: Tensor, number: float) -> Tensor:
+def _divide(x: Tensor, number: float) -> Tensor:
     """Divide with IEEE 754 rounding.
 
     CUDA divides by a Python number as a product with its reciprocal. If the scale is then one bit

@@ -36,13 +36,13 @@ def strict_float32() -> Iterator[None]:
     The switches are process-wide; a lock keeps other runs of this process from computing meanwhile
     (`hardware.switches`).
     """
-    with exclusive(), _switched():
+    with exclusive(), _switch():
         yield
 
 
 @contextmanager
-def _switched() -> Iterator[None]:
-    # Made when torch is imported, so type checkers see none of them.
+def _switch() -> Iterator[None]:
+    # Set when torch is imported, so type checkers don't see them.
     backends: Any = torch.backends
     operations = (
         backends.cudnn.conv,
@@ -101,6 +101,6 @@ def _old_switches() -> tuple[bool, str]:
 
 
 def _set_old_switches(cudnn_allows_tf32: bool, products: str) -> None:
-    # Each sets new ones too, which come after it.
+    # Each also sets new ones, so those are restored afterwards.
     torch.backends.cudnn.allow_tf32 = cudnn_allows_tf32
     torch.set_float32_matmul_precision(products)

@@ -73,7 +73,7 @@ class Upcast:
         except BaseException:
             self.undo()
             raise
-        # The first of all hooks: later ones cast to the parameters' dtype, where there are any.
+        # The first hook: later ones cast to the parameters' dtype, if any.
         self._handles.append(
             module.register_forward_pre_hook(_WidenInputs(dtype), prepend=True, with_kwargs=True)
         )
@@ -85,7 +85,7 @@ class Upcast:
         exact = getattr(parameter, _FLOAT32, None) if dtype == torch.float32 else None
         # bfloat16 has the range, but not all the digits of float16.
         is_lossy = torch.finfo(dtype).eps > torch.finfo(before.dtype).eps
-        # What was upcast before has a storage of ours.
+        # Earlier upcasts have storage of ours.
         is_kept = is_lossy or exact is not None or (keeps_storage and not rungs)
         parameter.data = before.to(dtype) if exact is None else exact
         self._before.append((parameter, before.dtype, before if is_kept else None))

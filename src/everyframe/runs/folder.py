@@ -347,10 +347,10 @@ class RunSummary:
 
 def list_runs(root: str | Path | None = None) -> list[RunSummary]:
     """Summarize the runs in a folder (None: the default one), oldest first."""
-    return [_listed(folder) for folder in all_runs(None if root is None else Path(root))]
+    return [_summarize(folder) for folder in all_runs(None if root is None else Path(root))]
 
 
-def _listed(folder: RunFolder) -> RunSummary:
+def _summarize(folder: RunFolder) -> RunSummary:
     try:
         written = folder.run()
         settings: Mapping[str, Any] = written["record"]["settings"]

@@ -89,10 +89,10 @@ class FileReplayLog:
             return
         try:
             tensors: dict[str, Tensor] = {}
-            form = json.dumps(_taken_apart(answer, tensors))
+            form = json.dumps(_take_apart(answer, tensors))
             each = json.dumps([asdict(repair) for repair in repairs])
             data = save_tensors(tensors, metadata={_FORM: form, _REPAIRS: each, _CALL: call})
-            # Not awaited: what a power cut takes of it is seen by its hash, and made again.
+            # Not fsynced: the hash reveals what a power cut lost, and it is computed again.
             path = self._folder / _name(self._number, data)
             replace_file(path, data)
         except (OSError, NotSerializableError) as error:
@@ -152,7 +152,7 @@ def _read(path: Path, number: int, call: str) -> Any:
         raise CorruptRunError(f"{path} can't be read: {error!r}") from error
 
 
-def _taken_apart(answer: Any, tensors: dict[str, Tensor]) -> Any:
+def _take_apart(answer: Any, tensors: dict[str, Tensor]) -> Any:
     """The structure of a result, with its tensors moved into `tensors`."""
     if answer is None:
         return None
@@ -162,10 +162,10 @@ def _taken_apart(answer: Any, tensors: dict[str, Tensor]) -> Any:
         return {"tensor": name, **layout}
     if type(answer) in (tuple, list):
         kind = "tuple" if type(answer) is tuple else "list"
-        return {kind: [_taken_apart(each, tensors) for each in answer]}
+        return {kind: [_take_apart(each, tensors) for each in answer]}
     if isinstance(answer, Mapping) and _is_known(type(answer)):
         place = f"{type(answer).__module__}:{type(answer).__qualname__}"
-        items = {name: _taken_apart(each, tensors) for name, each in answer.items()}
+        items = {name: _take_apart(each, tensors) for name, each in answer.items()}
         return {"output": place, "items": items}
     raise NotSerializableError(
         f"a model answered with a {type(answer).__name__}, which can't be saved"

@@ -28,15 +28,15 @@ from everyframe.runtime.run_logs import OomEvent
 class FileOomLog:
     """Out-of-memory log of one stage of one clip, stored in the run folder.
 
-    `failed` is called with the reason if an event can't be saved or earlier ones can't be read.
+    `on_failure` is called with the reason if an event can't be saved or earlier ones can't be read.
     """
 
     def __init__(
-        self, folder: RunFolder, clip: int, stage: int, failed: Callable[[str], None]
+        self, folder: RunFolder, clip: int, stage: int, on_failure: Callable[[str], None]
     ) -> None:
         self._folder = folder
         self._place = [clip, stage]
-        self._failed = failed
+        self._on_failure = on_failure
 
     def known(self) -> tuple[OomEvent, ...]:
         return tuple(
@@ -47,13 +47,13 @@ class FileOomLog:
         try:
             self._folder.write_oom_events([*self._all(), [*self._place, [*astuple(event)]]])
         except OSError as error:
-            self._failed(error.strerror or str(error))
+            self._on_failure(error.strerror or str(error))
 
     def _all(self) -> list[Any]:
         try:
             return self._folder.oom_events()
         except CorruptRunError as error:
-            self._failed(str(error))
+            self._on_failure(str(error))
             return []
 
 
@@ -134,7 +134,7 @@ class RunStateWriter:
         self._notes: list[Event] = []
         self._last = time.monotonic()
         self._pause = how.pace.pause
-        # Seconds that were spent on the disk since the last write.
+        # Seconds spent on disk since the last write.
         self._spent = 0.0
         self._is_off = False
 
@@ -161,9 +161,9 @@ class RunStateWriter:
         try:
             self._write(self.folder, progress)
         except OSError as error:
-            self._failed(f"{error.strerror or error}")
+            self._note_failure(f"{error.strerror or error}")
         except NotSerializableError as error:
-            self._failed(str(error))
+            self._note_failure(str(error))
             self._is_off = True
         else:
             self._pause = self._how.pace.pause
@@ -181,8 +181,8 @@ class RunStateWriter:
         try:
             saved = to_jsonable(frames, self._store.keep)
         except OSError as error:
-            self._failed(f"{error.strerror or error}")
-            # A state without these frames would be none to continue from; the last one still is.
+            self._note_failure(f"{error.strerror or error}")
+            # A state without these frames could not be resumed; the last saved one can.
             self._is_off = True
             return
         progress.frames.append((event.seed, event.num_frames, saved))
@@ -273,7 +273,7 @@ class RunStateWriter:
         folder.write_state(state)
         store.sweep(hashes_in(videos) | hashes_in([list(each) for each in progress.frames]))
 
-    def _failed(self, why: str) -> None:
+    def _note_failure(self, why: str) -> None:
         assert self.folder is not None
         if self._pause < _AFTER_FAILURE:
             self.note(

@@ -41,13 +41,13 @@ def is_signed(values: Mapping[str, Any]) -> bool:
     if key is None or not isinstance(found, str):
         return False
     plain = {name: value for name, value in values.items() if name != SIGNATURE}
-    # Text of a file may hold lone surrogates.
+    # Text from a file may hold lone surrogates.
     theirs = found.encode(errors="surrogatepass")
     return hmac.compare_digest(_signature(plain, key).encode(), theirs)
 
 
 def _signature(values: Mapping[str, Any], key: bytes) -> str:
-    # As it comes out of its file: tuples are lists there, and keys are text.
+    # As read from its file, where tuples are lists and keys are text.
     text = json.dumps(json.loads(json.dumps(values)), sort_keys=True)
     return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 

@@ -28,9 +28,9 @@ from everyframe.runs.atomic_write import checksum
 _ENDING = ".safetensors"
 #: Name of the only tensor in a file.
 _NAME = "value"
-#: Gaps in a tensor's memory are saved too, up to so many times its own size.
+#: Gaps in a tensor's memory are saved too, up to this many times its size.
 _MOST_GAPS = 4
-#: Values of a tensor that repeats those of its memory, as an expanded one does. 128 MiB in float32.
+#: Maximum elements of a tensor with repeated memory, such as an expanded one; 128 MiB in float32.
 _MOST_REPEATED = 1 << 25
 
 
@@ -48,8 +48,8 @@ class TensorStore:
         if isinstance(value, np.generic):
             return {"as": "number", "dtype": value.dtype.name, "value": value.item()}
         if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-            # No negative stride and no foreign byte order goes into a tensor, and torch warns of
-            # arrays that can't be written to.
+            # Tensors take no negative strides and no foreign byte order, and torch warns of
+            # read-only arrays.
             plain = np.require(value, value.dtype.newbyteorder("="), ["C", "W"])
             return {"as": "array", "hash": self._write(torch.from_numpy(plain))}
         if isinstance(value, Image.Image):

@@ -31,7 +31,7 @@ class AlternatingThread:
 
     def __init__(self, function: Callable[[], Any], name: str) -> None:
         self.is_over = False
-        # None once it runs: it may hold what holds this, and shall go without the collector.
+        # None once it runs, to break a reference cycle.
         self._function: Callable[[], Any] | None = function
         self._name = name
         self._thread: threading.Thread | None = None
@@ -46,9 +46,8 @@ class AlternatingThread:
         function is raised here.
         """
         if self._thread is None:
-            # A thread begins without what was set in this one's context, torch's switches of
-            # compiling among it. A daemon, so that a function that hangs does not keep the process
-            # from ending.
+            # The context is copied: it holds torch's compile switches. A daemon, so that a hanging
+            # function does not keep the process alive.
             run, card = contextvars.copy_context().run, current_card()
             self._thread = threading.Thread(
                 target=run, args=(self._run, card), name=self._name, daemon=True

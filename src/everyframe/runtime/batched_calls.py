@@ -45,7 +45,7 @@ def _signature(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         return value.dtype, value.device, tuple(value.shape)
     if isinstance(value, TextContext):
-        # Texts of different lengths meet; each is attended to by itself.
+        # Texts may differ in length; each is attended to separately.
         kinds = (value.batch_size, value.blocks[0].keys.dtype, value.blocks[0].keys.device)
         return "text", kinds, len(value.blocks)
     if isinstance(value, Mapping):
@@ -71,8 +71,8 @@ class BatchedModule:
         # Texts of the videos in the call, and the number of the block that attends to them next.
         self._texts: tuple[TextContext, ...] = ()
         self._block = 0
-        # Shapes of inputs in calls of one video with so many rows: what is so many times as large
-        # in a call of several is of all videos.
+        # Input shapes in calls of one video, by number of rows: an input this many times as large
+        # in a batched call belongs to all videos.
         self._shapes: dict[tuple[int, int], set[tuple[int, ...]]] = {}
         self._batch = 0
         self._stack = ExitStack()
@@ -103,8 +103,8 @@ class BatchedModule:
         """
         batch, count = int(calls[0].args[0].shape[0]), len(calls)
         texts: list[tuple[TextContext, ...]] = []
-        args = _joined([call.args for call in calls], batch, texts)
-        kwargs = _joined([call.kwargs for call in calls], batch, texts)
+        args = _join([call.args for call in calls], batch, texts)
+        kwargs = _join([call.kwargs for call in calls], batch, texts)
         self._texts, self._block = texts[0] if texts else (), 0
         self._num_videos, self._batch = count, batch
         try:
@@ -136,7 +136,7 @@ class BatchedModule:
             return call.compute()
         number, self._block = self._block, self._block + 1
         made = [
-            # Its own tensors, not cut from those of all: bits depend on how they lie in memory.
+            # Its own tensors, not slices of the batch's: bits depend on memory layout.
             replace(call, args=(q, *text.blocks[number], text.mask)).compute()
             for q, text in zip(call.args[0].chunk(self._num_videos), self._texts, strict=True)
         ]
@@ -155,12 +155,12 @@ def _video_dim(shape: tuple[int, ...], known: set[tuple[int, ...]], num_videos: 
     return None
 
 
-def _joined(values: Sequence[Any], batch: int, texts: list[tuple[TextContext, ...]]) -> Any:
+def _join(values: Sequence[Any], batch: int, texts: list[tuple[TextContext, ...]]) -> Any:
     """One value for all calls: rows one after the other, and what all share."""
     first = values[0]
     if isinstance(first, TextContext):
         texts.append(tuple(values))
-        return _joined_texts(values)
+        return _join_texts(values)
     if isinstance(first, Tensor):
         if first.ndim and first.shape[0] == batch:
             return torch.cat(list(values))
@@ -168,24 +168,24 @@ def _joined(values: Sequence[Any], batch: int, texts: list[tuple[TextContext, ..
             return first
         raise UnequalCallsError("a tensor without rows differs from video to video")
     if isinstance(first, Mapping):
-        return {name: _joined([each[name] for each in values], batch, texts) for name in first}
+        return {name: _join([each[name] for each in values], batch, texts) for name in first}
     if isinstance(first, (tuple, list)):
-        made = [_joined(each, batch, texts) for each in zip(*values, strict=True)]
+        made = [_join(each, batch, texts) for each in zip(*values, strict=True)]
         return type(first)(*made) if hasattr(first, "_fields") else type(first)(made)
     if is_dataclass(first) and not isinstance(first, type):
         names = [each.name for each in fields(first)]
         parts = ([getattr(each, name) for each in values] for name in names)
-        return type(first)(*(_joined(part, batch, texts) for part in parts))
+        return type(first)(*(_join(part, batch, texts) for part in parts))
     return first
 
 
-def _joined_texts(texts: Sequence[TextContext]) -> TextContext:
+def _join_texts(texts: Sequence[TextContext]) -> TextContext:
     """The texts below each other, as long as the longest; where it matters each is cut again."""
     length = max(text.blocks[0].keys.shape[2] for text in texts)
     blocks = tuple(
         KeysValues(
-            torch.cat([_padded(each.keys, 2, length) for each in parts]),
-            torch.cat([_padded(each.values, 2, length) for each in parts]),
+            torch.cat([_pad(each.keys, 2, length) for each in parts]),
+            torch.cat([_pad(each.values, 2, length) for each in parts]),
         )
         for parts in zip(*(text.blocks for text in texts), strict=True)
     )
@@ -195,11 +195,11 @@ def _joined_texts(texts: Sequence[TextContext]) -> TextContext:
     for text in texts:
         keys = text.blocks[0].keys
         full = keys.new_ones((keys.shape[0], 1, 1, keys.shape[2]), dtype=torch.bool)
-        masks.append(_padded(full if text.mask is None else text.mask, 3, length))
+        masks.append(_pad(full if text.mask is None else text.mask, 3, length))
     return TextContext(blocks, torch.cat(masks))
 
 
-def _padded(x: Tensor, dim: int, length: int) -> Tensor:
+def _pad(x: Tensor, dim: int, length: int) -> Tensor:
     missing = length - x.shape[dim]
     if not missing:
         return x

@@ -72,14 +72,14 @@ def fill(
             continue
         layer = without_numbers(found[name], precision.weight_dtype)
         if target not in left:
-            values, scale = _quantized(weights, source, precision.weight_dtype, works)
+            values, scale = _quantize(weights, source, precision.weight_dtype, works)
             layer = QuantisedLinear(
                 precision.weight_dtype, values.to(lies), scale.to(lies), found[name].bias
             )
         swap(module, name, layer)
 
 
-def _quantized(
+def _quantize(
     weights: TensorFile, source: str, kind: str, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales of a weight on `device`: as the file has them, else rounded here."""
@@ -103,7 +103,7 @@ def from_files(
             return as_raised(scales.pop(layer), waiting)
         if own != SCALE and waiting.is_floating_point():
             return as_raised(weights.load(sources[name], device), waiting)
-        values, scale = _quantized(weights, sources[f"{layer}.weight"], kind, device)
+        values, scale = _quantize(weights, sources[f"{layer}.weight"], kind, device)
         if own == SCALE:
             return as_raised(scale, waiting)
         scales[layer] = scale
@@ -153,10 +153,9 @@ def load_component(
     device = torch.device("cpu") if part.block_offload else where
     rounded = quantization.rows(module, part.precision).keys()
     with quantization.as_quantised(module, part.precision):
-        # What comes at each call, from a file or from other ranks, is held against the file here
-        # and not read.
+        # Weights that arrive at each call, from a file or other ranks, are only checked here.
         leave = offload.unit_parameters(module) if part.from_disk else frozenset[str]()
-        held = _held(module, part, supply)
+        held = _shard_weights(module, part, supply)
         leave = leave if held is None else held.elsewhere
     left = load_strictly(
         module, opened, keys=keys, dtype=dtype_of, device=device, leave=leave | rounded
@@ -211,7 +210,7 @@ def rewrite_parameters(
     return True
 
 
-def _held(
+def _shard_weights(
     module: nn.Module, part: ComponentPlan, supply: Communicator | None
 ) -> ShardedWeightsProvider | None:
     """Provider of weights that ranks shard between them, if the plan shards any."""

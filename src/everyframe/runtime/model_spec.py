@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 _Config = TypeVar("_Config")
 
-#: Names of the components that files of LoRAs mean which name none.
+#: Component of LoRA files that name none.
 DENOISERS = ("denoiser", "unet")
 
 
@@ -264,7 +264,7 @@ class NativeModelSpec(LossySampling, ABC, Generic[_Options, _Files, _Config]):
     ) -> object:
         from everyframe.parallel.communicator import ONE
 
-        # By name: stages know the spec, and import torch.
+        # Imported by name: stages import this module, and torch.
         package, _, _ = type(self).__module__.rpartition(".")
         module, _, name = class_name.rpartition(".")
         stages = import_module(f"{package}.{module}")

@@ -80,7 +80,7 @@ def save_checkpoint(model: SavableSpec, folder: Path, dtype: torch.dtype | None,
     changed = model.changed_files(kind)
     if not changed:
         raise InputError("nothing of the model would change; give loras, components or quantize")
-    # What is copied is often published: no link of a stranger's folder brings this user's files in.
+    # Copies are often published: no link in a foreign folder may bring in this user's files.
     check_inside(source, source.rglob("*"))
     unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.unfinished")
     try:

@@ -52,7 +52,7 @@ def sample(denoise: Denoise, x: Tensor, sigmas: Tensor, *, start: int = 0) -> It
     num_steps = len(sigmas) - 1
     check_start(start, num_steps)
     x = as_state(x)
-    # Numbers of the state's own precision, on the CPU, where they may meet tensors of any device.
+    # Scalars of the state's precision, on the CPU, which combine with tensors of any device.
     levels = sigmas.to("cpu", x.dtype)
 
     def clean() -> Tensor:

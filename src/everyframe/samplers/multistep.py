@@ -173,7 +173,7 @@ def _ab2(
     before = history.levels[-1]
     step, last = path.tau(after) - path.tau(level), path.tau(level) - path.tau(before)
     slope = _slope(path, level, x, x0)
-    # The slope there was taken at the state that its step began from.
+    # The slope there belongs to the state from which its step began.
     change = slope - _slope(path, before, history.base, history.answers[-1])
     z = x / path.scale(level) + step * (slope + change * (step / (2 * last)))
     return z * path.scale(after)
@@ -228,7 +228,7 @@ def _moulton(
     return z * path.scale(level), z - slope * path.tau(level)
 
 
-def _unified(
+def _correct_unipc(
     path: DiffusionPath, history: _History, level: int, x: Tensor, x0: Tensor
 ) -> tuple[Tensor, Tensor]:
     """UniPC's corrector: the state at `level` again, now that its own answer `x0` is known."""
@@ -255,7 +255,7 @@ def _unified(
     return first + path.alphas[level] * b * change, x0
 
 
-_CORRECTORS = {"unipc": _unified, "abm2": _moulton}
+_CORRECTORS = {"unipc": _correct_unipc, "abm2": _moulton}
 
 
 def _estimate(

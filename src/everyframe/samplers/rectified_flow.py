@@ -153,8 +153,8 @@ def sample_masked(
             f"got {tuple(mask.shape)}"
         )
     x = as_state(x)
-    # Decided on the CPU, so that no device draws the line elsewhere, and in float32, where
-    # 0.7 * 1000 is 700 and a frame edited by 0.7 begins at that very timestep.
+    # Compared on the CPU, so that all devices agree, and in float32, where 0.7 * 1000 is 700, so
+    # that a frame edited by 0.7 begins at that timestep.
     threshold = mask.to("cpu", torch.float32) * num_timesteps
 
     def clean() -> Tensor:

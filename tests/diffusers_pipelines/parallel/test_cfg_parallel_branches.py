@@ -206,18 +206,18 @@ def test_real_ranks_send_and_compute_what_imagined_ones_do(ranks: Group, way: st
 
 def everything(video_group: Communicator) -> Callable[[], None]:
     """A rank computes what is not its own, and hands nothing on that is wrong for it."""
-    kept = CfgParallel._called
+    kept = CfgParallel._answer_call
 
     def called(self: Any, name: str, call: ModuleCall) -> Any:
         return call.compute()
 
-    CfgParallel._called = called  # type: ignore[method-assign]
-    return lambda: setattr(CfgParallel, "_called", kept)
+    CfgParallel._answer_call = called  # type: ignore[method-assign]
+    return lambda: setattr(CfgParallel, "_answer_call", kept)
 
 
 def other_branch(video_group: Communicator) -> Callable[[], None]:
     """The last rank takes the first branch of a batch, and has the first answer for its own."""
-    kept = cfg_parallel._of_branches, cfg_parallel.CfgParallel._exchanged
+    kept = cfg_parallel._of_branches, cfg_parallel.CfgParallel._exchange_tensors
 
     def of_branches(leaf: Tensor, one: int, count: int, mine: range, path: str) -> Tensor:
         return kept[0](leaf, one, count, range(len(mine)), path)
@@ -228,10 +228,10 @@ def other_branch(video_group: Communicator) -> Callable[[], None]:
 
     if video_group.rank == video_group.size - 1:
         cfg_parallel._of_branches = of_branches
-        CfgParallel._exchanged = exchanged  # type: ignore[method-assign]
+        CfgParallel._exchange_tensors = exchanged  # type: ignore[method-assign]
 
     def undo() -> None:
-        cfg_parallel._of_branches, CfgParallel._exchanged = kept  # type: ignore[method-assign]
+        cfg_parallel._of_branches, CfgParallel._exchange_tensors = kept  # type: ignore[method-assign]
 
     return undo
 

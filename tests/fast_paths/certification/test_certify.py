@@ -183,7 +183,7 @@ def test_a_precision_is_tried_by_its_convolutions(monkeypatch: pytest.MonkeyPatc
     assert outcome.is_right
     assert 5e-4 < outcome.error < 6e-3
     assert outcome.worst == "convolution of 2x8x5x40x40 by 16x8x3x3x3 in bfloat16"
-    right = trials._convolved
+    right = trials._convolve
 
     def wrong(told: tuple[Any, ...], x: Tensor, weight: Tensor) -> Tensor:
         out = right(told, x, weight)
@@ -191,7 +191,7 @@ def test_a_precision_is_tried_by_its_convolutions(monkeypatch: pytest.MonkeyPatc
             out[:, :, -1] = 0  # the end of a large output, as with cuDNN 9.8
         return out
 
-    monkeypatch.setattr(trials, "_convolved", wrong)
+    monkeypatch.setattr(trials, "_convolve", wrong)
     outcome = run_comparisons(trials.precision(subject, path), "cpu", time.monotonic() + PATIENCE)
     assert not outcome.is_right
     assert outcome.error > 0.3

@@ -63,7 +63,7 @@ def restore_after(pipe: Any) -> Iterator[None]:
     parts = pipe.components.values()
     before = [(part, part.attn_processors) for part in parts if hasattr(part, "set_attn_processor")]
     try:
-        with attributes_kept([pipe, *filter(_is_small, parts)], _copied):
+        with attributes_kept([pipe, *filter(_is_small, parts)], _copy_attributes):
             yield
     finally:
         _remove_guider_hooks(parts)
@@ -138,7 +138,7 @@ def _is_small(component: Any) -> bool:
     )
 
 
-def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
+def _copy_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
     """Copy attributes, with lists and mappings: schedulers store recent predictions in a list."""
     return {
         name: value.copy() if type(value) in (list, dict) else value

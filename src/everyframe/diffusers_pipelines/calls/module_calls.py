@@ -103,14 +103,14 @@ class DenoiserReplay:
         if self._denoisers and answers is not None:
             self._video.repairs = answers.repairs()
             for name, module in self._denoisers.items():
-                served = partial(self._called, answers, name)
+                served = partial(self._answer_call, answers, name)
                 self._on.enter_context(override_call(module, served))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._on.close()
 
-    def _called(self, answers: ReplayLog, name: str, call: ModuleCall) -> Any:
+    def _answer_call(self, answers: ReplayLog, name: str, call: ModuleCall) -> Any:
         """Return the saved answer if there is one; otherwise compute and save it."""
         args, kwargs = call.args, call.kwargs
         if self._watch.is_paused:
@@ -167,7 +167,7 @@ class EncodeOnLeadRank:
         # EasyAnimate puts a text's tokens, and what comes of them, where the encoder is.
         place = {} if self._group.is_lead else {"device": property(lambda _: self._here)}
         for module in self._modules.values():
-            self._on.enter_context(override_call(module, self._called, place))
+            self._on.enter_context(override_call(module, self._answer_call, place))
         return self
 
     @property
@@ -177,7 +177,7 @@ class EncodeOnLeadRank:
     def __exit__(self, *_: object) -> None:
         self._on.close()
 
-    def _called(self, call: ModuleCall) -> Any:
+    def _answer_call(self, call: ModuleCall) -> Any:
         answer = call.compute() if self._group.is_lead else None
         leaves, form = pytree.tree_flatten(answer, is_leaf=_is_leaf)
         plain = pytree.tree_unflatten([_plain(leaf) for leaf in leaves], form)

@@ -89,7 +89,7 @@ def merge_from_files(where: str, part: ComponentFolder, module: nn.Module) -> No
     opened = [PatchedTensorFile(open_checkpoint(file), part.patches) for file in part.weights]
     for name in part.patches:
         file = next((each for each in opened if name in each), None)
-        parameter = _named(name, parameters)
+        parameter = _find_parameter(name, parameters)
         if file is None or parameter is None or parameter.shape != file.shape(name):
             raise CheckpointError(
                 f"{where}: the files of its {part.name} hold {name!r} under another name than the "
@@ -112,7 +112,7 @@ def rewrite_from_files(
     pairs = []
     for name in names:
         file = next((each for each in opened if name in each), None)
-        parameter = _named(name, parameters)
+        parameter = _find_parameter(name, parameters)
         if file is None or parameter is None or parameter.dtype != dtype:
             return False
         pairs.append((file, name, parameter))
@@ -124,7 +124,7 @@ def rewrite_from_files(
     return True
 
 
-def _named(name: str, parameters: Mapping[str, nn.Parameter]) -> nn.Parameter | None:
+def _find_parameter(name: str, parameters: Mapping[str, nn.Parameter]) -> nn.Parameter | None:
     """The parameter of that name in the file; older files have some below another module."""
     if name in parameters:
         return parameters[name]

@@ -158,7 +158,7 @@ def _read(
     if not isinstance(given, str):
         raise CheckpointError(f"{folder / index_name} names no pipeline class (_class_name)")
     if code_file is not None and not trust:
-        raise CheckpointError(_untrusted(where, f"its pipeline is code of its own ({code_file})"))
+        raise _trust_error(where, f"its pipeline is code of its own ({code_file})")
     if not trust:
         _check_hints(where, index)
     public = without_notes(index)
@@ -198,8 +198,8 @@ def _maps_code(config: Mapping[str, Any]) -> bool:
     return bool(config.get("auto_map"))
 
 
-def _untrusted(where: str, what: str) -> str:
-    return (
+def _trust_error(where: str, what: str) -> CheckpointError:
+    return CheckpointError(
         f"{where} wants to run Python code that comes with it: {what}. Read that code; if you "
         "trust it, allow it with --trust-remote-code (trust_remote_code=True)"
     )
@@ -222,7 +222,7 @@ def _part(
     library, class_name = entry[:2]
     spec = entry[2] if len(entry) == 3 and isinstance(entry[2], dict) else {}
     if library is not None and not trust and not is_library(library):
-        raise CheckpointError(_untrusted(where, f"{name} is a {class_name} of {library!r}"))
+        raise _trust_error(where, f"{name} is a {class_name} of {library!r}")
     if library is None or class_name is None:
         return None
     folder = root / _subfolder(where, name, spec.get("subfolder"))
@@ -234,7 +234,7 @@ def _part(
             f"{folder.name}/ in it{hint}; get the whole checkpoint"
         )
     if (folder / f"{library}.py").is_file() and not trust:
-        raise CheckpointError(_untrusted(where, f"{name} is {library}.py"))
+        raise _trust_error(where, f"{name} is {library}.py")
     _check_files(where, root, name, folder)
     weights, found = ((), None) if is_replaced else _weights(where, name, folder, variant)
     part = ComponentFolder(name, str(library), str(class_name), folder, weights, found, trust)
@@ -247,7 +247,7 @@ def _part(
     # terminal whether to run code; the class of the component itself is named and looks for none.
     if not trust and any(map(_maps_code, inner_configs(part.config()))):
         what = f"the config of {name} has an auto_map"
-        raise CheckpointError(_untrusted(where, what))
+        raise _trust_error(where, what)
     if part.config().get("quantization_config"):
         raise CheckpointError(
             f"{where}: its {name} is quantised, which is not supported; take the checkpoint "
@@ -265,7 +265,7 @@ def _check_hints(where: str, index: Mapping[str, Any]) -> None:
             continue
         library = hint[0] if isinstance(hint, list) and len(hint) == 2 else hint
         if library is not None and not (isinstance(library, str) and is_library(library)):
-            raise CheckpointError(_untrusted(where, f"{name} is of {library!r}"))
+            raise _trust_error(where, f"{name} is of {library!r}")
 
 
 def is_library(name: str) -> bool:

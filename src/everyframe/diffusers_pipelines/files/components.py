@@ -55,10 +55,10 @@ class ComponentWeights:
 
 def held(files: PipelineFiles) -> tuple[ComponentWeights, ...]:
     """Every component with weights, in the order of the index; reads all of their headers."""
-    return tuple(_held(part, files) for part in files.models)
+    return tuple(_weights_of(part, files) for part in files.models)
 
 
-def _held(part: ComponentFolder, files: PipelineFiles) -> ComponentWeights:
+def _weights_of(part: ComponentFolder, files: PipelineFiles) -> ComponentWeights:
     opened = tensor_files(part)
     source = f"{files.where}/{part.name}" if part.tensors is None else part.weights[0].name
     packed = {
@@ -78,7 +78,7 @@ def needs_of(part: ComponentFolder, opened: Sequence[TensorFile]) -> ComponentNe
         sum(count.values()),
         islands=islands_of(part.name, component_class(part), count),
         range_islands=present(_T5_RANGE, count) if "T5" in part.class_name else (),
-        prefers=prefers(part.name, _stored(opened)),
+        prefers=prefers(part.name, _main_dtype(opened)),
         force_upcast=bool(part.config().get("force_upcast")),
         decoder_islands=outside_of("decoder", count) if has_frames(part.name) else (),
     )
@@ -124,7 +124,7 @@ def has_frames(name: str) -> bool:
     return "vae" in name and "audio" not in name
 
 
-def _stored(opened: Sequence[TensorFile]) -> str:
+def _main_dtype(opened: Sequence[TensorFile]) -> str:
     """The dtype of most bytes, by torch's name."""
     totals: dict[str, int] = {}
     for file in opened:

@@ -119,7 +119,7 @@ def _are_prompts(given: Any) -> bool:
 def _are_generators(given: Any) -> bool:
     import torch
 
-    listed = _listed(given)
+    listed = _as_list(given)
     return bool(listed) and all(
         isinstance(each, torch.Generator)
         or (isinstance(each, Mapping) and each.keys() == {"seed", "device"})
@@ -156,11 +156,13 @@ def call_values(own: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = {int(key): text for key, text in found[name].items()}
     given = found.get("generator")
     if given is not None:
-        found["generator"] = list(map(_made, given)) if isinstance(given, list) else _made(given)
+        found["generator"] = (
+            list(map(_generator, given)) if isinstance(given, list) else _generator(given)
+        )
     return found
 
 
-def _made(generator: Any) -> Any:
+def _generator(generator: Any) -> Any:
     import torch
 
     if not isinstance(generator, Mapping):
@@ -171,7 +173,7 @@ def _made(generator: Any) -> Any:
 def states_of(own: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """The generators passed to the call, each with its current state."""
     given = own.get("generator")
-    return [] if given is None else [(each, each.get_state()) for each in _listed(given)]
+    return [] if given is None else [(each, each.get_state()) for each in _as_list(given)]
 
 
 def with_seeds(option: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,7 +182,7 @@ def with_seeds(option: Mapping[str, Any]) -> dict[str, Any]:
     This makes a run reproducible from its record. A generator in any other state stays as it is.
     """
     given, found = option.get("generator"), dict(option)
-    if given is not None and _are_generators(given) and all(map(_is_fresh, _listed(given))):
+    if given is not None and _are_generators(given) and all(map(_is_fresh, _as_list(given))):
         found["generator"] = (
             list(map(_seed_of, given)) if isinstance(given, list) else _seed_of(given)
         )
@@ -197,7 +199,7 @@ def with_generator_seeds(request: Request, option: Mapping[str, Any], *, has_see
         InputError: a seed, or several videos, beside a generator.
     """
     given = option.get("generator")
-    if given is None or not _are_generators(given) or isinstance(_listed(given)[0], Mapping):
+    if given is None or not _are_generators(given) or isinstance(_as_list(given)[0], Mapping):
         return request
     if request.seed is not None:
         raise InputError(f"seed={request.seed} and generator both say what is drawn; give one")
@@ -206,7 +208,7 @@ def with_generator_seeds(request: Request, option: Mapping[str, Any], *, has_see
             "num_videos makes videos of seed, seed + 1, and so on; with a generator give "
             "num_videos_per_prompt"
         )
-    first, found = _listed(given)[0].initial_seed(), with_seeds(option)
+    first, found = _as_list(given)[0].initial_seed(), with_seeds(option)
     is_ours = found["generator"] == {"seed": first, "device": "cpu"} and first <= MAX_SEED
     if is_ours and not has_seed:
         del found["generator"]
@@ -218,7 +220,7 @@ def with_generator_seeds(request: Request, option: Mapping[str, Any], *, has_see
 def notes(option: Mapping[str, Any]) -> tuple[str, ...]:
     """Note for the user if a generator has drawn before, so the video can't be made again."""
     given = option.get("generator")
-    if given is None or all(map(_is_fresh, _listed(given))):
+    if given is None or all(map(_is_fresh, _as_list(given))):
         return ()
     return (
         "the generator that was given has drawn before, so no seed stands for it: the video can't "
@@ -226,7 +228,7 @@ def notes(option: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _listed(given: Any) -> list[Any]:
+def _as_list(given: Any) -> list[Any]:
     return given if isinstance(given, list) else [given]
 
 

@@ -66,7 +66,7 @@ def media_parameter_names(value: Any) -> Any:
 def check(interface: CallSignature, parameter: CallParameter, value: Any) -> None:
     """Raise `InputError` for a missing file, or a condition object with wrong fields."""
     if names_files(parameter, value):
-        for each in _listed(value):
+        for each in _as_list(value):
             if _OBJECT.fullmatch(os.fspath(each)):
                 raise InputError(
                     f"the video was made with a {parameter.name} given in Python; give it again"
@@ -75,7 +75,7 @@ def check(interface: CallSignature, parameter: CallParameter, value: Any) -> Non
         return
     if parameter.record is None:
         return
-    for each in _listed(value):
+    for each in _as_list(value):
         if isinstance(each, Mapping):
             _check_record(interface, parameter, each)
 
@@ -125,7 +125,7 @@ def as_fields(interface: CallSignature, own: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
@@ -136,12 +136,12 @@ def opened(interface: CallSignature, own: Mapping[str, Any], settings: Settings)
     Images are never resized: they show how something looks and not where it is.
     """
     return {
-        name: _opened(interface, interface.parameters[name], value, settings)
+        name: _open(interface, interface.parameters[name], value, settings)
         for name, value in own.items()
     }
 
 
-def _opened(
+def _open(
     interface: CallSignature, parameter: CallParameter, value: Any, settings: Settings
 ) -> Any:
     if names_files(parameter, value):
@@ -156,12 +156,12 @@ def _opened(
     if parameter.record is None:
         return value
     if isinstance(value, (list, tuple)):
-        return [_opened(interface, parameter, each, settings) for each in value]
+        return [_open(interface, parameter, each, settings) for each in value]
     if not isinstance(value, Mapping):
         return value
     known = record_fields(parameter)
     return parameter.record(
-        **{name: _opened(interface, known[name], each, settings) for name, each in value.items()}
+        **{name: _open(interface, known[name], each, settings) for name, each in value.items()}
     )
 
 

@@ -54,13 +54,13 @@ class PipelineOptions(FamilyOptions):
 
     @field_validator("option", mode="before")
     @classmethod
-    def _named(cls, given: Any) -> Any:
+    def _accept_texts(cls, given: Any) -> Any:
         """Accept a mapping, or ``NAME=VALUE`` texts whose values are JSON where they parse."""
         return _by_name(given)
 
     @model_validator(mode="before")
     @classmethod
-    def _shared(cls, values: Any) -> Any:
+    def _move_shared(cls, values: Any) -> Any:
         """Put shared options among the pipeline's parameters.
 
         Raises:

@@ -51,7 +51,7 @@ class PredictedAnswers:
 
     def __enter__(self) -> PredictedAnswers:
         for name, module in self._denoisers.items():
-            self._on.enter_context(override_call(module, partial(self._called, name)))
+            self._on.enter_context(override_call(module, partial(self._answer_call, name)))
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -59,7 +59,7 @@ class PredictedAnswers:
         if kind is None:
             self._budget.close()
 
-    def _called(self, name: str, made: ModuleCall) -> Any:
+    def _answer_call(self, name: str, made: ModuleCall) -> Any:
         if self._watch.is_paused:
             return made.compute()
         given = (made.module, made.args, made.kwargs)
@@ -74,25 +74,25 @@ class PredictedAnswers:
         is_predicted = time is not None and call in self._last and self._budget.leaves_out(step)
         if is_predicted:
             assert time is not None
-            answer = self._predicted(call, time)
+            answer = self._predict(call, time)
             if value_range(answer).is_finite:
                 notify_step_tracker(self._watch, name, *given)
-                self._skipped(call)
+                self._note_skipped(call)
                 return answer
         answer = made.compute()
-        return answer if time is None else self._computed(call, time, answer, step)
+        return answer if time is None else self._add_computed(call, time, answer, step)
 
     def _begin_step(self) -> None:
         """A step begins, with the call that is about to be made."""
 
-    def _predicted(self, call: Call, time: float) -> Any:
+    def _predict(self, call: Call, time: float) -> Any:
         tensors = iter([each.predict(time) for each in self._histories[call]])
         return map_tensors(self._last[call], lambda _: next(tensors))
 
-    def _skipped(self, call: Call) -> None:
+    def _note_skipped(self, call: Call) -> None:
         """A predicted answer is taken."""
 
-    def _computed(self, call: Call, time: float, answer: Any, step: int) -> Any:
+    def _add_computed(self, call: Call, time: float, answer: Any, step: int) -> Any:
         """Add a computed answer; returns what the pipeline gets for it."""
         found = self._tensors(call, answer)
         self._check(call, time, found, step)

@@ -54,7 +54,7 @@ class DeepCachedCalls:
             yield
 
     def __enter__(self) -> DeepCachedCalls:
-        self._on.enter_context(override_call(self._unet, self._called))
+        self._on.enter_context(override_call(self._unet, self._answer_call))
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -62,7 +62,7 @@ class DeepCachedCalls:
         if kind is None:
             self._budget.close()
 
-    def _called(self, call: ModuleCall) -> Any:
+    def _answer_call(self, call: ModuleCall) -> Any:
         if self._watch.is_paused:
             return call.compute()
         is_new, time = self._watch.next_step(call.module, call.args, call.kwargs)

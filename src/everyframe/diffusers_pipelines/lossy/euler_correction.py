@@ -84,15 +84,15 @@ class CorrectedAnswers(PredictedAnswers):
                     history.add(self._sigma(index - 1), tensor)
         self._newest.clear()
 
-    def _predicted(self, call: Call, time: float) -> Any:
-        return super()._predicted(call, self._sigma(self._scheduler.step_index))
+    def _predict(self, call: Call, time: float) -> Any:
+        return super()._predict(call, self._sigma(self._scheduler.step_index))
 
-    def _skipped(self, call: Call) -> None:
+    def _note_skipped(self, call: Call) -> None:
         index = self._scheduler.step_index
         height = self._sigma(index) - self._histories[call][0].times[-1]
         self._rises[call] = self._rises.get(call, 0.0) + height * self._length(index)
 
-    def _computed(self, call: Call, time: float, answer: Any, step: int) -> Any:
+    def _add_computed(self, call: Call, time: float, answer: Any, step: int) -> Any:
         found = self._tensors(call, answer)
         index = self._scheduler.step_index
         if index is not None:
@@ -101,10 +101,10 @@ class CorrectedAnswers(PredictedAnswers):
         self._newest[call], self._last[call] = found, answer
         if not rise or not self._length(index) or self._budget.is_spent:
             return answer
-        corrected = self._corrected(call, answer, rise, index)
+        corrected = self._correct(call, answer, rise, index)
         return corrected if value_range(corrected).is_finite else answer
 
-    def _corrected(self, call: Call, answer: Any, rise: float, index: int) -> Any:
+    def _correct(self, call: Call, answer: Any, rise: float, index: int) -> Any:
         """The answer that also moves the latents by what the steps before are corrected by."""
         histories, sigma = iter(self._histories[call]), self._sigma(index)
 

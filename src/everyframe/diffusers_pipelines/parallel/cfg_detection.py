@@ -174,7 +174,7 @@ def observe_calls(modules: Mapping[str, nn.Module], call: Callable[[], object]) 
     parts = {name: DryRunModule(module, None) for name, module in modules.items()}
 
     def steps(_: str) -> None:
-        with _seeing(modules, seen):
+        with _observe(modules, seen):
             try:
                 call()
             except _Enough:
@@ -185,12 +185,12 @@ def observe_calls(modules: Mapping[str, nn.Module], call: Callable[[], object]) 
 
 
 @contextmanager
-def _seeing(modules: Mapping[str, nn.Module], seen: ObservedCalls) -> Iterator[None]:
+def _observe(modules: Mapping[str, nn.Module], seen: ObservedCalls) -> Iterator[None]:
     names = denoisers(modules)
     pending = _Pending(seen)
     with ExitStack() as stack:
         for name in names:
-            stack.enter_context(override_call(modules[name], partial(_noted, seen, pending)))
+            stack.enter_context(override_call(modules[name], partial(_note_call, seen, pending)))
         for name, module in modules.items():
             if name in encoders(modules):
                 stack.enter_context(_whole(name, module, seen))
@@ -233,7 +233,7 @@ class _Pending:
         self._number = 0
 
 
-def _noted(seen: ObservedCalls, pending: _Pending, call: ModuleCall) -> Any:
+def _note_call(seen: ObservedCalls, pending: _Pending, call: ModuleCall) -> Any:
     answer = call.compute()
     leaves, form = pytree.tree_flatten(answer)
     shapes = tuple(tuple(leaf.shape) for leaf in leaves if _is_tensor(leaf))

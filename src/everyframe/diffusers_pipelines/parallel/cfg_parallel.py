@@ -128,7 +128,7 @@ class CfgParallel:
     def __enter__(self) -> CfgParallel:
         if self._num_groups > 1:
             for name, module in self._denoisers.items():
-                self._on.enter_context(override_call(module, partial(self._called, name)))
+                self._on.enter_context(override_call(module, partial(self._answer_call, name)))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -139,7 +139,7 @@ class CfgParallel:
     def _num_groups(self) -> int:
         return len(self._groups.ranks)
 
-    def _called(self, name: str, made: ModuleCall) -> Any:
+    def _answer_call(self, name: str, made: ModuleCall) -> Any:
         if self._around.is_paused:
             return made.compute()
         call = DenoiserCall(**vars(made), name=name)
@@ -157,7 +157,7 @@ class CfgParallel:
         with self._around.computing(call):
             answer = (call if part is None else part).compute()
         if part is not None:
-            answer = self._joined(answer, len(mine))
+            answer = self._join(answer, len(mine))
         return self._around.checked(call, answer)
 
     def _part(self, call: DenoiserCall, mine: range) -> ModuleCall | None:
@@ -190,14 +190,14 @@ class CfgParallel:
         args = tuple(cut.pop(name) for name in names)
         return ModuleCall(call.module, call.base, args, cut)
 
-    def _joined(self, answer: Any, load: int) -> Any:
+    def _join(self, answer: Any, load: int) -> Any:
         """Concatenate the results of all groups; this group's result has `load` branches."""
         leaves, form = pytree.tree_flatten(answer)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         each = [
-            [_scaled(_facts(one), load, other) for one in tensors] for other in self._groups.loads
+            [_scale(_facts(one), load, other) for one in tensors] for other in self._groups.loads
         ]
-        parts = self._exchanged(tensors, each)
+        parts = self._exchange_tensors(tensors, each)
         whole = iter([_beside(list(same)) for same in zip(*parts, strict=True)])
         return pytree.tree_unflatten(
             [next(whole) if isinstance(leaf, Tensor) else leaf for leaf in leaves], form
@@ -252,7 +252,7 @@ class CfgParallel:
             facts[call.owner] = self._exchange.video_group.broadcast_object(
                 self._last, first, _WHAT
             )
-        parts = self._exchanged(made, facts)
+        parts = self._exchange_tensors(made, facts)
         for call in calls:
             answer = pytree.tree_unflatten(parts[call.owner], self._branches.form)
             call.answer = self._around.checked(call, answer)
@@ -260,7 +260,7 @@ class CfgParallel:
 
     # ------------------------------------------------------------ both
 
-    def _exchanged(
+    def _exchange_tensors(
         self, mine: Sequence[Tensor], facts: Sequence[Sequence[_Facts]]
     ) -> list[list[Tensor]]:
         """Every group's tensors on every rank, sent as bytes; `facts` describes each tensor."""
@@ -270,7 +270,7 @@ class CfgParallel:
         lengths = [sum(_num_bytes(each) for each in group) for group in facts]
         came = self._exchange.exchange(part, lengths, _WHAT)
         return [
-            list(mine) if number == self._exchange.mine else _taken(came[number], group)
+            list(mine) if number == self._exchange.mine else _unflatten(came[number], group)
             for number, group in enumerate(facts)
         ]
 
@@ -296,7 +296,7 @@ def _facts(tensor: Tensor) -> _Facts:
     return [dtype_name(tensor.dtype), list(tensor.shape), memory_order(tensor)]
 
 
-def _scaled(facts: _Facts, load: int, other: int) -> _Facts:
+def _scale(facts: _Facts, load: int, other: int) -> _Facts:
     """The same facts for another number of branches."""
     dtype, (rows, *shape), order = facts
     return [dtype, [rows // load * other, *shape], order]
@@ -312,7 +312,7 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.permute(memory_order(tensor)).contiguous().view(-1).view(torch.uint8)
 
 
-def _taken(data: Tensor, group: Sequence[_Facts]) -> list[Tensor]:
+def _unflatten(data: Tensor, group: Sequence[_Facts]) -> list[Tensor]:
     """Inverse of `_flat`: the tensors, with their memory order."""
     found = []
     for piece, (dtype, shape, order) in zip(

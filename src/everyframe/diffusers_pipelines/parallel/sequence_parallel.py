@@ -180,7 +180,7 @@ class SequenceParallelTransformer(ModelPatch):
             return compute(q, k, v, mask)
 
         q_BHnD, k, v = (mine.taken(x.flatten(0, 1)[None]) for x in (q_BHnD, k, v))
-        mask = None if attn_mask is None else self._arranged(attn_mask, batch, heads)
+        mask = None if attn_mask is None else self._reorder_mask(attn_mask, batch, heads)
         out = mine.put_back(self._now(batch * heads).attend(core, q_BHnD, k, v, mask))
         return torch.unflatten(out[0], 0, (batch, heads))
 
@@ -192,7 +192,7 @@ class SequenceParallelTransformer(ModelPatch):
             self._attentions[key] = sequence_attention(self._backend, partition, self.group)
         return self._attentions[key]
 
-    def _arranged(self, mask_BHQL: Tensor, batch: int, heads: int) -> Tensor:
+    def _reorder_mask(self, mask_BHQL: Tensor, batch: int, heads: int) -> Tensor:
         """Reorder a mask of one sample, all heads (1, B * H, Q, L), to the ranks' token order."""
         starts = [0, *accumulate(sum(each) for each in self._streams)]
         parts = [uneven_ranges(sum(each), self.group.weights) for each in self._streams]

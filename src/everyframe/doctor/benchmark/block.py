@@ -69,7 +69,7 @@ def measure_memory(
     from everyframe.hardware.cpu import cpu_threads
 
     with cpu_threads(num_threads), torch.inference_mode():
-        # At a small size first, so that what it imports and what libraries set up is there.
+        # A small size first, to warm up imports and libraries.
         for each in (SIZES[0], size):
             if device.kind == "cuda":
                 torch.cuda.reset_peak_memory_stats(device.torch_name)
@@ -123,7 +123,7 @@ def built(
 
     module: nn.Module = copy.deepcopy(call.module())
     swap_modules(module, paths)
-    # On meta, so that no wider copy of the weights counts as memory.
+    # On meta, so that no wider copy of the weights counts.
     add_cast_hooks(module, precision, call.outputs(COMPONENT, module))
     module.to_empty(device=device).eval().requires_grad_(False)
     for each in (*module.parameters(), *module.buffers()):

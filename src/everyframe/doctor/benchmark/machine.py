@@ -50,7 +50,7 @@ def benchmark(
     Raises:
         InputError: there is no such device.
     """
-    # Not on top: these bring torch.
+    # Late import: brings torch.
     from everyframe.hardware.facts import machine_facts, pick_device
     from everyframe.planning.resolve import default_threads
 
@@ -88,12 +88,12 @@ class _Measuring:
     def peaks(self) -> tuple[PeakResult, ...]:
         self.on_progress("peaks: matrix products and copies")
         dtypes = tuple(name for name in _PRODUCTS if name in self.device.dtypes)
-        found = self._measured("peaks", peaks.measure_peaks, dtypes)
+        found = self._measure("peaks", peaks.measure_peaks, dtypes)
         return tuple(PeakResult(**each) for each in found or ())
 
     def video(self) -> VideoResult | None:
         self.on_progress("a video of the embedded model, twice")
-        found = self._measured("video", video.measure_video)
+        found = self._measure("video", video.measure_video)
         return None if found is None else VideoResult(**found)
 
     def blocks(
@@ -189,7 +189,7 @@ class _Measuring:
             ]
         return tuple(found)
 
-    def _measured(self, part: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _measure(self, part: str, function: Callable[..., Any], *arguments: Any) -> Any:
         ended = run_isolated(
             function, self.device.torch_name, *arguments, self.num_threads, seconds=_PART_SECONDS
         )

@@ -110,7 +110,7 @@ def large_keys(device: str) -> dict[str, Any]:
     k = q + 0.5 * torch.randn(q.shape, generator=generator)
     v = torch.randn(q.shape, generator=generator)
     wrong, errors = [], {}
-    # fp16 on a CPU too: at this size it is quick, and its range is what this is about.
+    # fp16 on a CPU too: it is quick at this size, and the probe is about its range.
     for dtype in {torch.float16, *dtypes_of(device)} - {torch.float32}:
         a, b, c = (x.to(dtype) for x in (q, k, v))
         got = attention(a.to(device), b.to(device), c.to(device))

@@ -75,7 +75,7 @@ def convolution(device: str) -> dict[str, Any]:
             module, given = conv.to(dtype), x.to(dtype)
             corner = given[..., :16, :16].double()
             want = F.conv3d(corner, _wide(module.weight), _wide(module.bias))
-            got, seconds, outputs = _timed(module.to(device), given.to(device), kind)
+            got, seconds, outputs = _time(module.to(device), given.to(device), kind)
             module.to("cpu")
             error = largest_error(got[..., :14, :14], want).relative
             measured[dtype_name(dtype)] = {"error": error, "seconds": seconds, "outputs": outputs}
@@ -97,7 +97,7 @@ def _wide(x: Tensor | None) -> Tensor:
     return x.detach().cpu().double()
 
 
-def _timed(module: nn.Module, x: Tensor, kind: str) -> tuple[Tensor, float, float | None]:
+def _time(module: nn.Module, x: Tensor, kind: str) -> tuple[Tensor, float, float | None]:
     """The result, its time in seconds, and its peak memory beyond the result."""
     peak = None
     if kind == "cuda":

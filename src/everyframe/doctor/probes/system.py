@@ -23,7 +23,7 @@ def bf16(device: str) -> dict[str, Any]:
     """Time a product in every dtype, and report whether bf16 is slower than float32."""
     size = 384 if torch.device(device).type == "cpu" else 4096
     seconds = {}
-    # bf16 even where runs don't use it: whether it is emulated is the question.
+    # bf16 even if runs don't use it: the probe checks whether it is emulated.
     for dtype in dict.fromkeys((*dtypes_of(device), torch.bfloat16)):
         try:
             seconds[dtype_name(dtype)] = _product(size, device, dtype)

@@ -58,7 +58,7 @@ def compile(  # noqa: A001 - as `torch.compile` is named
     Raises:
         InputError: there is nothing to compile, or no compiler and nothing compiled before.
     """
-    return _compiled(model, components, dynamic=dynamic, compiles=True)
+    return _compile(model, components, dynamic=dynamic, compiles=True)
 
 
 def save_compiled(model: Any, target: str | Path) -> Path:
@@ -99,7 +99,7 @@ def load_compiled(
     parts = _parts(model, components)
     device = getattr(model, "_execution_device", None) or _device(parts)
     package_store.check(target, device)
-    return _compiled(model, components, dynamic=True, compiles=False)
+    return _compile(model, components, dynamic=True, compiles=False)
 
 
 def quantize(
@@ -145,7 +145,7 @@ def _is_quantized(module: nn.Module) -> bool:
     return isinstance(module, QuantisedLinear) or dynamic_quantization.is_quantized(module)
 
 
-def _compiled(
+def _compile(
     model: ModelT, components: Sequence[str] | None, *, dynamic: bool, compiles: bool
 ) -> ModelT:
     parts = _parts(model, components)

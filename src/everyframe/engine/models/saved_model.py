@@ -16,7 +16,7 @@ from everyframe.precision.quantization import rows
 from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.saved_checkpoint import ChangedFile
 
-#: The precision in which eight bits save least.
+#: The precision in which 8 bits save least.
 _WIDTH = ("bfloat16", "bfloat16")
 _SAFETENSORS = ".safetensors"
 
@@ -68,7 +68,7 @@ class SavableNative:
                 ChangedFile(
                     path.relative_to(root),
                     opened,
-                    self._changed(name, opened, keys),
+                    self._find_changed(name, opened, keys),
                     {key: quantize for key in opened if keys.target(key) in quantized},
                     {key for key in opened if in_island(keys.target(key) or "", need.islands)},
                     tuple(place.relative_to(root) for place in {*places}),
@@ -78,7 +78,7 @@ class SavableNative:
             raise InputError(f"quantize has no effect on {spec.title}: nothing of it is quantized")
         return found
 
-    def _changed(self, component: str, opened: TensorFile, keys: KeyMap) -> set[str]:
+    def _find_changed(self, component: str, opened: TensorFile, keys: KeyMap) -> set[str]:
         """Names in the file of tensors that are not as a file stores them."""
         patched = self.spec.patched.patches.get(component, {})
         groups = {name: group for group in keys.tied for name in group}
@@ -95,6 +95,6 @@ class SavableNative:
         need = next(each for each, _, _ in self.spec.builder.needs() if each.name == component)
         count, whole = self.spec.builder.num_elements[component], Precision(*_WIDTH, need.islands)
         found = rows(self.spec.builder.empty(component), replace(whole, weight_dtype=kind))
-        # As a plan decides; what it would not quantize is the same weights in any case.
+        # As a plan decides; weights that it would not quantize are unchanged anyway.
         is_worth = weight_bytes(count, whole, rows=found) < WORTH * weight_bytes(count, whole)
         return {*found} if kind and is_worth else set()

@@ -81,7 +81,7 @@ def _connect(address: str) -> None:
     from ray.exceptions import AuthenticationError, RayError
 
     here, handler = os.getcwd(), signal.getsignal(signal.SIGTERM)
-    # The place of this package is the only folder that we want there.
+    # Only this package's location belongs there.
     os.chdir(Path(__file__).parents[3])
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR",

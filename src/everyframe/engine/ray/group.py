@@ -30,11 +30,11 @@ from everyframe.engine.workers.worker_process import WorkerJob
 
 #: Seconds for an actor to start and to say hello; a node may have to import from a slow disk.
 _START = 120.0
-#: Seconds to wait for the reason of a lost peer: a dead process is seen at once, a node later.
+#: Seconds to wait for the reason of a lost peer: a dead node is noticed late.
 _REASON = 15.0
 #: Seconds for an actor to remove its files.
 _END = 5.0
-#: Messages that a rank may be ahead of us.
+#: Maximum number of unread messages of a rank.
 _AHEAD = 16
 
 
@@ -115,7 +115,7 @@ class RayGroup:
                 if name_ == "end":
                     del at_work[stream]
                 elif name_ == "error":
-                    raise self._explained(at_work, stream, value, ranks)
+                    raise self._explain(at_work, stream, value, ranks)
                 elif name_ == "log":
                     log_record(value)
                 else:
@@ -133,7 +133,7 @@ class RayGroup:
             where = f"rank {rank} on the node {place.host} ({place.address})"
             raise RankLostError(f"{where} was lost: {first_line(error)}") from error
 
-    def _explained(
+    def _explain(
         self, at_work: dict[Any, int], stream: Any, value: Any, ranks: Sequence[Rank]
     ) -> Exception:
         """The error that explains a failure: a rank that lost a peer does not know why."""
@@ -189,7 +189,7 @@ def placed_group(
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     bundle = {"CPU": 1.0, **({"GPU": 1.0} if kind == "GPU" else {})}
-    placed = _placed([bundle] * num_ranks, seconds, stop)
+    placed = _place([bundle] * num_ranks, seconds, stop)
     actors: list[Any] = []
     try:
         for at in range(num_ranks):
@@ -205,7 +205,7 @@ def placed_group(
         remove_placement_group(placed)
 
 
-def _placed(bundles: list[dict[str, float]], seconds: float, stop: StopSwitch | None) -> Any:
+def _place(bundles: list[dict[str, float]], seconds: float, stop: StopSwitch | None) -> Any:
     """A placement group of these bundles, on one node if possible."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -275,5 +275,5 @@ def _end(actors: Sequence[Any]) -> None:
         for each in actors:
             ray.kill(each, no_restart=True)
     except (RayError, ValueError) as error:
-        # The cluster is gone, and they with it.
+        # The cluster is gone, and its actors with it.
         logging.getLogger(__name__).debug("actors can't be ended: %s", error)

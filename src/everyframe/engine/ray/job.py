@@ -230,7 +230,7 @@ class _SavedRun:
         trusts = job.trust_remote_code
         if job.request is not None:
             trusts = bool(job.request.family_options.get("trust_remote_code"))
-        # Until the first plan on other devices is here, those that were asked for are.
+        # The requested devices, until the first plan on other devices arrives.
         ranks = job.ranks if not self._has_run and number == len(job.weights) else None
         if ranks is None and number != ranks_of(self._folder):
             ranks = {"num_devices": number}

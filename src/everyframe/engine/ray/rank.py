@@ -42,7 +42,7 @@ from everyframe.runs.folder import Lock, RunFolder
 
 #: Seconds between looks at the saved state while no event comes.
 _PAUSE = 0.5
-#: Most messages that wait for the other side.
+#: Maximum number of unread messages.
 _MOST_WAITING = 8
 #: Prefix of the working folders of all ranks.
 _PREFIX = "everyframe-ray-"
@@ -74,9 +74,9 @@ class RayRank:
         self._lock = Lock(self._folder / "lock")
         self._messages: queue.Queue[bytes] = queue.Queue(_MOST_WAITING)
         self._is_over = False
-        #: Our path for each text of the other side that names an input file.
+        #: Local path of each input file, by its text on the other side.
         self._texts: dict[str, str] = {}
-        # What the worker and its launcher write goes with this folder, however this process ends.
+        # The output of worker and launcher is deleted with this folder, however this process ends.
         os.environ["TMPDIR"] = tempfile.tempdir = str(self._folder)
         _forget_threads_of_ray()
 
@@ -109,7 +109,7 @@ class RayRank:
         folder = RunFolder(self._folder / asked.name)
         is_lead = asked.job.rank == 0
         try:
-            job = self._prepared(asked, folder, from_bytes(run)[1], from_bytes(inputs)[1])
+            job = self._prepare(asked, folder, from_bytes(run)[1], from_bytes(inputs)[1])
             reader = RunReader(folder, is_lead=is_lead, is_copy=job.run is not None)
         except Exception as error:  # noqa: BLE001 - raised again by the other side
             yield to_bytes("error", {"error": error_data(error), "keeps": True})
@@ -120,7 +120,7 @@ class RayRank:
                 message = self._messages.get(timeout=_PAUSE)
             except queue.Empty:
                 message = b""
-            # Before the event: the consumer of a step has its state.
+            # Before the event, so that the consumer of a step has its state.
             changes = reader.changes()
             if changes is not None:
                 yield to_bytes("state", self._with_their_paths(changes))
@@ -134,7 +134,7 @@ class RayRank:
         shutil.rmtree(self._folder, ignore_errors=True)
         return to_bytes("ended")
 
-    def _prepared(
+    def _prepare(
         self, asked: RankJob, folder: RunFolder, run: RunChanges | None, inputs: InputFiles
     ) -> WorkerJob:
         """The job with the paths of this node, after its files were written here."""

@@ -29,7 +29,7 @@ _NAMES = re.compile(
 )
 _STATE = re.compile(r"state(-\d+)?\.json")
 _RUN = "run.json"
-#: Attempts to read a state that is replaced meanwhile.
+#: Attempts to read a state that is being replaced.
 _ATTEMPTS = 20
 
 _Stamp = tuple[int, int, int]
@@ -70,7 +70,7 @@ class RunReader:
         for _ in range(_ATTEMPTS):
             found = self._stamps()
             new = [name for name, stamp in found.items() if self._known.get(name) != stamp]
-            # The state first: what it names was written before it.
+            # The state first: the files it names were written before it.
             new.sort(key=lambda name: (not _STATE.fullmatch(name), name))
             files = {name: data for name in new if (data := self._read(name)) is not None}
             if _states(found) == _states(self._stamps()):
@@ -78,7 +78,7 @@ class RunReader:
         else:
             return None
         stamp = _stamp(self.folder.path / _RUN)
-        # It is the first file to go when a run is removed.
+        # This file is deleted first when a run is removed.
         if stamp is None and (self._is_lead or self._run is not None):
             return None
         run = self.folder.run() if self._is_lead and stamp != self._run else None

@@ -50,7 +50,7 @@ def plain(value: Any) -> Any:
         return public_name(os.fspath(value))
     if isinstance(value, (str, int, float, bool, type(None))):
         return value
-    # An object given in Python; a picture is one whichever file it was read from.
+    # An object given in Python; a picture counts as one, whichever file it was read from.
     kind = Image.Image if isinstance(value, Image.Image) else type(value)
     return f"<{kind.__name__}>"
 
@@ -115,7 +115,7 @@ def content_hash(path: Path) -> str:
 def as_bytes(value: Any) -> bytes:
     """Values of a tensor, array or video as bytes, for hashing."""
     if isinstance(value, torch.Tensor):
-        # NumPy has no bfloat16 and sees no other device's memory.
+        # NumPy has no bfloat16 and reads no device memory.
         value = value.detach().to("cpu", torch.float32)
     if isinstance(value, Video):
         value = value.frames

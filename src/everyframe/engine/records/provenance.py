@@ -93,7 +93,7 @@ def for_seed(record: dict[str, Any], seed: int) -> dict[str, Any]:
     settings = {**record["settings"], "seed": seed, "num_videos": 1}
     mine = {**record, "request": {**request, "seed": seed}, "settings": settings}
     if isinstance((request.get("option") or {}).get("generator"), str):
-        # Its generator was given in Python in a state of its own: no seed stands for it.
+        # A generator given in Python has its own state, which no seed reproduces.
         mine["request"]["seed"] = settings["seed"] = None
     repairs = [each for each in record.get("repairs", ()) if each["seed"] in (None, seed)]
     mine.pop("repairs", None)
@@ -254,7 +254,7 @@ def request_from(
     is_anew = bool(wanted.keys() & {"quality", "num_inference_steps", "disable"})
     if not names_products:
         is_of_quality = is_anew and asked.get("quantize", "auto") == "auto"
-        asked |= {"quantized": _quantized(record, PRODUCTS if is_of_quality else ())}
+        asked |= {"quantized": _recorded_quantization(record, PRODUCTS if is_of_quality else ())}
     if not is_anew:
         kinds = asked.get("quantized", {}).values()
         asked["method"] = recorded_method(checked.settings.sampling_method(), kinds)
@@ -281,7 +281,7 @@ def _recorded_repairs(record: Mapping[str, Any]) -> tuple[Repair, ...]:
         raise InputError(f"the repairs in this record can't be read: {error}") from error
 
 
-def _quantized(record: Mapping[str, Any], left_out: Collection[str]) -> dict[str, str]:
+def _recorded_quantization(record: Mapping[str, Any], left_out: Collection[str]) -> dict[str, str]:
     """Recorded weight quantization: chosen for one machine's memory, visible in the frames."""
     found: dict[str, str] = {}
     for part in record.get("plan", {}).get("components", ()):
@@ -356,7 +356,7 @@ def differences(
         if repair.get("cause") == "memory"
     ]
     if record.get("request") == other["request"]:
-        # What was asked is the same, so a setting that is not has another default now.
+        # The request is the same, so a setting that differs has a new default.
         was, now = (_flat(each.get("settings", {})) for each in (record, other))
         found += [
             f"the default of {name} was {was[name]!r}, is {now[name]!r}"

@@ -236,7 +236,7 @@ def _check_files(name: str, value: Any, *, may_be_words: bool, key: str = "") ->
             f"again: {flag_of(name)} FILE"
         )
     elif isinstance(value, str) and "prompt" not in key:
-        # As what reads them does: from the home folder, too.
+        # Expanded as by the reader, from the home folder too.
         named = (os.path.expanduser(each.strip()) for each in (value, *value.split(",")))
         if any(map(os.path.exists, named)):
             raise InputError(
@@ -287,7 +287,7 @@ def _check_identity(name: str, value: Mapping[str, Any]) -> None:
         found = Identity.model_validate(value)
     except ValidationError as error:
         raise InputError(f"the record's {name} can't be read: {explain(error)}") from None
-    # The name comes from a file that anybody may have made: no folders, only this one.
+    # The name comes from an untrusted file: no other folder than this one.
     if found.file is not None and not is_plain_name(found.file):
         raise InputError(
             f"the video was made from the file {found.file!r}, which is no name of a file in this "

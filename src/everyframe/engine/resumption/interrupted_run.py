@@ -100,7 +100,7 @@ def load_run(folder: RunFolder) -> InterruptedRun:
             fallbacks=applied_fallbacks(written.get("fallbacks", ())),
         )
         for path in folder.path.glob("oom_events*.json"):
-            # Without them other bits may come of it: from there on it was computed otherwise.
+            # Without them the bits may differ: the steps after it used them.
             read_json(path)
     except CorruptRunError as error:
         raise error.reworded(

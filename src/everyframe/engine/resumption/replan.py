@@ -24,7 +24,7 @@ from everyframe.runs.run_state import RunState
 from everyframe.runtime.interface import DryRunSpec, ModelSpec
 from everyframe.runtime.memory.memory_fallbacks import MemoryFallback, RemainingFallbacks
 
-#: Options about devices and their shares; none of them carries over to other devices.
+#: Options about devices and shares, which don't carry over to other devices.
 OF_RANKS = ("num_devices", "devices", "parallel", "shares", "shard_weights")
 
 

@@ -73,7 +73,7 @@ def resume_run(
     run's devices. `out_of_memory` asks for the next memory fallback. `named` are options given
     again, as a stranger's run needs; None if this call began it. `cache`, of `stream`, is emptied.
     """
-    lock = _locked(folder) if (leads := join is None or join.rank == 0) else None
+    lock = _lock(folder) if (leads := join is None or join.rank == 0) else None
     try:
         run = load_run(folder).with_named(named)
         place = _place_of_report(run) if leads else None
@@ -91,7 +91,7 @@ def resume_run(
             run, changes = replace(run, plan=plan), (*map(Note, change_notes(run.plan, plan)),)
         yield Planned(run.plan)
         record = make_record(run.plan, request, (model := model.fetch()).weight_files())
-        yield from (*changes, *map(Note, _compared(run, record)), WeightsReady(record))
+        yield from (*changes, *map(Note, _compare(run, record)), WeightsReady(record))
         if not left:
             yield from _all_made(folder)
             return
@@ -100,7 +100,7 @@ def resume_run(
         how = SaveOptions(folder.path.parent, run.output, run.as_uint8, cleans, pace)
         writer = RunStateWriter(replace(folder, part=here.group) if here.leads else None, how, lock)
         progress, message = _read(writer, run, here.mine(left))
-        yield from map(Note, (message, *_skipped(skip if out_of_memory is None else ())))
+        yield from map(Note, (message, *_skipped_note(skip if out_of_memory is None else ())))
         if peers is not None:  # before anybody writes
             peers.world.all_gather_object(None, "ranks read what was kept")
         if leads and changes:
@@ -119,7 +119,7 @@ def _all_made(folder: RunFolder) -> Iterator[Note]:
     folder.remove()
 
 
-def _locked(folder: RunFolder) -> Lock:
+def _lock(folder: RunFolder) -> Lock:
     """Lock the run for this process; `InputError` if that fails."""
     try:
         return folder.locked()
@@ -144,7 +144,7 @@ def _write_anew(run: InterruptedRun, request: Request, record: Mapping[str, Any]
     write(run.folder, entries, request, run.plan, record, is_own=run.is_own)
 
 
-def _skipped(seeds: Collection[int]) -> tuple[str, ...]:
+def _skipped_note(seeds: Collection[int]) -> tuple[str, ...]:
     named = ", ".join(map(str, sorted(seeds)))
     return (f"finished videos are left unchanged: seed {named}",) if seeds else ()
 
@@ -168,7 +168,7 @@ def _read(
             done = f"{clip}stage {progress.stage + 1}, {sum(t.step for t in videos)} of its steps"
             message = f"resuming {name}: {done} done{served}"
     except CorruptRunError as error:
-        # All of it follows from what was asked, so nothing but time is lost.
+        # The request determines everything, so only time is lost.
         fresh = initial_videos(run.request, run.plan)
         wanted = {video.seed for video in videos}
         progress = RunState(videos=[video for video in fresh if video.seed in wanted])
@@ -200,7 +200,7 @@ def _model_here(
             f"the run {run.folder.name} was made with a {run.plan.model} that was given in Python; "
             f"load that again and call everyframe.resume({run.folder.name!r}, pipe=pipe)"
         )
-    # A run was begun with all of a model; what its folder names besides is not fetched for it.
+    # The run began with all files of its model; others that its folder names are not fetched.
     name = run.request.model
     return find_model(run.request, may_fetch=name is None or is_listed(name))[0]
 
@@ -285,10 +285,10 @@ def _contents(value: Any) -> Any:
     return [_contents(each) for each in value] if isinstance(value, list) else value
 
 
-def _compared(run: InterruptedRun, record: dict[str, Any]) -> tuple[str, ...]:
+def _compare(run: InterruptedRun, record: dict[str, Any]) -> tuple[str, ...]:
     """Notes about differences that may change the result; `InputError` for those that do."""
     record = json.loads(json.dumps(record))  # as the other one came out of its file
-    # What is done to need less memory is reported where it is done.
+    # Memory fallbacks are reported where they are applied.
     savings = {"savings": record["settings"]["savings"]}
     was = {**run.record, "settings": {**run.record["settings"], **savings}}
     if was["model"]["sha256"] != record["model"]["sha256"]:

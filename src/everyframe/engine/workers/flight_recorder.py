@@ -101,7 +101,7 @@ class FlightRecorder:
         if what not in self._waits:
             self._waits[what] = self.learn(what)
         number, _ = _WAITS.unpack_from(self._map, _WAIT)
-        # Counted, so that one wait differs from the next.
+        # Counted, so that successive waits differ.
         _WAITS.pack_into(self._map, _WAIT, (number + 1) % 2**31, self._waits[what])
 
     def read(self, begins: bool) -> None:
@@ -146,5 +146,5 @@ def read_last_position(path: Path) -> LastPosition:
         operand = operand if count else ""
         return LastPosition(stage, step, num_steps, names[module], operand, waiting, is_reading)
     except (OSError, ValueError, IndexError, struct.error):
-        # It died while it wrote that; where it was stays unknown.
+        # It died during that write; the position is unknown.
         return LastPosition()

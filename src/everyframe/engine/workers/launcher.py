@@ -126,7 +126,7 @@ def run_in_workers(
     `RunStoppedError` once `stop` is set, which leaves the run folder.
     """
     job = replace(job, place=place)
-    # Already at work while the caller does something else.
+    # Workers start before the caller reads the first event.
     return _forward_events(job, start, stop, *_start_workers(job, start))
 
 

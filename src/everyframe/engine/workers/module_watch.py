@@ -35,7 +35,7 @@ class ModuleWatch:
         register_module_forward_pre_hook(self._before)
         # The hook is ours, and does nothing while a module is compiled.
         warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
-        # It is diffusers that calls it so, and what that takes is in the plan.
+        # diffusers calls it so, and the plan accounts for the cost.
         warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
 
     def write_to(self, recorder: FlightRecorder) -> None:

@@ -173,7 +173,7 @@ class BatchedWorker(Worker):
         self._close_writer()
 
     def _close_writer(self) -> None:
-        # Not under the thread that writes: it ends at once, as nobody reads.
+        # Not closed while the writing thread uses it; that ends at once, as nobody reads.
         with self._writing:
             self._writer.close()
 

@@ -95,7 +95,7 @@ def after_others(ranks: TorchrunRank, error: BaseException, text: str) -> str:
 
     Does not return if torchrun ends this process meanwhile.
     """
-    # Nothing is left to be done here that would have to be undone.
+    # Nothing here needs cleanup.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(report_delay(error, ranks.rank))
     message = (

@@ -27,7 +27,7 @@ from everyframe.engine.workers.stop_switch import StopSwitch
 from everyframe.engine.workers.worker_process import Worker, WorkerJob
 from everyframe.planning.input_checks import check_input_files
 
-#: Environment variables that a worker reads when it starts, by prefix: another value, another one.
+#: Prefixes of environment variables that a worker reads at start; a change needs a new worker.
 _READ_AT_START = ("EVERYFRAME_", "HF_", "OMP_", "MKL_", "CUDA_", "TMPDIR")
 #: Seconds that a dead worker's last messages may take.
 _READER_SECONDS = 5.0
@@ -46,7 +46,7 @@ class WarmWorkers:
         self._keep_warm, self._stop_seconds = keep_warm, stop_seconds
         self._lock, self._beginning = threading.Lock(), threading.RLock()
         self._idle: list[_Group] = []
-        # Weakly: a job that nobody began to read ends with its generator.
+        # Weak: a job whose events were never read ends with its generator.
         self._busy: WeakSet[_Group] = WeakSet()
         self._free: dict[str, int] = {}
         self._is_closed = False
@@ -59,7 +59,7 @@ class WarmWorkers:
         if job.request is not None and place is None:
             check_input_files(job.request)
         job = replace(with_own_ranks(job), stays=True)
-        return self._noted(run_in_workers(job, place or Path.cwd(), stop, self._workers))
+        return self._note_memory(run_in_workers(job, place or Path.cwd(), stop, self._workers))
 
     def plan(self, request: Request) -> Plan:
         """Plan a request in a worker that is idle; see `Executor.plan`.
@@ -71,13 +71,13 @@ class WarmWorkers:
             free = dict(self._free)
         job = WorkerJob(request, plans=True, stays=True, free_memory=free)
         try:
-            return self._planned(job)
+            return self._plan(job)
         except WorkerDiedError:
             if self._is_closed:
                 raise
-            return self._planned(job)  # whatever it died of, nothing was lost with it
+            return self._plan(job)  # whatever it died of, nothing was lost with it
 
-    def _planned(self, job: WorkerJob) -> Plan:
+    def _plan(self, job: WorkerJob) -> Plan:
         with closing(run_in_workers(job, Path.cwd(), start=self._workers)) as events:
             plan = feasible_plan(events)
             for _ in events:
@@ -114,7 +114,7 @@ class WarmWorkers:
             with self._worker_of_batch(job, job.batch) as worker:
                 yield [worker]
             return
-        group = self._given(job)
+        group = self._give(job)
         try:
             with self._closing_named():
                 yield group.workers
@@ -128,7 +128,7 @@ class WarmWorkers:
     def _worker_of_batch(self, job: WorkerJob, batch: str) -> Iterator[Worker]:
         """Context: the worker that computes this batch, or one that begins it."""
         with self._beginning:  # two that begin the same batch at once would have a worker each
-            group, worker = self._joined(job, batch)
+            group, worker = self._join(job, batch)
         try:
             with self._closing_named():
                 yield worker
@@ -147,7 +147,7 @@ class WarmWorkers:
                 raise WorkerDiedError(f"its workers were closed ({error})") from error
             raise
 
-    def _joined(self, job: WorkerJob, batch: str) -> tuple[_Group, BatchedWorker]:
+    def _join(self, job: WorkerJob, batch: str) -> tuple[_Group, BatchedWorker]:
         """Workers that have the job beside others of its batch, or alone."""
         with self._lock:
             for group in self._busy:
@@ -157,13 +157,13 @@ class WarmWorkers:
                         worker = shared.give(job)
                         group.num_jobs += 1
                         return group, worker
-        group = self._taken(job)
+        group = self._take(job)
         assert group.shared is not None, "of a batch"
         try:
             return group, group.shared.give(job)
         except OSError:  # it died while it was idle
             self._put_back(group, is_fit=False)
-            return self._joined(job, batch)
+            return self._join(job, batch)
 
     def _put_back(self, group: _Group, *, is_fit: bool) -> None:
         """Put workers to the idle ones once no job has them; end them at once if they are unfit.
@@ -190,17 +190,17 @@ class WarmWorkers:
         else:
             group.kill()
 
-    def _given(self, job: WorkerJob) -> _Group:
+    def _give(self, job: WorkerJob) -> _Group:
         """Workers that have the job."""
-        group = self._taken(job)
+        group = self._take(job)
         try:
             group.give(job)
         except OSError:  # it died while it was idle
             self._put_back(group, is_fit=False)
-            return self._given(job)
+            return self._give(job)
         return group
 
-    def _taken(self, job: WorkerJob) -> _Group:
+    def _take(self, job: WorkerJob) -> _Group:
         """The fittest idle group, or a new one. The others give their memory to it.
 
         A plan leaves those that keep a model to the job that comes next, if there is another.
@@ -245,7 +245,7 @@ class WarmWorkers:
             group.kill()
         self._reap_later()
 
-    def _noted(self, events: Events) -> Events:
+    def _note_memory(self, events: Events) -> Events:
         """The events; the free memory that the plan found is noted."""
         with closing(events):
             for event in events:

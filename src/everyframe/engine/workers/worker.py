@@ -65,7 +65,7 @@ def serve(descriptor: int) -> None:
             os.dup2(own_output, number)
         run = _run_job if job.batch is None else _run_batch
         if not run(job, inbox, process):
-            # Python scans all that was imported before it ends, for a second; nothing needs that.
+            # At exit Python would scan all imports for a second, to no purpose.
             gc.freeze()
             return
 
@@ -81,7 +81,7 @@ def _run_job(job: WorkerJob, inbox: _Inbox, process: _ProcessState) -> bool:
             closing(process.recorder_of(job)) as recorder,
             closing(_events(job, recorder, process)) as events,
         ):
-            _send_events(job, inbox, _watched(events, recorder, process))
+            _send_events(job, inbox, _record(events, recorder, process))
         if job.stays and len(job.weights) > 1:
             from everyframe.parallel.rendezvous import destroy
 
@@ -90,7 +90,7 @@ def _run_job(job: WorkerJob, inbox: _Inbox, process: _ProcessState) -> bool:
     except BrokenPipeError:
         return False  # the parent is gone
     except Exception as error:  # noqa: BLE001 - raised again in the other process
-        # After an error for the user all is as before; after another, or among ranks, who knows.
+        # Only a user error on a single rank leaves the process in a known state.
         waits = job.stays and _is_ours(error) and len(job.weights) == 1
         send(connection, "error", {**error_data(error), "waits": waits, "warm": process.warm()})
         return waits
@@ -110,9 +110,9 @@ def _send_events(job: WorkerJob, inbox: _Inbox, events: Iterator[Event]) -> None
         if isinstance(event, Planned):
             division = event.plan.parallel
         if isinstance(event, WeightsReady):
-            # Until then bars of what is fetched may be shown.
+            # Download bars may be shown until now.
             _print_into(job.folder / f"printed-{job.rank}")
-            # What was asked is the same for all ranks; what is made, only for those of a group.
+            # Until now events were the same on all ranks; from here on only within a video group.
             if job.local is None:
                 reports = division is None or division.reports_events(job.rank)
 
@@ -138,7 +138,7 @@ def _run_batch(first: WorkerJob, inbox: _Inbox, process: _ProcessState) -> bool:
             return
         assert job.tag is not None, "a job of a batch"
         jobs[job.tag] = job, recorder
-        batch.add(job.tag, lambda: _watched(_events(job, recorder, process), recorder, process))
+        batch.add(job.tag, lambda: _record(_events(job, recorder, process), recorder, process))
 
     join(first)
     try:
@@ -147,7 +147,7 @@ def _run_batch(first: WorkerJob, inbox: _Inbox, process: _ProcessState) -> bool:
             halted |= inbox.stopped(jobs)
             if isinstance(event, RunEnded):
                 del jobs[tag]
-                # Module calls of the others are recorded for the next of them.
+                # Module calls are recorded for another job of the batch.
                 for _, other in jobs.values():
                     process.watch(other)
                 recorder.close()
@@ -160,7 +160,7 @@ def _run_batch(first: WorkerJob, inbox: _Inbox, process: _ProcessState) -> bool:
                 send(inbox.connection, "event", _light(event, job.as_uint8), tag)
                 if isinstance(event, WeightsReady):
                     _print_into(job.folder / f"printed-{job.rank}")
-            # One that has no room waits for a run's end, or begins the next batch.
+            # A job without room waits for a run to end, or begins the next batch.
             while batch.has_room and (new := inbox.arrived()) is not None:
                 join(new)
             halted |= inbox.stopped(jobs)
@@ -290,7 +290,7 @@ def _log_to(connection: Connection) -> None:
 
 
 def _events(job: WorkerJob, recorder: FlightRecorder, process: _ProcessState) -> Events:
-    # Not on top: this brings torch, and the job should be there when it comes.
+    # Late import: brings torch, and the job should have arrived by then.
     from everyframe.engine.distributed import Rendezvous
     from everyframe.engine.resumption.resume import resume_run
     from everyframe.engine.run import stream
@@ -338,7 +338,7 @@ def _plan(job: WorkerJob, cache: ComponentCache | None) -> Events:
     yield Planned(resolve(job.request, freed=freed))
 
 
-def _watched(events: Iterator[Event], recorder: FlightRecorder, process: _ProcessState) -> Events:
+def _record(events: Iterator[Event], recorder: FlightRecorder, process: _ProcessState) -> Events:
     """Pass events through and record stages and steps in the flight recorder."""
     watch = process.watch(recorder)
     stage, num_steps = "", 0

@@ -47,7 +47,7 @@ class HangDetector:
         self._sees_all = sees_all
         self._contents = {each.job.rank: b"" for each in workers}
         self._since = time.monotonic()
-        # What each had done when that time began, and when it was last seen to do anything.
+        # Activity of each rank when that time began, and the time of its last activity.
         self._done = {each.job.rank: _Work() for each in workers}
         self._active = dict.fromkeys(self._done, self._since)
 
@@ -92,7 +92,7 @@ class HangDetector:
         state, rank = _state(worker.process_id), worker.job.rank
         if state in ("T", "t"):
             return True
-        # Before its first stage it may wait for processes of its own, which try fast paths.
+        # Before its first stage it may wait for its own processes, which try fast paths.
         if where.waiting or not where.stage:
             return False
         work = _Work.of(worker.process_id)

@@ -230,7 +230,7 @@ def send(connection: Channel, name: str, value: Any = None, tag: int | None = No
         NotSerializableError: the value can't be serialized.
     """
     parts: list[Any] = []
-    plain = to_jsonable(value, _taking(parts))
+    plain = to_jsonable(value, _serializer(parts))
     head = json.dumps([name, tag, len(parts)])
     with _SENDING:
         connection.send_bytes(f"{head}\n{json.dumps(plain)}".encode())
@@ -246,7 +246,7 @@ def receive(connection: Channel) -> tuple[str, Any]:
     """
     name, _, (first, *parts) = receive_raw(connection)
     value = json.loads(first.partition(b"\n")[2])
-    return name, from_jsonable(value, lambda mark: _made(mark, parts))
+    return name, from_jsonable(value, lambda mark: _restore(mark, parts))
 
 
 def receive_raw(connection: Channel) -> tuple[str, int | None, list[bytes]]:
@@ -262,7 +262,7 @@ def receive_raw(connection: Channel) -> tuple[str, int | None, list[bytes]]:
         raise EOFError(f"the other side is gone ({error})") from error
 
 
-def _taking(parts: list[Any]) -> Callable[[Any], dict[str, Any] | None]:
+def _serializer(parts: list[Any]) -> Callable[[Any], dict[str, Any] | None]:
     """Serializer that moves arrays, tensors and images into `parts`."""
 
     def keep(value: Any) -> dict[str, Any] | None:
@@ -294,7 +294,7 @@ def _taking(parts: list[Any]) -> Callable[[Any], dict[str, Any] | None]:
     return keep
 
 
-def _made(mark: Mapping[str, Any], parts: list[bytes]) -> Any:
+def _restore(mark: Mapping[str, Any], parts: list[bytes]) -> Any:
     kind = mark["as"]
     if kind == "number":
         return np.dtype(mark["dtype"]).type(mark["value"])

@@ -48,13 +48,13 @@ class InpaintBuilder(ModuleBuilder[InpaintConfig]):
 
     def outputs(self, component: str) -> tuple[str, ...]:
         if component == "vae":
-            # `encode` and `decode` are no calls of the module itself: their last layers are named.
+            # `encode` and `decode` don't call the module itself, so their last layers are named.
             has_last = self.config.vae.get("use_quant_conv", True)
             return ("decoder.conv_out", "quant_conv" if has_last else "encoder.conv_out")
         if component == "text_encoder":
             return ("",)
-        # UNet and ControlNets answer with tuples, so what they are made of is named. Layers that
-        # replace the residual stream are among them: it stays wide from the first to the last.
+        # UNet and ControlNets return tuples, so their layers are named, including those that
+        # replace the residual stream: it stays wide throughout.
         names = (name for name, _ in self.empty(component).named_modules())
         return tuple(name for name in names if _WIDE.fullmatch(name))
 
@@ -63,7 +63,7 @@ class InpaintBuilder(ModuleBuilder[InpaintConfig]):
         from transformers import CLIPTextConfig, CLIPTextModel
 
         model: Any = CLIPTextModel(CLIPTextConfig(**without_notes(self.config.text_encoder)))
-        # A table that no checkpoint holds; made for real, as the rest is made on meta.
+        # A table that no checkpoint holds: not built on meta.
         embeddings = getattr(model, "text_model", model).embeddings
         positions = torch.arange(self.config.num_tokens, device="cpu")[None]
         embeddings.register_buffer("position_ids", positions, persistent=False)
@@ -73,17 +73,17 @@ class InpaintBuilder(ModuleBuilder[InpaintConfig]):
     def vae(self) -> nn.Module:
         from diffusers import AutoencoderKL
 
-        return _made(AutoencoderKL, self.config.vae)
+        return _build(AutoencoderKL, self.config.vae)
 
     def unet(self) -> nn.Module:
         from diffusers import UNet2DConditionModel
 
-        return _made(UNet2DConditionModel, self.config.unet)
+        return _build(UNet2DConditionModel, self.config.unet)
 
     def controlnet(self, number: int) -> nn.Module:
         from diffusers import ControlNetModel
 
-        return _made(ControlNetModel, self.config.controlnets[number])
+        return _build(ControlNetModel, self.config.controlnets[number])
 
     def needs(self) -> tuple[tuple[ComponentNeeds, str, str], ...]:
         text = self.need("text_encoder", TEXT_ENCODER_ISLANDS, prefers="float16")
@@ -103,7 +103,7 @@ def controlnet_name(number: int) -> str:
     return f"controlnet_{number}" if number else "controlnet"
 
 
-def _made(kind: Any, config: Mapping[str, Any]) -> nn.Module:
+def _build(kind: Any, config: Mapping[str, Any]) -> nn.Module:
     """Build the module of a config; config keys unknown to its class must have no effect."""
     values = without_notes(config)
     unknown = sorted(set(values) - set(inspect.signature(kind.__init__).parameters))

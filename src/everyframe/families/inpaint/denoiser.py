@@ -80,24 +80,24 @@ class Denoiser:
         def predict(start: int, stop: int) -> Tensor:
             given, branches = self._given, range(start, stop)
             text = given.text[start:stop].repeat_interleave(len(x), dim=0)
-            seen = _repeated(x, len(branches))
+            seen = _repeat(x, len(branches))
             if given.mask is not None and given.masked is not None:
-                mask, masked = (
-                    _repeated(each, len(branches)) for each in (given.mask, given.masked)
-                )
+                mask, masked = (_repeat(each, len(branches)) for each in (given.mask, given.masked))
                 seen = torch.cat([seen, mask, masked], dim=1)
             answer: Tensor = self._unet(
                 seen,
                 t.repeat(len(branches)),
                 encoder_hidden_states=text,
                 return_dict=False,
-                **self._steered(x, t, text, branches),
+                **self._control_residuals(x, t, text, branches),
             )[0]
             return answer
 
         return guided(predict, len(self._given.text), self._batch_size, self._guidance_scale)
 
-    def _steered(self, x: Tensor, t: Tensor, text: Tensor, branches: range) -> dict[str, Any]:
+    def _control_residuals(
+        self, x: Tensor, t: Tensor, text: Tensor, branches: range
+    ) -> dict[str, Any]:
         """ControlNet residuals for the UNet, as its keyword arguments; empty without an active one.
 
         In guess mode only the prompt's branch is steered; with guidance this is the second.
@@ -117,10 +117,10 @@ class Denoiser:
             if not scale:
                 continue
             added, middle = net(
-                _repeated(x, count),
+                _repeat(x, count),
                 t.repeat(count),
                 encoder_hidden_states=text[unsteered * len(x) :],
-                controlnet_cond=_repeated(control, count),
+                controlnet_cond=_repeat(control, count),
                 conditioning_scale=scale,
                 guess_mode=self._guess_mode,
                 return_dict=False,
@@ -138,6 +138,6 @@ class Denoiser:
         }
 
 
-def _repeated(tensor: Tensor, count: int) -> Tensor:
+def _repeat(tensor: Tensor, count: int) -> Tensor:
     """Repeat (F, ...) for each branch: (count F, ...)."""
     return torch.cat([tensor] * count) if count > 1 else tensor

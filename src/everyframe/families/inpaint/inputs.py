@@ -92,7 +92,7 @@ class Inputs:
 
     def frames(self, geometry: Geometry, num_frames: int) -> Iterator[tuple[Frames, Grey]]:
         """Yield source frames and their masks at the result's size, not padded."""
-        masks = _stretched(self.mask, self.source, num_frames)
+        masks = _stretch(self.mask, self.source, num_frames)
         for frame, mask in zip(_first(self.source, num_frames), masks, strict=True):
             yield geometry.picture(frame), geometry.mask(mask)
 
@@ -101,7 +101,7 @@ class Inputs:
         if isinstance(self.mask, Box) or self.mask.is_still:
             ((_, mask),) = self.frames(geometry, 1)
             return num_frames if mask.any() else 0
-        masks = _repeated(self.mask, num_frames)
+        masks = _repeat(self.mask, num_frames)
         return sum(bool(geometry.mask(mask).any()) for mask in masks)
 
     def sound(self, num_frames: int) -> Audio | None:
@@ -117,7 +117,7 @@ class Inputs:
         made_here = any(isinstance(control, str) for control in self.controls)
         pairs: Iterator[Any] = self.frames(geometry, num_frames) if made_here else repeat(None)
         given = [
-            repeat(None) if isinstance(control, str) else _repeated(control, num_frames)
+            repeat(None) if isinstance(control, str) else _repeat(control, num_frames)
             for control in self.controls
         ]
         size = next(self.source.read()).shape[:2]
@@ -136,7 +136,7 @@ class Inputs:
         if name == "canny":
             edges = canny(frame, *self.canny_thresholds)
             return _in_unit(np.repeat(geometry.pad(edges)[..., None], 3, axis=-1))
-        # What the ControlNet for inpainting was trained on: the source, and -1 under the mask.
+        # As the inpainting ControlNet was trained: the source, and -1 under the mask.
         picture = _in_unit(geometry.pad(frame))
         picture[geometry.pad(mask, with_edge=False) >= WHITE] = -1
         return picture
@@ -263,17 +263,17 @@ def _first(source: FrameSource, num_frames: int) -> Iterator[Frames]:
         yield frame
 
 
-def _repeated(source: FrameSource, num_frames: int) -> Iterator[Frames]:
+def _repeat(source: FrameSource, num_frames: int) -> Iterator[Frames]:
     if source.is_still:
         return repeat(next(source.read()), num_frames)
     return _first(source, num_frames)
 
 
-def _stretched(mask: FrameSource | Box, source: FrameSource, num_frames: int) -> Iterator[Frames]:
+def _stretch(mask: FrameSource | Box, source: FrameSource, num_frames: int) -> Iterator[Frames]:
     if isinstance(mask, Box):
         height, width = next(source.read()).shape[:2]
         return repeat(mask.drawn(height, width), num_frames)
-    return _repeated(mask, num_frames)
+    return _repeat(mask, num_frames)
 
 
 def _as_control(

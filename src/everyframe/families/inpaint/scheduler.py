@@ -45,7 +45,7 @@ def num_timesteps(config: Mapping[str, Any], num_inference_steps: int, strength:
 
 @lru_cache(maxsize=64)
 def _num_timesteps(config: str, num_inference_steps: int, strength: float) -> int:
-    # Some of diffusers' schedulers speak up whenever they are made, so they are made seldom.
+    # Some diffusers schedulers warn when they are built, so they are built seldom.
     return len(set_timesteps(make_scheduler(json.loads(config)), num_inference_steps, strength))
 
 

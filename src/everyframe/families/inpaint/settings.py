@@ -83,7 +83,7 @@ def resolve_settings(
             ("mask", f"box {inputs.mask}" if isinstance(inputs.mask, Box) else inputs.mask.name),
             ("control", ", ".join(_name(control) for control in inputs.controls)),
             ("strength", 1.0 if options.strength is None else options.strength),
-            *_steering(config, options),
+            *_control_options(config, options),
             ("guess_mode", options.guess_mode or config.pools_control),
             ("frames_at_once", options.frames_at_once),
             ("fit", options.fit or DEFAULT_FIT),
@@ -202,7 +202,7 @@ def _name(control: Any) -> str:
     return control if isinstance(control, str) else str(control.name)
 
 
-def _steering(config: InpaintConfig, options: InpaintOptions) -> tuple[tuple[str, Any], ...]:
+def _control_options(config: InpaintConfig, options: InpaintOptions) -> tuple[tuple[str, Any], ...]:
     """Scale, start and end: a number for one ControlNet, a tuple for several."""
     count = len(config.controlnets)
     each = {

@@ -103,7 +103,7 @@ class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintConfig]):
         config, together = self.config, int(settings.option("frames_at_once"))
         strength, steps = float(settings.option("strength")), settings.num_inference_steps
         frames = prod(latent_shape(config, settings)) * together
-        # Once a round, so a little of it at each of its steps.
+        # Once per batch, so a fraction of it at each step.
         sent = (
             4
             * frames

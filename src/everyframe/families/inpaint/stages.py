@@ -176,7 +176,7 @@ class DenoiseStage(denoise_stage.DenoiseStage[InpaintContext, SamplerInputs]):
         left = islice(enumerate(batched(context.controls(video), context.together)), num_done, None)
         for batches in batched(left, len(ranks)):
             mine = [one for one, rank in zip(batches, ranks, strict=False) if rank == group.rank]
-            # Only the first batch can be partly done; the rank that has it continues it.
+            # Only the first batch can be partly done; its rank continues it.
             begun = start if mine and mine[0][0] == num_done else 0
             sampled = (
                 step

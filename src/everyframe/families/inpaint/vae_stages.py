@@ -78,7 +78,7 @@ class SourceLatentStage(ComponentStage[InpaintContext, SourceInputs]):
             for video in videos:
                 guard.start_video(video)
                 noises = self._noises(video.seed, is_mixed=context.mixes_source_in(video))
-                encode = self._guarded(guard, vae, SourceInputs(*tensors, *noises))
+                encode = self._make_compute(guard, vae, SourceInputs(*tensors, *noises))
                 mine[number].append(guard.call(number + 1, encode))
             events = [*guard.events()]
             happened += events
@@ -196,7 +196,7 @@ class DecodeStage(ComponentStage[InpaintContext, Tensor]):
         """Yield frames (F, H, W, 3) in 0..1, whether any was denoised, and events, per batch."""
         context, group = self.context, self.context.parallel.video_group
         latents = video.latents.split(context.together)
-        # The lot that is at hand, which of it was denoised, and the number of their batch.
+        # The current frames, which of them were denoised, and their batch's number.
         now: list[tuple[Any, Any]] = []
         painted: list[int] = []
         count = -1
@@ -263,7 +263,7 @@ class DecodeStage(ComponentStage[InpaintContext, Tensor]):
         given = np.stack([frame for frame, _ in batch])
         is_asked = bool((given.max(axis=(1, 2)) == given.min(axis=(1, 2))).any())
 
-        decode = self._guarded(guard, vae, scaled)
+        decode = self._make_compute(guard, vae, scaled)
         made = as_frames(guard.decoded(number, decode, scaled, is_asked=is_asked))
         made = made[:, : context.geometry.height, : context.geometry.width].contiguous()
         if context.settings.option("unblended"):

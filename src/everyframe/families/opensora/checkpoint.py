@@ -117,7 +117,7 @@ def find_files(location: Location, options: OpenSoraOptions) -> OpenSoraFiles | 
         if version is None:
             return None
         roles = OpenSoraFiles.of_parts(location.parts)
-        return _completed(version, roles, options)
+        return _complete(version, roles, options)
     if location.path is None:
         return _from_hub_id(location, options)
     return _from_disk(location.asked, location.path, options)
@@ -149,11 +149,11 @@ def _from_disk(asked: str, path: Path, options: OpenSoraOptions) -> OpenSoraFile
         for name, entry in OpenSoraFiles.table.items()
         if entry.folder and (folder / entry.folder).is_dir()
     }
-    files = _completed(version, {**beside, "denoiser": denoiser}, options)
+    files = _complete(version, {**beside, "denoiser": denoiser}, options)
     return replace(files, defaults=denoiser.config("everyframe.json") or {})
 
 
-def _completed(
+def _complete(
     version: str, found: Mapping[str, ComponentSource], options: OpenSoraOptions
 ) -> OpenSoraFiles:
     """Fill in every component: from the options, else as found, else upstream's repository."""
@@ -211,7 +211,7 @@ def _version(asked: str, denoiser: ComponentSource) -> str | None:
     versions = [_VERSION_OF_CLASS[name] for name in classes if name in _VERSION_OF_CLASS]
     version = versions[0] if versions else None
     if version is None and not any((*classes, config.get("_class_name"))):
-        # Sizes alone, without the name of a class: the tensors tell.
+        # Sizes without a class name: the tensors identify the component.
         assert denoiser.path is not None
         version = _version_of_file(denoiser.path)
     if version == "1.2" and any(key in config for key in _KEYS_OF_1_3):
@@ -220,7 +220,7 @@ def _version(asked: str, denoiser: ComponentSource) -> str | None:
 
 
 def _version_of_file(path: Path) -> str | None:
-    # Imports torch, which a pickle's names can't be read without.
+    # Late import: brings torch, which reading a pickle's names needs.
     from everyframe.checkpoints.tensor_file import open_checkpoint
 
     return version_of(open_checkpoint(path).names())

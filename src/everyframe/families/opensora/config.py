@@ -186,8 +186,8 @@ class OpenSoraConfig:
 
     def default(self, name: str) -> Any:
         """Default of the checkpoint, else upstream's default for the version."""
-        # A checkpoint that states its own defaults is none of upstream's: what upstream's sizes
-        # and captions were says nothing of it.
+        # A checkpoint with its own defaults is not upstream's: upstream's sizes and captions don't
+        # apply.
         if self.defaults and name in _RELEASED_ONLY:
             return self.defaults.get(name)
         return self.defaults.get(name, _UPSTREAM_DEFAULTS[self.version].get(name))

@@ -70,7 +70,7 @@ class Denoiser:
                 "height": float(settings.conditioned_size[0]),
                 "width": float(settings.conditioned_size[1]),
             }
-        # Masks stay on the host: how long the longest text is, is asked of them there.
+        # Masks stay on the host, where the longest text's length is read from them.
         hidden, mask = text.prompt.hidden.to(device), text.prompt.mask
         if self._scale != 1:
             null = model.null_text()[None].to(hidden)

@@ -156,7 +156,7 @@ class SelfAttention(nn.Module):
         x = torch.unflatten(merge_heads(self.core(q, k, v)), 0, outer)
         if self.axis is Axis.TIME:
             x = x.transpose(1, 2)
-        # A product of what does not lie in one piece is done row by row; one copy is cheaper.
+        # A product of a non-contiguous tensor runs row by row; one copy is cheaper.
         out: Tensor = self.proj(x.contiguous())
         return out
 
@@ -196,7 +196,7 @@ class TextConditioned(nn.Module):
 
     def null_text(self) -> Tensor:
         """Null text (L, caption_channels), used where there are no text encoder states."""
-        # By a call: where weights wait elsewhere, they come for those.
+        # By a call, which brings offloaded weights.
         out: Tensor = self.y_embedder()
         return out
 
@@ -236,16 +236,16 @@ class FinalLayer(nn.Module):
 
         Frames where `x_mask_BT` is False are conditioning frames, modulated by `t0_BC`.
         """
-        x_BTSC = self._modulated(x_BTSC, t_BC)
+        x_BTSC = self._modulate(x_BTSC, t_BC)
         if x_mask_BT is not None and t0_BC is not None:
             # Upstream normalises and modulates given frames twice, first with t, then with t0;
             # its weights were trained with that.
-            again = self._modulated(x_BTSC, t0_BC)
+            again = self._modulate(x_BTSC, t0_BC)
             x_BTSC = self.pick(x_BTSC, again, x_mask_BT[:, :, None, None])
         out: Tensor = self.linear(x_BTSC)
         return out
 
-    def _modulated(self, x_BTSC: Tensor, t_BC: Tensor) -> Tensor:
+    def _modulate(self, x_BTSC: Tensor, t_BC: Tensor) -> Tensor:
         shift, scale = self.modulation(self.scale_shift_table, t_BC[:, None, None])
         out: Tensor = self.modulate(self.norm_final(x_BTSC), shift, scale)
         return out

@@ -49,7 +49,7 @@ def frames_mask(x_mask: Tensor | None, num_frames: int, x: Tensor) -> Tensor | N
         return None
     if x_mask.shape != (len(x), num_frames):
         raise InputError(f"x_mask must be {(len(x), num_frames)}, got {tuple(x_mask.shape)}")
-    # Asked where the mask lies, as the latents may be on a device that computes nothing.
+    # Read on the mask's device, as the latents may be on meta.
     return None if bool(x_mask.all()) else x_mask.bool().to(x.device)
 
 
@@ -88,7 +88,7 @@ def cut_to_longest(text: Tensor, mask: Tensor | None, caption_channels: int) -> 
         )
     mask = mask.bool()
     used = mask.any(dim=0).nonzero()
-    # One column is kept for a batch of empty texts, as attention needs something to look at.
+    # A batch of empty texts keeps one column, as attention needs a key.
     length = int(used[-1]) + 1 if len(used) else 1
     text, mask = text[:, :length], mask[:, :length]
     if bool(mask.all()):

@@ -51,11 +51,12 @@ def clean(prompt: str) -> str:
     from diffusers.pipelines.latte.pipeline_latte import LattePipeline
 
     def soup(text: str, **options: Any) -> BeautifulSoup:
-        # Of a text that may be an address or a file it warns, and of the same from a file not.
+        # BeautifulSoup warns of text that looks like an address or a file name, but not of a file's
+        # content.
         return BeautifulSoup(StringIO(text), **options)
 
     def unescape(text: str) -> str:
-        # Upstream strips where it unescapes, before it looks at the first and the last character.
+        # Upstream strips as it unescapes, before it checks the first and last character.
         return html.unescape(text).strip()
 
     method: Any = LattePipeline._clean_caption

@@ -71,7 +71,7 @@ class Sharding(ShardedDenoiser):
 
     def _to_rows(self, attention: SelfAttention, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *others = args
-        # What it computes in, whatever its weights are kept in.
+        # Its compute dtype, whatever its weights are stored in.
         dtype = narrowest(attention.qkv) or x.dtype
         if dtype.itemsize < x.dtype.itemsize:
             x = x.to(dtype)  # as its first product would do; half the bytes to send

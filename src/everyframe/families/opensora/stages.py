@@ -305,14 +305,14 @@ class DecodeStage(templates.DecodeStage[OpenSoraContext]):
         """
         context, source = self.context, video.inputs.source
         if context.clip == 0 and source is not None:
-            # Piece by piece: a long source as floats would be larger than any stage.
+            # In pieces: a long source in floats would need more memory than any stage.
             for start in range(0, len(source), PIECE):
                 frames = as_floats(source[start : start + PIECE])
                 yield FramesDecoded(video.seed, len(frames), frames.numpy())
         before = context.before(video) if context.parallel.video_group.is_lead else None
         new = _NewFrames(0 if before is None else len(before))
         yield from self.decode_pieces(module, guard, video, steps, new.ready)
-        # Only where a clip follows: these are floats, one lot for each of many videos.
+        # Only if a clip follows: these are floats, for each of many videos.
         follows = context.clip + 1 < context.settings.chain
         video.last_frames = torch.cat(new.tail)[-PIECE:] if follows and new.tail else None
 

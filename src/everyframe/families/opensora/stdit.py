@@ -69,8 +69,8 @@ class STDiTBlock(nn.Module):
         )
         branch = self.attn(self.modulate1(self.norm1(x_BTSC), shift, scale))
         x_BTSC = self.add_space(x_BTSC, branch, gate)
-        # Upstream's weights were trained so: what goes into the attention in time is neither
-        # normalised nor modulated, and its gate is the one of the attention in space.
+        # As upstream's weights were trained: the input of temporal attention is neither normalised
+        # nor modulated, and its gate is that of spatial attention.
         branch = x_BTSC if time_positions_TC is None else x_BTSC + time_positions_TC[:, None]
         x_BTSC = self.add_time(x_BTSC, self.attn_temp(branch), gate)
         x_BTSC = self.add_text(x_BTSC, self.cross_attn(x_BTSC, text, text_mask))
@@ -123,7 +123,7 @@ class STDiT(TextConditioned):
 
         t_BC = self.t_embedder(per_sample(t, "t", x))
         t_B16C = self.t_block(t_BC).unflatten(-1, (6, -1))[:, None]
-        # Trained so: places in time reach the first block only.
+        # As trained: temporal positions reach the first block only.
         times = [frame / self.config.time_scale for frame in range(grid[0])]
         time_positions = sincos_1d(times, self.config.hidden_size, dtype=dtype, device=device)
         for i, (block, text) in enumerate(zip(self.blocks_in_order(), context.blocks, strict=True)):

@@ -215,11 +215,11 @@ class VideoVAEConfig(LatentSizes):
         spatial = ImageVAEConfig(
             autoencoder=dict(stage.get("config", SDXL_VAE_SIZES)),
             scaling_factor=stage.get("scaling_factor", SCALING_FACTOR),
-            # Upstream's null means one call for all frames; pieces keep that bounded here.
+            # Upstream's null means one call for all frames; here pieces bound it.
             micro_batch_size=stage.get("micro_batch_size") or 4,
         )
         temporal = TemporalVAEConfig.from_json(data.get("vae_temporal", {}))
-        # One number is for all channels; upstream's class has 0.0 and 1.0 so.
+        # One number is for all channels, as 0.0 and 1.0 in upstream's class.
         given: dict[str, Any] = {
             name: tuple(data[name])
             if isinstance(data[name], (list, tuple))

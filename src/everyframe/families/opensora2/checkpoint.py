@@ -108,7 +108,7 @@ def find_files(location: Location, options: OpenSora2Options) -> OpenSora2Files 
         if location.known.family != "opensora2":
             return None
         found = OpenSora2Files.of_parts(location.parts)
-        return _completed(found, options)
+        return _complete(found, options)
     folder = location.path
     if folder is None:
         place = location.parts[0]
@@ -128,7 +128,7 @@ def find_files(location: Location, options: OpenSora2Options) -> OpenSora2Files 
         there[VIDEO_PART] = [folder]
     elif VIDEO_PART not in there:
         return None
-    return _completed(_sources(folder if folder.is_dir() else folder.parent, there), options)
+    return _complete(_sources(folder if folder.is_dir() else folder.parent, there), options)
 
 
 def _parts_in(folder: Path) -> dict[str, list[Path]]:
@@ -165,7 +165,7 @@ def _sources(folder: Path, there: Mapping[str, list[Path]]) -> dict[str, Compone
     return found
 
 
-def _completed(found: Mapping[str, ComponentSource], options: OpenSora2Options) -> OpenSora2Files:
+def _complete(found: Mapping[str, ComponentSource], options: OpenSora2Options) -> OpenSora2Files:
     """Fill in every component: from the options, else the folder, else upstream's repository."""
     standard = next(model for model in known_models() if model.name == "opensora-2.0")
     hub = {part.role: part for part in standard.parts}

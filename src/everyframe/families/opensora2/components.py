@@ -82,7 +82,7 @@ class OpenSora2Builder(ModuleBuilder[OpenSora2Config]):
         text = self.need("text_encoder", T5_ISLANDS, range_islands=T5_RANGE_ISLANDS)
         found = [
             (text, "T5 text encoder", "text"),
-            # Small, and in float32 where it came from.
+            # Small, and in float32 upstream too.
             (self.need("clip", prefers="float32"), "CLIP text encoder", "clip text"),
         ]
         if self.config.first_denoiser:
@@ -105,5 +105,5 @@ def rank_share(
     """A rank's share of one step of a sharded denoiser, with `width` bytes per number."""
     blocks = config.depth + config.depth_single_blocks
     vector_bytes = blocks * config.head_size * width
-    # Of the text's tokens too.
+    # Text tokens included.
     return attention_share(partition, backend, rank, vector_bytes, config.in_channels * 4)

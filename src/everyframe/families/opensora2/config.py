@@ -80,7 +80,7 @@ class MMDiTConfig:
     @property
     def mlp_size(self) -> int:
         """Width inside the feed-forward."""
-        # A ratio that was read off shapes may lie one rounding below the quotient.
+        # A ratio read from shapes may be one rounding below the quotient.
         return int(self.hidden_size * self.mlp_ratio + 1e-6)
 
     @property

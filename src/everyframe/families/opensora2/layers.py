@@ -249,7 +249,7 @@ class SingleBlock(nn.Module):
     def forward(self, x_BNC: Tensor, vector_BC: Tensor, table: Table) -> Tensor:
         """The joint sequence; `vector_BC` is the modulation vector of the timestep."""
         shift, scale, gate = self.modulation(vector_BC)
-        qkv, mlp = self._projected(self.modulate(self.pre_norm(x_BNC), shift, scale))
+        qkv, mlp = self._project(self.modulate(self.pre_norm(x_BNC), shift, scale))
         seen = self.attention(qkv, table)
         del qkv
         both = zip(
@@ -260,7 +260,7 @@ class SingleBlock(nn.Module):
         out: Tensor = self.add(x_BNC, branch, gate)
         return out
 
-    def _projected(self, x_BNC: Tensor) -> tuple[QKV, Tensor]:
+    def _project(self, x_BNC: Tensor) -> tuple[QKV, Tensor]:
         """Queries, keys and values, and the feed-forward's hidden states (B, N, width)."""
         if hasattr(self, "linear1"):
             q, k, v, mlp = self.linear1(x_BNC).split(self.widths, dim=-1)

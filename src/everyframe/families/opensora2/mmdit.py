@@ -130,7 +130,7 @@ class MMDiT(nn.Module):
         del text_BLC, img_BNC
         for block in self.single_blocks:
             y_BNC = block(y_BNC, vector_BC, table)
-        # Of the text's tokens too: they are few, and ranks gather one sequence.
+        # Text tokens included: they are few, and ranks gather one sequence.
         out = self.final_layer(y_BNC, vector_BC)[:, num_text:]
         return unpatchify(out, grid, config.patch_size, "c ph pw")
 

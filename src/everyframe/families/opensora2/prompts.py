@@ -100,7 +100,7 @@ def build_clip(config: Any) -> torch.nn.Module:
     from transformers import CLIPTextConfig, CLIPTextModel
 
     model: Any = CLIPTextModel(CLIPTextConfig(**config))
-    # A table that no checkpoint holds; made for real, as the rest is made on meta.
+    # A table that no checkpoint holds: not built on meta.
     embeddings = getattr(model, "text_model", model).embeddings
     positions = torch.arange(config["max_position_embeddings"], device="cpu")[None]
     embeddings.register_buffer("position_ids", positions, persistent=False)

@@ -266,7 +266,7 @@ def _clip(
     trained = _CLIPS[config.is_high_compression]
     asked = trained[0] if options.clip_frames is None else options.clip_frames
     config.vae.latent_frames(asked)  # names the nearest that can be
-    # Not on top: this brings NumPy, and most requests have no video.
+    # Late import: brings NumPy, and most requests have no video.
     from everyframe.media.read import count_frames
 
     there = count_frames(request.extend, asked, what="extend")
@@ -300,7 +300,7 @@ def smaller_settings(config: OpenSora2Config, settings: Settings) -> Iterator[Se
     """Yield the same video shorter, smaller or both, most pixels first."""
     step = config.size_step
     sides = smaller_sizes(settings.height, settings.width, step, 8 * step)
-    # Latent frames are halved, and a length is their number's.
+    # Halve the number of latent frames, which determines the length.
     extra = 0 if config.is_high_compression else 1
     shorter = [each + extra for each in shorter_lengths(settings.num_frames - extra, 4)]
     least = max(settings.option("given_clip") + 1, 8)

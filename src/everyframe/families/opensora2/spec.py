@@ -78,7 +78,7 @@ class OpenSora2Spec(NativeModelSpec[OpenSora2Options, OpenSora2Files, OpenSora2C
         clip = files.config("clip") if files.has("clip") else _CLIP_L
         vae, first_vae = _vae_config(files, options), _first_vae(files) if first else {}
         config = OpenSora2Config(
-            denoiser=_denoiser(files, "denoiser", "vae", vae.latent_channels, _released(files)),
+            denoiser=_denoiser(files, "denoiser", "vae", vae.latent_channels, _config_of(files)),
             vae=vae,
             text=files.config("text_encoder") if files.has("text_encoder") else T5_XXL,
             clip=_clip_text(clip),
@@ -154,7 +154,7 @@ def _shapes(files: OpenSora2Files, component: str) -> tuple[str, dict[str, tuple
     return str(tensors.source), {ours: tensors.shape(name) for ours, name in named if ours}
 
 
-def _released(files: OpenSora2Files) -> MMDiTConfig:
+def _config_of(files: OpenSora2Files) -> MMDiTConfig:
     """Config of the released denoiser for this autoencoder, for plans made before download."""
     is_deep = "DC-AE" in files.sources["denoiser"].where
     return MMDiTConfig(in_channels=128, patch_size=1) if is_deep else MMDiTConfig()
@@ -223,7 +223,7 @@ def _check_fit(config: OpenSora2Config, files: OpenSora2Files, options: OpenSora
             ("clip", "channels", config.clip["hidden_size"], name, sizes.vec_in_dim),
         ]
     for part, what, gives, name, takes in pairs:
-        # Of what isn't on this disk the released sizes are taken.
+        # Missing files count with their released sizes.
         if gives != takes and files.has(part, name):
             raise CheckpointError(
                 f"the {_TITLES[part]} has {gives} {what}, but the denoiser takes {takes}; "

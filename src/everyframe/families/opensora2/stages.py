@@ -48,7 +48,7 @@ from everyframe.samplers import flow_matching, noise
 from everyframe.samplers.base import Step as SamplerStep
 from everyframe.samplers.multistep import DiffusionPath
 
-#: Frames of a given video that are handed over at once.
+#: Frames of a given video per event.
 _SOURCE_FRAMES = 16
 
 
@@ -308,7 +308,7 @@ class DecodeStage(templates.DecodeStage[OpenSora2Context]):
 
     def ready(self) -> Callable[[int, Tensor], Tensor]:
         """Frames that this tile completes, if any."""
-        return partial(_blended, self._blender())
+        return partial(_blend, self._blender())
 
     def decode_video(
         self, module: Any, guard: Guard, video: VideoState, steps: range
@@ -321,14 +321,14 @@ class DecodeStage(templates.DecodeStage[OpenSora2Context]):
         known = settings.option("given_clip")
         is_head = settings.option("clip_at") == "head"
         if is_head:
-            yield from _given(video, source)
+            yield from _source_frames(video, source)
         new = _NewFrames(self.ready(), settings.num_frames, known, is_head=is_head)
         yield from self.decode_pieces(module, guard, video, steps, new.ready)
         if not is_head:
-            yield from _given(video, source)
+            yield from _source_frames(video, source)
 
 
-def _blended(blender: vae.TileBlender, number: int, pixels_TCHW: Tensor) -> Tensor:
+def _blend(blender: vae.TileBlender, number: int, pixels_TCHW: Tensor) -> Tensor:
     tile = rearrange(pixels_TCHW, "t c h w -> 1 c t h w")
     frames = blender.add(blender.corners[number], tile)
     if frames is None:
@@ -336,7 +336,7 @@ def _blended(blender: vae.TileBlender, number: int, pixels_TCHW: Tensor) -> Tens
     return as_frames(rearrange(frames[0], "c t h w -> t c h w"))
 
 
-def _given(video: VideoState, source: Any) -> Iterator[FramesDecoded]:
+def _source_frames(video: VideoState, source: Any) -> Iterator[FramesDecoded]:
     """Yield the given video's frames in pieces, since a long video in floats is large."""
     for start in range(0, len(source), _SOURCE_FRAMES):
         frames = as_floats(source[start : start + _SOURCE_FRAMES])

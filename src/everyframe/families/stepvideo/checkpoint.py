@@ -62,17 +62,17 @@ def find_files(location: Location, base: str | None) -> StepVideoFiles | None:
         if location.known.family != "stepvideo":
             return None
         sources = StepVideoFiles.of_parts(location.parts)
-        return _completed(sources, location.known.name, base)
+        return _complete(sources, location.known.name, base)
     folder = location.path
     if folder is None:
         place = location.parts[0]
         folder = place.folder if place.complete else None
     if folder is None or not folder.is_dir() or not _is_ours(folder):
         return None
-    return _completed(_beside(folder), location.asked, base)
+    return _complete(_beside(folder), location.asked, base)
 
 
-def _completed(
+def _complete(
     sources: Mapping[str, ComponentSource], name: str, base: str | None
 ) -> StepVideoFiles:
     """Fill in every component: beside the denoiser, else in `base`, else from the hub."""
@@ -80,7 +80,7 @@ def _completed(
     whole = {part: sources.get(part) or others[part] for part in StepVideoFiles.table}
     if base is not None:
         whole |= {part: source for part, source in others.items() if part != "denoiser"}
-    # Both variants are of one class, and no config tells them apart.
+    # Both variants have one class, and their configs don't differ.
     return StepVideoFiles(whole, "turbo" in PurePath(name).name.casefold())
 
 
@@ -140,7 +140,7 @@ def _base_parts() -> list[HubPart]:
     return [shared_part(f"stepvideo-{name}") for name in shared]
 
 
-#: In the file a plain convolution; in upstream's module a causal one, one level lower.
+#: A plain convolution in the file; a causal one, one level lower, in upstream's module.
 VAE_KEYS = KeyMap(rename=((r"^decoder\.conv_out\.(weight|bias)$", r"decoder.conv_out.conv.\1"),))
 #: The file also holds CLIP's image half, unused heads, and position ids (as transformers stored
 #: them before 4.31). Older BERT checkpoints name the norms' parameters gamma and beta.

@@ -73,5 +73,5 @@ class Denoiser:
 def _context(model: StepVideoModel, branches: Sequence[TextStates], device: str) -> TextContext:
     llm = torch.cat([text.llm for text in branches]).to(device)
     clip = torch.cat([text.clip_states for text in branches]).to(device)
-    # Masks stay on the host: how long the longest text is, is asked of them there.
+    # Masks stay on the host, where the longest text's length is read from them.
     return model.context(llm, clip, torch.cat([text.mask for text in branches]))

@@ -70,10 +70,10 @@ class StepVideoModel(nn.Module):
             mask_BN: (B, M + L), 1 for a token, CLIP's first. Only the sum of a row counts:
                 attention reads that many of its first tokens, as in upstream.
         """
-        parts = self._checked(llm_BLC, clip_BMC, mask_BN)
-        # Counted exactly, on the host: upstream's sum in bfloat16 rounds what is above 256.
+        parts = self._project_texts(llm_BLC, clip_BMC, mask_BN)
+        # Counted exactly, on the host: upstream's bfloat16 sum rounds above 256.
         lengths = mask_BN.to("cpu").bool().sum(dim=1)
-        # One column is kept for a batch of empty texts, as attention needs something to look at.
+        # A batch of empty texts keeps one column, as attention needs a key.
         longest = max(int(lengths.max()), 1)
         text = torch.cat(parts, dim=1)[:, :longest]
         blocks = [block.attn2.keys_values(text) for block in self.blocks_in_order()]
@@ -84,7 +84,7 @@ class StepVideoModel(nn.Module):
         opened = unmask_empty_rows(mask)
         return context_of(blocks, opened.to(device), (lengths == 0).to(device))
 
-    def _checked(
+    def _project_texts(
         self, llm_BLC: Tensor, clip_BMC: Tensor | None, mask_BN: Tensor
     ) -> tuple[Tensor, ...]:
         """Projected texts, CLIP's first."""

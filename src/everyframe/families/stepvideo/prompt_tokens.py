@@ -59,7 +59,7 @@ def tokens_of(
                 )
             notes.append(f"the {which} is too long for Step-LLM; its end is cut: {cut}")
         if seen.cut:
-            # As upstream has it: CLIP sees the beginning, and Step-LLM the whole.
+            # As in upstream: CLIP reads the beginning, Step-LLM the whole.
             notes.append(
                 f"of the {which}'s {seen.num_tokens} tokens CLIP reads {CLIP_LENGTH}, and not "
                 f"{quoted(clip.words(seen.cut))}; Step-LLM does"

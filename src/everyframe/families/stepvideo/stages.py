@@ -221,8 +221,8 @@ class DecodeStage(templates.DecodeStage[StepVideoContext]):
 
     def ready(self) -> Callable[[int, Tensor], Tensor]:
         """The finished frames: all but the last one of a piece, until its seam is blended."""
-        return partial(self._blended, SeamBlender(dim=0))
+        return partial(self._blend, SeamBlender(dim=0))
 
-    def _blended(self, seams: SeamBlender, number: int, pixels_TCHW: Tensor) -> Tensor:
+    def _blend(self, seams: SeamBlender, number: int, pixels_TCHW: Tensor) -> Tensor:
         is_last = number + 1 == self.num_pieces
         return as_frames(seams.add(pixels_TCHW, is_last=is_last))

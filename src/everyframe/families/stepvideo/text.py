@@ -108,7 +108,7 @@ class ClipTokenizer:
         _check_vocabulary(folder, len(self._words), vocabulary, "CLIP")
 
     def tokens(self, text: str) -> Tokens:
-        # Without marks, so that the tokenizer has nothing to say of lengths.
+        # Without special tokens, so that the tokenizer doesn't warn of lengths.
         words = self._words
         ids = words.convert_tokens_to_ids(words.tokenize(text))
         return with_special_tokens(
@@ -171,7 +171,7 @@ def build_clip(data: Mapping[str, Any]) -> nn.Module:
     if kind != "bert":
         raise CheckpointError(f"CLIP's config.json is of a {kind!r} model, expected bert")
     model: Any = BertModel(BertConfig.from_dict(dict(data)), add_pooling_layer=False)
-    # Tables that no checkpoint holds; made for real, as the rest is made on meta.
+    # Tables that no checkpoint holds: not built on meta.
     embeddings = model.embeddings
     positions = torch.arange(model.config.max_position_embeddings, device="cpu")[None]
     embeddings.register_buffer("position_ids", positions, persistent=False)

@@ -132,7 +132,7 @@ class Decoder(nn.Module):
 
     def forward(self, z_BCTHW: Tensor) -> Tensor:
         x = self.conv_in(z_BCTHW) + repeated_channels(z_BCTHW, self.config.wide_channels)
-        # What doubles the grid adds to it a shortcut that only deals channels out.
+        # The upsampling adds a shortcut that only rearranges channels.
         dealt = channels_to_space(repeated_channels(x, 8 * self.config.decoder_widths[-1]))
         x = self.mid(channels_to_space(self.conv_unpatchify(x)) + dealt)
         pixels = self._up(x, len(self.up) - 1, {})

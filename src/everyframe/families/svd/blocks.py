@@ -99,7 +99,7 @@ class ResidualBlock(nn.Module):
         told_brC = layout.of_frames(space.time_emb_proj(step.time)).expand(*step.size, -1)
         h += told_brC.flatten(0, 1)[:, :, None, None]
         h = space.conv2(space.norm2(h))
-        # A sum of its own: what came in is looked at again on the way up.
+        # Not in place: the input is a skip connection of the up blocks.
         x = (x if space.conv_shortcut is None else space.conv_shortcut(x)) + h
         y = torch.unflatten(x, 0, step.size).transpose(1, 2)  # (b, C, r, H, W), the same memory
         h = time.norm1(y, layout.frame_statistics)

@@ -86,7 +86,7 @@ class SVDFiles(CheckpointFiles):
     def configs(self) -> Mapping[str, Mapping[str, Any]]:
         """Config of each component by its folder; the released configs before download."""
         if not self.has():
-            return _released(self.known or "svd")
+            return _released_configs(self.known or "svd")
         if not self.is_single:
             return {name: self.config(name) for name in self.table}
         configs = single_file.read_configs(self.path("unet"))
@@ -182,7 +182,7 @@ def _in_one_file(where: str, file: Path) -> SVDFiles:
     return SVDFiles(sources, where)
 
 
-def _released(name: str) -> Mapping[str, Mapping[str, Any]]:
+def _released_configs(name: str) -> Mapping[str, Mapping[str, Any]]:
     """Configs of a released model that is not downloaded yet."""
     configs = {**released(), "unet": {**released()["unet"], "num_frames": _RELEASED_FRAMES[name]}}
     if name.endswith("image-decoder"):

@@ -37,7 +37,7 @@ class SVDBuilder(ModuleBuilder[SVDConfig]):
 
     def outputs(self, component: str) -> tuple[str, ...]:
         if component == "vae":
-            # `encode` and `decode` are no calls of the module itself: their last layers are named.
+            # `encode` and `decode` don't call the module itself, so their last layers are named.
             last = "decoder" if self.config.decodes_together else "decoder.conv_out"
             return (last, "quant_conv")
         return ("conv_out",) if component == "unet" else ("",)
@@ -49,7 +49,7 @@ class SVDBuilder(ModuleBuilder[SVDConfig]):
         model: Any = CLIPVisionModelWithProjection(
             CLIPVisionConfig(**without_notes(self.config.image_encoder))
         )
-        # A table that no checkpoint holds; made for real, as the rest is made on meta.
+        # A table that no checkpoint holds: not built on meta.
         embeddings = model.vision_model.embeddings
         positions = torch.arange(embeddings.num_positions, device="cpu")[None]
         embeddings.register_buffer("position_ids", positions, persistent=False)

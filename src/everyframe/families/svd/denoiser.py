@@ -107,7 +107,7 @@ def clip_input(picture_BCHW: Tensor, config: SVDConfig) -> Tensor:
         torch.tensor(values, dtype=square.dtype)[:, None, None]
         for values in (config.image_mean, config.image_std)
     )
-    # Channels first in memory too: convolutions sum in another order otherwise.
+    # Contiguous: another memory layout changes the convolutions' summation order.
     return (((square + 1) / 2 - mean) / std).contiguous()
 
 

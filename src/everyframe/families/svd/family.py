@@ -32,7 +32,7 @@ class SVDFamily(NativeFamily[SVDOptions, SVDFiles]):
         title = super().title_of(location, files)
         if files.assumed_frames is None:
             return title
-        # The title goes into the record, and what was assumed with it.
+        # The title goes into the record, with the assumptions.
         return f"{title}, taken for the model of {files.assumed_frames} frames"
 
     def stages(

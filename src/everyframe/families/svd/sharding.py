@@ -86,14 +86,14 @@ class ShardedFrames(FrameLayout):
         self._moments = DistributedMoments(all_rows, shape[1], group)
         owned = [self._frames, *(level.pixels for level in self._levels.values())]
         touched = [branch for each in owned for branch in each.branches]
-        # A rank without anything calls the UNet too, and some branch's tables must be there.
+        # A rank without frames calls the UNet too, with some branch's tables.
         self.branches = slice(min(touched, default=0), max(touched, default=0) + 1)
         self.frame_statistics = self._statistics_of_frames
         self.pixel_statistics = self._statistics_of_pixels
 
     def take(self, sample_BTCHW: Tensor) -> Tensor:
         """This rank's frames: (b, T, ...) for whole branches, else (1, r, ...)."""
-        return self._shaped(sample_BTCHW.flatten(0, 1)[self._rows.start : self._rows.stop])
+        return self._to_branches(sample_BTCHW.flatten(0, 1)[self._rows.start : self._rows.stop])
 
     def gather(self, v_brCHW: Tensor) -> Tensor:
         """Gather the frames of all ranks, (B, T, ...), on every rank."""
@@ -111,10 +111,10 @@ class ShardedFrames(FrameLayout):
         return self._level.switch.to_columns(x_brSC)
 
     def over_space(self, x_bTsC: Tensor) -> Tensor:
-        return self._shaped(self._level.switch.to_rows(x_bTsC).flatten(0, 1))
+        return self._to_branches(self._level.switch.to_rows(x_bTsC).flatten(0, 1))
 
     def of_frames(self, table_BC: Tensor) -> Tensor:
-        return self._shaped(self._frames.each(table_BC, self.branches.start))
+        return self._to_branches(self._frames.each(table_BC, self.branches.start))
 
     def of_pixels(self, table_BC: Tensor) -> Tensor:
         level, first = self._level, self.branches.start
@@ -122,7 +122,7 @@ class ShardedFrames(FrameLayout):
             return level.pixels.all(table_BC, first)[:, None, None]
         return level.pixels.each(table_BC, first)[None, None]
 
-    def _shaped(self, x: Tensor) -> Tensor:
+    def _to_branches(self, x: Tensor) -> Tensor:
         """Reshape frames (r, ...) to (b, T, ...) for whole branches, else to (1, r, ...)."""
         return torch.unflatten(x, 0, (-1, self._shape[1])) if self._moments.is_whole else x[None]
 

@@ -118,7 +118,7 @@ def single_file_keys(configs: Mapping[str, Mapping[str, Any]]) -> Mapping[str, K
     return {
         part: KeyMap(
             rename=(*((f"^{re.escape(prefix)}", "") for prefix in prefixes[part]), *renames),
-            # The other parts' tensors. What is nobody's is for every part one too many.
+            # Tensors of the other components; unknown ones are an error for each.
             ignore=(
                 *_UNUSED,
                 *(f"{re.escape(other)}.*" for other in sorted(every - set(prefixes[part]))),

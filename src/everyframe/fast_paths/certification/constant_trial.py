@@ -34,7 +34,7 @@ def constants(subject: CertificationTarget, path: FastPath) -> Iterator[Comparis
             raise RuntimeError("nothing in this model is the same in every step")
         for each in blocks_of(replace(subject, calls=(call,))):
             plain = each.alone(())
-            yield each.compare(plain, _caching(each, found) or plain)
+            yield each.compare(plain, _with_cache(each, found) or plain)
 
 
 def _constant_modules(subject: CertificationTarget, call: TargetCall) -> tuple[ConstantModule, ...]:
@@ -51,7 +51,7 @@ def _constant_modules(subject: CertificationTarget, call: TargetCall) -> tuple[C
     return seen[0] if seen else ()
 
 
-def _caching(block: ExtractedBlock, found: tuple[ConstantModule, ...]) -> BlockLocation | None:
+def _with_cache(block: ExtractedBlock, found: tuple[ConstantModule, ...]) -> BlockLocation | None:
     """The block with its constant results stored; None if it has none."""
     inside = tuple(
         replace(one, name=f"blocks.0{one.name.removeprefix(block.name)}")

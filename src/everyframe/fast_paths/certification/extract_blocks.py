@@ -126,8 +126,8 @@ def blocks_of(
     for call in subject.calls:
         module = call.module()
         names = tuple(parts(module))
-        given = _noted(subject, call, names, subject.precision)
-        wide = _noted(subject, call, names, FLOAT32)
+        given = _record_inputs(subject, call, names, subject.precision)
+        wide = _record_inputs(subject, call, names, FLOAT32)
         alike: dict[Any, list[str]] = {}
         for name in names:
             if name in given:
@@ -186,7 +186,7 @@ def reduced(given: BlockInputs, most: int | None) -> BlockInputs:
     return BlockInputs(args, kwargs)
 
 
-def _noted(
+def _record_inputs(
     subject: CertificationTarget, call: TargetCall, names: tuple[str, ...], precision: Precision
 ) -> dict[str, BlockInputs]:
     """Inputs of each submodule's first call, in that precision."""

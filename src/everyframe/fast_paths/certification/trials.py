@@ -79,7 +79,7 @@ def precision(subject: CertificationTarget, path: FastPath) -> Iterator[Comparis
         multiply: Callable[..., Tensor]
         if product.kind == "convolution":
             x, y, cut = _filters(product, subject)
-            multiply = partial(_convolved, product.parameters)
+            multiply = partial(_convolve, product.parameters)
         else:
             x, y, cut = _factors(product, subject)
             multiply = F.linear if len(product.shapes[-2]) == 2 else torch.bmm
@@ -151,13 +151,15 @@ def embeddings(subject: CertificationTarget, path: FastPath) -> Iterator[Compari
             keep(cached, ("blocks.0",))
             yield Comparison(
                 f"{name} in {_STEPS} steps",
-                truth=partial(_stepped, each.alone((), in_float32=True), each.wide, is_new=is_new),
-                plain=partial(_stepped, each.alone(()), each.given, is_new=is_new),
-                fast=partial(_stepped, cached, each.given, is_new=is_new),
+                truth=partial(
+                    _run_steps, each.alone((), in_float32=True), each.wide, is_new=is_new
+                ),
+                plain=partial(_run_steps, each.alone(()), each.given, is_new=is_new),
+                fast=partial(_run_steps, cached, each.given, is_new=is_new),
             )
 
 
-def _stepped(module: BlockLocation, given: BlockInputs, *, is_new: bool) -> list[Tensor]:
+def _run_steps(module: BlockLocation, given: BlockInputs, *, is_new: bool) -> list[Tensor]:
     """Results of a module over `_STEPS` steps; its number changes at each step if `is_new`."""
     forget(module)
     number, *rest = given.args
@@ -224,7 +226,7 @@ def _filters(product: OpShape, subject: CertificationTarget) -> tuple[Tensor, Te
     return x, y, 1 / (2 * batch * prod(sides) * inner)
 
 
-def _convolved(parameters: tuple[Any, ...], x: Tensor, weight: Tensor) -> Tensor:
+def _convolve(parameters: tuple[Any, ...], x: Tensor, weight: Tensor) -> Tensor:
     return torch.convolution(x, weight, None, *parameters)
 
 
@@ -301,14 +303,14 @@ def run(orders: TrialRequest) -> None:
                 break
             log(path, began=True)
             with ends_after(left + orders.grace), strict_float32(), torch.inference_mode():
-                values = _tried(path, orders.subject, device, began + orders.seconds)
+                values = _try(path, orders.subject, device, began + orders.seconds)
             is_over = values.pop("is_over", False)
             log(path, **values)
             if is_over:
                 break
 
 
-def _tried(
+def _try(
     path: FastPath, subject: CertificationTarget, device: str, deadline: float
 ) -> dict[str, Any]:
     try:

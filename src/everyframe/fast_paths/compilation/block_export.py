@@ -173,7 +173,7 @@ def compile_block(
     with torch.inference_mode(False), torch.no_grad():
         results: list[Any] = []
         names, call, tensors = _stand_in(block, args, kwargs, results.append)
-        program, sizes = _exported(call, len(names), tensors, dynamic=dynamic)
+        program, sizes = _export_dynamic(call, len(names), tensors, dynamic=dynamic)
         try:
             path = torch._inductor.aoti_compile_and_package(
                 program, package_path=str(folder / "block.pt2")
@@ -205,7 +205,7 @@ def _stand_in(
     return list(own), _Call(copied, list(own), given, note), inputs
 
 
-def _exported(
+def _export_dynamic(
     call: _Call, num_weights: int, tensors: list[Tensor], *, dynamic: bool
 ) -> tuple[Any, CallSizes]:
     """The exported program, with as many dynamic sizes as torch can tell the conditions of."""
@@ -221,14 +221,14 @@ def _exported(
         except NotCompilableError as error:
             _log.info("its sizes are not dynamic: %s", error)
             break
-        fixed = free - _varying(sizes, [tuple(each.shape) for each in tensors])
+        fixed = free - _find_varying(sizes, [tuple(each.shape) for each in tensors])
         if not fixed:
             return program, sizes
         free -= fixed  # code for sizes that can't vary anyway is faster
     return _export(call, tensors, set())
 
 
-def _varying(sizes: CallSizes, now: list[tuple[int, ...]]) -> set[tuple[int, int]]:
+def _find_varying(sizes: CallSizes, now: list[tuple[int, ...]]) -> set[tuple[int, int]]:
     """Dynamic sizes of which another value is taken, alone or with all that equal it."""
     found = set()
     for number, axis in sizes.dynamic():

@@ -291,7 +291,7 @@ class CompiledBlock:
                 _draft(call, name, made.sizes, time.perf_counter() - began),
                 result=made.result, library=package_store.digest_of(made.library),
             )  # fmt: skip
-            package = _tried(draft, call, LoadedPackage(draft, made.library, call.device).run)
+            package = _try(draft, call, LoadedPackage(draft, made.library, call.device).run)
             package_store.keep(package, made.library)
         if package.verdict == "refused":
             raise NotCompilableError(package.reason)
@@ -310,7 +310,7 @@ class CompiledBlock:
         self._note(call.block, f"no package ({why}); torch.compile instead")
         run = self._by_torch(call)
         sizes = CallSizes(tuple(((0, None),) * each.ndim for each in call.all_tensors))
-        package = _tried(_draft(call, name, sizes, 0.0), call, run)
+        package = _try(_draft(call, name, sizes, 0.0), call, run)
         if package.verdict == "refused":
             package = replace(package, reason=f"torch.compile: {package.reason} ({why})")
         package_store.keep(package)
@@ -370,7 +370,7 @@ def _draft(call: _Call, name: str, sizes: CallSizes, seconds: float) -> Package:
     )  # fmt: skip
 
 
-def _tried(draft: Package, call: _Call, run: Run) -> Package:
+def _try(draft: Package, call: _Call, run: Run) -> Package:
     """The description with the verdict on `run` in this call."""
 
     def fast(*args: Any, **kwargs: Any) -> Any:

@@ -59,7 +59,7 @@ def prepare() -> None:
     import torch._inductor.config
 
     config: Any = torch._inductor.config
-    found = _found(config.cpp.cxx) if os.name == "posix" else None
+    found = _find_compiler(config.cpp.cxx) if os.name == "posix" else None
     if found is None:
         return
     try:
@@ -77,7 +77,7 @@ def prepare() -> None:
     config.cpp.cxx = (None, str(script))
 
 
-def _found(asked: Any) -> str | None:
+def _find_compiler(asked: Any) -> str | None:
     """Path of the compiler that torch would use, or of another one that it knows."""
     names = [asked] if isinstance(asked, str) else [name for name in asked if name]
     return next((path for name in (*names, "clang++") if (path := shutil.which(name))), None)

@@ -143,19 +143,19 @@ class WrittenCalls:
             for name, part in parts.items()
             for block in compiled_blocks(part).values()
         ]
-        self._since, self._reported = self._counted(), set[tuple[str, str]]()
+        self._since, self._reported = self._count(), set[tuple[str, str]]()
 
     def new_reasons(self) -> list[str]:
         """A text for each component and reason that no earlier call has given."""
         found = [
             key
-            for key, number in self._counted().items()
+            for key, number in self._count().items()
             if number > self._since[key] and key not in self._reported
         ]
         self._reported.update(found)
         return [f"{name}: compiled blocks run as written: {why}" for name, why in found]
 
-    def _counted(self) -> Counter[tuple[str, str]]:
+    def _count(self) -> Counter[tuple[str, str]]:
         """Calls by component and reason."""
         counted: Counter[tuple[str, str]] = Counter()
         for name, report in self._reports:

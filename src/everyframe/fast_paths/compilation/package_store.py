@@ -244,10 +244,10 @@ def check(target: str | Path, device: torch.device | str) -> list[Package]:
         names = []
     if not names or not all(len(name) == 64 and name.isalnum() for name in names):
         raise InputError(f"{path} is no folder of compiled blocks; {again}")
-    return [_checked(path, name, torch.device(device), again) for name in names]
+    return [_check(path, name, torch.device(device), again) for name in names]
 
 
-def _checked(path: Path, name: str, device: torch.device, again: str) -> Package:
+def _check(path: Path, name: str, device: torch.device, again: str) -> Package:
     try:
         text = _read(path / f"{name}.json", _MOST_TEXT).decode()
         found = _package(text)

@@ -134,7 +134,7 @@ def find_constant_modules(call: ModuleCall) -> tuple[Any, tuple[ConstantModule, 
     mode = _Dependencies([*model.parameters(), *model.buffers(), *constants])
     found: dict[str, set[int]] = {}
     others: set[str] = set()
-    with _watched(model, mode, found, others), mode:
+    with _watch_calls(model, mode, found, others), mode:
         result = call.compute()
     for name in others:
         found.pop(name, None)
@@ -150,7 +150,7 @@ def _outer(name: str) -> Iterator[str]:
 
 
 @contextmanager
-def _watched(
+def _watch_calls(
     model: nn.Module, mode: _Dependencies, found: dict[str, set[int]], others: set[str]
 ) -> Iterator[None]:
     """Context: note each submodule that is called, in `found` if its results are constant."""

@@ -219,7 +219,7 @@ class CachedConstants:
 
     def __enter__(self) -> CachedConstants:
         if self.modules is None:
-            self._on.enter_context(override_call(self._model, self._called))
+            self._on.enter_context(override_call(self._model, self._answer_call))
         else:
             self._cache(self.modules)
         return self
@@ -227,7 +227,7 @@ class CachedConstants:
     def __exit__(self, *_: object) -> None:
         self._on.close()
 
-    def _called(self, call: ModuleCall) -> Any:
+    def _answer_call(self, call: ModuleCall) -> Any:
         if self.modules is not None or self._is_paused():
             return call.compute()
         result, self.modules = find_constant_modules(call)
@@ -238,7 +238,7 @@ class CachedConstants:
         for each in modules:
             cached = _CachedModule(each, self._memory)
             module = self._model.get_submodule(each.name)
-            self._on.enter_context(override_call(module, partial(self._served, cached)))
+            self._on.enter_context(override_call(module, partial(self._serve, cached)))
 
-    def _served(self, cached: _CachedModule, call: ModuleCall) -> Any:
+    def _serve(self, cached: _CachedModule, call: ModuleCall) -> Any:
         return call.compute() if self._is_paused() else cached.answer(call)

@@ -127,14 +127,14 @@ class DeepFeatures:
     def __enter__(self) -> DeepFeatures:
         for module in deep_modules(self._unet):
             self._on.enter_context(override_call(module, self._deep))
-        self._on.enter_context(override_call(self._unet, self._called))
+        self._on.enter_context(override_call(self._unet, self._answer_call))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._on.close()
         self.clear()
 
-    def _called(self, call: ModuleCall) -> Any:
+    def _answer_call(self, call: ModuleCall) -> Any:
         if self._is_paused():
             return call.compute()
         number, self._number = self._number, self._number + 1

@@ -105,13 +105,13 @@ class NativeSpatialNorm3D(CogVideoXSpatialNorm3D):  # type: ignore[misc]
         if self.is_plain or not kernels.supports(f):
             plain: tuple[Tensor, dict[str, Tensor]] = super().forward(f, zq, conv_cache)
             return plain
-        scale, shift = (_enlarged(layer.conv(zq), f) for layer in (self.conv_y, self.conv_b))
+        scale, shift = (_enlarge(layer.conv(zq), f) for layer in (self.conv_y, self.conv_b))
         # Layers of one frame don't read what is cached for them; diffusers has a copy for each.
-        cache = dict.fromkeys(("conv_y", "conv_b"), _enlarged(zq, f))
+        cache = dict.fromkeys(("conv_y", "conv_b"), _enlarge(zq, f))
         return torch.addcmul(shift, self.norm_layer(f), scale), cache
 
 
-def _enlarged(latents_NCTHW: Tensor, f: Tensor) -> Tensor:
+def _enlarge(latents_NCTHW: Tensor, f: Tensor) -> Tensor:
     """The latents in the size and memory layout of `f`; a first frame of an odd number alone."""
     if kernels.is_channels_last(f):
         latents_NCTHW = latents_NCTHW.contiguous(memory_format=torch.channels_last_3d)

@@ -121,8 +121,8 @@ class _Walk:
         self._a, self._b, self._partners = a, b, partners
         self._of_b = _by_name(b)
         self._orders = _Orders(a), _Orders(b)
-        # By call, -1 for what is outside of all: the largest difference so far, and the narrowest
-        # dtype with its unit.
+        # By call (-1: outside of all): the largest difference so far, the narrowest dtype and its
+        # unit.
         self._before: dict[int, float] = {}
         self._narrow: dict[int, tuple[float, str]] = {}
         self._weights: dict[int, float] = {}
@@ -183,7 +183,7 @@ class _Walk:
     def _check_shape(self, seen: TracedTensor, other: TracedTensor) -> None:
         if seen.shape != other.shape:
             raise InputError(
-                f"two sizes: the {_thing(seen)} of {self._a.place(seen.call)} is {seen.shape} in "
+                f"two sizes: the {_label(seen)} of {self._a.place(seen.call)} is {seen.shape} in "
                 f"the first trace and {other.shape} in the second; record both at one size"
             )
 
@@ -197,7 +197,7 @@ class _Walk:
         dtype: str,
     ) -> TracePlace:
         seen = self._a.seen[place]
-        where, thing = self._a.place(seen.call), _thing(seen)
+        where, thing = self._a.place(seen.call), _label(seen)
         first, second = (
             is_finite(trace.numbers[each.row])
             for trace, each in ((self._a, seen), (self._b, other))
@@ -244,7 +244,7 @@ class _Orders:
         return self._places.get((call, kind), [])
 
 
-def _thing(seen: TracedTensor) -> str:
+def _label(seen: TracedTensor) -> str:
     if seen.kind == "weight":
         return f"weight {seen.name}"
     return f"{seen.kind} {seen.name}".strip()

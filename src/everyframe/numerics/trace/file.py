@@ -82,7 +82,7 @@ def write(trace: Trace, path: str | os.PathLike[str]) -> None:
             file.writestr(TABLES, save(tables))
             if trace.full:
                 full = {str(row): tensor for row, tensor in trace.full.items()}
-                # Bits of activations do not pack.
+                # Activations do not compress.
                 file.writestr(_FULL, save(full), zipfile.ZIP_STORED)
         os.replace(work, place)
     finally:

@@ -82,7 +82,7 @@ def difference(a: _Numbers, b: _Numbers) -> float:
     size = max(float(a[NORM]), float(b[NORM]))
     distance = float(np.linalg.norm(a[4:].astype(np.float64) - b[4:].astype(np.float64)))
     if not (math.isfinite(size) and math.isfinite(distance)):
-        # Squares beyond float32: the range is left to compare.
+        # Squares overflow float32; only the range can be compared.
         size = float(max(np.abs(a[[LOW, HIGH]]).max(), np.abs(b[[LOW, HIGH]]).max()))
         distance = float(np.abs(a[[LOW, HIGH]] - b[[LOW, HIGH]]).max())
     return 0.0 if distance == 0 else distance / size if size else math.inf

@@ -73,8 +73,8 @@ class Recorder:
             new = TracedModule(component, name, type(inner).__name__)
             part = self._parts.setdefault(new, len(self._parts))
             is_full = new.name in self._full
-            # After all other hooks: what they cast is what the module computes with.
-            before, after = self._entering(part, is_full), self._leaving(is_full)
+            # After all other hooks, which may cast the inputs.
+            before, after = self._make_pre_hook(part, is_full), self._make_hook(is_full)
             self._handles.append(inner.register_forward_pre_hook(before, with_kwargs=True))
             self._handles.append(inner.register_forward_hook(after, always_call=True))
 
@@ -104,7 +104,7 @@ class Recorder:
             ended, dict(self._saved), dict(self._arguments),
         )  # fmt: skip
 
-    def _entering(self, part: int, is_full: bool) -> Callable[..., None]:
+    def _make_pre_hook(self, part: int, is_full: bool) -> Callable[..., None]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if torch.compiler.is_compiling():
                 return
@@ -120,9 +120,9 @@ class Recorder:
 
         return before
 
-    def _leaving(self, is_full: bool) -> Callable[..., None]:
+    def _make_hook(self, is_full: bool) -> Callable[..., None]:
         def after(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-            # A call that ended before our hook was reached was never begun.
+            # The call ended before it reached our hook.
             if self._open and self._open[-1][1] is module:
                 call, _ = self._open.pop()
                 packed(result, "", self._seer(call, "output", keep=is_full))
@@ -149,7 +149,7 @@ class Recorder:
             self._seen.append(TracedTensor(call, kind, name, dtype, tuple(tensor.shape), row))
             place = len(self._seen) - 1
             if keep:
-                # A copy of its own: views may share what is changed later.
+                # A copy, because views may share memory that changes later.
                 self._saved[place] = tensor.detach().to("cpu", copy=True).contiguous()
             return place
 
@@ -178,7 +178,7 @@ class _Prints:
         if not self._here:
             return np.zeros(0, np.int64), np.zeros((0, NUM_NUMBERS), np.float32)
         table = np.ascontiguousarray(np.concatenate(self._here))
-        # As bytes, in which NaN is equal to itself.
+        # As bytes, so that NaN equals NaN.
         whole = table.view(np.dtype((np.void, table.shape[1] * table.itemsize))).ravel()
         _, first, rows = np.unique(whole, return_index=True, return_inverse=True)
         return rows.reshape(-1), table[first]
@@ -191,7 +191,7 @@ class _Prints:
         wide = any(each.dtype == torch.float64 for each in waiting)
         rows = np.empty((len(waiting), NUM_NUMBERS), np.float64 if wide else np.float32)
         for places in by_device.values():
-            # float64 is kept apart until it is here: some devices have none.
+            # float64 only on the host: some devices lack it.
             same = len({waiting[place].dtype for place in places}) == 1
             if same:
                 rows[places] = torch.stack([waiting[place] for place in places]).cpu().numpy()

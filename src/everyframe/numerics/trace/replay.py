@@ -157,30 +157,30 @@ def replay(compared: Comparison, call: int, module: nn.Module) -> Replayed:
     name = compared.a.parts[compared.a.calls[call].part].name
     runs = ((compared.a, call), (compared.b, compared.partners[call]))
     with translate_device_loss(str(_device_of(module)), f"while {name} was replayed"):
-        wide = _widened(module)
+        wide = _widen(module)
         try:
             results = [_again(wide, trace, made) for trace, made in runs]
         except (RuntimeError, TypeError, KeyError, InputError) as error:
             text = " ".join(str(error).split())[:300]
             raise InputError(f"{name} can't be replayed: {text}") from error
-    given = [_recorded(trace, made, "output") for trace, made in runs]
+    given = [_recorded_tensors(trace, made, "output") for trace, made in runs]
     errors = tuple(_error(got, want, name) for got, want in zip(given, results, strict=True))
-    first, second = (_recorded(trace, made, "input") for trace, made in runs)
+    first, second = (_recorded_tensors(trace, made, "input") for trace, made in runs)
     inputs, outputs = (
         _error(first, second, name),
         _error(results[0], results[1], name),
     )
-    explained = tuple(_explained(trace, made) for trace, made in runs)
+    explained = tuple(_explained_error(trace, made) for trace, made in runs)
     growth = outputs / inputs if inputs else math.inf if outputs else 1.0
     return Replayed(name, (errors[0], errors[1]), (explained[0], explained[1]), growth)
 
 
-def _widened(module: nn.Module) -> nn.Module:
+def _widen(module: nn.Module) -> nn.Module:
     """Copy the module in float32, without hooks."""
     with torch.inference_mode(False):
         wide = copy.deepcopy(module).float().eval()
     for part in wide.modules():
-        # Casts at edges and the coming and going of weights: all is in float32 and here.
+        # Drop input casts and offload hooks: all weights are here, in float32.
         part._forward_pre_hooks.clear()
         part._forward_hooks.clear()
     return wide
@@ -210,7 +210,7 @@ def _again(wide: nn.Module, trace: Trace, call: int) -> list[Tensor]:
     return found
 
 
-def _recorded(trace: Trace, call: int, kind: str) -> list[Tensor]:
+def _recorded_tensors(trace: Trace, call: int, kind: str) -> list[Tensor]:
     return [
         trace.full[place]
         for place, seen in enumerate(trace.seen)
@@ -233,7 +233,7 @@ def _error(got: Sequence[Tensor], want: Sequence[Tensor], name: str) -> float:
     return largest
 
 
-def _explained(trace: Trace, call: int) -> float:
+def _explained_error(trace: Trace, call: int) -> float:
     """Error explained by the narrowest dtype in that call.
 
     Roundings of nested calls add up like random errors (square root of their number). Weights count

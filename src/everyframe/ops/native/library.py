@@ -36,8 +36,8 @@ _FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trappin
           "-fvisibility=hidden", "-fPIC")  # fmt: skip
 #: Flags that not every compiler or processor knows; each group is tried in this order.
 _WIDE = "-mprefer-vector-width=512"
-#: To compile and to link, best first. OpenMP's functions are found in torch's own library if it has
-#: loaded one: a second pool of threads would wait in the way of the first.
+#: Compile and link flags, best first. OpenMP resolves to the library that torch loaded, if any: a
+#: second thread pool would compete with the first.
 _THREADS: Sequence[tuple[Sequence[str], Sequence[str]]] = (
     (("-fopenmp",), ()), (("-fopenmp",), ("-fopenmp",)), ((), ()),
 )  # fmt: skip
@@ -109,7 +109,7 @@ def _load() -> ctypes.CDLL:
         if _is_ours(path) and path.stem == f"{key}-{_digest(path.read_bytes())}":
             return ctypes.CDLL(str(path))
         path.unlink(missing_ok=True)
-    return _compiled(compiler, folder, key)
+    return _compile(compiler, folder, key)
 
 
 def _private_folder(folder: Path) -> Path:
@@ -123,7 +123,7 @@ def _private_folder(folder: Path) -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise NoLibraryError(f"{folder} is not a folder of this user's; remove it")
     if stat.S_IMODE(found.st_mode) != 0o700:
-        # Others may have written into it: what is there is not ours to run.
+        # Others may have written into it: never load what is there.
         folder.chmod(0o700)
         for path in folder.iterdir():
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -151,14 +151,14 @@ def _key(compiler: str) -> str:
         [compiler, "--version"], capture_output=True, check=True, timeout=_PATIENCE
     ).stdout
     sources = [path.read_bytes() for path in sorted(_SOURCES.glob("*.[ch]"))]
-    # With torch, whose threads a library may have been linked with.
+    # With torch's version: the library may be linked with its threads.
     isa = " ".join((version_of("torch"), processor_name(), *sorted(processor_flags())))
     flags = shlex.join((*_FLAGS, _WIDE, *(flag for pair in _THREADS for part in pair
                                           for flag in part)))  # fmt: skip
     return _digest(compiler.encode(), version, isa.encode(), flags.encode(), *sources)
 
 
-def _compiled(compiler: str, folder: Path, key: str) -> ctypes.CDLL:
+def _compile(compiler: str, folder: Path, key: str) -> ctypes.CDLL:
     """Compile, load and store the library by the first set of flags that works here."""
     message = ""
     with tempfile.TemporaryDirectory(dir=folder, prefix="making-") as place:

@@ -83,7 +83,7 @@ def known(machine: MachineFacts, device: DeviceFacts, *, is_here: bool = True) -
     Nothing is looked up if no issue concerns such a device. For a machine that is not this one
     (`is_here` is false) only its own facts count.
     """
-    found = _known(machine, device, is_here=is_here)
+    found = _find(machine, device, is_here=is_here)
     if device.kind != "cpu" or not is_here:
         return found
     of_c = kernel_library.why_not()
@@ -93,7 +93,7 @@ def known(machine: MachineFacts, device: DeviceFacts, *, is_here: bool = True) -
     return found.and_these({path: reason for path, reason in missing.items() if reason})
 
 
-def _known(machine: MachineFacts, device: DeviceFacts, *, is_here: bool) -> BlockedPaths:
+def _find(machine: MachineFacts, device: DeviceFacts, *, is_here: bool) -> BlockedPaths:
     vendors = _VENDORS.get(device.kind, ())
     paths = {path.name: frozenset(path.uses) for path in for_device(device)}
     in_question = {

@@ -52,8 +52,8 @@ _EITHER = ("compile", "cached-constants")
 #: Reason of an expected path.
 _FIRST = "the first run tries it"
 
-#: Compilation needs at least so many calls of a component, and unless it is requested or the code
-#: is there already, so many operations in a run: minutes on a CPU, about what compiling takes.
+#: Compilation needs at least this many calls of a component and, unless it is requested or already
+#: compiled, this many operations in a run: minutes on a CPU, about what compiling takes.
 _AGAIN_AND_AGAIN = 4
 
 
@@ -95,7 +95,7 @@ def pins_of(request: Request, device: DeviceFacts, *, is_here: bool = True) -> F
         if is_here and not has_torchao():
             raise MissingPackageError(f"{kind} needs torchao: pip install 'everyframe[torchao]'")
     if request.compiled is not None and is_here:
-        # Not on top: this brings torch.
+        # Late import: brings torch.
         from everyframe.fast_paths.compilation.package_store import check
 
         check(request.compiled, device.torch_name)
@@ -151,7 +151,7 @@ class FastPathChooser:
         """
         name = _precision(by_facts)
         if name is None or self._is_given(component):
-            return by_facts.compute, self._given(component, name, runs)
+            return by_facts.compute, self._check_pinned(component, name, runs)
         if runs and not operations(runs):
             return "float32", ()
         if component.needs.decoder_islands:
@@ -168,7 +168,7 @@ class FastPathChooser:
         """Whether the dtype is fixed: requested, or that of weights already loaded."""
         return self.pins.dtype != "auto" or component.has_precision is not None
 
-    def _given(
+    def _check_pinned(
         self, component: Component, name: str | None, runs: Sequence[DryRun]
     ) -> tuple[FastPathChoice, ...]:
         """What blocks a fixed precision, if anything does."""

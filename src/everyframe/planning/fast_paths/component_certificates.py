@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 #: Seconds for certificates in the first run of a plan, and before one of many minutes.
 AT_ONCE, IN_ALL = 3.0, 30.0
-#: The same where a person asks for all: a slow CPU needs more than half a minute for a pipeline.
+#: The same if the user asks for all: a slow CPU needs more than 30 s for a pipeline.
 ON_REQUEST = 120.0
 
 #: Seconds for `--compile` to compile and try a block of every kind.
@@ -205,7 +205,7 @@ def make(
     """
     if not missing:
         return {}
-    # Not on top: this brings torch, and most plans miss none.
+    # Late import: brings torch, and most plans miss none.
     from everyframe.fast_paths.certification.certify import certify
 
     left = seconds
@@ -215,7 +215,7 @@ def make(
         on_demand = tuple(path for path in each.paths if path.on_demand)
         at_once = tuple(path for path in each.paths if path.at_once)
         rest = tuple(path for path in each.paths if not (path.at_once or path.on_demand))
-        # The sizes alone are enough for some; a process that needs no family's code starts sooner.
+        # Some need sizes only; a process without a family's code starts sooner.
         for paths, needed, most in (
             (at_once, replace(subject, calls=()), left),
             (rest, subject, left),
@@ -223,7 +223,8 @@ def make(
         ):
             if paths and most > 0:
                 if each.has_kernels:
-                    # Not after them: if a person ends them, the next run does not begin with them.
+                    # Reset before the trials: if they are interrupted, the next run does not repeat
+                    # them.
                     reset_computing_time(*subject.keys)
                 if paths is on_demand:
                     needed = replace(subject, paths=_others(subject, each))

@@ -194,7 +194,7 @@ class ComponentPlanner:
         runs = tuple(self._with_paths(run, precision, settings, paths, weights) for run in runs)
         if BF16_DECODER in (paths or ()):  # for its check they stay in float32 too
             weights += 4 * num_narrow(component.num_elements, precision)
-        # A pipeline's parts are read by diffusers and transformers, whole.
+        # diffusers and transformers read a pipeline's components as a whole.
         is_ours = not any(run.stage_call.is_foreign for run in runs)
         waits = weights + frame_bytes(settings) if is_ours else 0
         plan = ComponentPlan(
@@ -255,7 +255,7 @@ class ComponentPlanner:
     def kinds(self, component: Component, settings: Settings) -> tuple[str, ...]:
         """Possible weight formats, the most exact first; "" is the weights' own dtype."""
         asked = self.quantising.kinds(component.name)
-        # What was made for float32 is the smaller part, and wants its digits.
+        # Modules made for float32 are the smaller part, and need its digits.
         if not any(asked) or component.has_precision or component.needs.prefers == "float32":
             return ("",)
         if asked[0] in PRODUCTS and not self._denoises(component, settings):
@@ -328,7 +328,7 @@ class ComponentPlanner:
             assert component.working_bytes is not None, "no dry run and no forecast"
             return component.working_bytes(num_bytes(precision.compute))
         loading = 0
-        # What has the file's dtype is read straight into its place; the rest is cast on the way.
+        # Weights of the file's dtype are read in place; others are cast on the way.
         is_cast = bool(precision.weight_dtype) or num_bytes(precision.parameters) < _FILE_ELEMENT
         if self.device.kind == "cpu" and is_cast:
             loading = max(component.num_elements.values(), default=0) * _FILE_ELEMENT

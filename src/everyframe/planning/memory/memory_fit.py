@@ -90,18 +90,18 @@ class MemoryFit:
         changes: list[str] = []
         parts: list[PlannedComponent] = []
         for component in self.model.components(settings):
-            settings, part, notes = self._saved(component, settings)
+            settings, part, notes = self._apply_fallbacks(component, settings)
             changes += notes
             parts.append(part)
         if changes:
-            # A saving of one component may be seen by another.
+            # A saving of one component may affect another.
             where = {part.plan.name: WeightPlacement.of(part.plan) for part in parts}
             parts = [
                 self.parts.part(each, settings, where[each.name])
                 for each in self.model.components(settings)
             ]
         if not self._hold(parts) and self.device.kind == "cpu":
-            parts = self._narrowed(parts, settings)
+            parts = self._narrow(parts, settings)
         elif not self._hold(parts):
             parts, notes = _by_turns(parts)
             changes += notes
@@ -117,7 +117,7 @@ class MemoryFit:
             fits=self._hold(parts) and host <= self.host_memory,
         )
 
-    def _narrowed(
+    def _narrow(
         self, parts: Sequence[PlannedComponent], settings: Settings
     ) -> list[PlannedComponent]:
         """Components with weights in a narrower form, until those of one stage fit together.
@@ -206,42 +206,42 @@ class MemoryFit:
             done = self._fallbacks(component, settings)
             least = done[-1].settings if done else settings
             where = _placement(done, WeightPlacement(kind=self.parts.kinds(component, least)[-1]))
-            # Whole calls of a pipeline would take minutes for all that are tried here.
+            # Whole pipeline calls would take minutes for all sizes tried here.
             parts.append(self.parts.named(component.name, least, where, roughly=True))
             if not self._holds(parts[-1]):
                 return False
-        # Those that share a stage may fit alone, and not together.
+        # Components of one stage may fit alone and not together.
         return self._hold(parts)
 
-    def _saved(
+    def _apply_fallbacks(
         self, component: Component, settings: Settings
     ) -> tuple[Settings, PlannedComponent, list[str]]:
         """The fewest fallbacks with which that component fits, or all, which need the least.
 
         Weights are quantized to eight bits only if nothing else suffices.
         """
-        first = self._saved_as(component, settings, None)
+        first = self._fit_as(component, settings, None)
         if self._holds(first[1]):
             return first
         others = self.parts.kinds(component, settings)[1:]
-        found = (self._saved_as(component, settings, kind) for kind in others)
+        found = (self._fit_as(component, settings, kind) for kind in others)
         return next((each for each in found if self._holds(each[1])), first)
 
-    def _saved_as(
+    def _fit_as(
         self, component: Component, settings: Settings, kind: str | None
     ) -> tuple[Settings, PlannedComponent, list[str]]:
         part = self.parts.part(component, settings, WeightPlacement(kind=kind))
         taken: list[MemoryFallback] = []
         if not self.weights_exceed(component, settings, part.plan.precision.weight_dtype):
-            # What helps in one stage alone is not done for the sake of another.
+            # Fallbacks are chosen per stage: one that helps elsewhere is no use here.
             for stage in part.stages or (None,):
                 if not self._holds(part, stage):
-                    done, part = self._saved_in(component, stage, part, settings)
+                    done, part = self._fit_in_stage(component, stage, part, settings)
                     taken += done
                     settings = taken[-1].settings if taken else settings
         return settings, part, [*_fallback_notes(component, taken), *_elsewhere(part)]
 
-    def _saved_in(
+    def _fit_in_stage(
         self, component: Component, stage: str | None, part: PlannedComponent, settings: Settings
     ) -> tuple[list[MemoryFallback], PlannedComponent]:
         """The fewest fallbacks with which the component fits in that stage, or all of them."""
@@ -255,13 +255,13 @@ class MemoryFit:
             return self._holds(after(number), stage)
 
         taken = len(done)
-        # What is far too large is looked at with all of them first, and is most often too large.
+        # If it is far too large, all fallbacks together are tried first; they rarely suffice.
         if done and (self._times(part, stage) <= _FAR or enough(taken)):
             taken = 1 + bisect_left(range(1, len(done)), True, key=enough)
         if not taken:
             return [], part
         part = after(taken)
-        # Weights that were moved in vain before something lossy was done may not have to be.
+        # After a lossy fallback, moved weights may fit in place again.
         if done[taken - 1].is_lossy and (
             part.plan.block_offload or part.plan.num_weight_shards > 1
         ):
@@ -275,7 +275,7 @@ class MemoryFit:
         if not isinstance(self.model, DryRunSpec):
             return []
         holders = self.parts.holders_of(component)
-        # Where ranks were asked to keep them, that is not changed.
+        # Requested weight sharding is kept.
         is_asked = self.parts.shards and holders > 1
         return list(
             memory_fallbacks(

@@ -229,7 +229,7 @@ class WarmComponents:
             entry = self._rewritten(entry, rewrite, patched)
         self._make_room(part, entry)
         if entry is None:
-            # Inference tensors have no version by which a write to them would be seen.
+            # Inference tensors have no version counter, so writes to them go unseen.
             with torch.inference_mode(False), torch.no_grad():
                 module = self._loaded(load)
             entry = _Entry(
@@ -348,7 +348,7 @@ class WarmComponents:
         if self.cache is None or self.plan is None:
             return None
         part = self.plan.component(name)
-        # Weights that come and go have state of their own, and are on the device for a moment only.
+        # Offloaded weights have state of their own, and are on the device briefly.
         moves = part.block_offload or part.model_offload or part.num_weight_shards > 1
         if moves or part.device != self.plan.device.torch_name:
             return None

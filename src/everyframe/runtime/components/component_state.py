@@ -20,12 +20,12 @@ from everyframe.fast_paths.modules.fast_modules import forget
 
 #: Attributes of every module that hold a table of torch's own: hooks, children, weights.
 _TABLES = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
-#: A compiled block keeps a package for each size of its calls, and is right for all sizes.
+#: Not compared: a compiled block adds packages per input size, which change no result.
 _COMPILED = "_compiled_call_impl"
-#: Values that are what they say.
+#: Types compared by value.
 _PLAIN = (bool, int, str, bytes, complex, torch.dtype, torch.device, torch.Size, type)
 _OPAQUE = (nn.Module, FunctionType, BuiltinFunctionType, MethodType)
-#: Levels of containers and plain objects that are looked into.
+#: Depth to which containers and plain objects are compared.
 _DEPTH = 8
 
 
@@ -63,9 +63,9 @@ class _PartState:
             for name, value in entries.items()
         ]
         self._others = [(k, value) for k, value in self._rest.items() if k != _COMPILED]
-        self._known = self._described(seen)
+        self._known = self._describe_values(seen)
 
-    def _described(self, seen: set[int]) -> list[Hashable]:
+    def _describe_values(self, seen: set[int]) -> list[Hashable]:
         """Every value that was there at the snapshot, as it is now; entries of tables first."""
         moves = getattr(self._part, "moves_its_weight", False)
         entries = [
@@ -80,7 +80,7 @@ class _PartState:
         """See `ComponentState.restore`."""
         if type(self._part) is not self._class:
             return f"it is a {type(self._part).__name__} now"
-        now = self._described(seen)
+        now = self._describe_values(seen)
         if now != self._known:
             names = [name for name, _ in (*self._entries, *self._others)]
             states = zip(names, self._known, now, strict=True)

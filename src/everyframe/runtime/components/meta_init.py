@@ -14,8 +14,8 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 #: Held while a library makes a module, and during a dry run. In `from_pretrained`, diffusers and
 #: transformers change for the whole process: the default dtype, `torch.nn.init`,
-#: `Module.register_parameter`, `tie_weights`. What another thread builds or runs dry then would
-#: have other dtypes and untied weights, and two loads at once would leave changes behind.
+#: `Module.register_parameter`, `tie_weights`. Modules built or dry-run in another thread meanwhile
+#: would have other dtypes and untied weights; two loads at once would leave changes behind.
 BUILD_LOCK = threading.RLock()
 
 

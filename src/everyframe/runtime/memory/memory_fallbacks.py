@@ -143,7 +143,7 @@ class RemainingFallbacks:
 
     def next(self, components: Sequence[str]) -> MemoryFallback | None:
         """Take the next fallback for these components; None if there is none left."""
-        for each in self._left(components):
+        for each in self._remaining(components):
             key = (each.component, each.message)
             if key not in self.taken:
                 self.taken.append(key)
@@ -151,7 +151,7 @@ class RemainingFallbacks:
                 return each
         return None
 
-    def _left(self, components: Sequence[str]) -> Iterator[MemoryFallback]:
+    def _remaining(self, components: Sequence[str]) -> Iterator[MemoryFallback]:
         settings, can_move = self.plan.settings, self.plan.device.kind != "cpu"
         if can_move and self._cache_note:
             yield MemoryFallback("", settings, self._cache_note)

@@ -138,15 +138,15 @@ class BlockOffload:
     def _hook(self, part: nn.Module) -> None:
         mine: list[tuple[nn.Module, int]] = []
 
-        # They are given the part, and must not hold it: it would hold itself through its hooks.
+        # The hooks get the module as an argument: holding it would be a reference cycle.
         def come(part: nn.Module, *_: object) -> None:
-            # Those that came with a unit around them stay until it goes.
+            # Weights loaded with an enclosing unit stay until it is freed.
             layers = [each for each in part.modules() if each not in self._waiting]
             wanted = [(each, _own(each)) for each in layers if _has_own(each)]
             if not wanted:
                 return
             named = {
-                self._named(layer, name): parameter
+                self._dotted_name(layer, name): parameter
                 for layer, own in wanted
                 for name, parameter in own.items()
             }
@@ -155,9 +155,9 @@ class BlockOffload:
                 self._waiting[layer] = own
                 size = 0
                 for name, parameter in own.items():
-                    tensor = came[self._named(layer, name)]
+                    tensor = came[self._dotted_name(layer, name)]
                     layer._parameters[name] = _for(parameter, tensor)
-                    # What is here already doesn't come.
+                    # Already on the device.
                     size += 0 if tensor is parameter else tensor.nbytes
                 mine.append((layer, size))
                 self._bytes += size
@@ -184,12 +184,12 @@ class BlockOffload:
             return {}
         layers = (layer for layer in module.modules() if layer not in self._waiting)
         return {
-            self._named(layer, name): parameter
+            self._dotted_name(layer, name): parameter
             for layer in layers
             for name, parameter in _own(layer).items()
         }
 
-    def _named(self, layer: nn.Module, name: str) -> str:
+    def _dotted_name(self, layer: nn.Module, name: str) -> str:
         """Dotted name of a parameter in the whole module."""
         return f"{self._names[layer]}.{name}".lstrip(".")
 
@@ -252,7 +252,7 @@ class ModelOffload:
                 for name, buffer in part._buffers.items():
                     if buffer is not None:
                         part._buffers[name] = buffer.to(device)
-                # An autoencoder's `decode` is no call of the module itself, but of its parts.
+                # An autoencoder's `decode` calls its submodules, not the module itself.
                 hook = part.register_forward_pre_hook(self._coming(module), prepend=True)
                 self._handles.append(hook)
 
@@ -282,7 +282,7 @@ class ModelOffload:
             self._on_host[part] = resident
             for name, parameter in resident.items():
                 if id(parameter) not in copies:
-                    copies[id(parameter)] = _moved(parameter, self._device)
+                    copies[id(parameter)] = _move(parameter, self._device)
                 part._parameters[name] = copies[id(parameter)]
         self._here = module
         self.most_bytes = max(self.most_bytes, sum(each.nbytes for each in copies.values()))
@@ -298,7 +298,7 @@ def take_turns(modules: Iterable[nn.Module], device: str | torch.device) -> Mode
     return ModelOffload(modules, torch.device(device))
 
 
-def _moved(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+def _move(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     """Copy a parameter to the device, even if that is the host, because it is freed afterwards."""
     copy = torch.empty_like(parameter, device=device).copy_(parameter)
     return nn.Parameter(copy, requires_grad=False)

@@ -68,7 +68,7 @@ class CallCounter:
         """Whether the event was in a step or video that a resumed run does not compute again."""
         if event.seed == now.seed:
             return event.step < now.step
-        # Videos come in the order of their seeds, but where each lot of frames goes through all.
+        # Videos come in seed order, except where each batch of frames passes through all.
         seen = {seed for seed, _ in self._first}
         return event.seed not in seen and (event.seed or 0) < (now.seed or 0)
 
@@ -152,7 +152,7 @@ class OomFallbacks:
                 fallback.event(calls.stage, step, f"{why}; using the same fallback again")
             )
         while True:
-            # Each call of a run passes here; `catch_out_of_memory` would be one more frame in all.
+            # Every call passes here; `catch_out_of_memory` would add a frame to each.
             try:
                 return compute()
             except (RuntimeError, MemoryError) as error:

@@ -75,8 +75,8 @@ class Prefetcher:
         if self._last is not None:
             self._next[self._last] = part
         self._last = part
-        came = self._arrived(part)
-        # What waits may have been put to another precision since.
+        came = self._take_prefetched(part)
+        # The waiting weights may have been upcast since.
         left = {
             name: each
             for name, each in waiting.items()
@@ -98,9 +98,9 @@ class Prefetcher:
 
     def forget(self) -> None:
         """Drop the prefetched weights."""
-        self._arrived("")
+        self._take_prefetched("")
 
-    def _arrived(self, part: str) -> dict[str, Tensor]:
+    def _take_prefetched(self, part: str) -> dict[str, Tensor]:
         """The prefetched weights if they are of that block; otherwise they are dropped."""
         sent, self._sent = self._sent, None
         if sent is None:
@@ -117,14 +117,14 @@ class LocalWeightsProvider:
     def __init__(self, bring: LoadWeight, device: torch.device) -> None:
         self._bring = bring
         self._device = device
-        # Copies have a stream of their own, or they would wait for what is being computed.
+        # Copies have their own stream, or they would wait for the computation.
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._worker: ThreadPoolExecutor | None = None
         if device.type in _KINDS:
-            # Where a stream's block ends, the thread's own card is selected again. A thread begins
-            # on the first one, and would create a context of hundreds of MB there.
+            # Leaving a stream's block selects the thread's own card again: by default the first,
+            # where it would create a context of hundreds of MB.
             card = None if self._stream is None else self._stream.device.index
             self._worker = ThreadPoolExecutor(1, "everyframe-weights", use_card, (card,))
 
@@ -137,8 +137,8 @@ class LocalWeightsProvider:
         if self._worker is None:
             return None
         size = sum(each.nbytes for each in waiting.values())
-        # What is computed by now must be over first. A card's work is only queued here, and the
-        # parts before would all still be there: many of them, where copies are quicker than it.
+        # Queued computation must finish first: otherwise all earlier blocks would still be on the
+        # card, many if copies are faster than it.
         before = None
         if self._stream is not None:
             before = torch.cuda.current_stream(self._device).record_event()
@@ -170,8 +170,8 @@ class _LoadingWeights:
         tensors = self.coming.result()
         if self.device is not None:
             for tensor in tensors.values():
-                # Its memory belongs to the other stream, and must not be given away while this one
-                # still reads it.
+                # Its memory belongs to the other stream, and must not be reused while this one
+                # reads it.
                 tensor.record_stream(torch.cuda.current_stream(self.device))
         return tensors
 

@@ -49,7 +49,7 @@ class Previewer:
         if latents is None:
             return None
         pixels = self._decoder(middle_frames(latents, self._layout, self._decoder.window))
-        # A preview shows what the guard has not looked at yet.
+        # A preview precedes the guard's check.
         shown = (pixels.nan_to_num(0.0) / 2 + 0.5).clamp(0, 1) * 255
         frame = shown.round().to("cpu", torch.uint8).numpy()
         image, (width, height) = encode_preview(frame)

@@ -75,7 +75,7 @@ class LatentSpace:
     def colors(self, *, reads: bool = False) -> LatentColors | None:
         """The map that is known for it: one fitted to its weights, else the published one."""
         key = self.digest(reads=reads)
-        fitted = None if key is None else _fitted(key, self.channels)
+        fitted = None if key is None else _fitted_colors(key, self.channels)
         return fitted or self._published()
 
     def keep(self, colors: LatentColors) -> None:
@@ -123,7 +123,7 @@ def _path(key: str) -> Path:
     return cache_folder() / "latent_colors" / f"{key}.json"
 
 
-def _fitted(key: str, channels: int) -> LatentColors | None:
+def _fitted_colors(key: str, channels: int) -> LatentColors | None:
     path = _path(key)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))

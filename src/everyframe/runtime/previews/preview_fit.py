@@ -18,7 +18,7 @@ from everyframe.core.events import Note
 from everyframe.media.pixels import Frames
 from everyframe.runtime.previews.latent_space import LatentColors, LatentSpace
 
-#: A map that explains less of the variance shows nothing that a person could recognise.
+#: A map that explains less of the variance gives unrecognisable pictures.
 LEAST_EXPLAINED = 0.3
 #: Fewest samples for each channel: fewer are explained by any map.
 _SAMPLES = 4

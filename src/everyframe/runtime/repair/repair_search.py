@@ -77,7 +77,7 @@ class RepairSearch(Generic[_Result]):
     def until_finite(self) -> RepairOutcome[_Result]:
         """Repair a non-finite result with as few modules raised as possible."""
         while True:
-            located = self._located()
+            located = self._locate()
             if located is None:
                 continue
             if located.fault is None:
@@ -88,7 +88,7 @@ class RepairSearch(Generic[_Result]):
             self._apply(found)
         result = self._compute()
         if not value_range(result).is_finite:
-            # With each operation watched, blocks ran as they are written: what is compiled is left.
+            # Watched operations ran uncompiled, so the compiled code is left as the cause.
             for fault in find_wrong_graphs(self._parts, self._compute):
                 self._apply(RepairStep(fault, self._repairs.plainly(fault.part, fault.module)))
             result = self._compute()
@@ -108,14 +108,14 @@ class RepairSearch(Generic[_Result]):
                 return RepairOutcome(result)
             repaired = self._compute()
         except RuntimeError as error:
-            # Two dtypes met beside what was raised, which is no reason to end a run.
+            # The upcast caused a dtype clash, which must not end a run.
             if is_device_loss(error) or is_out_of_memory(error):
                 self._repairs.take_back(self._before)
                 raise
         if repaired is not None and value_range(repaired).is_finite and _is_far(result, repaired):
             return RepairOutcome(repaired, tuple(self._done))
         self._repairs.take_back(self._before)
-        # What a call keeps of its inputs was made with what is removed now.
+        # Recomputed, as a call may keep state that the removed repairs changed.
         return RepairOutcome(self._compute())
 
     def _raise_swallowed(self) -> bool:
@@ -139,7 +139,7 @@ class RepairSearch(Generic[_Result]):
                 break
         return bool(self._done)
 
-    def _located(self) -> Located | None:
+    def _locate(self) -> Located | None:
         """Locate the faults under the current repairs.
 
         None after a dtype mismatch: then the parent of the last repaired module is raised, too.

@@ -128,7 +128,7 @@ class RepairSet:
             return None
         if fault.cause == "formula":
             to = torch.float32
-        return self._raising(fault.part, "" if whole else fault.module, to)
+        return self._wider_repair(fault.part, "" if whole else fault.module, to)
 
     def plainly(self, component: str, module: str) -> Repair:
         """Repair that runs that module uncompiled and with plain kernels."""
@@ -138,9 +138,9 @@ class RepairSet:
         """The same repair for the parent module, after a dtype mismatch beside it; or None."""
         if not repair.module or repair.to == PLAIN:
             return None
-        return self._raising(repair.component, _around(repair.module), torch_dtype(repair.to))
+        return self._wider_repair(repair.component, _around(repair.module), torch_dtype(repair.to))
 
-    def _raising(self, component: str, module: str, to: torch.dtype) -> Repair | None:
+    def _wider_repair(self, component: str, module: str, to: torch.dtype) -> Repair | None:
         while module and not self._is_below(component, module, to):
             module = _around(module)
         if not self._is_below(component, module, to):
@@ -160,7 +160,7 @@ class RepairSet:
         """Apply a repair. Raises `LeftBatchError` in a batch, whose runs share the component."""
         change_modules(f"{repair.place} needs {repair.to}")
         part = self._parts[repair.component]
-        # No effect on modules that have the plan's casts; those of foreign code have none.
+        # For foreign modules, which lack the plan's casts.
         self._joined.append(cast_hooks.add_input_casts(part))
         undo = apply_repair(part, repair, keeps_storage=self._keeps_storage)
         self._applied.append((repair, undo))

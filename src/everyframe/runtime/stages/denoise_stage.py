@@ -258,7 +258,7 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
                             video, step, batch.end if not left else video.step + 1, num_steps
                         )
                         now = time.perf_counter()
-                        # Steps of batches that other ranks have count as they continue, too.
+                        # Steps of other ranks' batches count as they continue.
                         done = number * num_steps + batch.end - left * batch.count
                         yield Step(self.name, done, total, video.seed, now - begun)
                         if previewer is not None:

@@ -258,7 +258,7 @@ class Guard:
         if is_asked or asks_for(self._plan.settings.prompt, pixels[blank] / 2 + 0.5):
             return result
         self.note(
-            # Without how much memory there was, so that the same run has the same record.
+            # Without the amount of memory, so that the same run has the same record.
             f"{self.place(step)}: {len(blank)} of {len(pixels)} frames are of one colour "
             "though their latents are not, in float32 too; they are written as they are",
             in_record=True,
@@ -335,7 +335,7 @@ class Guard:
 
     def _event(self, step: int, done: RepairStep, *, is_swallowed: bool = False) -> Repaired:
         fault, repair = done.fault, done.repair
-        # It went well in float32, so the formula is right.
+        # It is right in float32, so the formula is.
         cause, why = ("range", "lost") if fault.cause == "formula" else (fault.cause, fault.cause)
         problem = describe_fault(fault, why)
         problem += ", which became finite later and changed the result" * is_swallowed
@@ -366,7 +366,7 @@ class Guard:
                 self._repairs.apply(repair)
             return compute()
 
-        # Where other ranks wait for this one, it can't go on alone.
+        # Other ranks wait for this one, so it can't continue alone.
         result = catch_out_of_memory(recompute) if self._unsharded is None else recompute()
         is_done = not isinstance(result, OutOfMemory) and value_range(result).is_finite
         if not is_done or len(blank_frames(pixels_of(result), -1, 1, _ONE_COLOUR)) >= num_blank:

@@ -136,7 +136,7 @@ class ComponentStage(ABC, Generic[_Context, _Inputs]):
         settings = tiling.for_dry_run(self.context.settings)
         return self.compute(modules[self.component], self.example_inputs(device), device, settings)
 
-    def _guarded(self, guard: Guard, module: Any, inputs: _Inputs) -> Callable[[], Any]:
+    def _make_compute(self, guard: Guard, module: Any, inputs: _Inputs) -> Callable[[], Any]:
         """`compute` with the guard's current settings."""
         device = self.context.device(self.component)
         return lambda: self.compute(module, inputs, device, guard.settings)
@@ -178,32 +178,32 @@ class SharedEncodeStage(ComponentStage[_Context, _Inputs]):
     def run(self, videos: Sequence[VideoState]) -> Events:
         """Encode, and store the results in each video."""
         world = self.context.parallel.world
-        mine = (yield from self._encoded(videos)) if world.is_lead else None
+        mine = (yield from self._encode(videos)) if world.is_lead else None
         self.store(videos, world.broadcast_tree(mine, 0, f"the {self.name} is broadcast"))
 
-    def _encoded(self, videos: Sequence[VideoState]) -> Generator[Event, None, list[Any]]:
+    def _encode(self, videos: Sequence[VideoState]) -> Generator[Event, None, list[Any]]:
         inputs, notes = self.inputs(videos)
         yield from notes
         warm, key, results = self.context.model.warm, None, None
-        # A resumed stage may have fallbacks and repairs to begin with.
+        # A resumed stage may begin with fallbacks and repairs.
         if warm is not None and not any(video.has_history for video in videos):
             key, results = warm.encoded(self.component, self, inputs)
         if results is not None:
             for step, _ in enumerate(results, start=1):
                 yield Step(self.name, step, len(results), videos[0].seed, 0.0)
             return list(results)
-        results = yield from self._computed(videos, inputs)
+        results = yield from self._compute_all(videos, inputs)
         if warm is not None:
             warm.keep_encoded(key, self.component, tuple(results))
         return results
 
-    def _computed(
+    def _compute_all(
         self, videos: Sequence[VideoState], inputs: Sequence[_Inputs]
     ) -> Generator[Event, None, list[Any]]:
         module, guard = yield from self._load()
         results = []
         for step, each in enumerate(inputs, start=1):
-            call = self._guarded(guard, module, each)
+            call = self._make_compute(guard, module, each)
             results.append((yield from self._step(guard, videos[0], step, len(inputs), call)))
         return results
 
@@ -254,12 +254,12 @@ class VideoEncodeStage(ComponentStage[_Context, _Inputs]):
     def run(self, videos: Sequence[VideoState]) -> Events:
         """Encode, and store each video's result."""
         group = self.context.parallel.video_group
-        mine = (yield from self._encoded(videos)) if group.is_lead else None
+        mine = (yield from self._encode(videos)) if group.is_lead else None
         results = group.broadcast_tree(mine, 0, "given frames are broadcast")
         for video, result in zip(videos, results, strict=True):
             self.store(video, result)
 
-    def _encoded(self, videos: Sequence[VideoState]) -> Generator[Event, None, list[Any]]:
+    def _encode(self, videos: Sequence[VideoState]) -> Generator[Event, None, list[Any]]:
         module, guard = yield from self._load()
         device, results = self.context.device(self.component), []
         for step, video in enumerate(videos, start=1):
@@ -383,7 +383,7 @@ class DecodeStage(ComponentStage[_Context, LatentPiece]):
 
         def decode(number: int) -> Tensor:
             inputs = self.inputs(video, number, device)
-            call = self._guarded(guard, module, inputs)
+            call = self._make_compute(guard, module, inputs)
             return self.to_send(
                 guard.decoded(steps[number], call, inputs.latents, is_asked=is_asked)
             )

@@ -36,7 +36,7 @@ _MOST = "dry_run_tiles"
 #: Name of the saving before them: frames in one call of an image autoencoder.
 FRAMES = "vae_frames"
 
-#: Stage of each of the two, and words for its note.
+#: Stage of each saving, and words for its note.
 _SAYS = {
     DECODE: ("decode", "frames are decoded", "decoder"),
     ENCODE: ("given frames", "given frames are encoded", "encoder"),
@@ -108,7 +108,7 @@ def _in_tiles(
             whole = (height * factor, width * factor)
             made_HW = tile.new_zeros((*tile.shape[:-2], *whole))
             weights_HW = tile.new_zeros(whole)
-        weight = _fading(rows, tile)[:, None] * _fading(columns, tile)
+        weight = _blend_weights(rows, tile)[:, None] * _blend_weights(columns, tile)
         at = (
             slice(top * factor, top * factor + rows),
             slice(left * factor, left * factor + columns),
@@ -177,7 +177,7 @@ def _starts(length: int, side: int) -> list[int]:
     return [round(index * (length - side) / (number - 1)) for index in range(number)]
 
 
-def _fading(length: int, like: Tensor) -> Tensor:
+def _blend_weights(length: int, like: Tensor) -> Tensor:
     """Blend weights of a tile along one side: 1 in the middle, falling towards both ends."""
     import torch
 

@@ -107,9 +107,9 @@ class _Pictures:
             return
         for number, frame in enumerate(event.frames, start=self._next):
             if number in self._wanted:
-                self._sprites.append(_scaled(frame, _SPRITE_SIDE))
+                self._sprites.append(_scale(frame, _SPRITE_SIDE))
             if number == self._middle or self._thumbnail is None:
-                self._thumbnail = _scaled(frame, _THUMBNAIL_SIDE)
+                self._thumbnail = _scale(frame, _THUMBNAIL_SIDE)
         self._next += event.num_frames
 
     def write(self, place: Path) -> None:
@@ -124,7 +124,7 @@ class _Pictures:
         sheet.save(place / SPRITESHEET, quality=_QUALITY)
 
 
-def _scaled(frame: Any, side: int) -> Image.Image:
+def _scale(frame: Any, side: int) -> Image.Image:
     picture = Image.fromarray(to_uint8(np.asarray(frame)[None])[0])
     picture.thumbnail((side, side))
     return picture

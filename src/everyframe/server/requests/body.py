@@ -196,7 +196,7 @@ async def _read_multipart(
                 files[name] = await value.read()
     finally:
         await form.close()
-    return _nested(texts), files
+    return _nest(texts), files
 
 
 async def _read_form(request: Request, data: _CountedBody, limits: Limits) -> dict[str, Any]:
@@ -213,10 +213,10 @@ async def _read_form(request: Request, data: _CountedBody, limits: Limits) -> di
     texts = [(name, str(value)) for name, value in form.multi_items()]
     if len(texts) > limits.num_fields:
         raise ApiError("too_large", f"a form has at most {limits.num_fields} fields")
-    return _nested(texts)
+    return _nest(texts)
 
 
-def _nested(texts: list[tuple[str, str]]) -> dict[str, Any]:
+def _nest(texts: list[tuple[str, str]]) -> dict[str, Any]:
     """Fields of a form, with ``name[]`` as a list and ``name[key]`` as an object."""
     found: dict[str, Any] = {}
     for given, value in texts:

@@ -75,17 +75,17 @@ def store_media(
         ending = _picture(data, param, limits)
         if ending is not None:
             name, size = ending
-            return StoredMedia(_stored(folder, data, name), size)
+            return StoredMedia(_store_input(folder, data, name), size)
     if "video" in wanted:
         ending = _video(data, param, limits)
         if ending is not None:
             name, size = ending
-            file = _stored(folder, data, name)
+            file = _store_input(folder, data, name)
             return StoredMedia(file, f"{size} {file}")
     raise ApiError("invalid_value", f"{param} is no {wanted} that can be read", param)
 
 
-def _stored(folder: DataFolder, data: bytes, ending: str) -> str:
+def _store_input(folder: DataFolder, data: bytes, ending: str) -> str:
     try:
         return folder.add_input(data, ending)
     except OSError as error:

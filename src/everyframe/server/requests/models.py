@@ -54,7 +54,7 @@ class ModelRegistry:
 
     def __init__(self, models: Sequence[str]) -> None:
         """`models` as in `ServerSettings`. Raises `InputError` for one that is not on this disk."""
-        found = [_registered(each) for each in models or names_on_disk()]
+        found = [_parse_model(each) for each in models or names_on_disk()]
         self._models = {each.name.casefold(): each for each in found}
         if not found:
             raise InputError("no model is on this disk; `everyframe models` lists what to fetch")
@@ -77,7 +77,7 @@ class ModelRegistry:
         return found
 
 
-def _registered(text: str) -> RegisteredModel:
+def _parse_model(text: str) -> RegisteredModel:
     name, equals, target = text.partition("=")
     if equals and not (name.strip() and target):
         raise InputError(f"models must be NAME or NAME=FOLDER, got {text!r}")

@@ -31,11 +31,11 @@ def option_schema(family: str | None) -> list[dict[str, Any]]:
     for options in owners:
         for name in options.model_fields:
             if name not in refused_fields() and name not in found:
-                found[name] = _described(options, name)
+                found[name] = _describe(options, name)
     return [*found.values()]
 
 
-def _described(options: type[Options], name: str) -> dict[str, Any]:
+def _describe(options: type[Options], name: str) -> dict[str, Any]:
     field, facts = options.model_fields[name], facts_of(options, name)
     annotation = field.annotation
     kinds = [kind for kind in typing.get_args(annotation) if kind is not type(None)]

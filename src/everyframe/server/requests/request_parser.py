@@ -79,7 +79,7 @@ class RequestParser:
         Raises:
             ApiError: a field is unknown, refused or wrong.
         """
-        values, warnings = self._named(body)
+        values, warnings = self._rename_fields(body)
         _check_format(values.pop("output_format", None))
         shapes: dict[str, str] = {}
         for name in [*MEDIA]:
@@ -104,7 +104,7 @@ class RequestParser:
         self._check(values)
         return ParsedBody(values, model, tuple(warnings), shapes)
 
-    def _named(self, body: Body) -> tuple[dict[str, Any], list[str]]:
+    def _rename_fields(self, body: Body) -> tuple[dict[str, Any], list[str]]:
         """Values by our names, and notes on fields without effect."""
         given: dict[str, Any] = {}
         for name, value in {**body.fields, **body.files}.items():

@@ -72,7 +72,7 @@ class UrlFetcher:
                 "not_supported", f"{param}: this server fetches no URLs; send the file", param
             )
         ends = time.monotonic() + _WHOLE_SECONDS
-        first = current = self._checked(url, param)
+        first = current = self._check_url(url, param)
         for _ in range(_MOST_REDIRECTS + 1):
             try:
                 answer = self._get(current, ends, param)
@@ -81,13 +81,13 @@ class UrlFetcher:
                 raise ApiError("invalid_value", text, param) from None
             if isinstance(answer, bytes):
                 return answer
-            current = self._checked(urljoin(current.geturl(), answer), param)
+            current = self._check_url(urljoin(current.geturl(), answer), param)
             if current.hostname != first.hostname:
                 text = f"{param}: {first.hostname} redirects to another host, which is not followed"
                 raise ApiError("not_supported", text, param)
         raise ApiError("invalid_value", f"{param}: too many redirects", param)
 
-    def _checked(self, url: str, param: str) -> SplitResult:
+    def _check_url(self, url: str, param: str) -> SplitResult:
         try:
             parts = urlsplit(url)
             port = parts.port or 443

@@ -43,12 +43,12 @@ async def download_content(
         text = f"index must be 1 to {number}, the videos of this job, got {index}"
         raise ApiError("invalid_value", text, "index")
     shown, kind = VARIANTS.get(variant, VARIANTS["video"])
-    path = context.folder.video(video_id) / _numbered(shown, index)
+    path = context.folder.video(video_id) / _variant_name(shown, index)
     if not await in_thread(path.is_file):
         raise ApiError("not_found", f"there is no such file of video {video_id}")
     name = f"{video_id}{'' if variant == 'video' else f'-{variant}'}"
     if variant in MADE_VARIANTS:
-        return await _made(context, path, variant, name)
+        return await _make_variant(context, path, variant, name)
     return FileResponse(
         path,
         media_type=kind,
@@ -58,13 +58,13 @@ async def download_content(
     )
 
 
-def _numbered(name: str, index: int) -> str:
+def _variant_name(name: str, index: int) -> str:
     """File name of a job's video number `index`; thumbnail and spritesheet exist for the first."""
     stem, _, ending = name.partition(".")
     return name if index == 1 or stem != "video" else f"{stem}-{index}.{ending}"
 
 
-async def _made(context: ServerContext, path: Path, variant: str, name: str) -> Response:
+async def _make_variant(context: ServerContext, path: Path, variant: str, name: str) -> Response:
     """A variant that is generated from the video's file."""
     kind = MADE_VARIANTS[variant]
     if variant == "preview":

@@ -26,7 +26,7 @@ async def create_video_sync(
     """Make a video and return its file; a client that disconnects cancels it."""
     hub = open_hub(context, caller)  # once: a job that nobody waits for would stay
     job, _ = await create_job(context, caller, request, body)
-    done = await _ended(request, context, hub, caller, job)
+    done = await _wait_for_end(request, context, hub, caller, job)
     if done.status != "completed":
         raise _failure(done)
     assert done.file is not None, "a completed job has a file"
@@ -42,7 +42,7 @@ async def create_video_sync(
     return FileResponse(context.folder.path / done.file, media_type="video/mp4", headers=headers)
 
 
-async def _ended(
+async def _wait_for_end(
     request: Request, context: ServerContext, hub: EventHub, caller: Principal, job: Job
 ) -> Job:
     """The job once it has ended. Raises `ApiError` if the server drains first."""
