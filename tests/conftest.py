@@ -11,12 +11,16 @@ import tempfile
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from everyframe.core.events import Event
 from everyframe.hardware import throughput
 from helpers import fake_cpus
+
+if TYPE_CHECKING:
+    from helpers.planted_compiler import PlantedCompiler
 
 # These must be set before anything imports torch or the hub's client. Child processes inherit them.
 _CACHE = tempfile.TemporaryDirectory(prefix="everyframe-tests-")
@@ -165,6 +169,29 @@ def _no_search_of_what_stays() -> None:
     """As at the end of the collection, for what the tests of other files imported since."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache folder for one test."""
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def inference_mode() -> Iterator[None]:
+    """As in a run."""
+    import torch
+
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture
+def compiler(own_cache: None, monkeypatch: pytest.MonkeyPatch) -> PlantedCompiler:
+    """A compiler in this process, which makes a library of Python code."""
+    from helpers.planted_compiler import PlantedCompiler
+
+    return PlantedCompiler(monkeypatch)
 
 
 @pytest.fixture

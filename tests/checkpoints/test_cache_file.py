@@ -15,12 +15,9 @@ from everyframe.checkpoints import cache_file
 from everyframe.checkpoints.cache_file import CacheFile
 from everyframe.checkpoints.folder import cache_folder
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 VALUE = {"a": [1, 2.5, "b", True, None]}
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path / "cache"))
 
 
 def file(key: str = "key") -> CacheFile:

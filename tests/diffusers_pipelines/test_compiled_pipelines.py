@@ -25,12 +25,6 @@ CALL: dict[str, Any] = {"height": 16, "width": 16, "num_frames": 5, "num_inferen
 
 
 @pytest.fixture
-def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlantedCompiler:
-    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path / "cache"))
-    return PlantedCompiler(monkeypatch)
-
-
-@pytest.fixture
 def pipe(tmp_path: Path) -> Any:
     pipelines.wan(tmp_path / "wan")
     found = WanPipeline.from_pretrained(tmp_path / "wan")

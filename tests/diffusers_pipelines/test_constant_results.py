@@ -20,10 +20,7 @@ from everyframe.planning.resolve import PreparedPlan, prepare
 from helpers.plans import certificates_of, frames_of, unchanged
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def prepared(name: str, folder: Path, **more: Any) -> PreparedPlan:

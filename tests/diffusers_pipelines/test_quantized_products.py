@@ -24,6 +24,8 @@ from helpers.planted_products import KIND, certify_as
 from helpers.tiny_checkpoints import families as tiny_families
 from helpers.tiny_checkpoints.pipelines import loaded
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="torchao isn't installed"
 )
@@ -32,11 +34,6 @@ needs_torchao = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def wan(tiny_models: Callable[[str], Path]) -> Path:
     return tiny_models("wan")
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path / "cache"))
 
 
 def asked(wan: Path, **more: Any) -> dict[str, Any]:

@@ -29,6 +29,8 @@ from helpers.new_thread import threads_of_a_new_thread
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 OWN: dict[str, Any] = {
     "prompt": "a red circle", "size": "16x16", "num_frames": 3, "num_inference_steps": 2,
 }  # fmt: skip
@@ -140,11 +142,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "wan": made / "wan",
         "mochi": made / "mochi",
     }
-
-
-@pytest.fixture(autouse=True)
-def _dry_runs_are_made_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
 
 
 def asked_of(folders: dict[str, Path], which: str) -> dict[str, Any]:

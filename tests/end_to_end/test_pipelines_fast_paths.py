@@ -26,6 +26,8 @@ from everyframe.planning.resolve import PreparedPlan, prepare
 from helpers.plans import certificates_of, frames_of, unchanged
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 FLASH = "attention-flash"
 SMALL: dict[str, Any] = {
     "prompt": "a fox", "num_inference_steps": 2, "seed": 1, "device": "cpu",
@@ -38,11 +40,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "tiny-cog"
     tiny_pipelines.cogvideox(path)
     return path
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
 
 
 def prepared(folder: Path, *, will_run: bool = False, **more: Any) -> PreparedPlan:

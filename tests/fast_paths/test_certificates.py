@@ -14,17 +14,14 @@ from everyframe.core.plan import Precision
 from everyframe.fast_paths import certificates
 from everyframe.fast_paths.certificates import Certificate
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 CARD = DeviceFacts("a card", "cuda", 0, 10**9, 10**9, (9, 0), True, True)
 CPU = DeviceFacts("a processor", "cpu", None, 10**9, 10**9)
 MADE = Certificate(
     "attention-flash", "denoiser", "device", "plan", "certified", "right, and faster",
     2e-7, 1e-5, 3.4, "2026-11-21",
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
 
 
 def test_what_is_kept_is_found_and_replaced() -> None:

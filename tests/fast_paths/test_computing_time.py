@@ -17,10 +17,7 @@ from everyframe.fast_paths.computing_time import (
 )
 from everyframe.fast_paths.computing_time import computing_time as seconds_of
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def file() -> Path:

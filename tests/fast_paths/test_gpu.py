@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,16 +22,12 @@ from everyframe.planning.list_fast_paths import survey
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card"),
+    pytest.mark.usefixtures("own_cache"),
 ]
 
 PATIENCE = 120.0
 KERNELS = [CATALOGUE[name] for name in CATALOGUE if name.startswith("attention-")]
 PROMPT = "a red circle moves to the right on a blue background"
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_certified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize("told", [(), ("masked",)], ids=["bare", "masked"])

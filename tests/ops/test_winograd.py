@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,13 +9,10 @@ import torch.nn.functional as F
 from everyframe.ops.native import kernels, library
 from helpers.kernel_numbers import TOLERANCE, check, numbers
 
-pytestmark = pytest.mark.skipif(bool(missing := library.why_not()), reason=str(missing))
-
-
-@pytest.fixture(autouse=True)
-def _as_in_a_run() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
+pytestmark = [
+    pytest.mark.skipif(bool(missing := library.why_not()), reason=str(missing)),
+    pytest.mark.usefixtures("inference_mode"),
+]
 
 
 @pytest.fixture(params=TOLERANCE, ids=str)

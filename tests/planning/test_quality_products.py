@@ -28,6 +28,8 @@ from helpers.calibrations import plant_calibration
 from helpers.interrupted_runs import OPEN_SORA, begun, same, stop_before
 from helpers.planted_products import KIND, certify_as, multiply_here
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 SAMPLING = "abm2@4"
 BOTH = f"{SAMPLING}+{KIND}"
 ALONE = f"exact+{KIND}"
@@ -42,11 +44,6 @@ MEASURED = {
 @pytest.fixture(scope="module")
 def model(tiny_models: Callable[[str], Path]) -> Path:
     return tiny_models("opensora-1.2")
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture

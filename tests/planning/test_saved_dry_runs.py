@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,17 +22,14 @@ from everyframe.planning.dry_runs import DryRun
 from helpers import config_only_models
 from helpers.dry_runs import dry_run_call
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 MODELS = config_only_models.all_models()
 SETTINGS = {
     "opensora-1.2": config_only_models.settings(64, 64, 17),
     "svd": config_only_models.settings(64, 64, 4),
 }
 PRECISION = Precision("bfloat16", "bfloat16")
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
 
 
 def dry_run_calls(name: str = "opensora-1.2") -> list[DryRunCall]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +12,7 @@ from everyframe.core.errors import CorruptRunError
 from everyframe.precision.policy import ComponentNeeds
 from everyframe.runtime.model_spec import ModuleBuilder
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @dataclass(frozen=True)
@@ -27,7 +23,7 @@ class Layer(ModuleBuilder[None]):
     built: list[str] = field(default_factory=list, repr=False)
 
     @property
-    def parts(self) -> tuple[str, ...]:
+    def component_names(self) -> tuple[str, ...]:
         return ("layer",)
 
     def build(self, component: str) -> nn.Module:
@@ -45,13 +41,13 @@ def test_what_was_counted_is_what_is_filled() -> None:
     layer = Layer()
     assert layer.num_elements == {"layer": {"weight": 3}}
     counted = layer.empty("layer")
-    assert layer.taken("layer") is counted
+    assert layer.take("layer") is counted
     assert layer.built == ["layer"]
 
 
 def test_nobody_has_what_another_took() -> None:
     layer = Layer()
-    first, second = layer.taken("layer"), layer.taken("layer")
+    first, second = layer.take("layer"), layer.take("layer")
     assert len({id(each) for each in (first, second, layer.empty("layer"))}) == 3
     assert layer.empty("layer") is layer.empty("layer")
 
@@ -62,7 +58,7 @@ def test_what_a_dry_run_had_is_never_filled() -> None:
     assert layer.num_elements
     dry_run_module = layer.dry_run_call("denoise", "layer", lambda module, device: None, 1).module()
     dry_run_module.half()
-    taken = layer.taken("layer")
+    taken = layer.take("layer")
     assert taken is not dry_run_module
     assert taken.weight.dtype == torch.float32
     assert taken.weight.is_meta
@@ -92,6 +88,6 @@ def test_a_planted_count_is_seen_as_soon_as_the_part_is_built(wrong: dict[str, i
     layer = Layer()
     assert layer.num_elements == {"layer": wrong}
     with pytest.raises(CorruptRunError, match="other sizes than those of this model's layer"):
-        layer.taken("layer")
+        layer.take("layer")
     # It is gone with that.
     assert Layer().num_elements == {"layer": {"weight": 3}}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,9 @@ from everyframe.fast_paths.registry import CATALOGUE
 from everyframe.planning.fast_paths.component_certificates import Certificates
 from everyframe.planning.resolve import prepare
 
+pytestmark = pytest.mark.usefixtures("inference_mode")
+
 SIZES: dict[str, Any] = {"size": "32x16", "num_frames": 3, "num_inference_steps": 2, "seed": 5}
-
-
-@pytest.fixture(autouse=True)
-def _as_in_a_run() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 def subject(model: str, dtype: str = "fp32", **more: Any) -> CertificationTarget:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,11 +21,7 @@ from everyframe.runtime.memory import offload
 from helpers.compiled_blocks import Block, Model, Scaled, Text, inputs, made
 from helpers.planted_compiler import PlantedCompiler
 
-
-@pytest.fixture(autouse=True)
-def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlantedCompiler:
-    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path / "cache"))
-    return PlantedCompiler(monkeypatch)
+pytestmark = pytest.mark.usefixtures("compiler")
 
 
 def blocks_of(model: Model) -> list[Block]:

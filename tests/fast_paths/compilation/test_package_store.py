@@ -27,12 +27,6 @@ from helpers.planted_compiler import PlantedCompiler
 
 
 @pytest.fixture
-def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlantedCompiler:
-    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path / "cache"))
-    return PlantedCompiler(monkeypatch)
-
-
-@pytest.fixture
 def saved(compiler: PlantedCompiler, tmp_path: Path) -> Path:
     model = everyframe.compile(made())
     called(model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,11 +16,7 @@ from everyframe.fast_paths.modules.constant_results import MOST_RESULTS, PATH, C
 from everyframe.ops.call_override import ModuleCall
 from everyframe.ops.native import library
 
-
-@pytest.fixture(autouse=True)
-def _as_in_a_run() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
+pytestmark = pytest.mark.usefixtures("inference_mode")
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import diffusers
@@ -18,6 +18,8 @@ from everyframe.fast_paths.modules import deep_features
 from everyframe.fast_paths.modules.deep_features import DeepFeatures, deep_modules
 from everyframe.fast_paths.path_sizes import feature_bytes
 from helpers.diagonals import diagonal
+
+pytestmark = pytest.mark.usefixtures("inference_mode")
 
 SIZES: dict[str, Any] = {
     "block_out_channels": (8, 8), "layers_per_block": 2, "sample_size": 8, "cross_attention_dim": 16
@@ -76,12 +78,6 @@ def i2vgen() -> tuple[nn.Module, Call]:
         return answer
 
     return unet, call
-
-
-@pytest.fixture(autouse=True)
-def _as_in_a_run() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 UNETS = (ours, stable_video, animatediff, i2vgen)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,18 +33,15 @@ from everyframe.ops.native import kernels
 from everyframe.ops.native.library import why_not
 from helpers.native_paths import CPU
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+pytestmark = [
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+    pytest.mark.usefixtures("inference_mode"),
+]
 
 WAN: dict[str, Any] = {
     "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2, "ffn_dim": 48,
     "text_dim": 24, "in_channels": 4, "out_channels": 4,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def without_gradients() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 def wan() -> WanTransformer3DModel:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,16 +30,12 @@ from everyframe.fast_paths.modules.fast_modules import (
 )
 from everyframe.fast_paths.registry import CATALOGUE
 
+pytestmark = pytest.mark.usefixtures("inference_mode")
+
 CONFIG = STDiT3Config(
     hidden_size=32, depth=1, num_heads=2, caption_channels=16, model_max_length=8, in_channels=4
 )
 PATH = "kept-embeddings"
-
-
-@pytest.fixture(autouse=True)
-def _as_in_a_run() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 def build(config: STDiT3Config = CONFIG) -> STDiT3:

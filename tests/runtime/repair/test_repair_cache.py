@@ -19,17 +19,14 @@ from everyframe.runtime.repair.repair_cache import (
     save_repair,
 )
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 CARD = DeviceFacts("a card", "cuda", 0, 10**10, 10**10, (8, 0))
 VERSIONS = {"python": "3.11", "torch": "2.13", "cudnn": "91900"}
 INNER = Repair("unet", "blocks.1.to_q", "float32", "float16")
 OTHER = Repair("unet", "blocks.10", "float32", "float16")
 OUTER = Repair("unet", "blocks.1", "float32", "float16")
 WHOLE = Repair("unet", "", "float32", "float16")
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path / "cache"))
 
 
 KEY = key_of("ab" * 32, CARD, VERSIONS)
