@@ -207,15 +207,15 @@ def test_weights_of_replaced_components_are_not_fetched(
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: Info())
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     place = locate("o/n", without=("transformer",))
-    assert not place.complete
+    assert not place.is_complete
     place = fetch_missing(place)
-    assert place.complete
+    assert place.is_complete
     there = {path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*.*")}
     assert there == {"model_index.json", "transformer/config.json", "transformer/model.py",
                      "vae/config.json", "vae/m.safetensors", "tokenizer/config.json"}  # fmt: skip
     whole = locate("o/n")
     assert whole.parts[0].missing == ("transformer/*.safetensors",)
-    assert fetch_missing(whole).complete
+    assert fetch_missing(whole).is_complete
     assert (snapshot / "transformer" / "m-00002-of-00002.safetensors").is_file()
 
 

@@ -60,7 +60,7 @@ def test_known_names(given: str, meant: str) -> None:
 
 def test_nothing_on_disk_says_what_must_be_fetched() -> None:
     place = locate("opensora-1.2")
-    assert not place.complete
+    assert not place.is_complete
     assert [part.part.role for part in place.parts] == ["denoiser", "vae", "text_encoder"]
     assert place.bytes_to_fetch == 4 * (1_207_643_972 + 393_341_007 + 4_762_310_656)
     assert place.bytes_on_disk == 0
@@ -98,12 +98,12 @@ def test_names_that_mean_nothing(given: str, text: str) -> None:
 def test_a_hub_id_that_nobody_listed(tmp_path: Path) -> None:
     place = locate("hpcai-tech/OpenSora-STDiT-v33")
     assert place.kind == "hub"
-    assert not place.complete
+    assert not place.is_complete
     assert place.bytes_to_fetch is None
     assert "did you mean 'hpcai-tech/OpenSora-STDiT-v3'" in place.hint
     plant(tmp_path, "some/model", {"config.json": b"{}", "model.safetensors": b"1234"})
     place = locate("some/model")
-    assert place.complete
+    assert place.is_complete
     assert place.hint == ""
     assert place.bytes_to_fetch == 0
     assert place.bytes_on_disk == 6
@@ -120,7 +120,7 @@ def test_a_part_is_complete_when_each_group_has_a_file(tmp_path: Path) -> None:
     assert place.bytes_to_fetch == 40 - 2
     (snapshot / "model.safetensors").write_bytes(bytes(38))
     place = find_part(PART)
-    assert place.complete
+    assert place.is_complete
     assert [path.name for path in place.files] == ["config.json", "model.safetensors"]
 
 
@@ -134,7 +134,7 @@ def test_a_missing_shard_and_a_dangling_link_are_not_complete(tmp_path: Path) ->
     }
     part = HubPart("denoiser", "o/n", PART.needs, ("*.index.json",))
     snapshot = plant(tmp_path, "o/n", files)
-    assert find_part(part).complete
+    assert find_part(part).is_complete
     (snapshot / "m-2.safetensors").resolve().unlink()
     assert find_part(part).missing == ("m-2.safetensors",)
 
@@ -146,7 +146,7 @@ def test_a_shard_tells_of_the_others_before_their_index_is_there(tmp_path: Path)
     place = find_part(part)
     assert place.missing == ("pytorch_model-00002-of-00002.bin",)
     (snapshot / "pytorch_model-00002-of-00002.bin").write_bytes(b"2")
-    assert find_part(part).complete
+    assert find_part(part).is_complete
 
 
 def test_folders_and_files(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_folders_and_files(tmp_path: Path) -> None:
     assert locate(str(model)).kind == "folder"
     assert locate(str(model)).bytes_on_disk == 5
     assert locate(str(weights)).kind == "file"
-    assert locate(str(weights)).complete
+    assert locate(str(weights)).is_complete
     (tmp_path / "clip.mp4").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"ends in '\.mp4'"):
         locate(str(tmp_path / "clip.mp4"))
@@ -186,7 +186,7 @@ def test_overview_and_a_registry_of_ones_own(
     monkeypatch.setattr(locating, "known_models", lambda: (mine, other))
     assert [place.name for place in overview()] == ["mine", "other"]
     assert names_on_disk() == ("mine",)
-    assert locate("mine").complete
+    assert locate("mine").is_complete
 
 
 def test_an_embedded_model_that_was_not_installed_is_incomplete(
@@ -194,7 +194,7 @@ def test_an_embedded_model_that_was_not_installed_is_incomplete(
 ) -> None:
     gone = KnownModel("gone", "opensora", "t", "MIT", embedded=str(tmp_path / "gone"))
     monkeypatch.setattr(locating, "known_models", lambda: (gone,))
-    assert not locate("gone").complete
+    assert not locate("gone").is_complete
 
 
 def test_listing_imports_no_torch() -> None:
@@ -240,6 +240,6 @@ def test_a_variant_is_what_is_wanted_of_the_hub() -> None:
 def test_a_variant_stands_in_where_it_is_all_there_is(tmp_path: Path) -> None:
     plant(tmp_path, "stabilityai/stable-video-diffusion-img2vid", FP16)
     found = locate("svd")
-    assert found.complete
+    assert found.is_complete
     assert {place.part.variant for place in found.parts} == {"fp16"}
-    assert not locate("svd", variant="bf16").complete
+    assert not locate("svd", variant="bf16").is_complete

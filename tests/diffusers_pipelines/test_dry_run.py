@@ -74,9 +74,9 @@ class Counted(TorchDispatchMode):
         self.live = MemoryTracker()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.live.known(each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+        self.live.add_old(each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
         answer = func(*args, **(kwargs or {}))
-        self.live.made([e for e in tree_leaves(answer) if isinstance(e, Tensor)], "")
+        self.live.add_new([e for e in tree_leaves(answer) if isinstance(e, Tensor)], "")
         return answer
 
 
@@ -147,7 +147,7 @@ def test_without_the_casts_between_parts_the_dry_run_finds_the_clash(
     precisions = {name: WIDE if name == "vae" else NARROW for name in stage_call.components}
     found = dry_run_executor.dry_run(stage_call, precisions, CARD)
     assert found.at == "vae"
-    (clash,) = [each for each in found.found["vae"].findings if each.fatal]
+    (clash,) = [each for each in found.found["vae"].findings if each.is_fatal]
     assert (clash.kind, clash.module) == ("clash", "decoder.conv_in.conv")
 
 

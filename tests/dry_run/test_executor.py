@@ -69,7 +69,7 @@ def test_imaginairys_time_embed_is_found(name: str) -> None:
     clash = next(each for each in found.findings if each.kind == "clash")
     assert (clash.module, clash.operation) == ("time_embed.0", "addmm")
     assert "float16 and float32" in clash.problem
-    assert clash.fatal
+    assert clash.is_fatal
     # Torch says the same of it, on this CPU, once there are numbers.
     with pytest.raises(RuntimeError, match="dtype"):
         TimeEmbed().half()(torch.zeros(2))
@@ -203,7 +203,7 @@ def test_islands_are_held_to_what_the_plan_says() -> None:
 
 def test_statistics_in_half_precision_are_told_and_do_not_stop_a_run() -> None:
     found = dry(Bad(), "cuda-sm70", (2, 4), islands=("last",))
-    assert [(each.kind, each.operation, each.fatal) for each in found.findings] == [
+    assert [(each.kind, each.operation, each.is_fatal) for each in found.findings] == [
         ("narrow", "cos", False)
     ]
 
@@ -337,7 +337,7 @@ def test_dtypes_that_meet_in_attention_are_found(by_name: bool) -> None:
             return F.scaled_dot_product_attention(q, q, v)
 
     assert not dry(Wide(), "cpu-fp32", (1, 2, 4, 8)).findings
-    (found,) = (each for each in dry(Wide(), "cuda-sm70", (1, 2, 4, 8)).findings if each.fatal)
+    (found,) = (each for each in dry(Wide(), "cuda-sm70", (1, 2, 4, 8)).findings if each.is_fatal)
     assert (found.kind, found.operation) == ("clash", "attention")
 
 

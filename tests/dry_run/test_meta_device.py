@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from everyframe.dry_run.meta_device import STAND_IN, MetaKernelCache, computed, tensors_of
+from everyframe.dry_run.meta_device import STAND_IN, MetaKernelCache, compute, tensors_of
 
 aten = torch.ops.aten
 
@@ -19,7 +19,7 @@ def test_group_norm_is_that_of_the_kernel(shape: tuple[int, ...], dtype: torch.d
     rest = (shape[0], 8, x[0, 0].numel(), 4, 1e-5)
     norm = torch.ops.aten.native_group_norm.default
     real = norm(x, ones, ones, *rest)
-    dry = computed(norm, (x.to(STAND_IN), ones.to(STAND_IN), ones.to(STAND_IN), *rest), {})
+    dry = compute(norm, (x.to(STAND_IN), ones.to(STAND_IN), ones.to(STAND_IN), *rest), {})
     assert [each.shape for each in dry] == [each.shape for each in real]
     assert [each.dtype for each in dry] == [each.dtype for each in real]
     assert dry[0].stride() == real[0].stride()
@@ -28,7 +28,7 @@ def test_group_norm_is_that_of_the_kernel(shape: tuple[int, ...], dtype: torch.d
 
 def test_anything_else_is_torch_s_own() -> None:
     x = torch.zeros(2, 3, device=STAND_IN)
-    assert computed(torch.ops.aten.mm.default, (x, x.T), {}).shape == (2, 2)
+    assert compute(torch.ops.aten.mm.default, (x, x.T), {}).shape == (2, 2)
 
 
 def test_what_is_remembered_is_what_torch_would_give_again() -> None:

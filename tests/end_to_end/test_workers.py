@@ -127,7 +127,7 @@ def test_a_worker_that_the_system_ended(tmp_path: Path) -> None:
     worker: Any = SimpleNamespace(
         recorder_file=tmp_path / "trail-1",
         job=WorkerJob(rank=1, weights=(1.0, 1.0)),
-        printed=lambda: "",
+        read_output=lambda: "",
     )
     text = str(
         worker_monitor.crash_error(worker, -signal.SIGKILL, RunFolder(tmp_path / "this-run"))

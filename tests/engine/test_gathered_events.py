@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from everyframe.core.events import Event, FramesDecoded, Note, Preview, Step, VideoDone
-from everyframe.engine.distributed import gathered
+from everyframe.engine.distributed import gather_events
 
 
 class Mailbox:
@@ -43,9 +43,9 @@ def test_previews_of_other_groups_reach_rank_0() -> None:
         Note("a note"), pictures[0], Step("denoise", 1, 2, 8, 0.1), pictures[1],
         FramesDecoded(8, 2, frames), VideoDone(8, 2, {"seed": 8}),
     ]  # fmt: skip
-    assert [*gathered(iter(made), box.of(1))] == made
+    assert [*gather_events(iter(made), box.of(1))] == made
     own = Note("rank 0 is done")
-    note, *previews, decoded, done = [*gathered(iter([own]), box.of(0))][1:]
+    note, *previews, decoded, done = [*gather_events(iter([own]), box.of(0))][1:]
     assert (note, previews) == (made[0], pictures)
     assert isinstance(decoded, FramesDecoded)
     assert decoded.frames.dtype == np.uint8

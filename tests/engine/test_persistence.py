@@ -253,7 +253,7 @@ def test_what_was_changed_since_is_refused(model: str, tmp_path: Path) -> None:
     folder.write_run(json.loads(json.dumps(written).replace(name, '"Another CPU"')))
     with pytest.raises(CannotRunError, match="Another CPU"):
         list(resume.resume_run(folder))
-    lock = folder.locked()
+    lock = folder.lock()
     with pytest.raises(RunLockedError, match="another process"):
         list(resume.resume_run(folder))
     with pytest.raises(InputError, match="nothing to resume"):

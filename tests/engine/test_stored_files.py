@@ -82,7 +82,7 @@ def test_all_of_a_kind_are_removed_and_no_other(kind: str, disk: Path) -> None:
 
 def test_a_run_in_use_stays(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = listed("runs")
-    with_lock = RunFolder(disk / "runs" / first).locked()
+    with_lock = RunFolder(disk / "runs" / first).lock()
     try:
         assert [entry.name for entry in select_entries(find_kind("runs"), None)] == [second]
         assert main(["cache", "remove", "runs", first, "--yes"]) == 2

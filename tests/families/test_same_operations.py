@@ -203,7 +203,7 @@ def run_dry(prepared: PreparedPlan, recorder: Recorder) -> dict[str, list[Operat
             modules = {
                 name: load_component(
                     prepared.plan.component(name),
-                    partial(model.builder.taken, name),
+                    partial(model.builder.take, name),
                     *model.weights(name),
                     outputs=model.builder.outputs(name),
                 )

@@ -185,7 +185,7 @@ def _opensora2_case(golden: Golden, case: dict[str, Any]) -> Outputs:
     *_, last_step = flow_matching.sample(denoise, z0, times)
     yield f"{name}.sample", last_step.x
     # Upstream writes the given frames over those of the first video alone.
-    pasted = torch.cat([given[0].pasted(last_step.x[:1]), last_step.x[1:]])
+    pasted = torch.cat([given[0].paste(last_step.x[:1]), last_step.x[1:]])
     yield f"{name}.sample_pasted", pasted
 
 

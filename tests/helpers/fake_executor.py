@@ -109,7 +109,7 @@ class FakeExecutor:
         try:
             if job.run is None:
                 run.write_run({"began": time.time(), "request": values})
-            with_lock = run.locked()
+            with_lock = run.lock()
             yield RunSaved(run.name, str(run.path))
             if failure is not None and failure[0] < 0:  # before the first step of any stage
                 raise failure[1]

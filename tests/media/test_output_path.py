@@ -18,7 +18,7 @@ from everyframe.media.output_path import (
     default_output,
     exact_fps,
     kind_of,
-    numbered,
+    number_path,
     sidecar_of,
     slug,
 )
@@ -129,9 +129,9 @@ def test_sidecar_names() -> None:
 
 
 def test_names_of_several_videos() -> None:
-    assert numbered("a/clip.mp4", 7) == "a/clip-7.mp4"
-    assert numbered("a.b/clip/", 7) == "a.b/clip-7/"
-    assert numbered("clip", 7) == "clip-7"
+    assert number_path("a/clip.mp4", 7) == "a/clip-7.mp4"
+    assert number_path("a.b/clip/", 7) == "a.b/clip-7/"
+    assert number_path("clip", 7) == "clip-7"
 
 
 def test_slug_is_short_plain_ascii() -> None:

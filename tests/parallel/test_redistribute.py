@@ -90,7 +90,7 @@ def test_what_is_moved_is_what_indexing_gives(
         assert torch.equal(found["whole"], x)
         num_columns += len(held)
         num_rows += len(found["rows"][0])
-        assert found["sent"] == partition.moved(rank) * 3 * 8
+        assert found["sent"] == partition.num_sent(rank) * 3 * 8
     assert num_columns == grid.samples * grid.places  # none twice, none padded
     assert num_rows == grid.samples * grid.frames
 

@@ -202,7 +202,7 @@ def test_the_plan_s_bytes_are_those_that_are_sent(ranks: Group, case: str) -> No
     (samples, heads, tokens), _ = CASES[case]
     partition = TokenPartition(TokenGrid(samples, heads, tokens), (1.0,) * 5)
     told = {
-        "ulysses": [HeadPartition(partition).moved(rank) for rank in range(5)],
+        "ulysses": [HeadPartition(partition).num_sent(rank) for rank in range(5)],
         "ring": [sent_vectors(partition, rank) for rank in range(5)],
     }
     for backend in SEQUENCE_BACKENDS:

@@ -102,11 +102,11 @@ def test_they_run_dry_in_every_profile(profile: str, kind: str) -> None:
         quantising=QuantizationChoice(kind),
     )
     for name in ("denoiser", "step_llm"):
-        part = parts.named(name, SETTINGS)
+        part = parts.plan_named(name, SETTINGS)
         assert not [line for run in part.runs for line in run.clashes()]
         assert part.plan.precision.weight_dtype == kind
         assert part.plan.precision.islands
-    assert not parts.named("vae", SETTINGS).plan.precision.weight_dtype  # made for float32
+    assert not parts.plan_named("vae", SETTINGS).plan.precision.weight_dtype  # made for float32
 
 
 def test_loading_them_takes_the_time_of_what_is_in_the_files(model: ModelSpec) -> None:
@@ -138,7 +138,7 @@ def test_what_can_t_be_had_is_said() -> None:
     with pytest.raises(InputError, match=f"{kinds.replace(', ', ' or ')}, not in 'int7'"):
         quantising_of(Request(prompt="a", quantized={"denoiser": "int7"}), mps)
     parts = ComponentPlanner(config_only_models.stepvideo(), mps, "auto", False, GB)
-    whole = [parts.named("clip", SETTINGS).plan]
+    whole = [parts.plan_named("clip", SETTINGS).plan]
     with pytest.raises(InputError, match="quantize has no effect on Some Model"):
         check_effect(QuantizationChoice("int8"), "Some Model", whole)
     check_effect(QuantizationChoice("auto"), "Some Model", whole)

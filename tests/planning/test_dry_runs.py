@@ -198,9 +198,9 @@ def test_islands_of_the_plan_compute_in_float32(name: str) -> None:
 
 
 def rules_in(module: str, island: str) -> bool:
-    from everyframe.precision.islands import in_island
+    from everyframe.precision.islands import is_in_island
 
-    return in_island(module, (island,))
+    return is_in_island(module, (island,))
 
 
 @pytest.mark.parametrize("name", ["opensora-1.2", "svd"])
@@ -220,7 +220,7 @@ def test_a_forced_upcast_that_is_undone_is_found() -> None:
     module = stage_call.module().half()
     found = executor.dry_run(stage_call, {"vae": None}, device("cuda-sm70")).found["vae"]
     last = found.findings[-1]
-    assert (last.module, last.operation, last.fatal) == ("decoder.conv_in", "conv2d", True)
+    assert (last.module, last.operation, last.is_fatal) == ("decoder.conv_in", "conv2d", True)
     assert "should be the same" in last.problem
     module.float()
 

@@ -44,7 +44,7 @@ class TwoBranches:
             video_group.weights,
             video_group.num_cfg_groups,
         )
-        return grid_share(partition, rank, partition.moved(rank) * element_bytes * 100)
+        return grid_share(partition, rank, partition.num_sent(rank) * element_bytes * 100)
 
 
 class Whole:

@@ -35,7 +35,9 @@ def planned(
     """That component with these paths alone."""
     pins = FastPathOptions(dtype=dtype, exact={name: paths}, force=True)
     chooser = FastPathChooser(CPU, pins, num_threads=threads)
-    part = ComponentPlanner(MODEL, CPU, dtype, True, 10**10, chooser=chooser).named(name, settings)
+    part = ComponentPlanner(MODEL, CPU, dtype, True, 10**10, chooser=chooser).plan_named(
+        name, settings
+    )
     assert part.plan.fast_paths == paths
     return part
 

@@ -10,7 +10,7 @@ from everyframe.core.plan import Precision
 from everyframe.precision import dtypes
 from everyframe.precision.islands import (
     check_islands,
-    in_island,
+    is_in_island,
     num_narrow,
     outside_of,
     parameter_dtype,
@@ -34,13 +34,13 @@ BF16 = Precision("bfloat16", "bfloat16", islands=("t_embedder", "*.wo"))
     ],
 )
 def test_what_a_pattern_holds(name: str, inside: bool) -> None:
-    assert in_island(name, BF16.islands) is inside
+    assert is_in_island(name, BF16.islands) is inside
     assert parameter_dtype(name, BF16) == ("float32" if inside else "bfloat16")
 
 
 def test_no_islands_hold_nothing() -> None:
-    assert not in_island("t_embedder", ())
-    assert not in_island("", ())
+    assert not is_in_island("t_embedder", ())
+    assert not is_in_island("", ())
 
 
 def test_those_that_are_there() -> None:

@@ -53,15 +53,15 @@ def test_asking_whether_a_run_is_busy_writes_nothing_and_is_in_nobodys_way(tmp_p
     folder.write_run({"began": 1.0})
     assert not folder.is_busy()
     assert not (folder.path / "lock").exists()
-    lock = folder.locked()
+    lock = folder.lock()
     assert folder.is_busy()
     with pytest.raises(RunLockedError):
-        folder.locked()
+        folder.lock()
     # Whoever asks has it for a moment.
     timer = threading.Timer(0.05, lock.release)
     timer.start()
     began = time.monotonic()
-    folder.locked().release()
+    folder.lock().release()
     assert time.monotonic() - began < 5
     timer.join()
 
@@ -72,7 +72,7 @@ def test_runs_that_can_only_be_read_are_listed(
     """Also as root, whom permissions don't stop: nothing is opened for writing."""
     folder = new_run(tmp_path)
     folder.write_run({"began": 1.0})
-    folder.locked().release()
+    folder.lock().release()
     real = Path.open
 
     def reading(path: Path, mode: str = "r", *rest: Any, **named: Any) -> Any:

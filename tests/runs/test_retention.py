@@ -35,7 +35,7 @@ def test_what_is_old_goes_and_what_is_worked_on_stays(tmp_path: Path) -> None:
     old, busy, young = make_run(tmp_path, 31), make_run(tmp_path, 40), make_run(tmp_path, 29)
     used = make_run(tmp_path, 50)
     (used.path / "answers").mkdir()  # resumed yesterday
-    lock = busy.locked()
+    lock = busy.lock()
     assert [each.run for each in remove_old_runs(tmp_path)] == [old.name]
     assert {run.name for run in all_runs(tmp_path)} == {busy.name, young.name, used.name}
     lock.release()

@@ -11,7 +11,7 @@ import pytest
 
 from everyframe.core.errors import CorruptRunError
 from everyframe.runs.folder import RunFolder
-from everyframe.runs.signature import check_files, is_signed, key_file, signed
+from everyframe.runs.signature import check_files, is_signed, key_file, sign
 
 VALUES = {"place": "/here", "request": {"image": "cat.png", "sizes": (1, 2)}}
 
@@ -24,14 +24,14 @@ def _new_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_key_lies_in_the_state_folder_for_this_user_alone(tmp_path: Path) -> None:
     assert not is_signed({**VALUES, "signature": "0" * 64})
     assert not key_file().exists(), "asking makes none"
-    assert is_signed(signed(VALUES))
+    assert is_signed(sign(VALUES))
     assert key_file() == tmp_path / "state" / "everyframe" / "run-key"
     assert (key_file().stat().st_mode & 0o777, key_file().stat().st_size) == (0o600, 32)
     assert [*key_file().parent.iterdir()] == [key_file()]
 
 
 def test_one_changed_value_is_seen() -> None:
-    mine = signed(VALUES)
+    mine = sign(VALUES)
     assert is_signed({**mine, "request": {"image": "cat.png", "sizes": [1, 2]}}), "as in JSON"
     assert not is_signed({**mine, "place": "/there"})
     assert not is_signed({**mine, "more": None})
@@ -45,16 +45,16 @@ def test_one_changed_value_is_seen() -> None:
 def test_another_users_signature_is_none_of_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs = signed(VALUES)
+    theirs = sign(VALUES)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other"))
     assert not is_signed(theirs)
-    assert is_signed(signed(VALUES))
+    assert is_signed(sign(VALUES))
     assert not is_signed(theirs)
 
 
 @pytest.mark.parametrize("what", ["mode", "short", "long", "link", "folder"])
 def test_a_key_that_others_may_know_is_none_and_stays(what: str) -> None:
-    mine, key = signed(VALUES), key_file()
+    mine, key = sign(VALUES), key_file()
     if what == "mode":
         key.chmod(0o644)
     elif what in ("short", "long"):
@@ -64,12 +64,12 @@ def test_a_key_that_others_may_know_is_none_and_stays(what: str) -> None:
         key.symlink_to("elsewhere") if what == "link" else key.mkdir()
     facts = os.lstat(key)
     assert not is_signed(mine)
-    assert "signature" not in signed(VALUES)
+    assert "signature" not in sign(VALUES)
     assert os.lstat(key) == facts
 
 
 def test_a_key_that_is_not_ours_to_read_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine, own = signed(VALUES), os.geteuid()
+    mine, own = sign(VALUES), os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     assert not is_signed(mine)
 
@@ -79,13 +79,13 @@ def test_without_a_place_for_a_key_nothing_is_signed(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    assert "signature" not in signed(VALUES)
+    assert "signature" not in sign(VALUES)
     assert not is_signed({**VALUES, "signature": "0" * 64})
 
 
 def _sign(barrier: Any, found: Any) -> None:
     barrier.wait()
-    found.put(signed(VALUES)["signature"])
+    found.put(sign(VALUES)["signature"])
 
 
 def test_processes_that_create_the_key_at_once_have_the_same() -> None:
@@ -98,7 +98,7 @@ def test_processes_that_create_the_key_at_once_have_the_same() -> None:
         signatures = {found.get(timeout=60) for _ in processes}
         for process in processes:
             process.join()
-        assert signatures == {signed(VALUES)["signature"]}
+        assert signatures == {sign(VALUES)["signature"]}
         assert [*key_file().parent.iterdir()] == [key_file()]
         key_file().unlink()
 
@@ -117,6 +117,6 @@ def test_a_run_that_leads_out_of_its_folder_is_refused(name: str, tmp_path: Path
     else:
         (run.path / name).symlink_to(elsewhere)
     with pytest.raises(CorruptRunError, match=f"{name} is a link or no plain file"):
-        run.locked()
+        run.lock()
     assert not (run.path / "lock").exists()
     assert [*elsewhere.iterdir()] == [elsewhere / "kept.safetensors"]

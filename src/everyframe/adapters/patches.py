@@ -97,7 +97,7 @@ def match_loras(loras: Sequence[Lora], tables: Mapping[str, WeightTable], title:
             own = changes.setdefault(component, {}).setdefault(name, [])
             if lora.strength:
                 own.append(change)
-        applied.append(matched.applied())
+        applied.append(matched.result())
     patches = {
         component: {name: WeightPatch(tuple(each)) for name, each in own.items() if each}
         for component, own in changes.items()
@@ -157,7 +157,7 @@ class _Match:
                 f"loras: {lora.name} names both denoisers itself; leave out @{lora.component}"
             )
 
-    def applied(self) -> AppliedLora:
+    def result(self) -> AppliedLora:
         """The result, after `changes`."""
         notes = [
             f"{self._lora.name}: {number} modules for {each.description} are left out, which this "

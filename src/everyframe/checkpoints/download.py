@@ -58,7 +58,7 @@ def fetch_missing(location: Location) -> Location:
     Raises:
         InputError: see `fetch`; also for a local or embedded model that lacks files.
     """
-    if location.complete:
+    if location.is_complete:
         return location
     if location.path is not None:
         raise InputError(
@@ -76,7 +76,7 @@ def fetch_parts(parts: Sequence[PartLocation], hint: str = "") -> tuple[PartLoca
         InputError: see `fetch`; without a network the text lists every incomplete component.
     """
     whole = list(parts)
-    lacking = [number for number, place in enumerate(whole) if not place.complete]
+    lacking = [number for number, place in enumerate(whole) if not place.is_complete]
     parts_lacking = [whole[number].part for number in lacking]
     wanted = [Wanted(each.repo_id, each.patterns, without=each.without) for each in parts_lacking]
     for done, number in enumerate(lacking):
@@ -118,7 +118,7 @@ def fetch(wanted: Sequence[Wanted], hint: str = "") -> Path:
 
 def _fetch(place: PartLocation, hint: str) -> PartLocation:
     fetched = find_part(place.part)
-    if not fetched.complete:
+    if not fetched.is_complete:
         raise CheckpointError(
             f"{place.part.repo_id} holds no {listing(fetched.missing)}; it is not the "
             f"{place.part.role} that was expected{hint}"

@@ -64,13 +64,13 @@ class PartLocation:
     bytes_to_fetch: int | None
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all files of the component are on disk."""
         return not self.missing
 
     def to_fetch(self) -> tuple[str, ...]:
         """Lines for the user that list what has to be downloaded; none if complete."""
-        if self.complete:
+        if self.is_complete:
             return ()
         about = f", about {self.bytes_to_fetch / 1e9:.1f} GB" if self.bytes_to_fetch else ""
         return (f"{self.part.repo_id}: {', '.join(self.missing)}{about}",)
@@ -108,9 +108,9 @@ class Location:
         return self.known.title if self.known else f"{kind} ({PurePath(self.name).name})"
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all files are on disk, so that it runs without a network."""
-        return not self.missing and all(part.complete for part in self.parts)
+        return not self.missing and all(part.is_complete for part in self.parts)
 
     @property
     def bytes_on_disk(self) -> int:
@@ -179,7 +179,7 @@ def overview() -> tuple[Location, ...]:
 
 def names_on_disk() -> tuple[str, ...]:
     """Short names of the known models that are completely on disk."""
-    return tuple(place.name for place in overview() if place.complete)
+    return tuple(place.name for place in overview() if place.is_complete)
 
 
 def find_part(part: HubPart) -> PartLocation:
@@ -250,7 +250,7 @@ def _locate_known(asked: str, model: KnownModel, variant: str | None = None) -> 
         )
         for name in ((None, "fp16") if variant is None else (variant,))
     }
-    whole = (parts for parts in found.values() if all(part.complete for part in parts))
+    whole = (parts for parts in found.values() if all(part.is_complete for part in parts))
     return Location(asked, "known", known=model, parts=next(whole, found[variant]))
 
 
@@ -275,7 +275,7 @@ def _locate_hub(asked: str, variant: str | None, without: tuple[str, ...]) -> Lo
     if variant is not None:
         part = replace(part, needs=(("*.safetensors",),)).as_variant(variant)
     place = find_part(part)
-    hint = "" if place.complete else did_you_mean(asked, _all_names())
+    hint = "" if place.is_complete else did_you_mean(asked, _all_names())
     return Location(asked, "hub", parts=(place,), hint=hint)
 
 

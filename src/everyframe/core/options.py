@@ -100,7 +100,8 @@ class Options(BaseModel):
     def _no_truth_for_a_number(cls, given: Any, info: ValidationInfo) -> Any:
         """Refuse a boolean for a number: True equals 1 in Python, and here it is a slip."""
         assert info.field_name is not None
-        kinds = _kinds(cls.model_fields[info.field_name].annotation)
+        annotation = cls.model_fields[info.field_name].annotation
+        kinds = {annotation, *typing.get_args(annotation)}
         # numpy's own have a dtype.
         name = str(getattr(given, "dtype", type(given).__name__))
         is_truth = name in ("bool", "bytes")
@@ -135,11 +136,6 @@ _FOR_TOKENIZERS = ("prompt", "negative_prompt", "camera_motion", "pos_magic")
 def _is_no_text(given: str) -> bool:
     """Whether the string holds unpaired surrogates: command line bytes that are not text."""
     return any("\ud800" <= letter <= "\udfff" for letter in given)
-
-
-def _kinds(annotation: Any) -> set[Any]:
-    """Types in an annotation; each member of a union counts."""
-    return {annotation, *(typing.get_args(annotation))}
 
 
 def facts_of(model: type[Options], name: str) -> Mapping[str, Any]:

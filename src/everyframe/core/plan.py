@@ -384,7 +384,7 @@ class Plan:
 
     def component(self, name: str) -> ComponentPlan:
         """Component of that name."""
-        return next(part for part in self.components if part.name == name)
+        return next(each for each in self.components if each.name == name)
 
     @property
     def peak_bytes(self) -> int:

@@ -245,7 +245,7 @@ class _Part:
         self._dtypes.setdefault(module, torch.float32 if first is None else first.dtype)
         if value_range(result).is_finite:
             again = saved.calling(module)
-            return self._guard.probed(self._number(), probe, result, again)
+            return self._guard.check_overflow(self._number(), probe, result, again)
         try:
             if self._why_fixed:
                 raise NumericsError(
@@ -255,7 +255,7 @@ class _Part:
                 )
             with self._guard.unsharded():
                 given = saved.by_name(module)
-                return self._guard.repaired(self._number(), saved.calling(module), given)
+                return self._guard.repair(self._number(), saved.calling(module), given)
         except GivenError as error:
             # What was not used when it was made is used now.
             message = self.unused[0] if self.unused else str(error)
@@ -297,7 +297,7 @@ class _Denoiser(_Part):
         self, module: nn.Module, saved: SavedCall, result: Any, probe: OverflowProbe | None
     ) -> Any:
         result = super()._check_result(module, saved, result, probe)
-        self._guard.answered(self._number(), value_range(result))
+        self._guard.note_output(self._number(), value_range(result))
         return result
 
 

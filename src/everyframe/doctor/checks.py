@@ -181,7 +181,7 @@ def libraries(patient: DoctorInput) -> Check:
 def _other_than_listed(software: SoftwareFacts) -> Iterator[Finding]:
     for name, version in software.libraries.items():
         package = software.package_of(name)
-        if package is None or _same(software.packages[package], version):
+        if package is None or _is_same(software.packages[package], version):
             continue
         yield Finding(
             mark="note",
@@ -191,7 +191,7 @@ def _other_than_listed(software: SoftwareFacts) -> Iterator[Finding]:
         )
 
 
-def _same(listed: str, loaded: str) -> bool:
+def _is_same(listed: str, loaded: str) -> bool:
     try:
         one, other = Version(listed).release, Version(loaded).release
     except InvalidVersion:

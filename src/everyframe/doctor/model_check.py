@@ -46,13 +46,13 @@ def plan_as_json(model: str, profile: str | None) -> dict[str, Any]:
     from everyframe.planning.resolve import prepare
 
     refused: list[str] = []
-    for request in _requests(model):
+    for request in [Request(model=model, **asked) for asked in least_asked()]:
         try:
             plan = prepare(request, profile=profile).plan
         except InputError as error:
             refused.append(str(error))
             continue
-        dtypes = "/".join(dict.fromkeys(part.precision.compute for part in plan.components))
+        dtypes = "/".join(dict.fromkeys(each.precision.compute for each in plan.components))
         needs = f"{format_bytes(plan.peak_bytes)} of {format_bytes(plan.device.free_memory)}"
         return {
             "refused": None,
@@ -62,11 +62,6 @@ def plan_as_json(model: str, profile: str | None) -> dict[str, Any]:
             "infeasible": plan.infeasible,
         }
     return {"refused": refused[0]}
-
-
-def _requests(model: str) -> list[Request]:
-    """Requests that a model may accept, if only its name is known."""
-    return [Request(model=model, **asked) for asked in least_asked()]
 
 
 def least_asked() -> tuple[dict[str, Any], ...]:

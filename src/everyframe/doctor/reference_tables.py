@@ -119,7 +119,7 @@ def too_old(software: SoftwareFacts) -> dict[str, tuple[str, str]]:
     return {
         name: (there[name], least)
         for name, least in table().minimum.items()
-        if there.get(name) and not _in(there[name], f">={least}")
+        if there.get(name) and not _is_in(there[name], f">={least}")
     }
 
 
@@ -136,10 +136,10 @@ def _fits(row: TestedRow, device: DeviceFacts, software: SoftwareFacts) -> bool:
         row.cublas: software.library("cublas"),
         row.cudnn: software.library("cudnn"),
     }
-    return all(asked is None or _in(version, asked) for asked, version in versions.items())
+    return all(asked is None or _is_in(version, asked) for asked, version in versions.items())
 
 
-def _in(version: str | None, asked: str) -> bool:
+def _is_in(version: str | None, asked: str) -> bool:
     if not version:
         return False
     try:

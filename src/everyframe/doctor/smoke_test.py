@@ -117,7 +117,7 @@ def frames_of(device: str, dtype: str, path: str | None) -> list[Any]:
     if kernel is not None:
         asked["attention"] = kernel
     else:
-        asked["fast_paths"] = {part.name: (path,) for part in plan(**asked).components}
+        asked["fast_paths"] = {each.name: (path,) for each in plan(**asked).components}
         asked["force"] = True  # certified or not: this is the trial
     video = generate(**asked)
     assert not isinstance(video, list), "one was asked for"

@@ -56,7 +56,7 @@ class WorkCounter:
     ) -> None:
         """Count one operation that is not a view, with its tensors."""
         self._kernels += operation_repeats()
-        if not _in_place(func):
+        if not _is_in_place(func):
             self._mapped += operation_repeats() * sum(
                 each.nbytes for each in outs if each.nbytes > MAPPED
             )
@@ -67,7 +67,10 @@ class WorkCounter:
             return
         is_convolution = "convolution" in func._schema.name
         kind = "convolution" if is_convolution else "product"
-        parameters = tuple(_plain(each) for each in args[3:]) if is_convolution else ()
+        more = args[3:] if is_convolution else ()
+        parameters = tuple(
+            tuple(each) if isinstance(each, (list, tuple)) else each for each in more
+        )
         shapes = tuple(tuple(tensor.shape) for tensor in ins)
         product = OpShape(kind, dtype_name(outs[0].dtype), shapes, parameters)
         # Blocks repeat, and torch's FLOP formulas walk through all operands.
@@ -84,12 +87,8 @@ class WorkCounter:
 
 
 @cache
-def _in_place(func: Any) -> bool:
+def _is_in_place(func: Any) -> bool:
     return any(each.alias_info is not None for each in func._schema.returns)
-
-
-def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, (list, tuple)) else value
 
 
 class MemoryTracker:
@@ -100,12 +99,12 @@ class MemoryTracker:
         self.peak_at = ""
         self._seen: dict[int, weakref.ref[Any]] = {}
 
-    def known(self, tensors: Iterable[Tensor]) -> None:
+    def add_old(self, tensors: Iterable[Tensor]) -> None:
         """Register tensors that existed before; they are not counted."""
         for tensor in tensors:
             self._add(tensor, 0)
 
-    def made(self, tensors: Iterable[Tensor], place: str) -> None:
+    def add_new(self, tensors: Iterable[Tensor], place: str) -> None:
         """Count tensors that an operation at `place` made; views of known tensors count nothing."""
         for tensor in tensors:
             self._add(tensor, tensor.untyped_storage().nbytes())

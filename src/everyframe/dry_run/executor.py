@@ -53,7 +53,7 @@ from everyframe.ops.device import simulate_device_type
 from everyframe.ops.dtypes import float32_or_wider
 from everyframe.precision import cast_hooks
 from everyframe.precision.dtypes import dtype_name
-from everyframe.precision.islands import in_island
+from everyframe.precision.islands import is_in_island
 from everyframe.precision.quantization import as_quantised
 
 #: Operations after which a dry run of foreign code is stopped.
@@ -308,14 +308,14 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if clashes := list(rules.check_operands(operation, args, self.device)):
             self._find(operation, clashes)
             args = widened(args)  # to see what comes after
-        self.live.known(tensors)
+        self.live.add_old(tensors)
         try:
             answer = COMPUTED(func, args, kwargs)
         except RuntimeError as error:
             self.fails(operation, error)
         results = tensors_of(answer)
         place = self._place(operation)
-        self.live.made(results, place)
+        self.live.add_new(results, place)
         self.live.workspace(workspace(operation, tensors, results, self.device), place)
         if not func.is_view:
             self._now.work.operation(func, args, tensors, results)
@@ -378,7 +378,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._find(operation, rules.check_statistics(operation, args, tensors))
         module = self._module
         floating = [t for t in (tensors or results) if t.is_floating_point()]
-        if module and in_island(module, self._now.islands):
+        if module and is_in_island(module, self._now.islands):
             self._find(operation, rules.check_island(operation, floating))
         dtype = dtype_name(floating[0].dtype) if floating else ""
         self._now.seen[module, operation, dtype] = None

@@ -25,7 +25,7 @@ KNOWN_ELEMENTS = 4096
 HOST_ELEMENTS = 1 << 24
 
 
-def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Result of an operation on the stand-in.
 
     Torch decomposes group norm there into about twenty Python operations, most of the time of a
@@ -42,7 +42,7 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 class MetaKernelCache:
-    """Cache of `computed` for equal calls.
+    """Cache of `compute` for equal calls.
 
     The blocks of a model are alike, and so are its dry runs for several devices. Torch computes
     most shapes in Python, about a hundred times slower than a lookup.
@@ -56,11 +56,11 @@ class MetaKernelCache:
         """Result of the operation; always new tensors."""
         key = (func, *_cache_key((args, kwargs))) if _makes_new(func) else None
         if key is None or None in key:
-            return computed(func, args, kwargs)
+            return compute(func, args, kwargs)
         key = (torch.get_default_dtype(), *key)  # of what is made without one
         known = self._known.get(key)
         if known is None:
-            answer = computed(func, args, kwargs)
+            answer = compute(func, args, kwargs)
             made = _sizes_of(answer, on_device((args, kwargs)))
             if made is not None:
                 if len(self._known) >= self._most:

@@ -37,7 +37,7 @@ class DryRunFinding:
     problem: str
 
     @property
-    def fatal(self) -> bool:
+    def is_fatal(self) -> bool:
         """Whether the run would break or give garbage there."""
         return self.kind in FATAL
 

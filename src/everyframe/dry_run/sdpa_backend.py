@@ -70,12 +70,12 @@ def is_fused(asked: SdpaCall, device: DeviceFacts) -> bool:
     """
     allowed = _cur_sdpa_kernel_backends()
     if device.kind == "cpu":
-        return SDPBackend.FLASH_ATTENTION in allowed and _by_processor(asked)
+        return SDPBackend.FLASH_ATTENTION in allowed and _fits_processor(asked)
     if not _has_shapes(asked) or device.kind != "cuda":
         return _has_shapes(asked)
     flash = SDPBackend.FLASH_ATTENTION in allowed or SDPBackend.CUDNN_ATTENTION in allowed
     efficient = SDPBackend.EFFICIENT_ATTENTION in allowed
-    return (flash and _by_flash(asked, device)) or (efficient and _by_efficient(asked, device))
+    return (flash and _fits_flash(asked, device)) or (efficient and _fits_efficient(asked, device))
 
 
 def _has_shapes(asked: SdpaCall) -> bool:
@@ -93,13 +93,13 @@ def _has_shapes(asked: SdpaCall) -> bool:
     return same_batch and goes and key.shape[1] == value.shape[1] and some
 
 
-def _by_processor(asked: SdpaCall) -> bool:
+def _fits_processor(asked: SdpaCall) -> bool:
     mask = asked.attn_mask
     fits = mask is None or mask.ndim in (2, 4)
     return fits and not asked.dropout_p and asked.has_one_size_of_head and _has_shapes(asked)
 
 
-def _by_flash(asked: SdpaCall, device: DeviceFacts) -> bool:
+def _fits_flash(asked: SdpaCall, device: DeviceFacts) -> bool:
     if device.capability is not None and device.capability < (8, 0):
         return False
     square = asked.query.shape[-2] == asked.key.shape[-2]
@@ -112,7 +112,7 @@ def _by_flash(asked: SdpaCall, device: DeviceFacts) -> bool:
     )
 
 
-def _by_efficient(asked: SdpaCall, device: DeviceFacts) -> bool:
+def _fits_efficient(asked: SdpaCall, device: DeviceFacts) -> bool:
     if asked.query.shape[1] != asked.key.shape[1]:
         return False  # groups of queries that share a key are for flash attention alone
     recent = device.capability is None or device.capability >= (8, 0)

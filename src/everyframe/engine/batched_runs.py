@@ -1,14 +1,12 @@
 """Several runs of one plan at once: where their denoisers are called at the same time, one call.
 
-Each run is an event stream of its own, with its seed, its run folder and its errors, and has the
-bits of that run alone. It is computed in a thread of its own, one of which runs at a time, and
-stops where its denoiser is called. Once all runs have stopped there, calls of equal sizes are made
-as one (`runtime.batched_calls`). So a run may join at any step, whatever the steps of the others.
-What differs from a run alone is refused: a repair or memory fallback makes a run leave, for it
-changes a module that others use.
+Each run has its own event stream, seed, run folder and errors, and the same bits as alone. Its
+thread alternates with the others and stops at each denoiser call. Once all runs have stopped, calls
+of equal sizes are computed as one (`runtime.batched_calls`), so a run may join at any step. A run
+that needs a repair or memory fallback leaves, because that changes a module that others use.
 
-A batch of each size is checked in its first calls, against the same calls made one by one: the
-bits, and the time. If either is against it, calls are made one by one.
+The first calls of each batch size are compared with the same calls made one by one. If the bits
+differ or batching is slower, calls are made one by one.
 """
 
 from __future__ import annotations
@@ -341,8 +339,8 @@ class _Member:
 def _identity(plan: Plan) -> Hashable:
     """What runs of a batch have in common: all but the prompt and the seed."""
     components = [
-        (part.name, part.device, part.precision, part.repairs, part.fast_paths)
-        for part in plan.components
+        (each.name, each.device, each.precision, each.repairs, each.fast_paths)
+        for each in plan.components
     ]
     settings = replace(plan.settings, prompt="", negative_prompt=None, seed=0)
     return repr(components), repr(settings), plan.num_threads, plan.switches, plan.parallel

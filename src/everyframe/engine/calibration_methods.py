@@ -117,5 +117,5 @@ def why_not_certified(kind: str, request: Request) -> str | None:
         return str(error)
     if kind in kinds_of(components):
         return None
-    choices = [each for part in components for each in part.choices if each.path == kind]
+    choices = [each for component in components for each in component.choices if each.path == kind]
     return "; ".join(dict.fromkeys(f"{each.verdict}, {each.reason}" for each in choices))

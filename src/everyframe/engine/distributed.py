@@ -218,7 +218,7 @@ def _on(plan: Plan, device: str) -> Plan:
     repair, must be the same on all ranks.
     """
     index = torch.device(device).index
-    components = tuple(replace(part, device=device) for part in plan.components)
+    components = tuple(replace(each, device=device) for each in plan.components)
     return replace(plan, device=replace(plan.device, index=index), components=components)
 
 
@@ -239,7 +239,7 @@ _WHAT = "videos are handed over"
 _HANDED_OVER = (FramesDecoded, AudioDecoded, VideoDone, Note, Repaired, Preview)
 
 
-def gathered(events: Iterator[Event], here: RankContext) -> Events:
+def gather_events(events: Iterator[Event], here: RankContext) -> Events:
     """On rank 0, yield the events of all video groups in turn; elsewhere this rank's own."""
     world = here.parallel.world
     if world.is_lead:

@@ -19,7 +19,7 @@ from everyframe.media.output_path import (
     OutputFormat,
     default_output,
     kind_of,
-    numbered,
+    number_path,
 )
 from everyframe.media.pixels import to_uint8
 from everyframe.media.preview_picture import is_preview
@@ -44,7 +44,7 @@ def paths_for(plan: Plan, output: str | None) -> dict[int, str]:
     elif settings.num_videos == 1:
         paths = {settings.seed: output}
     else:
-        paths = {seed: numbered(output, seed) for seed in seeds}
+        paths = {seed: number_path(output, seed) for seed in seeds}
     for path in paths.values():
         check_output_of(settings, path)
     return paths

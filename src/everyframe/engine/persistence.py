@@ -51,7 +51,7 @@ def create_run(
     lock = None
     try:
         folder = new_run(how.root, how.name)
-        lock = folder.locked()
+        lock = folder.lock()
         entries = {
             "began": time.time(),
             "place": os.getcwd(),

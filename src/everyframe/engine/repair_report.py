@@ -192,12 +192,10 @@ def _repairs(repairs: Sequence[Repaired]) -> str:
 
 def _components(components: Sequence[ComponentPlan]) -> str:
     rows = []
-    for part in components:
-        begun_with = ", ".join(f"{each.module or 'all'}: {each.to}" for each in part.repairs)
-        rows.append(
-            (part.name, part.device, str(part.precision), format_bytes(part.weight_bytes),
-             begun_with)
-        )  # fmt: skip
+    for component in components:
+        begun_with = ", ".join(f"{each.module or 'all'}: {each.to}" for each in component.repairs)
+        size = format_bytes(component.weight_bytes)
+        rows.append((component.name, component.device, str(component.precision), size, begun_with))
     return _table(("component", "device", "precision", "weights", "repaired from the start"), rows)
 
 

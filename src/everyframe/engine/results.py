@@ -67,14 +67,10 @@ class EventDelivery:
 
 def _warn(text: str) -> None:
     """Warn at the line that called this package, so that Python's warning filters can match it."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
+    level, frame, ours = 1, sys._getframe(), __name__.partition(".")[0]
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == ours:
         level, frame = level + 1, frame.f_back
     warnings.warn(text, EveryframeWarning, stacklevel=level)
-
-
-def _is_ours(module: str) -> bool:
-    return module.partition(".")[0] == __name__.partition(".")[0]
 
 
 def collect_videos(events: Events, output: Output, delivery: EventDelivery) -> list[Video]:

@@ -38,7 +38,13 @@ from everyframe.core.events import (
 )
 from everyframe.core.plan import Plan, Repair
 from everyframe.core.request import Request
-from everyframe.engine.distributed import RankContext, Rendezvous, gathered, join_plan, meet_peers
+from everyframe.engine.distributed import (
+    RankContext,
+    Rendezvous,
+    gather_events,
+    join_plan,
+    meet_peers,
+)
 from everyframe.engine.owner_switches import thread_count_notes, threads_for, with_owner_switches
 from everyframe.engine.persistence import create_run, saved_run, writer_for_rank
 from everyframe.engine.records.provenance import for_seed, make_record, recorded_loras
@@ -181,7 +187,7 @@ def run_stages(
             yield RunSaved(writer.folder.name, str(writer.folder.path))
         events = _PlannedEvents(_run(here, model, record, writer, progress), here)
         with closing(events):
-            yield from gathered(events, here) if here.sources else events
+            yield from gather_events(events, here) if here.sources else events
 
 
 class _PlannedEvents:

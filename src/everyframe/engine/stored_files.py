@@ -66,7 +66,7 @@ def _repositories(kind: StoredKind) -> Iterator[StoredEntry]:
     for model in known_models():
         for part in model.parts:
             names.setdefault(part.repo_id, []).append(model.name)
-    for path in _folders(root, "models--*"):
+    for path in sorted(filter(Path.is_dir, root.glob("models--*"))):
         repo = path.name.removeprefix("models--").replace("--", "/")
         about = ", ".join(dict.fromkeys(names.get(repo, ())))
         locks = root / ".locks" / path.name
@@ -191,10 +191,6 @@ def describe_removal(entries: Iterable[StoredEntry], kind: StoredKind) -> str:
     size = format_bytes(sum(entry.num_bytes for entry in listed))
     what = listed[0].name if len(listed) == 1 else f"{len(listed)} entries"
     return f"{kind.name}: {what}, {size} ({kind.loss})"
-
-
-def _folders(root: Path, pattern: str) -> list[Path]:
-    return sorted(path for path in root.glob(pattern) if path.is_dir())
 
 
 def _size(paths: Iterable[Path]) -> int:

@@ -27,7 +27,7 @@ from everyframe.engine.records.provenance import record_in, request_from
 from everyframe.engine.run import stream
 from everyframe.families.registry import stages_of
 from everyframe.hardware.device_loss import translate_device_loss
-from everyframe.numerics.heat_map import picture
+from everyframe.numerics.heat_map import draw_comparison
 from everyframe.numerics.trace import file
 from everyframe.numerics.trace.diff import Comparison, TracePlace, compare
 from everyframe.numerics.trace.output_check import check_place
@@ -168,7 +168,7 @@ class TraceVerdict:
         return self.place is None
 
     def png(self, title: str) -> bytes:
-        return picture(self.compared, title)
+        return draw_comparison(self.compared, title)
 
     def to_json(self) -> dict[str, Any]:
         """The verdict as plain data, as the command line prints it."""
@@ -338,7 +338,7 @@ def _finite(value: Any) -> Any:
 
 
 def _check_components(full: Sequence[str], plan: Plan) -> None:
-    known = [part.name for part in plan.components]
+    known = [each.name for each in plan.components]
     for name in full:
         if name.split(".")[0] not in known:
             raise InputError(

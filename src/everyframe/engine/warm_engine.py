@@ -1,8 +1,8 @@
 """The warm engine: a model that stays in memory from one request to the next.
 
-Its videos are those of `everyframe.generate`, bit for bit, whatever came before. What stays and
-when it goes is in `runtime/components/component_cache.py`; the worker processes of `isolate` are in
-`warm_workers.py`.
+Its videos equal those of `everyframe.generate` bit for bit, whatever ran before.
+`runtime/components/component_cache.py` decides what stays in memory; `warm_workers.py` has the
+worker processes of `isolate`.
 """
 
 from __future__ import annotations

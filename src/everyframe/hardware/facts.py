@@ -37,7 +37,7 @@ def machine_facts(device: str = "auto", freed: Freed | None = None) -> MachineFa
     imported. Free memory is that of this moment, in bytes. With nvidia-smi present, no CUDA context
     is created.
     """
-    versions = _versions()
+    versions = {"python": platform.python_version(), "system": _system(), **package_versions()}
     devices: tuple[DeviceFacts, ...] = ()
     if device != "cpu" and may_have_any(versions.get("torch", "")):
         devices = accelerator_facts()
@@ -90,10 +90,6 @@ def _why_not(wanted: str, devices: Sequence[DeviceFacts]) -> str:
 
 def _join_devices(devices: Sequence[DeviceFacts]) -> str:
     return ", ".join(f"{device.torch_name} ({device.name})" for device in devices)
-
-
-def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), "system": _system(), **package_versions()}
 
 
 @cache

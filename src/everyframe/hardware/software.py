@@ -47,7 +47,7 @@ def software_facts() -> SoftwareFacts:
     """Software facts of this machine that need no torch."""
     return SoftwareFacts(
         system=_system(),
-        system_version=_system_version(),
+        system_version=platform.mac_ver()[0] if sys.platform == "darwin" else platform.release(),
         python=platform.python_version(),
         packages=_packages(),
         driver=driver_version(),
@@ -80,10 +80,6 @@ def _system() -> str:
     if sys.platform == "win32":
         return "windows"
     return "wsl" if "microsoft" in platform.release().casefold() else "linux"
-
-
-def _system_version() -> str:
-    return platform.mac_ver()[0] if sys.platform == "darwin" else platform.release()
 
 
 def driver_version() -> str | None:

@@ -94,7 +94,7 @@ def sidecar_of(path: PathLike) -> Path:
     return place.with_suffix(".json")
 
 
-def numbered(path: PathLike, number: int) -> str:
+def number_path(path: PathLike, number: int) -> str:
     """Path of one of several videos: ``clip-7.mp4`` or ``clip-7/`` for ``clip.mp4`` or ``clip/``.
 
     Pass the seed as `number`, so that a name does not depend on the number of videos.

@@ -189,7 +189,7 @@ def _cut(name: str) -> str:
     return name if len(name) <= _WIDEST_NAME else f"...{name[-_WIDEST_NAME + 3 :]}"
 
 
-def picture(compared: Comparison, title: str) -> bytes:
+def draw_comparison(compared: Comparison, title: str) -> bytes:
     """Heat map (png) of relative differences of module outputs; the first finding has a frame."""
     trace = compared.a
     called = dict.fromkeys(call.part for call in trace.calls)

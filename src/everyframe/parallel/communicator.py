@@ -31,7 +31,7 @@ from everyframe.parallel.pending import PendingReceive, PendingSend
 from everyframe.precision.dtypes import dtype_name
 
 
-def _nobody_asks(what: str) -> None:
+def _ignore(what: str) -> None:  # no lambda, as simulated groups are pickled
     return None
 
 
@@ -49,7 +49,7 @@ class Communicator(ABC):
         self.rank = rank
         self.weights = tuple(weights)
         self.sent: Counter[str] = Counter()
-        self.waits: Callable[[str], None] = _nobody_asks
+        self.waits: Callable[[str], None] = _ignore
 
     @property
     def size(self) -> int:

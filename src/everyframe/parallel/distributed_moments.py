@@ -49,7 +49,7 @@ class DistributedMoments:
             dtype=torch.float64,
         ).view(len(samples), len(owners), 1)
 
-    def merged(self, x: Tensor, dim: int, groups: int) -> tuple[Tensor, Tensor] | None:
+    def merge(self, x: Tensor, dim: int, groups: int) -> tuple[Tensor, Tensor] | None:
         """Mean and variance (samples, groups) in float64 of this rank's samples.
 
         `x` (1, C, ...) is the rank's part, its samples concatenated along `dim`. Returns None if

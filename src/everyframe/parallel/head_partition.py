@@ -87,7 +87,7 @@ class HeadPartition:
         held = {each.sample: len(each.places) for each in self.partition.held[source]}
         return sum(len(keys.heads) * held.get(keys.sample, 0) for keys in self.keys[target])
 
-    def moved(self, rank: int) -> int:
+    def num_sent(self, rank: int) -> int:
         """Vectors that leave a rank: queries, keys and values, and results of others' queries."""
         others = [other for other in range(self.partition.num_ranks) if other != rank]
         there = sum(self.queries_sent(rank, q) + 2 * self.keys_sent(rank, q) for q in others)

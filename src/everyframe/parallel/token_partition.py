@@ -138,7 +138,7 @@ class TokenPartition:
             LocalTokens(s, range(a, b), 0, s * places + a - mine.start) for s, a, b in pieces
         )
 
-    def moved(self, rank: int) -> int:
+    def num_sent(self, rank: int) -> int:
         """Tokens that a rank sends to others from columns to rows and back."""
         grid, kept = self.grid, 0
         rows = {sample: range(a, b) for sample, a, b in cut(self.rows[rank], grid.frames)}

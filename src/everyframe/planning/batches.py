@@ -46,5 +46,5 @@ def _most_by_memory(plan: Plan) -> int:
     usable = plan.device.free_memory * USABLE_SHARE
     weights = sum(each.weight_bytes for each in plan.components)
     left = usable - weights - max(each.working_bytes for each in plan.components)
-    each = sum(part.working_bytes for part in batched_components(plan))
+    each = sum(component.working_bytes for component in batched_components(plan))
     return 1 + max(0, int(left / max(each, 1)))

@@ -1,7 +1,7 @@
 """Compile the blocks of a model for a request, and save them in a folder; no weights are loaded.
 
-The trials of a plan compile and certify (`component_certificates`). What they made stays in the
-certificate store, where every later run finds it; the folder is for a person to keep and to name.
+A plan's trials compile and certify (`component_certificates`). Later runs find the results in the
+certificate store; the folder is a copy for the user.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Default options from configuration: environment, project file, user file. Imports no torch.
 
-A flag goes before an environment variable, that before the project's file, that before the user's.
-A file is data. The project's file may be a stranger's: it sets no option of the machine, and names
-models and files in its own folder or in our tables alone. ``docs/how-to/config.md`` explains it.
+Precedence: flag, environment variable, project file, user file. A project file is untrusted: it
+sets no option of the machine, and names only known models and files in its own folder. See
+``docs/how-to/config.md``.
 """
 
 from __future__ import annotations

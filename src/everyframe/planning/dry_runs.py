@@ -97,20 +97,20 @@ class DryRun:
         return _once(key, lambda: _reuse(file, look, list, _names))
 
     @property
-    def too_large(self) -> bool:
+    def is_too_large(self) -> bool:
         """Whether a tensor exceeds what the device can address; smaller pieces may fix that."""
         return any(finding.kind == "too large" for finding in self.found.findings)
 
     def clashes(self) -> list[str]:
         """Findings that would stop the run, as component and module."""
-        fatal = [finding for finding in self.found.findings if finding.fatal]
+        fatal = [finding for finding in self.found.findings if finding.is_fatal]
         return [f"{self.stage_call.component}: {finding}" for finding in fatal]
 
     def notes(self) -> list[str]:
         """What costs time or accuracy: one sentence per kind, with its first place."""
         kinds: dict[str, list[Any]] = {}
         for finding in self.found.findings:
-            if not finding.fatal:
+            if not finding.is_fatal:
                 kinds.setdefault(finding.kind, []).append(finding)
         return [
             f"{self.stage_call.component}, {self.stage_call.stage}: {kind} in {len(places)} places "
@@ -212,27 +212,28 @@ def _names(data: Any) -> Sequence[str] | None:
     return data if is_valid else None
 
 
-def stage_plan(run: DryRun, part: ComponentPlan, rates: Throughput | None) -> StagePlan:
+def stage_plan(run: DryRun, component: ComponentPlan, rates: Throughput | None) -> StagePlan:
     """The plan of a stage; with `rates`, including its time."""
     work = run.found.work
     return StagePlan(
         name=run.stage_call.stage,
-        component=part.name,
+        component=component.name,
         working_bytes=run.found.working_bytes,
         num_operations=run.found.num_operations,
         operations=work.operations * run.stage_call.num_calls,
-        seconds=None if rates is None else _seconds(run, part, rates),
+        seconds=None if rates is None else _seconds(run, component, rates),
     )
 
 
-def _seconds(run: DryRun, part: ComponentPlan, rates: Throughput) -> float:
-    call = call_seconds(run.found.work, rates, part.fast_paths)
+def _seconds(run: DryRun, component: ComponentPlan, rates: Throughput) -> float:
+    call = call_seconds(run.found.work, rates, component.fast_paths)
     # 8-bit weights are quantized from the file at each read.
-    read = part.num_parameters * num_bytes(part.precision.compute) / rates.load
-    load = max(part.weight_bytes / rates.load, read if part.precision.weight_dtype else 0.0)
-    if part.block_offload:
+    precision, load = component.precision, component.weight_bytes / rates.load
+    if precision.weight_dtype:
+        load = max(load, component.num_parameters * num_bytes(precision.compute) / rates.load)
+    if component.block_offload:
         # The next block loads while one computes: the longer time counts.
-        call = max(call, load if part.from_disk else part.weight_bytes / _BUS)
+        call = max(call, load if component.from_disk else component.weight_bytes / _BUS)
     return load + call * run.stage_call.num_calls
 
 

@@ -72,7 +72,7 @@ def list_models() -> tuple[ModelRow, ...]:
                 family=place.known.family,
                 title=place.known.title,
                 licence=place.known.licence,
-                on_disk=place.complete,
+                on_disk=place.is_complete,
                 download_bytes=place.bytes_to_fetch,
                 needs_bytes=needs,
                 fits=fits(needs, device),
@@ -124,9 +124,9 @@ def find_model(request: Request, may_fetch: bool) -> tuple[ModelSpec, str]:
     variant = request.family_options.get("variant")
     replaced = tuple(request.components)
     location = locate(request.model or EMBEDDED_MODEL, variant=variant, without=replaced)
-    if location.kind == "embedded" and not location.complete:
+    if location.kind == "embedded" and not location.is_complete:
         raise CheckpointError("the embedded model is not in this installation; install it again")
-    if location.kind == "hub" and not location.complete:
+    if location.kind == "hub" and not location.is_complete:
         if not may_fetch:
             raise InputError(
                 f"{location.asked} is not on this disk, and its configs are needed to plan"

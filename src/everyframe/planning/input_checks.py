@@ -1,7 +1,7 @@
 """Check what a request names before a plan is made or a worker starts.
 
-The caller, command line or API, checks here, so that a refusal takes no worker's start. What needs
-the plan is checked with it: the contents of given frames, and the sizes that an output can hold.
+The command line and the API call this first, so that a refusal starts no worker. Checks that need
+the plan (contents of given frames, sizes that an output can hold) are made with it.
 """
 
 from __future__ import annotations

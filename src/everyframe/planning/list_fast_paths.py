@@ -45,15 +45,15 @@ def survey(request: Request, *, certify: bool = False) -> FastPathList:
             untried = {**untried, **_certify(prepared)[0]}
             prepared = prepare(request)
     rows = []
-    for part in prepared.plan.components:
-        listed = {choice.path for choice in part.choices}
-        others = prepared.chooser.on_demand(part.name, prepared.fitted.runs)
-        for choice in (*part.choices, *(each for each in others if each.path not in listed)):
-            why = untried.get(f"{part.name} {choice.path}")
+    for component in prepared.plan.components:
+        listed = {choice.path for choice in component.choices}
+        others = prepared.chooser.on_demand(component.name, prepared.fitted.runs)
+        for choice in (*component.choices, *(each for each in others if each.path not in listed)):
+            why = untried.get(f"{component.name} {choice.path}")
             if why is not None:
                 choice = replace(choice, verdict="untried", reason=why)
             in_use = choice.verdict in ("certified", "pinned")
-            rows.append(FastPathRow(part.name, CATALOGUE[choice.path], choice, in_use))
+            rows.append(FastPathRow(component.name, CATALOGUE[choice.path], choice, in_use))
     return FastPathList(prepared.plan, tuple(rows))
 
 
@@ -65,15 +65,17 @@ def _certify(prepared: PreparedPlan) -> tuple[dict[str, str], bool]:
     certificates = prepared.chooser.certificates
     assert certificates is not None, "it is this machine's"
     missing = []
-    for part in prepared.plan.components:
-        untried = [each.path for each in part.choices if each.verdict in ("expected", "untried")]
+    for component in prepared.plan.components:
+        untried = [
+            each.path for each in component.choices if each.verdict in ("expected", "untried")
+        ]
         # Precisions first: the attention calls and blocks depend on them.
         names = [name for name in untried if name in PRECISIONS] or untried
         paths = tuple(CATALOGUE[name] for name in names)
         if paths:
             missing.append(
                 component_certificates.MissingCertificates(
-                    part.name, part.precision, paths, part.choices
+                    component.name, component.precision, paths, component.choices
                 )
             )
     reasons = component_certificates.make(

@@ -116,7 +116,7 @@ def balance(
         return BalancedPlan(division, own, notes=_share_notes(division, devices, ()))
     by_speed, short = division, set[int]()
     for _ in range(0 if is_asked else _ROUNDS):
-        needs = _needs(fitting.parts, division, settings)
+        needs = _needs(fitting.planner, division, settings)
         fit = [min(1.0, need.share_that_fits(devices[r])) for r, need in enumerate(needs)]
         pairs = zip(division.speeds, fit, strict=True)
         fewer = [floor(_FINE * w * f) / _FINE if f < 1 else w for w, f in pairs]
@@ -128,7 +128,7 @@ def balance(
         short |= {rank for rank, share in enumerate(fit) if share < 1}
         division = divided(fewer)
         assert division is not None
-    needs = _needs(fitting.parts, division, settings)
+    needs = _needs(fitting.planner, division, settings)
     tightest = max(range(len(devices)), key=lambda r: needs[r].peak / devices[r].free_memory)
     fitting = fitting.of_rank(division, tightest, settings, devices[tightest], devices[0])
     return BalancedPlan(division, fitting, tightest, _share_notes(division, devices, sorted(short)))
@@ -151,15 +151,15 @@ class _Need:
         return max(0.0, room / max(1, self.working))
 
 
-def _needs(parts: ComponentPlanner, division: ParallelPlan, settings: Settings) -> list[_Need]:
+def _needs(planner: ComponentPlanner, division: ParallelPlan, settings: Settings) -> list[_Need]:
     """What each rank needs for its portion of a step."""
-    step = next(each for each in parts.dry_run_calls(settings) if each.denoises)
+    step = next(each for each in planner.dry_run_calls(settings) if each.denoises)
     needs = []
     for rank, its in enumerate(division.ranks):
         if not its.is_active:
             needs.append(_Need(0, 0))
             continue
-        plan = parts.of_rank(division, rank, settings).named(step.component, settings).plan
+        plan = planner.of_rank(division, rank, settings).plan_named(step.component, settings).plan
         needs.append(_Need(plan.on_device_bytes, plan.working_bytes))
     return needs
 
@@ -168,7 +168,7 @@ def with_weights(
     division: ParallelPlan | None, model: ModelSpec, fitted: FitResult
 ) -> ParallelPlan | None:
     """The division with the maximum weight bytes that each rank sends per step."""
-    held = next((part for part in fitted.components if part.num_weight_shards > 1), None)
+    held = next((each for each in fitted.components if each.num_weight_shards > 1), None)
     if division is None or held is None or not isinstance(model, ShardableSpec):
         return division
     # Late import: brings torch.

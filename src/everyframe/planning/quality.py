@@ -1,9 +1,9 @@
 """Choose the lossy method of a quality budget from what was measured for this model here.
 
-A budget takes the fastest method whose worst frame in the calibration held it with a margin.
-Without a calibration all steps are exact, and a note says which command makes one. A method that a
-person names, or that a record has, is used as it is. Its products in eight bits are a choice of
-the components' precision, as by ``--quantize``.
+A budget selects the fastest method whose worst frame in the calibration met it with a margin.
+Without a calibration all steps are exact, and a note names the command that makes one. A method
+named in the request or a record is used as is. Its 8-bit products are part of the components'
+precision, as with ``--quantize``.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def fit_to_quality(
 
 def kinds_of(components: Sequence[ComponentPlan]) -> frozenset[str]:
     """How weights of these components are stored or multiplied; without those in their dtype."""
-    return frozenset(part.precision.weight_dtype for part in components) - {""}
+    return frozenset(each.precision.weight_dtype for each in components) - {""}
 
 
 def with_named_products(request: Request) -> Request:
@@ -301,7 +301,7 @@ def calibration_key(
         settings, prompt="", negative_prompt=None, seed=0, num_videos=1, method=None, savings=(),
         num_frames=0, height=0, width=0, nominal_size=None, nominal_length=None, own_choices=(),
     )  # fmt: skip
-    precisions = [(part.name, str(part.precision)) for part in components]
+    precisions = [(each.name, str(each.precision)) for each in components]
     return digest(
         [
             weights,

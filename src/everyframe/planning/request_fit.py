@@ -155,7 +155,7 @@ class RequestFit:
             if again.fits:
                 shares, fitting, fitted = other, other.fitting, again
                 break
-        check_effect(fitting.parts.quantising, self.model.title, fitted.components)
+        check_effect(fitting.planner.quantising, self.model.title, fitted.components)
         # Skip what doesn't fit this device in any case.
         if self.will_run and fitted.fits:
             tried = component_certificates.make_at_once(

@@ -197,7 +197,7 @@ def _seed_of(request: Request) -> int:
 
 
 def _notes(model: ModelSpec, shares: BalancedPlan, fitted: FitResult) -> tuple[str, ...]:
-    repaired = (line for part in fitted.components for line in repair_notes(part))
+    repaired = (line for each in fitted.components for line in repair_notes(each))
     others = (*notes_of(model), *shares.notes, *repaired, *idle_notes(shares.division))
     return (*fitted.notes, *fitted.changes, *others)
 

@@ -27,7 +27,7 @@ def stage_plans(
     steps, link = fitted.settings.num_denoiser_calls, None if rates is None else rates.link
     sending = sending_seconds(division, link) * steps
     weights = weights_seconds(division, link) * steps
-    parts = {part.name: part for part in fitted.components}
+    parts = {each.name: each for each in fitted.components}
     stages = []
     for run in fitted.runs:
         stage = stage_plan(run, parts[run.stage_call.component], rates)
@@ -56,7 +56,7 @@ def rates_of(
     """
     if device.rates is not None or not fitted.runs:
         return device.rates, ()
-    paths = {part.name: part.fast_paths for part in fitted.components}
+    paths = {each.name: each.fast_paths for each in fitted.components}
     products = heaviest(fitted.runs, _NUM_TRIALS, paths)
     rates = rates_here(products, device, num_threads)
     if rates is not None:

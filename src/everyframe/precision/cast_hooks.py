@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Precision
 from everyframe.precision.dtypes import island_dtype, num_bytes, torch_dtype
-from everyframe.precision.islands import check_islands, in_island
+from everyframe.precision.islands import check_islands, is_in_island
 from everyframe.precision.upcast import narrow_with_float32
 
 
@@ -180,7 +180,7 @@ def _cast_parameters(module: nn.Module, precision: Precision, *, keeps_float32: 
     named = list(module.named_parameters(remove_duplicate=False))
     check_islands(precision.islands, (name for name, _ in named))
     # A parameter with several names (tied embeddings) is in an island if any of its names is.
-    islanders = {id(p) for name, p in named if in_island(name, precision.islands)}
+    islanders = {id(p) for name, p in named if is_in_island(name, precision.islands)}
     # Batch norms mix their parameters with their statistics, which are buffers in float32.
     norms = [part for part in module.modules() if isinstance(part, _BatchNorm)]
     islanders |= {id(p) for norm in norms for p in norm.parameters()}

@@ -19,7 +19,7 @@ from everyframe.core.plan import PLAIN, Precision, Repair
 from everyframe.precision.dtypes import island_dtype, num_bytes
 
 
-def in_island(name: str, islands: Iterable[str]) -> bool:
+def is_in_island(name: str, islands: Iterable[str]) -> bool:
     """Whether the module or parameter of that dotted name lies in one of the islands."""
     return _is_in(name, tuple(islands))
 
@@ -44,7 +44,7 @@ def _matcher(islands: tuple[str, ...]) -> Callable[[str], re.Match[str] | None]:
 
 def parameter_dtype(name: str, precision: Precision) -> str:
     """Dtype of the parameter of that dotted name in that precision."""
-    if in_island(name, precision.islands):
+    if is_in_island(name, precision.islands):
         return island_dtype(precision.parameters)
     return precision.parameters
 
@@ -83,7 +83,7 @@ def weight_bytes(
 def num_narrow(num_elements: Mapping[str, int], precision: Precision) -> int:
     """Elements of all parameters outside of the islands, given those of each by name."""
     return sum(
-        count for name, count in num_elements.items() if not in_island(name, precision.islands)
+        count for name, count in num_elements.items() if not is_in_island(name, precision.islands)
     )
 
 

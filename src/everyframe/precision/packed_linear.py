@@ -1,7 +1,7 @@
 """Linear layers whose weights stay in the blocks of their file (GGUF), widened for each product.
 
-The values are those of a weight that is widened as it is loaded, bit for bit; a product costs that
-much more time. The arithmetic of the blocks is the file's (`PackedRows.widen`), on the CPU.
+Values equal those of a weight widened on load, bit for bit; each product takes longer by the
+widening. Blocks are widened on the CPU, by the file's arithmetic (`PackedRows.widen`).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from everyframe.core.plan import Precision
 from everyframe.core.quality import PRODUCTS
-from everyframe.precision.islands import in_island
+from everyframe.precision.islands import is_in_island
 from everyframe.precision.quantized_products import can_multiply, multiply
 
 #: Name of a layer's scales, beside `weight` and `bias`.
@@ -98,7 +98,7 @@ def layers(module: nn.Module, precision: Precision | None) -> dict[str, nn.Linea
         if name
         and type(part) is nn.Linear
         and owners[id(part.weight)] == 1
-        and not in_island(f"{name}.weight", precision.islands)
+        and not is_in_island(f"{name}.weight", precision.islands)
     }
 
 

@@ -26,7 +26,7 @@ from typing import IO, Any
 from everyframe.core.errors import CorruptRunError, InputError, RunLockedError, did_you_mean
 from everyframe.core.paths import check_path, expand_path, state_folder
 from everyframe.runs.atomic_write import UNREADABLE, read_json, write_json
-from everyframe.runs.signature import SIGNATURE, check_files, is_signed, signed
+from everyframe.runs.signature import SIGNATURE, check_files, is_signed, sign
 
 #: Schema of a run folder; another number belongs to another version.
 SCHEMA = "everyframe.run/4"
@@ -99,7 +99,7 @@ class RunFolder:
         """Write the constant data, signed if it is this user's own. Raises `OSError`."""
         values = {name: value for name, value in values.items() if name != SIGNATURE}
         values = {"schema": SCHEMA, **values}
-        write_json(self.path / _RUN, signed(values) if is_own else values)
+        write_json(self.path / _RUN, sign(values) if is_own else values)
 
     def write_state(self, values: Mapping[str, Any]) -> None:
         write_json(self._state, values)
@@ -164,7 +164,7 @@ class RunFolder:
         """The seeds of `mark_done`."""
         return tuple(int(each.name.removeprefix(_DONE)) for each in self.path.glob(f"{_DONE}*"))
 
-    def locked(self) -> Lock:
+    def lock(self) -> Lock:
         """Lock the run for this process.
 
         Raises:

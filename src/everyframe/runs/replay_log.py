@@ -25,7 +25,7 @@ from everyframe.core.errors import CorruptRunError, NotSerializableError
 from everyframe.core.paths import replace_file
 from everyframe.core.plan import Repair
 from everyframe.runs.atomic_write import UNREADABLE, checksum
-from everyframe.runs.tensor_store import flattened, laid_out
+from everyframe.runs.tensor_store import flatten, laid_out
 
 _FORM, _REPAIRS, _CALL = "form", "remedies", "call"
 #: Libraries whose output classes can be restored; they are mappings of tensors.
@@ -158,7 +158,7 @@ def _take_apart(answer: Any, tensors: dict[str, Tensor]) -> Any:
         return None
     if isinstance(answer, Tensor):
         name = f"t{len(tensors)}"
-        tensors[name], layout = flattened(answer)
+        tensors[name], layout = flatten(answer)
         return {"tensor": name, **layout}
     if type(answer) in (tuple, list):
         kind = "tuple" if type(answer) is tuple else "list"

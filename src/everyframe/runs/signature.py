@@ -1,7 +1,7 @@
 """Tell whether a run folder is this user's own: a signature of its constant data, and no links.
 
-The key is a file in the user's state folder, created with the first run. Without a key that can be
-read, runs are unsigned: nobody's own.
+The key is a file in the user's state folder, created with the first run. Without a readable key,
+runs are unsigned, and count as foreign.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def key_file() -> Path:
     return state_folder() / "run-key"
 
 
-def signed(values: Mapping[str, Any]) -> dict[str, Any]:
+def sign(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values with this user's signature, or with none if there can be no key."""
     key = _key(read_or_create_key)
     plain = {name: value for name, value in values.items() if name != SIGNATURE}
@@ -36,7 +36,7 @@ def signed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_signed(values: Mapping[str, Any]) -> bool:
-    """Whether this user's key signed exactly these values."""
+    """Whether this user's key sign exactly these values."""
     key, found = _key(read_key), values.get(SIGNATURE)
     if key is None or not isinstance(found, str):
         return False

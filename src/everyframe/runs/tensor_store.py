@@ -43,7 +43,7 @@ class TensorStore:
     def keep(self, value: Any) -> dict[str, Any] | None:
         """Save a tensor, array or image and return its reference; None for anything else."""
         if isinstance(value, Tensor):
-            flat, layout = flattened(value)
+            flat, layout = flatten(value)
             return {"as": "tensor", "hash": self._write(flat), **layout}
         if isinstance(value, np.generic):
             return {"as": "number", "dtype": value.dtype.name, "value": value.item()}
@@ -123,7 +123,7 @@ def _png(data: bytes) -> Image.Image:
         raise CorruptRunError("a saved picture is no PNG, and no other is saved") from None
 
 
-def flattened(tensor: Tensor) -> tuple[Tensor, dict[str, Any]]:
+def flatten(tensor: Tensor) -> tuple[Tensor, dict[str, Any]]:
     """The values of a tensor in memory order, on the CPU, and its memory layout.
 
     Layout is state: a convolution of equal numbers in another layout has other last bits.
@@ -142,7 +142,7 @@ def flattened(tensor: Tensor) -> tuple[Tensor, dict[str, Any]]:
 
 
 def laid_out(flat: Tensor, layout: Mapping[str, Any]) -> Tensor:
-    """Restore the tensor that `flattened` was given.
+    """Restore the tensor that `flatten` was given.
 
     Raises:
         CorruptRunError: a small file would become a large tensor, which shows its values often.

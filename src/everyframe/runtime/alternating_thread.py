@@ -1,11 +1,11 @@
 """Run a function in a thread that alternates with its caller's: one of the two runs at a time.
 
-The function stops where it hands a value over, and resumes with the answer to it. So a call that
-returns only when it is done can be read as a generator of events (`diffusers_pipelines`), and runs
-of a batch can wait for each other in the middle of a step (`engine.batched_runs`).
+The function waits where it hands over a value, and resumes with the answer. This turns a blocking
+call into a generator of events (`diffusers_pipelines`), and lets runs of a batch wait for each
+other inside a step (`engine.batched_runs`).
 
-A greenlet would do the same without a thread, but torch walks the stack whenever it makes an error,
-and below a greenlet's first frame the stack has been written over: that ends the process.
+Not a greenlet: torch walks the stack when it builds an error, and the stack below a greenlet's
+first frame is overwritten, which crashes the process.
 """
 
 from __future__ import annotations
@@ -116,4 +116,4 @@ class AlternatingThread:
 
 
 class _Stopped(BaseException):
-    """Raised in the function when nobody waits for it."""
+    """Ends the function once its caller has stopped."""

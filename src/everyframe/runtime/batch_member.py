@@ -1,7 +1,7 @@
-"""What a run knows of the batch of runs in which it is computed: nothing, or one `BatchMember`.
+"""Batch membership of a run: none, or one `BatchMember`.
 
-The batch is `everyframe.engine.batched_runs`. A run asks for its member where it denoises, and
-where it is about to change a module that other runs of the batch compute with.
+The batch is `everyframe.engine.batched_runs`. A run uses its member to denoise, and before it
+changes a module that it shares with other runs.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Calls of one module for several videos, computed as one call in which each keeps its bits.
+"""Batch the calls of one module for several videos, without changing any bit.
 
-Most of a module computes every row by itself, so rows of several videos can lie in one tensor.
-Matrix products and convolutions don't: a kernel is chosen by the number of rows, and adds in
-another order. Those are computed video by video inside the joint call, as is attention to texts,
-which differ in length. What is saved is the rest: launches, norms, activations, self-attention.
+Most operations compute each row independently, so several videos can share one tensor. Matrix
+products and convolutions don't: the number of rows selects their kernel and summation order. They
+run video by video inside the batched call, as does cross-attention, because texts differ in length.
+Batching saves the rest: launches, norms, activations, self-attention.
 
-`everyframe.engine.batched_runs` decides which calls meet, and checks that no bit changes.
+`everyframe.engine.batched_runs` decides which calls are batched, and checks the bits.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ _LOCK = threading.Lock()
 
 
 def load_component(
-    part: ComponentPlan,
+    component: ComponentPlan,
     build: Callable[[], ModuleT],
     weights: Path | TensorFile,
     keys: KeyMap,
@@ -135,12 +135,12 @@ def load_component(
     the plan shards any. Raises `CheckpointError` for a missing, extra or misshapen tensor.
     """
     module = build_on_meta(build)
-    swap_modules(module, part.fast_paths)
+    swap_modules(module, component.fast_paths)
     persistent = set(module.state_dict())
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
 
-    is_checked = BF16_DECODER in (part.fast_paths or ())
-    read_in = FLOAT32 if is_checked else part.precision
+    is_checked = BF16_DECODER in (component.fast_paths or ())
+    read_in = FLOAT32 if is_checked else component.precision
 
     def dtype_of(name: str, own: torch.dtype) -> torch.dtype:
         # Buffers are tables and statistics: they stay as wide as they were made.
@@ -149,39 +149,41 @@ def load_component(
         return torch_dtype(parameter_dtype(name, read_in))
 
     opened = open_checkpoint(weights)
-    where = torch.device(part.device)
-    device = torch.device("cpu") if part.block_offload else where
-    rounded = quantization.rows(module, part.precision).keys()
-    with quantization.as_quantised(module, part.precision):
+    where = torch.device(component.device)
+    device = torch.device("cpu") if component.block_offload else where
+    rounded = quantization.rows(module, component.precision).keys()
+    with quantization.as_quantised(module, component.precision):
         # Weights that arrive at each call, from a file or other ranks, are only checked here.
-        leave = offload.unit_parameters(module) if part.from_disk else frozenset[str]()
-        held = _shard_weights(module, part, supply)
+        leave = offload.unit_parameters(module) if component.from_disk else frozenset[str]()
+        held = _shard_weights(module, component, supply)
         leave = leave if held is None else held.elsewhere
     left = load_strictly(
         module, opened, keys=keys, dtype=dtype_of, device=device, leave=leave | rounded
     )
-    fill(module, part.precision, opened, left, (where, device), leave)
+    fill(module, component.precision, opened, left, (where, device), leave)
     module.eval().requires_grad_(False)
     track_component(module)
-    hooks = cast_hooks.add_cast_hooks(module, part.precision, outputs, keeps_float32=is_checked)
-    for repair in part.repairs:
+    hooks = cast_hooks.add_cast_hooks(
+        module, component.precision, outputs, keeps_float32=is_checked
+    )
+    for repair in component.repairs:
         repairs.apply_repair(module, repair)
-    if part.block_offload or held is not None:
-        kind = part.precision.weight_dtype
-        files = from_files(opened, left, where, kind) if part.from_disk else None
+    if component.block_offload or held is not None:
+        kind = component.precision.weight_dtype
+        files = from_files(opened, left, where, kind) if component.from_disk else None
         offload.apply(module, where, held or files)
-    apply_fast_paths(module, part.fast_paths, outputs, repairs.plain_parts(part.repairs))
-    notify_loaded(part.name, module)
+    apply_fast_paths(module, component.fast_paths, outputs, repairs.plain_parts(component.repairs))
+    notify_loaded(component.name, module)
     _log.debug(
         "%s: %d parameters from %s on %s in %s, %d casts at module edges",
-        part.name, part.num_parameters, opened.source, part.device, part.precision,
-        hooks.num_hooks,
+        component.name, component.num_parameters, opened.source, component.device,
+        component.precision, hooks.num_hooks,
     )  # fmt: skip
     return module
 
 
 def rewrite_parameters(
-    part: ComponentPlan,
+    component: ComponentPlan,
     weights: TensorFile,
     keys: KeyMap,
     module: nn.Module,
@@ -192,7 +194,7 @@ def rewrite_parameters(
     False, and nothing is changed, if one does not have the numbers of its file alone: it is
     quantised, repaired or has them in two precisions.
     """
-    if part.precision.weight_dtype or part.repairs or has_float32(module):
+    if component.precision.weight_dtype or component.repairs or has_float32(module):
         return False
     parameters = dict(module.named_parameters(remove_duplicate=False))
     groups = {name: group for group in keys.tied for name in group}
@@ -211,13 +213,13 @@ def rewrite_parameters(
 
 
 def _shard_weights(
-    module: nn.Module, part: ComponentPlan, supply: Communicator | None
+    module: nn.Module, component: ComponentPlan, supply: Communicator | None
 ) -> ShardedWeightsProvider | None:
     """Provider of weights that ranks shard between them, if the plan shards any."""
-    if part.num_weight_shards == 1:
+    if component.num_weight_shards == 1:
         return None
     assert supply is not None, "planned for ranks"
-    return ShardedWeightsProvider(module, supply, torch.device(part.device))
+    return ShardedWeightsProvider(module, supply, torch.device(component.device))
 
 
 def check_contents(model: object) -> None:

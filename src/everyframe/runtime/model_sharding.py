@@ -2,9 +2,8 @@
 
 Hooks and parameter-free child modules are swapped in; a single rank takes the same path. A rank is
 called with the whole batch, computes its share of the samples' tokens
-(`everyframe.parallel.token_partition`) and returns the whole result. What is exchanged where
-stands in each family's `sharding.py`; the swapped modules are in
-`everyframe.parallel.sharded_modules`.
+(`everyframe.parallel.token_partition`) and returns the whole result. Each family's `sharding.py`
+defines the exchanges; the swapped modules are in `everyframe.parallel.sharded_modules`.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class ModuleBuilder(ABC, Generic[_Config]):
 
     @property
     @abstractmethod
-    def parts(self) -> tuple[str, ...]:
+    def component_names(self) -> tuple[str, ...]:
         """Names of the components."""
 
     def build(self, component: str) -> nn.Module:
@@ -95,12 +95,12 @@ class ModuleBuilder(ABC, Generic[_Config]):
         checked against the saved counts.
         """
         file = self._count
-        saved = parse_counts(file.read(), self.parts)
+        saved = parse_counts(file.read(), self.component_names)
         if saved is not None:
             return saved
         from everyframe.runtime.components.meta_init import count_elements
 
-        found = {name: count_elements(self.empty(name)) for name in self.parts}
+        found = {name: count_elements(self.empty(name)) for name in self.component_names}
         file.write(found)
         return found
 
@@ -126,7 +126,7 @@ class ModuleBuilder(ABC, Generic[_Config]):
             self._made[component] = self._built(component)
         return self._made[component]
 
-    def taken(self, component: str) -> nn.Module:
+    def take(self, component: str) -> nn.Module:
         """One component on meta that the caller owns and may fill and change.
 
         It reuses the module of `empty` unless a dry run had it, and builds another one then:
@@ -285,7 +285,7 @@ class NativeModelSpec(LossySampling, ABC, Generic[_Options, _Files, _Config]):
     @property
     def components_on_disk(self) -> tuple[str, ...]:
         """The components, in the order in which their files enter the model's digest."""
-        return self.builder.parts
+        return self.builder.component_names
 
     component_names = components_on_disk
 
@@ -307,7 +307,7 @@ class NativeModelSpec(LossySampling, ABC, Generic[_Options, _Files, _Config]):
         """The same model with all of its files on this disk, downloaded if missing."""
         if not self.missing():
             return self
-        whole = self.read(self.name, self.title, self.files.fetched(), self.options)
+        whole = self.read(self.name, self.title, self.files.fetch(), self.options)
         return replace(whole, patched=self.patched, replaced=self.replaced)
 
     def weight_tables(self) -> Mapping[str, WeightTable]:

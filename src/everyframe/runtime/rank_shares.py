@@ -71,7 +71,7 @@ def attention_share(
     held = tokens / (partition.grid.samples * partition.grid.places)
     heads = HeadPartition(partition)
     attention = held if backend == "ring" else heads.share(rank)
-    vectors = sent_vectors(partition, rank) if backend == "ring" else heads.moved(rank)
+    vectors = sent_vectors(partition, rank) if backend == "ring" else heads.num_sent(rank)
     sent = vectors * vector_bytes + tokens * token_bytes * (partition.num_ranks - 1)
     idle = "" if tokens else "there are fewer tokens than devices; it decodes only"
     if attention and not tokens:

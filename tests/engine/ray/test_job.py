@@ -234,7 +234,7 @@ def test_a_strangers_run_sends_no_file_that_was_not_named_again(
             list(run_on_cluster(WorkerJob(run=folder.path, named=named), tmp_path, 1.0))
         assert len(made.inputs[0].contents) == sent
         assert not made.copies[0].is_own
-    signature.signed({})
+    signature.sign({})
     folder.write_run({"request": to_jsonable(request), "plan": {"ranks": 1}})
     made = groups([RankFailedError(InputError("no"), keeps=True)])
     with pytest.raises(InputError, match="no"):

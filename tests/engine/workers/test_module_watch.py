@@ -27,12 +27,6 @@ from helpers.tiny_checkpoints import families as tiny_families
 
 
 @pytest.fixture
-def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlantedCompiler:
-    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path / "cache"))
-    return PlantedCompiler(monkeypatch)
-
-
-@pytest.fixture
 def hooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Hooks of all modules, and watchers of reads, are gone after the test."""
     monkeypatch.setattr(read_progress, "_WATCHERS", [])
@@ -56,7 +50,7 @@ def test_compiled_blocks_are_used_and_recorded(
     """A worker that dies in compiled code names the block."""
     trail = FlightRecorder(tmp_path / "trail")
     watch = ModuleWatch(trail)
-    watch.loaded("denoiser")
+    watch.add("denoiser")
     trail.at("denoise", 1, 2)
     model = everyframe.compile(made())
     assert used(model)
@@ -69,7 +63,7 @@ def test_compiled_blocks_are_used_and_recorded(
 
     monkeypatch.setattr(LoadedPackage, "run", look)
     watch.begin()
-    watch.loaded("denoiser")
+    watch.add("denoiser")
     with torch.no_grad():
         everyframe.compile(model)(*inputs())
     assert places == ["denoiser.blocks.0 (Block)", "denoiser.blocks.1 (Block)"]

@@ -111,7 +111,7 @@ def test_a_job_without_room_waits_in_the_worker(
     for _ in range(3 - room):  # a batch each, or one of both
         assert job is not None
         assert worker._run_batch(job, inbox, process)
-        job = inbox.arrived()
+        job = inbox.take_arrived()
     assert job is None
     tags = [receive_raw(ours)[1] for _ in range(2 * len(events) + 2)]
     assert tags == [0] * 4 + [1] * 4

@@ -174,7 +174,7 @@ def test_offline_every_missing_part_is_told_with_its_command() -> None:
     files = find_files(locate("opensora-1.2"), OpenSoraOptions())
     assert files is not None
     with pytest.raises(InputError) as caught:
-        files.fetched()
+        files.fetch()
     for name in ("OpenSora-STDiT-v3", "OpenSora-VAE-v1.2", "t5-v1_1-xxl"):
         assert re.search(rf"hf download \S+/{name} ", str(caught.value))
 

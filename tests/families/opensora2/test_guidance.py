@@ -76,7 +76,7 @@ def test_given_latents_are_a_condition_and_are_pasted() -> None:
     assert torch.equal(cond[:, 1:, :1], first)
     assert not cond[:, 1:, 1:4].any()
     x = torch.randn(1, 2, 6, 3, 4)
-    pasted = given.pasted(x)
+    pasted = given.paste(x)
     assert torch.equal(pasted[:, :, 4:], last)
     assert torch.equal(pasted[:, :, 1:4], x[:, :, 1:4])
     assert not GivenLatents().condition((2, 6, 3, 4)).any()

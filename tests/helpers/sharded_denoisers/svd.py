@@ -52,7 +52,7 @@ def norm_of_its_own_frames(handle: Any, model: Any, inputs: Inputs, group: Commu
         found = torch.stack(own) if own else x.new_empty(0, 2, groups)
         return None if self.is_whole else tuple(found.unbind(1))
 
-    return _undo(distributed_moments.DistributedMoments, "merged", of_its_own)
+    return _undo(distributed_moments.DistributedMoments, "merge", of_its_own)
 
 
 def positions_from_zero(handle: Any, model: Any, inputs: Inputs, group: Communicator) -> Any:

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from everyframe.core.errors import InputError
-from everyframe.numerics.heat_map import picture
+from everyframe.numerics.heat_map import draw_comparison
 from everyframe.numerics.trace import diff
 from everyframe.numerics.trace.diff import Comparison, TracePlace, compare
 from everyframe.numerics.trace.recorder import Recorder
@@ -193,7 +193,7 @@ def test_whole_numbers_are_exact() -> None:
 
 def test_the_picture_marks_the_place(right: Trace) -> None:
     compared = compare(right, recorded(traced_modules.planted(traced_modules.net(), 1)))
-    drawn = np.asarray(Image.open(io.BytesIO(picture(compared, "a against b"))))
+    drawn = np.asarray(Image.open(io.BytesIO(draw_comparison(compared, "a against b"))))
     framed = np.argwhere((drawn == (230, 30, 120)).all(-1))
     names = list(dict.fromkeys(compared.a.parts[call.part].name for call in compared.a.calls))
     row = names.index("net.blocks.1.attn.core")

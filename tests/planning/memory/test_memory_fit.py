@@ -70,7 +70,7 @@ def test_ranks_of_one_cpu_are_counted_by_part(stage: str | None) -> None:
     needs = max(map(sum, stages.values()))
     for memory, holds in ((needs + 10, True), (needs - 10, False)):
         asked = replace(fitting(model, card(int(memory / 0.92), "cpu-fp32")), copies=3)
-        parts = [asked.parts.named(each.name, settings) for each in roomy.components]
+        parts = [asked.planner.plan_named(each.name, settings) for each in roomy.components]
         if stage is not None:
             parts = [replace(each, plan=replace(each.plan, stage=stage)) for each in parts]
         assert asked._hold(parts) is holds
@@ -121,7 +121,7 @@ def test_a_picture_is_encoded_in_tiles_only_where_encoding_is_too_large() -> Non
     """Decoding takes more than encoding of the same size, so it is in tiles before."""
     model, settings = config_only_models.svd(), config_only_models.settings(512, 512, 1)
     whole = fitting(model, CARD)
-    vae = whole.parts.named("vae", settings)
+    vae = whole.planner.plan_named("vae", settings)
     encoding, decoding = (vae.in_stage(stage)[0] for stage in ("given frames", "decode"))
     assert encoding < decoding
     between = fitting(model, card(int((encoding + decoding) / 2 / 0.92))).fit(settings)

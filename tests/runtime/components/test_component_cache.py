@@ -54,11 +54,11 @@ def test_prompts_that_were_not_asked_for_longest_go_first(monkeypatch: pytest.Mo
     results = {name: [torch.full((SIZE // 4,), float(n))] for n, name in enumerate("abc")}
     for name in "ab":
         cache.keep_encoded(name, results[name])
-    assert cache.encoded("a") is results["a"]
+    assert cache.find_encoded("a") is results["a"]
     cache.keep_encoded("c", results["c"])
-    assert cache.encoded("b") is None
-    assert cache.encoded("a") is results["a"]
-    assert cache.encoded("c") is results["c"]
+    assert cache.find_encoded("b") is None
+    assert cache.find_encoded("a") is results["a"]
+    assert cache.find_encoded("c") is results["c"]
     assert cache.num_bytes() == {"cpu": 2 * SIZE}
     cache.clear()
-    assert cache.encoded("a") is None
+    assert cache.find_encoded("a") is None

@@ -293,7 +293,7 @@ def test_an_autoencoder_that_overflows_is_repaired() -> None:
     latents = 10 * torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     guard = Guard(plan(), "decode", {"vae": vae})
     with torch.inference_mode():
-        pixels = guard.decoded(1, lambda: vae(latents), latents)
+        pixels = guard.check_decoded(1, lambda: vae(latents), latents)
     assert bool(pixels.isfinite().all())
     assert repairs(guard)[0].module == "0"
 

@@ -47,7 +47,7 @@ def decoded(
     latents = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     guard = Guard(plan(prompt=prompt), "decode", {"vae": vae})
     with torch.inference_mode():
-        pixels = guard.decoded(1, lambda: vae(latents), latents, **given)
+        pixels = guard.check_decoded(1, lambda: vae(latents), latents, **given)
     return pixels, list(guard.events()), str(vae.conv.weight.dtype)
 
 
@@ -82,7 +82,7 @@ def test_frames_are_kept_where_float32_has_no_room() -> None:
         return out
 
     with torch.inference_mode():
-        pixels = guard.decoded(1, decode, latents)
+        pixels = guard.check_decoded(1, decode, latents)
     assert float(pixels.abs().max()) == 0
     (note,) = guard.events()
     assert isinstance(note, Note)

@@ -54,7 +54,7 @@ def test_inputs_without_room_on_the_device_are_moved_again_with_less_memory() ->
     context = SimpleNamespace(
         parallel=ONE,
         tried=[],
-        loaded=loaded,
+        load=loaded,
         device=lambda component: "cpu",
         guard=lambda stage, parts: Guard(plan(), stage, parts, savings=savings),
     )

@@ -265,7 +265,7 @@ def test_two_workers_of_one_run_never_meet(
     dispatcher = dispatch(executor, max_attempts=1)
     ended(store, job, "failed")
     (run,) = all_runs(folder.runs_of(job.id))
-    lock = RunFolder(run.path).locked()
+    lock = RunFolder(run.path).lock()
     threading.Timer(0.5, lock.release).start()
     dispatcher.retry(job.id)
     began = time.monotonic()

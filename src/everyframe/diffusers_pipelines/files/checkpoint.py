@@ -128,7 +128,7 @@ def find_files(
     """
     if location.path is not None:
         folder, where = location.path, location.path.name or location.asked
-    elif location.known is None and location.parts and location.parts[0].complete:
+    elif location.known is None and location.parts and location.parts[0].is_complete:
         assert location.parts[0].folder is not None
         folder, where = location.parts[0].folder, location.asked
     else:

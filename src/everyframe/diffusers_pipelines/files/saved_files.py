@@ -23,7 +23,7 @@ from everyframe.diffusers_pipelines.files.component_tensors import (
 )
 from everyframe.diffusers_pipelines.files.components import needs_of
 from everyframe.diffusers_pipelines.library_patches import quiet_libraries
-from everyframe.precision.islands import WORTH, in_island, weight_bytes
+from everyframe.precision.islands import WORTH, is_in_island, weight_bytes
 from everyframe.precision.quantization import rows
 from everyframe.runtime.components.meta_init import build_on_meta
 from everyframe.runtime.saved_checkpoint import ChangedFile
@@ -82,7 +82,7 @@ def _changed(
         tensors,
         changed,
         {name: kind for name, kind in quantized.items() if name in tensors},
-        wide={name for name in tensors if in_island(name, islands)},
+        wide={name for name in tensors if is_in_island(name, islands)},
         replaces=tuple(place / file.name for file in old),
         beside={place / OWN_WEIGHTS: "{}\n"} if is_ours else {},
     )

@@ -105,7 +105,7 @@ class TransformerSplit:
         held = tokens / partition.grid.places
         looks = held if video_group.backend == "ring" else heads.share(rank)
         vectors = (
-            sent_vectors(partition, rank) if video_group.backend == "ring" else heads.moved(rank)
+            sent_vectors(partition, rank) if video_group.backend == "ring" else heads.num_sent(rank)
         )
         blocks = int(config["num_layers"]) + int(config.get("num_single_layers") or 0)
         sent = vectors * blocks * int(config["attention_head_dim"]) * width

@@ -33,7 +33,7 @@ def measure_video(device: str, num_threads: int) -> dict[str, Any]:
     plan = next(event.plan for _, event in first if isinstance(event, Planned))
     settings = plan.settings
     steps = [event.seconds for _, event in again if isinstance(event, Step)]
-    denoiser = next(part for part in plan.components if part.name == "denoiser")
+    denoiser = next(component for component in plan.components if component.name == "denoiser")
     return {
         "work": f"shapes, {settings.width}x{settings.height}, {settings.num_frames} frames, "
         f"{settings.num_inference_steps} steps",

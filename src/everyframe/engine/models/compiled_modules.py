@@ -1,4 +1,4 @@
-"""Compile, save, load and quantize modules and pipelines in memory, which stay what they are.
+"""Compile, save, load and quantize modules and pipelines in memory, in place.
 
 A pipeline keeps its class, call, components and parameter names, and can be moved, cast, offloaded
 and given LoRAs afterwards. `fast_paths/compilation/` compiles; runs of a plan do the same by
@@ -8,7 +8,7 @@ the fast path ``compile``.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -166,7 +166,8 @@ def _parts(model: Any, components: Sequence[str] | None) -> dict[str, nn.Module]
     if isinstance(model, nn.Module):
         return {"": model}
     held = getattr(model, "components", None)
-    modules = dict(_modules(held)) if isinstance(held, dict) else {}
+    named = held if isinstance(held, dict) else {}
+    modules = {name: each for name, each in named.items() if isinstance(each, nn.Module)}
     if not modules:
         raise InputError(f"a module or a diffusers pipeline is needed, got {shown(model)}")
     if components is None:
@@ -179,10 +180,6 @@ def _parts(model: Any, components: Sequence[str] | None) -> dict[str, nn.Module]
                 f"{did_you_mean(name, modules)}"
             )
     return {name: modules[name] for name in components}
-
-
-def _modules(held: dict[str, Any]) -> Iterator[tuple[str, nn.Module]]:
-    return ((name, each) for name, each in held.items() if isinstance(each, nn.Module))
 
 
 def _device(parts: dict[str, nn.Module]) -> torch.device:

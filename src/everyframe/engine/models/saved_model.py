@@ -11,7 +11,7 @@ from everyframe.checkpoints.key_map import KeyMap
 from everyframe.checkpoints.tensor_file import TensorFile, open_checkpoint
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Precision
-from everyframe.precision.islands import WORTH, in_island, weight_bytes
+from everyframe.precision.islands import WORTH, is_in_island, weight_bytes
 from everyframe.precision.quantization import rows
 from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.saved_checkpoint import ChangedFile
@@ -54,7 +54,7 @@ class SavableNative:
                 raise InputError(f"the {title} of {spec.title} lies outside of its folder {root}")
             if any(
                 {*before.files} & {*open_checkpoint(spec.weights(other)[0]).files}
-                for other in spec.builder.parts
+                for other in spec.builder.component_names
                 if other != name
             ):
                 raise InputError(
@@ -70,7 +70,7 @@ class SavableNative:
                     opened,
                     self._find_changed(name, opened, keys),
                     {key: quantize for key in opened if keys.target(key) in quantized},
-                    {key for key in opened if in_island(keys.target(key) or "", need.islands)},
+                    {key for key in opened if is_in_island(keys.target(key) or "", need.islands)},
                     tuple(place.relative_to(root) for place in {*places}),
                 )
             )

@@ -1,6 +1,6 @@
 """The ranks of one job on a Ray cluster: a placement group, an actor for each rank, their messages.
 
-A group serves one job and is the unit of failure: a rank alone is of no use, so Ray restarts none.
+A group serves one job and is the unit of failure: Ray restarts no single rank.
 `rank.py` is the other side; `job.py` decides what follows a loss.
 """
 

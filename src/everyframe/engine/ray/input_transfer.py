@@ -66,7 +66,8 @@ def read_inputs(
         for name, path in zip(names[text], paths, strict=True):
             inside = sorted(path.rglob("*")) if path.is_dir() else [path]
             for each in filter(Path.is_file, inside):
-                contents[str(Path(name, each.relative_to(path)))] = _content(each)
+                content = np.frombuffer(each.read_bytes(), np.uint8)
+                contents[str(Path(name, each.relative_to(path)))] = content
     return InputFiles(names, contents)
 
 
@@ -107,7 +108,3 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):  # too long, or with a NUL: no name of a file
         return False
-
-
-def _content(path: Path) -> Any:
-    return np.frombuffer(path.read_bytes(), np.uint8)

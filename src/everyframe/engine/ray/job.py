@@ -1,7 +1,7 @@
 """One job on a Ray cluster, over all of its groups of ranks, with its run folder on this machine.
 
-The ranks' saved state comes here after each save. A lost rank ends its group; the job resumes in
-a new one from what came, on fewer devices where there are no more.
+The ranks' saved state is copied here after each save. A lost rank ends its group; the job resumes
+from that copy in a new group, on fewer devices if need be.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class _SavedRun:
             elif job.root is not None and not job.plans:
                 self._folder = new_run(job.root)
             if self._folder is not None:
-                self._lock = self._folder.locked()
+                self._lock = self._folder.lock()
         except OSError as error:
             if job.run is not None:
                 raise InputError(

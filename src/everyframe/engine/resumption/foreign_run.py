@@ -1,9 +1,8 @@
 """Resume a run that this user's Everyframe did not write: what it asks for must be named again.
 
-A run folder is data, and whoever made it chose its files. Those in the folder itself are used.
-Given files, LoRAs, local models, the output and the report lie outside of it, where the person who
-resumes may read and write and the maker of the folder may not; `everyframe.runs.signature` tells
-whose it is.
+The maker of a run folder chose the paths in it. Files inside the folder are used. Files outside
+(inputs, LoRAs, local models, output, report) must be named again: the person who resumes may have
+access that the maker lacks. `everyframe.runs.signature` tells whose a folder is.
 """
 
 from __future__ import annotations

@@ -48,12 +48,12 @@ def replan_for_devices(
     """
     several = request.num_ranks > 1
     paths = {
-        part.name: tuple(path for path in part.fast_paths if not (several and path in AVOIDED))
-        for part in old.components
-        if part.fast_paths is not None
+        each.name: tuple(path for path in each.fast_paths if not (several and path in AVOIDED))
+        for each in old.components
+        if each.fast_paths is not None
     }
-    repairs = tuple(repair for part in old.components for repair in part.repairs)
-    quantized = {part.name: part.precision.weight_dtype for part in old.components}
+    repairs = tuple(repair for each in old.components for repair in each.repairs)
+    quantized = {each.name: each.precision.weight_dtype for each in old.components}
     settings = old.settings
     numbers = tuple(sorted(seed - settings.seed for seed in done))
     asked = {
@@ -104,11 +104,11 @@ def _check_alike(old: Plan, new: Plan) -> None:
             f"{new.device.torch_name} ({new.device.name}): another device gives another video, so "
             "it cannot be resumed there; generate it again from the start"
         )
-    for part in old.components:
-        if new.component(part.name).precision != part.precision:
+    for component in old.components:
+        if new.component(component.name).precision != component.precision:
             raise CannotRunError(
-                f"the {part.title} would resume in {new.component(part.name).precision} "
-                f"there, and was begun in {part.precision}; name the devices that it was "
+                f"the {component.title} would resume in {new.component(component.name).precision} "
+                f"there, and was begun in {component.precision}; name the devices that it was "
                 "begun on, or generate it again from the start"
             )
 
@@ -125,7 +125,7 @@ def apply_next_fallback(
         plan,
         model.savings if isinstance(model, DryRunSpec) else None,
         out_of_memory.stage,
-        movable={part.name for part in plan.components if part.stage == out_of_memory.stage},
+        movable={each.name for each in plan.components if each.stage == out_of_memory.stage},
         takes_turns=True,
         holders=1 if division is None else holders_among(model, division),
     )

@@ -68,10 +68,10 @@ def resume_run(
 ) -> Events:
     """Resume a run and yield its events, as `everyframe.engine.run.stream` does.
 
-    `skip` are seeds not wanted; `given_model` is an in-memory run's model. With `join` this is one
-    of several ranks: all read the saved state before the first one writes. `ranks` replace the
-    run's devices. `out_of_memory` asks for the next memory fallback. `named` are options given
-    again, as a stranger's run needs; None if this call began it. `cache`, of `stream`, is emptied.
+    `skip` are unwanted seeds; `given_model` is an in-memory run's model. With `join` this is one of
+    several ranks: all read the saved state before the first one writes. `ranks` replace the run's
+    devices. `out_of_memory` asks for the next memory fallback. `named` are options given again, for
+    a foreign run; None if this call began it. `cache`, of `stream`, is emptied.
     """
     lock = _lock(folder) if (leads := join is None or join.rank == 0) else None
     try:
@@ -122,7 +122,7 @@ def _all_made(folder: RunFolder) -> Iterator[Note]:
 def _lock(folder: RunFolder) -> Lock:
     """Lock the run for this process; `InputError` if that fails."""
     try:
-        return folder.locked()
+        return folder.lock()
     except OSError as error:
         raise InputError(
             f"the run {folder.name} cannot be resumed in {folder.path.parent} "

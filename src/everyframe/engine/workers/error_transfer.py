@@ -21,14 +21,11 @@ def error_data(error: Exception) -> dict[str, Any]:
     if isinstance(error, DistributedOutOfMemoryError):
         data["out_of_memory"] = error.out_of_memory
     if isinstance(error, OSError):
-        data |= {"errno": error.errno, "strerror": error.strerror, "file": _text(error.filename)}
+        file = None if error.filename is None else str(error.filename)
+        data |= {"errno": error.errno, "strerror": error.strerror, "file": file}
     if not isinstance(error, EveryframeError):
         data["trace"] = "".join(traceback.format_exception(error))
     return data
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else str(value)
 
 
 def error_from(data: Mapping[str, Any], rank: int) -> Exception:

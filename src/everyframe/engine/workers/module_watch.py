@@ -49,7 +49,7 @@ class ModuleWatch:
         self._components.clear()
         self._numbers.clear()
 
-    def loaded(self, component: str) -> None:
+    def add(self, component: str) -> None:
         """Register a component of this stage."""
         self._components.append(component)
         self._numbers.clear()

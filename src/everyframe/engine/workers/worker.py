@@ -144,7 +144,7 @@ def _run_batch(first: WorkerJob, inbox: _Inbox, process: _ProcessState) -> bool:
     try:
         for tag, event in batch.events():
             job, recorder = jobs[tag]
-            halted |= inbox.stopped(jobs)
+            halted |= inbox.take_stopped(jobs)
             if isinstance(event, RunEnded):
                 del jobs[tag]
                 # Module calls are recorded for another job of the batch.
@@ -161,9 +161,9 @@ def _run_batch(first: WorkerJob, inbox: _Inbox, process: _ProcessState) -> bool:
                 if isinstance(event, WeightsReady):
                     _print_into(job.folder / f"printed-{job.rank}")
             # A job without room waits for a run to end, or begins the next batch.
-            while batch.has_room and (new := inbox.arrived()) is not None:
+            while batch.has_room and (new := inbox.take_arrived()) is not None:
                 join(new)
-            halted |= inbox.stopped(jobs)
+            halted |= inbox.take_stopped(jobs)
             for each in halted.intersection(jobs):
                 batch.stop(each)
     except BrokenPipeError:
@@ -200,14 +200,14 @@ class _Inbox:
         self._stopped: set[int] = set()
         threading.Thread(target=self._read, daemon=True).start()
 
-    def arrived(self) -> WorkerJob | None:
+    def take_arrived(self) -> WorkerJob | None:
         """The next job that has arrived, if one has; raises what went wrong with it."""
         job = None if self.jobs.empty() else self.jobs.get()
         if isinstance(job, Exception):
             raise job
         return job
 
-    def stopped(self, tags: Collection[int]) -> set[int]:
+    def take_stopped(self, tags: Collection[int]) -> set[int]:
         """Those of these jobs that were stopped; each is named once."""
         found = self._stopped.intersection(tags)
         self._stopped -= found
@@ -348,7 +348,7 @@ def _record(events: Iterator[Event], recorder: FlightRecorder, process: _Process
             recorder.at(stage, 1, num_steps)
             watch.begin()
         elif isinstance(event, ComponentLoaded):
-            watch.loaded(event.component)
+            watch.add(event.component)
         elif isinstance(event, Step):
             recorder.at(stage, event.step + 1, num_steps)
         yield event

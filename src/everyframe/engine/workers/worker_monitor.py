@@ -185,10 +185,11 @@ def crash_error(worker: Worker, code: int, run: RunFolder | None) -> WorkerDiedE
             "the system most likely killed it because host memory ran out: use a smaller --size "
             "or --num-frames; `everyframe plan` forecasts the memory"
         )
-    elif (loss := loss_in(worker.printed())) is not None:
+    elif (loss := loss_in(worker.read_output())) is not None:
         findings.append(f"its device was lost {loss}")
     else:
-        findings += _of_the_machine(query_machine().machine, signal_name(-code), worker.printed())
+        facts = query_machine().machine
+        findings += _of_the_machine(facts, signal_name(-code), worker.read_output())
     return WorkerDiedError("; ".join([*findings, *resume_hint(run)]))
 
 

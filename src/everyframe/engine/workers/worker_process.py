@@ -178,7 +178,7 @@ class Worker:
     def recorder_file(self) -> Path:
         return self.job.folder / f"trail-{self.job.rank}"
 
-    def printed(self) -> str:
+    def read_output(self) -> str:
         path = self.job.folder / f"printed-{self.job.rank}"
         return path.read_text(errors="replace") if path.exists() else ""
 

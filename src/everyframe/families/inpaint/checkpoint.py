@@ -116,7 +116,7 @@ def _base(location: Location) -> InpaintFiles | None:
     if location.path is not None:
         return _in_folder(location.path.name or location.asked, location.path)
     place = location.parts[0]
-    if place.folder is None or not place.complete:
+    if place.folder is None or not place.is_complete:
         return None
     return _in_folder(location.asked, place.folder)
 

@@ -37,13 +37,13 @@ class InpaintBuilder(ModuleBuilder[InpaintConfig]):
     """Builds the components from their configs, without weights."""
 
     @property
-    def parts(self) -> tuple[str, ...]:
+    def component_names(self) -> tuple[str, ...]:
         nets = map(controlnet_name, range(len(self.config.controlnets)))
         return ("text_encoder", "vae", *nets, "unet")
 
     def build(self, component: str) -> nn.Module:
         if component.startswith("controlnet"):
-            return self.controlnet(self.parts.index(component) - 2)
+            return self.controlnet(self.component_names.index(component) - 2)
         return super().build(component)
 
     def outputs(self, component: str) -> tuple[str, ...]:
@@ -89,7 +89,10 @@ class InpaintBuilder(ModuleBuilder[InpaintConfig]):
         text = self.need("text_encoder", TEXT_ENCODER_ISLANDS, prefers="float16")
         # Decoded pixels are the product: float32 unless asked otherwise.
         vae = self.need("vae", prefers="float32", force_upcast=self.config.force_upcast)
-        nets = (self.need(net, CONTROLNET_ISLANDS, prefers="float16") for net in self.parts[2:-1])
+        nets = (
+            self.need(net, CONTROLNET_ISLANDS, prefers="float16")
+            for net in self.component_names[2:-1]
+        )
         return (
             (text, "CLIP text encoder", "text"),
             (vae, "autoencoder", "decode"),

@@ -81,7 +81,7 @@ def resolve_settings(
         options=(
             ("source", inputs.source.name),
             ("mask", f"box {inputs.mask}" if isinstance(inputs.mask, Box) else inputs.mask.name),
-            ("control", ", ".join(_name(control) for control in inputs.controls)),
+            ("control", ", ".join(str(getattr(each, "name", each)) for each in inputs.controls)),
             ("strength", 1.0 if options.strength is None else options.strength),
             *_control_options(config, options),
             ("guess_mode", options.guess_mode or config.pools_control),
@@ -196,10 +196,6 @@ def _check_given(inputs: Inputs, found: FrameCount, notes: list[str]) -> None:
                 f"control {name!r} is {width}x{height} and is stretched to the source's "
                 f"{found.width}x{found.height}"
             )
-
-
-def _name(control: Any) -> str:
-    return control if isinstance(control, str) else str(control.name)
 
 
 def _control_options(config: InpaintConfig, options: InpaintOptions) -> tuple[tuple[str, Any], ...]:

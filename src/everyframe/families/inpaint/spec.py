@@ -117,7 +117,9 @@ class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintConfig]):
     @property
     def components_on_disk(self) -> tuple[str, ...]:
         """Component names with the ControlNets last, because they have separate files."""
-        return tuple(sorted(self.builder.parts, key=lambda name: name.startswith("controlnet")))
+        return tuple(
+            sorted(self.builder.component_names, key=lambda name: name.startswith("controlnet"))
+        )
 
     def weights(self, component: str) -> tuple[Path, KeyMap]:
         names = self.builder.num_elements["text_encoder"]

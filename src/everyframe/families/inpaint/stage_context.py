@@ -61,7 +61,7 @@ class InpaintContext(templates.StageContext[InpaintSpec]):
         """Yield every frame and its mask at the result's size."""
         return self.inputs(videos).frames(self.geometry, self.settings.num_frames)
 
-    def painted(self, videos: Sequence[VideoState]) -> Iterator[tuple[Frames, Grey]]:
+    def iter_painted(self, videos: Sequence[VideoState]) -> Iterator[tuple[Frames, Grey]]:
         """Yield the frames and masks to denoise."""
         return (pair for pair in self.frames(videos) if self.paints(pair[1]))
 
@@ -83,7 +83,7 @@ class InpaintContext(templates.StageContext[InpaintSpec]):
         steps = self.settings.num_inference_steps
         return num_timesteps(self.config.scheduler, steps, strength)
 
-    def scheduled(self, device: str) -> tuple[Any, Tensor]:
+    def make_scheduler(self, device: str) -> tuple[Any, Tensor]:
         """Return a new scheduler and its timesteps."""
         scheduler = make_scheduler(self.config.scheduler)
         strength = float(self.settings.option("strength"))
@@ -112,7 +112,7 @@ class ConditioningLatents:
     source: Tensor | None
 
     @classmethod
-    def joined(cls, batches: Sequence[ConditioningLatents]) -> ConditioningLatents:
+    def join(cls, batches: Sequence[ConditioningLatents]) -> ConditioningLatents:
         """Concatenate the latents of several batches of frames."""
 
         def whole(name: str) -> Any:

@@ -226,7 +226,7 @@ class DenoiseStage(denoise_stage.DenoiseStage[InpaintContext, SamplerInputs]):
         """Initial latents and their noise, (F, 4, h, w) each; the same for every frame."""
         context = self.context
         device = context.device(self.component)
-        scheduler, timesteps = context.scheduled(device)
+        scheduler, timesteps = context.make_scheduler(device)
         start = video.start_noise
         if start is None:
             start = noise.start_noise(video.seed, context.latent_shape)[None]
@@ -275,7 +275,7 @@ class DenoiseStage(denoise_stage.DenoiseStage[InpaintContext, SamplerInputs]):
         self, denoise: Callable[..., Tensor], inputs: SamplerInputs, start: int
     ) -> Iterator[Step]:
         """Steps of the checkpoint's scheduler."""
-        scheduler, timesteps = self.context.scheduled(self.context.device(self.component))
+        scheduler, timesteps = self.context.make_scheduler(self.context.device(self.component))
 
         def generators(step: int) -> list[torch.Generator]:
             return [noise.generator(inputs.seed, "step", step) for _ in range(len(inputs.x))]
@@ -298,7 +298,7 @@ class DenoiseStage(denoise_stage.DenoiseStage[InpaintContext, SamplerInputs]):
         """Call the networks once, without a scheduler: diffusers' read values of meta tensors."""
         inputs = self.example_inputs(device)
         denoise = self.denoiser(modules, inputs, device, self.context.settings)
-        _, timesteps = self.context.scheduled("cpu")
+        _, timesteps = self.context.make_scheduler("cpu")
         t = torch.zeros(len(inputs.x), dtype=timesteps.dtype, device=device)
         return denoise(inputs.x, t)
 

@@ -21,7 +21,11 @@ from everyframe.core.events import AudioDecoded, Event, Events, FramesDecoded, N
 from everyframe.core.plan import Settings
 from everyframe.families.inpaint import vae as vae_calls
 from everyframe.families.inpaint.inputs import WHITE
-from everyframe.families.inpaint.stage_context import ConditioningLatents, InpaintContext, batched
+from everyframe.families.inpaint.stage_context import (
+    ConditioningLatents,
+    InpaintContext,
+    batched,
+)
 from everyframe.families.inpaint.stages import BROADCAST_ACTION, forward_events
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.rank_shares import active_ranks, batch_owner
@@ -69,7 +73,7 @@ class SourceLatentStage(ComponentStage[InpaintContext, SourceInputs]):
         together, total = len(active_ranks(group.weights)), context.num_batches
         mine: dict[int, list[ConditioningLatents]] = {}
         happened: list[Event] = []
-        for number, batch in enumerate(batched(context.painted(videos), context.together)):
+        for number, batch in enumerate(batched(context.iter_painted(videos), context.together)):
             if batch_owner(number, group.weights) != group.rank:
                 continue
             begun = time.perf_counter()
@@ -94,7 +98,7 @@ class SourceLatentStage(ComponentStage[InpaintContext, SourceInputs]):
             for number in range(total)
         ]
         for video, batches in zip(videos, zip(*shared, strict=True), strict=True):
-            video.conditioning = ConditioningLatents.joined(batches)
+            video.conditioning = ConditioningLatents.join(batches)
 
     def _noises(self, seed: int, *, is_mixed: bool) -> tuple[Tensor | None, Tensor | None]:
         """Noise of both posteriors; in diffusers' order, the source's is drawn first, if at all."""
@@ -264,7 +268,7 @@ class DecodeStage(ComponentStage[InpaintContext, Tensor]):
         is_asked = bool((given.max(axis=(1, 2)) == given.min(axis=(1, 2))).any())
 
         decode = self._make_compute(guard, vae, scaled)
-        made = as_frames(guard.decoded(number, decode, scaled, is_asked=is_asked))
+        made = as_frames(guard.check_decoded(number, decode, scaled, is_asked=is_asked))
         made = made[:, : context.geometry.height, : context.geometry.width].contiguous()
         if context.settings.option("unblended"):
             return made

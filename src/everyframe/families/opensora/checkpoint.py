@@ -97,7 +97,7 @@ class OpenSoraFiles(CheckpointFiles):
     @classmethod
     def source_at(cls, component: str, place: PartLocation) -> ComponentSource:
         """Source in upstream's layout: a repository holds one component, the tokenizer with T5."""
-        path = place.folder if place.complete else None
+        path = place.folder if place.is_complete else None
         weights = [file for file in place.files if file.suffix in WEIGHT_SUFFIXES]
         # A repository such as 1.0's holds several models; the part's pattern picks one file.
         if path is not None and component == "denoiser" and len(weights) == 1:
@@ -125,7 +125,7 @@ def find_files(location: Location, options: OpenSoraOptions) -> OpenSoraFiles | 
 
 def _from_hub_id(location: Location, options: OpenSoraOptions) -> OpenSoraFiles | None:
     place = location.parts[0]
-    if place.folder is None or not place.complete:
+    if place.folder is None or not place.is_complete:
         return None
     found = _from_disk(location.asked, place.folder, options)
     if found is None:

@@ -41,7 +41,7 @@ DENOISER_ISLANDS_1_2 = (*DENOISER_ISLANDS, "fps_embedder")
 class OpenSoraBuilder(ModuleBuilder[OpenSoraConfig]):
     """Builds the three components from their configs."""
 
-    parts = ("text_encoder", "denoiser", "vae")
+    component_names = ("text_encoder", "denoiser", "vae")
 
     def text_encoder(self) -> nn.Module:
         from everyframe.families.t5_encoder import build_encoder
@@ -94,7 +94,7 @@ def sent_bytes(
     Each spatial attention exchanges tokens twice, `element_bytes` per number; the last projection
     is gathered in float32. See `sharding`.
     """
-    moved = config.depth * partition.moved(rank) * config.hidden_size * element_bytes
+    moved = config.depth * partition.num_sent(rank) * config.hidden_size * element_bytes
     channels = math.prod(config.patch_size) * config.out_channels
     held = len(partition.columns[rank]) * partition.grid.frames
     return moved + held * channels * 4 * (partition.num_ranks - 1)

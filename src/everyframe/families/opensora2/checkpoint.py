@@ -85,9 +85,9 @@ class OpenSora2Files(CheckpointFiles):
         """Source in a hub repository: a single file, a folder of shards, or an encoder's folder."""
         found = super().source_at(component, place)
         weights = [file for file in place.files if file.suffix in WEIGHT_SUFFIXES]
-        if place.complete and not cls.entry(component).folder and weights:
+        if place.is_complete and not cls.entry(component).folder and weights:
             return replace(found, path=weights[0] if len(weights) == 1 else weights[0].parent)
-        if place.complete and found.path is not None and not found.path.is_dir():
+        if place.is_complete and found.path is not None and not found.path.is_dir():
             return replace(found, path=place.folder)  # an encoder's own repository
         return found
 
@@ -112,7 +112,7 @@ def find_files(location: Location, options: OpenSora2Options) -> OpenSora2Files 
     folder = location.path
     if folder is None:
         place = location.parts[0]
-        folder = place.folder if place.complete else None
+        folder = place.folder if place.is_complete else None
     if folder is None or (folder / "model_index.json").is_file():
         return None
     there = _parts_in(folder if folder.is_dir() else folder.parent)
@@ -241,6 +241,6 @@ def _flux_on_hub(role: str, repo_id: str) -> ComponentSource:
     part = replace(shared_part(f"opensora2-{role}"), repo_id=repo_id)
     folder = _FLUX_FOLDERS[role]
     needs = ((f"{folder}/config.json",), (f"{folder}/*.safetensors",))
-    if repo_id != shared_part(f"opensora2-{role}").repo_id and not find_part(part).complete:
+    if repo_id != shared_part(f"opensora2-{role}").repo_id and not find_part(part).is_complete:
         part = replace(part, needs=needs, extras=(f"{folder}/*.index.json",))
     return OpenSora2Files.on_hub(part)

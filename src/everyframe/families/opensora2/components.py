@@ -29,7 +29,7 @@ class OpenSora2Builder(ModuleBuilder[OpenSora2Config]):
     """Builds the components from their configs."""
 
     @property
-    def parts(self) -> tuple[str, ...]:
+    def component_names(self) -> tuple[str, ...]:
         first = ("first_denoiser", "first_vae") if self.config.first_denoiser else ()
         return ("text_encoder", "clip", *first, "denoiser", "vae")
 

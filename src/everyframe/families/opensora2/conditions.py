@@ -32,7 +32,7 @@ class GivenLatents:
             made[:, 1:, here] = latents
         return made
 
-    def pasted(self, latents: Tensor) -> Tensor:
+    def paste(self, latents: Tensor) -> Tensor:
         """`latents` (1, C, T, h, w) with the given frames in place of the generated ones."""
         made = latents.clone()
         for here, given in self._places(latents.shape[2]):

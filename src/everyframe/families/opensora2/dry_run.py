@@ -40,7 +40,8 @@ def dry_run_calls(
     With `parallel`, the step is that of one of several ranks.
     """
     one = partial(spec.stage_call, settings, parallel=parallel)
-    shape, tiles = latent_shape(spec.config, settings), _tiles(settings)
+    shape = latent_shape(spec.config, settings)
+    tiles = settings.saving(tiling.DECODE, 0), settings.saving(tiling.ENCODE, 0)
     first = settings.option("first_frame")
     texts = 1 + is_guided(settings) + bool(first)
     calls = [
@@ -103,10 +104,6 @@ def evaluations(config: OpenSora2Config, settings: Settings) -> int:
     method = settings.method
     steps = None if method is None else method.computed_steps(settings.num_inference_steps)
     return guidance.num_evaluations(latent_shape(config, settings)[1], steps)
-
-
-def _tiles(settings: Settings) -> tuple[int, int]:
-    return settings.saving(tiling.DECODE, 0), settings.saving(tiling.ENCODE, 0)
 
 
 def _num_repeats(

@@ -212,7 +212,9 @@ def _check_fit(config: OpenSora2Config, files: OpenSora2Files, options: OpenSora
             "(FLUX.1-schnell?); give FLUX.1-dev's folder with --flux"
         )
     pairs: list[tuple[str, str, Any, str, int]] = []
-    channels = {"vae": config.vae.latent_channels, **_first_channels(config)}
+    channels = {"vae": config.vae.latent_channels}
+    if config.first_vae:
+        channels["first_vae"] = config.first_vae["latent_channels"]
     denoisers = {"vae": ("denoiser", config.denoiser)}
     if config.first_denoiser is not None:
         denoisers["first_vae"] = ("first_denoiser", config.first_denoiser)
@@ -229,7 +231,3 @@ def _check_fit(config: OpenSora2Config, files: OpenSora2Files, options: OpenSora
                 f"the {_TITLES[part]} has {gives} {what}, but the denoiser takes {takes}; "
                 "these parts belong to different models"
             )
-
-
-def _first_channels(config: OpenSora2Config) -> dict[str, Any]:
-    return {"first_vae": config.first_vae["latent_channels"]} if config.first_vae else {}

@@ -254,17 +254,17 @@ class DenoiseStage(VideoDenoiseStage[OpenSora2Context, SamplerInputs]):
         """Euler steps of flow matching; given pictures replace theirs in the last step's result."""
         times = timesteps_of(self.context.settings, self.context.model.config)
         for step in flow_matching.sample(denoise, inputs.x, times, start=start):
-            yield self.completed(step, inputs)
+            yield self.complete(step, inputs)
 
     def path(self, inputs: SamplerInputs) -> DiffusionPath:
         """The timesteps of flow matching."""
         return flow_matching.path(timesteps_of(self.context.settings, self.context.model.config))
 
-    def completed(self, step: SamplerStep, inputs: SamplerInputs) -> SamplerStep:
+    def complete(self, step: SamplerStep, inputs: SamplerInputs) -> SamplerStep:
         """The step with the given pictures in its result."""
         is_last = step.index + 1 == step.num_steps
         if is_last and inputs.given is not None and not self._has_clip():
-            return replace(step, x=inputs.given.pasted(step.x))
+            return replace(step, x=inputs.given.paste(step.x))
         return step
 
     def _has_clip(self) -> bool:

@@ -44,7 +44,7 @@ class StepVideoFiles(CheckpointFiles):
     @classmethod
     def source_at(cls, component: str, place: PartLocation) -> ComponentSource:
         """Source in a hub repository, whose scheduler must be upstream's."""
-        if place.complete and place.folder is not None:
+        if place.is_complete and place.folder is not None:
             _check_scheduler(place.folder)
         return super().source_at(component, place)
 
@@ -66,7 +66,7 @@ def find_files(location: Location, base: str | None) -> StepVideoFiles | None:
     folder = location.path
     if folder is None:
         place = location.parts[0]
-        folder = place.folder if place.complete else None
+        folder = place.folder if place.is_complete else None
     if folder is None or not folder.is_dir() or not _is_ours(folder):
         return None
     return _complete(_beside(folder), location.asked, base)

@@ -27,7 +27,7 @@ LLM_ISLANDS = ("*attention_norm", "*ffn_norm")
 class StepVideoBuilder(ModuleBuilder[StepVideoConfig]):
     """Builds the components from their configs."""
 
-    parts = ("step_llm", "clip", "denoiser", "vae")
+    component_names = ("step_llm", "clip", "denoiser", "vae")
 
     def step_llm(self) -> nn.Module:
         from everyframe.families.stepvideo.llm import Bias, StepLLM

@@ -68,7 +68,7 @@ class SVDFiles(CheckpointFiles):
     def source_at(cls, component: str, place: PartLocation) -> ComponentSource:
         """Source in a hub repository; a model of one part is a single file."""
         source = super().source_at(component, place)
-        is_single = place.complete and place.part.role == "model"
+        is_single = place.is_complete and place.part.role == "model"
         return replace(source, path=place.files[0]) if is_single else source
 
     @property
@@ -154,7 +154,7 @@ def _find(location: Location) -> SVDFiles | None:
     if location.path is not None:
         return _at(location.path.name or location.asked, location.path)
     place = location.parts[0]
-    if place.folder is None or not place.complete:
+    if place.folder is None or not place.is_complete:
         return None
     return _at(location.asked, place.files[0] if len(place.files) == 1 else place.folder)
 

@@ -33,7 +33,7 @@ IMAGE_ENCODER_ISLANDS = ("*layrnorm", "*layer_norm*", "*layernorm", "visual_proj
 class SVDBuilder(ModuleBuilder[SVDConfig]):
     """Builds the components from their configs, without weights."""
 
-    parts = ("image_encoder", "vae", "unet")
+    component_names = ("image_encoder", "vae", "unet")
 
     def outputs(self, component: str) -> tuple[str, ...]:
         if component == "vae":
@@ -104,7 +104,7 @@ def sent_bytes(
         )
         for resnet in block.resnets:
             time = resnet.temporal_res_block
-            total += level.moved(rank) * time.out_channels * element_bytes
+            total += level.num_sent(rank) * time.out_channels * element_bytes
             norms = (
                 (partition.rows, frames, time.norm1),
                 (level.columns, height * width, time.norm2),
@@ -113,7 +113,7 @@ def sent_bytes(
                 total += distributed_moments.sent_bytes(spans, length, rank, norm.num_groups)
         for module in getattr(block, "attentions", None) or ():
             layers = len(module.temporal_transformer_blocks)
-            total += level.moved(rank) * layers * module.proj_in.out_features * element_bytes
+            total += level.num_sent(rank) * layers * module.proj_in.out_features * element_bytes
     answer = len(partition.rows[rank]) * size[0] * size[1] * int(unet.conv_out.out_channels)
     return total + answer * 4 * (partition.num_ranks - 1)
 

@@ -127,7 +127,7 @@ class ShardedFrames(FrameLayout):
         return torch.unflatten(x, 0, (-1, self._shape[1])) if self._moments.is_whole else x[None]
 
     def _statistics_of_frames(self, x_bCrHW: Tensor, groups: int) -> tuple[Tensor, Tensor] | None:
-        found = self._moments.merged(x_bCrHW, 2, groups)
+        found = self._moments.merge(x_bCrHW, 2, groups)
         if found is None:
             return None
         mean, variance = (self._frames.each(one).T[None, :, :, None, None] for one in found)
@@ -135,7 +135,7 @@ class ShardedFrames(FrameLayout):
 
     def _statistics_of_pixels(self, x_bCThw: Tensor, groups: int) -> tuple[Tensor, Tensor] | None:
         level = self._level
-        found = level.moments.merged(x_bCThw, 4, groups)
+        found = level.moments.merge(x_bCThw, 4, groups)
         if found is None:
             return None
         mean, variance = (level.pixels.each(one).T[None, :, None, None] for one in found)

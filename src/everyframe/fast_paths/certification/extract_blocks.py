@@ -24,7 +24,7 @@ from everyframe.fast_paths.apply import apply_fast_paths, block_names, swap_modu
 from everyframe.fast_paths.benchmark import Comparison
 from everyframe.fast_paths.certification.target import CertificationTarget, TargetCall
 from everyframe.precision import cast_hooks
-from everyframe.precision.islands import in_island
+from everyframe.precision.islands import is_in_island
 from everyframe.precision.quantization import quantise_layers
 
 #: Every 64th input channel is 20 times as large as the others, as in trained models; accumulation
@@ -233,10 +233,8 @@ def _block(
     module = copy.deepcopy(whole.get_submodule(name)).to_empty(device=device)
     _fill(module)
     module.eval().requires_grad_(False)
-    inside = [own for own, _ in module.named_parameters()]
-    islands = [
-        f"blocks.0.{own}" for own in inside if in_island(f"{name}.{own}", subject.precision.islands)
-    ]
+    inside, held = dict(module.named_parameters()), subject.precision.islands
+    islands = [f"blocks.0.{own}" for own in inside if is_in_island(f"{name}.{own}", held)]
     precision = replace(subject.precision, islands=tuple(islands))
     inputs = _numbers(given, device), _numbers(wide, device)
     if _is_channels_last(whole, module):

@@ -119,7 +119,7 @@ class _Walk:
 
     def __init__(self, a: Trace, b: Trace, partners: Mapping[int, int]) -> None:
         self._a, self._b, self._partners = a, b, partners
-        self._of_b = _by_name(b)
+        self._of_b = {(each.call, each.kind, each.name): each for each in b.seen}
         self._orders = _Orders(a), _Orders(b)
         # By call (-1: outside of all): the largest difference so far, the narrowest dtype and its
         # unit.
@@ -226,10 +226,6 @@ class _Walk:
                 "its own code, between its modules"
             )
         return TracePlace(place, error, before, explained, dtype, is_between, message)
-
-
-def _by_name(trace: Trace) -> dict[tuple[int, str, str], TracedTensor]:
-    return {(each.call, each.kind, each.name): each for each in trace.seen}
 
 
 class _Orders:

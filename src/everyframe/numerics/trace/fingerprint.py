@@ -41,7 +41,8 @@ def fingerprint(tensor: Tensor) -> Tensor:
     The result is float64 for a float64 tensor, float32 for every other one.
     """
     with torch.no_grad():
-        flat = _as_reals(tensor.detach()).reshape(-1)
+        reals = tensor.detach()
+        flat = (torch.view_as_real(reals) if reals.is_complex() else reals).reshape(-1)
         wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
         inner, outer = _signs(tuple(tensor.shape), flat.numel(), wide, str(flat.device))
         rows = max(1, _AT_ONCE // inner.numel())
@@ -96,10 +97,6 @@ def is_mask(numbers: _Numbers) -> bool:
 def is_finite(numbers: _Numbers) -> bool:
     """Whether all elements were finite."""
     return bool(np.isfinite(numbers[[LOW, HIGH]]).all())
-
-
-def _as_reals(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 @lru_cache(maxsize=256)

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.numerics.trace.fingerprint import NUM_NUMBERS, fingerprint
-from everyframe.numerics.trace.replay import packed, packed_call
+from everyframe.numerics.trace.replay import pack, pack_call
 from everyframe.numerics.trace.trace import Call, Kind, Trace, TracedModule, TracedTensor
 from everyframe.precision.dtypes import dtype_name
 
@@ -38,7 +38,7 @@ class Recorder:
         self, full: Sequence[str] = (), held_in: Callable[[Tensor], torch.dtype] | None = None
     ) -> None:
         self._full = tuple(full)
-        self._held_in = held_in or _own_dtype
+        self._held_in = held_in or (lambda tensor: tensor.dtype)
         self._handles: list[RemovableHandle] = []
         self._parts: dict[TracedModule, int] = {}
         self._calls: list[Call] = []
@@ -112,9 +112,9 @@ class Recorder:
             if part not in self._weighed:
                 self._weighed.add(part)
                 for name, tensor in _own(module):
-                    packed(tensor, name, self._seer(call, "weight", keep=False))
+                    pack(tensor, name, self._seer(call, "weight", keep=False))
             see = self._seer(call, "input", keep=is_full)
-            arrangement = packed_call(module, args, kwargs, see)
+            arrangement = pack_call(module, args, kwargs, see)
             if is_full:
                 self._arguments[call] = arrangement
 
@@ -125,7 +125,7 @@ class Recorder:
             # The call ended before it reached our hook.
             if self._open and self._open[-1][1] is module:
                 call, _ = self._open.pop()
-                packed(result, "", self._seer(call, "output", keep=is_full))
+                pack(result, "", self._seer(call, "output", keep=is_full))
 
         return after
 
@@ -200,10 +200,6 @@ class _Prints:
                     rows[place] = waiting[place].cpu().numpy()
         if len(rows):
             self._here.append(rows)
-
-
-def _own_dtype(tensor: Tensor) -> torch.dtype:
-    return tensor.dtype
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -27,7 +27,7 @@ See = Callable[[str, Tensor], int]
 """Callback for each tensor and its name; returns the number that finds it again."""
 
 
-def packed(value: Any, name: str, see: See) -> Any:
+def pack(value: Any, name: str, see: See) -> Any:
     """Describe the structure of `value` as JSON; non-empty tensors are passed to `see`."""
 
     def inner(key: object) -> str:
@@ -36,33 +36,31 @@ def packed(value: Any, name: str, see: See) -> Any:
     if isinstance(value, Tensor):
         return {"tensor": see(name, value)} if _has_numbers(value) else _other(value)
     if isinstance(value, Mapping):
-        items = {str(key): packed(each, inner(key), see) for key, each in value.items()}
+        items = {str(key): pack(each, inner(key), see) for key, each in value.items()}
         return {"dict": items} if type(value) is dict else _other(value)
     if isinstance(value, (tuple, list)):
-        listed = [packed(each, inner(place), see) for place, each in enumerate(value)]
+        listed = [pack(each, inner(place), see) for place, each in enumerate(value)]
         plain = {tuple: "tuple", list: "list"}.get(type(value))
         return {plain: listed} if plain else _other(value)
     if is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
-            packed(getattr(value, field.name), inner(field.name), see)
+            pack(getattr(value, field.name), inner(field.name), see)
         return _other(value)
     if value is None or isinstance(value, (bool, int, str)):
         return value
     return value if isinstance(value, float) and math.isfinite(value) else _other(value)
 
 
-def packed_call(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], see: See
-) -> Any:
+def pack_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], see: See) -> Any:
     """Describe the arguments of one call; positional ones get their parameter's name."""
     kind: Any = type(module)
     names = _parameters(kind)
     names += tuple(str(place) for place in range(len(names), len(args)))
-    listed = [packed(each, name, see) for name, each in zip(names, args, strict=False)]
-    return {"args": listed, "kwargs": {key: packed(each, key, see) for key, each in kwargs.items()}}
+    listed = [pack(each, name, see) for name, each in zip(names, args, strict=False)]
+    return {"args": listed, "kwargs": {key: pack(each, key, see) for key, each in kwargs.items()}}
 
 
-def unpacked(
+def unpack(
     arrangement: Any, tensors: Mapping[int, Tensor], change: Callable[[Tensor], Tensor]
 ) -> Any:
     """Rebuild a packed value, with `change` applied to each tensor.
@@ -75,9 +73,9 @@ def unpacked(
     if kind == "tensor" and inner in tensors:
         return change(tensors[inner])
     if kind == "dict":
-        return {key: unpacked(each, tensors, change) for key, each in inner.items()}
+        return {key: unpack(each, tensors, change) for key, each in inner.items()}
     if kind in ("list", "tuple"):
-        listed = [unpacked(each, tensors, change) for each in inner]
+        listed = [unpack(each, tensors, change) for each in inner]
         return tuple(listed) if kind == "tuple" else listed
     raise InputError(f"it was given a {inner}, which a trace can't keep")
 
@@ -197,8 +195,8 @@ def _again(wide: nn.Module, trace: Trace, call: int) -> list[Tensor]:
         return tensor.to(device, torch.float32 if tensor.is_floating_point() else None)
 
     arrangement = trace.arguments[call]
-    args = [unpacked(each, trace.full, widen) for each in arrangement["args"]]
-    kwargs = {key: unpacked(each, trace.full, widen) for key, each in arrangement["kwargs"].items()}
+    args = [unpack(each, trace.full, widen) for each in arrangement["args"]]
+    kwargs = {key: unpack(each, trace.full, widen) for key, each in arrangement["kwargs"].items()}
     found: list[Tensor] = []
 
     def keep(_: str, tensor: Tensor) -> int:
@@ -206,7 +204,7 @@ def _again(wide: nn.Module, trace: Trace, call: int) -> list[Tensor]:
         return 0
 
     with torch.no_grad():
-        packed(wide(*args, **kwargs), "", keep)
+        pack(wide(*args, **kwargs), "", keep)
     return found
 
 

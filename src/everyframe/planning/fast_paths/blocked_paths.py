@@ -101,7 +101,7 @@ def _find(machine: MachineFacts, device: DeviceFacts, *, is_here: bool) -> Block
         for issue in known_issues()
         if issue.is_severe and not issue.avoided and issue.decided_by == "facts"
         and _is_ours(issue.where) and _vendors_of(issue.where) & {None, *vendors}
-        and (_is_of_components(issue.uses) or any(_about(issue, uses) for uses in paths.values()))
+        and (_is_of_components(issue.uses) or any(_affects(issue, uses) for uses in paths.values()))
     }  # fmt: skip
     if not in_question:
         return BlockedPaths()
@@ -110,7 +110,7 @@ def _find(machine: MachineFacts, device: DeviceFacts, *, is_here: bool) -> Block
     matching = [issue for issue in issues if issue.id in in_question]
     return BlockedPaths(
         {
-            name: tuple(_against(issue, uses) for issue in matching if _about(issue, uses))
+            name: tuple(_against(issue, uses) for issue in matching if _affects(issue, uses))
             for name, uses in paths.items()
         },
         tuple(
@@ -138,7 +138,7 @@ def _against(issue: Issue, uses: frozenset[str] = frozenset()) -> BlockReason:
     return BlockReason(message, frozenset(issue.uses) - uses)
 
 
-def _about(issue: Issue, uses: frozenset[str]) -> bool:
+def _affects(issue: Issue, uses: frozenset[str]) -> bool:
     """Whether the issue concerns a path with these tags, in some component or in all."""
     return bool(uses & {*issue.uses}) and _is_of_components({*issue.uses} - uses)
 

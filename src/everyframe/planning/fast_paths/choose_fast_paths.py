@@ -292,7 +292,7 @@ class FastPathChooser:
         against = self.known.against(path.name, tags_of(component, runs))
         if path.name in pins.off:
             return FastPathChoice(path.name, "off", "disabled by --disable or EVERYFRAME_DISABLE")
-        is_recorded = self._exactly(component, path)
+        is_recorded = self._is_recorded(component, path)
         if pins.exact is not None and not is_recorded:
             return FastPathChoice(path.name, "off", "not in the record")
         if is_recorded and pins.force:
@@ -323,7 +323,7 @@ class FastPathChooser:
         A record alone starts no compiler; paths that are certified here already are used.
         """
         if self.pins.exact is not None:
-            return self._exactly(component, path) and path.name in certificates
+            return self._is_recorded(component, path) and path.name in certificates
         if _num_calls(runs) < _AGAIN_AND_AGAIN:
             return False
         certificate = certificates.get(path.name)
@@ -331,7 +331,7 @@ class FastPathChooser:
         pays = is_here or (certificate is not None and is_very_long(runs))
         return self.pins.compile or pays
 
-    def _exactly(self, component: str, path: FastPath) -> bool:
+    def _is_recorded(self, component: str, path: FastPath) -> bool:
         return self.pins.exact is not None and path.name in self.pins.exact.get(component, ())
 
 

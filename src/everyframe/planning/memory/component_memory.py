@@ -82,7 +82,7 @@ class PlannedComponent:
     def in_stage(self, stage: str | None) -> tuple[int, bool]:
         """Peak bytes in that stage, or in any; and whether a tensor exceeds the device's limit."""
         runs = [run for run in self.runs if stage in (None, run.stage_call.stage)]
-        too_large = any(run.too_large for run in runs)
+        too_large = any(run.is_too_large for run in runs)
         if stage is None or not runs:
             return self.plan.peak_bytes, too_large
         working = max(run.found.working_bytes for run in runs)
@@ -156,7 +156,7 @@ class ComponentPlanner:
             self.model, self.device, self.asked, chooser, self.parallel, force=self.force
         )
 
-    def named(
+    def plan_named(
         self,
         name: str,
         settings: Settings,
@@ -164,12 +164,12 @@ class ComponentPlanner:
         *,
         roughly: bool = False,
     ) -> PlannedComponent:
-        """Plan the component of that name; see `part`."""
+        """Plan the component of that name; see `plan`."""
         components = self.model.components(settings)
         component = next(each for each in components if each.name == name)
-        return self.part(component, settings, where, roughly=roughly)
+        return self.plan(component, settings, where, roughly=roughly)
 
-    def part(
+    def plan(
         self,
         component: Component,
         settings: Settings,

@@ -38,7 +38,7 @@ from everyframe.runtime.memory.memory_fallbacks import (
 )
 
 _FAR = 8.0
-"""So many times as much as there is: what can be saved rarely brings that down to one."""
+"""Ratio of needed to available memory that all fallbacks together rarely bring down to 1."""
 
 
 @dataclass(frozen=True)
@@ -67,23 +67,23 @@ class MemoryFit:
     portion of the steps, which is `lead_share` times this rank's.
     """
 
-    parts: ComponentPlanner
+    planner: ComponentPlanner
     copies: int = 1
     lead: DeviceFacts | None = None
     lead_share: float = 1.0
 
     @property
     def model(self) -> ModelSpec:
-        return self.parts.model
+        return self.planner.model
 
     @property
     def device(self) -> DeviceFacts:
         """The device, limited to the memory that may be used."""
-        return self.parts.device
+        return self.planner.device
 
     @property
     def host_memory(self) -> int:
-        return self.parts.host_memory
+        return self.planner.host_memory
 
     def fit(self, settings: Settings) -> FitResult:
         """Plan the components at these settings, with the memory fallbacks that each needs."""
@@ -97,20 +97,20 @@ class MemoryFit:
             # A saving of one component may affect another.
             where = {part.plan.name: WeightPlacement.of(part.plan) for part in parts}
             parts = [
-                self.parts.part(each, settings, where[each.name])
+                self.planner.plan(each, settings, where[each.name])
                 for each in self.model.components(settings)
             ]
         if not self._hold(parts) and self.device.kind == "cpu":
             parts = self._narrow(parts, settings)
         elif not self._hold(parts):
-            parts, notes = _by_turns(parts)
+            parts, notes = _take_turns(parts)
             changes += notes
         plans = tuple(part.plan for part in parts)
         host = self._host_bytes(plans, settings)
         return FitResult(
             settings=settings,
             components=plans,
-            runs=_in_order(self.parts.dry_run_calls(settings), parts),
+            runs=_in_order(self.planner.dry_run_calls(settings), parts),
             changes=tuple(changes),
             notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
             host_bytes=host,
@@ -128,20 +128,20 @@ class MemoryFit:
         components = sorted(
             self.model.components(settings), key=lambda each: -found[each.name].plan.weight_bytes
         )
-        kinds = {each.name: self.parts.kinds(each, settings) for each in components}
-        for kind in self.parts.quantising.kinds("")[1:]:
+        kinds = {each.name: self.planner.kinds(each, settings) for each in components}
+        for kind in self.planner.quantising.kinds("")[1:]:
             for each in components:
                 if kind in kinds[each.name][1:]:
-                    found[each.name] = self.parts.part(each, settings, WeightPlacement(kind=kind))
+                    found[each.name] = self.planner.plan(each, settings, WeightPlacement(kind=kind))
                     if self._hold([*found.values()]):
                         return [*found.values()]
         return list(parts)
 
     def certified_alone(self) -> MemoryFit:
         """The same without fast paths that are only expected."""
-        chooser = self.parts.chooser
+        chooser = self.planner.chooser
         assert chooser is not None, "nothing is chosen"
-        return replace(self, parts=replace(self.parts, chooser=replace(chooser, expects=False)))
+        return replace(self, planner=replace(self.planner, chooser=replace(chooser, expects=False)))
 
     def of_ranks(self, division: ParallelPlan | None, settings: Settings) -> MemoryFit:
         """The fit for the rank with the most work."""
@@ -161,16 +161,16 @@ class MemoryFit:
         """The fit for that rank on `device`, in the precision that all ranks share."""
         copies = sum(each.is_active for each in division.ranks) if device.kind == "cpu" else 1
         mine = replace(self.device, memory=device.memory, free_memory=device.free_memory)
-        parts = replace(self.parts.of_rank(division, rank, settings), device=mine)
+        planner = replace(self.planner.of_rank(division, rank, settings), device=mine)
         first, here = (division.ranks[each].token_share for each in (0, rank))
-        return MemoryFit(parts, copies, lead, first / here if here else 1.0)
+        return MemoryFit(planner, copies, lead, first / here if here else 1.0)
 
     def effort(self, settings: Settings) -> StepCost:
         """Cost of one step of a video on one device, for comparing divisions."""
         if not isinstance(self.model, ShardableSpec):
             return StepCost(1.0, 1)
-        step = next(each for each in self.parts.dry_run_calls(settings) if each.denoises)
-        part = self.parts.named(step.component, settings)
+        step = next(each for each in self.planner.dry_run_calls(settings) if each.denoises)
+        part = self.planner.plan_named(step.component, settings)
         run = next((each for each in part.runs if each.stage_call.denoises), None)
         if run is None:  # no dry run can follow it there, so bytes alone are weighed
             return StepCost(1.0, num_bytes(part.plan.precision.compute))
@@ -193,8 +193,8 @@ class MemoryFit:
 
         In any weight format, unless `kind` names one.
         """
-        kind = self.parts.kinds(component, settings)[-1] if kind is None else kind
-        alone = self.parts.weights_alone(component, settings, kind)
+        kind = self.planner.kinds(component, settings)[-1] if kind is None else kind
+        alone = self.planner.weights_alone(component, settings, kind)
         return self.device.kind == "cpu" and not fits(
             alone * self._copies(component.name), self.device
         )
@@ -205,9 +205,9 @@ class MemoryFit:
         for component in self.model.components(settings):
             done = self._fallbacks(component, settings)
             least = done[-1].settings if done else settings
-            where = _placement(done, WeightPlacement(kind=self.parts.kinds(component, least)[-1]))
+            where = _placement(done, WeightPlacement(kind=self.planner.kinds(component, least)[-1]))
             # Whole pipeline calls would take minutes for all sizes tried here.
-            parts.append(self.parts.named(component.name, least, where, roughly=True))
+            parts.append(self.planner.plan_named(component.name, least, where, roughly=True))
             if not self._holds(parts[-1]):
                 return False
         # Components of one stage may fit alone and not together.
@@ -223,14 +223,14 @@ class MemoryFit:
         first = self._fit_as(component, settings, None)
         if self._holds(first[1]):
             return first
-        others = self.parts.kinds(component, settings)[1:]
+        others = self.planner.kinds(component, settings)[1:]
         found = (self._fit_as(component, settings, kind) for kind in others)
         return next((each for each in found if self._holds(each[1])), first)
 
     def _fit_as(
         self, component: Component, settings: Settings, kind: str | None
     ) -> tuple[Settings, PlannedComponent, list[str]]:
-        part = self.parts.part(component, settings, WeightPlacement(kind=kind))
+        part = self.planner.plan(component, settings, WeightPlacement(kind=kind))
         taken: list[MemoryFallback] = []
         if not self.weights_exceed(component, settings, part.plan.precision.weight_dtype):
             # Fallbacks are chosen per stage: one that helps elsewhere is no use here.
@@ -239,7 +239,7 @@ class MemoryFit:
                     done, part = self._fit_in_stage(component, stage, part, settings)
                     taken += done
                     settings = taken[-1].settings if taken else settings
-        return settings, part, [*_fallback_notes(component, taken), *_elsewhere(part)]
+        return settings, part, [*_fallback_notes(component, taken), *_placement_notes(part.plan)]
 
     def _fit_in_stage(
         self, component: Component, stage: str | None, part: PlannedComponent, settings: Settings
@@ -249,15 +249,15 @@ class MemoryFit:
 
         def after(number: int, *, moves: bool = True) -> PlannedComponent:
             where = _placement(done[:number] if moves else (), before)
-            return self.parts.named(component.name, done[number - 1].settings, where)
+            return self.planner.plan_named(component.name, done[number - 1].settings, where)
 
-        def enough(number: int) -> bool:
+        def is_enough(number: int) -> bool:
             return self._holds(after(number), stage)
 
         taken = len(done)
         # If it is far too large, all fallbacks together are tried first; they rarely suffice.
-        if done and (self._times(part, stage) <= _FAR or enough(taken)):
-            taken = 1 + bisect_left(range(1, len(done)), True, key=enough)
+        if done and (self._times(part, stage) <= _FAR or is_enough(taken)):
+            taken = 1 + bisect_left(range(1, len(done)), True, key=is_enough)
         if not taken:
             return [], part
         part = after(taken)
@@ -274,9 +274,9 @@ class MemoryFit:
     ) -> list[MemoryFallback]:
         if not isinstance(self.model, DryRunSpec):
             return []
-        holders = self.parts.holders_of(component)
+        holders = self.planner.holders_of(component)
         # Requested weight sharding is kept.
-        is_asked = self.parts.shards and holders > 1
+        is_asked = self.planner.shards and holders > 1
         return list(
             memory_fallbacks(
                 [component.name],
@@ -288,18 +288,18 @@ class MemoryFit:
             )
         )
 
-    def _holds(self, part: PlannedComponent, stage: str | None = None) -> bool:
+    def _holds(self, component: PlannedComponent, stage: str | None = None) -> bool:
         """Whether it fits in that stage, or in all of them."""
-        return self._times(part, stage) <= 1
+        return self._times(component, stage) <= 1
 
-    def _times(self, part: PlannedComponent, stage: str | None = None) -> float:
+    def _times(self, component: PlannedComponent, stage: str | None = None) -> float:
         """Required over available memory, for one stage or the worst stage.
 
         Infinite if a tensor exceeds what the device can address.
         """
-        name = part.plan.name
+        name = component.plan.name
         where = self.lead if self.lead is not None and self._is_led(name) else self.device
-        peak, too_large = part.in_stage(stage)
+        peak, too_large = component.in_stage(stage)
         return math.inf if too_large else share_of(peak * self._copies(name), where)
 
     def _hold(self, parts: Sequence[PlannedComponent]) -> bool:
@@ -312,11 +312,12 @@ class MemoryFit:
             together = together and fits(peak_of(map(self._on_lead, parts)), self.lead)
         return together and all(self._holds(part) for part in parts)
 
-    def _on_lead(self, part: PlannedComponent) -> ComponentPlan:
+    def _on_lead(self, component: PlannedComponent) -> ComponentPlan:
         """The component on the first rank, whose portion of the steps differs."""
-        if not any(run.stage_call.denoises for run in part.runs):
-            return part.plan
-        return replace(part.plan, working_bytes=int(part.plan.working_bytes * self.lead_share))
+        plan = component.plan
+        if not any(run.stage_call.denoises for run in component.runs):
+            return plan
+        return replace(plan, working_bytes=int(plan.working_bytes * self.lead_share))
 
     def _copies(self, name: str) -> int:
         """How many ranks store that component in this device's memory at once."""
@@ -351,22 +352,19 @@ def _placement(done: Sequence[MemoryFallback], before: WeightPlacement) -> Weigh
     return replace(before, holders=max(holders))
 
 
-def _elsewhere(part: PlannedComponent) -> list[str]:
-    if part.plan.num_weight_shards > 1:
-        return [f"{part.plan.title}: {sharding_note(part.plan.num_weight_shards)}"]
-    if not part.plan.block_offload:
-        return []
-    where = OFFLOADED
-    if part.plan.from_disk:
-        where = (
-            "disk offload: weights are read from their files block by block at every call, as "
-            "host memory does not hold them"
-        )
-    return [f"{part.plan.title}: {where}"]
+def _placement_notes(plan: ComponentPlan) -> list[str]:
+    if plan.num_weight_shards > 1:
+        return [f"{plan.title}: {sharding_note(plan.num_weight_shards)}"]
+    if plan.from_disk:
+        return [
+            f"{plan.title}: disk offload: weights are read from their files block by block at "
+            "every call, as host memory does not hold them"
+        ]
+    return [f"{plan.title}: {OFFLOADED}"] if plan.block_offload else []
 
 
-def _by_turns(parts: Sequence[PlannedComponent]) -> tuple[list[PlannedComponent], list[str]]:
-    """Components of one stage that take turns on the device."""
+def _take_turns(parts: Sequence[PlannedComponent]) -> tuple[list[PlannedComponent], list[str]]:
+    """Let components of one stage take turns on the device; returns them and a note."""
     stages = [part.plan.stage for part in parts]
     shared = {stage for stage in stages if stages.count(stage) > 1}
     if not shared:

@@ -172,7 +172,7 @@ class ComponentCache:
             _collect()
         return freed
 
-    def encoded(self, key: Hashable) -> Any:
+    def find_encoded(self, key: Hashable) -> Any:
         """Stored results of an encoder, read-only; None if there are none."""
         with self._lock:
             found = self._encoded.get(key)
@@ -262,15 +262,15 @@ class WarmComponents:
         self.free_others()  # another program may have taken memory since the plan
         return load()
 
-    def _make_room(self, part: ComponentPlan, entry: _Entry | None) -> None:
+    def _make_room(self, component: ComponentPlan, entry: _Entry | None) -> None:
         """Free others, so that all that the stage needs fits into the memory that was planned."""
         assert self.cache is not None
         assert self.plan is not None
-        lent = self.cache.lent_bytes(part.device, (each for _, each in self._lent.values()))
-        needed = lent + part.working_bytes
-        needed += part.weight_bytes if entry is None else entry.state.num_bytes
+        lent = self.cache.lent_bytes(component.device, (each for _, each in self._lent.values()))
+        needed = lent + component.working_bytes
+        needed += component.weight_bytes if entry is None else entry.state.num_bytes
         usable = int(self.plan.device.free_memory * USABLE_SHARE)
-        self.cache.make_room(part.device, max(0, usable - needed))
+        self.cache.make_room(component.device, max(0, usable - needed))
 
     def free_others(self) -> bool:
         """Free what other runs left, after running out of memory; whether there was anything."""
@@ -328,7 +328,7 @@ class WarmComponents:
         elif isinstance(event, Repaired):
             self.drop_all()
 
-    def encoded(self, component: str, stage: object, inputs: object) -> tuple[Hashable, Any]:
+    def find_encoded(self, component: str, stage: object, inputs: object) -> tuple[Hashable, Any]:
         """Key of these inputs of a stage, and what it made of them before; None if nothing."""
         key = self._key(component)
         what = digest_of(inputs)
@@ -336,7 +336,7 @@ class WarmComponents:
             return None, None
         settings = replace(self.plan.settings, prompt="", negative_prompt=None, seed=0)
         whole = (key, type(stage).__module__, type(stage).__qualname__, repr(settings), what)
-        return whole, self.cache.encoded(whole)
+        return whole, self.cache.find_encoded(whole)
 
     def keep_encoded(self, key: Hashable, component: str, results: Any) -> None:
         """Keep what a stage made, once it ends well."""

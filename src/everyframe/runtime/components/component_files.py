@@ -1,7 +1,7 @@
 """Files of a checkpoint's components: a table per family, read by one class.
 
-A family's `checkpoint.py` writes down where each component is (`ComponentFiles`) and finds the
-sources; what follows from both stands here. No weights are read.
+A family's `checkpoint.py` declares where each component is (`ComponentFiles`) and finds the
+sources; this module does the rest. No weights are read.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class CheckpointFiles:
     @classmethod
     def source_at(cls, component: str, place: PartLocation) -> ComponentSource:
         """Source of a component of a hub repository, as far as it is on this disk."""
-        folder = place.folder if place.complete else None
+        folder = place.folder if place.is_complete else None
         return replace(cls.source_in(component, place.part.repo_id, folder), place=place)
 
     @classmethod
@@ -113,7 +113,7 @@ class CheckpointFiles:
         """Files to download first, one line each."""
         return tuple(line for place in self._places() for line in place.to_fetch())
 
-    def fetched(self: _Files) -> _Files:
+    def fetch(self: _Files) -> _Files:
         """Copy with all files on this disk, downloaded if missing."""
         # All at once, so that without a network one error lists all missing files.
         found = dict(zip(self._places(), fetch_parts(self._places()), strict=True))

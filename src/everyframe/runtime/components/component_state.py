@@ -1,10 +1,10 @@
-"""What a loaded component is made of, so that what a run leaves on it is seen and removed.
+"""Snapshot of a loaded component, to detect and undo what a run changes.
 
-A snapshot right after loading holds every submodule's class, weights, hooks, children and
-attributes. `restore` puts back what was replaced or added later. What can't be put back, such as
-weights that were written to, is named; that component has to be loaded again. Weights are unchanged
-if they are the same tensors in the same memory and of the same version, which torch counts up at
-each write; inference tensors have no version, so a component is not loaded in inference mode.
+The snapshot holds every submodule's class, weights, hooks, children and attributes. `restore`
+undoes replacements and additions, and names what it can't undo, such as a write to weights; that
+component must be loaded again. Weights are unchanged if they are the same tensors in the same
+memory with the same version counter. Inference tensors have none, so no component is loaded in
+inference mode.
 """
 
 from __future__ import annotations

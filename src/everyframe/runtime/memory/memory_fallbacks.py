@@ -61,17 +61,17 @@ class MemoryFallback:
     def apply_to(self, plan: Plan) -> Plan:
         """The plan with this fallback."""
 
-        def placed(part: ComponentPlan) -> ComponentPlan:
-            if part.name in self.turning:
-                return replace(part, model_offload=True)
-            if part.name != self.component or not self.moves_weights:
-                return part
+        def placed(component: ComponentPlan) -> ComponentPlan:
+            if component.name in self.turning:
+                return replace(component, model_offload=True)
+            if component.name != self.component or not self.moves_weights:
+                return component
             where = {
                 "block_offload": self.block_offload,
                 "num_weight_shards": self.num_weight_shards,
                 "model_offload": False,
             }
-            return replace(part, **where, resident_bytes=None)  # type: ignore[arg-type]
+            return replace(component, **where, resident_bytes=None)  # type: ignore[arg-type]
 
         return replace(plan, settings=self.settings, components=tuple(map(placed, plan.components)))
 

@@ -219,16 +219,13 @@ def _split(module: nn.Module, name: str, limit: float) -> Iterator[tuple[str, nn
     children = [(key, child) for key, child in module.named_children() if _count(child)]
     leaf = not children or isinstance(module, nn.MultiheadAttention)
     leaf = leaf or getattr(module, "comes_whole", False)
-    if name and (leaf or (_count(module) <= limit and not _only_holds(module))):
+    # Containers are never called, so they can't be units.
+    is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    if name and (leaf or (_count(module) <= limit and not is_container)):
         yield name, module
         return
     for key, child in children:
         yield from _split(child, f"{name}.{key}" if name else key, limit)
-
-
-def _only_holds(module: nn.Module) -> bool:
-    """Whether it is a container: containers are never called, so they can't be units."""
-    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def _count(module: nn.Module) -> int:

@@ -132,14 +132,14 @@ class OomFallbacks:
         """The fallbacks so far, in words."""
         return [message for _, message in self._left.taken]
 
-    def spared(
+    def with_fallbacks(
         self,
         calls: GuardLog,
         step: int,
         compute: Callable[[], _Result],
         again: Callable[[], _Result] | None = None,
     ) -> _Result:
-        """Run `compute`, applying fallbacks until it fits; see `Guard.spared`.
+        """Run `compute`, applying fallbacks until it fits; see `Guard.with_fallbacks`.
 
         After the first fallback `again` is called in its place, if there is one.
 

@@ -116,12 +116,12 @@ def repairs_for(component: str, dtype: str, repairs: Iterable[Repair]) -> tuple[
     return tuple(each for each in repairs if (each.component, each.dtype) == (component, dtype))
 
 
-def repair_notes(part: ComponentPlan) -> Sequence[str]:
+def repair_notes(component: ComponentPlan) -> Sequence[str]:
     """The plan's notes on its repairs, one line each."""
     return [
         f"{repair.place} runs in {repair.to}: in {repair.dtype} an earlier run of this model was "
         "wrong here (--forget-repairs begins without)"
-        for repair in part.repairs
+        for repair in component.repairs
     ]
 
 

@@ -1,7 +1,7 @@
 """Check of a decoder that runs in bfloat16: a small piece of a video is decoded in float32 too.
 
-A trial without the model's weights knows the error of its products alone. Here it is measured on
-what matters: this video's own latents, and frames of them.
+A trial without the model's weights measures the error of products only. This check measures the
+error of frames, on this video's own latents.
 """
 
 from __future__ import annotations

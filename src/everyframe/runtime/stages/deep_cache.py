@@ -1,8 +1,8 @@
 """A lossy method for UNets: whole calls in some steps, shallow ones in the others.
 
-It stands at ``denoise(x, t)`` like `everyframe.samplers.prediction`, and leaves the sampler alone.
-The saved state is the input of the last whole step, one latent: a resumed run computes that call
-again for its features, which have the same bits, and are a hundred times as large.
+It wraps ``denoise(x, t)``, like `everyframe.samplers.prediction`. The saved state is the input of
+the last whole step, one latent: a resumed run recomputes that call for its features, which are a
+hundred times as large, with the same bits.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
         """The sampler's noise levels, for a family whose spec lists multistep solvers."""
         raise AssertionError(f"{type(self).__module__} lists no solvers")
 
-    def completed(self, step: SamplerStep, inputs: _Inputs) -> SamplerStep:
+    def complete(self, step: SamplerStep, inputs: _Inputs) -> SamplerStep:
         """A solver's step as `sample` gives it, where that changes the last one."""
         return step
 
@@ -164,7 +164,7 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
         path, agree = self.path(inputs), self._agree
         resumed = {"start": start, "memory": memory, "agree": agree}
         for step in multistep.sample(denoise, inputs.x, path, method, **resumed):
-            done = self.completed(step, inputs)
+            done = self.complete(step, inputs)
             yield replace(done, memory={**done.memory, "guidance": share.value})
             guarded.num_done, is_exact = step.index + 1, step.memory["error"] < 0
 
@@ -198,7 +198,7 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
         with features or nullcontext():
             for step in steps:
                 if predicted is None:
-                    yield self.completed(step, inputs)
+                    yield self.complete(step, inputs)
                 else:
                     own = {} if step.memory is None else {"sampler": step.memory}
                     memory = {**predicted.memory, **own}
@@ -230,7 +230,7 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
         """Fill each video's `latents`; those of several batches are joined along the first axis."""
         modules: dict[str, Any] = {}
         for name in self.components:
-            modules[name] = yield from self.context.loaded(name)
+            modules[name] = yield from self.context.load(name)
         num_steps, total = self.steps_per_video, self.num_steps(len(videos))
         previewer = self.context.previewer()
         member = MEMBER.get()
@@ -324,12 +324,12 @@ class GuardedDenoiser:
         self._guard = guard
         self._make = make
         self.num_done = start
-        self._denoise: Callable[..., Tensor] = guard.spared(start + 1, make)
+        self._denoise: Callable[..., Tensor] = guard.with_fallbacks(start + 1, make)
 
     def make_by(self, make: Callable[[], Callable[..., Tensor]]) -> None:
         """Build another denoiser for the remaining steps."""
         self._make = make
-        self._denoise = self._guard.spared(self.num_done + 1, make)
+        self._denoise = self._guard.with_fallbacks(self.num_done + 1, make)
 
     def repeat(self, *given: Tensor) -> None:
         """Make a call of an earlier step again, which is not counted."""
@@ -339,7 +339,7 @@ class GuardedDenoiser:
 
     def check_prediction(self, answer: Tensor) -> None:
         """Note an answer that was predicted for the next step; the state after it is checked."""
-        self._guard.answered(self.num_done + 1, value_range(answer))
+        self._guard.note_output(self.num_done + 1, value_range(answer))
 
     def __call__(self, *given: Tensor) -> Tensor:
         step = self.num_done + 1
@@ -354,14 +354,14 @@ class GuardedDenoiser:
         with probe or (nullcontext() if member is None else member.meeting()):
             # A weak reference: a repeated call needs the memory of the denoiser that failed.
             compute = partial(weakref.proxy(self._denoise), *given)
-            answer: Tensor = self._guard.spared(step, compute, again)
+            answer: Tensor = self._guard.with_fallbacks(step, compute, again)
         seen = value_range(answer)
         if seen.is_finite:
-            answer = self._guard.probed(step, probe, answer, again)
+            answer = self._guard.check_overflow(step, probe, answer, again)
         if not seen.is_finite:
             with self._guard.unsharded():
-                answer = self._guard.repaired(step, again)
+                answer = self._guard.repair(step, again)
             seen = value_range(answer)
-        self._guard.answered(step, seen)
+        self._guard.note_output(step, seen)
         self.num_done = step
         return answer

@@ -137,10 +137,10 @@ class Guard:
         """
         probe = self.probe()
         with probe or nullcontext():
-            result: _Result = self.spared(step, compute)
+            result: _Result = self.with_fallbacks(step, compute)
         if not value_range(result).is_finite:
-            return self.repaired(step, compute)
-        return self.probed(step, probe, result, compute)
+            return self.repair(step, compute)
+        return self.check_overflow(step, probe, result, compute)
 
     def probe(self) -> OverflowProbe | None:
         """Overflow probe for a video's first call of float16 components, to run that call inside.
@@ -152,7 +152,7 @@ class Guard:
         self._is_probed = True
         return OverflowProbe() if any(map(may_overflow, self._parts.values())) else None
 
-    def probed(
+    def check_overflow(
         self,
         step: int,
         probe: OverflowProbe | None,
@@ -173,8 +173,8 @@ class Guard:
         return outcome.result
 
     @property
-    def spared(self) -> Callable[..., Any]:
-        """``spared(step, compute, again=None)``: the result of `compute`.
+    def with_fallbacks(self) -> Callable[..., Any]:
+        """``with_fallbacks(step, compute, again=None)``: the result of `compute`.
 
         If memory runs out, `compute` is repeated with memory fallbacks, or `again` if it is given
         is called instead. See `settings`.
@@ -183,10 +183,10 @@ class Guard:
             CannotRunError: no known fallback frees enough memory.
         """
         if self._unsharded is None:
-            return partial(self._fallbacks.spared, self._calls)
-        return self._spared_together
+            return partial(self._fallbacks.with_fallbacks, self._calls)
+        return self._compute_once
 
-    def _spared_together(
+    def _compute_once(
         self, step: int, compute: Callable[[], _Result], again: object = None
     ) -> _Result:
         """The result of `compute`, which other ranks wait for: this one can't repeat it alone."""
@@ -195,7 +195,7 @@ class Guard:
             return result
         raise together(self._calls.stage, step, self._parts, self._where(step), result.message)
 
-    def answered(self, step: int, seen: Range) -> None:
+    def note_output(self, step: int, seen: Range) -> None:
         """Note a denoiser output over 100 times as large as any before."""
         if self._largest and seen.largest > _JUMP * self._largest:
             self.note(
@@ -216,7 +216,7 @@ class Guard:
                 "answer that is; another sampler or another number of steps may not"
             )
 
-    def decoded(
+    def check_decoded(
         self, step: int, compute: Callable[[], Tensor], latents: Tensor, *, is_asked: bool = False
     ) -> Tensor:
         """Return finite pixels (T, ...) around -1..1, recomputed if blank; see `not_blank`."""
@@ -281,7 +281,7 @@ class Guard:
         """Add a note without a change; `in_record` if it concerns the frames."""
         self._calls.add_events(Note(text, in_record, self._seed))
 
-    def repaired(
+    def repair(
         self,
         step: int,
         compute: Callable[[], _Result],

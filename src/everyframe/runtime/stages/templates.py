@@ -59,7 +59,7 @@ class StageContext(Generic[_Model]):
         assert self.plan is not None
         return self.plan.component(component).device
 
-    def loaded(self, component: str) -> Generator[Event, None, Any]:
+    def load(self, component: str) -> Generator[Event, None, Any]:
         """Load a component, and yield an event with the loading time."""
         assert self.plan is not None
         began = time.perf_counter()
@@ -68,7 +68,7 @@ class StageContext(Generic[_Model]):
         def load() -> nn.Module:
             return load_component(
                 part,
-                partial(builder.taken, component),
+                partial(builder.take, component),
                 *self.model.patched_weights(component),
                 outputs=builder.outputs(component),
                 supply=self.parallel.weights_group,
@@ -142,7 +142,7 @@ class ComponentStage(ABC, Generic[_Context, _Inputs]):
         return lambda: self.compute(module, inputs, device, guard.settings)
 
     def _load(self) -> Generator[Event, None, tuple[Any, Guard]]:
-        module = yield from self.context.loaded(self.component)
+        module = yield from self.context.load(self.component)
         return module, self.context.guard(self.name, {self.component: module})
 
     def _step(
@@ -187,7 +187,7 @@ class SharedEncodeStage(ComponentStage[_Context, _Inputs]):
         warm, key, results = self.context.model.warm, None, None
         # A resumed stage may begin with fallbacks and repairs.
         if warm is not None and not any(video.has_history for video in videos):
-            key, results = warm.encoded(self.component, self, inputs)
+            key, results = warm.find_encoded(self.component, self, inputs)
         if results is not None:
             for step, _ in enumerate(results, start=1):
                 yield Step(self.name, step, len(results), videos[0].seed, 0.0)
@@ -385,7 +385,7 @@ class DecodeStage(ComponentStage[_Context, LatentPiece]):
             inputs = self.inputs(video, number, device)
             call = self._make_compute(guard, module, inputs)
             return self.to_send(
-                guard.decoded(steps[number], call, inputs.latents, is_asked=is_asked)
+                guard.check_decoded(steps[number], call, inputs.latents, is_asked=is_asked)
             )
 
         begun, owners = time.perf_counter(), assign_pieces(self.num_pieces, group.weights)

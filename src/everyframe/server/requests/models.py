@@ -82,7 +82,7 @@ def _parse_model(text: str) -> RegisteredModel:
     if equals and not (name.strip() and target):
         raise InputError(f"models must be NAME or NAME=FOLDER, got {text!r}")
     location = locate(target if equals else text)
-    if not location.complete:
+    if not location.is_complete:
         raise InputError(
             f"model {text!r} is not whole on this disk; `everyframe models` says what to fetch"
         )
