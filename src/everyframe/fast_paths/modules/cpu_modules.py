@@ -7,7 +7,7 @@ block, a repair that wants plain kernels (it sets `is_plain`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -277,6 +277,7 @@ PATHS = (*KINDS, *CONVOLUTIONS)
 _DIFFUSERS = "everyframe.fast_paths.modules.diffusers_modules"
 _WAN = "diffusers.models.autoencoders.autoencoder_kl_wan"
 _COGVIDEOX = "diffusers.models.autoencoders.autoencoder_kl_cogvideox"
+_HUNYUANVIDEO = "diffusers.models.autoencoders.autoencoder_kl_hunyuan_video"
 #: The same for classes of diffusers, which is imported where a model has them only.
 _FOREIGN: Mapping[tuple[str, str], str] = {
     ("native-geglu", "diffusers.models.activations.GEGLU"): "NativeGEGLU",
@@ -286,12 +287,27 @@ _FOREIGN: Mapping[tuple[str, str], str] = {
     ("native-norm", f"{_WAN}.WanRMS_norm"): "NativeWanRMSNorm",
     ("native-norm", f"{_COGVIDEOX}.CogVideoXSpatialNorm3D"): "NativeSpatialNorm3D",
     ("winograd", f"{_WAN}.WanCausalConv3d"): "WinogradWanConv3d",
+    ("winograd", f"{_COGVIDEOX}.CogVideoXCausalConv3d"): "WinogradCogVideoXConv3d",
+    ("winograd", f"{_HUNYUANVIDEO}.HunyuanVideoCausalConv3d"): "WinogradHunyuanVideoConv3d",
 }
 
 
 def places(path: str, module: nn.Module) -> tuple[str, ...]:
-    """Names of the submodules that the path replaces."""
-    return tuple(name for name, part in module.named_modules() if name and _new_kind(path, part))
+    """Names of the submodules that the path replaces, but for those inside of another."""
+    found = _all_places(path, module)
+    return tuple(name for name in found if not any(outer in found for outer in _above(name)))
+
+
+def _all_places(path: str, module: nn.Module) -> dict[str, type[nn.Module]]:
+    """Names of all submodules that the path replaces, with the class of each."""
+    kinds = ((name, _new_kind(path, part)) for name, part in module.named_modules() if name)
+    return {name: kind for name, kind in kinds if kind is not None}
+
+
+def _above(name: str) -> Iterator[str]:
+    """Names of the modules that hold this one."""
+    while name := name.rpartition(".")[0]:
+        yield name
 
 
 def _new_kind(path: str, part: nn.Module) -> type[nn.Module] | None:
@@ -311,8 +327,8 @@ def _new_kind(path: str, part: nn.Module) -> type[nn.Module] | None:
 
 def _suits(path: str, part: nn.Module) -> bool:
     """False for a norm without the weights that it is called for, and for most convolutions."""
-    if path == "winograd":
-        return is_winograd(part)
+    if path == "winograd":  # a causal convolution of diffusers may hold one of torch's
+        return is_winograd(getattr(part, "conv", part))
     if path == "temporal-conv":
         return is_temporal(part)
     if path == "temporal-winograd":
@@ -326,9 +342,7 @@ def swapper(path: str) -> Callable[[nn.Module, tuple[str, ...]], None]:
     """The function that swaps all `places` of a path, inside of blocks and outside."""
 
     def swap(module: nn.Module, blocks: tuple[str, ...]) -> None:
-        for name in places(path, module):
-            kind = _new_kind(path, module.get_submodule(name))
-            assert kind is not None
+        for name, kind in _all_places(path, module).items():
             recast(module, name, kind)
 
     return swap

@@ -10,12 +10,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from diffusers.models.activations import GEGLU, GELU
-from diffusers.models.autoencoders.autoencoder_kl_cogvideox import CogVideoXSpatialNorm3D
+from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
+    CogVideoXCausalConv3d,
+    CogVideoXSpatialNorm3D,
+)
+from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import HunyuanVideoCausalConv3d
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanRMS_norm
 from diffusers.models.normalization import FP32LayerNorm, RMSNorm
-from torch import Tensor
+from torch import Tensor, nn
 
-from everyframe.fast_paths.modules.convolution_modules import suits_winograd
+from everyframe.fast_paths.modules.convolution_modules import Edge, WinogradConv3d
 from everyframe.ops.native import kernels
 
 
@@ -123,19 +127,63 @@ def _enlarged(latents_NCTHW: Tensor, f: Tensor) -> Tensor:
     return torch.cat([first, rest], dim=2)
 
 
-class WinogradWanConv3d(WanCausalConv3d):  # type: ignore[misc]
-    """A causal convolution of 3x3x3 by Winograd's algorithm, which needs no padded copy."""
+class WinogradWanConv3d(WinogradConv3d, WanCausalConv3d):  # type: ignore[misc]
+    """Wan's causal convolution by Winograd's algorithm, without a padded copy of its input."""
+
+    _padding: tuple[int, ...]  # pixels, then frames, of which the last are after the video
+
+    def forward(self, x: Tensor, cache_x: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        *_, frames, _ = self._padding
+        edge = Edge(frames, self._padding[0], cache_x if frames else None)
+        if self.suits(x, edge):
+            return super().forward(x, edge=edge)
+        plain: Tensor = super().forward(x, cache_x)
+        return plain
+
+
+class WinogradCogVideoXConv3d(CogVideoXCausalConv3d):  # type: ignore[misc]
+    """The same for CogVideoX and Mochi, whose first frame stands for those before it."""
 
     is_plain = False
 
-    def forward(self, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
-        if not self.is_plain:
-            front, pad = self._padding[4], self._padding[0]
-            whole = x
-            if cache_x is not None and front > 0:
-                whole = torch.cat([cache_x.to(x.device), x], dim=2)
-                front -= cache_x.shape[2]
-            if suits_winograd(self, whole, (front, 0), pad):
-                return kernels.winograd_3d(whole, self.weight, self.bias, (front, 0), pad)
-        plain: Tensor = super().forward(x, cache_x)
-        return plain
+    def forward(
+        self, inputs: Tensor, conv_cache: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        frames, is_replicated = self.time_kernel_size - 1, self.pad_mode == "replicate"
+        history = inputs[:, :, :1].expand(-1, -1, frames, -1, -1)
+        if conv_cache is not None and not is_replicated:
+            history = conv_cache
+        edge = Edge(frames, self.height_pad, history, is_replicated)
+        if self.is_plain or not _suits(self.conv, inputs, edge):
+            plain: tuple[Tensor, Tensor | None] = super().forward(inputs, conv_cache)
+            return plain
+        output = self.conv(inputs, edge=edge)
+        return output, None if is_replicated else _last(frames, history, inputs)
+
+
+class WinogradHunyuanVideoConv3d(HunyuanVideoCausalConv3d):  # type: ignore[misc]
+    """The same for HunyuanVideo, where pixels at the edge stand for those beyond it too."""
+
+    is_plain = False
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        pad, *_, frames, _ = self.time_causal_padding
+        history = hidden_states[:, :, :1].expand(-1, -1, frames, -1, -1)
+        edge = Edge(frames, pad, history, is_replicated=True)
+        is_wanted = not self.is_plain and self.pad_mode == "replicate"
+        if not is_wanted or not _suits(self.conv, hidden_states, edge):
+            plain: Tensor = super().forward(hidden_states)
+            return plain
+        made: Tensor = self.conv(hidden_states, edge=edge)
+        return made
+
+
+def _suits(conv: nn.Module, x: Tensor, edge: Edge) -> bool:
+    return isinstance(conv, WinogradConv3d) and conv.suits(x, edge)
+
+
+def _last(frames: int, history: Tensor, x_NCTHW: Tensor) -> Tensor:
+    """A copy of the last frames that a convolution has seen."""
+    if x_NCTHW.shape[2] >= frames:
+        return x_NCTHW[:, :, -frames:].clone()
+    return torch.cat([history, x_NCTHW], dim=2)[:, :, -frames:].clone()

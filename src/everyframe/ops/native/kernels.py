@@ -35,7 +35,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gated_linear": (_P, _P, _P, _P, _L, _L, _L, _I, _I),
     "has_halves": (),
     "channels_last": (_P, _P, _L, _L, _L, _I, _I),
-    "winograd": (_P, _P, _P, _P, _L, _P, _P, _L, _L, _L, _L, _L, _P, _I, _I),
+    "winograd": (_P, _P, _P, _P, _L, _P, _P, *[_L] * 5, _P, _L, _L, _I, _P, _I, _I),
     "winograd_over_time": (_P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _L, _P, _I, _I),
 }
 
@@ -247,12 +247,21 @@ def winograd(x_NCHW: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def winograd_3d(
-    x_NCTHW: Tensor, weight: Tensor, bias: Tensor | None, frame_padding: tuple[int, int], pad: int
+    x_NCTHW: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    frame_padding: tuple[int, int],
+    pad: int,
+    history: Tensor | None = None,
+    *,
+    is_replicated: bool = False,
 ) -> Tensor:
     """Convolution with a weight (O, C, taps, 3, 3) and stride 1, as `winograd`.
 
-    Zeros: so many frames before the first and after the last, and `pad` pixels (0 or 1) around each
-    frame. Returns (N, O, T, H, W), channels last.
+    Pads so many frames before the first and after the last, and `pad` pixels (0 or 1) around each
+    frame. Frames are zeros, but for the last of those before the first, which are the `history`
+    (N, C, t, H, W) if there is one. Pixels are zeros, or repeat the edge if `is_replicated`.
+    Returns (N, O, T, H, W), channels last.
     """
     samples, channels, *given = x_NCTHW.shape
     outputs, taps = weight.shape[0], weight.shape[2]
@@ -265,13 +274,31 @@ def winograd_3d(
     if min(sizes) < 1 or pad not in (0, 1) or min(frame_padding) < 0:
         raise ValueError(f"frames of {given} with a padding of {frame_padding} and {pad}")
     x_NCTHW = _channels_last(x_NCTHW)
+    before = _history(history, x_NCTHW, front)
     y = torch.empty((samples, *sizes, outputs), dtype=x_NCTHW.dtype).permute(0, 4, 1, 2, 3)
     _call(
         "winograd", x_NCTHW, weight, None if bias is None else _floats(bias, outputs), y, samples,
-        (c_long * 3)(*given), (c_long * 3)(*sizes), channels, outputs, taps, front, pad,
-        (c_long * 5)(*weight.stride()), _is_bf16(y), output=y,
+        (c_long * 3)(*given), (c_long * 3)(*sizes), channels, outputs, taps, front, pad, *before,
+        is_replicated, (c_long * 5)(*weight.stride()), _is_bf16(y), output=y,
     )  # fmt: skip
     return y
+
+
+def _history(history: Tensor | None, x_NCTHW: Tensor, most: int) -> tuple[Tensor | None, int, int]:
+    """The history as rows of channels, how many frames it has, and the numbers between two.
+
+    A frame that is expanded over time, without a copy, is passed as it is.
+    """
+    if history is None:
+        return None, 0, 0
+    (*ends, frames, height, width), x = history.shape, x_NCTHW
+    is_fit = [*ends, height, width] == [*x.shape[:2], *x.shape[3:]] and 0 < frames <= most
+    if not is_fit or (history.dtype, history.device) != (x.dtype, x.device):
+        given = f"{tuple(history.shape)} in {history.dtype}"
+        raise ValueError(f"a history of {most} frames before {tuple(x.shape)}, got {given}")
+    if frames > 1 and history.stride(2) == 0:
+        return _channels_last(history[:, :, :1]), frames, 0
+    return _channels_last(history), frames, x.shape[1] * height * width
 
 
 def winograd_over_time(
