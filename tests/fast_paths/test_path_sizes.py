@@ -80,10 +80,11 @@ THREADS = (1, 3, 16)
 
 
 def test_convolutions(counted: Kernels) -> None:
+    edge = (0, 1, None, 0, 0, 0)
     channels, outputs = (32, 33, 96, 320, 640, 1000, 1280, 2560, 7680), (32, 40, 320, 1280)
     for inputs, made, tiles, threads in product(channels, outputs, (1, 16, 300, 40_000), THREADS):
         image = (c_long * 3)(1, 4, 4 * tiles)
-        sizes = (1, image, image, inputs, made, 1, 0, 1, (c_long * 5)(), 0, threads)
+        sizes = (1, image, image, inputs, made, 1, *edge, (c_long * 5)(), 0, threads)
         size = counted.count("winograd", None, None, None, None, *sizes)
         check(size, path_sizes.winograd_bytes(inputs, made, tiles, threads), threads, counted.lanes)
 
