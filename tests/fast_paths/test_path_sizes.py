@@ -122,14 +122,14 @@ def test_attention(counted: Kernels) -> None:
 def run(path: str, helper: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Calls of kernels in a run of the helper's model by that path: names and arguments."""
     called: list[tuple[Any, ...]] = []
-    compute = kernels._call
+    compute = kernels.call
 
     def call(name: str, *given: Any, output: Any) -> None:
         if name != "channels_last":  # which only copies, and asks for nothing
             called.append((name, *given))
         compute(name, *given, output=output)
 
-    monkeypatch.setattr(kernels, "_call", call)
+    monkeypatch.setattr(kernels, "call", call)
     is_unet = helper is native_paths
     model = unet.build(helper.SIZES).eval() if is_unet else helper.build()
     swap_modules(model, [path])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from everyframe.fast_paths.apply import places_of, swap_modules
 from everyframe.fast_paths.benchmark import relative_error
-from everyframe.ops.native import kernels, library
+from everyframe.ops.native import convolutions, library
 
 pytestmark = pytest.mark.skipif(bool(missing := library.why_not()), reason=str(missing))
 
@@ -125,7 +125,9 @@ def test_a_plain_one_pads_as_before(
     for part in fast.modules() if not inner else [getattr(fast.inner, "conv", fast.inner)]:
         if hasattr(part, "is_plain"):
             part.is_plain = True
-    monkeypatch.setattr(kernels, "winograd_3d", lambda *_, **__: pytest.fail("a kernel computes"))
+    monkeypatch.setattr(
+        convolutions, "winograd_3d", lambda *_, **__: pytest.fail("a kernel computes")
+    )
     assert fast(x, None)[0].shape == want.shape
 
 
@@ -143,6 +145,6 @@ def test_a_history_that_does_not_fit_is_refused() -> None:
     x, weight = numbers(1, 8, 2, 6, 6), torch.ones(4, 8, 3, 3, 3)
     for shape in ((1, 8, 3, 6, 6), (1, 8, 2, 6, 5), (2, 8, 2, 6, 6), (1, 8, 0, 6, 6)):
         with pytest.raises(ValueError, match="a history of 2 frames before"):
-            kernels.winograd_3d(x, weight, None, (2, 0), 1, torch.ones(shape))
+            convolutions.winograd_3d(x, weight, None, (2, 0), 1, torch.ones(shape))
     with pytest.raises(ValueError, match=r"in torch\.bfloat16"):
-        kernels.winograd_3d(x, weight, None, (2, 0), 1, x.bfloat16())
+        convolutions.winograd_3d(x, weight, None, (2, 0), 1, x.bfloat16())

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from everyframe.fast_paths import path_sizes
-from everyframe.ops.native import kernels
+from everyframe.ops.native import convolutions, kernels
 from everyframe.precision.dtypes import dtype_name
 
 
@@ -96,7 +96,7 @@ class WinogradConv2d(nn.Conv2d):
         if self.is_plain or not suits or not saves_products(self, len(x), *x.shape[2:]):
             plain: Tensor = super()._conv_forward(x, weight, bias)
             return plain
-        return kernels.winograd(x, weight, bias)
+        return convolutions.winograd(x, weight, bias)
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class WinogradConv3d(nn.Conv3d):
         if edge is None:
             plain: Tensor = super().forward(input, *args)
             return plain
-        return kernels.winograd_3d(
+        return convolutions.winograd_3d(
             input, self.weight, self.bias, (edge.frames, 0), edge.pad, edge.history,
             is_replicated=edge.is_replicated,
         )  # fmt: skip
@@ -145,11 +145,11 @@ class WinogradConv3d(nn.Conv3d):
         if self.is_plain or not suits_winograd(self, x, (around, around), pad):
             plain: Tensor = super()._conv_forward(x, weight, bias)
             return plain
-        return kernels.winograd_3d(x, weight, bias, (around, around), pad)
+        return convolutions.winograd_3d(x, weight, bias, (around, around), pad)
 
 
 def suits_winograd(conv: nn.Conv3d, x: Tensor, frame_padding: tuple[int, int], pad: int) -> bool:
-    """Whether `kernels.winograd_3d` takes this input, and repays."""
+    """Whether `convolutions.winograd_3d` takes this input, and repays."""
     weight = conv.weight
     if x.ndim != 5 or x.dtype != weight.dtype or not kernels.supports(x, weight):
         return False
@@ -173,7 +173,7 @@ class WinogradOverTime(nn.Conv3d):
             plain: Tensor = super()._conv_forward(x, weight, bias)
             return plain
         padding = (int(self.padding[0]),) * 2
-        return kernels.winograd_over_time(x, weight, bias, padding)
+        return convolutions.winograd_over_time(x, weight, bias, padding)
 
 
 #: By fast path: the classes that convolutions become, each a subclass of torch's.
@@ -208,7 +208,7 @@ def convolution_kind(path: str, own: Any) -> type[nn.Module] | None:
 
 
 def _suits_winograd_over_time(conv: nn.Conv3d, x: Tensor) -> bool:
-    """Whether `kernels.winograd_over_time` takes this input, and repays."""
+    """Whether `convolutions.winograd_over_time` takes this input, and repays."""
     weight = conv.weight
     if x.ndim != 5 or {weight.dtype, x.dtype} != {torch.float32} or not kernels.supports(x, weight):
         return False

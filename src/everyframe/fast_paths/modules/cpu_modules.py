@@ -13,8 +13,10 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from everyframe.fast_paths.modules import residual_blocks
 from everyframe.fast_paths.modules.convolution_modules import (
     CONVOLUTIONS,
     convolution_kind,
@@ -62,15 +64,30 @@ class NativeGroupNormSiLU(NativeGroupNorm, GroupNormSiLU):
 
 
 class NativeTorchGroupNorm(nn.GroupNorm):
-    """torch's own group norm, in C."""
+    """torch's own group norm, in C; with SiLU in a block of `residual_blocks`."""
 
     is_plain = False
+    has_silu = False
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        suits = input.dtype == self.weight.dtype and kernels.supports(input)
-        if self.is_plain or not suits:
-            return super().forward(input)
-        return kernels.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+    def suits(self, x: Tensor) -> bool:
+        """Whether the kernel computes it; a map needs that."""
+        return not self.is_plain and x.dtype == self.weight.dtype and kernels.supports(x)
+
+    def forward(
+        self,
+        input: Tensor,  # noqa: A002 - torch's name
+        by: kernels.NormMap | None = None,
+        *,
+        has_silu: bool = False,
+    ) -> Tensor:
+        has_silu = has_silu or self.has_silu
+        if not self.suits(input):
+            assert by is None
+            plain = super().forward(input)
+            return F.silu(plain) if has_silu else plain
+        return kernels.group_norm(
+            input, self.num_groups, self.weight, self.bias, self.eps, has_silu=has_silu, by=by
+        )
 
 
 class NativeLayerNorm(LayerNorm):
@@ -277,6 +294,7 @@ PATHS = (*KINDS, *CONVOLUTIONS)
 _DIFFUSERS = "everyframe.fast_paths.modules.diffusers_modules"
 _WAN = "diffusers.models.autoencoders.autoencoder_kl_wan"
 _COGVIDEOX = "diffusers.models.autoencoders.autoencoder_kl_cogvideox"
+_MOCHI = "diffusers.models.autoencoders.autoencoder_kl_mochi"
 _HUNYUANVIDEO = "diffusers.models.autoencoders.autoencoder_kl_hunyuan_video"
 #: The same for classes of diffusers, which is imported where a model has them only.
 _FOREIGN: Mapping[tuple[str, str], str] = {
@@ -286,9 +304,11 @@ _FOREIGN: Mapping[tuple[str, str], str] = {
     ("native-norm", "diffusers.models.normalization.RMSNorm"): "NativeDiffusersRMSNorm",
     ("native-norm", f"{_WAN}.WanRMS_norm"): "NativeWanRMSNorm",
     ("native-norm", f"{_COGVIDEOX}.CogVideoXSpatialNorm3D"): "NativeSpatialNorm3D",
+    ("native-norm", f"{_MOCHI}.MochiChunkedGroupNorm3D"): "NativeChunkedGroupNorm3D",
     ("winograd", f"{_WAN}.WanCausalConv3d"): "WinogradWanConv3d",
     ("winograd", f"{_COGVIDEOX}.CogVideoXCausalConv3d"): "WinogradCogVideoXConv3d",
     ("winograd", f"{_HUNYUANVIDEO}.HunyuanVideoCausalConv3d"): "WinogradHunyuanVideoConv3d",
+    ("winograd", f"{_HUNYUANVIDEO}.HunyuanVideoResnetBlockCausal3D"): "WinogradHunyuanVideoBlock",
 }
 
 
@@ -311,15 +331,15 @@ def _above(name: str) -> Iterator[str]:
 
 
 def _new_kind(path: str, part: nn.Module) -> type[nn.Module] | None:
+    own = type(part)
+    foreign = _FOREIGN.get((path, f"{own.__module__}.{own.__qualname__}"))
+    if foreign is not None:  # which may hold the module that the path is for
+        found: type[nn.Module] = getattr(import_module(_DIFFUSERS), foreign)
+        return found if any(_suits(path, each) for each in part.modules()) else None
     if not _suits(path, part):
         return None
-    own = type(part)
     if path == "native-flash" and is_attention(part):
         return native_kind(own)  # type: ignore[arg-type]
-    foreign = _FOREIGN.get((path, f"{own.__module__}.{own.__qualname__}"))
-    if foreign is not None:
-        found: type[nn.Module] = getattr(import_module(_DIFFUSERS), foreign)
-        return found
     if path in CONVOLUTIONS:
         return convolution_kind(path, own)  # type: ignore[arg-type]
     return KINDS[path].get(own)
@@ -327,8 +347,8 @@ def _new_kind(path: str, part: nn.Module) -> type[nn.Module] | None:
 
 def _suits(path: str, part: nn.Module) -> bool:
     """False for a norm without the weights that it is called for, and for most convolutions."""
-    if path == "winograd":  # a causal convolution of diffusers may hold one of torch's
-        return is_winograd(getattr(part, "conv", part))
+    if path == "winograd":
+        return is_winograd(part)
     if path == "temporal-conv":
         return is_temporal(part)
     if path == "temporal-winograd":
@@ -344,6 +364,8 @@ def swapper(path: str) -> Callable[[nn.Module, tuple[str, ...]], None]:
     def swap(module: nn.Module, blocks: tuple[str, ...]) -> None:
         for name, kind in _all_places(path, module).items():
             recast(module, name, kind)
+        if path == "native-norm":
+            residual_blocks.fuse(module)
 
     return swap
 

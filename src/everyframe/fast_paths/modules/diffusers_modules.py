@@ -14,12 +14,18 @@ from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
     CogVideoXCausalConv3d,
     CogVideoXSpatialNorm3D,
 )
-from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import HunyuanVideoCausalConv3d
+from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import (
+    HunyuanVideoCausalConv3d,
+    HunyuanVideoResnetBlockCausal3D,
+)
+from diffusers.models.autoencoders.autoencoder_kl_mochi import MochiChunkedGroupNorm3D
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanRMS_norm
 from diffusers.models.normalization import FP32LayerNorm, RMSNorm
 from torch import Tensor, nn
 
 from everyframe.fast_paths.modules.convolution_modules import Edge, WinogradConv3d
+from everyframe.fast_paths.modules.cpu_modules import NativeTorchGroupNorm
+from everyframe.fast_paths.modules.residual_blocks import NAMES
 from everyframe.ops.native import kernels
 
 
@@ -80,45 +86,64 @@ class NativeWanRMSNorm(WanRMS_norm):  # type: ignore[misc]
     """The RMS norm over channels of Wan's autoencoder; the result lies channels last."""
 
     is_plain = False
+    has_silu = False
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.gamma
         suits = self.channel_first and x.dtype == weight.dtype and kernels.supports(x)
         if self.is_plain or not suits:
             plain: Tensor = super().forward(x)
-            return plain
+            return F.silu(plain) if self.has_silu else plain
         bias = self.bias if isinstance(self.bias, Tensor) else None
         # It divides by the norm, of 1e-12 at least, times the root of the number of channels.
         least = 1e-24 / weight.numel()
         rows = kernels.layer_norm(x.movedim(1, -1), weight, bias, least, is_rms=True)
-        return rows.movedim(-1, 1)
+        return (F.silu(rows, inplace=True) if self.has_silu else rows).movedim(-1, 1)
+
+
+class NativeChunkedGroupNorm3D(MochiChunkedGroupNorm3D):  # type: ignore[misc]
+    """Mochi's group norm of single frames, which needs no pieces to save memory."""
+
+    is_plain = False
+    has_silu = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = self.norm_layer
+        if self.is_plain or not isinstance(norm, NativeTorchGroupNorm) or not norm.suits(x):
+            plain: Tensor = super().forward(x)
+            return F.silu(plain) if self.has_silu else plain
+        made: Tensor = norm(x.transpose(1, 2).flatten(0, 1), has_silu=self.has_silu)
+        return torch.unflatten(made, 0, (len(x), -1)).transpose(1, 2)
 
 
 class NativeSpatialNorm3D(CogVideoXSpatialNorm3D):  # type: ignore[misc]
     """CogVideoX's group norm, scaled and shifted by layers of the latents.
 
-    The layers see single pixels, so they are computed before the latents are enlarged and not
-    after; and what is multiplied has one memory layout.
+    The layers see single pixels, so they compute small maps of the latents, and the norm reads
+    these at the place of each of its pixels.
     """
 
     is_plain = False
+    has_silu = False
 
     def forward(
         self, f: Tensor, zq: Tensor, conv_cache: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        if self.is_plain or not kernels.supports(f):
-            plain: tuple[Tensor, dict[str, Tensor]] = super().forward(f, zq, conv_cache)
-            return plain
-        scale, shift = (_enlarged(layer.conv(zq), f) for layer in (self.conv_y, self.conv_b))
+        norm = self.norm_layer
+        is_native = isinstance(norm, NativeTorchGroupNorm) and norm.suits(f)
+        if self.is_plain or not is_native or zq.dtype != f.dtype:
+            plain, new_cache = super().forward(f, zq, conv_cache)
+            return F.silu(plain) if self.has_silu else plain, new_cache
+        scale, shift = (layer.conv(zq) for layer in (self.conv_y, self.conv_b))
+        numbers = torch.arange(zq[0, 0].numel(), dtype=torch.float64).view(1, 1, *zq.shape[2:])
+        by = kernels.NormMap(scale, shift, _enlarged(numbers, f).long())
         # Layers of one frame don't read what is cached for them; diffusers has a copy for each.
         cache = dict.fromkeys(("conv_y", "conv_b"), _enlarged(zq, f))
-        return torch.addcmul(shift, self.norm_layer(f), scale), cache
+        return norm(f, by, has_silu=self.has_silu), cache
 
 
 def _enlarged(latents_NCTHW: Tensor, f: Tensor) -> Tensor:
-    """The latents in the size and memory layout of `f`; a first frame of an odd number alone."""
-    if kernels.is_channels_last(f):
-        latents_NCTHW = latents_NCTHW.contiguous(memory_format=torch.channels_last_3d)
+    """The latents in the size of `f`; a first frame of an odd number is enlarged alone."""
     frames, *sides = f.shape[2:]
     if frames == 1 or frames % 2 == 0:
         return F.interpolate(latents_NCTHW, size=(frames, *sides))
@@ -176,6 +201,23 @@ class WinogradHunyuanVideoConv3d(HunyuanVideoCausalConv3d):  # type: ignore[misc
             return plain
         made: Tensor = self.conv(hidden_states, edge=edge)
         return made
+
+
+class WinogradHunyuanVideoBlock(HunyuanVideoResnetBlockCausal3D):  # type: ignore[misc]
+    """A residual block that leaves images as rows of channels, as its convolutions make them."""
+
+    is_plain = False
+    norms_of_silu = NAMES
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if self.is_plain or not kernels.supports(hidden_states):
+            plain: Tensor = super().forward(hidden_states)
+            return plain
+        x = self.conv1(self.nonlinearity(self.norm1(hidden_states)))
+        x = self.conv2(self.dropout(self.nonlinearity(self.norm2(x))))
+        shortcut = self.conv_shortcut
+        sum_: Tensor = x + (hidden_states if shortcut is None else shortcut(hidden_states))
+        return sum_
 
 
 def _suits(conv: nn.Module, x: Tensor, edge: Edge) -> bool:
