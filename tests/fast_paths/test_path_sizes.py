@@ -80,10 +80,11 @@ THREADS = (1, 3, 16)
 
 
 def test_convolutions(counted: Kernels) -> None:
+    edge = (0, 1, None, 0, 0, 0)
     channels, outputs = (32, 33, 96, 320, 640, 1000, 1280, 2560, 7680), (32, 40, 320, 1280)
     for inputs, made, tiles, threads in product(channels, outputs, (1, 16, 300, 40_000), THREADS):
         image = (c_long * 3)(1, 4, 4 * tiles)
-        sizes = (1, image, image, inputs, made, 1, 0, 1, (c_long * 5)(), 0, threads)
+        sizes = (1, image, image, inputs, made, 1, *edge, (c_long * 5)(), 0, threads)
         size = counted.count("winograd", None, None, None, None, *sizes)
         check(size, path_sizes.winograd_bytes(inputs, made, tiles, threads), threads, counted.lanes)
 
@@ -121,14 +122,14 @@ def test_attention(counted: Kernels) -> None:
 def run(path: str, helper: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Calls of kernels in a run of the helper's model by that path: names and arguments."""
     called: list[tuple[Any, ...]] = []
-    compute = kernels._call
+    compute = kernels.call
 
     def call(name: str, *given: Any, output: Any) -> None:
         if name != "channels_last":  # which only copies, and asks for nothing
             called.append((name, *given))
         compute(name, *given, output=output)
 
-    monkeypatch.setattr(kernels, "_call", call)
+    monkeypatch.setattr(kernels, "call", call)
     is_unet = helper is native_paths
     model = unet.build(helper.SIZES).eval() if is_unet else helper.build()
     swap_modules(model, [path])

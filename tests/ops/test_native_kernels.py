@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from everyframe.ops.native import kernels, library
+from everyframe.ops.native import convolutions, kernels, library
 from helpers.kernel_numbers import TOLERANCE, check, numbers
 
 pytestmark = [
@@ -37,6 +37,43 @@ def test_group_norm(shape: tuple[int, ...], groups: int, is_last: bool, dtype: t
         want = F.group_norm(x.double(), groups, weight.double(), bias.double(), 1e-5)
         check(got, F.silu(want) if has_silu else want, size=4.0)
         assert got.stride() == x.stride()
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+@pytest.mark.parametrize("has_silu", [True, False])
+def test_group_norm_by_a_map(is_last: bool, has_silu: bool, dtype: torch.dtype) -> None:
+    """Each place is scaled and shifted by its own of the map, of both samples."""
+    x, scale, shift = (numbers(2, 24, *size, dtype=dtype)
+                       for size in ((3, 5, 7), (2, 3, 2), (2, 2, 3)))  # fmt: skip
+    shift = shift.transpose(-1, -2)
+    if is_last:
+        x = x.contiguous(memory_format=torch.channels_last_3d)
+    weight, bias = numbers(24), numbers(25)[:-1]
+    places = torch.randint(12, (3, 5, 7), generator=torch.Generator().manual_seed(0))
+    by = kernels.NormMap(scale, shift, places)
+    got = kernels.group_norm(x, 4, weight, bias, 1e-5, has_silu=has_silu, by=by)
+    want = F.group_norm(x.double(), 4, weight.double(), bias.double(), 1e-5)
+    at = [each.double().flatten(2)[:, :, places.flatten()].view(x.shape) for each in (scale, shift)]
+    want = want * at[0] + at[1]
+    check(got, F.silu(want) if has_silu else want, size=8.0)
+    assert kernels.is_channels_last(got)
+
+
+def test_a_map_that_does_not_fit_is_refused() -> None:
+    """C would read beyond its end."""
+    x, one, map_ = numbers(2, 8, 3, 3, 3), torch.ones(8), numbers(2, 8, 1, 2, 2)
+    places = torch.zeros(3, 3, 3, dtype=torch.int64)
+    for by in (
+        kernels.NormMap(map_, map_[:1], places),
+        kernels.NormMap(map_, map_[..., :1], places),
+        kernels.NormMap(map_.bfloat16(), map_.bfloat16(), places),
+        kernels.NormMap(map_, map_, places[:2]),
+        kernels.NormMap(map_, map_, places.int()),
+        kernels.NormMap(map_, map_, places + 4),
+        kernels.NormMap(map_, map_, places - 1),
+    ):
+        with pytest.raises(ValueError, match="needed, got"):
+            kernels.group_norm(x, 2, one, one, 1e-5, by=by)
 
 
 @pytest.mark.parametrize("is_last", [True, False])
@@ -249,16 +286,16 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"a weight \(O, 8, 3, 3\) in torch.float32 is needed, got"
     ):
-        kernels.winograd(x, torch.ones(4, 7, 3, 3), None)
+        convolutions.winograd(x, torch.ones(4, 7, 3, 3), None)
     with pytest.raises(ValueError, match=r"a weight \(O, 8, 3, 1, 1\) in torch.float32 is needed"):
-        kernels.winograd_over_time(x.unsqueeze(2), torch.ones(4, 8, 3, 3, 3), None, (1, 1))
+        convolutions.winograd_over_time(x.unsqueeze(2), torch.ones(4, 8, 3, 3, 3), None, (1, 1))
     with pytest.raises(ValueError, match="1 frames with a padding of"):
-        kernels.winograd_over_time(x.unsqueeze(2), torch.ones(4, 8, 3, 1, 1), None, (1, 0))
+        convolutions.winograd_over_time(x.unsqueeze(2), torch.ones(4, 8, 3, 1, 1), None, (1, 0))
     with pytest.raises(ValueError, match="8 values on the CPU are needed, got 4"):
-        kernels.winograd(x, torch.ones(8, 8, 3, 3), four)
+        convolutions.winograd(x, torch.ones(8, 8, 3, 3), four)
     for frames, side in ((2, 6), (3, 2)):
         with pytest.raises(ValueError, match="frames of"):
-            kernels.winograd_3d(
+            convolutions.winograd_3d(
                 torch.ones(1, 8, frames, side, 6), torch.ones(4, 8, 3, 3, 3), None, (0, 0), 0
             )
     with pytest.raises(ValueError, match="heads of"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from everyframe.ops.native import kernels, library
+from everyframe.ops.native import convolutions, kernels, library
 from helpers.kernel_numbers import TOLERANCE, check, numbers
 
 pytestmark = [
@@ -31,13 +31,15 @@ def test_winograd(shape: tuple[int, ...], outputs: int, dtype: torch.dtype) -> N
     x, bias = numbers(*shape, dtype=dtype), numbers(outputs, dtype=dtype)
     weight = (numbers(outputs, shape[1], 3, 3) / (9 * shape[1]) ** 0.5).to(dtype)
     want = F.conv2d(x.double(), weight.double(), bias.double(), padding=1)
-    got = kernels.winograd(x, weight, bias)
+    got = convolutions.winograd(x, weight, bias)
     check(got, want, size=8.0)  # intermediate numbers are larger than the result
     assert kernels.is_channels_last(got)
     last = torch.channels_last
-    again = kernels.winograd(x.contiguous(memory_format=last), weight.to(memory_format=last), bias)
+    again = convolutions.winograd(
+        x.contiguous(memory_format=last), weight.to(memory_format=last), bias
+    )
     assert torch.equal(got, again)
-    without = kernels.winograd(x, weight, None)
+    without = convolutions.winograd(x, weight, None)
     check(without, want - bias.double()[:, None, None], size=8.0)
 
 
@@ -57,12 +59,12 @@ def test_winograd_over_frames(
     weight = weight.to(dtype)
     padded = F.pad(x.double(), (pad, pad, pad, pad, *frame_padding))
     want = F.conv3d(padded, weight.double(), bias.double())
-    got = kernels.winograd_3d(x, weight, bias, frame_padding, pad)
+    got = convolutions.winograd_3d(x, weight, bias, frame_padding, pad)
     check(got, want, size=8.0)
     assert kernels.is_channels_last(got)
     last = torch.channels_last_3d
     x, weight = x.contiguous(memory_format=last), weight.to(memory_format=last)
-    assert torch.equal(kernels.winograd_3d(x, weight, bias, frame_padding, pad), got)
+    assert torch.equal(convolutions.winograd_3d(x, weight, bias, frame_padding, pad), got)
 
 
 @pytest.mark.parametrize(
@@ -78,27 +80,27 @@ def test_winograd_over_time(
     weight = (numbers(outputs, shape[1], 3, 1, 1) / (3 * shape[1]) ** 0.5).to(dtype)
     padded = F.pad(x.double(), (0, 0, 0, 0, *frame_padding))
     want = F.conv3d(padded, weight.double(), bias.double())
-    got = kernels.winograd_over_time(x, weight, bias, frame_padding)
+    got = convolutions.winograd_over_time(x, weight, bias, frame_padding)
     check(got, want, size=8.0)  # intermediate numbers are larger than the result
     assert kernels.is_channels_last(got)
     x = x.contiguous(memory_format=torch.channels_last_3d)
-    assert torch.equal(kernels.winograd_over_time(x, weight, bias, frame_padding), got)
-    without = kernels.winograd_over_time(x, weight, None, frame_padding)
+    assert torch.equal(convolutions.winograd_over_time(x, weight, bias, frame_padding), got)
+    without = convolutions.winograd_over_time(x, weight, None, frame_padding)
     check(without, want - bias.double()[:, None, None, None], size=8.0)
 
 
 def test_a_tile_of_winograd_depends_on_itself_alone() -> None:
     x, weight = numbers(9, 48, 10, 21), numbers(40, 48, 3, 3)
-    whole = kernels.winograd(x, weight, None)
-    assert torch.equal(kernels.winograd(x[4:5], weight, None), whole[4:5])
+    whole = convolutions.winograd(x, weight, None)
+    assert torch.equal(convolutions.winograd(x[4:5], weight, None), whole[4:5])
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        assert torch.equal(kernels.winograd(x, weight, None), whole)
+        assert torch.equal(convolutions.winograd(x, weight, None), whole)
     finally:
         torch.set_num_threads(threads)
     x[3, 7, 0, 0] = float("nan")
-    seen = kernels.winograd(x, weight, None)
+    seen = convolutions.winograd(x, weight, None)
     assert not seen[3, :, :2, :2].isfinite().any()
     assert torch.equal(seen[:3], whole[:3])
     assert torch.equal(seen[3, :, 4:], whole[3, :, 4:])
@@ -106,9 +108,9 @@ def test_a_tile_of_winograd_depends_on_itself_alone() -> None:
 
 def test_a_frame_reaches_those_that_its_taps_reach() -> None:
     x, weight = numbers(2, 33, 6, 8, 8), numbers(32, 33, 3, 3, 3)
-    whole = kernels.winograd_3d(x, weight, None, (2, 0), 1)
+    whole = convolutions.winograd_3d(x, weight, None, (2, 0), 1)
     x[1, 5, 2] = float("nan")
-    seen = kernels.winograd_3d(x, weight, None, (2, 0), 1)
+    seen = convolutions.winograd_3d(x, weight, None, (2, 0), 1)
     assert torch.equal(seen[0], whole[0])
     assert not seen[1, :, 2:5].isfinite().any()
     for rest in (slice(0, 2), slice(5, 6)):
@@ -116,7 +118,7 @@ def test_a_frame_reaches_those_that_its_taps_reach() -> None:
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        found = kernels.winograd_3d(x[:1], weight, None, (2, 0), 1)
+        found = convolutions.winograd_3d(x[:1], weight, None, (2, 0), 1)
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(found, whole[:1])
@@ -124,16 +126,16 @@ def test_a_frame_reaches_those_that_its_taps_reach() -> None:
 
 def test_a_tile_over_time_depends_on_itself_alone() -> None:
     x, weight = numbers(3, 48, 10, 5, 7), numbers(40, 48, 3, 1, 1)
-    whole = kernels.winograd_over_time(x, weight, None, (1, 1))
-    assert torch.equal(kernels.winograd_over_time(x[1:2], weight, None, (1, 1)), whole[1:2])
+    whole = convolutions.winograd_over_time(x, weight, None, (1, 1))
+    assert torch.equal(convolutions.winograd_over_time(x[1:2], weight, None, (1, 1)), whole[1:2])
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        assert torch.equal(kernels.winograd_over_time(x, weight, None, (1, 1)), whole)
+        assert torch.equal(convolutions.winograd_over_time(x, weight, None, (1, 1)), whole)
     finally:
         torch.set_num_threads(threads)
     x[1, 7, 0, 2, 3] = float("nan")
-    seen = kernels.winograd_over_time(x, weight, None, (1, 1))
+    seen = convolutions.winograd_over_time(x, weight, None, (1, 1))
     assert not seen[1, :, :2, 2, 3].isfinite().any()
     whole[1, :, :4, 2, 3] = seen[1, :, :4, 2, 3] = 0
     assert torch.equal(seen, whole)

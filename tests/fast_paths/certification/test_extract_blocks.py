@@ -14,7 +14,7 @@ import everyframe
 from everyframe.core.plan import Precision
 from everyframe.fast_paths import apply
 from everyframe.fast_paths.benchmark import ComparisonResult, relative_error, run_comparisons
-from everyframe.fast_paths.certification.extract_blocks import blocks_of
+from everyframe.fast_paths.certification.extract_blocks import BlockInputs, blocks_of, reduced
 from everyframe.fast_paths.certification.target import CertificationTarget
 from everyframe.fast_paths.certification.trials import block
 from everyframe.fast_paths.compilation.module_compilation import is_compiled
@@ -137,3 +137,15 @@ def test_a_compiled_block_of_a_model_follows_whatever_changes(
         layer = each.blocks[0].get_submodule("mlp.fc2")
         layer.bias = nn.Parameter(torch.ones_like(layer.bias), requires_grad=False)  # another one
     check(first.given)
+
+
+def test_large_inputs_are_cut_together() -> None:
+    """Latents beside what is made of them keep their place; text beside tokens is not cut."""
+    frames, latents, time_B = (torch.empty(size, device="meta") for size in (
+        (1, 64, 9, 96, 160), (1, 16, 3, 12, 20), (1, 8)))  # fmt: skip
+    found = reduced(BlockInputs((frames, latents), {}), 2**18)
+    assert [each.shape for each in found.args] == [(1, 64, 5, 6, 160), (1, 16, 2, 1, 20)]
+    assert reduced(BlockInputs((frames, time_B), {}), 2**18).args[0] is frames
+    tokens, text = (torch.empty(1, size, 64, device="meta") for size in (8192, 64))
+    found = reduced(BlockInputs((tokens, text), {}), 2**18)
+    assert [each.shape for each in found.args] == [tokens.shape, text.shape]

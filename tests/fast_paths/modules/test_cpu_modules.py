@@ -26,7 +26,7 @@ from everyframe.fast_paths.modules import convolution_modules, cpu_modules, gate
 from everyframe.fast_paths.registry import CATALOGUE
 from everyframe.ops.attention import AttentionCore
 from everyframe.ops.modulation import GatedAdd
-from everyframe.ops.native import kernels, library
+from everyframe.ops.native import convolutions, kernels, library
 from everyframe.ops.norm import GroupNormSiLU, LayerNorm, RMSNorm, WideLayerNorm
 from everyframe.precision.cast_hooks import add_cast_hooks
 from everyframe.precision.upcast import Upcast
@@ -196,7 +196,7 @@ def test_a_repair_makes_it_plain_and_gives_it_back(
     repairs = RepairSet(native_paths.CPU, {"unet": model})
     undo = apply_repair(model, repairs.plainly("unet", ""))
     with monkeypatch.context() as patch:
-        patch.setattr(kernels, "_call", forbidden)
+        patch.setattr(kernels, "call", forbidden)
         assert relative_error(answer(model), answer(plain)) < 1e-5
     undo()
     assert torch.equal(answer(model), before)
@@ -308,8 +308,8 @@ def test_convolutions_by_winograd(monkeypatch: pytest.MonkeyPatch) -> None:
         *["ChannelsLastConv2d"] * 5,
     ]  # fmt: skip
     called = []
-    right = kernels.winograd
-    monkeypatch.setattr(kernels, "winograd", lambda *a: called.append(a[0].shape) or right(*a))
+    right = convolutions.winograd
+    monkeypatch.setattr(convolutions, "winograd", lambda *a: called.append(a[0].shape) or right(*a))
     torch.testing.assert_close(layers(x), want, atol=1e-5, rtol=1e-5)
     assert called == [(2, 32, 30, 41), (2, 64, 30, 41)]
     # Images of two pixels a side would be padded to four; weights take longer than a few tiles.
@@ -347,14 +347,14 @@ def test_a_wrong_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wrong_convolution_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """One output pixel of each image is computed wrong."""
-    right = kernels.winograd
+    right = convolutions.winograd
 
     def wrong(*given: Any) -> Tensor:
         y = right(*given)
         y[..., -1, -1] *= 1.1
         return y
 
-    monkeypatch.setattr(kernels, "winograd", wrong)
+    monkeypatch.setattr(convolutions, "winograd", wrong)
     outcome = tried("winograd")
     assert not outcome.is_right
     assert 1e-3 < outcome.error < 1e-1

@@ -11,6 +11,7 @@ Source: hpcaitech/Open-Sora v1.2.0, opensora/models/vae/vae_temporal.py (behavio
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch.nn.functional as F
 from einops import rearrange
@@ -49,6 +50,8 @@ class CausalConv3d(nn.Module):
 
 class ResBlock(nn.Module):
     """Residual block: twice norm, SiLU, convolution; 1x1x1 shortcut if the width changes."""
+
+    norms_of_silu: ClassVar = {"activation": ("norm1", "norm2")}
 
     def __init__(self, in_channels: int, out_channels: int, num_groups: int) -> None:
         super().__init__()
@@ -90,6 +93,8 @@ class TemporalEncoder(nn.Module):
     The output is not yet mean and log-variance: `TemporalVAE.quant_conv` produces those.
     """
 
+    norms_of_silu: ClassVar = {"activation": ("norm1",)}
+
     def __init__(self, config: TemporalVAEConfig) -> None:
         super().__init__()
         levels = _level_channels(config)
@@ -126,6 +131,8 @@ class TemporalDecoder(nn.Module):
 
     Time is doubled by computing twice the channels and splitting them over two frames.
     """
+
+    norms_of_silu: ClassVar = {"activation": ("norm1",)}
 
     def __init__(self, config: TemporalVAEConfig) -> None:
         super().__init__()

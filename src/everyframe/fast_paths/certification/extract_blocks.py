@@ -43,8 +43,13 @@ class BlockInputs:
     kwargs: dict[str, Any]
 
     def call(self, module: nn.Module) -> Any:
-        """The module's result for these inputs."""
-        return module(*self.args, **self.kwargs)
+        """The module's result for these inputs, whose lists it may change."""
+        given = self.copied()
+        return module(*given.args, **given.kwargs)
+
+    def copied(self) -> BlockInputs:
+        """The same tensors in lists and mappings of their own."""
+        return BlockInputs(*cast_hooks.map_tensors((self.args, self.kwargs), lambda x: x))
 
 
 class BlockLocation(nn.Module):
@@ -159,7 +164,8 @@ def reduced(given: BlockInputs, most: int | None) -> BlockInputs:
     """Inputs with the batch and the places cut until no tensor has more than `most` elements.
 
     Channels are the second dimension of four and more (B, C, ...) in channels-first layers and the
-    last elsewhere; neither is cut, nor the second of tokens (b, T, s, C), which are frames.
+    last elsewhere; neither is cut, nor the second of tokens (b, T, s, C), which are frames. Smaller
+    maps beside the first tensor keep their ratio to it.
     """
     found = _tensors(given)
     if most is None or not found or any(each.ndim != found[0].ndim for each in found):
@@ -168,7 +174,7 @@ def reduced(given: BlockInputs, most: int | None) -> BlockInputs:
     axes = [axis for axis in range(first.ndim) if axis not in (1, first.ndim - 1)]
     if first.ndim <= 3:
         axes = list(range(first.ndim - 1))
-    axes = [axis for axis in axes if all(each.shape[axis] in (1, sizes[axis]) for each in found)]
+    axes = [axis for axis in axes if all(_has_ratio(each, first, axis) for each in found)]
     while prod(sizes) > most:
         longest = max(axes, key=lambda axis: sizes[axis], default=None)
         if longest is None or sizes[longest] < _SHORTEST:
@@ -178,12 +184,19 @@ def reduced(given: BlockInputs, most: int | None) -> BlockInputs:
     def cut(tensor: Tensor) -> Tensor:
         if not any(tensor is each for each in found):
             return tensor
-        for axis, size in enumerate(sizes):
-            tensor = tensor.narrow(axis, 0, min(size, tensor.shape[axis]))
+        for axis in axes:
+            kept = -(-tensor.shape[axis] * sizes[axis] // first.shape[axis])
+            tensor = tensor.narrow(axis, 0, kept)
         return tensor
 
     args, kwargs = cast_hooks.map_tensors((given.args, given.kwargs), cut)
     return BlockInputs(args, kwargs)
+
+
+def _has_ratio(tensor: Tensor, first: Tensor, axis: int) -> bool:
+    """Whether a size of the first tensor is a multiple of this one's, of tokens 1 or the same."""
+    own, whole = tensor.shape[axis], first.shape[axis]
+    return own in (1, whole) or (first.ndim > 4 and own > 0 and whole % own == 0)
 
 
 def _record_inputs(
@@ -195,7 +208,8 @@ def _record_inputs(
 
     def noting(name: str) -> Callable[..., None]:
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given.setdefault(name, BlockInputs(args, kwargs))
+            if name not in given:
+                given[name] = BlockInputs(args, kwargs).copied()
 
         return note
 

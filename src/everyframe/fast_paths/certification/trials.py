@@ -32,6 +32,7 @@ from everyframe.fast_paths.certification.target import CertificationTarget
 from everyframe.fast_paths.compilation.compiled_block import CompiledBlock
 from everyframe.fast_paths.compilation.module_compilation import compiled_blocks
 from everyframe.fast_paths.compilation.package_store import Package, files_of
+from everyframe.fast_paths.modules import residual_blocks
 from everyframe.fast_paths.modules.fast_modules import embedders, forget, keep
 from everyframe.fast_paths.registry import FastPath
 from everyframe.hardware.device_loss import parse_device_loss
@@ -53,6 +54,9 @@ _MOST = 4
 
 #: Number of different modules that are tried per component, and of an input's elements.
 _MOST_MODULES, _MOST_ELEMENTS = 8, 2**22
+
+#: The same of residual blocks, whose convolutions take longer.
+_MOST_BLOCKS, _FEW_ELEMENTS = 2, 2**18
 
 #: Allowed error of a half precision product against float32: some roundings of operands and result.
 #: Blocks of models in bfloat16 were measured at 0.3 to 2 %; 5 % is a defect. Products in eight bits
@@ -126,7 +130,10 @@ def compiled(subject: CertificationTarget, path: FastPath) -> Iterator[Compariso
 
 
 def modules(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
-    """Compare the heaviest kinds of modules that the path replaces, one by one, on fewer rows."""
+    """Compare the heaviest kinds of modules that the path replaces, one by one, on fewer rows.
+
+    Blocks in which norms apply SiLU as well are compared for their error alone.
+    """
     names: Callable[[nn.Module], Iterable[str]] = partial(places_of, path.name)
     if path.closeness == "lossy":
         names = partial(layers, precision=replace(subject.precision, weight_dtype=path.name))
@@ -137,6 +144,13 @@ def modules(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison
             kind="",
             allowed=ALLOWED.get(path.name),
         )
+    if path.name != "native-norm":
+        return
+    for each in blocks_of(
+        subject, residual_blocks.places, most=_MOST_BLOCKS, most_elements=_FEW_ELEMENTS
+    ):
+        fused = each.compare(each.alone(()), each.alone((path.name,)))
+        yield replace(fused, weight=0.0)
 
 
 def embeddings(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:

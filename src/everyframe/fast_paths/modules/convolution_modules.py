@@ -6,6 +6,7 @@ The classes override `_conv_forward`, to which torch's `forward` gives its input
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from typing import Any, TypeGuard
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from everyframe.fast_paths import path_sizes
-from everyframe.ops.native import kernels
+from everyframe.ops.native import convolutions, kernels
 from everyframe.precision.dtypes import dtype_name
 
 
@@ -95,24 +96,60 @@ class WinogradConv2d(nn.Conv2d):
         if self.is_plain or not suits or not saves_products(self, len(x), *x.shape[2:]):
             plain: Tensor = super()._conv_forward(x, weight, bias)
             return plain
-        return kernels.winograd(x, weight, bias)
+        return convolutions.winograd(x, weight, bias)
+
+
+@dataclass(frozen=True)
+class Edge:
+    """What a convolution reads beyond its input, which then needs no padded copy.
+
+    Attributes:
+        frames: before the first frame; zeros, but for the last of them, the `history`.
+        pad: pixels around each frame.
+        history: (N, C, t, H, W).
+        is_replicated: whether pixels around repeat those at the edge; else they are zeros.
+    """
+
+    frames: int
+    pad: int
+    history: Tensor | None = None
+    is_replicated: bool = False
 
 
 class WinogradConv3d(nn.Conv3d):
-    """A convolution of Tx3x3 as T of 3x3 over shifted frames, by Winograd's algorithm."""
+    """A convolution of Tx3x3 as T of 3x3 over shifted frames, by Winograd's algorithm.
+
+    A causal convolution that holds it may leave the padding to it, if it `suits` the input.
+    """
 
     is_plain = False
+
+    def suits(self, x: Tensor, edge: Edge) -> bool:
+        """Whether a call with this input and `edge` can be computed, and repays."""
+        history = edge.history
+        is_fit = history is None or (history.dtype == x.dtype and history.shape[2] <= edge.frames)
+        is_wanted = is_fit and not self.is_plain
+        return is_wanted and suits_winograd(self, x, (edge.frames, 0), edge.pad)
+
+    def forward(self, input: Tensor, *args: Any, edge: Edge | None = None) -> Tensor:  # noqa: A002
+        if edge is None:
+            plain: Tensor = super().forward(input, *args)
+            return plain
+        return convolutions.winograd_3d(
+            input, self.weight, self.bias, (edge.frames, 0), edge.pad, edge.history,
+            is_replicated=edge.is_replicated,
+        )  # fmt: skip
 
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         around, pad, _ = (int(each) for each in self.padding)
         if self.is_plain or not suits_winograd(self, x, (around, around), pad):
             plain: Tensor = super()._conv_forward(x, weight, bias)
             return plain
-        return kernels.winograd_3d(x, weight, bias, (around, around), pad)
+        return convolutions.winograd_3d(x, weight, bias, (around, around), pad)
 
 
 def suits_winograd(conv: nn.Conv3d, x: Tensor, frame_padding: tuple[int, int], pad: int) -> bool:
-    """Whether `kernels.winograd_3d` takes this input, and repays."""
+    """Whether `convolutions.winograd_3d` takes this input, and repays."""
     weight = conv.weight
     if x.ndim != 5 or x.dtype != weight.dtype or not kernels.supports(x, weight):
         return False
@@ -136,7 +173,7 @@ class WinogradOverTime(nn.Conv3d):
             plain: Tensor = super()._conv_forward(x, weight, bias)
             return plain
         padding = (int(self.padding[0]),) * 2
-        return kernels.winograd_over_time(x, weight, bias, padding)
+        return convolutions.winograd_over_time(x, weight, bias, padding)
 
 
 #: By fast path: the classes that convolutions become, each a subclass of torch's.
@@ -171,7 +208,7 @@ def convolution_kind(path: str, own: Any) -> type[nn.Module] | None:
 
 
 def _suits_winograd_over_time(conv: nn.Conv3d, x: Tensor) -> bool:
-    """Whether `kernels.winograd_over_time` takes this input, and repays."""
+    """Whether `convolutions.winograd_over_time` takes this input, and repays."""
     weight = conv.weight
     if x.ndim != 5 or {weight.dtype, x.dtype} != {torch.float32} or not kernels.supports(x, weight):
         return False

@@ -7,14 +7,16 @@ block, a repair that wants plain kernels (it sets `is_plain`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from everyframe.fast_paths.modules import residual_blocks
 from everyframe.fast_paths.modules.convolution_modules import (
     CONVOLUTIONS,
     convolution_kind,
@@ -62,15 +64,30 @@ class NativeGroupNormSiLU(NativeGroupNorm, GroupNormSiLU):
 
 
 class NativeTorchGroupNorm(nn.GroupNorm):
-    """torch's own group norm, in C."""
+    """torch's own group norm, in C; with SiLU in a block of `residual_blocks`."""
 
     is_plain = False
+    has_silu = False
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        suits = input.dtype == self.weight.dtype and kernels.supports(input)
-        if self.is_plain or not suits:
-            return super().forward(input)
-        return kernels.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+    def suits(self, x: Tensor) -> bool:
+        """Whether the kernel computes it; a map needs that."""
+        return not self.is_plain and x.dtype == self.weight.dtype and kernels.supports(x)
+
+    def forward(
+        self,
+        input: Tensor,  # noqa: A002 - torch's name
+        by: kernels.NormMap | None = None,
+        *,
+        has_silu: bool = False,
+    ) -> Tensor:
+        has_silu = has_silu or self.has_silu
+        if not self.suits(input):
+            assert by is None
+            plain = super().forward(input)
+            return F.silu(plain) if has_silu else plain
+        return kernels.group_norm(
+            input, self.num_groups, self.weight, self.bias, self.eps, has_silu=has_silu, by=by
+        )
 
 
 class NativeLayerNorm(LayerNorm):
@@ -277,6 +294,8 @@ PATHS = (*KINDS, *CONVOLUTIONS)
 _DIFFUSERS = "everyframe.fast_paths.modules.diffusers_modules"
 _WAN = "diffusers.models.autoencoders.autoencoder_kl_wan"
 _COGVIDEOX = "diffusers.models.autoencoders.autoencoder_kl_cogvideox"
+_MOCHI = "diffusers.models.autoencoders.autoencoder_kl_mochi"
+_HUNYUANVIDEO = "diffusers.models.autoencoders.autoencoder_kl_hunyuan_video"
 #: The same for classes of diffusers, which is imported where a model has them only.
 _FOREIGN: Mapping[tuple[str, str], str] = {
     ("native-geglu", "diffusers.models.activations.GEGLU"): "NativeGEGLU",
@@ -285,25 +304,42 @@ _FOREIGN: Mapping[tuple[str, str], str] = {
     ("native-norm", "diffusers.models.normalization.RMSNorm"): "NativeDiffusersRMSNorm",
     ("native-norm", f"{_WAN}.WanRMS_norm"): "NativeWanRMSNorm",
     ("native-norm", f"{_COGVIDEOX}.CogVideoXSpatialNorm3D"): "NativeSpatialNorm3D",
+    ("native-norm", f"{_MOCHI}.MochiChunkedGroupNorm3D"): "NativeChunkedGroupNorm3D",
     ("winograd", f"{_WAN}.WanCausalConv3d"): "WinogradWanConv3d",
+    ("winograd", f"{_COGVIDEOX}.CogVideoXCausalConv3d"): "WinogradCogVideoXConv3d",
+    ("winograd", f"{_HUNYUANVIDEO}.HunyuanVideoCausalConv3d"): "WinogradHunyuanVideoConv3d",
+    ("winograd", f"{_HUNYUANVIDEO}.HunyuanVideoResnetBlockCausal3D"): "WinogradHunyuanVideoBlock",
 }
 
 
 def places(path: str, module: nn.Module) -> tuple[str, ...]:
-    """Names of the submodules that the path replaces."""
-    return tuple(name for name, part in module.named_modules() if name and _new_kind(path, part))
+    """Names of the submodules that the path replaces, but for those inside of another."""
+    found = _all_places(path, module)
+    return tuple(name for name in found if not any(outer in found for outer in _above(name)))
+
+
+def _all_places(path: str, module: nn.Module) -> dict[str, type[nn.Module]]:
+    """Names of all submodules that the path replaces, with the class of each."""
+    kinds = ((name, _new_kind(path, part)) for name, part in module.named_modules() if name)
+    return {name: kind for name, kind in kinds if kind is not None}
+
+
+def _above(name: str) -> Iterator[str]:
+    """Names of the modules that hold this one."""
+    while name := name.rpartition(".")[0]:
+        yield name
 
 
 def _new_kind(path: str, part: nn.Module) -> type[nn.Module] | None:
+    own = type(part)
+    foreign = _FOREIGN.get((path, f"{own.__module__}.{own.__qualname__}"))
+    if foreign is not None:  # which may hold the module that the path is for
+        found: type[nn.Module] = getattr(import_module(_DIFFUSERS), foreign)
+        return found if any(_suits(path, each) for each in part.modules()) else None
     if not _suits(path, part):
         return None
-    own = type(part)
     if path == "native-flash" and is_attention(part):
         return native_kind(own)  # type: ignore[arg-type]
-    foreign = _FOREIGN.get((path, f"{own.__module__}.{own.__qualname__}"))
-    if foreign is not None:
-        found: type[nn.Module] = getattr(import_module(_DIFFUSERS), foreign)
-        return found
     if path in CONVOLUTIONS:
         return convolution_kind(path, own)  # type: ignore[arg-type]
     return KINDS[path].get(own)
@@ -326,10 +362,10 @@ def swapper(path: str) -> Callable[[nn.Module, tuple[str, ...]], None]:
     """The function that swaps all `places` of a path, inside of blocks and outside."""
 
     def swap(module: nn.Module, blocks: tuple[str, ...]) -> None:
-        for name in places(path, module):
-            kind = _new_kind(path, module.get_submodule(name))
-            assert kind is not None
+        for name, kind in _all_places(path, module).items():
             recast(module, name, kind)
+        if path == "native-norm":
+            residual_blocks.fuse(module)
 
     return swap
 

@@ -10,12 +10,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from diffusers.models.activations import GEGLU, GELU
-from diffusers.models.autoencoders.autoencoder_kl_cogvideox import CogVideoXSpatialNorm3D
+from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
+    CogVideoXCausalConv3d,
+    CogVideoXSpatialNorm3D,
+)
+from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import (
+    HunyuanVideoCausalConv3d,
+    HunyuanVideoResnetBlockCausal3D,
+)
+from diffusers.models.autoencoders.autoencoder_kl_mochi import MochiChunkedGroupNorm3D
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanRMS_norm
 from diffusers.models.normalization import FP32LayerNorm, RMSNorm
-from torch import Tensor
+from torch import Tensor, nn
 
-from everyframe.fast_paths.modules.convolution_modules import suits_winograd
+from everyframe.fast_paths.modules.convolution_modules import Edge, WinogradConv3d
+from everyframe.fast_paths.modules.cpu_modules import NativeTorchGroupNorm
+from everyframe.fast_paths.modules.residual_blocks import NAMES
 from everyframe.ops.native import kernels
 
 
@@ -76,45 +86,64 @@ class NativeWanRMSNorm(WanRMS_norm):  # type: ignore[misc]
     """The RMS norm over channels of Wan's autoencoder; the result lies channels last."""
 
     is_plain = False
+    has_silu = False
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.gamma
         suits = self.channel_first and x.dtype == weight.dtype and kernels.supports(x)
         if self.is_plain or not suits:
             plain: Tensor = super().forward(x)
-            return plain
+            return F.silu(plain) if self.has_silu else plain
         bias = self.bias if isinstance(self.bias, Tensor) else None
         # It divides by the norm, of 1e-12 at least, times the root of the number of channels.
         least = 1e-24 / weight.numel()
         rows = kernels.layer_norm(x.movedim(1, -1), weight, bias, least, is_rms=True)
-        return rows.movedim(-1, 1)
+        return (F.silu(rows, inplace=True) if self.has_silu else rows).movedim(-1, 1)
+
+
+class NativeChunkedGroupNorm3D(MochiChunkedGroupNorm3D):  # type: ignore[misc]
+    """Mochi's group norm of single frames, which needs no pieces to save memory."""
+
+    is_plain = False
+    has_silu = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = self.norm_layer
+        if self.is_plain or not isinstance(norm, NativeTorchGroupNorm) or not norm.suits(x):
+            plain: Tensor = super().forward(x)
+            return F.silu(plain) if self.has_silu else plain
+        made: Tensor = norm(x.transpose(1, 2).flatten(0, 1), has_silu=self.has_silu)
+        return torch.unflatten(made, 0, (len(x), -1)).transpose(1, 2)
 
 
 class NativeSpatialNorm3D(CogVideoXSpatialNorm3D):  # type: ignore[misc]
     """CogVideoX's group norm, scaled and shifted by layers of the latents.
 
-    The layers see single pixels, so they are computed before the latents are enlarged and not
-    after; and what is multiplied has one memory layout.
+    The layers see single pixels, so they compute small maps of the latents, and the norm reads
+    these at the place of each of its pixels.
     """
 
     is_plain = False
+    has_silu = False
 
     def forward(
         self, f: Tensor, zq: Tensor, conv_cache: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        if self.is_plain or not kernels.supports(f):
-            plain: tuple[Tensor, dict[str, Tensor]] = super().forward(f, zq, conv_cache)
-            return plain
-        scale, shift = (_enlarge(layer.conv(zq), f) for layer in (self.conv_y, self.conv_b))
+        norm = self.norm_layer
+        is_native = isinstance(norm, NativeTorchGroupNorm) and norm.suits(f)
+        if self.is_plain or not is_native or zq.dtype != f.dtype:
+            plain, new_cache = super().forward(f, zq, conv_cache)
+            return F.silu(plain) if self.has_silu else plain, new_cache
+        scale, shift = (layer.conv(zq) for layer in (self.conv_y, self.conv_b))
+        numbers = torch.arange(zq[0, 0].numel(), dtype=torch.float64).view(1, 1, *zq.shape[2:])
+        by = kernels.NormMap(scale, shift, _enlarge(numbers, f).long())
         # Layers of one frame don't read what is cached for them; diffusers has a copy for each.
         cache = dict.fromkeys(("conv_y", "conv_b"), _enlarge(zq, f))
-        return torch.addcmul(shift, self.norm_layer(f), scale), cache
+        return norm(f, by, has_silu=self.has_silu), cache
 
 
 def _enlarge(latents_NCTHW: Tensor, f: Tensor) -> Tensor:
-    """The latents in the size and memory layout of `f`; a first frame of an odd number alone."""
-    if kernels.is_channels_last(f):
-        latents_NCTHW = latents_NCTHW.contiguous(memory_format=torch.channels_last_3d)
+    """The latents in the size of `f`; a first frame of an odd number is enlarged alone."""
     frames, *sides = f.shape[2:]
     if frames == 1 or frames % 2 == 0:
         return F.interpolate(latents_NCTHW, size=(frames, *sides))
@@ -123,19 +152,80 @@ def _enlarge(latents_NCTHW: Tensor, f: Tensor) -> Tensor:
     return torch.cat([first, rest], dim=2)
 
 
-class WinogradWanConv3d(WanCausalConv3d):  # type: ignore[misc]
-    """A causal convolution of 3x3x3 by Winograd's algorithm, which needs no padded copy."""
+class WinogradWanConv3d(WinogradConv3d, WanCausalConv3d):  # type: ignore[misc]
+    """Wan's causal convolution by Winograd's algorithm, without a padded copy of its input."""
+
+    _padding: tuple[int, ...]  # pixels, then frames, of which the last are after the video
+
+    def forward(self, x: Tensor, cache_x: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        *_, frames, _ = self._padding
+        edge = Edge(frames, self._padding[0], cache_x if frames else None)
+        if self.suits(x, edge):
+            return super().forward(x, edge=edge)
+        plain: Tensor = super().forward(x, cache_x)
+        return plain
+
+
+class WinogradCogVideoXConv3d(CogVideoXCausalConv3d):  # type: ignore[misc]
+    """The same for CogVideoX and Mochi, whose first frame stands for those before it."""
 
     is_plain = False
 
-    def forward(self, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
-        if not self.is_plain:
-            front, pad = self._padding[4], self._padding[0]
-            whole = x
-            if cache_x is not None and front > 0:
-                whole = torch.cat([cache_x.to(x.device), x], dim=2)
-                front -= cache_x.shape[2]
-            if suits_winograd(self, whole, (front, 0), pad):
-                return kernels.winograd_3d(whole, self.weight, self.bias, (front, 0), pad)
-        plain: Tensor = super().forward(x, cache_x)
-        return plain
+    def forward(
+        self, inputs: Tensor, conv_cache: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        frames, is_replicated = self.time_kernel_size - 1, self.pad_mode == "replicate"
+        history = inputs[:, :, :1].expand(-1, -1, frames, -1, -1)
+        if conv_cache is not None and not is_replicated:
+            history = conv_cache
+        edge = Edge(frames, self.height_pad, history, is_replicated)
+        if self.is_plain or not _suits(self.conv, inputs, edge):
+            plain: tuple[Tensor, Tensor | None] = super().forward(inputs, conv_cache)
+            return plain
+        output = self.conv(inputs, edge=edge)
+        return output, None if is_replicated else _last(frames, history, inputs)
+
+
+class WinogradHunyuanVideoConv3d(HunyuanVideoCausalConv3d):  # type: ignore[misc]
+    """The same for HunyuanVideo, where pixels at the edge stand for those beyond it too."""
+
+    is_plain = False
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        pad, *_, frames, _ = self.time_causal_padding
+        history = hidden_states[:, :, :1].expand(-1, -1, frames, -1, -1)
+        edge = Edge(frames, pad, history, is_replicated=True)
+        is_wanted = not self.is_plain and self.pad_mode == "replicate"
+        if not is_wanted or not _suits(self.conv, hidden_states, edge):
+            plain: Tensor = super().forward(hidden_states)
+            return plain
+        made: Tensor = self.conv(hidden_states, edge=edge)
+        return made
+
+
+class WinogradHunyuanVideoBlock(HunyuanVideoResnetBlockCausal3D):  # type: ignore[misc]
+    """A residual block that leaves images as rows of channels, as its convolutions make them."""
+
+    is_plain = False
+    norms_of_silu = NAMES
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if self.is_plain or not kernels.supports(hidden_states):
+            plain: Tensor = super().forward(hidden_states)
+            return plain
+        x = self.conv1(self.nonlinearity(self.norm1(hidden_states)))
+        x = self.conv2(self.dropout(self.nonlinearity(self.norm2(x))))
+        shortcut = self.conv_shortcut
+        sum_: Tensor = x + (hidden_states if shortcut is None else shortcut(hidden_states))
+        return sum_
+
+
+def _suits(conv: nn.Module, x: Tensor, edge: Edge) -> bool:
+    return isinstance(conv, WinogradConv3d) and conv.suits(x, edge)
+
+
+def _last(frames: int, history: Tensor, x_NCTHW: Tensor) -> Tensor:
+    """A copy of the last frames that a convolution has seen."""
+    if x_NCTHW.shape[2] >= frames:
+        return x_NCTHW[:, :, -frames:].clone()
+    return torch.cat([history, x_NCTHW], dim=2)[:, :, -frames:].clone()

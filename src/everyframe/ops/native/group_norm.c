@@ -1,5 +1,6 @@
 /* Group norm, and SiLU after it, of samples whose memory is rows of channels (channels last), or
-   channels of rows (as torch makes them).
+   channels of rows (as torch makes them). Before SiLU, each row of channels may be scaled and
+   shifted by a row of a smaller map.
 
    Statistics are sums of differences from a mean or value nearby, in float32 over a few rows and in float64
    beyond: squares of a large mean don't cancel, and one value far from the others costs no digits
@@ -9,6 +10,13 @@
 #include "numbers.h"
 
 enum { ROWS_SUMMED = 64, ROWS_A_PIECE = 1024, BLOCK = 4 };
+
+/* Rows of channels of a sample's map, (samples, size, channels), and the one for each row of x. */
+typedef struct {
+  const void *scale, *shift;
+  const long *row;
+  long size;
+} Map;
 
 /* Adds up to 64 rows of `count` channels, at most BLOCK vectors of them, less `pivot`. */
 INLINE void sum_block(const void *x, long rows, long channels, long count, const float *pivot,
@@ -75,7 +83,7 @@ static void factors(const double *sums, const float *pivot, long count, long cha
 
 INLINE int rows_of_channels(const void *x, void *y, long samples, long rows, long channels,
                             long groups, const float *weight, const float *bias, double eps,
-                            int is_silu, int is_bf16, int threads) {
+                            Map map, int is_silu, int is_bf16, int threads) {
   long pieces = (rows + ROWS_A_PIECE - 1) / ROWS_A_PIECE, work = samples * pieces;
   double *sums = malloc(work * 2 * channels * sizeof(double));
   float *scratch = malloc(samples * 3 * channels * sizeof(float));
@@ -108,12 +116,17 @@ INLINE int rows_of_channels(const void *x, void *y, long samples, long rows, lon
       long n = i / pieces, first = i % pieces * ROWS_A_PIECE;
       long last = smaller(first + ROWS_A_PIECE, rows);
       const float *a = scale + n * channels, *b = shift + n * channels;
-      for (long row = n * rows + first; row < n * rows + last; row++)
+      for (long row = first; row < last; row++) {
+        long at_map = map.row ? (n * map.size + map.row[row]) * channels : 0;
         for (long c = 0; c < channels; c += LANES) {
-          long count = channels - c, place = row * channels + c;
+          long count = channels - c, place = (n * rows + row) * channels + c;
           floats value = load(x, place, count, is_bf16) * load(a, c, count, 0) + load(b, c, count, 0);
+          if (map.row)
+            value = value * load(map.scale, at_map + c, count, is_bf16) +
+                    load(map.shift, at_map + c, count, is_bf16);
           store(y, place, count, is_silu ? silu(value) : value, is_bf16);
         }
+      }
     }
   }
   free(sums), free(scratch);
@@ -122,7 +135,7 @@ INLINE int rows_of_channels(const void *x, void *y, long samples, long rows, lon
 
 INLINE int channels_of_rows(const void *x, void *y, long samples, long rows, long channels,
                             long groups, const float *weight, const float *bias, double eps,
-                            int is_silu, int is_bf16, int threads) {
+                            Map none, int is_silu, int is_bf16, int threads) {
   long size = channels / groups;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (long i = 0; i < samples * groups; i++) {
@@ -162,16 +175,19 @@ INLINE int channels_of_rows(const void *x, void *y, long samples, long rows, lon
   return 0;
 }
 
-#define VARIANTS(layout, bf16)                                                                  \
-  return is_silu ? layout(x, y, samples, rows, channels, groups, weight, bias, eps, 1, bf16,    \
-                          threads)                                                              \
-                 : layout(x, y, samples, rows, channels, groups, weight, bias, eps, 0, bf16,    \
-                          threads)
+#define VARIANTS(layout, bf16)                                                                 \
+  return is_silu ? layout(x, y, samples, rows, channels, groups, weight, bias, eps, map, 1,    \
+                          bf16, threads)                                                       \
+                 : layout(x, y, samples, rows, channels, groups, weight, bias, eps, map, 0,    \
+                          bf16, threads)
 
-/* 0, or 1 if there is no memory. x and y hold samples * rows * channels numbers. */
+/* 0, or 1 if there is no memory. x and y hold samples * rows * channels numbers. A map is for
+   channels last, in the dtype of x; without one `map_row` is NULL. */
 EXPORT int group_norm(const void *x, void *y, long samples, long rows, long channels, long groups,
-                      const float *weight, const float *bias, double eps, int is_silu,
+                      const float *weight, const float *bias, double eps, const void *scale,
+                      const void *shift, const long *map_row, long map_size, int is_silu,
                       int is_channels_last, int is_bf16, int threads) {
+  Map map = {scale, shift, map_row, map_size};
   if (is_channels_last) {
     if (is_bf16) VARIANTS(rows_of_channels, 1);
     VARIANTS(rows_of_channels, 0);

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_double, c_int, c_long, c_void_p
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -25,7 +26,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 _P, _L, _I, _D = c_void_p, c_long, c_int, c_double
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "group_norm": (_P, _P, _L, _L, _L, _L, _P, _P, _D, _I, _I, _I, _I),
+    "group_norm": (_P, _P, _L, _L, _L, _L, _P, _P, _D, _P, _P, _P, _L, _I, _I, _I, _I),
     "row_norm": (_P, _P, _L, _L, _P, _P, _D, _I, _I, _I),
     "geglu": (_P, _P, _L, _L, _I, _I),
     "gelu_all": (_P, _P, _L, _I, _I, _I),
@@ -35,7 +36,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gated_linear": (_P, _P, _P, _P, _L, _L, _L, _I, _I),
     "has_halves": (),
     "channels_last": (_P, _P, _L, _L, _L, _I, _I),
-    "winograd": (_P, _P, _P, _P, _L, _P, _P, _L, _L, _L, _L, _L, _P, _I, _I),
+    "winograd": (_P, _P, _P, _P, _L, _P, _P, *[_L] * 5, _P, _L, _L, _I, _P, _I, _I),
     "winograd_over_time": (_P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _L, _P, _I, _I),
 }
 
@@ -79,21 +80,63 @@ def is_channels_last(x: Tensor) -> bool:
     return x.movedim(1, -1).is_contiguous()
 
 
+@dataclass(frozen=True)
+class NormMap:
+    """Factors and summands for each place of a normed tensor, from a smaller map.
+
+    Attributes:
+        scale, shift: (N, C, ...), in the dtype of the normed tensor.
+        places: for each place of a sample of that, int64, the place in the map.
+    """
+
+    scale: Tensor
+    shift: Tensor
+    places: Tensor
+
+
 def group_norm(
-    x: Tensor, num_groups: int, weight: Tensor, bias: Tensor, eps: float, *, has_silu: bool = False
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    *,
+    has_silu: bool = False,
+    by: NormMap | None = None,
 ) -> Tensor:
-    """Group norm of `x` (N, C, ...), and SiLU after it, in the memory layout of `x`."""
+    """Group norm of `x` (N, C, ...), and SiLU after it, in the memory layout of `x`.
+
+    With a map in between, by which it is scaled and shifted, the result is channels last.
+    """
+    if by is not None:
+        x = channels_last(x)
     last = is_channels_last(x)
     if not last:
         x = x.contiguous()
     y = torch.empty_like(x)
     samples, channels = x.shape[:2]
-    _call(
-        "group_norm", x, y, samples, x.numel() // (samples * channels), channels, num_groups,
-        _floats(weight, channels), _floats(bias, channels), eps, has_silu, last, _is_bf16(x),
-        output=y,
+    rows = x.numel() // (samples * channels)
+    call(
+        "group_norm", x, y, samples, rows, channels, num_groups, floats(weight, channels),
+        floats(bias, channels), eps, *_map(by, x, rows), has_silu, last, is_bf16(x), output=y,
     )  # fmt: skip
     return y
+
+
+def _map(by: NormMap | None, x: Tensor, rows: int) -> tuple[Tensor | int | None, ...]:
+    """Scales, shifts, the place in them of each row of channels, and how many they have."""
+    if by is None:
+        return None, None, None, 0
+    size, places = by.scale[0, 0].numel(), by.places.contiguous()
+    wanted = (x.dtype, *x.shape[:2], size)
+    maps = [(each.dtype, *each.shape[:2], each[0, 0].numel()) for each in (by.scale, by.shift)]
+    if maps != [wanted] * 2:
+        raise ValueError(f"a map of {wanted} is needed, got {maps}")
+    least, most = map(int, places.aminmax())
+    if (places.dtype, places.numel()) != (torch.int64, rows) or not 0 <= least <= most < size:
+        given = f"{places.numel()} from {least} to {most} in {places.dtype}"
+        raise ValueError(f"{rows} places among {size} are needed, got {given}")
+    return channels_last(by.scale), channels_last(by.shift), places, size
 
 
 def layer_norm(
@@ -108,8 +151,8 @@ def layer_norm(
     x = x.contiguous()
     y = torch.empty_like(x)
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
-    weights = [None if each is None else _floats(each, width) for each in (weight, bias)]
-    _call("row_norm", x, y, rows, width, *weights, eps, is_rms, _is_bf16(x), output=y)
+    weights = [None if each is None else floats(each, width) for each in (weight, bias)]
+    call("row_norm", x, y, rows, width, *weights, eps, is_rms, is_bf16(x), output=y)
     return y
 
 
@@ -120,7 +163,7 @@ def geglu(x: Tensor) -> Tensor:
     x = x.contiguous()
     width = x.shape[-1] // 2
     y = x.new_empty((*x.shape[:-1], width))
-    _call("geglu", x, y, y.numel() // width, width, _is_bf16(x), output=y)
+    call("geglu", x, y, y.numel() // width, width, is_bf16(x), output=y)
     return y
 
 
@@ -135,9 +178,9 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         raise ValueError(f"a weight (2 C, {depth}) in {x.dtype} is needed, got {given}")
     x, weight = x.contiguous(), weight.contiguous()
     y = x.new_empty((*x.shape[:-1], width))
-    own = None if bias is None else _floats(bias, 2 * width)
+    own = None if bias is None else floats(bias, 2 * width)
     rows = x.numel() // depth
-    _call("gated_linear", x, weight, own, y, rows, depth, width, _is_bf16(x), output=y)
+    call("gated_linear", x, weight, own, y, rows, depth, width, is_bf16(x), output=y)
     return y
 
 
@@ -154,7 +197,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """`torch.nn.functional.gelu`."""
     x = x.contiguous()
     y = torch.empty_like(x)
-    _call("gelu_all", x, y, x.numel(), approximate == "tanh", _is_bf16(x), output=y)
+    call("gelu_all", x, y, x.numel(), approximate == "tanh", is_bf16(x), output=y)
     return y
 
 
@@ -170,8 +213,8 @@ def gated_add(x: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
     y = torch.empty_like(x)
     width = x.shape[-1]
     rows, size = x.numel() // width, gate.numel()
-    _call("gated_sum", x, branch, _floats(gate, size), y, rows, width,
-          _rows_a_table(rows, width, size), _is_bf16(x), _is_bf16(branch), output=y)  # fmt: skip
+    call("gated_sum", x, branch, floats(gate, size), y, rows, width,
+          _rows_a_table(rows, width, size), is_bf16(x), is_bf16(branch), output=y)  # fmt: skip
     return y
 
 
@@ -186,9 +229,9 @@ def attention(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, scale: float) -> T
         raise ValueError(f"queries, keys and values of {[tuple(x.shape) for x in given]}, {scale}")
     strides = [step for each in given for step in each.stride()[:3]]
     y = torch.empty((batches, queries, heads, width), dtype=q_BHQD.dtype)
-    _call(
+    call(
         "attention", *given, y, batches, heads, queries, keys, width, (c_long * 9)(*strides),
-        scale, _is_bf16(y), output=y,
+        scale, is_bf16(y), output=y,
     )  # fmt: skip
     return y
 
@@ -226,91 +269,25 @@ def frame_attention(
     if any(each.stride() != strides for each in parts):
         parts, step = [each.contiguous() for each in parts], channels
     y = torch.empty((batches, frames, pixels, channels), dtype=q_bTsC.dtype)
-    _call(
+    call(
         "frame_attention", *parts, y, batches, frames, pixels, num_heads, channels // num_heads,
-        step, scale, _is_bf16(y), output=y,
+        step, scale, is_bf16(y), output=y,
     )  # fmt: skip
     return y
 
 
-def winograd(x_NCHW: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Convolution with a weight (O, C, 3, 3), stride 1 and padding 1, by Winograd's algorithm.
-
-    Returns (N, O, H, W), channels last. All is computed in float32, with a quarter of the
-    multiplications: the error is 1e-6 to 3e-6 in float32, and that of its rounding in bfloat16.
-    """
-    channels = x_NCHW.shape[1]
-    if weight.shape[1:] != (channels, 3, 3) or weight.dtype != x_NCHW.dtype:
-        given = f"{tuple(weight.shape)} in {weight.dtype}"
-        raise ValueError(f"a weight (O, {channels}, 3, 3) in {x_NCHW.dtype} is needed, got {given}")
-    return winograd_3d(x_NCHW.unsqueeze(2), weight.unsqueeze(2), bias, (0, 0), 1).squeeze(2)
-
-
-def winograd_3d(
-    x_NCTHW: Tensor, weight: Tensor, bias: Tensor | None, frame_padding: tuple[int, int], pad: int
-) -> Tensor:
-    """Convolution with a weight (O, C, taps, 3, 3) and stride 1, as `winograd`.
-
-    Zeros: so many frames before the first and after the last, and `pad` pixels (0 or 1) around each
-    frame. Returns (N, O, T, H, W), channels last.
-    """
-    samples, channels, *given = x_NCTHW.shape
-    outputs, taps = weight.shape[0], weight.shape[2]
-    if weight.shape[1:] != (channels, taps, 3, 3) or weight.dtype != x_NCTHW.dtype:
-        needed = f"a weight (O, {channels}, T, 3, 3) in {x_NCTHW.dtype} is needed"
-        raise ValueError(f"{needed}, got {tuple(weight.shape)} in {weight.dtype}")
-    front, back = frame_padding
-    frames, height, width = given
-    sizes = (frames + front + back + 1 - taps, height + 2 * pad - 2, width + 2 * pad - 2)
-    if min(sizes) < 1 or pad not in (0, 1) or min(frame_padding) < 0:
-        raise ValueError(f"frames of {given} with a padding of {frame_padding} and {pad}")
-    x_NCTHW = _channels_last(x_NCTHW)
-    y = torch.empty((samples, *sizes, outputs), dtype=x_NCTHW.dtype).permute(0, 4, 1, 2, 3)
-    _call(
-        "winograd", x_NCTHW, weight, None if bias is None else _floats(bias, outputs), y, samples,
-        (c_long * 3)(*given), (c_long * 3)(*sizes), channels, outputs, taps, front, pad,
-        (c_long * 5)(*weight.stride()), _is_bf16(y), output=y,
-    )  # fmt: skip
-    return y
-
-
-def winograd_over_time(
-    x_NCTHW: Tensor, weight: Tensor, bias: Tensor | None, frame_padding: tuple[int, int]
-) -> Tensor:
-    """Convolution over time with a weight (O, C, 3, 1, 1), with half of the multiplications.
-
-    So many frames of zeros before the first and after the last; the rest as `winograd_3d`.
-    """
-    samples, channels, frames, height, width = x_NCTHW.shape
-    outputs = weight.shape[0]
-    if weight.shape[1:] != (channels, 3, 1, 1) or weight.dtype != x_NCTHW.dtype:
-        needed = f"a weight (O, {channels}, 3, 1, 1) in {x_NCTHW.dtype} is needed"
-        raise ValueError(f"{needed}, got {tuple(weight.shape)} in {weight.dtype}")
-    made = frames + sum(frame_padding) - 2
-    if made < 1 or min(frame_padding) < 0:
-        raise ValueError(f"{frames} frames with a padding of {frame_padding}")
-    x_NCTHW = _channels_last(x_NCTHW)
-    y = x_NCTHW.new_empty((samples, made, height, width, outputs)).permute(0, 4, 1, 2, 3)
-    _call(
-        "winograd_over_time", x_NCTHW, weight, None if bias is None else _floats(bias, outputs), y,
-        samples, frames, made, height * width, channels, outputs, frame_padding[0],
-        (c_long * 3)(*weight.stride()[:3]), _is_bf16(y), output=y,
-    )  # fmt: skip
-    return y
-
-
-def _channels_last(x_NCTHW: Tensor) -> Tensor:
+def channels_last(x_NCTHW: Tensor) -> Tensor:
     """The same numbers as rows of channels, moved by a kernel where they are contiguous."""
     if not x_NCTHW.is_contiguous():
         return x_NCTHW.contiguous(memory_format=torch.channels_last_3d)
     y = torch.empty_like(x_NCTHW, memory_format=torch.channels_last_3d)
     samples, channels = x_NCTHW.shape[:2]
     pixels = x_NCTHW[0, 0].numel()
-    _call("channels_last", x_NCTHW, y, samples, channels, pixels, _is_bf16(y), output=y)
+    call("channels_last", x_NCTHW, y, samples, channels, pixels, is_bf16(y), output=y)
     return y
 
 
-def _floats(values: Tensor, size: int) -> Tensor:
+def floats(values: Tensor, size: int) -> Tensor:
     """So many values as the kernels read them."""
     if values.device.type != "cpu" or values.numel() != size:
         found = f"{values.numel()} on {values.device}"
@@ -325,11 +302,12 @@ def _rows_a_table(rows: int, width: int, size: int) -> int:
     return rows * width // size
 
 
-def _is_bf16(x: Tensor) -> bool:
+def is_bf16(x: Tensor) -> bool:
+    """Whether the numbers are bfloat16; else the kernels take them for float32."""
     return x.dtype == torch.bfloat16
 
 
-def _call(name: str, *given: Any, output: Tensor) -> None:
+def call(name: str, *given: Any, output: Tensor) -> None:
     """Call a kernel, which writes to this output among its arguments."""
     library = _library()
     assert library is not None, "callers check `supports` first"
