@@ -104,11 +104,11 @@ class DataFolder:
 
     def runs_of(self, id: str) -> Path:  # noqa: A002 - the field's name
         """Folder that holds the run folders of one job; absent if there are none."""
-        return self.runs / _check_id(id)
+        return self.runs / _checked(id)
 
     def video(self, id: str) -> Path:  # noqa: A002
         """Folder with the files of a finished job; it is complete if it exists."""
-        return self.videos / _check_id(id)
+        return self.videos / _checked(id)
 
     def saved_run(self, id: str) -> RunFolder | None:  # noqa: A002
         """The run that a job would resume: the last run with a saved state, else the last run."""
@@ -124,7 +124,7 @@ class DataFolder:
     def new_video(self, id: str) -> Path:  # noqa: A002
         """Create an empty folder for the files of a job; `publish` renames it to `video`."""
         self.discard(id)
-        folder = self.videos / f"{_check_id(id)}{_PARTIAL}"
+        folder = self.videos / f"{_checked(id)}{_PARTIAL}"
         folder.mkdir(mode=0o700)
         return folder
 
@@ -133,7 +133,7 @@ class DataFolder:
 
         `fields` of the finished job are stored in it as JSON; `published` reads them.
         """
-        partial, whole = self.videos / f"{_check_id(id)}{_PARTIAL}", self.video(id)
+        partial, whole = self.videos / f"{_checked(id)}{_PARTIAL}", self.video(id)
         (partial / _FIELDS).write_text(json.dumps(fields, allow_nan=False))
         # At once: the disk then writes them together.
         [*_FLUSHING.map(_to_disk, [*partial.iterdir(), partial])]
@@ -144,12 +144,12 @@ class DataFolder:
 
     def has_frames(self, id: str) -> bool:  # noqa: A002
         """Whether a job has unfinished output files."""
-        folder = self.videos / f"{_check_id(id)}{_PARTIAL}"
+        folder = self.videos / f"{_checked(id)}{_PARTIAL}"
         return folder.is_dir() and any(folder.iterdir())
 
     def discard(self, id: str) -> None:  # noqa: A002
         """Delete the unfinished files of a job."""
-        shutil.rmtree(self.videos / f"{_check_id(id)}{_PARTIAL}", ignore_errors=True)
+        shutil.rmtree(self.videos / f"{_checked(id)}{_PARTIAL}", ignore_errors=True)
 
     def published(self, id: str) -> dict[str, Any] | None:  # noqa: A002
         """The fields that `publish` stored; None for an unfinished job."""
@@ -267,7 +267,7 @@ def file_system_of(folder: Path) -> str:
     return kind
 
 
-def _check_id(id: str) -> str:  # noqa: A002
+def _checked(id: str) -> str:  # noqa: A002
     assert is_video_id(id), id
     return id
 

@@ -88,7 +88,7 @@ class Database:
         self._is_closed = False
         self._readers = threading.Lock()
         self._writing = threading.Lock()
-        with _explain_errors(path):
+        with _explained(path):
             self._writer = self._connect()
             self._writer.execute("PRAGMA journal_mode=WAL")
             self._create()
@@ -98,7 +98,7 @@ class Database:
         """Context: a connection for reading, used by this thread alone."""
         with self._readers:
             connection = self._idle.pop() if self._idle else None
-        with _explain_errors(self._path):
+        with _explained(self._path):
             if connection is None:
                 connection = self._connect()
             try:
@@ -116,7 +116,7 @@ class Database:
 
         Without `is_durable` a power cut may lose it, until a durable transaction follows.
         """
-        with self._writing, _explain_errors(self._path):
+        with self._writing, _explained(self._path):
             self._writer.execute(f"PRAGMA synchronous={'FULL' if is_durable else 'NORMAL'}")
             self._writer.execute("BEGIN IMMEDIATE")
             try:
@@ -158,7 +158,7 @@ class Database:
 
 
 @contextmanager
-def _explain_errors(path: Path) -> Iterator[None]:
+def _explained(path: Path) -> Iterator[None]:
     """Context: SQLite's errors as `StoreError`, with what to do."""
     try:
         yield
