@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import everyframe
 from everyframe.checkpoints.key_map import KeyMap
-from everyframe.checkpoints.patched_file import PatchedTensorFile, patched
+from everyframe.checkpoints.patched_file import PatchedTensorFile, with_patches
 from everyframe.checkpoints.tensor_file import TensorFile, open_checkpoint
 from everyframe.core.errors import CheckpointError
 from everyframe.core.lora import Lora
@@ -281,9 +281,9 @@ def test_a_patch_is_computed_in_float32_and_rounded_once(tmp_path: Path) -> None
 def test_patches_are_by_names_of_the_module(tmp_path: Path) -> None:
     base = checkpoint(tmp_path / "a.safetensors", old=torch.zeros(2), tied=torch.zeros(2))
     keys = KeyMap(rename=((r"^old$", "new"),), tied=(("new", "tied"),))
-    file = patched(base, keys, {"new": lambda x: x + 1})
+    file = with_patches(base, keys, {"new": lambda x: x + 1})
     assert torch.equal(file.load("old"), torch.ones(2))
     assert torch.equal(file.load("tied"), torch.ones(2)), "tied weights stay equal"
-    assert patched(base, keys, {}) is base
+    assert with_patches(base, keys, {}) is base
     with pytest.raises(CheckpointError, match="has no tensor for 'other', which a LoRA changes"):
-        patched(base, keys, {"other": lambda x: x})
+        with_patches(base, keys, {"other": lambda x: x})

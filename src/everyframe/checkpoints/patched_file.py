@@ -65,7 +65,7 @@ class PatchedTensorFile(TensorFile):
         return merged.to(device=device, dtype=dtype)
 
 
-def patched(checkpoint: TensorFile, keys: KeyMap, patches: Patches) -> TensorFile:
+def with_patches(checkpoint: TensorFile, keys: KeyMap, patches: Patches) -> TensorFile:
     """The checkpoint with `patches` by names in the module; itself if there are none.
 
     Raises:

@@ -38,12 +38,12 @@ from everyframe.dry_run.meta_device import (
     made_on_device,
     on_device,
     on_host,
-    placed,
+    place,
     places,
-    standing_in,
+    select_stand_ins,
     tensors_of,
     to_stand_in,
-    widened,
+    widen,
     without_masks,
 )
 from everyframe.dry_run.result import FATAL, DryRunFinding, DryRunResult, DryRunResults
@@ -272,7 +272,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = kwargs or {}
         operation = func._schema.name
         everywhere = tensors_of((args, given))
-        tensors = standing_in(everywhere)
+        tensors = select_stand_ins(everywhere)
         if operation == "aten::_local_scalar_dense" and tensors:
             return torch.zeros((), dtype=tensors[0].dtype, device="cpu").item()
         if operation == "aten::_to_copy" and tensors and goes_to_host(given):
@@ -284,13 +284,13 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if operation == "aten::copy_" and tensors and args[0].device.type != STAND_IN:
             return args[0]
         if self.is_lenient and not tensors:
-            given = placed(func, args, given)
+            given = place(func, args, given)
         if self.is_lenient and tensors:
             if operation == "aten::nonzero":
                 return places(args[0])
             args = without_masks(operation, args)
             everywhere = tensors_of((args, given))
-            tensors = standing_in(everywhere)
+            tensors = select_stand_ins(everywhere)
         if tensors and self._mixes and len(tensors) < len(everywhere):
             args, given = tree_map(to_stand_in, (args, given))
             tensors = on_device((args, given))
@@ -307,7 +307,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._count_down()
         if clashes := list(rules.check_operands(operation, args, self.device)):
             self._find(operation, clashes)
-            args = widened(args)  # to see what comes after
+            args = widen(args)  # to see what comes after
         self.live.add_old(tensors)
         try:
             answer = COMPUTED(func, args, kwargs)

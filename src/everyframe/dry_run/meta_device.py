@@ -126,7 +126,7 @@ def _sizes_of(answer: Any, given: list[Tensor]) -> list[_Sizes] | None:
     return made
 
 
-def placed(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def place(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Redirect the device in `kwargs` of a tensor factory called by foreign code.
 
     Small device tensors are made on the host, with values. Large host tensors (noise is drawn
@@ -186,10 +186,10 @@ def stands_in(tensor: Tensor) -> bool:
 
 def on_device(values: Any) -> list[Tensor]:
     """Tensors among `values` that are on the stand-in."""
-    return standing_in(tensors_of(values))
+    return select_stand_ins(tensors_of(values))
 
 
-def standing_in(tensors: Iterable[Tensor]) -> list[Tensor]:
+def select_stand_ins(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Those of the tensors that are on the stand-in."""
     return [each for each in tensors if stands_in(each)]
 
@@ -231,7 +231,7 @@ def to_stand_in(value: Any) -> Any:
     return value
 
 
-def widened(args: Any) -> Any:
+def widen(args: Any) -> Any:
     """Promote the floating tensors among the operands to their widest dtype."""
     dtypes = [t.dtype for t in on_device(args) if t.is_floating_point()]
     widest = dtypes[0]

@@ -40,7 +40,7 @@ from everyframe.media.pixels import to_uint8
 from everyframe.parallel.communicator import ONE, Communicator, ParallelContext
 from everyframe.parallel.pending import PendingSend
 from everyframe.parallel.rendezvous import check_equal_on_ranks, new_group, set_device, split
-from everyframe.planning.load_balancing import are_alike, measured, speed_dtype
+from everyframe.planning.load_balancing import are_alike, speed_dtype, with_rate
 from everyframe.planning.parallelism import asked_devices
 from everyframe.planning.resolve import default_threads
 from everyframe.runtime.interface import ModelSpec, ShardableSpec, Stage, VideoState
@@ -105,7 +105,7 @@ def meet_peers(
     devices = _gather_devices(world, mine)
     if not are_alike(devices):
         dtype = speed_dtype(DTYPES[request.dtype])
-        devices = _gather_devices(world, measured(mine, dtype, threads))
+        devices = _gather_devices(world, with_rate(mine, dtype, threads))
     seed = world.broadcast_object(
         random_seed() if request.seed is None else request.seed, 0, "the seed"
     )

@@ -294,10 +294,10 @@ def _run(
                     elif which not in unfinished:
                         # Videos come one after the other: when one begins, the ones before are
                         # complete.
-                        yield from _done(unfinished, num_frames, record, progress)
+                        yield from _finish(unfinished, num_frames, record, progress)
                         unfinished = [which]
                 if isinstance(event, Output) and event.seed not in (seed for seed, _ in unfinished):
-                    yield from _done(unfinished, num_frames, record, progress)
+                    yield from _finish(unfinished, num_frames, record, progress)
                     unfinished = [(event.seed, None)]
                 yield event
                 yield from writer.notes()
@@ -308,7 +308,7 @@ def _run(
         yield from writer.notes()
         for video in videos:
             video.begin_stage()
-    yield from _done(unfinished, num_frames, record, progress)
+    yield from _finish(unfinished, num_frames, record, progress)
 
 
 def _repairs_key(record: Mapping[str, Any], plan: Plan) -> RepairCacheKey | None:
@@ -349,7 +349,7 @@ def _check_finite(event: FramesDecoded, stage: Stage) -> None:
         )
 
 
-def _done(
+def _finish(
     videos: Sequence[_Which],
     num_frames: Mapping[_Which, int],
     record: dict[str, Any],

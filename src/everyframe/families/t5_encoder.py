@@ -30,7 +30,7 @@ def build_encoder(data: Mapping[str, Any]) -> nn.Module:
     return encoder
 
 
-def padded(tokenizer: Any, ids: Sequence[int], max_length: int) -> tuple[Tensor, Tensor]:
+def pad(tokenizer: Any, ids: Sequence[int], max_length: int) -> tuple[Tensor, Tensor]:
     """Token ids and mask, (1, max_length) each."""
     padding = max_length - len(ids)
     pad_id = tokenizer.pad_token_id or 0

@@ -60,7 +60,7 @@ def common_facts(devices: Sequence[DeviceFacts]) -> DeviceFacts:
     )
 
 
-def measured(device: DeviceFacts, dtype: str, num_threads: int) -> DeviceFacts:
+def with_rate(device: DeviceFacts, dtype: str, num_threads: int) -> DeviceFacts:
     """That device of this machine with its measured rate of products in `dtype`."""
     product = OpShape("product", dtype, ((_ROWS, _WIDTH), (_WIDTH, _WIDER)))
     rates = measured_rates((product,), device.torch_name, num_threads)
@@ -81,7 +81,7 @@ def weights_by_speed(
     """Speeds relative to the fastest device; unequal devices without rates are measured."""
     if are_alike(devices):
         return (1.0,) * len(devices)
-    tried = [each if each.rates else measured(each, dtype, num_threads) for each in devices]
+    tried = [each if each.rates else with_rate(each, dtype, num_threads) for each in devices]
     speeds = [each.rates.product(dtype) for each in tried if each.rates is not None]
     return tuple(max(1, round(_STEPS * speed / max(speeds))) / _STEPS for speed in speeds)
 

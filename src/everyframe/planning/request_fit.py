@@ -19,7 +19,7 @@ from everyframe.planning.component_precision import (
     quantising_of,
 )
 from everyframe.planning.fast_paths import component_certificates
-from everyframe.planning.fast_paths.blocked_paths import known
+from everyframe.planning.fast_paths.blocked_paths import find_blocked
 from everyframe.planning.fast_paths.choose_fast_paths import FastPathChooser, pins_of
 from everyframe.planning.load_balancing import (
     BalancedPlan,
@@ -98,7 +98,7 @@ def make_chooser(request: Request, target: Target) -> FastPathChooser:
         pins_of(request, device, is_here=target.is_here),
         # Certificates of one device say nothing about others.
         certificates if target.is_here and alike else None,
-        known(target.facts, device, is_here=target.is_here).and_these(avoided),
+        find_blocked(target.facts, device, is_here=target.is_here).and_these(avoided),
         expects=alike,
         num_threads=target.num_threads,
     )

@@ -351,10 +351,10 @@ class NativeModelSpec(LossySampling, ABC, Generic[_Options, _Files, _Config]):
 
     def patched_weights(self, component: str) -> tuple[TensorFile, KeyMap]:
         """`opened_weights` with the patches of LoRAs."""
-        from everyframe.checkpoints.patched_file import patched
+        from everyframe.checkpoints.patched_file import with_patches
 
         opened, keys = self.opened_weights(component)
-        return patched(opened, keys, self.patched.patches.get(component, {})), keys
+        return with_patches(opened, keys, self.patched.patches.get(component, {})), keys
 
     @property
     @abstractmethod

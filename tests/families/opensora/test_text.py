@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, T5EncoderModel
 from everyframe.checkpoints.folder import package_folder
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.families.opensora.text import embed
-from everyframe.families.t5_encoder import build_encoder, padded
+from everyframe.families.t5_encoder import build_encoder, pad
 from everyframe.families.t5_tokenizer import (
     FileTokenizer,
     _is_whole,
@@ -32,7 +32,7 @@ def tokenize(
 ) -> tuple[Tensor, Tensor, str]:
     """Ids and mask of a prompt, and what of it was cut."""
     ids, cut = read_prompt(tokenizer, prompt, most, truncate=truncate)
-    return (*padded(tokenizer, ids, most), cut)
+    return (*pad(tokenizer, ids, most), cut)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,12 @@ from everyframe.core.facts import DeviceFacts, MachineFacts, OpShape, SoftwareFa
 from everyframe.core.plan import Precision
 from everyframe.fast_paths.apply import applies_to
 from everyframe.fast_paths.registry import CATALOGUE, OF_LAYERS
-from everyframe.planning.fast_paths.blocked_paths import BlockedPaths, BlockReason, known, tags_of
+from everyframe.planning.fast_paths.blocked_paths import (
+    BlockedPaths,
+    BlockReason,
+    find_blocked,
+    tags_of,
+)
 from everyframe.planning.fast_paths.choose_fast_paths import FastPathChooser, FastPathOptions
 from everyframe.planning.fast_paths.fast_path_notes import fast_path_notes
 from everyframe.precision.policy import ComponentNeeds
@@ -52,7 +57,7 @@ def found(device: DeviceFacts, **software: Any) -> Mapping[str, Any]:
     return {
         path: told
         for path in CATALOGUE
-        if (told := known(machine(device, **software), device).against(path, ())) is not None
+        if (told := find_blocked(machine(device, **software), device).against(path, ())) is not None
     }
 
 
@@ -64,8 +69,8 @@ def test_a_compiler_that_cannot_run_on_a_card_is_avoided() -> None:
 
 def test_nothing_is_known_of_a_processor() -> None:
     facts = MachineFacts((CPU,), 2, {})
-    assert known(facts, CPU, is_here=False).paths == {}
-    assert known(facts, CPU).rest == ()
+    assert find_blocked(facts, CPU, is_here=False).paths == {}
+    assert find_blocked(facts, CPU).rest == ()
 
 
 def component(name: str, **more: Any) -> Any:
@@ -79,7 +84,7 @@ def test_what_is_about_an_operation_is_avoided_where_that_is_computed() -> None:
     sick = machine(CARD, packages={"torch": "2.8.0"}, libraries={"cudnn": "9.10.2"})
     assert tags_of("vae", [VAE, DENOISER]) == {"component:vae", "op:conv3d"}
     assert tags_of("denoiser", [VAE, DENOISER]) == {"component:denoiser"}
-    chooser = FastPathChooser(CARD, known=known(sick, CARD))
+    chooser = FastPathChooser(CARD, known=find_blocked(sick, CARD))
     bf16 = Precision("bfloat16", "bfloat16")
 
     def chosen(run: Any) -> tuple[str, str]:
@@ -90,7 +95,7 @@ def test_what_is_about_an_operation_is_avoided_where_that_is_computed() -> None:
     assert chosen(VAE) == ("float32", "avoided")
     assert chosen(DENOISER) == ("bfloat16", "expected")
     well = machine(CARD, packages={"torch": "2.8.0"}, libraries={"cudnn": "9.15.0"})
-    chooser = FastPathChooser(CARD, known=known(well, CARD))
+    chooser = FastPathChooser(CARD, known=find_blocked(well, CARD))
     assert chosen(VAE) == ("bfloat16", "expected")
 
 
@@ -131,7 +136,7 @@ def test_what_is_asked_for_by_name_is_done_and_the_issue_told(model: str) -> Non
 
 def test_a_loaded_components_dtype_is_kept_and_the_issue_told() -> None:
     sick = machine(CARD, packages={"torch": "2.8.0"}, libraries={"cudnn": "9.10.2"})
-    chooser = FastPathChooser(CARD, known=known(sick, CARD))
+    chooser = FastPathChooser(CARD, known=find_blocked(sick, CARD))
     bf16 = Precision("bfloat16", "bfloat16")
     for run, is_reported in ((VAE, True), (DENOISER, False)):
         name = run.stage_call.component
@@ -188,13 +193,15 @@ def test_what_can_not_be_tried_is_still_avoided_and_turned_off() -> None:
 
 def test_what_no_path_avoids_is_told_with_what_mends_it() -> None:
     new = replace(CARD, capability=(12, 0))
-    sick = known(machine(new, packages={"torch": "2.6.0"}, cuda="12.6", driver="575.1"), new)
+    sick = find_blocked(machine(new, packages={"torch": "2.6.0"}, cuda="12.6", driver="575.1"), new)
     (said,) = sick.notes([DENOISER])
     assert said.startswith("known issue blackwell-needs-cu128: ")
     assert "pip install -U torch" in said
-    assert not [*known(machine(new, packages={"torch": "2.9.0"}, cuda="12.8"), new).notes([])]
+    assert not [
+        *find_blocked(machine(new, packages={"torch": "2.9.0"}, cuda="12.8"), new).notes([])
+    ]
     apple = replace(CARD, kind="mps", index=None, capability=None)
-    old = known(machine(apple, packages={"torch": "2.2.0"}), apple)
+    old = find_blocked(machine(apple, packages={"torch": "2.2.0"}), apple)
     assert [*old.notes([DENOISER])] == []
     assert "mps-conv3d" in next(old.notes([VAE, DENOISER]))
 
@@ -203,11 +210,11 @@ def test_other_systems_packages_are_not_ours() -> None:
     theirs = {"oneflow": "0.9.1", "nexfort": "0.1", "imaginairy": "14.3.0", "opensora": "1.2"}
     turing = replace(CARD, capability=(7, 5))
     for device in (CARD, turing):
-        told = known(machine(device, packages={"torch": "2.11.0", **theirs}), device)
+        told = find_blocked(machine(device, packages={"torch": "2.11.0", **theirs}), device)
         assert not any("onediff" in each or "nexfort" in each for each in told.notes([VAE]))
         assert [*told.notes([VAE])] == []
 
 
 def test_a_machine_that_is_not_here_is_judged_by_its_own_facts() -> None:
     alone = MachineFacts((CARD,), 2, {})
-    assert known(alone, CARD, is_here=False).against("bf16", {"op:conv3d"}) is None
+    assert find_blocked(alone, CARD, is_here=False).against("bf16", {"op:conv3d"}) is None

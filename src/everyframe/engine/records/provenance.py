@@ -79,7 +79,7 @@ def make_record(plan: Plan, request: Request, weight_files: Sequence[str]) -> di
             # None for weights that were given in memory.
             "sha256": digest(weight_files) if weight_files else None,
         },
-        "request": _asked(request, plan),
+        "request": _describe_request(request, plan),
         "settings": settings,
         "plan": shown,
         "versions": machine_facts(request.device).versions,
@@ -115,7 +115,7 @@ def _model_name(model: str) -> str:
     return public_name(model) if _is_local(model) else model
 
 
-def _asked(request: Request, plan: Plan) -> dict[str, Any]:
+def _describe_request(request: Request, plan: Plan) -> dict[str, Any]:
     asked = {
         name: value
         for name, value in request.given().items()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from everyframe.core.plan import Settings
 from everyframe.families.opensora.prompt_tokens import read_prompts
-from everyframe.families.t5_encoder import padded
+from everyframe.families.t5_encoder import pad
 from everyframe.parallel.communicator import broadcastable
 
 
@@ -35,7 +35,7 @@ def tokens_of(
     Token ids and mask, (1, max_length) each, and the words that were cut ("" if none).
     """
     found = read_prompts(tokenizer, settings, max_length)
-    return [(*padded(tokenizer, ids, max_length), cut) for ids, cut in found]
+    return [(*pad(tokenizer, ids, max_length), cut) for ids, cut in found]
 
 
 def embed(

@@ -15,7 +15,7 @@ from everyframe.core.plan import Settings
 from everyframe.families import clip_tokenizer, t5_tokenizer
 from everyframe.families.opensora2.prompt_lengths import CLIP_LENGTH, T5_LENGTH
 from everyframe.families.opensora2.settings import is_guided
-from everyframe.families.t5_encoder import padded
+from everyframe.families.t5_encoder import pad
 from everyframe.runtime.request_checks import quoted
 
 
@@ -66,7 +66,7 @@ def t5_tokens(folder: Path, settings: Settings) -> tuple[list[TokenIds], list[st
     tokens, notes = [], []
     for text in texts_of(settings):
         ids, cut = t5_tokenizer.read_prompt(tokenizer, text.words, T5_LENGTH, truncate=truncate)
-        tokens.append(TokenIds(padded(tokenizer, ids, T5_LENGTH)[0]))
+        tokens.append(TokenIds(pad(tokenizer, ids, T5_LENGTH)[0]))
         if cut:
             notes.append(f"the {text.role} is too long for T5; its end is cut: {quoted(cut)}")
     return tokens, notes

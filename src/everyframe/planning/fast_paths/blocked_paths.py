@@ -77,7 +77,9 @@ def tags_of(component: str, runs: Sequence[DryRun]) -> frozenset[str]:
     return frozenset({f"component:{component}", *(["op:conv3d"] if has_conv3d else [])})
 
 
-def known(machine: MachineFacts, device: DeviceFacts, *, is_here: bool = True) -> BlockedPaths:
+def find_blocked(
+    machine: MachineFacts, device: DeviceFacts, *, is_here: bool = True
+) -> BlockedPaths:
     """Paths blocked on that device of that machine.
 
     Nothing is looked up if no issue concerns such a device. For a machine that is not this one

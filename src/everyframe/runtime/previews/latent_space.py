@@ -76,7 +76,7 @@ class LatentSpace:
         """The map that is known for it: one fitted to its weights, else the published one."""
         key = self.digest(reads=reads)
         fitted = None if key is None else _fitted_colors(key, self.channels)
-        return fitted or self._published()
+        return fitted or self._published_colors()
 
     def keep(self, colors: LatentColors) -> None:
         """Cache a map that was fitted to it. Raises `OSError`."""
@@ -84,8 +84,8 @@ class LatentSpace:
         assert key is not None
         replace_file(_path(key), json.dumps({"schema": _SCHEMA, **asdict(colors)}))
 
-    def _published(self) -> LatentColors | None:
-        data = _published()
+    def _published_colors(self) -> LatentColors | None:
+        data = _load_published()
         for name, each in data["spaces"].items():
             is_scaled = each["scaling_factor"] in (None, self.scaling_factor)
             if self.autoencoder in each["classes"] and is_scaled:
@@ -113,7 +113,7 @@ def vae_latents(spec: Any, autoencoder: str, channels: int, **more: Any) -> Late
 
 
 @cache
-def _published() -> Any:
+def _load_published() -> Any:
     path = package_folder("runtime/latent_rgb_factors.json")
     return json.loads(path.read_text(encoding="utf-8"))
 
@@ -135,7 +135,7 @@ def _fitted_colors(key: str, channels: int) -> LatentColors | None:
     except (OSError, ValueError, TypeError, KeyError) as error:
         _log.warning("the colours in %s can't be read (%s); they are fitted again", path, error)
         found = None
-    return found or _colors(_published()["fitted"].get(key), channels)
+    return found or _colors(_load_published()["fitted"].get(key), channels)
 
 
 def _colors(data: Any, channels: int) -> LatentColors | None:
