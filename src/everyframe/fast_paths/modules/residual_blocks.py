@@ -13,6 +13,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from everyframe.ops.norm import WideGroupNorm
+
 _AUTOENCODERS = "diffusers.models.autoencoders.autoencoder_kl"
 
 #: Classes of diffusers whose `nonlinearity` gets what norms give, embeddings, and nothing else.
@@ -85,5 +87,7 @@ def _silus(part: nn.Module) -> Iterator[tuple[str, Sequence[str]]]:
         return
     names: Mapping[str, Sequence[str]] = getattr(own, "norms_of_silu", NAMES if is_known else {})
     for name, norms in names.items():
-        if type(part.get_submodule(name)) is nn.SiLU:
+        # A family of ours may have other norms there already, which apply SiLU themselves.
+        is_own = any(isinstance(part.get_submodule(norm), WideGroupNorm) for norm in norms)
+        if not is_own and type(part.get_submodule(name)) is nn.SiLU:
             yield name, norms
