@@ -20,9 +20,10 @@ from torch.nn.modules.conv import _ConvNd
 
 from everyframe.core.plan import FLOAT32, Precision
 from everyframe.core.quality import PRODUCTS
-from everyframe.fast_paths.apply import apply_fast_paths, block_names, swap_modules
+from everyframe.fast_paths.apply import applies_to, apply_fast_paths, block_names, swap_modules
 from everyframe.fast_paths.benchmark import Comparison
 from everyframe.fast_paths.certification.target import CertificationTarget, TargetCall
+from everyframe.fast_paths.modules import residual_blocks
 from everyframe.precision import cast_hooks
 from everyframe.precision.islands import is_in_island
 from everyframe.precision.quantization import quantise_layers
@@ -77,6 +78,8 @@ class ExtractedBlock:
         cut: how many times as large its largest input is in a run.
         casts_inputs: whether a run casts inputs in whatever precision, as in a pipeline of
             diffusers, whose code is not ours.
+        has_silu: whether it is a norm before a SiLU, which a fast path may take into it; the copies
+            apply that too.
     """
 
     name: str
@@ -87,11 +90,14 @@ class ExtractedBlock:
     precision: Precision
     cut: float = 1.0
     casts_inputs: bool = False
+    has_silu: bool = False
 
     def alone(self, paths: Sequence[str], *, in_float32: bool = False) -> BlockLocation:
         """Copy the block in the plan's precision or float32, with these fast paths applied."""
         alone = BlockLocation(copy.deepcopy(self.module))
         swap_modules(alone, paths)
+        if self.has_silu:
+            residual_blocks.add_silu(alone.blocks[0])
         if not in_float32:
             kind = next((path for path in paths if path in PRODUCTS), self.precision.weight_dtype)
             quantise_layers(alone, replace(self.precision, weight_dtype=kind))
@@ -131,12 +137,14 @@ def blocks_of(
     for call in subject.calls:
         module = call.module()
         names = tuple(parts(module))
+        norms = residual_blocks.norms_before_silu(module)
         given = _record_inputs(subject, call, names, subject.precision)
         wide = _record_inputs(subject, call, names, FLOAT32)
         alike: dict[Any, list[str]] = {}
         for name in names:
             if name in given:
-                alike.setdefault(_kind(module.get_submodule(name), given[name]), []).append(name)
+                kind = _kind(module.get_submodule(name), given[name]), name in norms
+                alike.setdefault(kind, []).append(name)
         largest = sorted(
             alike.values(), key=lambda same: -len(same) * _num_elements(given[same[0]])
         )
@@ -147,7 +155,9 @@ def blocks_of(
                 reduced(first, most_elements), reduced(wide[same[0]], most_elements),
             )  # fmt: skip
             cut = max(_num_elements(first), 1) / max(_num_elements(block.given), 1)
-            yield replace(block, cut=cut, casts_inputs=call.call.is_foreign)
+            yield replace(
+                block, cut=cut, casts_inputs=call.call.is_foreign, has_silu=same[0] in norms
+            )
 
 
 def _tensors(given: BlockInputs) -> list[Tensor]:
@@ -250,10 +260,11 @@ def _block(
     inside, held = dict(module.named_parameters()), subject.precision.islands
     islands = [f"blocks.0.{own}" for own in inside if is_in_island(f"{name}.{own}", held)]
     precision = replace(subject.precision, islands=tuple(islands))
-    inputs = _numbers(given, device), _numbers(wide, device)
+    given, wide = _numbers(given, device), _numbers(wide, device)
     if _is_channels_last(whole, module):
-        inputs = _with_channels_last(inputs[0]), _with_channels_last(inputs[1])
-    return ExtractedBlock(name, len(names), module, *inputs, precision)
+        # Not what is compared with: torch's norms of that layout lose digits.
+        given = _with_channels_last(given)
+    return ExtractedBlock(name, len(names), module, given, wide, precision)
 
 
 def _fill(module: nn.Module) -> None:
@@ -295,14 +306,19 @@ def _numbers(given: BlockInputs, device: str) -> BlockInputs:
 
 
 def _is_channels_last(whole: nn.Module, part: nn.Module) -> bool:
-    """Whether a layer's input lies in memory channels last; tensors on meta don't show it."""
-    is_of_images = isinstance(part, (nn.GroupNorm, _ConvNd))
-    return is_of_images and bool(getattr(whole, "is_channels_last", False))
+    """Whether images lie in memory channels last; tensors on meta don't show it.
+
+    So does what the convolutions by Winograd's algorithm give, to norms first of all.
+    """
+    if isinstance(part, _ConvNd):
+        return bool(getattr(whole, "is_channels_last", False))
+    return getattr(whole, "is_channels_last", False) or applies_to("winograd", whole)
 
 
 def _with_channels_last(given: BlockInputs) -> BlockInputs:
     def lay(tensor: Tensor) -> Tensor:
-        return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
+        is_image = tensor.ndim > 3
+        return tensor.movedim(1, -1).contiguous().movedim(-1, 1) if is_image else tensor
 
     args, kwargs = cast_hooks.map_tensors((given.args, given.kwargs), lay)
     return BlockInputs(args, kwargs)

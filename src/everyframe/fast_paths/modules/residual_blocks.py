@@ -13,6 +13,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from everyframe.ops.norm import WideGroupNorm
+
 _AUTOENCODERS = "diffusers.models.autoencoders.autoencoder_kl"
 
 #: Classes of diffusers whose `nonlinearity` gets what norms give, embeddings, and nothing else.
@@ -40,15 +42,40 @@ def places(module: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, part in module.named_modules() if name and any(_silus(part)))
 
 
+def norms_before_silu(module: nn.Module) -> frozenset[str]:
+    """Names of the norms in `places` that SiLU is called after."""
+    return frozenset(
+        f"{name}.{norm}" if name else norm
+        for name, part in module.named_modules()
+        for _, norms in _silus(part)
+        for norm in norms
+    )
+
+
 def fuse(module: nn.Module) -> None:
     """Let norms in C apply the SiLU that is called after them."""
     for part in module.modules():
         for name, norms in [*_silus(part)]:
-            found: list[Any] = [part.get_submodule(norm) for norm in norms]
+            found = [part.get_submodule(norm) for norm in norms]
             if all(hasattr(norm, "has_silu") for norm in found):
                 for norm in found:
-                    norm.has_silu = True
+                    add_silu(norm)
                 setattr(part, name, EmbeddingSiLU())
+
+
+def add_silu(norm: Any) -> None:
+    """Let a norm apply SiLU: in its kernel if it is one in C, else after it."""
+    if hasattr(norm, "has_silu"):
+        norm.has_silu = True
+    else:
+        norm.register_forward_hook(_apply_silu)
+
+
+def _apply_silu(module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
+    """A forward hook; CogVideoX's norms give what they cache as well."""
+    if isinstance(result, tuple):
+        return F.silu(result[0]), *result[1:]
+    return F.silu(result)
 
 
 def _silus(part: nn.Module) -> Iterator[tuple[str, Sequence[str]]]:
@@ -60,5 +87,7 @@ def _silus(part: nn.Module) -> Iterator[tuple[str, Sequence[str]]]:
         return
     names: Mapping[str, Sequence[str]] = getattr(own, "norms_of_silu", NAMES if is_known else {})
     for name, norms in names.items():
-        if type(part.get_submodule(name)) is nn.SiLU:
+        # A family of ours may have other norms there already, which apply SiLU themselves.
+        is_own = any(isinstance(part.get_submodule(norm), WideGroupNorm) for norm in norms)
+        if not is_own and type(part.get_submodule(name)) is nn.SiLU:
             yield name, norms
