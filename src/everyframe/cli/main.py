@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from everyframe._version import __version__
 from everyframe.cli.streams import is_of_output, mute_output, prepare_streams, tell
-from everyframe.cli.tables import error_line, json_line, printable
+from everyframe.cli.tables import console, error_line, json_line, printable
 from everyframe.core.errors import EveryframeError, ExitCode, InputError, did_you_mean
 from everyframe.core.import_logs import mute_torchao_imports
 from everyframe.engine.workers.torchrun import Terminated, after_others, under_torchrun
@@ -212,6 +212,7 @@ def build_app() -> App:
         help_format="plaintext",
         help_formatter=formatter(),
         help_epilogue='everyframe generate "a red circle moves to the right" -o clip.mp4',
+        console=console(sys.stdout),
     )
     groups = {name: App(name=name, help=help_text) for name, help_text in GROUPS.items()}
     for name, (place, help_text) in COMMANDS.items():
@@ -264,11 +265,12 @@ def _say(error: BaseException, text: str, code: int, as_json: bool) -> int:
     line = error_line(text)
     prefix = "" if code == ExitCode.INTERRUPTED else "error: "
     tell(f"{prefix}{line}")
-    if as_json:
-        try:
-            print(json_line({"type": "error", "code": code, "message": line}), flush=True)
-        except OSError:
-            mute_output()
+    try:
+        if as_json:
+            print(json_line({"type": "error", "code": code, "message": line}))
+        sys.stdout.flush()  # also of what was printed before
+    except OSError:
+        mute_output()
     return code
 
 
