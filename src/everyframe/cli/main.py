@@ -22,6 +22,7 @@ from everyframe.cli.streams import is_of_output, mute_output, prepare_streams, t
 from everyframe.cli.tables import console, error_line, json_line, printable
 from everyframe.core.errors import EveryframeError, ExitCode, InputError, did_you_mean
 from everyframe.core.import_logs import mute_torchao_imports
+from everyframe.core.torch_import import explain_import
 from everyframe.engine.workers.torchrun import Terminated, after_others, under_torchrun
 
 if TYPE_CHECKING:
@@ -291,6 +292,10 @@ def _print_traceback() -> None:
 
 
 def _bug(error: Exception, as_json: bool) -> int:
+    explained = explain_import(error)
+    if isinstance(explained, EveryframeError):
+        _debug_traceback()
+        return _say(explained, str(explained), int(explained.exit_code), as_json)
     _print_traceback()
     text = f"this is a bug in everyframe: {type(error).__name__}: {error}"
     return _say(error, text, int(ExitCode.TROUBLE), as_json)
