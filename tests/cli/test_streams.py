@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -55,13 +56,52 @@ def test_commands_end_in_one_line_at_most(words: list[str], streams: str, code: 
     if "full" in streams and not FULL.exists():
         pytest.skip("this system has no full device")
     command = ["bash", "-c", f'"$0" -m everyframe "$@" {streams}', sys.executable, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    # Else nothing is left that Python fails to write as it ends.
+    own = {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=own
+    )
     assert done.returncode == code, done.stderr
     lines = done.stderr.splitlines()
     assert len(lines) <= 1
     assert all(line.startswith("error: ") and "bug" not in line for line in lines)
     if code == 1:
         assert "standard output can't be written to" in done.stderr
+
+
+@pytest.mark.parametrize("columns", [0, 1, 30])
+def test_a_terminal_may_have_any_width(columns: int) -> None:
+    """A terminal whose size nobody set has none, and help was written without end."""
+    for words in (["generate", "--help"], ["cache", "list"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "everyframe", *words], capture_output=True, timeout=60,
+            check=True, env={**os.environ, "COLUMNS": str(columns)},
+        )  # fmt: skip
+        assert done.stdout.strip()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="terminals are planted by pty")
+def test_a_terminal_that_was_closed_ends_no_run() -> None:
+    import pty
+
+    program = (
+        "from everyframe.cli.streams import prepare_streams; prepare_streams()\n"
+        "from everyframe.cli.progress import Bar, Note\n"
+        "with Bar() as bar:\n"
+        "    bar._progress.start(); input()\n"
+        "    bar.show(Note(text='nobody reads this'))\n"
+        "print('done')\n"
+    )
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=theirs, env={**os.environ, "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(theirs)
+    os.read(ours, 1)  # the bar is there
+    os.close(ours)
+    output, _ = process.communicate(b"\n", timeout=60)
+    assert (output, process.returncode) == (b"done\n", 0)
 
 
 def test_a_message_is_one_line_that_steers_no_terminal() -> None:

@@ -5,6 +5,7 @@ A made-up executor takes the steps here; `test_serve_kills.py` kills real worker
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
@@ -62,7 +63,10 @@ def test_a_killed_server_comes_back_and_goes_on_at_its_step(tmp_path: Path) -> N
         assert abs(read_video(file)[0].astype(int) - frames_of(1)).max() < 12
 
 
-def test_a_stop_with_an_open_event_stream_ends_in_time_and_queues_the_job(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["SIGTERM", "SIGHUP"])  # the second: its terminal was closed
+def test_a_stop_with_an_open_event_stream_ends_in_time_and_queues_the_job(
+    tmp_path: Path, by: str
+) -> None:
     heard: list[bytes] = []
     with ServerProcess(tmp_path / "data", pause=0.2) as server:
         job = server.create(seed=1, **OPTIONS)
@@ -71,7 +75,7 @@ def test_a_stop_with_an_open_event_stream_ends_in_time_and_queues_the_job(tmp_pa
         thread = threading.Thread(target=lambda: heard.extend(stream))
         thread.start()
         server.wait_for_steps(1)
-        code, seconds = server.stop()
+        code, seconds = server.stop(by=getattr(signal, by))
         thread.join(10)
         stream.close()
         assert code == 0

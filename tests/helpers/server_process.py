@@ -138,10 +138,10 @@ class ServerProcess:
             if stream is not None:
                 stream.close()
 
-    def stop(self, seconds: float = 20) -> tuple[int, float]:
-        """Exit code after SIGTERM, and the seconds until then."""
+    def stop(self, seconds: float = 20, by: int = signal.SIGTERM) -> tuple[int, float]:
+        """Exit code after the signal, and the seconds until then."""
         began = time.monotonic()
-        self.process.send_signal(signal.SIGTERM)
+        self.process.send_signal(by)
         code = self.process.wait(seconds)
         took = time.monotonic() - began
         self._close()

@@ -181,6 +181,12 @@ def test_what_is_not_text_is_refused(project: Path) -> None:
         default_options(None)
 
 
+def test_a_byte_order_mark_is_no_text(project: Path) -> None:
+    """Some editors on Windows write one."""
+    (project / FILE).write_bytes(b"\xef\xbb\xbfseed = 3\n")
+    assert default_options(None)["seed"].value == 3
+
+
 PERSONS = sorted(
     name
     for name in Request.model_fields

@@ -17,6 +17,7 @@ from everyframe.server.data_folder import (
     is_video_id,
     open_folder,
 )
+from everyframe.server.queue.store import JobStore
 
 ID = "video_" + "ab" * 16
 
@@ -35,6 +36,25 @@ def test_the_folder_is_private(tmp_path: Path) -> None:
     for path in (with_folder.path, with_folder.videos, with_folder.inputs, with_folder.runs):
         assert path.stat().st_mode & 0o777 == 0o700
     with_folder.close()
+
+
+def test_a_folder_with_other_things_keeps_its_mode(tmp_path: Path) -> None:
+    """``--data-dir /tmp`` must not close /tmp to others; what is ours is private there too."""
+    tmp_path.chmod(0o755)
+    (tmp_path / "of others").touch()
+    folder = open_folder(tmp_path)
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+    JobStore(folder).close()
+    for path in (folder.database, folder.videos, folder.inputs, folder.runs):
+        assert path.stat().st_mode & 0o077 == 0
+    folder.close()
+
+
+def test_a_folder_that_was_deleted_for_room_is_made_again(folder: DataFolder) -> None:
+    folder.videos.rmdir()
+    folder.runs.rmdir()
+    for place in (folder.new_video(ID), folder.new_runs_of(ID)):
+        assert place.stat().st_mode & place.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_file_in_its_place_is_refused(tmp_path: Path) -> None:

@@ -72,6 +72,18 @@ def test_a_queue_that_cannot_be_written_is_a_reason_without_a_path(app: ServedAp
     assert reasons(app) == {}
 
 
+def test_a_data_folder_that_was_moved_is_a_reason(app: ServedApp) -> None:
+    moved = app.folder.path.rename(app.folder.path.with_name("moved"))
+    found = reasons(app)
+    assert [*found] == ["storage_unavailable"]
+    assert "was removed or replaced" in found["storage_unavailable"]
+    for path in ("/v1/videos", "/v1/system"):
+        answer = app.client.get(path)
+        assert (answer.status_code, "retry-after" in answer.headers) == (503, True), path
+    moved.rename(app.folder.path)
+    assert reasons(app) == {}, "it is ready by itself once the folder is back"
+
+
 def test_a_server_that_shuts_down_is_not_ready(app: ServedApp) -> None:
     app.context.begin_drain()
     assert reasons(app) == {"draining": "the server shuts down"}

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from everyframe._version import __version__
 from everyframe.cli.streams import is_of_output, mute_output, prepare_streams, print_message
-from everyframe.cli.tables import error_line, json_line, printable
+from everyframe.cli.tables import console, error_line, json_line, printable
 from everyframe.core.errors import EveryframeError, ExitCode, InputError, did_you_mean
 from everyframe.core.import_logs import mute_torchao_imports
+from everyframe.core.torch_import import explain_import
 from everyframe.engine.workers.torchrun import Terminated, after_others, under_torchrun
 
 if TYPE_CHECKING:
@@ -212,6 +213,7 @@ def build_app() -> App:
         help_format="plaintext",
         help_formatter=formatter(),
         help_epilogue='everyframe generate "a red circle moves to the right" -o clip.mp4',
+        console=console(sys.stdout),
     )
     groups = {name: App(name=name, help=help_text) for name, help_text in GROUPS.items()}
     for name, (place, help_text) in COMMANDS.items():
@@ -264,11 +266,12 @@ def _print_error(error: BaseException, text: str, code: int, as_json: bool) -> i
     line = error_line(text)
     prefix = "" if code == ExitCode.INTERRUPTED else "error: "
     print_message(f"{prefix}{line}")
-    if as_json:
-        try:
-            print(json_line({"type": "error", "code": code, "message": line}), flush=True)
-        except OSError:
-            mute_output()
+    try:
+        if as_json:
+            print(json_line({"type": "error", "code": code, "message": line}))
+        sys.stdout.flush()  # also of what was printed before
+    except OSError:
+        mute_output()
     return code
 
 
@@ -289,6 +292,10 @@ def _print_traceback() -> None:
 
 
 def _bug(error: Exception, as_json: bool) -> int:
+    explained = explain_import(error)
+    if isinstance(explained, EveryframeError):
+        _debug_traceback()
+        return _print_error(explained, str(explained), int(explained.exit_code), as_json)
     _print_traceback()
     text = f"this is a bug in everyframe: {type(error).__name__}: {error}"
     return _print_error(error, text, int(ExitCode.TROUBLE), as_json)

@@ -1,4 +1,4 @@
-"""Make standard streams safe: closed, full, or with an encoding that lacks characters.
+"""Make standard streams safe: closed, full, unread, or of an encoding that lacks characters.
 
 A closed stream is replaced by the null device, so that no file opened later gets its descriptor and
 is overwritten by output.
@@ -12,9 +12,25 @@ import os
 import sys
 from pathlib import Path
 from traceback import extract_tb
+from typing import Any
 
 #: Python's surrogates for undecodable bytes of file names.
 _BYTES = range(0xDC80, 0xDD00)
+
+
+class _LossyFile(io.FileIO):
+    """A file that loses what it can't write.
+
+    Standard error is a log. On a full disk, or on a terminal that was closed, it must not end hours
+    of work, nor change the exit code: Python has one of its own for that, 120.
+    """
+
+    def write(self, data: Any, /) -> int:
+        try:
+            written: int | None = super().write(data)
+        except OSError:
+            written = None
+        return memoryview(data).nbytes if written is None else written
 
 
 def prepare_streams() -> None:
@@ -30,6 +46,13 @@ def prepare_streams() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         codecs.register_error("everyframe.printed", _encode_lacking)
         sys.stdout.reconfigure(errors="everyframe.printed")
+    if sys.stderr is sys.__stderr__ and sys.stderr is not None:  # nobody else's
+        sys.stderr = io.TextIOWrapper(
+            io.BufferedWriter(_LossyFile(sys.stderr.fileno(), "w", closefd=False)),
+            encoding=sys.stderr.encoding,
+            errors=sys.stderr.errors,
+            line_buffering=True,
+        )
 
 
 def _encode_lacking(error: UnicodeError) -> tuple[bytes, int]:
@@ -64,13 +87,6 @@ def mute_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def print_message(text: str) -> bool:
-    """Print a line on standard error; return whether that succeeded.
-
-    A log on a full disk must not end hours of work, nor change how the work ends.
-    """
-    try:
-        print(text, file=sys.stderr, flush=True)
-    except (OSError, ValueError):
-        return False
-    return True
+def print_message(text: str) -> None:
+    """Print a line on standard error."""
+    print(text, file=sys.stderr, flush=True)

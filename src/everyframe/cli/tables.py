@@ -25,6 +25,8 @@ _STEERS = re.compile(
 
 #: Longest word of a message that is shown in full.
 _LONGEST = 1000
+#: Least columns of a console: cyclopts breaks lines into fewer without end.
+_NARROWEST = 20
 
 
 def printable(text: str) -> str:
@@ -86,7 +88,10 @@ def console(file: IO[str]) -> Console:
         def render_str(self, text: str, **how: Any) -> Text:
             return super().render_str(printable(text), **how)
 
-    return Plain(file=file, highlight=False, markup=False, emoji=False)
+    made = Plain(file=file, highlight=False, markup=False, emoji=False)
+    if made.width < _NARROWEST:
+        made.width = _NARROWEST
+    return made
 
 
 def headline(plan: Plan) -> tuple[str, str]:
@@ -346,10 +351,8 @@ def _stages(plan: Plan) -> Table:
     for stage in plan.stages:
         shown.add_row(stage.name, _operations(stage.operations), _duration(stage.seconds))
     if plan.seconds is not None:
-        rates = f"one video ({plan.rates})"
-        shown.add_row(
-            rates, _operations(sum(s.operations for s in plan.stages)), _duration(plan.seconds)
-        )
+        total = _operations(sum(stage.operations for stage in plan.stages))
+        shown.add_row(f"one video ({plan.rates})", total, _duration(plan.seconds))
     return shown
 
 

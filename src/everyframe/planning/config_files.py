@@ -232,7 +232,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise InputError(f"{path} is too large for a configuration: over {_MOST_BYTES:,} bytes")
-        found: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        found: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         return found
     except OSError as error:
         raise InputError(f"{path} can't be read: {error.strerror or error}") from None

@@ -51,6 +51,7 @@ _INPUT = re.compile(r"inputs/[0-9a-f]{64}\.[a-z0-9]{1,8}")
 _ENDING = re.compile(r"[a-z0-9]{1,8}")
 #: Threads that wait for the disk; they begin with the first finished job.
 _FLUSHING = ThreadPoolExecutor(8, "files to disk")
+_DATABASE = "jobs.sqlite"
 _PARTIAL = ".partial"
 _FIELDS = "job.json"
 
@@ -81,7 +82,7 @@ class DataFolder:
     @property
     def database(self) -> Path:
         """The file of the queue."""
-        return self.path / "jobs.sqlite"
+        return self.path / _DATABASE
 
     @property
     def runs(self) -> Path:
@@ -102,9 +103,17 @@ class DataFolder:
         """Key that signs the page's cookies; a new one where none can be stored."""
         return read_or_create_key(self.path / "session-key") or secrets.token_bytes(32)
 
+    def has_jobs(self) -> bool:
+        """Whether it holds files of any job."""
+        return any(any(folder.iterdir()) for folder in (self.videos, self.runs))
+
     def runs_of(self, id: str) -> Path:  # noqa: A002 - the field's name
         """Folder that holds the run folders of one job; absent if there are none."""
         return self.runs / _checked(id)
+
+    def new_runs_of(self, id: str) -> Path:  # noqa: A002
+        """Create `runs_of` a job if it is absent."""
+        return _made(self.runs_of(id))
 
     def video(self, id: str) -> Path:  # noqa: A002
         """Folder with the files of a finished job; it is complete if it exists."""
@@ -124,9 +133,7 @@ class DataFolder:
     def new_video(self, id: str) -> Path:  # noqa: A002
         """Create an empty folder for the files of a job; `publish` renames it to `video`."""
         self.discard(id)
-        folder = self.videos / f"{_checked(id)}{_PARTIAL}"
-        folder.mkdir(mode=0o700)
-        return folder
+        return _made(self.videos / f"{_checked(id)}{_PARTIAL}")
 
     def publish(self, id: str, fields: Mapping[str, Any]) -> Path:  # noqa: A002
         """Rename the folder of `new_video` to `video`, durably. Raises `OSError`.
@@ -222,7 +229,8 @@ class DataFolder:
 def open_folder(path: str | Path | None = None) -> DataFolder:
     """Create the server's folder if needed, check it, and lock it for this process.
 
-    Without `path` it is `default_folder`. Only this user can read it.
+    Without `path` it is `default_folder`. Only this user can read what is in it. A folder that held
+    other things before keeps its mode.
 
     Raises:
         InputError: it can't be written, or lies on a network file system.
@@ -233,10 +241,13 @@ def open_folder(path: str | Path | None = None) -> DataFolder:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _check_file_system(folder)
-        with suppress(PermissionError):  # somebody else's folder that we may write to
-            folder.chmod(0o700)
+        # One that holds other things, such as /tmp, stays as open as it is.
+        if not any(folder.iterdir()):
+            with suppress(PermissionError):  # somebody else's folder that we may write to
+                folder.chmod(0o700)
         for name in ("runs", "inputs", "videos"):
             (folder / name).mkdir(exist_ok=True, mode=0o700)
+        (folder / _DATABASE).touch(mode=0o600)
         lock = Lock(folder / "lock", f"the data folder {str(folder)!r}")
     except OSError as error:
         raise InputError(
@@ -270,6 +281,13 @@ def file_system_of(folder: Path) -> str:
 def _checked(id: str) -> str:  # noqa: A002
     assert is_video_id(id), id
     return id
+
+
+def _made(folder: Path) -> Path:
+    """The folder of one job; also the one around it, which somebody may have deleted for room."""
+    folder.parent.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
 
 
 def _to_disk(path: Path) -> None:

@@ -1,8 +1,8 @@
 """The server's process: build its parts, listen on a socket, and drain on a signal.
 
-SIGTERM or Ctrl-C drains the server: no job begins, new jobs are refused and event streams end.
-Running jobs get `drain_seconds` to finish and are then queued again with their run. A second signal
-ends that wait.
+SIGTERM, Ctrl-C or a closed terminal (SIGHUP, unless ignored) drains the server: no job begins,
+new jobs are refused and event streams end. Running jobs get `drain_seconds` to finish and are then
+queued again with their run. A second signal ends that wait.
 """
 
 from __future__ import annotations
@@ -189,9 +189,16 @@ class _Drain:
                 self._is_urgent = True
                 self._dispatcher.stop_now()
 
-        before = {number: signal.signal(number, handle) for number in _SIGNALS}
+        before = {number: signal.signal(number, handle) for number in _draining_signals()}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _draining_signals() -> tuple[signal.Signals, ...]:
+    hangup = getattr(signal, "SIGHUP", None)
+    if hangup is None or signal.getsignal(hangup) is signal.SIG_IGN:
+        return _SIGNALS
+    return (*_SIGNALS, hangup)

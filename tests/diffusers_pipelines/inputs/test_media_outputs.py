@@ -56,9 +56,11 @@ def test_three_frames_are_not_taken_for_channels() -> None:
     assert np.array_equal(frames_of(SimpleNamespace(frames=TCHW[None, :3])), FRAMES[:3])
 
 
-def test_a_result_without_frames_is_reported() -> None:
-    with pytest.raises(EveryframeError, match="gave a SimpleNamespace without frames"):
-        frames_of(SimpleNamespace(images=[]))
+@pytest.mark.parametrize("result", [SimpleNamespace(images=[]), FRAMES])
+def test_a_result_without_frames_says_what_a_pipeline_returns(result: Any) -> None:
+    """Also of a pipeline of somebody's own, whose call may return a bare array."""
+    with pytest.raises(CheckpointError, match=r"an output with frames, videos or video, got a "):
+        frames_of(result)
 
 
 def vocoder(rate: Any) -> Any:

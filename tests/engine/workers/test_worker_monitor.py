@@ -90,6 +90,22 @@ def test_a_rank_that_was_stopped_is_named_wherever_it_is(
         watch(made, clock)
 
 
+def test_a_run_that_was_stopped_as_a_whole_goes_on(
+    tmp_path: Path, used: dict[int, float], clock: Clock
+) -> None:
+    """Ctrl-Z stops this process too, which sees the clock jump, and no rank at work meanwhile."""
+    made, _ = workers(tmp_path)
+    watching = HangDetector(made, seconds=10.0)
+    watching.check(made)
+    clock.now += 600.0
+    watching.check(made)
+    clock.now += 9.0
+    watching.check(made)
+    clock.now += 1.0
+    with pytest.raises(WorkerDiedError, match="rank 0 did nothing for 10 s"):
+        watching.check(made)
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone tells it")
 def test_this_process_is_seen_to_compute() -> None:
     """The system's own numbers: this process runs, and has used a core for a while."""

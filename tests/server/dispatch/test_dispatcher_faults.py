@@ -230,6 +230,34 @@ def test_a_queue_that_cannot_be_written_loses_nothing(
     ended(store, job)
 
 
+def test_a_trouble_that_lasts_is_logged_once(
+    store: JobStore, dispatch: Start, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Threads see several in turns."""
+    tries = {"claim": 0, "write": 0}
+
+    def fail(what: str) -> None:
+        tries[what] += 1
+        raise StoreError(f"{what}: the disk is full")
+
+    monkeypatch.setattr(dispatcher, "_PAUSE", 0.01)
+    monkeypatch.setattr(store, "claim", lambda *_: fail("claim"))
+    add(store)
+    running = dispatch(FakeExecutor())
+    writer = threading.Thread(target=running._persist, args=(lambda: fail("write"),))
+    writer.start()
+    until = time.monotonic() + 10
+    while min(tries.values()) < 5 and time.monotonic() < until:
+        time.sleep(0.01)
+    running.drain()
+    writer.join()
+    assert min(tries.values()) >= 5
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines.count("write: the disk is full") == 1
+    assert lines.count("no job begins: claim: the disk is full") == 1
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_video_whose_files_are_there_is_not_made_again(
     store: JobStore, folder: DataFolder, dispatch: Start, monkeypatch: pytest.MonkeyPatch

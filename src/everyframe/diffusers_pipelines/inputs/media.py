@@ -368,8 +368,9 @@ def check_finite(result: Any, stage: str) -> None:
 def _frames_in(result: Any) -> Any:
     given = next((part for name in VIDEOS if (part := _part(result, name)) is not None), None)
     if given is None:
-        raise EveryframeError(
-            f"the pipeline gave a {type(result).__name__} without frames; please report it"
+        raise CheckpointError(
+            f"the pipeline's call must return an output with {', '.join(VIDEOS[:-1])} or "
+            f"{VIDEOS[-1]}, got a {type(result).__name__} without"
         )
     return given
 

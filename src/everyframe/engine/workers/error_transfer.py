@@ -13,10 +13,12 @@ from typing import Any
 
 from everyframe.core import errors
 from everyframe.core.errors import DistributedOutOfMemoryError, EveryframeError
+from everyframe.core.torch_import import explain_import
 
 
 def error_data(error: Exception) -> dict[str, Any]:
     """What another process needs to raise this error again; see `error_from`."""
+    error = explain_import(error)
     data: dict[str, Any] = {"class": type(error).__name__, "text": str(error)}
     if isinstance(error, DistributedOutOfMemoryError):
         data["out_of_memory"] = error.out_of_memory

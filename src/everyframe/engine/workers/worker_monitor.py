@@ -46,7 +46,7 @@ class HangDetector:
         self._seconds = seconds
         self._sees_all = sees_all
         self._contents = {each.job.rank: b"" for each in workers}
-        self._since = time.monotonic()
+        self._since = self._looked = time.monotonic()
         # Activity of each rank when that time began, and the time of its last activity.
         self._done = {each.job.rank: _Work() for each in workers}
         self._active = dict.fromkeys(self._done, self._since)
@@ -57,6 +57,9 @@ class HangDetector:
         now = time.monotonic()
         contents = {each.job.rank: _content(each.recorder_file) for each in at_work}
         went_on = [rank for rank, content in contents.items() if self._contents[rank] != content]
+        looked, self._looked = self._looked, now
+        if now - looked >= self._seconds:
+            went_on = [*contents]  # this process was stopped (Ctrl-Z), and all ranks with it
         if went_on:
             self._contents |= contents
             self._active |= dict.fromkeys(went_on, now)

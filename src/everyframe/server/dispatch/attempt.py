@@ -223,8 +223,7 @@ class Attempt:
             options["devices"] = self._devices
         if self._options.has_previews:
             options.setdefault("preview", True)
-        root = self._folder.runs_of(id)
-        root.mkdir(mode=0o700, exist_ok=True)
+        root = self._folder.new_runs_of(id)
         request = self._folder.request_of(options)
         if request.num_ranks > 1:
             self._batch = None

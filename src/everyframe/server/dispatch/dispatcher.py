@@ -100,6 +100,7 @@ class Dispatcher:
         self._ended = threading.Event()
         self._changes = ChangeNotifier()
         self._trouble: str | None = None
+        self._logged: set[str] = set()
         most = options.max_batch if executor.has_batches else 1
         self._groups = [
             DeviceGroup(name, devices, most, options.warm_ahead)
@@ -217,20 +218,22 @@ class Dispatcher:
         """Run jobs of one group, one at a time in this thread, until the server drains."""
         ends: Future[None] | None = None
         while not self._draining.is_set():
-            seen, claim = self._changes.count, None
+            seen, claim, trouble = self._changes.count, None, None
             try:
-                self._trouble = self._obstacle()
-                claim = None if self._trouble else group.claim(self._store)
+                trouble = self._obstacle()
+                if trouble is None:
+                    claim = group.claim(self._store)
+                    self._logged.clear()
             except (StoreError, OSError) as error:
-                if str(error) != self._trouble:
-                    _log.error("no job begins: %s", error)
-                self._trouble = str(error)
+                trouble = str(error)
+                self._log_once(f"no job begins: {error}")
+            self._trouble = trouble
             if claim is not None:
                 # One job may wait for its files while the next one runs, and no more.
                 ends, before = self._run(claim, group), ends
                 if before is not None:
                     before.result()
-            elif self._trouble:
+            elif trouble:
                 self._draining.wait(_PAUSE)
             elif not self._draining.is_set():
                 self._changes.wait(seen, _IDLE_SECONDS)
@@ -377,9 +380,14 @@ class Dispatcher:
             except NoSuchVideoError as error:
                 _log.warning("%s", error)
             except StoreError as error:
-                if str(error) != self._trouble:
-                    _log.error("%s", error)
+                self._log_once(str(error))
                 self._trouble = str(error)
                 if not self._ended.wait(_PAUSE):
                     continue
             return
+
+    def _log_once(self, trouble: str) -> None:
+        """Log a trouble that lasts once: the log may lie on the disk that is full."""
+        if trouble not in self._logged:
+            self._logged.add(trouble)
+            _log.error("%s", trouble)

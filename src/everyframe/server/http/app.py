@@ -123,6 +123,12 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def of_library(request: Request, error: Any) -> JSONResponse:
         return await of_api(request, api_error(error))
 
+    async def of_system(request: Request, error: Any) -> JSONResponse:
+        _log.error("%s %s: %s", request.method, request.url.path, error)
+        text = f"the server can't read or write its files: {error.strerror or error}"
+        again = {"retry-after": "30"}
+        return await of_api(request, ApiError("storage_unavailable", text, headers=again))
+
     async def of_framework(request: Request, error: Any) -> JSONResponse:
         codes = {404: "not_found", 405: "method_not_allowed"}
         code = codes.get(error.status_code, "invalid_value")
@@ -141,6 +147,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     app.add_exception_handler(ApiError, of_api)
     app.add_exception_handler(EveryframeError, of_library)
+    app.add_exception_handler(OSError, of_system)
     app.add_exception_handler(HTTPException, of_framework)
     app.add_exception_handler(RequestValidationError, of_validation)
     app.add_exception_handler(Exception, of_us)

@@ -9,6 +9,7 @@ SQLite's, which polls.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -73,11 +74,13 @@ CREATE INDEX events_by_video ON events(video, number);
 class Database:
     """Connections to the file of the queue. All methods are thread-safe.
 
+    A new file is written only if it `may_be_new`.
+
     Raises:
-        StoreError: the file can't be opened, or another version wrote it.
+        StoreError: the file can't be opened or is missing, or another version wrote it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, may_be_new: bool = True) -> None:
         if sqlite3.sqlite_version_info < _OLDEST_SQLITE:
             raise StoreError(
                 f"SQLite {sqlite3.sqlite_version} is too old for the queue; it needs "
@@ -91,7 +94,8 @@ class Database:
         with _explained(path):
             self._writer = self._connect()
             self._writer.execute("PRAGMA journal_mode=WAL")
-            self._create()
+            self._create(may_be_new)
+        self._file = os.stat(path)
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
@@ -99,6 +103,7 @@ class Database:
         with self._readers:
             connection = self._idle.pop() if self._idle else None
         with _explained(self._path):
+            self._check_file()
             if connection is None:
                 connection = self._connect()
             try:
@@ -117,6 +122,7 @@ class Database:
         Without `is_durable` a power cut may lose it, until a durable transaction follows.
         """
         with self._writing, _explained(self._path):
+            self._check_file()
             self._writer.execute(f"PRAGMA synchronous={'FULL' if is_durable else 'NORMAL'}")
             self._writer.execute("BEGIN IMMEDIATE")
             try:
@@ -142,9 +148,27 @@ class Database:
             connection.execute(f"PRAGMA {setting}")
         return connection
 
-    def _create(self) -> None:
+    def _check_file(self) -> None:
+        """Raise `StoreError` if the file was removed or replaced: SQLite would write on into it."""
+        try:
+            is_there = os.path.samestat(os.stat(self._path), self._file)
+        except OSError:
+            is_there = False
+        if not is_there:
+            raise StoreError(
+                f"the queue {str(self._path)!r} was removed or replaced while it was served; put "
+                "the same file back, or stop the server"
+            )
+
+    def _create(self, may_be_new: bool) -> None:
         """Write the schema into a new file; refuse that of another version."""
         found = int(self._writer.execute("PRAGMA user_version").fetchone()[0])
+        if found == 0 and not may_be_new:
+            raise StoreError(
+                f"the queue {str(self._path)!r} is missing or empty, but its folder holds videos "
+                "of jobs, which a new queue would delete; put the queue back, or move the folders "
+                "videos and runs elsewhere"
+            )
         if found == 0:
             self._writer.executescript(
                 f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version={VERSION}; COMMIT;"
@@ -169,6 +193,8 @@ def _explained(path: Path) -> Iterator[None]:
             fix = "free some space on its disk"
         elif "readonly" in text or "unable to open" in text:
             fix = "make the folder writable"
+        elif "locked" in text:
+            fix = "end the other program that uses it"
         raise StoreError(f"the queue {str(path)!r} can't be read or written ({text}); {fix}") from (
             error
         )

@@ -44,7 +44,7 @@ class JobStore(EventLog):
     """
 
     def __init__(self, folder: DataFolder, retention_seconds: float | None = None) -> None:
-        super().__init__(Database(folder.database))
+        super().__init__(Database(folder.database, may_be_new=not folder.has_jobs()))
         self.folder = folder
         self.retention_seconds = retention_seconds
 

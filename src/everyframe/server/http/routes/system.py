@@ -133,7 +133,9 @@ def _reasons(context: ServerContext) -> list[ReadinessReason]:
         found["storage_unavailable"] = str(error)
     if not os.access(context.folder.path, os.W_OK):
         found.setdefault("storage_unavailable", "the data folder can't be written")
-    least, free = context.settings.min_free_bytes, context.folder.free_bytes()
+    least = context.settings.min_free_bytes
+    # A folder that was removed has none, and is named above.
+    free = context.folder.free_bytes() if os.path.isdir(context.folder.path) else least
     if free < least:
         found["disk_full"] = (
             f"the disk of the data folder has {free / 1e9:.1f} GB, and {least / 1e9:.1f} GB are "

@@ -1,0 +1,30 @@
+"""torch that can't be imported is not called our bug."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from everyframe.core.torch_import import explain_import
+
+
+@pytest.mark.parametrize("command", ["plan", "generate"])  # in this process, and in a worker
+def test_a_variable_that_torch_refuses_is_wrong_input(tmp_path: Path, command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "everyframe", command, "a red circle"], cwd=tmp_path, check=False,
+        capture_output=True, text=True, timeout=120, env={**os.environ, "TORCH_LOGS": "garbage"},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: torch can't be imported here: Invalid log settings: garbage")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_other_errors_stay_as_they_are() -> None:
+    with pytest.raises(ValueError, match="ours") as caught:
+        raise ValueError("ours")
+    assert explain_import(caught.value) is caught.value
