@@ -5,7 +5,7 @@
     python benchmarks/decode.py --disable winograd              # without a fast path
 
 The decoders of Stable Video Diffusion (diffusers' AutoencoderKLTemporalDecoder), Wan 2.1, Open-Sora
-1.2, CogVideoX, Mochi and HunyuanVideo, as wide as released, with random weights and few small
+1.2, CogVideoX, Mochi, HunyuanVideo (1.5 as well) and LTX, as wide as released, with random weights and few small
 frames. Open-Sora has no diffusers class: there the base is our module as written. "Exact" is
 without any fast path, "fast paths" with all that find a place in the decoder; `everyframe
 fast-paths` may refuse some. All take turns, round after round; ratios are medians over rounds.
@@ -108,6 +108,13 @@ MODELS: dict[str, Callable[[], Decoder]] = {
     "hunyuanvideo": partial(
         of_diffusers, "HunyuanVideo, 5 frames of 128x128", "AutoencoderKLHunyuanVideo",
         (1, 16, 2, 16, 16),
+    ),
+    "hunyuanvideo15": partial(
+        of_diffusers, "HunyuanVideo 1.5, 5 frames of 128x128", "AutoencoderKLHunyuanVideo15",
+        (1, 32, 2, 8, 8),
+    ),
+    "ltx": partial(
+        of_diffusers, "LTX, 17 frames of 256x384", "AutoencoderKLLTXVideo", (1, 128, 3, 8, 12)
     ),
 }  # fmt: skip
 

@@ -296,7 +296,10 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
     for frames, side in ((2, 6), (3, 2)):
         with pytest.raises(ValueError, match="frames of"):
             convolutions.winograd_3d(
-                torch.ones(1, 8, frames, side, 6), torch.ones(4, 8, 3, 3, 3), None, (0, 0), 0
+                torch.ones(1, 8, frames, side, 6),
+                torch.ones(4, 8, 3, 3, 3),
+                None,
+                convolutions.Padding((0, 0), 0),
             )
     with pytest.raises(ValueError, match="heads of"):
         kernels.frame_attention(x, x[:1], x, 1, 1.0)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from everyframe.ops.native import convolutions, kernels, library
+from everyframe.ops.native.convolutions import Padding
 from helpers.kernel_numbers import TOLERANCE, check, numbers
 
 pytestmark = [
@@ -59,12 +60,12 @@ def test_winograd_over_frames(
     weight = weight.to(dtype)
     padded = F.pad(x.double(), (pad, pad, pad, pad, *frame_padding))
     want = F.conv3d(padded, weight.double(), bias.double())
-    got = convolutions.winograd_3d(x, weight, bias, frame_padding, pad)
+    got = convolutions.winograd_3d(x, weight, bias, Padding(frame_padding, pad))
     check(got, want, size=8.0)
     assert kernels.is_channels_last(got)
     last = torch.channels_last_3d
     x, weight = x.contiguous(memory_format=last), weight.to(memory_format=last)
-    assert torch.equal(convolutions.winograd_3d(x, weight, bias, frame_padding, pad), got)
+    assert torch.equal(convolutions.winograd_3d(x, weight, bias, Padding(frame_padding, pad)), got)
 
 
 @pytest.mark.parametrize(
@@ -108,9 +109,9 @@ def test_a_tile_of_winograd_depends_on_itself_alone() -> None:
 
 def test_a_frame_reaches_those_that_its_taps_reach() -> None:
     x, weight = numbers(2, 33, 6, 8, 8), numbers(32, 33, 3, 3, 3)
-    whole = convolutions.winograd_3d(x, weight, None, (2, 0), 1)
+    whole = convolutions.winograd_3d(x, weight, None, Padding((2, 0), 1))
     x[1, 5, 2] = float("nan")
-    seen = convolutions.winograd_3d(x, weight, None, (2, 0), 1)
+    seen = convolutions.winograd_3d(x, weight, None, Padding((2, 0), 1))
     assert torch.equal(seen[0], whole[0])
     assert not seen[1, :, 2:5].isfinite().any()
     for rest in (slice(0, 2), slice(5, 6)):
@@ -118,7 +119,7 @@ def test_a_frame_reaches_those_that_its_taps_reach() -> None:
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        found = convolutions.winograd_3d(x[:1], weight, None, (2, 0), 1)
+        found = convolutions.winograd_3d(x[:1], weight, None, Padding((2, 0), 1))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(found, whole[:1])

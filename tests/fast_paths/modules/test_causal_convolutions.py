@@ -11,12 +11,16 @@ import torch
 import torch.nn.functional as F
 from diffusers.models.autoencoders.autoencoder_kl_cogvideox import CogVideoXCausalConv3d
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import HunyuanVideoCausalConv3d
+from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15CausalConv3d
+from diffusers.models.autoencoders.autoencoder_kl_ltx import LTXVideoCausalConv3d
+from diffusers.models.autoencoders.autoencoder_kl_ltx2 import LTX2VideoCausalConv3d
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
 from torch import Tensor, nn
 
 from everyframe.fast_paths.apply import places_of, swap_modules
 from everyframe.fast_paths.benchmark import relative_error
 from everyframe.ops.native import convolutions, library
+from everyframe.ops.native.convolutions import Padding
 
 pytestmark = pytest.mark.skipif(bool(missing := library.why_not()), reason=str(missing))
 
@@ -34,6 +38,9 @@ def numbers(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+STATELESS = (HunyuanVideoCausalConv3d, HunyuanVideo15CausalConv3d, LTXVideoCausalConv3d)
+
+
 class Alone(nn.Module):
     """A convolution in a module, which gives the frames that it keeps for the next call as well."""
 
@@ -42,8 +49,10 @@ class Alone(nn.Module):
         self.inner = conv
 
     def forward(self, x: Tensor, cache: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        if isinstance(self.inner, HunyuanVideoCausalConv3d):
+        if isinstance(self.inner, STATELESS):
             return self.inner(x), None
+        if isinstance(self.inner, LTX2VideoCausalConv3d):
+            return self.inner(x, causal=False), None
         if isinstance(self.inner, WanCausalConv3d):  # its caller keeps them
             return self.inner(x, cache), x[:, :, -2:].clone()
         made: tuple[Tensor, Tensor | None] = self.inner(x, cache)
@@ -54,6 +63,10 @@ CAUSAL: dict[str, Callable[[], nn.Module]] = {
     "CogVideoX": lambda: CogVideoXCausalConv3d(32, 40, 3, pad_mode="first"),
     "Mochi": lambda: CogVideoXCausalConv3d(32, 40, 3, pad_mode="replicate"),
     "HunyuanVideo": lambda: HunyuanVideoCausalConv3d(32, 40, 3),
+    "HunyuanVideo 1.5": lambda: HunyuanVideo15CausalConv3d(32, 40, 3),
+    "LTX": lambda: LTXVideoCausalConv3d(32, 40, 3, is_causal=False),
+    "LTX's encoder": lambda: LTXVideoCausalConv3d(32, 40, 3),
+    "LTX-2": lambda: LTX2VideoCausalConv3d(32, 40, 3, spatial_padding_mode="reflect"),
     "Wan": lambda: WanCausalConv3d(32, 40, 3, padding=1),
 }
 
@@ -76,7 +89,7 @@ def test_pieces_of_a_video(
     truth = copy.deepcopy(plain).double()
     assert [*fast.state_dict()] == [*plain.state_dict()]
     for module in (F, torch):
-        for copies in ("pad", "cat", "conv3d"):
+        for copies in ("pad", "cat", "concatenate", "conv3d"):
             if hasattr(module, copies):
                 monkeypatch.setattr(module, copies, _unless_wide(getattr(module, copies)))
     kept: Tensor | None = None
@@ -143,8 +156,13 @@ def test_hooks_of_the_convolution_inside_see_its_call() -> None:
 def test_a_history_that_does_not_fit_is_refused() -> None:
     """C would read beyond its end."""
     x, weight = numbers(1, 8, 2, 6, 6), torch.ones(4, 8, 3, 3, 3)
-    for shape in ((1, 8, 3, 6, 6), (1, 8, 2, 6, 5), (2, 8, 2, 6, 6), (1, 8, 0, 6, 6)):
-        with pytest.raises(ValueError, match="a history of 2 frames before"):
-            convolutions.winograd_3d(x, weight, None, (2, 0), 1, torch.ones(shape))
-    with pytest.raises(ValueError, match=r"in torch\.bfloat16"):
-        convolutions.winograd_3d(x, weight, None, (2, 0), 1, x.bfloat16())
+    for history in (numbers(1, 8, 2, 6, 5), numbers(2, 8, 2, 6, 6), x.bfloat16()):
+        with pytest.raises(ValueError, match=r"a history \(1, 8, 2, 6, 6\) in torch\.float32"):
+            convolutions.winograd_3d(x, weight, None, Padding((2, 0), 1, history=history))
+    one = x[..., :1, :]
+    for given, padding in (
+        (x, Padding((1, 0), 1, history=x)), (x, Padding((2, -1), 1)), (x, Padding((2, 0), 2)),
+        (x, Padding((2, 0), 1, "circular")), (one, Padding((2, 0), 1, "reflect")),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="frames of"):
+            convolutions.winograd_3d(given, weight, None, padding)

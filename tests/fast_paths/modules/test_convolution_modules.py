@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from everyframe.fast_paths.modules import convolution_modules, diffusers_modules
 from everyframe.fast_paths.registry import CATALOGUE
 from everyframe.ops.convolution import TemporalConv
 from everyframe.ops.native import convolutions, kernels, library
+from everyframe.ops.native.convolutions import Padding
 from everyframe.runtime.repair.repairs import RepairSet, apply_repair
 from helpers import decoder_paths, native_paths
 from helpers.tiny_checkpoints import opensora as tiny_opensora
@@ -96,7 +98,23 @@ LAYERS: dict[str, tuple[Callable[[], nn.Conv3d], str]] = {
     "strided": (lambda: nn.Conv3d(32, 32, 3, (2, 1, 1), padding=1), "Conv3d"),
     "grouped": (lambda: nn.Conv3d(32, 32, 3, padding=1, groups=2), "Conv3d"),
     "of few channels": (lambda: nn.Conv3d(32, 3, 3, padding=1), "Conv3d"),
-    "mirrored": (lambda: nn.Conv3d(32, 32, 3, padding=1, padding_mode="reflect"), "Conv3d"),
+    "mirrored": (
+        lambda: nn.Conv3d(32, 32, 3, padding=(0, 1, 1), padding_mode="reflect"),
+        "WinogradConv3d",
+    ),
+    "repeated": (
+        lambda: nn.Conv3d(32, 32, 3, padding=(0, 1, 1), padding_mode="replicate"),
+        "WinogradConv3d",
+    ),
+    "mirrored in time": (lambda: nn.Conv3d(32, 32, 3, padding=1, padding_mode="reflect"), "Conv3d"),
+    "round": (
+        lambda: nn.Conv3d(32, 32, 3, padding=(0, 1, 1), padding_mode="circular"),
+        "Conv3d",
+    ),
+    "of pixels, mirrored": (
+        lambda: nn.Conv3d(32, 8, (3, 1, 1), padding=(1, 0, 0), padding_mode="reflect"),
+        "Conv3d",
+    ),
     "over time, strided": (lambda: nn.Conv3d(32, 8, (3, 1, 1), (2, 1, 1)), "Conv3d"),
 }
 
@@ -110,10 +128,10 @@ def test_which_convolutions_are_replaced(name: str) -> None:
     swap_modules(layers, PATHS)
     assert type(layers[0]).__name__ == kind
     assert [*layers.state_dict()] == names
-    if name == "mirrored":
-        return
     x = numbers(2, 32, 4, 22, 17)
-    want = in_float64(layers[0], x)
+    want = copy.deepcopy(LAYERS[name][0]().requires_grad_(False))
+    want.load_state_dict(layers[0].state_dict())
+    want = want.double()(x.double())
     for given in (x, x.contiguous(memory_format=torch.channels_last_3d)):
         assert relative_error(layers(given), want) < 1e-5
     assert relative_error(layers(x[:1]), want[:1]) < 1e-5
@@ -302,13 +320,11 @@ def test_a_convolution_that_loses_a_frame_is_refused(monkeypatch: pytest.MonkeyP
     """The last frame of each sample is taken for zeros."""
     right = convolutions.winograd_3d
 
-    def wrong(
-        x: Tensor, weight: Tensor, bias: Tensor, frames: tuple[int, int], *more: Any, **named: Any
-    ) -> Tensor:
-        shorter, (front, back) = x[:, :, :-1], frames
+    def wrong(x: Tensor, weight: Tensor, bias: Tensor, padding: Padding) -> Tensor:
+        shorter, (front, back) = x[:, :, :-1], padding.frames
         if not shorter.shape[2]:
-            return torch.zeros_like(right(x, weight, bias, frames, *more, **named))
-        return right(shorter, weight, bias, (front, back + 1), *more, **named)
+            return torch.zeros_like(right(x, weight, bias, padding))
+        return right(shorter, weight, bias, replace(padding, frames=(front, back + 1)))
 
     monkeypatch.setattr(convolutions, "winograd_3d", wrong)
     assert not tried("winograd").is_right

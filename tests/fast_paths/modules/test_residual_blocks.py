@@ -14,6 +14,9 @@ from diffusers.models.autoencoders.autoencoder_kl_cogvideox import CogVideoXResn
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import (
     HunyuanVideoResnetBlockCausal3D,
 )
+from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15ResnetBlock
+from diffusers.models.autoencoders.autoencoder_kl_ltx import LTXVideoResnetBlock3d
+from diffusers.models.autoencoders.autoencoder_kl_ltx2 import LTX2VideoResnetBlock3d
 from diffusers.models.autoencoders.autoencoder_kl_mochi import MochiResnetBlock3D
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanResidualBlock
 from diffusers.models.resnet import ResnetBlock2D, TemporalResnetBlock
@@ -66,6 +69,9 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
         lambda: CogVideoXResnetBlock3D(32, temb_channels=0, spatial_norm_dim=4),
         (numbers(*FRAMES), None, numbers(2, 4, 2, 3, 7)),
     ),
+    "HunyuanVideo 1.5": (lambda: HunyuanVideo15ResnetBlock(32, 64), (numbers(*FRAMES),)),
+    "LTX": (lambda: LTXVideoResnetBlock3d(32, 64, is_causal=False), (numbers(*FRAMES),)),
+    "LTX-2": (lambda: LTX2VideoResnetBlock3d(32, 64), (numbers(*FRAMES),)),
     "Mochi": (lambda: MochiResnetBlock3D(32), (numbers(*FRAMES),)),
     "Wan": (lambda: WanResidualBlock(32, 32), (numbers(*FRAMES),)),
     "ours over time": (lambda: ResBlock(32, 64, 8), (numbers(*FRAMES),)),
@@ -129,6 +135,7 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
     "scaled by an embedding": lambda: ResnetBlock2D(
         in_channels=32, temb_channels=64, groups=8, time_embedding_norm="scale_shift"
     ),
+    "shifted by an embedding": lambda: LTXVideoResnetBlock3d(32, timestep_conditioning=True),
     "of another activation": lambda: ResnetBlock2D(
         in_channels=32, temb_channels=64, groups=8, non_linearity="gelu"
     ),
@@ -143,6 +150,8 @@ def test_other_blocks_keep_their_activation(name: str) -> None:
     assert residual_blocks.places(fast) == ()
     swap_modules(fast, ("native-norm",))
     given = numbers(*IMAGES), EMBEDDING
+    if isinstance(plain[0], LTXVideoResnetBlock3d):
+        given = numbers(*FRAMES), numbers(2, 128, 1, 1, 1)
     assert relative_error(fast[0](*given), plain[0](*given)) < 1e-5
 
 

@@ -6,7 +6,6 @@ The classes override `_conv_forward`, to which torch's `forward` gives its input
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from typing import Any, TypeGuard
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from everyframe.fast_paths import path_sizes
 from everyframe.ops.native import convolutions, kernels
+from everyframe.ops.native.convolutions import Padding
 from everyframe.precision.dtypes import dtype_name
 
 
@@ -33,12 +33,8 @@ def multiplies(x: Tensor, weight: Tensor) -> bool:
 
 
 def _is_usual(conv: nn.Conv2d | nn.Conv3d) -> bool:
-    """Whether every output has all inputs of its neighbours, zeros beyond the edge."""
-    return (
-        set(conv.stride) == set(conv.dilation) == {1}
-        and conv.groups == 1
-        and conv.padding_mode == "zeros"
-    )
+    """Whether every output has all inputs of its neighbours."""
+    return set(conv.stride) == set(conv.dilation) == {1} and conv.groups == 1
 
 
 def is_temporal(part: nn.Module) -> TypeGuard[nn.Conv3d]:
@@ -46,6 +42,7 @@ def is_temporal(part: nn.Module) -> TypeGuard[nn.Conv3d]:
     return (
         isinstance(part, nn.Conv3d)
         and _is_usual(part)
+        and part.padding_mode == "zeros"
         and part.kernel_size[1:] == (1, 1)
         and not isinstance(part.padding, str)
         and tuple(part.padding)[1:] == (0, 0)
@@ -93,27 +90,15 @@ class WinogradConv2d(nn.Conv2d):
 
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         suits = x.ndim == 4 and x.dtype == weight.dtype and kernels.supports(x, weight)
-        if self.is_plain or not suits or not saves_products(self, len(x), *x.shape[2:]):
+        if self.is_plain or not suits or not self._repays(x):
             plain: Tensor = super()._conv_forward(x, weight, bias)
             return plain
-        return convolutions.winograd(x, weight, bias)
+        return convolutions.winograd(x, weight, bias, self.padding_mode)
 
-
-@dataclass(frozen=True)
-class Edge:
-    """What a convolution reads beyond its input, which then needs no padded copy.
-
-    Attributes:
-        frames: before the first frame; zeros, but for the last of them, the `history`.
-        pad: pixels around each frame.
-        history: (N, C, t, H, W).
-        is_replicated: whether pixels around repeat those at the edge; else they are zeros.
-    """
-
-    frames: int
-    pad: int
-    history: Tensor | None = None
-    is_replicated: bool = False
+    def _repays(self, x_NCHW: Tensor) -> bool:
+        height, width = x_NCHW.shape[2:]
+        is_small = min(height, width) < 2 and self.padding_mode == "reflect"
+        return not is_small and saves_products(self, len(x_NCHW), height, width)
 
 
 class WinogradConv3d(nn.Conv3d):
@@ -124,40 +109,35 @@ class WinogradConv3d(nn.Conv3d):
 
     is_plain = False
 
-    def suits(self, x: Tensor, edge: Edge) -> bool:
-        """Whether a call with this input and `edge` can be computed, and repays."""
-        history = edge.history
-        is_fit = history is None or (history.dtype == x.dtype and history.shape[2] <= edge.frames)
-        is_wanted = is_fit and not self.is_plain
-        return is_wanted and suits_winograd(self, x, (edge.frames, 0), edge.pad)
+    def suits(self, x: Tensor, padding: Padding) -> bool:
+        """Whether a call with this input and padding can be computed, and repays."""
+        history = x if padding.history is None else padding.history
+        if self.is_plain or x.ndim != 5 or not x.dtype == history.dtype == self.weight.dtype:
+            return False
+        (samples, _, *sizes), taps = x.shape, self.kernel_size[0]
+        if not kernels.supports(x, self.weight) or not padding.can_pad(sizes, taps):
+            return False
+        frames, height, width = padding.sizes_after(sizes, taps)
+        return saves_products(self, samples * frames, height, width)
 
-    def forward(self, input: Tensor, *args: Any, edge: Edge | None = None) -> Tensor:  # noqa: A002
-        if edge is None:
+    def forward(
+        self,
+        input: Tensor,  # noqa: A002 - torch's name
+        *args: Any,
+        padding: Padding | None = None,
+    ) -> Tensor:
+        if padding is None:
             plain: Tensor = super().forward(input, *args)
             return plain
-        return convolutions.winograd_3d(
-            input, self.weight, self.bias, (edge.frames, 0), edge.pad, edge.history,
-            is_replicated=edge.is_replicated,
-        )  # fmt: skip
+        return convolutions.winograd_3d(input, self.weight, self.bias, padding)
 
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         around, pad, _ = (int(each) for each in self.padding)
-        if self.is_plain or not suits_winograd(self, x, (around, around), pad):
+        padding = Padding((around, around), pad, self.padding_mode)
+        if not self.suits(x, padding):
             plain: Tensor = super()._conv_forward(x, weight, bias)
             return plain
-        return convolutions.winograd_3d(x, weight, bias, (around, around), pad)
-
-
-def suits_winograd(conv: nn.Conv3d, x: Tensor, frame_padding: tuple[int, int], pad: int) -> bool:
-    """Whether `convolutions.winograd_3d` takes this input, and repays."""
-    weight = conv.weight
-    if x.ndim != 5 or x.dtype != weight.dtype or not kernels.supports(x, weight):
-        return False
-    samples, _, frames, height, width = x.shape
-    frames += sum(frame_padding) + 1 - weight.shape[2]
-    height, width = height + 2 * pad - 2, width + 2 * pad - 2
-    is_there = min(frames, height, width, *(1 + each for each in frame_padding)) > 0
-    return is_there and saves_products(conv, samples * frames, height, width)
+        return convolutions.winograd_3d(x, weight, bias, padding)
 
 
 class WinogradOverTime(nn.Conv3d):
@@ -241,6 +221,10 @@ def is_winograd(part: nn.Module) -> bool:
         or min(part.in_channels, part.out_channels) < path_sizes.FEWEST_CHANNELS
     ):
         return False
+    if part.padding_mode not in convolutions.PIXELS:
+        return False
     if isinstance(part, nn.Conv2d):
         return part.padding in ((1, 1), "same")
-    return not isinstance(part.padding, str) and tuple(part.padding)[1:] in ((0, 0), (1, 1))
+    if isinstance(part.padding, str) or tuple(part.padding)[1:] not in ((0, 0), (1, 1)):
+        return False
+    return part.padding_mode == "zeros" or part.padding[0] == 0

@@ -292,23 +292,32 @@ KINDS: Mapping[str, Mapping[type[nn.Module], type[nn.Module]]] = {
 PATHS = (*KINDS, *CONVOLUTIONS)
 
 _DIFFUSERS = "everyframe.fast_paths.modules.diffusers_modules"
-_WAN = "diffusers.models.autoencoders.autoencoder_kl_wan"
-_COGVIDEOX = "diffusers.models.autoencoders.autoencoder_kl_cogvideox"
-_MOCHI = "diffusers.models.autoencoders.autoencoder_kl_mochi"
-_HUNYUANVIDEO = "diffusers.models.autoencoders.autoencoder_kl_hunyuan_video"
+_VAES = "diffusers.models.autoencoders.autoencoder_kl"
 #: The same for classes of diffusers, which is imported where a model has them only.
 _FOREIGN: Mapping[tuple[str, str], str] = {
     ("native-geglu", "diffusers.models.activations.GEGLU"): "NativeGEGLU",
     ("native-gelu", "diffusers.models.activations.GELU"): "NativeProjectedGELU",
     ("native-norm", "diffusers.models.normalization.FP32LayerNorm"): "NativeFP32LayerNorm",
     ("native-norm", "diffusers.models.normalization.RMSNorm"): "NativeDiffusersRMSNorm",
-    ("native-norm", f"{_WAN}.WanRMS_norm"): "NativeWanRMSNorm",
-    ("native-norm", f"{_COGVIDEOX}.CogVideoXSpatialNorm3D"): "NativeSpatialNorm3D",
-    ("native-norm", f"{_MOCHI}.MochiChunkedGroupNorm3D"): "NativeChunkedGroupNorm3D",
-    ("winograd", f"{_WAN}.WanCausalConv3d"): "WinogradWanConv3d",
-    ("winograd", f"{_COGVIDEOX}.CogVideoXCausalConv3d"): "WinogradCogVideoXConv3d",
-    ("winograd", f"{_HUNYUANVIDEO}.HunyuanVideoCausalConv3d"): "WinogradHunyuanVideoConv3d",
-    ("winograd", f"{_HUNYUANVIDEO}.HunyuanVideoResnetBlockCausal3D"): "WinogradHunyuanVideoBlock",
+    ("native-norm", f"{_VAES}_wan.WanRMS_norm"): "NativeWanRMSNorm",
+    ("native-norm", f"{_VAES}_hunyuanvideo15.HunyuanVideo15RMS_norm"): (
+        "NativeHunyuanVideo15RMSNorm"
+    ),
+    ("native-norm", f"{_VAES}_ltx2.PerChannelRMSNorm"): "NativePerChannelRMSNorm",
+    ("native-norm", f"{_VAES}_cogvideox.CogVideoXSpatialNorm3D"): "NativeSpatialNorm3D",
+    ("native-norm", f"{_VAES}_mochi.MochiChunkedGroupNorm3D"): "NativeChunkedGroupNorm3D",
+    ("winograd", f"{_VAES}_wan.WanCausalConv3d"): "WinogradWanConv3d",
+    ("winograd", f"{_VAES}_hunyuanvideo15.HunyuanVideo15CausalConv3d"): (
+        "WinogradHunyuanVideo15Conv3d"
+    ),
+    ("winograd", f"{_VAES}_ltx.LTXVideoCausalConv3d"): "WinogradLTXVideoConv3d",
+    ("winograd", f"{_VAES}_ltx2.LTX2VideoCausalConv3d"): "WinogradLTX2VideoConv3d",
+    ("winograd", f"{_VAES}_cogvideox.CogVideoXCausalConv3d"): "WinogradCogVideoXConv3d",
+    ("winograd", f"{_VAES}_hunyuan_video.HunyuanVideoCausalConv3d"): "WinogradHunyuanVideoConv3d",
+    (
+        "winograd",
+        f"{_VAES}_hunyuan_video.HunyuanVideoResnetBlockCausal3D",
+    ): "WinogradHunyuanVideoBlock",
 }
 
 

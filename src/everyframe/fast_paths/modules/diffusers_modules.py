@@ -18,15 +18,25 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import (
     HunyuanVideoCausalConv3d,
     HunyuanVideoResnetBlockCausal3D,
 )
+from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import (
+    HunyuanVideo15CausalConv3d,
+    HunyuanVideo15RMS_norm,
+)
+from diffusers.models.autoencoders.autoencoder_kl_ltx import LTXVideoCausalConv3d
+from diffusers.models.autoencoders.autoencoder_kl_ltx2 import (
+    LTX2VideoCausalConv3d,
+    PerChannelRMSNorm,
+)
 from diffusers.models.autoencoders.autoencoder_kl_mochi import MochiChunkedGroupNorm3D
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanRMS_norm
 from diffusers.models.normalization import FP32LayerNorm, RMSNorm
 from torch import Tensor, nn
 
-from everyframe.fast_paths.modules.convolution_modules import Edge, WinogradConv3d
+from everyframe.fast_paths.modules.convolution_modules import WinogradConv3d
 from everyframe.fast_paths.modules.cpu_modules import NativeTorchGroupNorm
 from everyframe.fast_paths.modules.residual_blocks import NAMES
 from everyframe.ops.native import kernels
+from everyframe.ops.native.convolutions import Padding
 
 
 class NativeGEGLU(GEGLU):  # type: ignore[misc]
@@ -69,22 +79,27 @@ class NativeFP32LayerNorm(FP32LayerNorm):  # type: ignore[misc]
 
 
 class NativeDiffusersRMSNorm(RMSNorm):  # type: ignore[misc]
-    """diffusers' RMS norm; without a weight, or with one of another dtype, it computes itself."""
+    """diffusers' RMS norm; with a weight of another dtype, or of two dimensions, its own code."""
 
     is_plain = False
+    has_silu = False
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        weight = self.weight
-        suits = weight is not None and weight.ndim == 1 and weight.dtype == hidden_states.dtype
-        if self.is_plain or not suits or not kernels.supports(hidden_states):
-            plain: Tensor = super().forward(hidden_states)
-            return plain
-        return kernels.layer_norm(hidden_states, weight, self.bias, self.eps, is_rms=True)
+        x, weight = hidden_states, self.weight
+        suits = len(self.dim) == 1 and (weight is None or weight.dtype == x.dtype)
+        if self.is_plain or not suits or not kernels.supports(x):
+            plain: Tensor = super().forward(x)
+            return F.silu(plain) if self.has_silu else plain
+        made = kernels.layer_norm(x, weight, self.bias, self.eps, is_rms=True)
+        return F.silu(made, inplace=True) if self.has_silu else made
 
 
-class NativeWanRMSNorm(WanRMS_norm):  # type: ignore[misc]
-    """The RMS norm over channels of Wan's autoencoder; the result lies channels last."""
+class _NativeChannelNorm(nn.Module):
+    """An RMS norm over the channels of images; the result lies channels last."""
 
+    channel_first: bool
+    gamma: Tensor
+    bias: Tensor | float
     is_plain = False
     has_silu = False
 
@@ -99,6 +114,29 @@ class NativeWanRMSNorm(WanRMS_norm):  # type: ignore[misc]
         least = 1e-24 / weight.numel()
         rows = kernels.layer_norm(x.movedim(1, -1), weight, bias, least, is_rms=True)
         return (F.silu(rows, inplace=True) if self.has_silu else rows).movedim(-1, 1)
+
+
+class NativeWanRMSNorm(_NativeChannelNorm, WanRMS_norm):  # type: ignore[misc]
+    """That of Wan's autoencoder."""
+
+
+class NativeHunyuanVideo15RMSNorm(_NativeChannelNorm, HunyuanVideo15RMS_norm):  # type: ignore[misc]
+    """That of HunyuanVideo 1.5's."""
+
+
+class NativePerChannelRMSNorm(PerChannelRMSNorm):  # type: ignore[misc]
+    """That of LTX-2's, without weights."""
+
+    is_plain = False
+    has_silu = False
+
+    def forward(self, x: Tensor, channel_dim: int | None = None) -> Tensor:
+        axis = self.channel_dim  # as in diffusers, whatever the call says
+        if self.is_plain or not kernels.supports(x):
+            plain: Tensor = super().forward(x, channel_dim)
+            return F.silu(plain) if self.has_silu else plain
+        rows = kernels.layer_norm(x.movedim(axis, -1), None, None, self.eps, is_rms=True)
+        return (F.silu(rows, inplace=True) if self.has_silu else rows).movedim(-1, axis)
 
 
 class NativeChunkedGroupNorm3D(MochiChunkedGroupNorm3D):  # type: ignore[misc]
@@ -159,9 +197,10 @@ class WinogradWanConv3d(WinogradConv3d, WanCausalConv3d):  # type: ignore[misc]
 
     def forward(self, x: Tensor, cache_x: Tensor | None = None) -> Tensor:  # type: ignore[override]
         *_, frames, _ = self._padding
-        edge = Edge(frames, self._padding[0], cache_x if frames else None)
-        if self.suits(x, edge):
-            return super().forward(x, edge=edge)
+        history = cache_x if frames else None
+        padding = Padding((frames, 0), self._padding[0], history=history)
+        if self.suits(x, padding):
+            return super().forward(x, padding=padding)
         plain: Tensor = super().forward(x, cache_x)
         return plain
 
@@ -174,33 +213,77 @@ class WinogradCogVideoXConv3d(CogVideoXCausalConv3d):  # type: ignore[misc]
     def forward(
         self, inputs: Tensor, conv_cache: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        frames, is_replicated = self.time_kernel_size - 1, self.pad_mode == "replicate"
-        history = inputs[:, :, :1].expand(-1, -1, frames, -1, -1)
-        if conv_cache is not None and not is_replicated:
-            history = conv_cache
-        edge = Edge(frames, self.height_pad, history, is_replicated)
-        if self.is_plain or not _suits(self.conv, inputs, edge):
+        frames, is_mochi = self.time_kernel_size - 1, self.pad_mode == "replicate"
+        padding = Padding(
+            (frames, 0), self.height_pad, "replicate" if is_mochi else "zeros",
+            None if is_mochi else conv_cache, repeats_frames=True,
+        )  # fmt: skip
+        if self.is_plain or not _suits(self.conv, inputs, padding):
             plain: tuple[Tensor, Tensor | None] = super().forward(inputs, conv_cache)
             return plain
-        output = self.conv(inputs, edge=edge)
-        return output, None if is_replicated else _last(frames, history, inputs)
+        seen = None if is_mochi else _last(frames, inputs, padding.history)
+        return self.conv(inputs, padding=padding), seen
 
 
-class WinogradHunyuanVideoConv3d(HunyuanVideoCausalConv3d):  # type: ignore[misc]
-    """The same for HunyuanVideo, where pixels at the edge stand for those beyond it too."""
+class _WinogradReplicatedConv3d(nn.Module):
+    """The same where pixels and frames at the edge stand for those beyond it."""
 
+    conv: nn.Module
+    pad_mode: str
+    time_causal_padding: tuple[int, ...]
     is_plain = False
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         pad, *_, frames, _ = self.time_causal_padding
-        history = hidden_states[:, :, :1].expand(-1, -1, frames, -1, -1)
-        edge = Edge(frames, pad, history, is_replicated=True)
+        padding = Padding((frames, 0), pad, self.pad_mode, repeats_frames=True)
         is_wanted = not self.is_plain and self.pad_mode == "replicate"
-        if not is_wanted or not _suits(self.conv, hidden_states, edge):
+        if not is_wanted or not _suits(self.conv, hidden_states, padding):
             plain: Tensor = super().forward(hidden_states)
             return plain
-        made: Tensor = self.conv(hidden_states, edge=edge)
+        made: Tensor = self.conv(hidden_states, padding=padding)
         return made
+
+
+class WinogradHunyuanVideoConv3d(_WinogradReplicatedConv3d, HunyuanVideoCausalConv3d):  # type: ignore[misc]
+    """That of HunyuanVideo."""
+
+
+class WinogradHunyuanVideo15Conv3d(_WinogradReplicatedConv3d, HunyuanVideo15CausalConv3d):  # type: ignore[misc]
+    """That of HunyuanVideo 1.5."""
+
+
+class WinogradLTXVideoConv3d(LTXVideoCausalConv3d):  # type: ignore[misc]
+    """The same for LTX, whose frames at either end may stand for those beyond it."""
+
+    is_plain = False
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        padding = _padding_of_ltx(self.conv, is_causal=self.is_causal)
+        if self.is_plain or not _suits(self.conv, hidden_states, padding):
+            plain: Tensor = super().forward(hidden_states)
+            return plain
+        made: Tensor = self.conv(hidden_states, padding=padding)
+        return made
+
+
+class WinogradLTX2VideoConv3d(LTX2VideoCausalConv3d):  # type: ignore[misc]
+    """The same for LTX-2, whose pixels may be mirrored at the edge."""
+
+    is_plain = False
+
+    def forward(self, hidden_states: Tensor, causal: bool = True) -> Tensor:
+        padding = _padding_of_ltx(self.conv, is_causal=causal)
+        if self.is_plain or not _suits(self.conv, hidden_states, padding):
+            plain: Tensor = super().forward(hidden_states, causal)
+            return plain
+        made: Tensor = self.conv(hidden_states, padding=padding)
+        return made
+
+
+def _padding_of_ltx(conv: nn.Conv3d, *, is_causal: bool) -> Padding:
+    more = conv.kernel_size[0] - 1
+    frames = (more, 0) if is_causal else (more // 2, more // 2)
+    return Padding(frames, int(conv.padding[1]), conv.padding_mode, repeats_frames=True)
 
 
 class WinogradHunyuanVideoBlock(HunyuanVideoResnetBlockCausal3D):  # type: ignore[misc]
@@ -220,12 +303,13 @@ class WinogradHunyuanVideoBlock(HunyuanVideoResnetBlockCausal3D):  # type: ignor
         return sum_
 
 
-def _suits(conv: nn.Module, x: Tensor, edge: Edge) -> bool:
-    return isinstance(conv, WinogradConv3d) and conv.suits(x, edge)
+def _suits(conv: nn.Module, x: Tensor, padding: Padding) -> bool:
+    return isinstance(conv, WinogradConv3d) and conv.suits(x, padding)
 
 
-def _last(frames: int, history: Tensor, x_NCTHW: Tensor) -> Tensor:
+def _last(frames: int, x_NCTHW: Tensor, history: Tensor | None) -> Tensor:
     """A copy of the last frames that a convolution has seen."""
     if x_NCTHW.shape[2] >= frames:
         return x_NCTHW[:, :, -frames:].clone()
-    return torch.cat([history, x_NCTHW], dim=2)[:, :, -frames:].clone()
+    before = [x_NCTHW[:, :, :1]] * frames if history is None else [history]
+    return torch.cat([*before, x_NCTHW], dim=2)[:, :, -frames:].clone()

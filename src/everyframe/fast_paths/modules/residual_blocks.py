@@ -23,6 +23,9 @@ _BLOCKS = frozenset({
     "diffusers.models.resnet.TemporalResnetBlock",
     f"{_AUTOENCODERS}_cogvideox.CogVideoXResnetBlock3D",
     f"{_AUTOENCODERS}_hunyuan_video.HunyuanVideoResnetBlockCausal3D",
+    f"{_AUTOENCODERS}_hunyuanvideo15.HunyuanVideo15ResnetBlock",
+    f"{_AUTOENCODERS}_ltx.LTXVideoResnetBlock3d",
+    f"{_AUTOENCODERS}_ltx2.LTX2VideoResnetBlock3d",
     f"{_AUTOENCODERS}_mochi.MochiResnetBlock3D",
     f"{_AUTOENCODERS}_wan.WanResidualBlock",
 })  # fmt: skip
@@ -83,7 +86,8 @@ def _silus(part: nn.Module) -> Iterator[tuple[str, Sequence[str]]]:
     own: Any = type(part)
     is_known = f"{own.__module__}.{own.__qualname__}" in _BLOCKS
     # With scale and shift from an embedding, the activation comes after those.
-    if getattr(part, "time_embedding_norm", "") == "scale_shift":
+    is_shifted = getattr(part, "time_embedding_norm", "") == "scale_shift"
+    if is_shifted or getattr(part, "scale_shift_table", None) is not None:
         return
     names: Mapping[str, Sequence[str]] = getattr(own, "norms_of_silu", NAMES if is_known else {})
     for name, norms in names.items():

@@ -36,7 +36,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gated_linear": (_P, _P, _P, _P, _L, _L, _L, _I, _I),
     "has_halves": (),
     "channels_last": (_P, _P, _L, _L, _L, _I, _I),
-    "winograd": (_P, _P, _P, _P, _L, _P, _P, *[_L] * 5, _P, _L, _L, _I, _P, _I, _I),
+    "winograd": (_P, _P, _P, _P, _L, _P, _P, *[_L] * 5, _P, _L, _I, _I, _P, _I, _I),
     "winograd_over_time": (_P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _L, _P, _I, _I),
 }
 

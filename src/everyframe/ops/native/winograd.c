@@ -13,8 +13,8 @@
    of the images. Weights are transformed in every call, a block of output channels at a time, so
    that nothing is stored between calls; that costs as much as the products of some forty tiles.
 
-   Beyond the edge are zeros, or the nearest pixels of the frame; before the first frame are those of
-   an earlier piece of the video, if there is one. So a caller needs no padded copy.
+   Beyond the edge are zeros, or pixels and frames of this side of it; before the first frame are
+   those of an earlier piece of the video, if there is one. So a caller needs no padded copy.
 
    A tile's result depends on its own numbers alone: neither the number of threads nor the batch
    changes a bit. A value that is not finite reaches all of its tile. */
@@ -22,6 +22,8 @@
 #include "product.h"
 
 enum { OUT = 4, SIDE = 6, AREA = SIDE * SIDE };
+
+enum { ZEROS, REPLICATE, REFLECT };
 
 /* What a piece of work holds, by trial: transformed weights of 4 MB, or of 128 output channels where
    that is more, and transformed tiles of 0.8 MB, more where the weights don't stay in the cache. */
@@ -41,9 +43,10 @@ typedef struct {
   long from_height, from_width, channels; /* of an input image */
   long frames, from_frames, taps;  /* of a sample: output, input; input frames of an output frame */
   long front, pad;                 /* frames before the first, pixels around each */
-  const void *history;             /* the last of the frames before the first; others are zeros */
-  long earlier, history_step;      /* how many those are, and numbers from one to the next */
-  int is_replicated;               /* whether pixels around repeat the edge, not zeros */
+  const void *history;             /* the last of the frames before the first */
+  long earlier;                    /* how many those are */
+  int repeats_frames;              /* whether others repeat the first or last one, or are zeros */
+  int pixels;                      /* what lies around a frame: one of those below */
   long inputs;                     /* channels of all taps */
   long rows, columns, tiles;       /* tiles of an image (over time: of frames, of pixels), all */
   long stride_out, stride_in, stride_t, stride_y, stride_x; /* of the weight */
@@ -121,19 +124,25 @@ INLINE void weight_panel(const Convolution *job, long out, long in, float *to, l
   }
 }
 
-/* A frame of a sample, before the first too; NULL is one of zeros. */
+INLINE long clamp(long value, long size) {
+  return value < 0 ? 0 : value < size ? value : size - 1;
+}
+
+/* A frame of a sample, before the first and after the last too; NULL is one of zeros. */
 INLINE const void *find_frame(const Convolution *job, long sample, long frame, int is_bf16) {
   long size = job->from_height * job->from_width * job->channels, before = job->earlier + frame;
-  if (frame < 0 && before >= 0) {
-    long samples_apart = job->history_step ? job->earlier * job->history_step : size;
-    return at(job->history, sample * samples_apart + before * job->history_step, is_bf16);
-  }
+  if (frame < 0 && before >= 0)
+    return at(job->history, (sample * job->earlier + before) * size, is_bf16);
+  if (job->repeats_frames) frame = clamp(frame, job->from_frames);
   if (frame < 0 || frame >= job->from_frames) return NULL;
   return at(job->x, (sample * job->from_frames + frame) * size, is_bf16);
 }
 
-INLINE long clamp(long value, long size) {
-  return value < 0 ? 0 : value < size ? value : size - 1;
+/* The row or column that is read there; tiles reach further than the padding. */
+INLINE long find_pixel(const Convolution *job, long at, long size) {
+  if (job->pixels == ZEROS) return at;
+  if (job->pixels == REFLECT) at = at < 0 ? -at : at < size ? at : 2 * size - 2 - at;
+  return clamp(at, size);
 }
 
 /* The transformed inputs of one tile of one frame: a row of channels, `plane` apart. */
@@ -143,8 +152,8 @@ INLINE void read_frame(const Convolution *job, const void *frame, long top, long
   const char *pixel[AREA];
   long step[AREA]; /* bytes a channel: none beyond the edge */
   for (int i = 0; i < AREA; i++) {
-    long y = top + i / SIDE, x = left + i % SIDE;
-    if (job->is_replicated) y = clamp(y, job->from_height), x = clamp(x, job->from_width);
+    long y = find_pixel(job, top + i / SIDE, job->from_height);
+    long x = find_pixel(job, left + i % SIDE, job->from_width);
     int is_in = frame && y >= 0 && y < job->from_height && x >= 0 && x < job->from_width;
     long place = (y * job->from_width + x) * job->channels;
     pixel[i] = is_in ? at(frame, place, is_bf16) : (const char *)nothing;
@@ -300,19 +309,19 @@ INLINE int convolve(const Convolution *job, int is_over_time, int is_bf16, int t
 
 /* 0, or 1 if there is no memory. The images are channels last, `from` the frames, rows and columns
    of a sample of x and `to` of one of y; the weight has these strides. Of images, not frames, a
-   sample has one frame and one tap. A history whose frames are 0 numbers apart is one frame. */
+   sample has one frame and one tap. */
 EXPORT int winograd(const void *x, const void *weight, const float *bias, void *y, long samples,
                     const long *from, const long *to, long channels, long outputs, long taps,
-                    long front, long pad, const void *history, long earlier, long history_step,
-                    int is_replicated, const long *strides, int is_bf16, int threads) {
+                    long front, long pad, const void *history, long earlier, int repeats_frames,
+                    int pixels, const long *strides, int is_bf16, int threads) {
   long rows = (to[1] + OUT - 1) / OUT, columns = (to[2] + OUT - 1) / OUT;
   Convolution job = {
       .x = x, .weight = weight, .bias = bias, .y = y,
       .height = to[1], .width = to[2], .outputs = outputs,
       .from_height = from[1], .from_width = from[2], .channels = channels,
       .frames = to[0], .from_frames = from[0], .taps = taps, .front = front, .pad = pad,
-      .history = history, .earlier = earlier, .history_step = history_step,
-      .is_replicated = is_replicated, .inputs = taps * channels,
+      .history = history, .earlier = earlier, .repeats_frames = repeats_frames,
+      .pixels = pixels, .inputs = taps * channels,
       .rows = rows, .columns = columns, .tiles = samples * to[0] * rows * columns,
       .stride_out = strides[0], .stride_in = strides[1], .stride_t = strides[2],
       .stride_y = strides[3], .stride_x = strides[4],
