@@ -5,10 +5,11 @@
     python benchmarks/decode.py --disable winograd              # without a fast path
 
 The decoders of Stable Video Diffusion (diffusers' AutoencoderKLTemporalDecoder), Wan 2.1, Open-Sora
-1.2, CogVideoX, Mochi, HunyuanVideo (1.5 as well) and LTX, as wide as released, with random weights and few small
-frames. Open-Sora has no diffusers class: there the base is our module as written. "Exact" is
-without any fast path, "fast paths" with all that find a place in the decoder; `everyframe
-fast-paths` may refuse some. All take turns, round after round; ratios are medians over rounds.
+1.2, CogVideoX, Mochi, HunyuanVideo (1.5 as well) and LTX, as wide as released, with random weights
+and few small frames. Open-Sora has no diffusers class: there the base is our module as written.
+"Exact" is without any fast path, "fast paths" with all that find a place in the decoder;
+`everyframe fast-paths` may refuse some. All take turns, round after round; ratios are medians over
+rounds.
 """
 
 from __future__ import annotations
