@@ -334,8 +334,9 @@ def _with_both_sides(pipe: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
     if (sides[0] is None) == (sides[1] is None):
         return given
     model: Any = _given_model(pipe, Request(), None).model
-    default = model.sizes.default_size()
-    if default is None:
+    default, default_of = model.sizes.default_size(), model.sizes.interface.default_of
+    is_open = [default_of(side) is None for side in ("height", "width")]
+    if default is None or is_open[0] != is_open[1]:  # one alone follows from the other
         return given  # refused: nobody says how large the other one is
     chosen = [own if side is None else side for side, own in zip(sides, default, strict=True)]
     return {**given, "height": chosen[0], "width": chosen[1]}

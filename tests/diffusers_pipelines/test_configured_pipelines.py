@@ -1,0 +1,49 @@
+"""Pipelines in memory as their owners set them up, and run as diffusers runs them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import everyframe
+from helpers.tiny_checkpoints import diffusers as tiny_diffusers
+from helpers.tiny_checkpoints.diffusers.cases import CASES, Clip
+from helpers.tiny_checkpoints.svd import svd
+
+
+def check_same_frames(pipe: Any, **asked: Any) -> None:
+    """The run's frames are those of the pipeline's own call."""
+    pipe.set_progress_bar_config(disable=True)
+    noise = torch.Generator().manual_seed(3)
+    wanted = pipe(**asked, generator=noise, output_type="np").frames[0]
+    found = everyframe.run(pipe, **asked, seed=3, output="float").frames
+    assert np.array_equal(found, wanted)
+
+
+def test_stable_video_diffusion_makes_as_many_frames_as_its_model_was_trained_on(
+    tmp_path: Path,
+) -> None:
+    """Its call has no number, and a run was refused without one."""
+    pipe = diffusers.StableVideoDiffusionPipeline.from_pretrained(svd(tmp_path, num_frames=3))
+    picture = Image.fromarray(Clip(1).frames(64, 64)[0])
+    check_same_frames(pipe, image=picture, height=64, width=64, num_inference_steps=1)
+
+
+def test_a_video_that_leads_gives_the_number_of_frames() -> None:
+    case = CASES["Cosmos2_5_TransferPipeline"]
+    asked = {"prompt": "a fox", "num_inference_steps": 1, "height": 32, "width": 32,
+             "max_sequence_length": 16, "num_frames_per_chunk": 13,
+             "controls": [Image.fromarray(each) for each in Clip(5).frames(32, 32)]}  # fmt: skip
+    with case.within():
+        pipe = tiny_diffusers.cosmos.transfer()
+        with pytest.warns(everyframe.EveryframeWarning, match="made 5 frames of 32x32, not 93"):
+            check_same_frames(pipe, **asked)
+        del asked["width"]
+        with pytest.raises(everyframe.InputError, match="height was given without width"):
+            everyframe.run(pipe, **asked)
