@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,17 @@ import torch
 from PIL import Image
 
 import everyframe
+from everyframe.precision.quantization import QuantisedLinear
+from helpers.pipeline_calls import ours, theirs
 from helpers.tiny_checkpoints import diffusers as tiny_diffusers
 from helpers.tiny_checkpoints.diffusers.cases import CASES, Clip
+from helpers.tiny_checkpoints.pipelines import loaded
 from helpers.tiny_checkpoints.svd import svd
+
+
+@pytest.fixture
+def wan(tiny_models: Callable[[str], Path]) -> Any:
+    return loaded(tiny_models("wan"))
 
 
 def check_same_frames(pipe: Any, **asked: Any) -> None:
@@ -47,3 +57,19 @@ def test_a_video_that_leads_gives_the_number_of_frames() -> None:
         del asked["width"]
         with pytest.raises(everyframe.InputError, match="height was given without width"):
             everyframe.run(pipe, **asked)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_pipeline_in_bfloat16_that_is_quantized_has_the_rounded_weights(
+    wan: Any, kind: str
+) -> None:
+    """Wan casts its timesteps to the dtype of its time embedding's first parameter."""
+    wan.to(torch.bfloat16)
+    rounded = copy.deepcopy(wan)
+    everyframe.quantize(wan, kind)
+    for name in ("transformer", "transformer_2"):
+        for place, layer in getattr(wan, name).named_modules():
+            if isinstance(layer, QuantisedLinear):
+                getattr(rounded, name).get_submodule(place).weight.data = layer.wide()
+    assert np.array_equal(theirs(wan, "wan"), theirs(rounded, "wan"))
+    assert np.array_equal(ours(wan, "wan"), theirs(rounded, "wan"))

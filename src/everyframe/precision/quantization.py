@@ -42,8 +42,9 @@ class QuantisedLinear(nn.Module):
     Attributes:
         kind: ``int8`` or ``fp8`` (float8_e4m3fn), or one of `PRODUCTS`.
         is_plain: set by a repair that wants plain kernels; None where there are no others.
+        weight_scale: (out, 1) in the compute dtype. It is the first parameter: models cast their
+            inputs to the dtype of a submodule's first one, as Wan does with its time embedding.
         weight: (out, in) int8; for fp8 its bits, so that casts of floating parameters skip it.
-        weight_scale: (out, 1) in the compute dtype.
         bias: (out) in the compute dtype, or None.
     """
 
@@ -51,8 +52,8 @@ class QuantisedLinear(nn.Module):
         super().__init__()
         self.kind = kind
         self.is_plain = False if kind in PRODUCTS else None
-        self.weight = nn.Parameter(weight, requires_grad=False)
         self.weight_scale = nn.Parameter(scale, requires_grad=False)
+        self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = bias
 
     @property
