@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 import everyframe
+from everyframe.core.errors import NumericsError
 from everyframe.precision.quantization import QuantisedLinear
 from helpers.pipeline_calls import ours, theirs
 from helpers.tiny_checkpoints import diffusers as tiny_diffusers
@@ -73,3 +75,25 @@ def test_a_pipeline_in_bfloat16_that_is_quantized_has_the_rounded_weights(
                 getattr(rounded, name).get_submodule(place).weight.data = layer.wide()
     assert np.array_equal(theirs(wan, "wan"), theirs(rounded, "wan"))
     assert np.array_equal(ours(wan, "wan"), theirs(rounded, "wan"))
+
+
+class Packed(torch.Tensor):
+    """A weight of a quantiser, as torchao's: it can be multiplied, and little else."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.aminmax:
+            raise NotImplementedError(f"Packed dispatch: {func}")
+        made = super().__torch_function__(func, types, args, kwargs or {})
+        return made.as_subclass(torch.Tensor) if func is nn.functional.linear else made
+
+
+def test_values_beyond_float16_are_told_of_weights_that_cannot_be_wider(wan: Any) -> None:
+    """A repair of them ended in an error of the quantiser's own."""
+    wan.to(torch.float16)
+    layer = wan.transformer.blocks[0].ffn.net[0].proj
+    with torch.no_grad():
+        weight = layer.weight * (6e4 / layer.weight.abs().max())
+    layer.weight = nn.Parameter(weight.as_subclass(Packed), requires_grad=False)
+    with pytest.raises(NumericsError, match=r"step 1 .* are quantised \(Packed\); load it without"):
+        ours(wan, "wan")

@@ -19,7 +19,7 @@ from everyframe.checkpoints.tensor_file import open_checkpoint
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.plan import ComponentPlan
 from everyframe.diffusers_pipelines.calls.call import in_one_run, restore_after
-from everyframe.diffusers_pipelines.calls.weight_hooks import host_copies, tensors_on_disk
+from everyframe.diffusers_pipelines.calls.weight_hooks import host_copies, is_plain, tensors_on_disk
 from everyframe.diffusers_pipelines.files.checkpoint import ComponentFolder, PipelineFiles
 from everyframe.diffusers_pipelines.files.component_tensors import tensor_files
 from everyframe.diffusers_pipelines.inputs.defaults import denoisers
@@ -221,8 +221,8 @@ def _check_plain(
             "LoRA can be merged into it; load the pipeline without, or give its folder: "
             "generate(model=...)"
         )
-    is_plain = type(parameter) in (nn.Parameter, Tensor) and parameter.dtype.itemsize > 1
-    if not parameter.is_floating_point() or not is_plain:
+    is_wide = parameter.is_floating_point() and parameter.dtype.itemsize > 1
+    if not is_wide or not is_plain(parameter):
         raise InputError(
             f"{name} of the {component} is quantised ({type(parameter).__name__}, "
             f"{parameter.dtype}), so no LoRA can be merged into it; load the pipeline without"

@@ -1,4 +1,6 @@
-"""Weights that hooks of diffusers and accelerate set: from files, from copies, in another dtype.
+"""Weights that are not plain numbers between calls: in files, copies, another dtype, or quantised.
+
+Hooks of diffusers and accelerate set them, or tensors of a quantiser's own class hold them.
 
 Between two calls a tensor that group offloading has on a disk has memory without its values. With
 streams, each offload gives a tensor the copy of it that the group holds.
@@ -41,11 +43,19 @@ def host_copies(module: nn.Module) -> dict[int, Tensor]:
     }
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it has numbers of its own dtype; quantised weights are tensors of another class."""
+    return type(tensor) in (nn.Parameter, Tensor)
+
+
 def why_not_widened(module: nn.Module) -> str:
-    """What sets the weights again in each call, so that no wider ones stay; empty if nothing does.
+    """Why the weights can't be wider: quantised, or set again in each call; empty if they can.
 
     Weights that move between devices keep the dtype that they have.
     """
+    quantised = sorted({type(each).__name__ for each in module.parameters() if not is_plain(each)})
+    if quantised:
+        return f"its weights are quantised ({', '.join(quantised)}); load it without"
     if any(name == "layerwise_casting" for name, _ in _hooks(module)):
         return (
             "enable_layerwise_casting casts its weights in each call; give it a wider compute_dtype"
