@@ -11,6 +11,8 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from accelerate import cpu_offload
+from diffusers.models.embeddings import ImageProjection
 from PIL import Image
 from torch import nn
 
@@ -66,15 +68,53 @@ def test_a_pipeline_in_bfloat16_that_is_quantized_has_the_rounded_weights(
     wan: Any, kind: str
 ) -> None:
     """Wan casts its timesteps to the dtype of its time embedding's first parameter."""
-    wan.to(torch.bfloat16)
-    rounded = copy.deepcopy(wan)
-    everyframe.quantize(wan, kind)
+    check_rounded(wan.to(torch.bfloat16), kind)
+
+
+def test_a_lora_stays_wide_where_its_layers_are_quantized(wan: Any) -> None:
+    """peft casts what it is given to the dtype of a LoRA's weights, which was int8."""
+    peft = pytest.importorskip("peft", reason="diffusers loads LoRAs with it")
     for name in ("transformer", "transformer_2"):
-        for place, layer in getattr(wan, name).named_modules():
+        lora = peft.LoraConfig(r=1, target_modules=["to_q"], init_lora_weights=False)
+        getattr(wan, name).add_adapter(lora)
+    check_rounded(wan, "int8")
+
+
+def test_the_projection_of_an_ip_adapter_stays_wide() -> None:
+    """It casts pictures to the dtype of its own weights."""
+    unet = nn.Module()
+    unet.encoder_hid_proj = ImageProjection(8, 8, 1)
+    unet.to_q = nn.Linear(8, 8)
+    everyframe.quantize(unet)
+    assert isinstance(unet.to_q, QuantisedLinear)
+    assert unet.encoder_hid_proj(torch.randn(1, 8)).isfinite().all()
+
+
+def check_rounded(pipe: Any, kind: str) -> None:
+    """Quantized, it makes the frames of its rounded weights."""
+    rounded = copy.deepcopy(pipe)
+    everyframe.quantize(pipe, kind)
+    for name in ("transformer", "transformer_2"):
+        for place, layer in getattr(pipe, name).named_modules():
             if isinstance(layer, QuantisedLinear):
                 getattr(rounded, name).get_submodule(place).weight.data = layer.wide()
-    assert np.array_equal(theirs(wan, "wan"), theirs(rounded, "wan"))
-    assert np.array_equal(ours(wan, "wan"), theirs(rounded, "wan"))
+    assert np.array_equal(theirs(pipe, "wan"), theirs(rounded, "wan"))
+    assert np.array_equal(ours(pipe, "wan"), theirs(rounded, "wan"))
+
+
+@pytest.mark.parametrize("how", ["enable_layerwise_casting", "group offloading", "sequential"])
+def test_layers_that_hooks_know_are_not_replaced(how: str, wan: Any, tmp_path: Path) -> None:
+    """Weights that were on a disk were quantized as whatever was in their memory."""
+    if how == "sequential":
+        cpu_offload(wan.transformer, "cpu")
+    elif how == "enable_layerwise_casting":
+        wan.transformer.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32)
+    else:
+        wan.transformer.enable_group_offload(
+            torch.device("cpu"), offload_type="leaf_level", offload_to_disk_path=str(tmp_path)
+        )
+    with pytest.raises(everyframe.InputError, match=f"{how}.* of transformer in each call; quanti"):
+        everyframe.quantize(wan)
 
 
 class Packed(torch.Tensor):

@@ -18,11 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from everyframe.core.errors import InputError
-from everyframe.core.plan import Precision
 from everyframe.hardware.throughput import wait_for_device
-from everyframe.precision.dtypes import dtype_name
 from everyframe.precision.policy import FP8_CAPABILITY
-from everyframe.precision.quantization import layers
+from everyframe.precision.quantization import in_memory, layers
 from everyframe.precision.quantized_products import torchao
 
 #: Allowed error of a quantized product; int8 and fp8 were measured at 0.7 to 3 %.
@@ -45,8 +43,7 @@ def quantize_products(module: nn.Module, kind: str) -> Iterator[str]:
         MissingPackageError: torchao isn't installed.
     """
     quantize_, config = _torchao(kind)
-    dtype = dtype_name(next(module.parameters()).dtype)
-    found = layers(module, Precision(dtype, dtype, weight_dtype="int8"))
+    found = layers(module, in_memory(module, "int8"))
     device = next(module.parameters()).device
     if kind == "fp8-scaled" and (
         device.type != "cuda" or torch.cuda.get_device_capability(device) < FP8_CAPABILITY

@@ -21,11 +21,15 @@ from torch import Tensor, nn
 
 from everyframe.core.plan import Precision
 from everyframe.core.quality import PRODUCTS
+from everyframe.precision.dtypes import dtype_name
 from everyframe.precision.islands import in_island
 from everyframe.precision.quantized_products import can_multiply, multiply
 
 #: Name of a layer's scales, beside `weight` and `bias`.
 SCALE = "weight_scale"
+
+#: Layers of LoRAs, as peft names them, and the projection of IP adapters in a UNet.
+_ADAPTERS = ("*.lora_*", "encoder_hid_proj")
 
 #: Elements rounded at once; the temporary memory is small on any device.
 _AT_ONCE = 1 << 22
@@ -82,6 +86,15 @@ class QuantisedLinear(nn.Module):
         """Sizes and kind, as `nn.Linear` shows them."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, bias={self.bias is not None}, kind={self.kind}"
+
+
+def in_memory(module: nn.Module, kind: str) -> Precision:
+    """The precision of a loaded module in its own dtype, with weights of that kind.
+
+    Adapters stay wide: they are small, and their code casts inputs to the dtype of their weights.
+    """
+    dtype = dtype_name(next(module.parameters()).dtype)
+    return Precision(dtype, dtype, _ADAPTERS, weight_dtype=kind)
 
 
 def layers(module: nn.Module, precision: Precision | None) -> dict[str, nn.Linear]:
