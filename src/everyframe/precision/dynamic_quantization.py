@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from everyframe.core.errors import InputError
 from everyframe.hardware.throughput import wait_for_device
+from everyframe.precision.plain_tensors import is_plain
 from everyframe.precision.policy import FP8_CAPABILITY
 from everyframe.precision.quantization import in_memory, layers
 from everyframe.precision.quantized_products import torchao
@@ -32,7 +33,7 @@ _LEAST_GAIN, _ROWS, _ROUNDS = 1.03, 1024, 5
 
 def is_quantized(module: nn.Module) -> bool:
     """Whether this is a linear layer whose weight is torchao's."""
-    return isinstance(module, nn.Linear) and type(module.weight) not in (Tensor, nn.Parameter)
+    return isinstance(module, nn.Linear) and not is_plain(module.weight)
 
 
 def quantize_products(module: nn.Module, kind: str) -> Iterator[str]:

@@ -19,11 +19,12 @@ from everyframe.checkpoints.tensor_file import open_checkpoint
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.plan import ComponentPlan
 from everyframe.diffusers_pipelines.calls.call import in_one_run, restore_after
-from everyframe.diffusers_pipelines.calls.weight_hooks import host_copies, is_plain, tensors_on_disk
+from everyframe.diffusers_pipelines.calls.weight_hooks import host_copies, tensors_on_disk
 from everyframe.diffusers_pipelines.files.checkpoint import ComponentFolder, PipelineFiles
 from everyframe.diffusers_pipelines.files.component_tensors import tensor_files
 from everyframe.diffusers_pipelines.inputs.defaults import denoisers
 from everyframe.precision.dtypes import torch_dtype
+from everyframe.precision.plain_tensors import is_plain
 from everyframe.precision.upcast import has_float32
 from everyframe.runtime.components.patchable import WeightTable
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from everyframe.diffusers_pipelines.calls.step_caches import hook_registries
+from everyframe.precision.plain_tensors import is_plain
 
 #: What sets the weights of single layers in each call.
 LAYERWISE, SEQUENTIAL = "enable_layerwise_casting", "sequential offloading"
@@ -44,11 +45,6 @@ def host_copies(module: nn.Module) -> dict[int, Tensor]:
         for group in _groups(module)
         for tensor, copy in group.cpu_param_dict.items()
     }
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether it has numbers of its own dtype; quantised weights are tensors of another class."""
-    return type(tensor) in (nn.Parameter, Tensor)
 
 
 def weights_set_by(module: nn.Module) -> str:
