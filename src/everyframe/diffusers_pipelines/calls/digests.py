@@ -126,9 +126,10 @@ def _config(part: Any) -> Any:
 
 
 def _of_module(module: nn.Module) -> Iterator[Any]:
-    """For each submodule: class, settings, hooks, patched methods and tensors."""
+    """For each submodule, by name: class, settings, hooks, patched methods and tensors."""
     on_disk = tensors_on_disk(module)
-    for name, each in module.named_modules():
+    # Not in their order: cache-dit puts blocks back behind the other children after each call.
+    for name, each in sorted(module.named_modules()):
         hooks = [_kind(hook) for hook in _hooks(each)]
         facts = [name, _kind(each), each.training, {**_scalars(each), **_adapters(each)}, hooks]
         yield [*facts, *_tensors(each, on_disk)]
