@@ -71,6 +71,18 @@ def test_a_pipeline_in_bfloat16_that_is_quantized_has_the_rounded_weights(
     check_rounded(wan.to(torch.bfloat16), kind)
 
 
+def test_layers_that_are_loaded_in_float32_stay_so(tiny_models: Callable[[str], Path]) -> None:
+    """Of T5 in float16, whose code casts what it gives them to the dtype of their weights."""
+    pipe = diffusers.LTXPipeline.from_pretrained(tiny_models("ltx"), torch_dtype=torch.float16)
+    everyframe.quantize(pipe, components=("text_encoder",))
+    layers = dict(pipe.text_encoder.named_modules())
+    kept = {name for name, each in layers.items() if type(each) is nn.Linear}
+    assert kept
+    assert all(name.endswith(".wo") for name in kept)
+    assert any(isinstance(each, QuantisedLinear) for each in layers.values())
+    assert np.array_equal(ours(pipe, "ltx"), theirs(pipe, "ltx"))
+
+
 def test_a_lora_stays_wide_where_its_layers_are_quantized(wan: Any) -> None:
     """peft casts what it is given to the dtype of a LoRA's weights, which was int8."""
     peft = pytest.importorskip("peft", reason="diffusers loads LoRAs with it")

@@ -89,12 +89,17 @@ class QuantisedLinear(nn.Module):
 
 
 def in_memory(module: nn.Module, kind: str) -> Precision:
-    """The precision of a loaded module in its own dtype, with weights of that kind.
+    """The precision of a loaded module in its most frequent dtype, with weights of that kind.
 
-    Adapters stay wide: they are small, and their code casts inputs to the dtype of their weights.
+    What is in another dtype stays: the layers that a library loads in float32, as T5's ``wo``. So
+    do adapters, which are small. The code of both casts inputs to the dtype of their weights.
     """
-    dtype = dtype_name(next(module.parameters()).dtype)
-    return Precision(dtype, dtype, _ADAPTERS, weight_dtype=kind)
+    sizes: Counter[torch.dtype] = Counter()
+    for each in module.parameters():
+        sizes[each.dtype] += each.numel()
+    own = max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
+    others = tuple(name for name, each in module.named_parameters() if each.dtype != own)
+    return Precision(dtype_name(own), dtype_name(own), (*_ADAPTERS, *others), weight_dtype=kind)
 
 
 def layers(module: nn.Module, precision: Precision | None) -> dict[str, nn.Linear]:
