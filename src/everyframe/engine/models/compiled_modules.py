@@ -77,7 +77,9 @@ def save_compiled(model: Any, target: str | Path) -> Path:
     packages = {name: each for block in blocks for name, each in block.report.packages.items()}
     if not packages:
         notes = sorted({note for block in blocks for note in block.report.notes})
-        message = "; ".join(notes) if notes else "call it once, so that its blocks are compiled"
+        if not notes and any(block.is_compiled for block in blocks):
+            notes = ["they run by torch.compile, whose code can't be saved"]
+        message = "; ".join(notes or ["call it once, so that its blocks are compiled"])
         raise InputError(f"none of its blocks has compiled code: {message}")
     return package_store.save(packages.values(), target, title=type(model).__name__)
 
