@@ -358,4 +358,5 @@ def _result(events: Events, output: Output, request: Request, teller: EventTelle
         given = [each.output for each in teller.rest(events) if isinstance(each, PipelineOutput)]
         return given if is_list else given[0]
     videos = collect_videos(events, output, teller)
-    return videos if is_list or call_options.gives_list(option) else videos[0]
+    is_list = is_list or call_options.gives_list(option) or len(videos) > 1
+    return videos if is_list else videos[0]

@@ -49,6 +49,17 @@ def test_stable_video_diffusion_makes_as_many_frames_as_its_model_was_trained_on
     check_same_frames(pipe, image=picture, height=64, width=64, num_inference_steps=1)
 
 
+def test_several_pictures_make_several_videos(tmp_path: Path) -> None:
+    """They were joined to one, as were those of several embeddings."""
+    pipe = diffusers.StableVideoDiffusionPipeline.from_pretrained(svd(tmp_path, num_frames=3))
+    asked = {"image": [Image.fromarray(each) for each in Clip(2).frames(64, 64)], "height": 64,
+             "width": 64, "num_inference_steps": 1}  # fmt: skip
+    wanted = pipe(**asked, generator=torch.Generator().manual_seed(3), output_type="np").frames
+    found = everyframe.run(pipe, **asked, seed=3, output="float")
+    assert np.array_equal([each.frames for each in found], wanted)
+    assert [each.record["index"] for each in found] == [0, 1]
+
+
 def test_a_video_that_leads_gives_the_number_of_frames() -> None:
     case = CASES["Cosmos2_5_TransferPipeline"]
     asked = {"prompt": "a fox", "num_inference_steps": 1, "height": 32, "width": 32,
