@@ -51,7 +51,7 @@ def tables_of_modules(components: Mapping[str, Any]) -> dict[str, WeightTable]:
     modules = {name: _plain(each) for name, each in components.items() if _is_module(each)}
     tables = {}
     for name, module in modules.items():
-        shapes = {key: tuple(each.shape) for key, each in module.named_parameters()}
+        shapes = _shapes(module)
         if any(".base_layer." in key for key in shapes):
             raise InputError(
                 f"the {name} of this pipeline has adapters of PEFT's; unload them before: "
@@ -65,6 +65,15 @@ def tables_of_modules(components: Mapping[str, Any]) -> dict[str, WeightTable]:
             )
         tables[name] = WeightTable(type(module).__name__, shapes, name in denoisers(modules))
     return tables
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shape of each parameter; of a quantised weight that of its layer, as its own is of codes."""
+    shapes = {key: tuple(each.shape) for key, each in module.named_parameters()}
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Linear) and not is_plain(layer.weight):
+            shapes[f"{name}.weight"] = (layer.out_features, layer.in_features)
+    return shapes
 
 
 def _has_joined_projections(module: nn.Module) -> bool:
