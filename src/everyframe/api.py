@@ -334,8 +334,9 @@ def _with_both_sides(pipe: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
     if (sides[0] is None) == (sides[1] is None):
         return given
     model: Any = _given_model(pipe, Request(), None).model
-    default = model.sizes.default_size()
-    if default is None:
+    default, default_of = model.sizes.default_size(), model.sizes.interface.default_of
+    is_open = [default_of(side) is None for side in ("height", "width")]
+    if default is None or is_open[0] != is_open[1]:  # one alone follows from the other
         return given  # refused: nobody says how large the other one is
     chosen = [own if side is None else side for side, own in zip(sides, default, strict=True)]
     return {**given, "height": chosen[0], "width": chosen[1]}
@@ -358,4 +359,5 @@ def _result(events: Events, output: Output, request: Request, delivery: EventDel
         given = [each.output for each in rest if isinstance(each, PipelineOutput)]
         return given if is_list else given[0]
     videos = collect_videos(events, output, delivery)
-    return videos if is_list or call_options.gives_list(option) else videos[0]
+    is_list = is_list or call_options.gives_list(option) or len(videos) > 1
+    return videos if is_list else videos[0]

@@ -156,6 +156,15 @@ def test_what_is_not_in_memory_or_quantised_is_refused(
     with pytest.raises(InputError, match=r"proj_in.weight of the transformer is quantised"):
         frames(pipe, "ltx", loras=str(tmp_path / "one.safetensors"))
 
+    class Packed(torch.Tensor):
+        """As GGUF's: a row of codes has its scales beside them."""
+
+    rows, columns = bits.shape
+    packed = torch.zeros(rows, columns + 2, dtype=torch.uint8).as_subclass(Packed)
+    pipe.transformer.proj_in.weight = torch.nn.Parameter(packed, requires_grad=False)
+    with pytest.raises(InputError, match=r"proj_in.weight .* is quantised \(Packed, torch.uint8\)"):
+        frames(pipe, "ltx", loras=str(tmp_path / "one.safetensors"))
+
 
 def test_adapters_of_pefts_are_asked_to_be_unloaded(
     pipe_of: Callable[[str], Any], tmp_path: Path

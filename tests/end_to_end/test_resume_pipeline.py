@@ -196,6 +196,15 @@ def test_a_copy_is_the_same_pipeline(pipe: Any, loaded: Any, tmp_path: Path) -> 
     assert digest_pipeline(again) == digest_pipeline(loaded)
 
 
+def test_blocks_that_were_put_back_are_the_same_pipeline(pipe: Any) -> None:
+    """cache-dit replaces them during each call; a run that began before one was not resumed."""
+    before = digest_pipeline(pipe)
+    blocks = pipe.transformer.blocks
+    del pipe.transformer.blocks
+    pipe.transformer.blocks = blocks
+    assert digest_pipeline(pipe) == before
+
+
 def test_weights_on_a_disk_have_no_values_in_memory(pipe: Any, tmp_path: Path) -> None:
     """Each call leaves others in the memory that stands for them; they were another pipeline."""
     pipe.transformer.enable_group_offload(

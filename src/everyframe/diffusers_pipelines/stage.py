@@ -169,8 +169,10 @@ class PipelineStage:
         threads = partial(cpu_threads, self.plan.num_threads)
         calling = self.calling or partial(run_in_thread, within=threads)
         made: Made = yield from calling(call)
+        # Of several pictures or embeddings, too.
+        is_list = call_options.gives_list(self.own) or len(made.videos) > 1
         for number, (frames, sound) in enumerate(made.videos):
-            index = number if call_options.gives_list(self.own) else None
+            index = number if is_list else None
             yield from self._events(video.seed, frames, sound, index)
         if made.output is not None:
             yield Output(video.seed, made.output)

@@ -65,11 +65,13 @@ def create_run(
             folder.remove()
         if lock is not None:
             lock.release()
-        why = getattr(error, "strerror", None) or str(error)
+        why, elsewhere = f" ({error})", ""
+        if isinstance(error, OSError):
+            why = f" in {how.root} ({error.strerror or error})"
+            elsewhere = "; EVERYFRAME_RUNS names another folder"
         writer = RunStateWriter(None, how)
         writer.note(
-            f"this run can't be saved in {how.root} ({why}), so it cannot be resumed if it is "
-            "interrupted; EVERYFRAME_RUNS names another folder"
+            f"this run can't be saved{why}, so it cannot be resumed if it is interrupted{elsewhere}"
         )
         return writer
     writer = RunStateWriter(folder, how, lock)

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from everyframe.core.errors import InputError
-from everyframe.core.plan import Precision
 from everyframe.hardware.throughput import wait_for_device
-from everyframe.precision.dtypes import dtype_name
+from everyframe.precision.plain_tensors import is_plain
 from everyframe.precision.policy import FP8_CAPABILITY
-from everyframe.precision.quantization import layers
+from everyframe.precision.quantization import in_memory, layers
 from everyframe.precision.quantized_products import torchao
 
 #: Allowed error of a quantized product; int8 and fp8 were measured at 0.7 to 3 %.
@@ -34,7 +33,7 @@ _LEAST_GAIN, _ROWS, _ROUNDS = 1.03, 1024, 5
 
 def is_quantized(module: nn.Module) -> bool:
     """Whether this is a linear layer whose weight is torchao's."""
-    return isinstance(module, nn.Linear) and type(module.weight) not in (Tensor, nn.Parameter)
+    return isinstance(module, nn.Linear) and not is_plain(module.weight)
 
 
 def quantize_products(module: nn.Module, kind: str) -> Iterator[str]:
@@ -45,8 +44,7 @@ def quantize_products(module: nn.Module, kind: str) -> Iterator[str]:
         MissingPackageError: torchao isn't installed.
     """
     quantize_, config = _torchao(kind)
-    dtype = dtype_name(next(module.parameters()).dtype)
-    found = layers(module, Precision(dtype, dtype, weight_dtype="int8"))
+    found = layers(module, in_memory(module, "int8"))
     device = next(module.parameters()).device
     if kind == "fp8-scaled" and (
         device.type != "cuda" or torch.cuda.get_device_capability(device) < FP8_CAPABILITY

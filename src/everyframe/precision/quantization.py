@@ -21,11 +21,15 @@ from torch import Tensor, nn
 
 from everyframe.core.plan import Precision
 from everyframe.core.quality import PRODUCTS
+from everyframe.precision.dtypes import dtype_name
 from everyframe.precision.islands import is_in_island
 from everyframe.precision.quantized_products import can_multiply, multiply
 
 #: Name of a layer's scales, beside `weight` and `bias`.
 SCALE = "weight_scale"
+
+#: Layers of LoRAs, as peft names them, and the projection of IP adapters in a UNet.
+_ADAPTERS = ("*.lora_*", "encoder_hid_proj")
 
 #: Elements rounded at once; the temporary memory is small on any device.
 _AT_ONCE = 1 << 22
@@ -42,8 +46,9 @@ class QuantisedLinear(nn.Module):
     Attributes:
         kind: ``int8`` or ``fp8`` (float8_e4m3fn), or one of `PRODUCTS`.
         is_plain: set by a repair that wants plain kernels; None where there are no others.
+        weight_scale: (out, 1) in the compute dtype. It is the first parameter: models cast their
+            inputs to the dtype of a submodule's first one, as Wan does with its time embedding.
         weight: (out, in) int8; for fp8 its bits, so that casts of floating parameters skip it.
-        weight_scale: (out, 1) in the compute dtype.
         bias: (out) in the compute dtype, or None.
     """
 
@@ -51,8 +56,8 @@ class QuantisedLinear(nn.Module):
         super().__init__()
         self.kind = kind
         self.is_plain = False if kind in PRODUCTS else None
-        self.weight = nn.Parameter(weight, requires_grad=False)
         self.weight_scale = nn.Parameter(scale, requires_grad=False)
+        self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = bias
 
     @property
@@ -81,6 +86,20 @@ class QuantisedLinear(nn.Module):
         """Sizes and kind, as `nn.Linear` shows them."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, bias={self.bias is not None}, kind={self.kind}"
+
+
+def in_memory(module: nn.Module, kind: str) -> Precision:
+    """The precision of a loaded module in its most frequent dtype, with weights of that kind.
+
+    What is in another dtype stays: the layers that a library loads in float32, as T5's ``wo``. So
+    do adapters, which are small. The code of both casts inputs to the dtype of their weights.
+    """
+    sizes: Counter[torch.dtype] = Counter()
+    for each in module.parameters():
+        sizes[each.dtype] += each.numel()
+    own = max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
+    others = tuple(name for name, each in module.named_parameters() if each.dtype != own)
+    return Precision(dtype_name(own), dtype_name(own), (*_ADAPTERS, *others), weight_dtype=kind)
 
 
 def layers(module: nn.Module, precision: Precision | None) -> dict[str, nn.Linear]:

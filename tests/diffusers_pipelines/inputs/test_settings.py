@@ -17,6 +17,7 @@ from everyframe.diffusers_pipelines.inputs.options import PipelineOptions
 from everyframe.diffusers_pipelines.inputs.settings import resolve_settings, smaller_settings
 from everyframe.diffusers_pipelines.inputs.signature import of_class
 
+PICTURE = np.zeros((8, 8, 3), np.uint8)
 WAN_VAE = {"scale_factor_spatial": 8, "scale_factor_temporal": 4}
 CONFIGS: dict[str, dict[str, Any]] = {
     "WanPipeline": {"transformer": {"patch_size": [1, 2, 2]}, "vae": WAN_VAE},
@@ -49,6 +50,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "spatio_temporal_scaling": [True, True, True, False],
         },
     },
+    "StableVideoDiffusionPipeline": {"unet": {"num_frames": 14}, "vae": {}},
+    "Cosmos3OmniPipeline": {"transformer": {}, "vae": WAN_VAE},
+    "Cosmos2_5_TransferPipeline": {"transformer": {}, "vae": WAN_VAE},
     "AllegroPipeline": {
         "transformer": {"sample_height": 90, "sample_width": 160, "sample_frames": 22},
         "vae": {"block_out_channels": [1] * 4, "temporal_compression_ratio": 4},
@@ -92,10 +96,26 @@ def test_defaults_are_the_pipelines_own(
 
 
 @pytest.mark.parametrize(
+    ("name", "given", "size", "frames"),
+    [
+        ("StableVideoDiffusionPipeline", {"prompt": None, "image": PICTURE}, (576, 1024), 14),
+        ("Cosmos3OmniPipeline", {}, (720, 1280), 189),
+        ("Cosmos2_5_TransferPipeline", {"option": {"controls": [PICTURE]}}, (704, 1280), 93),
+    ],
+)
+def test_what_only_its_code_or_its_model_knows_need_not_be_given(
+    name: str, given: dict[str, Any], size: tuple[int, int], frames: int
+) -> None:
+    settings, _ = resolved(name, **given)
+    assert (settings.height, settings.width, settings.num_frames) == (*size, frames)
+    assert "num_frames" in settings.own_choices, "left to the pipeline"
+
+
+@pytest.mark.parametrize(
     ("name", "given", "text"),
     [
         ("WanPipeline", {"prompt": None}, "makes a video of a text; give a prompt"),
-        ("WanPipeline", {"image": np.zeros((8, 8, 3), np.uint8)}, r"image .*\(WanPipeline\) takes"),
+        ("WanPipeline", {"image": PICTURE}, r"image .*\(WanPipeline\) takes"),
         ("WanImageToVideoPipeline", {}, r"makes a video of a picture; give one \(image\)"),
         ("WanImageToVideoPipeline", {"image": "nowhere.png"}, "does not exist"),
         ("CogVideoXPipeline", {"resolution": "360p"}, "it has no named sizes"),

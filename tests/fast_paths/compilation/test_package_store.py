@@ -16,7 +16,7 @@ import torch
 import everyframe
 from everyframe.cli.main import main
 from everyframe.core.errors import ExitCode, InputError
-from everyframe.fast_paths.compilation import compiled_block, package_store
+from everyframe.fast_paths.compilation import compiled_block, module_compilation, package_store
 from everyframe.fast_paths.compilation.block_export import CallSizes
 from everyframe.fast_paths.compilation.block_state import NotCompilableError
 from everyframe.fast_paths.compilation.module_compilation import compiled_blocks
@@ -306,6 +306,19 @@ def test_there_is_nothing_to_save(compiler: PlantedCompiler, tmp_path: Path) -> 
     with pytest.raises(InputError, match="none of its blocks has compiled code: planted"):
         everyframe.save_compiled(model, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
+
+
+def test_what_torch_compile_computes_is_not_saved(
+    compiler: PlantedCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why there is no package was said of the first of its kind alone."""
+    compiler.says = "planted"
+    monkeypatch.setattr(module_compilation, "_graphs", lambda call, backend: call)
+    called(everyframe.compile(made()))
+    model = everyframe.compile(made())
+    called(model)
+    with pytest.raises(InputError, match=r"they run by torch\.compile, whose code can't be saved"):
+        everyframe.save_compiled(model, tmp_path / "saved")
 
 
 def test_conditions_are_arithmetic_and_nothing_else() -> None:

@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections import namedtuple
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,6 +125,43 @@ def test_tensors_are_found_wherever_they_are() -> None:
     assert given[0] == given[1] == 0
     (x_kept,) = (trace.full[place] for place, each in enumerate(trace.seen) if each.name == "x")
     assert x_kept.tolist() == [0, 0, 0]
+
+
+class Codes(Tensor):
+    """A weight as GGUF's: bytes, and what they stand for."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.aminmax, Tensor.reshape):
+            raise NotImplementedError(f"Codes dispatch: {func}")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Scaled(Codes):
+    """A weight as torchao's: codes and scales."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale"], None
+
+    codes, scale = torch.arange(4), torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"), [(Codes, ["weight"]), (Scaled, ["weight.codes", "weight.scale"])]
+)
+def test_weights_of_a_quantiser_are_seen_as_what_they_hold(
+    kind: type[Tensor], names: list[str]
+) -> None:
+    recorder = Recorder()
+    module = nn.Identity()
+    weight = torch.arange(4.0).as_subclass(kind)
+    module.weight = nn.Parameter(weight, requires_grad=False)
+    recorder.watch("model", module)
+    module(torch.zeros(1))
+    trace = recorder.trace({}, {})
+    seen = [each for each in trace.seen if each.kind == "weight"]
+    assert [each.name for each in seen] == names
+    assert trace.numbers[seen[0].row][:2].tolist() == [0, 3]
 
 
 class Fails(nn.Module):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from everyframe.diffusers_pipelines.calls.step_caches import describe_cache
 from everyframe.diffusers_pipelines.calls.weight_hooks import tensors_on_disk
+from everyframe.precision.plain_tensors import plain_tensors
 
 #: Most values of one tensor that enter a pipeline's digest, evenly spaced.
 _MOST_SAMPLES = 1 << 14
@@ -125,9 +126,10 @@ def _config(part: Any) -> Any:
 
 
 def _of_module(module: nn.Module) -> Iterator[Any]:
-    """For each submodule: class, settings, hooks, patched methods and tensors."""
+    """For each submodule, by name: class, settings, hooks, patched methods and tensors."""
     on_disk = tensors_on_disk(module)
-    for name, each in module.named_modules():
+    # Not in their order: cache-dit puts blocks back behind the other children after each call.
+    for name, each in sorted(module.named_modules()):
         hooks = [_kind(hook) for hook in _hooks(each)]
         facts = [name, _kind(each), each.training, {**_scalars(each), **_adapters(each)}, hooks]
         yield [*facts, *_tensors(each, on_disk)]
@@ -175,16 +177,8 @@ def _tensors(module: nn.Module, on_disk: Collection[int]) -> Iterator[Any]:
     for name, tensor in own.items():
         if tensor is not None:
             is_known = id(tensor) not in on_disk
-            yield [name, *(_of_weight(each, is_known) for each in _plain_tensors(tensor.detach()))]
-
-
-def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor, or the inner tensors of a tensor subclass (quantised weights)."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _plain_tensors(getattr(tensor, name))
-    else:
-        yield tensor
+            held = (each for _, each in plain_tensors(tensor.detach(), name))
+            yield [name, *(_of_weight(each, is_known) for each in held)]
 
 
 def _of_weight(tensor: Tensor, is_known: bool) -> list[Any]:

@@ -24,6 +24,7 @@ from everyframe.diffusers_pipelines.files.checkpoint import ComponentFolder, Pip
 from everyframe.diffusers_pipelines.files.component_tensors import tensor_files
 from everyframe.diffusers_pipelines.inputs.defaults import denoisers
 from everyframe.precision.dtypes import torch_dtype
+from everyframe.precision.plain_tensors import is_plain
 from everyframe.precision.upcast import has_float32
 from everyframe.runtime.components.patchable import WeightTable
 
@@ -50,7 +51,7 @@ def tables_of_modules(components: Mapping[str, Any]) -> dict[str, WeightTable]:
     modules = {name: _plain(each) for name, each in components.items() if _is_module(each)}
     tables = {}
     for name, module in modules.items():
-        shapes = {key: tuple(each.shape) for key, each in module.named_parameters()}
+        shapes = _shapes(module)
         if any(".base_layer." in key for key in shapes):
             raise InputError(
                 f"the {name} of this pipeline has adapters of PEFT's; unload them before: "
@@ -64,6 +65,15 @@ def tables_of_modules(components: Mapping[str, Any]) -> dict[str, WeightTable]:
             )
         tables[name] = WeightTable(type(module).__name__, shapes, name in denoisers(modules))
     return tables
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shape of each parameter; of a quantised weight that of its layer, as its own is of codes."""
+    shapes = {key: tuple(each.shape) for key, each in module.named_parameters()}
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Linear) and not is_plain(layer.weight):
+            shapes[f"{name}.weight"] = (layer.out_features, layer.in_features)
+    return shapes
 
 
 def _has_joined_projections(module: nn.Module) -> bool:
@@ -221,8 +231,8 @@ def _check_plain(
             "LoRA can be merged into it; load the pipeline without, or give its folder: "
             "generate(model=...)"
         )
-    is_plain = type(parameter) in (nn.Parameter, Tensor) and parameter.dtype.itemsize > 1
-    if not parameter.is_floating_point() or not is_plain:
+    is_wide = parameter.is_floating_point() and parameter.dtype.itemsize > 1
+    if not is_wide or not is_plain(parameter):
         raise InputError(
             f"{name} of the {component} is quantised ({type(parameter).__name__}, "
             f"{parameter.dtype}), so no LoRA can be merged into it; load the pipeline without"

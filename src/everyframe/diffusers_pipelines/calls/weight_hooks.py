@@ -1,4 +1,6 @@
-"""Weights that hooks of diffusers and accelerate set: from files, from copies, in another dtype.
+"""Weights that are not plain numbers between calls: in files, copies, another dtype, or quantised.
+
+Hooks of diffusers and accelerate set them, or tensors of a quantiser's own class hold them.
 
 Between two calls a tensor that group offloading has on a disk has memory without its values. With
 streams, each offload gives a tensor the copy of it that the group holds.
@@ -12,6 +14,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from everyframe.diffusers_pipelines.calls.step_caches import hook_registries
+from everyframe.precision.plain_tensors import is_plain
+
+#: What sets the weights of single layers in each call.
+LAYERWISE, SEQUENTIAL = "enable_layerwise_casting", "sequential offloading"
 
 
 def _hooks(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -41,21 +47,36 @@ def host_copies(module: nn.Module) -> dict[int, Tensor]:
     }
 
 
+def weights_set_by(module: nn.Module) -> str:
+    """What moves or casts weights layer by layer in each call, by its name; empty if nothing does.
+
+    It knows the layers that it was given: one in place of another is left out.
+    """
+    if any(name == "layerwise_casting" for name, _ in _hooks(module)):
+        return LAYERWISE
+    if any(True for _ in _groups(module)):
+        return "group offloading"
+    hooks = [hook for each in module.modules() if (hook := getattr(each, "_hf_hook", None))]
+    hooks += [inner for hook in hooks for inner in getattr(hook, "hooks", ())]
+    has_offload = any(getattr(hook, "offload", False) for hook in hooks)
+    return SEQUENTIAL if has_offload else ""
+
+
 def why_not_widened(module: nn.Module) -> str:
-    """What sets the weights again in each call, so that no wider ones stay; empty if nothing does.
+    """Why the weights can't be wider: quantised, or set again in each call; empty if they can.
 
     Weights that move between devices keep the dtype that they have.
     """
-    if any(name == "layerwise_casting" for name, _ in _hooks(module)):
-        return (
-            "enable_layerwise_casting casts its weights in each call; give it a wider compute_dtype"
-        )
+    quantised = sorted({type(each).__name__ for each in module.parameters() if not is_plain(each)})
+    if quantised:
+        return f"its weights are quantised ({', '.join(quantised)}); load it without"
+    by = weights_set_by(module)
+    if by == LAYERWISE:
+        return f"{by} casts its weights in each call; give it a wider compute_dtype"
+    if by == SEQUENTIAL:
+        return f"{by} sets its weights in each call; use enable_model_cpu_offload"
     if tensors_on_disk(module):
-        return "group offloading reads its weights from a disk in each call; offload without"
+        return f"{by} reads its weights from a disk in each call; offload without"
     if host_copies(module):
-        return "group offloading has copies of its weights; offload without use_stream"
-    hooks = [hook for each in module.modules() if (hook := getattr(each, "_hf_hook", None))]
-    hooks += [inner for hook in hooks for inner in getattr(hook, "hooks", ())]
-    if any(getattr(hook, "offload", False) for hook in hooks):
-        return "sequential offloading sets its weights in each call; use enable_model_cpu_offload"
+        return f"{by} has copies of its weights; offload without use_stream"
     return ""

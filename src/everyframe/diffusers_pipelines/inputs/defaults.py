@@ -53,12 +53,16 @@ FRAME_RATE = 24.0
 
 #: (height, width) that a pipeline's code falls back to, if neither signature nor config has it.
 SIZES: Mapping[str, tuple[int, int]] = {
+    "Cosmos2_5_Transfer": (704, 1280),  # of a control video of 16:9
+    "Cosmos3": (720, 1280),
     "Mochi": (480, 848),
     "MiniMaxH3": (768, 1344),
     "Wan": (480, 832),
 }
 #: Frames, likewise, or where the code changes the number in the signature.
 LENGTHS: Mapping[str, int] = {
+    "Cosmos2_5_Transfer": 93,  # one of its pieces: it makes as many as its control video has
+    "Cosmos3": 189,
     "LTX2": 121,
     "MiniMaxH3": 124,
     "SkyReelsV2DiffusionForcingVideoToVideo": 121,
@@ -193,7 +197,8 @@ class PipelineDefaults:
             # Allegro counts latent frames there, CogVideoX frames.
             is_latent = self.interface.class_name.startswith("Allegro")
             return int(samples) * (self.temporal_factor or 1 if is_latent else 1)
-        return None
+        trained = self.denoiser.get("num_frames")  # Stable Video Diffusion's
+        return int(trained) if _number(trained) else None
 
     def frame_rate(self) -> tuple[float, bool]:
         """Frames per second, and whether it is known (True) or a guess."""

@@ -17,15 +17,14 @@ from torch import nn
 
 from everyframe.core.errors import EveryframeWarning, InputError, did_you_mean
 from everyframe.core.options import shown
-from everyframe.core.plan import Precision
 from everyframe.core.quality import PRODUCTS
+from everyframe.diffusers_pipelines.calls.weight_hooks import weights_set_by
 from everyframe.fast_paths.apply import block_names
 from everyframe.fast_paths.compilation import package_store
 from everyframe.fast_paths.compilation.module_compilation import compile_blocks, compiled_blocks
 from everyframe.fast_paths.compilation.toolchain import why_not
 from everyframe.precision import dynamic_quantization
-from everyframe.precision.dtypes import dtype_name
-from everyframe.precision.quantization import QuantisedLinear, quantise_layers
+from everyframe.precision.quantization import QuantisedLinear, in_memory, quantise_layers
 
 ModelT = TypeVar("ModelT")
 
@@ -78,7 +77,9 @@ def save_compiled(model: Any, target: str | Path) -> Path:
     packages = {name: each for block in blocks for name, each in block.report.packages.items()}
     if not packages:
         notes = sorted({note for block in blocks for note in block.report.notes})
-        message = "; ".join(notes) if notes else "call it once, so that its blocks are compiled"
+        if not notes and any(block.is_compiled for block in blocks):
+            notes = ["they run by torch.compile, whose code can't be saved"]
+        message = "; ".join(notes or ["call it once, so that its blocks are compiled"])
         raise InputError(f"none of its blocks has compiled code: {message}")
     return package_store.save(packages.values(), target, title=type(model).__name__)
 
@@ -128,12 +129,14 @@ def quantize(
         )
     parts = _parts(model, components)
     for name, part in parts.items():
+        shown_name = name or "the module"
         if any(map(_is_quantized, part.modules())):
-            raise InputError(f"{name or 'the module'} is quantized already; load it again")
+            raise InputError(f"{shown_name} is quantized already; load it again")
+        if by := weights_set_by(part):
+            raise InputError(f"{by} sets the weights of {shown_name} in each call; quantize first")
     for name, part in parts.items():
         if kind in _WEIGHTS:
-            dtype = dtype_name(next(part.parameters()).dtype)
-            quantise_layers(part, Precision(dtype, dtype, weight_dtype=kind))
+            quantise_layers(part, in_memory(part, kind))
             continue
         for note in dynamic_quantization.quantize_products(part, kind):
             message = f"{name}: {note}" if name else note

@@ -166,8 +166,9 @@ class Description:
             return ("partial", *(self._value(each, place) for each in parts))
         if isinstance(value, types.MethodType):
             # A module's own method is of the module, which is described where it stands.
-            owner = value.__self__
-            return (value.__func__.__qualname__, self._value(owner, place))
+            owner, called = value.__self__, value.__func__
+            name = getattr(called, "__qualname__", None)  # torchao binds partials
+            return (name or self._value(called, place), self._value(owner, place))
         if isinstance(value, types.FunctionType):
             code = value.__code__
             self.files.add(code.co_filename)

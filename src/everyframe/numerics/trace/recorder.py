@@ -22,6 +22,7 @@ from everyframe.numerics.trace.fingerprint import NUM_NUMBERS, fingerprint
 from everyframe.numerics.trace.replay import pack, pack_call
 from everyframe.numerics.trace.trace import Call, Kind, Trace, TracedModule, TracedTensor
 from everyframe.precision.dtypes import dtype_name
+from everyframe.precision.plain_tensors import plain_tensors
 
 #: Fingerprints buffered on the device before one copy to the host.
 _WAITING = 256
@@ -111,7 +112,7 @@ class Recorder:
             call = self._begun(part, module)
             if part not in self._weighed:
                 self._weighed.add(part)
-                for name, tensor in _own(module):
+                for name, tensor in _weights(module):
                     pack(tensor, name, self._seer(call, "weight", keep=False))
             see = self._seer(call, "input", keep=is_full)
             arrangement = pack_call(module, args, kwargs, see)
@@ -202,7 +203,8 @@ class _Prints:
             self._here.append(rows)
 
 
-def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The module's own parameters and buffers, without those of its children."""
-    yield from module.named_parameters(recurse=False)
-    yield from module.named_buffers(recurse=False)
+    for own in (module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
+        for name, tensor in own:
+            yield from plain_tensors(tensor, name)
