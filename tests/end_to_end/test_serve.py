@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -63,6 +64,15 @@ def test_a_killed_server_comes_back_and_goes_on_at_its_step(tmp_path: Path) -> N
         assert abs(read_video(file)[0].astype(int) - frames_of(1)).max() < 12
 
 
+@pytest.fixture
+def hangup_ends() -> Iterator[None]:
+    """Processes started by a test get SIGHUP, also where ``nohup`` runs the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangup_ends")
 @pytest.mark.parametrize("by", ["SIGTERM", "SIGHUP"])  # the second: its terminal was closed
 def test_a_stop_with_an_open_event_stream_ends_in_time_and_queues_the_job(
     tmp_path: Path, by: str

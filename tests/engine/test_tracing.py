@@ -12,6 +12,9 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import (
+    HunyuanVideoResnetBlockCausal3D,
+)
 from torch import nn
 
 import everyframe
@@ -20,6 +23,7 @@ from everyframe.core.events import Event, FramesDecoded
 from everyframe.core.request import Request
 from everyframe.engine import tracing
 from everyframe.engine.run import stream
+from everyframe.fast_paths.apply import swap_modules
 from everyframe.numerics.trace import file
 from everyframe.runtime.components.component_observers import on_component_loaded
 from helpers import traced_modules
@@ -226,6 +230,42 @@ def test_blocks_that_raise_or_call_nothing(tmp_path: Path) -> None:
         everyframe.trace(net, tmp_path / "b.trace", full=["net.last"]),
     ):
         pass
+
+
+class Blocks(nn.Module):
+    """A residual block of norms and SiLU, then a linear layer and a GELU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([
+            HunyuanVideoResnetBlockCausal3D(32), nn.Sequential(nn.Linear(8, 16), nn.GELU()),
+        ])  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_what_a_fast_path_fuses_differs_by_rounding(tmp_path: Path) -> None:
+    """The norm's result has SiLU on one machine alone, and so on; what comes after is compared."""
+    x = torch.randn(1, 32, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    for name, paths in (("plain", ()), ("fused", ("native-norm", "linear-gelu"))):
+        net = Blocks()
+        swap_modules(net, paths)
+        with torch.no_grad(), everyframe.trace(net, tmp_path / name):
+            net(x)
+    for one, two in (("plain", "fused"), ("fused", "plain")):
+        verdict = everyframe.trace_diff(tmp_path / one, tmp_path / two)
+        assert verdict.is_explained, verdict.place
+        compared = [
+            verdict.compared.a.parts[verdict.compared.a.calls[seen.call].part].module
+            for seen, error in zip(verdict.compared.a.seen, verdict.compared.errors, strict=True)
+            if seen.kind == "output" and not np.isnan(error)
+        ]
+        assert {"blocks.0.nonlinearity", "blocks.0.conv1.conv", "blocks.1.1"} <= {*compared}
+        assert not {"blocks.0.norm1", "blocks.1.0"} & {*compared}
 
 
 def test_a_pipeline_of_diffusers(tmp_path: Path) -> None:

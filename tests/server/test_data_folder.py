@@ -39,7 +39,7 @@ def test_the_folder_is_private(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_other_things_keeps_its_mode(tmp_path: Path) -> None:
-    """``--data-dir /tmp`` must not close /tmp to others; what is ours is private there too."""
+    """``--data-dir ~`` must not close it to others; what is ours is private there too."""
     tmp_path.chmod(0o755)
     (tmp_path / "of others").touch()
     folder = open_folder(tmp_path)
@@ -48,6 +48,16 @@ def test_a_folder_with_other_things_keeps_its_mode(tmp_path: Path) -> None:
     for path in (folder.database, folder.videos, folder.inputs, folder.runs):
         assert path.stat().st_mode & 0o077 == 0
     folder.close()
+
+
+def test_a_folder_of_everybody_is_refused(tmp_path: Path) -> None:
+    """In /tmp, others could make our folders before us."""
+    (tmp_path / "of others").touch()
+    tmp_path.chmod(0o1777)
+    with pytest.raises(InputError, match="for files of everybody; give a folder in it"):
+        open_folder(tmp_path)
+    assert tmp_path.stat().st_mode & 0o7777 == 0o1777
+    assert [each.name for each in tmp_path.iterdir()] == ["of others"]
 
 
 def test_a_folder_that_was_deleted_for_room_is_made_again(folder: DataFolder) -> None:

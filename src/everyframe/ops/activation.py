@@ -7,6 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class FusedActivation(nn.Identity):
+    """Stands for an activation that the module before it computes, which has `fuses_next`.
+
+    What lies between the two is no more what it was: a trace leaves it out.
+    """
+
+    is_fused = True
+
+
 class GatedGELU(nn.Module):
     """``value * gelu(gate)`` (..., C) of x (..., 2 C), which holds the values, then the gates."""
 

@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -233,7 +234,7 @@ def open_folder(path: str | Path | None = None) -> DataFolder:
     other things before keeps its mode.
 
     Raises:
-        InputError: it can't be written, or lies on a network file system.
+        InputError: it can't be written, is shared, or lies on a network file system.
         RunLockedError: another server uses it.
     """
     folder = default_folder() if path is None else expand_path(path, "the data folder")
@@ -241,10 +242,14 @@ def open_folder(path: str | Path | None = None) -> DataFolder:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _check_file_system(folder)
-        # One that holds other things, such as /tmp, stays as open as it is.
         if not any(folder.iterdir()):
             with suppress(PermissionError):  # somebody else's folder that we may write to
                 folder.chmod(0o700)
+        elif _is_shared(folder):
+            raise InputError(
+                f"the data folder {str(folder)!r} is for files of everybody; give a folder in it "
+                f"with --data-dir or {VARIABLE}"
+            )
         for name in ("runs", "inputs", "videos"):
             (folder / name).mkdir(exist_ok=True, mode=0o700)
         (folder / _DATABASE).touch(mode=0o600)
@@ -255,6 +260,11 @@ def open_folder(path: str | Path | None = None) -> DataFolder:
             f"another with --data-dir or {VARIABLE}"
         ) from error
     return DataFolder(folder, lock)
+
+
+def _is_shared(folder: Path) -> bool:
+    """Whether it is a folder such as /tmp. All are open to everybody on drives of Windows."""
+    return folder.stat().st_mode & (shared := stat.S_IWOTH | stat.S_ISVTX) == shared
 
 
 def _check_file_system(folder: Path) -> None:

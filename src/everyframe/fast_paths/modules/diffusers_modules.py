@@ -117,15 +117,15 @@ class _NativeChannelNorm(nn.Module):
 
 
 class NativeWanRMSNorm(_NativeChannelNorm, WanRMS_norm):  # type: ignore[misc]
-    """That of Wan's autoencoder."""
+    """The RMS norm of Wan's autoencoder."""
 
 
 class NativeHunyuanVideo15RMSNorm(_NativeChannelNorm, HunyuanVideo15RMS_norm):  # type: ignore[misc]
-    """That of HunyuanVideo 1.5's."""
+    """The RMS norm of HunyuanVideo 1.5's autoencoder."""
 
 
 class NativePerChannelRMSNorm(PerChannelRMSNorm):  # type: ignore[misc]
-    """That of LTX-2's, without weights."""
+    """The RMS norm of LTX-2's autoencoder, without weights."""
 
     is_plain = False
     has_silu = False
@@ -213,15 +213,15 @@ class WinogradCogVideoXConv3d(CogVideoXCausalConv3d):  # type: ignore[misc]
     def forward(
         self, inputs: Tensor, conv_cache: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        frames, is_mochi = self.time_kernel_size - 1, self.pad_mode == "replicate"
+        frames, is_of_mochi = self.time_kernel_size - 1, self.pad_mode == "replicate"
         padding = Padding(
-            (frames, 0), self.height_pad, "replicate" if is_mochi else "zeros",
-            None if is_mochi else conv_cache, repeats_frames=True,
+            (frames, 0), self.height_pad, "replicate" if is_of_mochi else "zeros",
+            None if is_of_mochi else conv_cache, repeats_frames=True,
         )  # fmt: skip
         if self.is_plain or not _suits(self.conv, inputs, padding):
             plain: tuple[Tensor, Tensor | None] = super().forward(inputs, conv_cache)
             return plain
-        seen = None if is_mochi else _last(frames, inputs, padding.history)
+        seen = None if is_of_mochi else _last(frames, inputs, padding.history)
         return self.conv(inputs, padding=padding), seen
 
 
@@ -245,11 +245,11 @@ class _WinogradReplicatedConv3d(nn.Module):
 
 
 class WinogradHunyuanVideoConv3d(_WinogradReplicatedConv3d, HunyuanVideoCausalConv3d):  # type: ignore[misc]
-    """That of HunyuanVideo."""
+    """HunyuanVideo's."""
 
 
 class WinogradHunyuanVideo15Conv3d(_WinogradReplicatedConv3d, HunyuanVideo15CausalConv3d):  # type: ignore[misc]
-    """That of HunyuanVideo 1.5."""
+    """HunyuanVideo 1.5's."""
 
 
 class WinogradLTXVideoConv3d(LTXVideoCausalConv3d):  # type: ignore[misc]
@@ -299,8 +299,8 @@ class WinogradHunyuanVideoBlock(HunyuanVideoResnetBlockCausal3D):  # type: ignor
         x = self.conv1(self.nonlinearity(self.norm1(hidden_states)))
         x = self.conv2(self.dropout(self.nonlinearity(self.norm2(x))))
         shortcut = self.conv_shortcut
-        sum_: Tensor = x + (hidden_states if shortcut is None else shortcut(hidden_states))
-        return sum_
+        made: Tensor = x + (hidden_states if shortcut is None else shortcut(hidden_states))
+        return made
 
 
 def _suits(conv: nn.Module, x: Tensor, padding: Padding) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from everyframe.fast_paths.modules.cpu_modules import OneDNNLinear, has_onednn_linear, onednn_linear
 from everyframe.numerics.tensor_stats import value_range
+from everyframe.ops.activation import FusedActivation
 
 
 class LinearGelu(nn.Linear):
@@ -29,6 +30,7 @@ class LinearGelu(nn.Linear):
     """
 
     is_plain = False
+    fuses_next = True
 
     def __init__(self, linear: nn.Linear, approximate: str) -> None:
         nn.Module.__init__(self)
@@ -65,10 +67,10 @@ def pairs(
 
 
 def fuse(module: nn.Module, inside: Iterable[str]) -> None:
-    """Replace each of the `pairs` by a `LinearGelu` and an identity."""
+    """Replace each of the `pairs` by a `LinearGelu` and what stands for the GELU."""
     for parent, (name, linear), (after, gelu) in pairs(module, inside):
         setattr(parent, name, LinearGelu(linear, gelu.approximate))
-        setattr(parent, after, nn.Identity())
+        setattr(parent, after, FusedActivation())
 
 
 #: Most cached results, a few kilobytes each; the oldest are dropped.

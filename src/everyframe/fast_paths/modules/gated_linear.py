@@ -1,8 +1,7 @@
 """Fused linear layer and gated GELU: one kernel in C, whose intermediate result stays in registers.
 
 A module names both in its class: ``gated_linear = (name of the linear layer, name of the GELU)``.
-The linear layer computes all, so that its hooks and its weight's name stay, and the GELU becomes an
-identity.
+The linear layer computes all, so that its hooks and its weight's name stay.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from everyframe.fast_paths.modules.cpu_modules import NativeGatedGELU, OneDNNLinear, recast
-from everyframe.ops.activation import GatedGELU
+from everyframe.ops.activation import FusedActivation, GatedGELU
 from everyframe.ops.native import kernels
 
 
@@ -19,6 +18,8 @@ class NativeGatedLinear(OneDNNLinear):
 
     Where the kernel does not suit, the layer computes by oneDNN or plainly, and the GELU after it.
     """
+
+    fuses_next = True
 
     def forward(self, x: Tensor) -> Tensor:
         if self.is_plain or not kernels.supports_products(x, self.weight):
@@ -57,4 +58,4 @@ def fuse(module: nn.Module, blocks: tuple[str, ...]) -> None:
         assert names is not None
         linear, activation = names
         recast(part, linear, NativeGatedLinear)
-        setattr(part, activation, nn.Identity())
+        setattr(part, activation, FusedActivation())

@@ -13,6 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from everyframe.ops.activation import FusedActivation
 from everyframe.ops.norm import WideGroupNorm
 
 _AUTOENCODERS = "diffusers.models.autoencoders.autoencoder_kl"
@@ -33,7 +34,7 @@ _BLOCKS = frozenset({
 NAMES = {"nonlinearity": ("norm1", "norm2")}
 
 
-class EmbeddingSiLU(nn.SiLU):
+class EmbeddingSiLU(FusedActivation):
     """The activation of a block whose norms have applied it: images pass, embeddings get it."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
@@ -59,10 +60,11 @@ def fuse(module: nn.Module) -> None:
     """Let norms in C apply the SiLU that is called after them."""
     for part in module.modules():
         for name, norms in [*_silus(part)]:
-            found = [part.get_submodule(norm) for norm in norms]
+            found: list[Any] = [part.get_submodule(norm) for norm in norms]
             if all(hasattr(norm, "has_silu") for norm in found):
                 for norm in found:
                     add_silu(norm)
+                    norm.fuses_next = True
                 setattr(part, name, EmbeddingSiLU())
 
 

@@ -31,6 +31,8 @@ _WAITING = 256
 class Recorder:
     """Record modules from `watch` until `remove`; `trace` returns the recording.
 
+    Between a module that `fuses_next` and the one that `is_fused` nothing is recorded: another
+    machine may compute the two one after the other.
     `full` are names (component and dotted name) of modules whose inputs and outputs are stored
     whole. `held_in` gives the effective precision of a weight that was rounded and then widened.
     """
@@ -114,6 +116,8 @@ class Recorder:
                 self._weighed.add(part)
                 for name, tensor in _weights(module):
                     pack(tensor, name, self._seer(call, "weight", keep=False))
+            if getattr(module, "is_fused", False):
+                return
             see = self._seer(call, "input", keep=is_full)
             arrangement = pack_call(module, args, kwargs, see)
             if is_full:
@@ -126,6 +130,8 @@ class Recorder:
             # The call ended before it reached our hook.
             if self._open and self._open[-1][1] is module:
                 call, _ = self._open.pop()
+                if getattr(module, "fuses_next", False):
+                    return
                 pack(result, "", self._seer(call, "output", keep=is_full))
 
         return after
