@@ -153,11 +153,10 @@ def blocks_of(
             block = _block(
                 subject, module, same,
                 reduced(first, most_elements), reduced(wide[same[0]], most_elements),
+                has_silu=same[0] in norms,
             )  # fmt: skip
             cut = max(_num_elements(first), 1) / max(_num_elements(block.given), 1)
-            yield replace(
-                block, cut=cut, casts_inputs=call.call.is_foreign, has_silu=same[0] in norms
-            )
+            yield replace(block, cut=cut, casts_inputs=call.call.is_foreign)
 
 
 def _tensors(given: BlockInputs) -> list[Tensor]:
@@ -251,6 +250,8 @@ def _block(
     names: list[str],
     given: BlockInputs,
     wide: BlockInputs,
+    *,
+    has_silu: bool,
 ) -> ExtractedBlock:
     name, device = names[0], subject.device.torch_name
     # Weights of the dry run have the dtype of its last precision, and no numbers.
@@ -261,10 +262,10 @@ def _block(
     islands = [f"blocks.0.{own}" for own in inside if is_in_island(f"{name}.{own}", held)]
     precision = replace(subject.precision, islands=tuple(islands))
     given, wide = _numbers(given, device), _numbers(wide, device)
-    if _is_channels_last(whole, module):
+    if _is_channels_last(whole, module, has_silu=has_silu):
         # Not what is compared with: torch's norms of that layout lose digits.
         given = _with_channels_last(given)
-    return ExtractedBlock(name, len(names), module, given, wide, precision)
+    return ExtractedBlock(name, len(names), module, given, wide, precision, has_silu=has_silu)
 
 
 def _fill(module: nn.Module) -> None:
@@ -305,14 +306,15 @@ def _numbers(given: BlockInputs, device: str) -> BlockInputs:
     return BlockInputs(args, kwargs)
 
 
-def _is_channels_last(whole: nn.Module, part: nn.Module) -> bool:
-    """Whether images lie in memory channels last; tensors on meta don't show it.
+def _is_channels_last(whole: nn.Module, part: nn.Module, *, has_silu: bool) -> bool:
+    """Whether a layer's input lies in memory channels last; tensors on meta don't show it.
 
-    So does what the convolutions by Winograd's algorithm give, to norms first of all.
+    A norm's does too if convolutions by Winograd's algorithm may give it.
     """
-    if isinstance(part, _ConvNd):
-        return bool(getattr(whole, "is_channels_last", False))
-    return getattr(whole, "is_channels_last", False) or applies_to("winograd", whole)
+    is_norm = has_silu or isinstance(part, nn.GroupNorm)
+    if getattr(whole, "is_channels_last", False):
+        return is_norm or isinstance(part, _ConvNd)
+    return is_norm and applies_to("winograd", whole)
 
 
 def _with_channels_last(given: BlockInputs) -> BlockInputs:
