@@ -187,6 +187,15 @@ def inference_mode() -> Iterator[None]:
 
 
 @pytest.fixture
+def no_grad() -> Iterator[None]:
+    """As in a run, but for weights that a test changes."""
+    import torch
+
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
 def compiler(own_cache: None, monkeypatch: pytest.MonkeyPatch) -> PlantedCompiler:
     """A compiler in this process, which makes a library of Python code."""
     from helpers.planted_compiler import PlantedCompiler

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,21 +21,15 @@ from everyframe.fast_paths.apply import places_of, swap_modules
 from everyframe.fast_paths.benchmark import relative_error
 from everyframe.ops.native import convolutions, library
 from everyframe.ops.native.convolutions import Padding
+from helpers.kernel_numbers import numbers
 
-pytestmark = pytest.mark.skipif(bool(missing := library.why_not()), reason=str(missing))
+pytestmark = [
+    pytest.mark.usefixtures("no_grad"),
+    pytest.mark.skipif(bool(missing := library.why_not()), reason=str(missing)),
+]
 
 #: Sums of 864 products, in float32 or of values rounded to bfloat16, whose result is rounded too.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-
-
-@pytest.fixture(autouse=True)
-def _as_in_a_run() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-def numbers(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 STATELESS = (HunyuanVideoCausalConv3d, HunyuanVideo15CausalConv3d, LTXVideoCausalConv3d)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,21 +30,15 @@ from everyframe.ops.native import convolutions, kernels, library
 from everyframe.ops.native.convolutions import Padding
 from everyframe.runtime.repair.repairs import RepairSet, apply_repair
 from helpers import decoder_paths, native_paths
+from helpers.kernel_numbers import numbers
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 
-pytestmark = pytest.mark.skipif(bool(missing := library.why_not()), reason=str(missing))
+pytestmark = [
+    pytest.mark.usefixtures("no_grad"),
+    pytest.mark.skipif(bool(missing := library.why_not()), reason=str(missing)),
+]
 
 PATHS = ("native-norm", "temporal-conv", "temporal-winograd", "channels-last", "winograd")
-
-
-@pytest.fixture(autouse=True)
-def _as_in_a_run() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-def numbers(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def in_float64(layer: nn.Conv3d, x: Tensor) -> Tensor:

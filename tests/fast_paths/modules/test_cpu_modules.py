@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,10 @@ from everyframe.runtime.repair.repairs import RepairSet, apply_repair
 from helpers import native_paths
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 
-pytestmark = pytest.mark.skipif(bool(missing := library.why_not()), reason=str(missing))
+pytestmark = [
+    pytest.mark.usefixtures("no_grad"),
+    pytest.mark.skipif(bool(missing := library.why_not()), reason=str(missing)),
+]
 
 #: Those that find something in this UNet, which has no gated branches and no GELU by itself.
 PATHS = (
@@ -48,12 +50,6 @@ MODULES = (
     cpu_modules._DIFFUSERS,
     gated_linear.__name__,
 )
-
-
-@pytest.fixture(autouse=True)
-def _as_in_a_run() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture(scope="module")
