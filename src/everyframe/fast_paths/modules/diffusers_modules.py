@@ -225,65 +225,65 @@ class WinogradCogVideoXConv3d(CogVideoXCausalConv3d):  # type: ignore[misc]
         return self.conv(inputs, padding=padding), seen
 
 
-class _WinogradReplicatedConv3d(nn.Module):
-    """The same where pixels and frames at the edge stand for those beyond it."""
+class _PaddingConv3d(nn.Module):
+    """The same of a module that pads the input of its `conv`."""
 
-    conv: nn.Module
-    pad_mode: str
-    time_causal_padding: tuple[int, ...]
+    conv: nn.Conv3d
     is_plain = False
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        pad, *_, frames, _ = self.time_causal_padding
-        padding = Padding((frames, 0), pad, self.pad_mode, repeats_frames=True)
-        is_wanted = not self.is_plain and self.pad_mode == "replicate"
-        if not is_wanted or not _suits(self.conv, hidden_states, padding):
-            plain: Tensor = super().forward(hidden_states)
+    def padding_of(self, *args: Any, **kwargs: Any) -> Padding | None:
+        """The padding in a call with these further arguments; None if `Padding` has none such."""
+        raise NotImplementedError
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        padding = None if self.is_plain else self.padding_of(*args, **kwargs)
+        if padding is None or not _suits(self.conv, hidden_states, padding):
+            plain: Tensor = super().forward(hidden_states, *args, **kwargs)
             return plain
         made: Tensor = self.conv(hidden_states, padding=padding)
         return made
 
 
-class WinogradHunyuanVideoConv3d(_WinogradReplicatedConv3d, HunyuanVideoCausalConv3d):  # type: ignore[misc]
+class _ReplicatedConv3d(_PaddingConv3d):
+    """Pixels and frames at the edge stand for those beyond it."""
+
+    pad_mode: str
+    time_causal_padding: tuple[int, ...]
+
+    def padding_of(self) -> Padding | None:
+        if self.pad_mode != "replicate":
+            return None
+        pad, *_, frames, _ = self.time_causal_padding
+        return Padding((frames, 0), pad, "replicate", repeats_frames=True)
+
+
+class WinogradHunyuanVideoConv3d(_ReplicatedConv3d, HunyuanVideoCausalConv3d):  # type: ignore[misc]
     """HunyuanVideo's."""
 
 
-class WinogradHunyuanVideo15Conv3d(_WinogradReplicatedConv3d, HunyuanVideo15CausalConv3d):  # type: ignore[misc]
+class WinogradHunyuanVideo15Conv3d(_ReplicatedConv3d, HunyuanVideo15CausalConv3d):  # type: ignore[misc]
     """HunyuanVideo 1.5's."""
 
 
-class WinogradLTXVideoConv3d(LTXVideoCausalConv3d):  # type: ignore[misc]
-    """The same for LTX, whose frames at either end may stand for those beyond it."""
+class _LTXConv3d(_PaddingConv3d):
+    """Frames at either end stand for those beyond it; pixels may be mirrored."""
 
-    is_plain = False
+    is_causal = True
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        padding = _padding_of_ltx(self.conv, is_causal=self.is_causal)
-        if self.is_plain or not _suits(self.conv, hidden_states, padding):
-            plain: Tensor = super().forward(hidden_states)
-            return plain
-        made: Tensor = self.conv(hidden_states, padding=padding)
-        return made
-
-
-class WinogradLTX2VideoConv3d(LTX2VideoCausalConv3d):  # type: ignore[misc]
-    """The same for LTX-2, whose pixels may be mirrored at the edge."""
-
-    is_plain = False
-
-    def forward(self, hidden_states: Tensor, causal: bool = True) -> Tensor:
-        padding = _padding_of_ltx(self.conv, is_causal=causal)
-        if self.is_plain or not _suits(self.conv, hidden_states, padding):
-            plain: Tensor = super().forward(hidden_states, causal)
-            return plain
-        made: Tensor = self.conv(hidden_states, padding=padding)
-        return made
+    def padding_of(self, causal: bool | None = None) -> Padding | None:
+        more = self.conv.kernel_size[0] - 1
+        is_causal = self.is_causal if causal is None else causal
+        frames = (more, 0) if is_causal else (more // 2, more // 2)
+        pad = int(self.conv.padding[1])
+        return Padding(frames, pad, self.conv.padding_mode, repeats_frames=True)
 
 
-def _padding_of_ltx(conv: nn.Conv3d, *, is_causal: bool) -> Padding:
-    more = conv.kernel_size[0] - 1
-    frames = (more, 0) if is_causal else (more // 2, more // 2)
-    return Padding(frames, int(conv.padding[1]), conv.padding_mode, repeats_frames=True)
+class WinogradLTXVideoConv3d(_LTXConv3d, LTXVideoCausalConv3d):  # type: ignore[misc]
+    """LTX's: the module says whether it is causal."""
+
+
+class WinogradLTX2VideoConv3d(_LTXConv3d, LTX2VideoCausalConv3d):  # type: ignore[misc]
+    """LTX-2's: each call says whether it is causal."""
 
 
 class WinogradHunyuanVideoBlock(HunyuanVideoResnetBlockCausal3D):  # type: ignore[misc]
@@ -304,6 +304,7 @@ class WinogradHunyuanVideoBlock(HunyuanVideoResnetBlockCausal3D):  # type: ignor
 
 
 def _suits(conv: nn.Module, x: Tensor, padding: Padding) -> bool:
+    """Whether a convolution inside of another module computes it with this padding."""
     return isinstance(conv, WinogradConv3d) and conv.suits(x, padding)
 
 
