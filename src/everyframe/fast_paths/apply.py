@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from everyframe.fast_paths.compilation.module_compilation import compile_blocks
-from everyframe.fast_paths.modules import cpu_modules, gated_linear
+from everyframe.fast_paths.modules import cpu_modules, gated_linear, residual_blocks
 from everyframe.fast_paths.modules.constant_results import can_cache
 from everyframe.fast_paths.modules.fast_modules import embedders, fuse, keep, pairs
 from everyframe.fast_paths.registry import kernel_of
@@ -91,6 +91,11 @@ def _is_in(name: str, parts: Sequence[str]) -> bool:
     return any(not part or f"{name}.".startswith(f"{part}.") for part in parts)
 
 
+def _swap_norms(module: nn.Module, blocks: Sequence[str]) -> None:
+    cpu_modules.swapper("native-norm")(module, tuple(blocks))
+    residual_blocks.fuse(module)
+
+
 #: Finds what a path can replace, for paths that are recognised by their modules.
 _PLACES: Mapping[str, Callable[[nn.Module], Sized]] = {
     "linear-gelu": lambda module: pairs(module, block_names(module)),
@@ -105,6 +110,7 @@ _SWAPS: Mapping[str, Callable[[nn.Module, tuple[str, ...]], Any]] = {
     "kept-embeddings": lambda module, blocks: keep(module, embedders(module)),
     "native-gated-linear": gated_linear.fuse,
     **{name: cpu_modules.swapper(name) for name in cpu_modules.PATHS},
+    "native-norm": _swap_norms,
 }
 
 

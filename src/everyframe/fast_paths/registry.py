@@ -86,7 +86,7 @@ _ALL = (
     FastPath("linear-gelu", "a linear layer and the GELU after it in one kernel of oneDNN",
              "linear-gelu", ("cpu",), f"{_TRIALS}:block"),
     FastPath("native-norm", "group norm with SiLU, layer and RMS norm by a kernel in C",
-             "norm", ("cpu",), f"{_TRIALS}:modules", needs_c=True, in_long_runs=True),
+             "norm", ("cpu",), f"{_TRIALS}:norms", needs_c=True, in_long_runs=True),
     FastPath("native-gate", "gated branches added to their stream by a kernel in C",
              "gate", ("cpu",), f"{_TRIALS}:modules", needs_c=True, in_long_runs=True),
     FastPath("native-gelu", "GELU by a kernel in C",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,18 +30,12 @@ from everyframe.fast_paths.modules import residual_blocks
 from everyframe.fast_paths.registry import CATALOGUE
 from everyframe.ops.native import kernels, library
 from helpers import decoder_paths
+from helpers.kernel_numbers import numbers
 
-pytestmark = pytest.mark.skipif(bool(missing := library.why_not()), reason=str(missing))
-
-
-@pytest.fixture(autouse=True)
-def _as_in_a_run() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-def numbers(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+pytestmark = [
+    pytest.mark.usefixtures("no_grad"),
+    pytest.mark.skipif(bool(missing := library.why_not()), reason=str(missing)),
+]
 
 
 IMAGES, FRAMES = (2, 32, 9, 7), (2, 32, 3, 9, 7)
@@ -167,7 +161,7 @@ def test_a_trial_finds_an_activation_that_is_lost(monkeypatch: pytest.MonkeyPatc
     """Norms alone don't show it."""
 
     def tried() -> bool:
-        contests = trials.modules(decoder_paths.subject(), CATALOGUE["native-norm"])
+        contests = trials.norms(decoder_paths.subject(), CATALOGUE["native-norm"])
         return run_comparisons(contests, "cpu", time.monotonic() + 100).is_right
 
     assert tried()

@@ -130,10 +130,7 @@ def compiled(subject: CertificationTarget, path: FastPath) -> Iterator[Compariso
 
 
 def modules(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
-    """Compare the heaviest kinds of modules that the path replaces, one by one, on fewer rows.
-
-    Blocks in which norms apply SiLU as well are compared for their error alone.
-    """
+    """Compare the heaviest kinds of modules that the path replaces, one by one, on fewer rows."""
     names: Callable[[nn.Module], Iterable[str]] = partial(places_of, path.name)
     if path.closeness == "lossy":
         names = partial(layers, precision=replace(subject.precision, weight_dtype=path.name))
@@ -144,8 +141,11 @@ def modules(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison
             kind="",
             allowed=ALLOWED.get(path.name),
         )
-    if path.name != "native-norm":
-        return
+
+
+def norms(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
+    """Compare norms as `modules`, and the blocks in which they apply SiLU for their error alone."""
+    yield from modules(subject, path)
     for each in blocks_of(
         subject, residual_blocks.places, most=_MOST_BLOCKS, most_elements=_FEW_ELEMENTS
     ):

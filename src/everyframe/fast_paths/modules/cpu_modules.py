@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from everyframe.fast_paths.modules import residual_blocks
 from everyframe.fast_paths.modules.convolution_modules import (
     CONVOLUTIONS,
     convolution_kind,
@@ -373,8 +372,6 @@ def swapper(path: str) -> Callable[[nn.Module, tuple[str, ...]], None]:
     def swap(module: nn.Module, blocks: tuple[str, ...]) -> None:
         for name, kind in _all_places(path, module).items():
             recast(module, name, kind)
-        if path == "native-norm":
-            residual_blocks.fuse(module)
 
     return swap
 
