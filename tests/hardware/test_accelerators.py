@@ -45,11 +45,15 @@ def test_nvidia_smi_lines() -> None:
 def v100(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    card = SimpleNamespace(name="V100", total_memory=16 * GIB, major=7, minor=0, uuid=UUID)
+    card = SimpleNamespace(
+        name="V100", total_memory=16 * GIB, major=7, minor=0, uuid=UUID,
+        multi_processor_count=80, max_threads_per_multi_processor=2048,
+    )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *a, **k: True)
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: False, raising=False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
 
 
@@ -74,9 +78,27 @@ def test_free_memory_comes_without_a_context(v100: None, monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "mem_get_info", makes_a_context)
     (device,) = accelerators.accelerator_facts()
     assert (device.torch_name, device.capability) == ("cuda:0", (7, 0))
-    assert (device.memory, device.free_memory) == (16 * GIB, 9 * GIB)
+    # 613 MB and 163,840 stacks are left to the context that this process will have.
+    assert (device.memory, device.free_memory) == (16 * GIB, 9 * GIB - 613_000_000 - 167_772_160)
     assert device.has_fast_fp16
     assert not device.has_fast_bf16  # by capability, not by is_bf16_supported()
+
+
+def test_a_context_that_is_there_takes_nothing_more(
+    v100: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(accelerators, "_free_by_uuid", lambda: {UUID: 9 * GIB})
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: True, raising=False)
+    assert accelerators.accelerator_facts()[0].free_memory == 9 * GIB
+
+
+def test_a_card_without_room_for_a_context_has_nothing_free(
+    v100: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerators, "_free_by_uuid", lambda: {UUID: GIB // 4})
+    assert accelerators.accelerator_facts()[0].free_memory == 0
 
 
 def test_free_memory_without_nvidia_smi(v100: None, monkeypatch: pytest.MonkeyPatch) -> None:

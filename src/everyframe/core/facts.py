@@ -75,7 +75,7 @@ class DeviceFacts:
     Attributes:
         kind: torch's device type.
         memory: bytes in all.
-        free_memory: bytes that are free now.
+        free_memory: bytes that are free now for the tensors of a process.
         capability: CUDA compute capability.
         dtypes: floating dtypes that exist on it, emulated ones included.
         max_array_bytes: largest tensor that its library can address; None if memory is the limit.
