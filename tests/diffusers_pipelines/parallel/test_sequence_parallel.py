@@ -23,6 +23,7 @@ from everyframe.diffusers_pipelines.parallel.token_splits import CUTS
 from everyframe.parallel import ring_attention
 from everyframe.parallel.communicator import Communicator, FakeCommunicator, SingleRank
 from everyframe.parallel.head_partition import SEQUENCE_BACKENDS
+from everyframe.precision.cast_hooks import tensors_in
 from helpers.rank_pool import Group, group_of
 from helpers.sharded_calls import RELATIVE, answered, worst
 from helpers.tiny_checkpoints.transformers import (
@@ -202,6 +203,28 @@ def test_every_rank_does_its_share(name: str, backend: str, size: int) -> None:
             assert mine <= 1.1 * whole / size
     finally:
         del CASES["large"]
+
+
+@pytest.mark.parametrize("case", FAST)
+def test_a_hook_that_was_there_before_sees_the_ranks_own_tokens(case: str) -> None:
+    """A trial of fast paths records the first block's inputs so, and calls it alone with them."""
+    seen: list[list[torch.Size]] = []
+    model = model_of(CASES[case][0])
+    blocks = model.get_submodule(
+        "blocks" if hasattr(model, "blocks") else "transformer_blocks"
+    ).children()
+
+    def note(_: nn.Module, args: Any, kwargs: Any) -> None:
+        seen.append([each.shape for each in tensors_in((args, kwargs))])
+
+    for block in blocks:
+        block.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
+    patch = sequence_parallel.apply(model, FakeCommunicator(1, (1.0,) * 3))
+    with torch.no_grad():
+        model(**CASES[case][1]())
+    patch.remove()
+    assert len(seen) > 1
+    assert all(each == seen[0] for each in seen)
 
 
 # ---------------------------------------------------------------- planted faults

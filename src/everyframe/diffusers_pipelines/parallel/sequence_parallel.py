@@ -80,11 +80,15 @@ class SequenceParallelTransformer(ModelPatch):
         #: Tokens per rank of each stream that was split so far in this call.
         self._streams: list[tuple[int, ...]] = []
         self._entered: list[tuple[nn.Module, AttentionOverride, ExitStack]] = []
-        self._handles.append(model.register_forward_pre_hook(self._begin))
+        before: list[tuple[nn.Module, Callable[..., Any]]] = [(model, self._begin)]
         for cut in (*cuts.beside, *cuts.tokens):
             place = partial(self._cut, cut, cut in cuts.tokens)
-            module = model.get_submodule(cut.module)
-            self._handles.append(module.register_forward_pre_hook(place, with_kwargs=True))
+            before.append((model.get_submodule(cut.module), place))
+        # All other hooks see this rank's tokens. Of prepended ones the last comes first.
+        for module, hook in reversed(before):
+            self._handles.append(
+                module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+            )
         for name, dim in cuts.tables:
             table = partial(self._cut_table, dim)
             self._handles.append(model.get_submodule(name).register_forward_hook(table))
@@ -94,7 +98,7 @@ class SequenceParallelTransformer(ModelPatch):
         gather = partial(self._gather, cuts.video)
         self._handles.append(model.get_submodule(cuts.last).register_forward_hook(gather))
 
-    def _begin(self, model: nn.Module, args: _Args) -> None:
+    def _begin(self, model: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
         self._streams.clear()
 
     def _cut(
