@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 
 from everyframe.core.facts import DeviceFacts
 from everyframe.hardware.memory import describe_memory_pressure, is_out_of_memory, peak_bytes
@@ -47,3 +48,26 @@ def test_nothing_is_said_where_nothing_is_known() -> None:
 )
 def test_what_says_that_memory_ran_out(error: Exception, is_it: bool) -> None:
     assert is_out_of_memory(error) == is_it
+
+
+@pytest.mark.parametrize("status", ["CUDNN_STATUS_INTERNAL_ERROR", "CUBLAS_STATUS_NOT_INITIALIZED"])
+@pytest.mark.parametrize(
+    ("free", "is_it"), [(100 * 10**6, True), (600 * 10**6, False), (None, False)]
+)
+def test_a_library_that_fails_inside_lacked_memory_on_a_full_card_alone(
+    monkeypatch: pytest.MonkeyPatch, status: str, free: int | None, is_it: bool
+) -> None:
+    def mem_get_info() -> tuple[int, int]:
+        if free is None:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        return free, 8 * 10**9
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    assert is_out_of_memory(RuntimeError(f"cuDNN error: {status}")) == is_it
+
+
+def test_a_library_that_fails_inside_without_a_card_is_no_lack_of_memory() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("has a card")
+    assert not is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"))

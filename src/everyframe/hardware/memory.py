@@ -21,6 +21,13 @@ _NEAR = 0.95
 _WORDS = ("can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED", "Failed to CUDA malloc",
           "Failed to CUDA calloc", "Failed to CUDA host alloc")  # fmt: skip
 
+#: Status codes of cuBLAS, cuDNN and cuSOLVER for whatever failed inside of them.
+_INTERNAL = ("STATUS_INTERNAL_ERROR", "STATUS_NOT_INITIALIZED")
+
+#: Free bytes below which such a status is put down to memory. The libraries load kernels into it
+#: when they are first needed, cuDNN 500 MB at once (pytorch#81620).
+_LIBRARY_BYTES = 500 * 10**6
+
 
 def peak_bytes(device: DeviceFacts) -> int | None:
     """Peak memory of this process on the device in bytes; None if the system reports none."""
@@ -41,13 +48,31 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error is an out-of-memory error.
 
     torch has an error class for accelerators only. Elsewhere the text is matched, and for cuBLAS
-    and cuDNN the names of their status codes.
+    and cuDNN the names of their status codes. A status that says no reason counts on a full card.
     """
     import torch
 
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(each in str(error) for each in _WORDS)
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    if any(each in text for each in _WORDS):
+        return True
+    return any(each in text for each in _INTERNAL) and _is_card_full()
+
+
+def _is_card_full() -> bool:
+    """Whether this thread's card has too little free memory for a library's kernels."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return False
+    try:
+        free, _ = torch.cuda.mem_get_info()
+    except RuntimeError:
+        return False  # the card is lost, which is another error
+    return free < _LIBRARY_BYTES
 
 
 @dataclass(frozen=True)
