@@ -7,16 +7,19 @@ frames and no denoiser (`inpaint/test_distributed.py`).
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 
 from everyframe.core.plan import Precision
+from everyframe.fast_paths.apply import swap_modules
+from everyframe.fast_paths.registry import CATALOGUE
 from everyframe.parallel.communicator import Communicator, FakeCommunicator, SingleRank
 from everyframe.precision import cast_hooks
 from helpers.rank_pool import Group, in_every_size, ranks
-from helpers.sharded_calls import RELATIVE, worst
+from helpers.sharded_calls import RELATIVE, answered, worst
 from helpers.sharded_denoisers import DENOISERS
 from helpers.sharded_denoisers.base import compute_everything
 from helpers.slow_rows import slow_unless
@@ -89,6 +92,25 @@ def test_unequal_shares(ranks: Group, name: str, weights: tuple[float, ...]) -> 
     denoiser = DENOISERS[name]
     found = ranks.run(len(weights), sharded, name, denoiser.guided, weights=weights)
     assert worst(found, denoiser.wanted(denoiser.guided)) < RELATIVE
+
+
+def by_kernels(group: Communicator, name: str) -> dict[str, Any]:
+    """One rank's answer in float32 by kernels in C, where the machine can compile them."""
+    denoiser, paths = DENOISERS[name], [path for path in CATALOGUE if path.startswith("native-")]
+    model = copy.deepcopy(denoiser.model()).float()
+    swap_modules(model, paths)
+    inputs = cast_hooks.map_tensors(
+        denoiser.inputs(denoiser.guided), lambda x: x.float() if x.is_floating_point() else x
+    )
+    patch = denoiser.apply(model, group, 1)
+    return answered(group, patch, None, lambda: denoiser.answer(model, inputs), count=False)
+
+
+@every_denoiser
+def test_modules_of_fast_paths_are_shared_as_those_they_replace(ranks: Group, name: str) -> None:
+    """With tokens of both samples on a rank; float32's rounding is all that differs."""
+    found = ranks.run(3, by_kernels, name)
+    assert worst(found, DENOISERS[name].wanted(DENOISERS[name].guided)) < 1e-4
 
 
 def test_unsharded_a_rank_computes_alone_what_one_device_does() -> None:

@@ -104,9 +104,8 @@ class ShardedDenoiser(ModelPatch, ABC):
     def _swap_streams(self, part: nn.Module, streams: Mapping[type[nn.Module], int]) -> None:
         """Make each child of these types (with its number of token streams) work per sample."""
         for name, child in list(part.named_children()):
-            if type(child) in streams:
-                ours = PerSample(child, streams[type(child)], self.stream_dim, self._segments)
-                self._swap(part, name, ours)
+            if number := num_streams(child, streams):
+                self._swap(part, name, PerSample(child, number, self.stream_dim, self._segments))
 
     def _segments(self) -> tuple[SampleSegment, ...]:
         return self.switch.segments
@@ -156,6 +155,14 @@ class FullAttentionSharding(ShardedDenoiser):
 
     def _gather(self, layer: nn.Module, args: tuple[Any, ...], out_bnE: Tensor) -> Tensor:
         return self.switch.gather(out_bnE[:, None])[:, 0]
+
+
+def num_streams(part: nn.Module, streams: Mapping[type[nn.Module], int]) -> int:
+    """Number of token streams of a module of these types, 0 for others.
+
+    Fast paths replace modules by subclasses before ranks share them.
+    """
+    return next((number for kind, number in streams.items() if isinstance(part, kind)), 0)
 
 
 def _of_batch(value: Any, samples: slice, batch: int) -> Any:

@@ -35,7 +35,7 @@ from everyframe.parallel.sharded_modules import (
     beside,
 )
 from everyframe.parallel.token_partition import SampleSegment, TokenGrid
-from everyframe.runtime.model_sharding import FullAttentionSharding
+from everyframe.runtime.model_sharding import FullAttentionSharding, num_streams
 
 #: Parameterless modules: number of leading stream inputs, before the per-sample tables.
 _STREAMS: dict[type[nn.Module], int] = {Modulate: 1, GatedAdd: 2}
@@ -63,12 +63,11 @@ class Sharding(FullAttentionSharding):
 
     def _swap_part(self, part: nn.Module) -> None:
         for name, child in list(part.named_children()):
-            if type(child) in _STREAMS:
+            if number := num_streams(child, _STREAMS):
                 streams = {"img": self._picture_segments, "txt": self._text_segments}
                 is_double = isinstance(part, DoubleBlock)
                 segments = streams[name[:3]] if is_double else self._segments
-                ours = PerSample(child, _STREAMS[type(child)], self.stream_dim, segments)
-                self._swap(part, name, ours)
+                self._swap(part, name, PerSample(child, number, self.stream_dim, segments))
             elif isinstance(child, JoinStreams):
                 self._swap(part, name, JoinSegments(child, self._segments, self._text_length))
             elif isinstance(child, SplitStreams):
