@@ -171,7 +171,7 @@ def test_a_component_without_a_turn_has_it_before_the_next_run(
         {"size": "32x16"},
         {"fast_paths": {"denoiser": ()}},
         {"disable": ["onednn-linear", "native-norm", "native-gelu", "native-flash",
-                     "native-gate", "temporal-conv", "channels-last", "winograd",
+                     "native-gate", "native-rope", "temporal-conv", "channels-last", "winograd",
                      "cached-constants", "native-geglu", "native-attention",
                      "native-gated-linear"]},
     ],

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from everyframe.ops import rope
 from everyframe.ops.native import convolutions, kernels, library
 from helpers.kernel_numbers import TOLERANCE, check, numbers
 
@@ -205,6 +206,30 @@ def test_gated_add(dtype: torch.dtype) -> None:
         check(kernels.gated_add(x, branch, gate), x.double() + branch.double() * gate.double())
 
 
+def test_modulate(dtype: torch.dtype) -> None:
+    x = numbers(2, 3, 5, 37, dtype=dtype)
+    for shape in ((2, 3, 1, 37), (2, 1, 1, 37), (1, 1, 1, 37)):
+        shift, scale = numbers(*shape), numbers(*shape) + 0.5
+        want = x.double() * (1 + scale.double()) + shift.double()
+        for made in {dtype, torch.float32}:
+            got = kernels.modulate(x, shift, scale, made)
+            assert got.dtype == made
+            check(got, want, size=4.0)
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 4, 72), (1, 5, 6), (2, 7, 128), (4, 1, 38)])
+def test_rotate(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Of pairs, and of halves on three axes, one of which is narrower than a vector."""
+    x = numbers(*shape, dtype=dtype)
+    positions, width = shape[-2:]
+    pairs = rope.rotary_table(positions, width, dtype=torch.float64)
+    check(kernels.rotate(x, pairs.cos, pairs.sin), rope.rotate(x.double(), pairs), size=2.0)
+    widths = (2, (width - 2) // 4 * 2, width - 2 - (width - 2) // 4 * 2)
+    axes = rope.axes_table((1, positions, 1), widths, dtype=torch.float64)
+    got = kernels.rotate(x, axes.cos, axes.sin, widths)
+    check(got, rope.rotate_axes(x.double(), axes), size=2.0)
+
+
 @pytest.mark.parametrize(("frames", "heads", "width"), [(14, 2, 64), (1, 3, 16), (37, 1, 128)])
 def test_frame_attention(frames: int, heads: int, width: int, dtype: torch.dtype) -> None:
     qkv = numbers(2, frames, 5, 3 * heads * width, dtype=dtype)
@@ -244,6 +269,12 @@ def test_what_is_not_finite_stays_so(bad: float, dtype: torch.dtype) -> None:
     rows = x.permute(0, 2, 3, 1).contiguous()
     assert not kernels.layer_norm(rows, one, one, 1e-5)[1, 2, 1].isfinite().all()
     assert not kernels.gated_add(rows, rows, one.view(1, 1, 1, -1))[1, 2, 1, 3].isfinite()
+    table = one.view(1, 1, 1, -1)
+    assert not kernels.modulate(rows, table, table, dtype)[1, 2, 1, 3].isfinite()
+    for widths, partner in (((), 2), ((32,), 19)):
+        tables = torch.ones(4, 16 if widths else 32)
+        turned = kernels.rotate(rows, tables, tables, widths)
+        assert {*(~turned.isfinite()).nonzero()[:, -1].tolist()} == {3, partner}
     if bad != float("-inf"):  # of which GELU is zero
         assert not kernels.gelu(rows)[1, 2, 1, 3].isfinite()
         assert not kernels.geglu(rows)[1, 2, 1, 3].isfinite()
@@ -279,6 +310,16 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         kernels.layer_norm(x, four, None, 1e-5)
     with pytest.raises(ValueError, match="a table of 15 numbers is not for 48 rows of 3"):
         kernels.gated_add(x, x, torch.ones(5, 3))
+    with pytest.raises(ValueError, match="8 values on the CPU are needed, got 4"):
+        kernels.modulate(x[..., :1], torch.ones(4), torch.ones(8), torch.float32)
+    with pytest.raises(ValueError, match="a table of 4 numbers is not for 48 rows of 3"):
+        kernels.modulate(x, four, four, torch.float32)
+    with pytest.raises(ValueError, match="pairs of channels rotate, got 3"):
+        kernels.rotate(x, four, four)
+    with pytest.raises(ValueError, match=r"pairs of channels rotate, got 4 as \(1, 3\)"):
+        kernels.rotate(four[None], four, four, (1, 3))
+    with pytest.raises(ValueError, match="4 values on the CPU are needed, got 2"):
+        kernels.rotate(four[None], four[:2], four)
     with pytest.raises(ValueError, match="values and gates"):
         kernels.geglu(x)
     with pytest.raises(ValueError, match="shapes"):

@@ -20,6 +20,7 @@ from everyframe.fast_paths.certification.trials import block
 from everyframe.fast_paths.compilation.module_compilation import is_compiled
 from everyframe.fast_paths.compilation.toolchain import why_not
 from everyframe.fast_paths.registry import CATALOGUE
+from everyframe.ops.rope import RotaryTable
 from everyframe.planning.fast_paths.component_certificates import Certificates
 from everyframe.planning.resolve import prepare
 
@@ -149,3 +150,11 @@ def test_large_inputs_are_cut_together() -> None:
     tokens, text = (torch.empty(1, size, 64, device="meta") for size in (8192, 64))
     found = reduced(BlockInputs((tokens, text), {}), 2**18)
     assert [each.shape for each in found.args] == [tokens.shape, text.shape]
+
+
+def test_a_table_of_positions_is_cut_with_its_places() -> None:
+    heads = torch.empty(2, 24, 4000, 64, device="meta")
+    table = RotaryTable(*(torch.empty(4000, 64, device="meta") for _ in range(2)))
+    found = reduced(BlockInputs((heads, table), {}), 2**18)
+    assert found.args[0].shape == (2, 24, 63, 64)
+    assert [each.shape for each in found.args[1]] == [(63, 64)] * 2

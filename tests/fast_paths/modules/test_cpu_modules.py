@@ -24,7 +24,6 @@ from everyframe.fast_paths.certification.certify import certify
 from everyframe.fast_paths.modules import convolution_modules, cpu_modules, gated_linear
 from everyframe.fast_paths.registry import CATALOGUE
 from everyframe.ops.attention import AttentionCore
-from everyframe.ops.modulation import GatedAdd
 from everyframe.ops.native import convolutions, kernels, library
 from everyframe.ops.norm import GroupNormSiLU, LayerNorm, RMSNorm, WideLayerNorm
 from everyframe.precision.cast_hooks import add_cast_hooks
@@ -38,9 +37,10 @@ pytestmark = [
     pytest.mark.skipif(bool(missing := library.why_not()), reason=str(missing)),
 ]
 
-#: Those that find something in this UNet, which has no gated branches and no GELU by itself.
+#: Those that find nothing in this UNet: it has no modulation, no rotations and no GELU by itself.
+NOT_HERE = ("native-gate", "native-rope", "native-gelu")
 PATHS = (
-    *(path for path in cpu_modules.KINDS if path not in ("native-gate", "native-gelu")),
+    *(path for path in cpu_modules.KINDS if path not in NOT_HERE),
     "native-gated-linear",
 )
 #: Modules of the classes that fast paths put in.
@@ -160,24 +160,6 @@ def test_gelu(approximate: str) -> None:
     assert swapped(native) == {"NativeGELU"}
     x = torch.randn(3, 8)
     assert relative_error(native(x), layers(x)) < 1e-6
-
-
-@pytest.mark.parametrize("gate", [(2, 1, 1, 16), (2, 3, 1, 16), (1, 1, 1, 16)])
-@pytest.mark.parametrize("branch", [torch.float32, torch.bfloat16])
-def test_gated_branches(gate: tuple[int, ...], branch: torch.dtype) -> None:
-    torch.manual_seed(0)
-    x, y, g = torch.randn(2, 3, 5, 16), torch.randn(2, 3, 5, 16).to(branch), torch.randn(gate)
-    native = cpu_modules.NativeGatedAdd()
-    assert relative_error(native(x, y, g), GatedAdd()(x, y, g)) < 1e-6
-
-
-@pytest.mark.parametrize("gate", [(1, 3, 1, 16), (2, 1, 5, 16)])
-def test_a_gate_that_is_no_table_of_rows_is_computed_plainly(
-    gate: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "gated_add", lambda *_: pytest.fail("the kernel was called"))
-    x, y, g = torch.randn(2, 3, 5, 16), torch.randn(2, 3, 5, 16), torch.randn(gate)
-    assert torch.equal(cpu_modules.NativeGatedAdd()(x, y, g), GatedAdd()(x, y, g))
 
 
 def test_a_repair_makes_it_plain_and_gives_it_back(

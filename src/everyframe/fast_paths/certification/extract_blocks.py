@@ -174,7 +174,8 @@ def reduced(given: BlockInputs, most: int | None) -> BlockInputs:
 
     Channels are the second dimension of four and more (B, C, ...) in channels-first layers and the
     last elsewhere; neither is cut, nor the second of tokens (b, T, s, C), which are frames. Smaller
-    maps beside the first tensor keep their ratio to it.
+    maps beside the first tensor keep their ratio to it. Tables inside of arguments are cut with
+    the places that they are for.
     """
     found = _tensors(given)
     if most is None or not found or any(each.ndim != found[0].ndim for each in found):
@@ -192,7 +193,9 @@ def reduced(given: BlockInputs, most: int | None) -> BlockInputs:
 
     def cut(tensor: Tensor) -> Tensor:
         if not any(tensor is each for each in found):
-            return tensor
+            rows = len(tensor) if tensor.ndim == 2 else 0
+            place = next((axis for axis in axes[::-1] if first.shape[axis] == rows), None)
+            return tensor if place is None else tensor[: sizes[place]]
         for axis in axes:
             kept = -(-tensor.shape[axis] * sizes[axis] // first.shape[axis])
             tensor = tensor.narrow(axis, 0, kept)

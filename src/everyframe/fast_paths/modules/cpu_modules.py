@@ -25,9 +25,15 @@ from everyframe.fast_paths.modules.convolution_modules import (
     multiplies,
 )
 from everyframe.fast_paths.modules.diffusers_attention import is_attention, native_kind
+from everyframe.fast_paths.modules.modulation_modules import (
+    NativeGatedAdd,
+    NativeModulate,
+    NativeRotate,
+    NativeRotateAxes,
+)
 from everyframe.ops.activation import GatedGELU
 from everyframe.ops.attention import AttentionCore, attention, merge_heads, split_heads
-from everyframe.ops.modulation import GatedAdd
+from everyframe.ops.modulation import GatedAdd, Modulate
 from everyframe.ops.native import kernels
 from everyframe.ops.norm import (
     GroupNormSiLU,
@@ -37,6 +43,7 @@ from everyframe.ops.norm import (
     WideGroupNorm,
     WideLayerNorm,
 )
+from everyframe.ops.rope import Rotate, RotateAxes
 from everyframe.ops.self_attention import SelfAttention, TemporalAttention
 
 
@@ -133,32 +140,6 @@ class NativeTorchRMSNorm(nn.RMSNorm):
             return super().forward(x)
         assert self.eps is not None
         return kernels.layer_norm(x, self.weight, None, self.eps, is_rms=True)
-
-
-class NativeGatedAdd(GatedAdd):
-    """A branch times its gate, added to the stream in one pass, with one rounding."""
-
-    is_plain = False
-
-    def forward(self, x_BTSC: Tensor, branch_BTSC: Tensor, gate_BF1C: Tensor) -> Tensor:
-        widest = torch.promote_types(branch_BTSC.dtype, gate_BF1C.dtype)
-        suits = (
-            torch.promote_types(x_BTSC.dtype, widest) == x_BTSC.dtype
-            and branch_BTSC.shape == x_BTSC.shape
-            and _is_row_table(gate_BF1C, x_BTSC)
-        )
-        if self.is_plain or not suits or not kernels.supports(x_BTSC, branch_BTSC):
-            return super().forward(x_BTSC, branch_BTSC, gate_BF1C)
-        return kernels.gated_add(x_BTSC, branch_BTSC, gate_BF1C)
-
-
-def _is_row_table(table: Tensor, x: Tensor) -> bool:
-    """Whether each row of the table is for so many rows of x in order: sizes of x, then ones."""
-    sizes, own = x.shape[:-1], table.shape[:-1]
-    if len(own) != len(sizes) or table.shape[-1] != x.shape[-1]:
-        return False
-    equal = next((i for i, size in enumerate(own) if size != sizes[i]), len(own))
-    return all(size == 1 for size in own[equal:])
 
 
 class NativeGatedGELU(GatedGELU):
@@ -279,7 +260,8 @@ KINDS: Mapping[str, Mapping[type[nn.Module], type[nn.Module]]] = {
         RMSNorm: NativeRMSNorm,
         nn.RMSNorm: NativeTorchRMSNorm,
     },
-    "native-gate": {GatedAdd: NativeGatedAdd},
+    "native-gate": {GatedAdd: NativeGatedAdd, Modulate: NativeModulate},
+    "native-rope": {Rotate: NativeRotate, RotateAxes: NativeRotateAxes},
     "native-gelu": {nn.GELU: NativeGELU},
     "native-geglu": {GatedGELU: NativeGatedGELU},
     "native-attention": {TemporalAttention: NativeTemporalAttention},

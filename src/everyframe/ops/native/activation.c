@@ -1,4 +1,4 @@
-/* GELU, the gated GELU of feed-forwards (GEGLU), and the gated sum of a residual stream. */
+/* GELU, the gated GELU of feed-forwards (GEGLU), and the modulation and gated sum of a stream. */
 
 #include "numbers.h"
 
@@ -43,13 +43,15 @@ INLINE void gated_sum_of(const void *x, const void *branch, const float *gate, v
                          long width, long rows_a_table, int is_bf16, int is_branch_bf16,
                          int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (long row = 0; row < rows; row++)
+  for (long row = 0; row < rows; row++) {
+    long at_table = row / rows_a_table * width;
     for (long c = 0; c < width; c += LANES) {
       long count = width - c, i = row * width + c;
-      floats by = load(gate, row / rows_a_table * width + c, count, 0);
+      floats by = load(gate, at_table + c, count, 0);
       floats value = load(x, i, count, is_bf16) + load(branch, i, count, is_branch_bf16) * by;
       store(y, i, count, value, is_bf16);
     }
+  }
 }
 
 /* y = x + gate * branch, rows of `width`; row i takes gate i / rows_a_table. y may be x. */
@@ -61,5 +63,29 @@ EXPORT int gated_sum(const void *x, const void *branch, const float *gate, void 
   else
     is_branch_bf16 ? gated_sum_of(x, branch, gate, y, rows, width, rows_a_table, 0, 1, threads)
                    : gated_sum_of(x, branch, gate, y, rows, width, rows_a_table, 0, 0, threads);
+  return 0;
+}
+
+INLINE void modulate_of(const void *x, const float *scale, const float *shift, void *y, long rows,
+                        long width, long rows_a_table, int is_bf16, int is_out_bf16, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (long row = 0; row < rows; row++) {
+    long at_table = row / rows_a_table * width;
+    for (long c = 0; c < width; c += LANES) {
+      long count = width - c, i = row * width + c;
+      floats value = load(x, i, count, is_bf16) * (1.0f + load(scale, at_table + c, count, 0));
+      store(y, i, count, value + load(shift, at_table + c, count, 0), is_out_bf16);
+    }
+  }
+}
+
+/* y = x (1 + scale) + shift, rows of `width`; row i takes row i / rows_a_table of the tables. */
+EXPORT int modulate(const void *x, const float *scale, const float *shift, void *y, long rows,
+                    long width, long rows_a_table, int is_bf16, int is_out_bf16, int threads) {
+  if (is_bf16)
+    is_out_bf16 ? modulate_of(x, scale, shift, y, rows, width, rows_a_table, 1, 1, threads)
+                : modulate_of(x, scale, shift, y, rows, width, rows_a_table, 1, 0, threads);
+  else
+    modulate_of(x, scale, shift, y, rows, width, rows_a_table, 0, 0, threads);
   return 0;
 }

@@ -6,5 +6,6 @@
 #include "frame_attention.c"
 #include "gated_linear.c"
 #include "group_norm.c"
+#include "rotation.c"
 #include "row_norm.c"
 #include "winograd.c"

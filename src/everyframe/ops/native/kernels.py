@@ -31,6 +31,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "geglu": (_P, _P, _L, _L, _I, _I),
     "gelu_all": (_P, _P, _L, _I, _I, _I),
     "gated_sum": (_P, _P, _P, _P, _L, _L, _L, _I, _I, _I),
+    "modulate": (_P, _P, _P, _P, _L, _L, _L, _I, _I, _I),
+    "rotate": (_P, _P, _L, _L, _L, _L, _P, _P, _P, _P, _L, _I, _I),
     "frame_attention": (_P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _D, _I, _I),
     "attention": (_P, _P, _P, _P, _L, _L, _L, _L, _L, _P, _D, _I, _I),
     "gated_linear": (_P, _P, _P, _P, _L, _L, _L, _I, _I),
@@ -215,6 +217,41 @@ def gated_add(x: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
     rows, size = x.numel() // width, gate.numel()
     call("gated_sum", x, branch, floats(gate, size), y, rows, width,
           _rows_a_table(rows, width, size), is_bf16(x), is_bf16(branch), output=y)  # fmt: skip
+    return y
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x (1 + scale) + shift`` in that dtype, float32 or that of `x`.
+
+    Rows of `shift` and `scale` apply as those of `gated_add`'s gate.
+    """
+    x = x.contiguous()
+    y = torch.empty_like(x, dtype=dtype)
+    width = x.shape[-1]
+    rows, size = x.numel() // width, scale.numel()
+    call("modulate", x, floats(scale, size), floats(shift, size), y, rows, width,
+         _rows_a_table(rows, width, size), is_bf16(x), is_bf16(y), output=y)  # fmt: skip
+    return y
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, widths: Sequence[int] = ()) -> Tensor:
+    """Rotate `x` (..., N, D) by tables of each of the N positions.
+
+    Tables are `everyframe.ops.rope.RotaryTable`'s (N, D), or with the `widths` of axes those of
+    `AxesTable` (N, D/2).
+    """
+    positions, width = x.shape[-2:]
+    if width % 2 or (widths and (sum(widths) != width or any(each % 2 for each in widths))):
+        raise ValueError(f"pairs of channels rotate, got {width} as {tuple(widths)}")
+    x_BHND = x if x.ndim == 4 else x.reshape(1, -1, positions, width)
+    if x_BHND.stride(-1) != 1:
+        x_BHND = x_BHND.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype)
+    size = positions * width // (2 if widths else 1)
+    call(
+        "rotate", x_BHND, y, *x_BHND.shape, (c_long * 3)(*x_BHND.stride()[:3]), floats(cos, size),
+        floats(sin, size), (c_long * len(widths))(*widths), len(widths), is_bf16(x), output=y,
+    )  # fmt: skip
     return y
 
 

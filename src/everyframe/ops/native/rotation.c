@@ -1,0 +1,85 @@
+/* Rotary position embedding of tokens (batches, heads, positions, width). */
+
+#include "numbers.h"
+
+/* Lane i is lane `of(i)` of x. */
+#ifdef CAN_SHUFFLE
+#define PICK(of, x) __builtin_shufflevector(x, x, EACH_LANE(of, 0))
+#else
+#define PICK(of, x) pick_lanes((const int[]){EACH_LANE(of, 0)}, x)
+INLINE floats pick_lanes(const int *from, floats x) {
+  float lanes[LANES], picked[LANES];
+  memcpy(lanes, &x, sizeof lanes);
+  for (int i = 0; i < LANES; i++) picked[i] = lanes[from[i]];
+  memcpy(&x, picked, sizeof x);
+  return x;
+}
+#endif
+#define PARTNER(i, x) (i) ^ 1
+#define EVEN(i, x) (i) & ~1
+#define ODD(i, x) (i) | 1
+#define SIGN(i, x) (i) & 1 ? 1.0f : -1.0f
+
+/* The last lanes overlap those before them, which is faster than a part of a vector. */
+INLINE long begin_of(long c, long size) {
+  return c + LANES <= size || size < LANES ? c : size - LANES;
+}
+
+INLINE void turn_pairs(const void *x, void *y, long width, const float *cos, const float *sin,
+                       int is_bf16) {
+  const floats signs = {EACH_LANE(SIGN, 0)};
+  for (long c = 0; c < width; c += LANES) {
+    long i = begin_of(c, width), count = width - i;
+    floats value = load(x, i, count, is_bf16);
+    floats by_cos = PICK(EVEN, load(cos, i, count, 0)), by_sin = PICK(ODD, load(sin, i, count, 0));
+    store(y, i, count, value * by_cos + PICK(PARTNER, value) * by_sin * signs, is_bf16);
+  }
+}
+
+INLINE void turn_halves(const void *x, void *y, long first, long half, const float *cos,
+                        const float *sin, int is_bf16) {
+  for (long c = 0; c < half; c += LANES) {
+    long i = begin_of(c, half), count = half - i;
+    floats a = load(x, first + i, count, is_bf16), b = load(x, first + half + i, count, is_bf16);
+    floats by_cos = load(cos, i, count, 0), by_sin = load(sin, i, count, 0);
+    store(y, first + i, count, a * by_cos - b * by_sin, is_bf16);
+    store(y, first + half + i, count, b * by_cos + a * by_sin, is_bf16);
+  }
+}
+
+INLINE void rotate_of(const void *x, void *y, long batches, long heads, long positions, long width,
+                      const long *strides, const float *cos, const float *sin, const long *widths,
+                      long axes, int is_bf16, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (long each = 0; each < batches * heads; each++) {
+    long from = each / heads * strides[0] + each % heads * strides[1];
+    for (long place = 0; place < positions; place++) {
+      const void *row = at(x, from + place * strides[2], is_bf16);
+      void *to = at_out(y, (each * positions + place) * width, is_bf16);
+      if (!axes) turn_pairs(row, to, width, cos + place * width, sin + place * width, is_bf16);
+      long first = 0, at_table = place * (width / 2);
+      for (long axis = 0; axis < axes; axis++) {
+        long half = widths[axis] / 2;
+        turn_halves(row, to, first, half, cos + at_table, sin + at_table, is_bf16);
+        first += 2 * half;
+        at_table += half;
+      }
+    }
+  }
+}
+
+/* Without axes, channels 2i and 2i + 1 rotate together; of a pair, tables (positions, width) hold
+   the cosine at its first number and the sine at its second. With axes, so many channels wide, the
+   halves of each rotate together; tables are (positions, width / 2). */
+EXPORT int rotate(const void *x, void *y, long batches, long heads, long positions, long width,
+                  const long *strides, const float *cos, const float *sin, const long *widths,
+                  long axes, int is_bf16, int threads) {
+#define CALL(bf16) \
+  rotate_of(x, y, batches, heads, positions, width, strides, cos, sin, widths, axes, bf16, threads)
+  if (is_bf16)
+    CALL(1);
+  else
+    CALL(0);
+  return 0;
+#undef CALL
+}
