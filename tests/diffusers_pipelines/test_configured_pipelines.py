@@ -160,3 +160,13 @@ def test_values_beyond_float16_are_told_of_weights_that_cannot_be_wider(wan: Any
     layer.weight = nn.Parameter(weight.as_subclass(Packed), requires_grad=False)
     with pytest.raises(NumericsError, match=r"step 1 .* are quantised \(Packed\); load it without"):
         ours(wan, "wan")
+
+
+def test_what_quantised_weights_are_given_is_not_blamed_on_them(wan: Any) -> None:
+    """They were told to have made the NaN that they got."""
+    layer = wan.transformer.blocks[0].ffn.net[0].proj
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Packed), requires_grad=False)
+    asked = {"height": 16, "width": 16, "num_frames": 5, "num_inference_steps": 1}
+    text = torch.full((1, 16, 32), torch.nan)
+    with pytest.raises(NumericsError, match="transformer was given encoder_hidden_states that is"):
+        everyframe.run(wan, **asked, prompt_embeds=text, negative_prompt_embeds=text)
