@@ -49,6 +49,19 @@ def test_stable_video_diffusion_makes_as_many_frames_as_its_model_was_trained_on
     check_same_frames(pipe, image=picture, height=64, width=64, num_inference_steps=1)
 
 
+def test_noise_is_drawn_in_the_dtype_that_its_owner_chose() -> None:
+    """It was drawn in float32 and rounded, which differs where the count is no multiple of 16."""
+    case = CASES["EchoModularPipeline"]
+    asked = {"prompt": "a fox", "height": 32, "width": 32, "num_frames": 9,
+             "max_sequence_length": 16}  # fmt: skip
+    with case.within():
+        pipe = case.build().to(torch.bfloat16)
+        generator = torch.Generator().manual_seed(3)
+        wanted = pipe(**asked, generator=generator, output_type="np", output="videos")
+        found = everyframe.run(pipe, **asked, seed=3, output="float").frames
+    assert np.array_equal(found, wanted[0])
+
+
 def test_several_pictures_make_several_videos(tmp_path: Path) -> None:
     """They were joined to one, as were those of several embeddings."""
     pipe = diffusers.StableVideoDiffusionPipeline.from_pretrained(svd(tmp_path, num_frames=3))
