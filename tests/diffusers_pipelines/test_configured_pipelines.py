@@ -49,6 +49,19 @@ def test_stable_video_diffusion_makes_as_many_frames_as_its_model_was_trained_on
     check_same_frames(pipe, image=picture, height=64, width=64, num_inference_steps=1)
 
 
+def test_noise_is_drawn_in_the_dtype_that_its_owner_chose() -> None:
+    """It was drawn in float32 and rounded, which differs where the count is no multiple of 16."""
+    case = CASES["EchoModularPipeline"]
+    asked = {"prompt": "a fox", "height": 32, "width": 32, "num_frames": 9,
+             "max_sequence_length": 16}  # fmt: skip
+    with case.within():
+        pipe = case.build().to(torch.bfloat16)
+        generator = torch.Generator().manual_seed(3)
+        wanted = pipe(**asked, generator=generator, output_type="np", output="videos")
+        found = everyframe.run(pipe, **asked, seed=3, output="float").frames
+    assert np.array_equal(found, wanted[0])
+
+
 def test_several_pictures_make_several_videos(tmp_path: Path) -> None:
     """They were joined to one, as were those of several embeddings."""
     pipe = diffusers.StableVideoDiffusionPipeline.from_pretrained(svd(tmp_path, num_frames=3))
@@ -160,3 +173,13 @@ def test_values_beyond_float16_are_told_of_weights_that_cannot_be_wider(wan: Any
     layer.weight = nn.Parameter(weight.as_subclass(Packed), requires_grad=False)
     with pytest.raises(NumericsError, match=r"step 1 .* are quantised \(Packed\); load it without"):
         ours(wan, "wan")
+
+
+def test_what_quantised_weights_are_given_is_not_blamed_on_them(wan: Any) -> None:
+    """They were told to have made the NaN that they got."""
+    layer = wan.transformer.blocks[0].ffn.net[0].proj
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Packed), requires_grad=False)
+    asked = {"height": 16, "width": 16, "num_frames": 5, "num_inference_steps": 1}
+    text = torch.full((1, 16, 32), torch.nan)
+    with pytest.raises(NumericsError, match="transformer was given encoder_hidden_states that is"):
+        everyframe.run(wan, **asked, prompt_embeds=text, negative_prompt_embeds=text)

@@ -91,6 +91,10 @@ def test_a_schedule_that_computes_nothing_in_one_step_is_run_dry_with_two(tmp_pa
             "AnimateDiffVideoToVideoPipeline", "HeunDiscrete", 15, 8, marks=pytest.mark.slow
         ),
         ("AnimateDiffVideoToVideoPipeline", "PNDM", 9, 8),
+        ("AnimateDiffVideoToVideoPipeline", "PNDM with Runge-Kutta steps", 17, 8),
+        pytest.param(
+            "AnimateDiffPipeline", "PNDM with Runge-Kutta steps", 19, 10, marks=pytest.mark.slow
+        ),
         ("WanPipeline", "FlowMatchHeunDiscrete", 19, 10),
     ],
 )
@@ -110,6 +114,9 @@ def test_schedules_of_more_calls_than_steps_are_forecast_by_their_calls(
 
     least = operations() / plain
     # What replaces PNDM carries its config along.
-    pndm = diffusers.PNDMScheduler.from_config(pipe.scheduler.config, skip_prk_steps=True)
+    kind, _, has_runge_kutta = kind.partition(" ")
+    pndm = diffusers.PNDMScheduler.from_config(
+        pipe.scheduler.config, skip_prk_steps=not has_runge_kutta
+    )
     pipe.scheduler = getattr(diffusers, f"{kind}Scheduler").from_config(pndm.config)
     assert round(operations() / least, 6) == wanted

@@ -45,6 +45,9 @@ from everyframe.parallel.communicator import ONE, ParallelContext
 from everyframe.runtime.components.meta_init import build_on_meta
 from everyframe.runtime.interface import ConditioningFrames, VideoState
 
+#: Calls of PNDM's three Runge-Kutta steps beyond one each.
+_RUNGE_KUTTA = 9
+
 
 def call_checked(pipe: Any, arguments: Mapping[str, Any], modules: Iterable[nn.Module]) -> object:
     """Call the pipeline, which calls these modules, with these arguments.
@@ -141,7 +144,10 @@ class PipelineDryRun:
     @cached_property
     def _pipe(self) -> Any:
         with quiet_libraries():
-            return assembled(self.files, self.modules)
+            pipe = assembled(self.files, self.modules)
+        if self._schedule[1] == _RUNGE_KUTTA:  # thirteen calls at least are too many to run dry
+            pipe.scheduler.register_to_config(skip_prk_steps=True)
+        return pipe
 
     @cached_property
     def _identity(self) -> str:
@@ -170,24 +176,26 @@ class PipelineDryRun:
         return defaults.of(defaults.STEPS_FEWER, self.interface.class_name) or 0
 
     @cached_property
-    def _schedule(self) -> tuple[int, bool]:
-        """Calls of the denoiser in one step of the scheduler, and whether one more is made."""
+    def _schedule(self) -> tuple[int, int]:
+        """Calls of the denoiser in one step of the scheduler, and how many are made beside them."""
         part = self.files.scheduler
         if part is None or self.files.preset is not None:
-            return 1, False
-        order = getattr(component_class(part), "order", 1)
+            return 1, 0
+        order = int(getattr(component_class(part), "order", 1))
         # Others carry PNDM's config where they were made from it.
-        is_pndm = part.class_name == "PNDMScheduler"
-        return int(order), is_pndm and bool(part.scheduler_config().get("skip_prk_steps"))
+        if part.class_name != "PNDMScheduler":
+            return order, 0
+        return order, 1 if part.scheduler_config().get("skip_prk_steps") else _RUNGE_KUTTA
 
-    def _num_more(self, num_steps: int) -> float:
+    def _num_more(self, num_steps: int, *, is_dry: bool = False) -> float:
         """Calls beyond those of `_num_made`, all computed.
 
         A second-order scheduler (Heun, KDPM2) calls twice a step, but once in the last; PNDM calls
-        once more in the second step, where it warms up without Runge-Kutta steps.
+        four times in each of its first three, or once more in the second without these.
         """
-        order, warms_up = self._schedule
-        return (order - 1) * (self._num_made(num_steps) - 1) + (warms_up and num_steps > 1)
+        order, num_beside = self._schedule
+        num_beside = min(num_beside, 1) if is_dry else num_beside
+        return (order - 1) * (self._num_made(num_steps) - 1) + (num_steps > 1) * num_beside
 
     def _num_made(self, num_steps: float) -> float:
         """Steps that are computed of so many, as diffusers rounds their share; 1 at least."""
@@ -205,7 +213,7 @@ class PipelineDryRun:
         if self.interface.name_of("num_inference_steps") is not None:
             steps, run_dry = settings.num_inference_steps, few.num_inference_steps
             made = self._num_made(settings.num_denoiser_calls) + self._num_more(steps)
-            repeats = made / (self._num_made(run_dry) + self._num_more(run_dry))
+            repeats = made / (self._num_made(run_dry) + self._num_more(run_dry, is_dry=True))
         rank = (
             parallel.video_group.rank,
             parallel.video_group.weights,

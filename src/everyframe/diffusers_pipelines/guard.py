@@ -247,14 +247,15 @@ class _Part:
             again = saved.calling(module)
             return self._guard.check_overflow(self._number(), probe, result, again)
         try:
+            given = saved.by_name(module)
             if self._why_fixed:
+                self._guard.check_inputs(self._number(), given)
                 raise NumericsError(
                     f"{self._guard.place(self._number())}: {self.name} made values that are not "
                     f"finite, and can't be repaired: {self._why_fixed}, or load the pipeline in a "
                     "wider dtype. Nothing was written"
                 )
             with self._guard.unsharded():
-                given = saved.by_name(module)
                 return self._guard.repair(self._number(), saved.calling(module), given)
         except GivenError as error:
             # What was not used when it was made is used now.

@@ -279,7 +279,8 @@ class PipelineStage:
             hooks_around_graphs(modules.values()),
             watch,
             nullcontext() if previews is None else previews.listening(scheduler),
-            float32_noise(),
+            # A pipeline in memory draws in its own dtype, as its call does for its owner.
+            float32_noise() if self.pipe is None else nullcontext(),
             cache_constants(self.plan, denoising, watch, self.parallel),
             inner,
             CfgParallel(denoising, branches, self.parallel, around) if branches else nullcontext(),

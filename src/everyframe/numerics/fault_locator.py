@@ -115,7 +115,7 @@ def locate_fault(
 
     `given` are its inputs by name.
     """
-    run = _Run({**_of_inputs(parts, given), **_of_weights(parts)})
+    run = _Run({**faults_of_inputs(parts, given), **_of_weights(parts)})
     error: Exception | None = None
     faults: tuple[Fault, ...] = ()
     try:
@@ -143,8 +143,8 @@ def _of_weights(parts: Mapping[str, nn.Module]) -> dict[int, Fault]:
     return found
 
 
-def _of_inputs(parts: Mapping[str, nn.Module], given: Mapping[str, Any]) -> dict[int, Fault]:
-    """Build a fault for each non-finite tensor in `given`, by storage."""
+def faults_of_inputs(parts: Mapping[str, nn.Module], given: Mapping[str, Any]) -> dict[int, Fault]:
+    """Build a fault for each non-finite tensor in `given`, by storage; masks are planned ones."""
     found: dict[int, Fault] = {}
     part = next(iter(parts), "")
     for name, value in given.items():

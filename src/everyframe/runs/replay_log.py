@@ -26,6 +26,7 @@ from everyframe.core.paths import replace_file
 from everyframe.core.plan import Repair
 from everyframe.runs.atomic_write import UNREADABLE, checksum
 from everyframe.runs.tensor_store import flatten, laid_out
+from everyframe.runtime.run_logs import GivenInput
 
 _FORM, _REPAIRS, _CALL = "form", "remedies", "call"
 #: Libraries whose output classes can be restored; they are mappings of tensors.
@@ -160,6 +161,8 @@ def _take_apart(answer: Any, tensors: dict[str, Tensor]) -> Any:
         name = f"t{len(tensors)}"
         tensors[name], layout = flatten(answer)
         return {"tensor": name, **layout}
+    if isinstance(answer, GivenInput):
+        return {"given": answer.name}
     if type(answer) in (tuple, list):
         kind = "tuple" if type(answer) is tuple else "list"
         return {kind: [_take_apart(each, tensors) for each in answer]}
@@ -177,6 +180,8 @@ def _put_together(form: Any, tensors: Mapping[str, Tensor]) -> Any:
         return None
     if "tensor" in form:
         return laid_out(tensors[form["tensor"]], form)
+    if "given" in form:
+        return GivenInput(form["given"])
     if "tuple" in form:
         return tuple(_put_together(each, tensors) for each in form["tuple"])
     if "list" in form:

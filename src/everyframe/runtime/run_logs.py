@@ -33,6 +33,13 @@ class OomLog(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class GivenInput:
+    """In place of an input that an output hands back; `name` is its parameter."""
+
+    name: str
+
+
 class ReplayLog(Protocol):
     """Outputs of a diffusers pipeline's models, call by call, saved beyond the process."""
 

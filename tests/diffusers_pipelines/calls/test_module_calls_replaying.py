@@ -116,3 +116,38 @@ def test_a_call_that_fills_a_cache_is_computed_again_and_the_others_are_served(
     assert computed == 2, "the first, which fills the cache, and the third"
     assert [each.tolist() for each in resumed] == [[4, 4], [5, 5], [6, 6]]
     assert all(map(torch.equal, resumed, whole))
+
+
+class HandsBack(nn.Module):
+    """Fills a cache of tensors in its first call, as AnyFlow, and gives it back in each."""
+
+    num_calls = 0
+
+    def forward(self, hidden_states: Tensor, *, cache: dict[int, dict[str, Tensor]]) -> Any:
+        self.num_calls += 1
+        if not cache[0]["key"].any():
+            cache[0]["key"][:] = hidden_states * 3
+        return hidden_states + cache[0]["key"], cache
+
+
+def test_a_cache_that_is_handed_back_is_that_of_the_call(tmp_path: Path) -> None:
+    """Its answers could not be saved, so that AnyFlow was resumed from its first step."""
+
+    def answers(num_calls: int) -> tuple[list[Tensor], int]:
+        kept, denoiser = FileReplayLog(tmp_path, pytest.fail), HandsBack()
+        watch = StepTracker({"denoiser": denoiser}, (), None, 3, lambda *_: None)
+        video: VideoState = SimpleNamespace(replay_log=kept, repairs=())  # type: ignore[assignment]
+        cache, found = {0: {"key": torch.zeros(2)}}, []
+        with watch, DenoiserReplay({"denoiser": denoiser}, watch, video):
+            for step in range(1, num_calls + 1):
+                answer, handed_back = denoiser(torch.ones(2) * step, cache=cache)
+                assert handed_back is cache
+                found.append(answer)
+        return found, denoiser.num_calls
+
+    whole, computed = answers(2)
+    assert computed == 2
+    resumed, computed = answers(3)
+    assert computed == 2, "the first, which fills the cache, and the third"
+    assert [each.tolist() for each in resumed] == [[4, 4], [5, 5], [6, 6]]
+    assert all(map(torch.equal, resumed, whole))

@@ -60,8 +60,12 @@ def explained(
             f"config is wrong ({type(error).__name__}: {text})"
         )
     if own and not step and not isinstance(error, (ImportError, NameError)):
-        # What only this pipeline knows is checked by nobody but itself, by whatever breaks.
+        # What only this pipeline knows is checked by nobody but itself, by whatever breaks. It is
+        # named and not blamed: components in two dtypes break before the first step as well.
         given = ", ".join(f"{key}={shown(value)}" for key, value in own.items())
-        return InputError(f"{name} can't take {given}: {type(error).__name__}: {text}")
+        return InputError(
+            f"{name} failed before its first step, where it was given {given}: "
+            f"{type(error).__name__}: {text}"
+        )
     when = f"in step {step} or after it" if step else "before its first step"
     return EveryframeError(f"{name} failed {when}: {type(error).__name__}: {text}")

@@ -37,29 +37,28 @@ def digest_call(name: str, args: Any, kwargs: Mapping[str, Any]) -> str:
     return hasher.hexdigest()
 
 
-def unread_state(args: Any, kwargs: Any) -> list[Any]:
-    """What the objects among a call's inputs hold, which `digest_call` does not read.
+def writable_state(args: Any, kwargs: Any) -> list[Any]:
+    """What a call may write to: its tensors, and what the objects among its inputs hold.
 
     Such as a cache of keys and values that the call fills. Two of these are equal if no tensor in
     them was replaced or written to, and no other value changed. Tensors made in inference mode have
     no version, so writing to one of them is not seen.
     """
-    return list(_unread([args, kwargs], set(), is_inside=False))
+    return list(_writable([args, kwargs], set(), is_inside=False))
 
 
-def _unread(value: Any, seen: set[int], *, is_inside: bool) -> Iterator[Any]:
+def _writable(value: Any, seen: set[int], *, is_inside: bool) -> Iterator[Any]:
     if isinstance(value, Tensor):
-        if is_inside:
-            yield _Same(value), None if value.is_inference() else value._version
+        yield _Same(value), None if value.is_inference() else value._version
     elif isinstance(value, (list, tuple, Mapping)):
         for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _unread(each, seen, is_inside=is_inside)
+            yield from _writable(each, seen, is_inside=is_inside)
     elif not hasattr(value, "__dict__") or callable(value):
         if is_inside:
             yield value if isinstance(value, (bool, int, float, str)) else _kind(value)
     elif id(value) not in seen:
         seen.add(id(value))
-        yield from _unread(vars(value), seen, is_inside=True)
+        yield from _writable(vars(value), seen, is_inside=True)
 
 
 class _Same:

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from everyframe.core.errors import CannotRunError
 from everyframe.core.plan import Repair
-from everyframe.diffusers_pipelines.calls.digests import digest_call, unread_state
+from everyframe.diffusers_pipelines.calls.digests import digest_call, writable_state
 from everyframe.diffusers_pipelines.calls.global_generators import is_same, states_of_torch
 from everyframe.diffusers_pipelines.calls.step_caches import EmptyCaches
 from everyframe.diffusers_pipelines.calls.step_tracking import StepTracker, notify_step_tracker
@@ -35,7 +35,7 @@ from everyframe.parallel.communicator import Communicator
 from everyframe.precision.cast_hooks import map_tensors
 from everyframe.runtime.components.meta_init import build_on_meta
 from everyframe.runtime.interface import VideoState
-from everyframe.runtime.run_logs import ReplayLog
+from everyframe.runtime.run_logs import GivenInput, ReplayLog
 
 _WHAT = "kept answers are broadcast"
 
@@ -121,20 +121,35 @@ class DenoiserReplay:
             notify_step_tracker(self._watch, name, call.module, args, kwargs)
             # It lay in a file: to where the one that is computed would be, with its inputs.
             here = next(iter_tensors((args, kwargs)))
-            return map_tensors(answer, lambda kept: kept.to(here.device))
+            return _follow(map_tensors(answer, lambda kept: kept.to(here.device)), kwargs)
         devices = {each.device for each in iter_tensors((args, kwargs))}
         before = states_of_torch(devices)
         keeps = self._at_once and self._can_keep
-        unread = unread_state(args, kwargs) if keeps else []
+        state = writable_state(args, kwargs) if keeps else []
         answer = call.compute()
         # Where one is served nothing is drawn, and what draws after it would get other numbers: so
         # neither it nor what comes after it is kept.
         self._can_keep &= is_same(before, states_of_torch(devices))
         if keeps and self._can_keep:
             # A call that fills a cache for later ones is kept without its answer, and made again.
-            is_changed = unread_state(args, kwargs) != unread
-            answers.keep(None if is_changed else answer, self._video.repairs)
+            is_changed = writable_state(args, kwargs) != state
+            answers.keep(None if is_changed else _refer(answer, kwargs), self._video.repairs)
         return answer
+
+
+def _refer(answer: Any, given: Mapping[str, Any]) -> Any:
+    """The answer, with the containers that it hands back named: AnyFlow's has its cache in it."""
+    if type(answer) is not tuple:
+        return answer
+    names = {id(value): name for name, value in given.items() if isinstance(value, (dict, list))}
+    return tuple(GivenInput(names[id(each)]) if id(each) in names else each for each in answer)
+
+
+def _follow(answer: Any, given: Mapping[str, Any]) -> Any:
+    """The answer with the inputs that `_refer` named."""
+    if type(answer) is not tuple:
+        return answer
+    return tuple(given[each.name] if isinstance(each, GivenInput) else each for each in answer)
 
 
 _ENCODED = "what is encoded is broadcast"

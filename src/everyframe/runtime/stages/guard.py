@@ -22,7 +22,7 @@ from everyframe.core.events import Event, Note, Repaired
 from everyframe.core.plan import Plan, Repair, Settings
 from everyframe.fast_paths.compilation.module_compilation import WrittenCalls
 from everyframe.hardware.memory import OutOfMemory, catch_out_of_memory
-from everyframe.numerics.fault_locator import Fault, bad_weights
+from everyframe.numerics.fault_locator import Fault, bad_weights, faults_of_inputs
 from everyframe.numerics.overflow_probe import OverflowProbe, may_overflow
 from everyframe.numerics.tensor_stats import Range, blank_frames, value_range
 from everyframe.precision.dtypes import dtype_name
@@ -301,6 +301,12 @@ class Guard:
             self.note(f"{self._where(step)}: values were not finite, and are when repeated")
         self._add_events(self._event(step, each) for each in outcome.repairs)
         return outcome.result
+
+    def check_inputs(self, step: int, given: Mapping[str, Any]) -> None:
+        """Raise GivenError if an input of a call, by name, is not finite; masks may be infinite."""
+        for fault in faults_of_inputs(self._parts, given).values():
+            if not fault.is_planned:
+                raise self._beyond_repair(step, fault)
 
     def _add_events(self, repaired: Iterable[Repaired]) -> None:
         """Emit repair events and save the active repairs with the video."""
