@@ -8,6 +8,7 @@ import pytest
 
 from everyframe.core.errors import StoreError
 from everyframe.server.data_folder import DataFolder
+from everyframe.server.http.resources import video_resource
 from everyframe.server.queue.jobs import NewJob
 from everyframe.server.queue.store import JobStore
 
@@ -55,3 +56,69 @@ def test_another_program_that_uses_the_file_is_named(
         store.add(NewJob({"prompt": "x"}))
     other.close()
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("column", "text"),
+    [("request", "{bad"), ("request", "[1]"), ("report", ""), ("resolved", "[" * 100_000)],
+)
+def test_a_row_that_was_changed_by_hand_is_one_failed_job(
+    store: JobStore, column: str, text: str
+) -> None:
+    bad, good, other = (store.add(NewJob({"prompt": "x"}, model="m")) for _ in range(3))
+    with store._database.write() as writing:
+        writing.execute(f"UPDATE videos SET {column} = ? WHERE id = ?", (text, bad.id))
+    shown = store.list(order="asc")
+    assert [job.status for job in shown] == ["failed", "queued", "queued"]
+    assert [video_resource(job)["status"] for job in shown] == ["failed", "queued", "queued"]
+    assert store.inputs() == set()
+    begun = store.claim("default")
+    assert begun is not None
+    assert begun.id == good.id
+    # Nor does it end the batch, which compares what was asked for.
+    alike = store.claim_alike("default", begun)
+    assert alike is not None
+    assert alike.id == other.id
+    found = store.get(bad.id)
+    assert found is not None
+    assert found.error is not None
+    assert f"{column} is no JSON object" in found.error["message"]
+    assert store.count()["failed"] == 1
+    assert [event.type for event in store.events(video=bad.id)] == ["status", "done"]
+    assert store.delete(bad.id)
+
+
+def test_a_batch_passes_over_a_row_that_was_changed_by_hand(store: JobStore) -> None:
+    first, bad, other = (store.add(NewJob({"prompt": "x"}, model="m")) for _ in range(3))
+    assert store.claim("default") is not None
+    with store._database.write() as writing:
+        writing.execute("UPDATE videos SET request = '{bad' WHERE id = ?", (bad.id,))
+    alike = store.claim_alike("default", first)
+    assert alike is not None
+    assert alike.id == other.id
+
+
+def test_a_running_row_that_was_changed_by_hand_fails_at_the_start(store: JobStore) -> None:
+    bad = store.add(NewJob({"prompt": "x"}))
+    good = store.add(NewJob({"prompt": "x"}))
+    assert store.claim("default") is not None
+    assert store.claim("default") is not None
+    with store._database.write() as writing:
+        writing.execute("UPDATE videos SET resolved = '?' WHERE id = ?", (bad.id,))
+        writing.execute("UPDATE events SET data = '?' WHERE video = ?", (bad.id,))
+    assert [job.id for job in store.recover()] == [good.id]
+    assert store.count()["failed"] == 1
+    first, *_ = store.events(video=bad.id)
+    assert first.type == "note"
+    assert "changed by hand" in first.data["text"]
+
+
+def test_json_of_other_values_is_shown_as_a_failed_job(store: JobStore) -> None:
+    job = store.add(NewJob({"prompt": "x"}))
+    with store._database.write() as writing:
+        writing.execute("UPDATE videos SET request = '{}', resolved = '{\"seconds\": \"x\"}'")
+    found = store.get(job.id)
+    assert found is not None
+    shown = video_resource(found)
+    assert shown["status"] == "failed"
+    assert "can't be read (ValueError" in shown["error"]["message"]

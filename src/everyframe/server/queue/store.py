@@ -27,6 +27,9 @@ _Added: TypeAlias = list[Job | Exception]
 #: Deaths of the server in a row, without a step between them, after which a job fails.
 MAX_INTERRUPTIONS = 10
 
+#: SQLite refuses a query for all rows if one of them, changed by hand, holds no JSON.
+_VALID_REQUEST = "iif(json_valid(request), request, '{}')"
+
 #: Fields that `update` may set.
 _CHANGEABLE = frozenset({
     "attempts", "error", "eta_s", "file", "interruptions", "phase", "progress",
@@ -177,7 +180,7 @@ class JobStore(EventLog):
             "WITH first AS (SELECT * FROM videos WHERE status = 'queued' AND priority = "
             "(SELECT max(priority) FROM videos WHERE status = 'queued')) "
             "SELECT seq FROM first WHERE run IS NULL AND attempts = 0 AND model = ? "
-            f"AND {own.format('request')} = {own.format('?')} {first}AND id NOT IN ({others}) "
+            f"AND {own.format(_VALID_REQUEST)} = {own.format('?')} {first}AND id NOT IN ({others}) "
             "ORDER BY seq LIMIT 1"
         )
         request = plain({"request": dict(job.request)})[0]
@@ -191,8 +194,15 @@ class JobStore(EventLog):
             f"total_steps = NULL WHERE seq = ({which}) RETURNING *"
         )
         with self._writing(is_durable=False) as changes:
-            row = changes.connection.execute(query, (group, time.time(), *values)).fetchone()
-            return row and changes.job(row, "status", {"status": "in_progress"})
+            while row := changes.connection.execute(
+                query, (group, time.time(), *values)
+            ).fetchone():
+                job = job_of(row)
+                if not job.is_final:
+                    return changes.job(row, "status", {"status": "in_progress"})
+                ended = changes.set(job.id, {**self._end(job.status), "error": job.error})
+                changes.job(ended, "done", {"status": job.status})
+            return None
 
     def update(
         self,
@@ -309,7 +319,7 @@ class JobStore(EventLog):
 
     def inputs(self) -> set[str]:
         """Paths of the uploads that jobs use, relative to the data folder."""
-        query = "SELECT value FROM videos, json_each(videos.request) WHERE value LIKE 'inputs/%'"
+        query = f"SELECT value FROM videos, json_each({_VALID_REQUEST}) WHERE value LIKE 'inputs/%'"
         with self._database.read() as reading:
             return {str(row[0]) for row in reading.execute(query)}
 
@@ -338,6 +348,8 @@ class JobStore(EventLog):
             run = self.folder.saved_run_path(job.id)
             if done is not None:
                 self.finish(job.id, "completed", **done)
+            elif job.is_final:
+                self.finish(job.id, job.status, error=job.error, run=run)
             elif job.is_cancel_requested:
                 self.finish(job.id, "cancelled", run=run)
             elif (deaths := job.interruptions + has_frames) >= MAX_INTERRUPTIONS:
