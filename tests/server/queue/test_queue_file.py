@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sqlite3
+import sys
+from pathlib import Path
 
 import pytest
 
 from everyframe.core.errors import StoreError
 from everyframe.server.data_folder import DataFolder
 from everyframe.server.http.resources import video_resource
+from everyframe.server.queue.database import Database
 from everyframe.server.queue.jobs import NewJob
 from everyframe.server.queue.store import JobStore
 
@@ -56,6 +59,22 @@ def test_another_program_that_uses_the_file_is_named(
         store.add(NewJob({"prompt": "x"}))
     other.close()
     store.close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="its paths have another limit")
+@pytest.mark.parametrize("length", [504, 505])
+def test_a_path_that_is_too_long_for_sqlite_is_told_as_that(tmp_path: Path, length: int) -> None:
+    left = length - len("/jobs.sqlite") - len(str(tmp_path))
+    names = ["d" * 99] * (left // 100 - 1)
+    place = tmp_path.joinpath(*names, "d" * (left - 100 * len(names) - 1))
+    place.mkdir(parents=True)
+    path = place / "jobs.sqlite"
+    assert len(str(path)) == length
+    if length > 504:
+        with pytest.raises(StoreError, match=r"give a shorter --data-dir: .* 504 bytes at most"):
+            Database(path)
+    else:
+        Database(path).close()
 
 
 @pytest.mark.parametrize(

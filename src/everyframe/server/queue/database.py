@@ -20,6 +20,8 @@ from everyframe.core.errors import StoreError
 
 #: Schema number of the file, as SQLite's ``user_version``.
 VERSION = 1
+#: Most bytes of a file's path, links resolved, that SQLite opens with a write-ahead log.
+_LONGEST_PATH = 504
 #: SQLite knows RETURNING since then.
 _OLDEST_SQLITE = (3, 35)
 
@@ -191,6 +193,8 @@ def _explained(path: Path) -> Iterator[None]:
         fix = "is its disk damaged, or was the file changed by hand?"
         if "full" in text:
             fix = "free some space on its disk"
+        elif len(os.fsencode(path.resolve())) > _LONGEST_PATH:
+            fix = f"give a shorter --data-dir: SQLite takes paths of {_LONGEST_PATH} bytes at most"
         elif "readonly" in text or "unable to open" in text:
             fix = "make the folder writable"
         elif "locked" in text:
