@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sqlite3
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from everyframe.core.errors import StoreError
 from everyframe.server.data_folder import DataFolder
 from everyframe.server.http.resources import video_resource
-from everyframe.server.queue.database import Database
+from everyframe.server.queue.database import Database, _explained
 from everyframe.server.queue.jobs import NewJob
 from everyframe.server.queue.store import JobStore
 
@@ -59,6 +62,37 @@ def test_another_program_that_uses_the_file_is_named(
         store.add(NewJob({"prompt": "x"}))
     other.close()
     store.close()
+
+
+@pytest.mark.parametrize("is_final", [False, True])
+def test_deletion_frees_room_on_a_full_disk(
+    store: JobStore, folder: DataFolder, monkeypatch: pytest.MonkeyPatch, is_final: bool
+) -> None:
+    """The queue's log grows by a deletion, and what the job holds may fill the disk."""
+    job = store.add(NewJob({"prompt": "x"}))
+    folder.new_video(job.id)
+    folder.publish(job.id, {})
+    store.claim("default")
+    write = store._database.write
+
+    @contextmanager
+    def write_if_there_is_room(**values: Any) -> Iterator[sqlite3.Connection]:
+        if folder.video(job.id).exists():
+            with _explained(folder.database):
+                raise sqlite3.OperationalError("database or disk is full")
+        with write(**values) as connection:
+            yield connection
+
+    if is_final:
+        store.finish(job.id, "completed")
+    monkeypatch.setattr(store._database, "write", write_if_there_is_room)
+    if is_final:
+        assert store.delete(job.id)
+        assert store.get(job.id) is None
+        return
+    with pytest.raises(StoreError, match="free some space on its disk"):
+        store.delete(job.id)
+    assert folder.video(job.id).exists(), "a running job keeps its files"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="its paths have another limit")

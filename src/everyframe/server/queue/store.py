@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from everyframe.core.errors import InputError, StoreError, VideoStatusError
 from everyframe.server.data_folder import DataFolder
-from everyframe.server.queue.database import VERSION, Database
+from everyframe.server.queue.database import VERSION, Database, is_full
 from everyframe.server.queue.event_log import EventLog
 from everyframe.server.queue.jobs import FINAL, RETRIED, STATUSES, Job, NewJob
 from everyframe.server.queue.row_insertion import insert_job
@@ -194,9 +194,8 @@ class JobStore(EventLog):
             f"total_steps = NULL WHERE seq = ({which}) RETURNING *"
         )
         with self._writing(is_durable=False) as changes:
-            while row := changes.connection.execute(
-                query, (group, time.time(), *values)
-            ).fetchone():
+            values = (group, time.time(), *values)
+            while row := changes.connection.execute(query, values).fetchone():
                 job = job_of(row)
                 if not job.is_final:
                     return changes.job(row, "status", {"status": "in_progress"})
@@ -299,7 +298,20 @@ class JobStore(EventLog):
             return self._cancel(changes, id)
 
     def delete(self, id: str) -> bool:  # noqa: A002
-        """Delete a job, its events, then its files; False if it is running or does not exist."""
+        """Delete a job, its events, then its files; False if it is running or does not exist.
+
+        On a full disk its files are deleted first: that the job is gone needs room as well.
+        """
+        try:
+            return self._delete(id)
+        except StoreError as error:
+            job = self.get(id) if is_full(error) else None
+            if job is None or job.status == "in_progress":
+                raise
+            self.folder.remove(id)
+            return self._delete(id)
+
+    def _delete(self, id: str) -> bool:  # noqa: A002
         with self._writing() as changes:
             query = "DELETE FROM videos WHERE id = ? AND status != 'in_progress' RETURNING owner"
             row = changes.connection.execute(query, (id,)).fetchone()
