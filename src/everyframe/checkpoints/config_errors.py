@@ -28,6 +28,7 @@ _OWN_KERNELS = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 _MOST = {
     ("layers", "blocks", "depth", "layers_per_block"): MAX_LAYERS,
     ("train_timesteps",): 100_000,
+    ("solver_order",): 100,
     ("position_embeddings",): MAX_TOKENS,
 }
 
