@@ -245,6 +245,9 @@ def _serve(
 ) -> None:
     """Child process: call the function and send the result."""
     os.environ[SAFE_PATH_VARIABLE] = "1"  # for compilers that start Python themselves
+    with open(log, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     if sys.platform != "win32":
         import resource
 
@@ -252,9 +255,6 @@ def _serve(
         threading.Thread(target=_end_with_parent, daemon=True).start()
         # Crashes here are expected: write no core dump.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with open(log, "wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
     answer: dict[str, Any] = {"value": None, "error": None, "loss": None}
     try:
         answer["value"] = function(*arguments)
