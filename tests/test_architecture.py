@@ -225,6 +225,7 @@ VIOLATIONS = [
     ("nothing_is_unpickled", "checkpoints.x", "torch.load(path)"),
     ("nothing_is_unpickled", "checkpoints.x", "torch.load(path, weights_only=False)"),
     ("nothing_is_unpickled", "checkpoints.x", "pickle.loads(data)"),
+    ("nothing_is_unpickled", "parallel.x", "dist.all_gather_object(found, value)"),
     ("nothing_is_unpickled", "checkpoints.x", "np.load(path, allow_pickle=True)"),
     ("precision_is_by_construction", "ops.x", "with torch.autocast('cuda'): f()"),
     ("precision_is_by_construction", "ops.x", "from torch.amp import autocast"),

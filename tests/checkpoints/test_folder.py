@@ -38,6 +38,9 @@ def test_broken_json(tmp_path: Path, data: bytes, text: str) -> None:
         ('{"text_config": {"num_hidden_layers": %d}}', 2_000),
         ('{"down_blocks": [{"layers": 2}], "transformer_layers": [1, %d]}', 2_000),
         ('{"num_train_timesteps": %d}', 100_000),
+        ('{"solver_order": %d}', 100),
+        ('{"layers_per_block": %d}', 2_000),
+        ('{"text_config": {"max_position_embeddings": %d}}', 1 << 24),
     ],
 )
 def test_counts_beyond_any_model_are_refused(tmp_path: Path, config: str, most: int) -> None:

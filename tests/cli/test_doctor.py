@@ -96,3 +96,15 @@ def test_marks_without_letters_for_them() -> None:
     assert [_letter(mark, plain) for mark in ("fine", "note", "error", "broke")] == [
         "ok", "!", "x", "?",
     ]  # fmt: skip
+
+
+def test_a_variable_that_torch_refuses_is_named_and_nothing_else_printed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "everyframe", "doctor", "devices"],
+        capture_output=True, text=True, timeout=120, env={**os.environ, "TORCH_LOGS": "garbage"},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == ""
+    assert "torch can't be imported with this TORCH_LOGS" in done.stdout
+    assert "unset TORCH_LOGS" in done.stdout
+    assert "install torch again" not in done.stdout

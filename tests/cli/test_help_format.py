@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,7 +104,20 @@ def test_an_empty_prompt(prompt: str, capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_prompt_that_is_no_text(capsys: pytest.CaptureFixture[str]) -> None:
     # Python hands on bytes that are no UTF-8 so.
     assert main(["generate", "a \udcff circle"]) == 2
-    assert "is not UTF-8 text" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "is not UTF-8 text" in err
+    assert "PYTHONUTF8" not in err
+
+
+def test_a_locale_without_letters_says_how_to_have_them() -> None:
+    variables = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "everyframe", "plan", "ein Kreis ●", "--model", "shapes"],
+        capture_output=True, env={**os.environ, **variables}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert b"Python reads it as ascii here: export PYTHONUTF8=1 first" in done.stderr
+    assert done.stderr.count(b"\n") == 1
 
 
 def test_with_json_the_error_is_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:

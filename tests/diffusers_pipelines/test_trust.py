@@ -265,6 +265,13 @@ def test_a_processor_names_no_other_model(copy: Path, file: str) -> None:
         everyframe.plan(model=str(copy), **SMALL)
 
 
+@pytest.mark.parametrize("name", ["num_train_timesteps", "solver_order"])
+def test_a_scheduler_builds_no_table_of_a_billion(copy: Path, name: str) -> None:
+    edit(copy / "scheduler" / "scheduler_config.json", **{name: 10**9})
+    with pytest.raises(CheckpointError, match=f"{name} is 1000000000; at most"):
+        everyframe.plan(model=str(copy), **SMALL)
+
+
 def test_an_adapter_is_no_component(copy: Path) -> None:
     file = copy / "text_encoder" / "adapter_config.json"
     file.write_text(json.dumps({"base_model_name_or_path": "stranger/model"}), encoding="utf-8")

@@ -148,3 +148,23 @@ def test_a_job_cancelled_in_a_step_leaves_a_warm_worker(tmp_path: Path) -> None:
         assert server.ask(f"/v1/videos/{job}", method="DELETE")[0] == 200
         assert server.ask(f"/v1/videos/{job}")[0] == 404
         assert not (tmp_path / "data" / "runs" / job).exists()
+
+
+@pytest.mark.slow
+def test_a_killed_server_leaves_nothing_outside_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Temporary files of a job are deleted with it, also by the server that comes after."""
+    others = tmp_path / "temporary"
+    others.mkdir()
+    monkeypatch.setenv("TMPDIR", str(others))
+    folder = tmp_path / "data"
+    with ServerProcess(folder) as server:
+        job = server.create(**{**OPTIONS, "num_inference_steps": 4000})
+        server.wait_for(job, is_going, 120)
+        server.kill()
+    assert not [*others.glob("everyframe-*")]
+    assert [*(folder / "runs" / job).glob("everyframe-*")], "there it has some"
+    with ServerProcess(folder) as server:
+        assert server.ask(f"/v1/videos/{job}", method="DELETE")[0] == 200
+        assert not [*(folder / "runs").iterdir()]

@@ -137,6 +137,16 @@ def test_a_worker_that_the_system_ended(tmp_path: Path) -> None:
     assert text.endswith("everyframe resume this-run")
 
 
+def test_a_worker_without_threads(tmp_path: Path) -> None:
+    printed = "libgomp: Thread creation failed: Resource temporarily unavailable"
+    worker: Any = SimpleNamespace(
+        recorder_file=tmp_path / "none", job=WorkerJob(), read_output=lambda: printed
+    )
+    text = str(worker_monitor.crash_error(worker, 1, None))
+    assert "ended with exit code 1 before its first stage; the system lets" in text
+    assert "ulimit -u" in text
+
+
 _LIMITED = """
 import resource, sys
 from pathlib import Path
@@ -160,7 +170,7 @@ def test_a_trail_that_can_not_be_written_is_named(limit: int, name: str, tmp_pat
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert run.stdout.startswith(f"can't write {str(tmp_path / name)!r}"), run.stdout
-    assert "File too large" in run.stdout
+    assert "File too large; raise the limit of ulimit -f" in run.stdout
 
 
 def test_what_the_trail_says(tmp_path: Path) -> None:

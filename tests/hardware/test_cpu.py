@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(cpu_module, "_CPUS", tmp_path / "cpus")
     monkeypatch.setattr(cpu_module.os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(cpu_module, "_system_memory", lambda: (1000 * MIB, 600 * MIB))
+    monkeypatch.setattr(cpu_module, "_process_limits", lambda: ())
     write(tmp_path / "proc/cpuinfo", "model name\t: Chip 9000\nflags\t\t: sse amx_bf16 avx\n")
     for cpu in range(8):
         write(tmp_path / f"cpus/cpu{cpu}/topology/thread_siblings_list", f"{cpu % 4},{cpu % 4 + 4}")
@@ -106,3 +109,26 @@ def test_a_container_whose_path_is_the_hosts(system: Path) -> None:
 def test_affinity_counts(system: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_module.os, "sched_getaffinity", lambda pid: {1, 5, 2})
     assert cpu_module.num_usable_cores() == 2
+
+
+def test_a_group_that_is_slowed_down_above_its_limit(system: Path) -> None:
+    write(system / "proc/self/cgroup", "0::/\n")
+    write(system / "cgroup/memory.max", f"{500 * MIB}")
+    write(system / "cgroup/memory.high", f"{400 * MIB}")
+    write(system / "cgroup/memory.current", f"{100 * MIB}")
+    assert cpu_module.usable_memory() == (400 * MIB, 300 * MIB)
+    write(system / "cgroup/memory.high", "max")
+    assert cpu_module.usable_memory() == (500 * MIB, 400 * MIB)
+
+
+@pytest.mark.parametrize("option", ["v", "d"])
+def test_limits_of_the_process_count(option: str) -> None:
+    """In a shell of its own: a limit is not raised again."""
+    code = "from everyframe.hardware.cpu import usable_memory; print(*usable_memory())"
+    done = subprocess.run(
+        ["bash", "-c", f'ulimit -{option} 800000; "$0" -c "$1"', sys.executable, code],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    total, available = map(int, done.stdout.split())
+    assert total == 800_000 * 1024
+    assert 0 < available < total

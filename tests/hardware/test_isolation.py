@@ -59,6 +59,20 @@ def _program(folder: Path, *lines: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env=env)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows starts no such thread")
+def test_a_process_that_may_start_no_thread_says_so_in_its_log_alone(tmp_path: Path) -> None:
+    done = _program(
+        tmp_path,
+        "import threading",
+        "from everyframe.hardware.isolation import _serve",
+        'def refuse(self): raise RuntimeError("can\'t start new thread")',
+        "threading.Thread.start = refuse",
+        f"_serve(None, {str(tmp_path / 'log')!r}, len, ([],))",
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+    assert "can't start new thread" in (tmp_path / "log").read_text()
+
+
 def test_an_error_is_told_with_what_was_printed() -> None:
     ended = run_isolated(crashing_functions.raise_error, "two\nlines", seconds=PATIENCE)
     assert not ended.is_well

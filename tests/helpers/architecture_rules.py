@@ -319,6 +319,8 @@ def nothing_is_unpickled(module: Module) -> Iterator[str]:
         if name == "torch.load":
             if getattr(given.get("weights_only"), "value", None) is not True:
                 yield f"{node.lineno}: torch.load without weights_only=True"
+        elif name.startswith(("dist.", "torch.distributed.")) and "_object" in name:
+            yield f"{node.lineno}: {name} unpickles what another rank sent"
         elif name in ("pickle.load", "pickle.loads", "joblib.load"):
             yield f"{node.lineno}: {name} runs whatever the file says"
         elif getattr(given.get("allow_pickle"), "value", False) is not False:

@@ -233,6 +233,7 @@ def test_a_write_that_really_fails(tmp_path: Path, name: str) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("can't write"), run.stdout + run.stderr
+    assert "raise the limit of ulimit -f" in run.stdout
     assert len(run.stdout.splitlines()) == 1
     assert not list(tmp_path.iterdir())
 

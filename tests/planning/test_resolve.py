@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -280,3 +282,16 @@ def test_rates_are_measured_for_the_device_that_is_here(model: str) -> None:
     plan = everyframe.plan("a", model=model, device="cpu", **SIZES)
     assert plan.rates == "measured here"
     assert all(stage.seconds is not None and stage.seconds > 0 for stage in plan.stages)
+
+
+def test_a_width_that_no_machine_holds_is_not_tried_on_this_one(
+    tiny_models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Times are forecast from the largest products, whose weights alone have a terabyte."""
+    folder = shutil.copytree(tiny_models("opensora2-dcae"), tmp_path / "wide")
+    path = folder / "google" / "t5-v1_1-xxl" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "d_kv": 10**9}))
+    plan = everyframe.plan("a red circle", model=str(folder), size="32x32", num_frames=8)
+    assert plan.infeasible is not None
+    assert "not enough memory: the T5 text encoder needs about" in plan.infeasible
+    assert any("is not forecast" in note for note in plan.notes)

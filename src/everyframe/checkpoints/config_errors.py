@@ -18,14 +18,18 @@ from everyframe.core.options import shown
 
 #: Released models have about 100 layers at most; building one on meta takes milliseconds.
 MAX_LAYERS = 2_000
+#: The longest texts of released encoders have about 10 million tokens; prompts are padded to some.
+MAX_TOKENS = 1 << 24
 #: Keys of a transformers config that choose an implementation, and those that are its own.
 _CHOICE = re.compile("_?(attn|experts)_implementation(_internal)?")
 _OWN_KERNELS = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 #: Most of what a config counts, by how its name ends. Schedulers are trained on 1000 timesteps, and
 #: build tables of all of them, some in Python: 300 million take minutes and 11 GB.
 _MOST = {
-    ("layers", "blocks", "depth", "num_layers_per_block"): MAX_LAYERS,
+    ("layers", "blocks", "depth", "layers_per_block"): MAX_LAYERS,
     ("train_timesteps",): 100_000,
+    ("solver_order",): 100,
+    ("position_embeddings",): MAX_TOKENS,
 }
 
 

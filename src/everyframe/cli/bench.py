@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from everyframe.cli.options import command, flag, request_flag, run_flag, several
 from everyframe.cli.streams import print_message
-from everyframe.cli.tables import console, counted, json_line, one_line, table
+from everyframe.cli.table_layout import table
+from everyframe.cli.tables import console, counted, json_line, one_line
 from everyframe.core.bytes import format_bytes
 from everyframe.core.errors import ExitCode, InputError
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 
 from everyframe.cli.options import command, flag, optional, positional, run_flag
-from everyframe.cli.tables import console, json_line, one_line, table
+from everyframe.cli.table_layout import table
+from everyframe.cli.tables import console, json_line, one_line
 from everyframe.core.bytes import format_bytes
 from everyframe.core.errors import ExitCode, InputError
 from everyframe.engine import stored_files

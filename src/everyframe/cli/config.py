@@ -15,7 +15,8 @@ from typing import Any
 
 from everyframe.cli.options import command, flag, request_flag, run_flag
 from everyframe.cli.streams import print_message
-from everyframe.cli.tables import console, json_line, one_line, table
+from everyframe.cli.table_layout import table
+from everyframe.cli.tables import console, json_line, one_line
 from everyframe.core.errors import ExitCode
 from everyframe.core.options import facts_of
 from everyframe.core.request import Request

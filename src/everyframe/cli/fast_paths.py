@@ -14,7 +14,8 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from everyframe.cli.options import flag, make_command
 from everyframe.cli.parse_request import parse_request
-from everyframe.cli.tables import console, json_line, table
+from everyframe.cli.table_layout import table
+from everyframe.cli.tables import console, json_line
 from everyframe.core.errors import CannotRunError, ExitCode, InputError
 from everyframe.core.request import Request
 

@@ -115,14 +115,9 @@ def _validate_option(name: str, value: Any) -> Any:
 
 
 def _prompt(written: str) -> str:
-    text = written
-    if written == "-":
-        try:
-            text = sys.stdin.read().strip()
-        except UnicodeDecodeError as error:
-            raise InputError(f"the prompt on standard input is not UTF-8 text: {error}") from None
+    if written != "-":
+        return written
     try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:  # Python keeps bytes that are no text as halves of surrogate pairs
-        raise InputError(f"the prompt is not UTF-8 text, got {text!r}") from None
-    return text
+        return sys.stdin.read().strip()
+    except UnicodeDecodeError as error:
+        raise InputError(f"the prompt on standard input is not UTF-8 text: {error}") from None

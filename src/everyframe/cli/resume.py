@@ -15,7 +15,8 @@ from typing import IO, Any
 from everyframe.cli.executors import RayChoice, chosen_ray, executor_flags
 from everyframe.cli.generate import is_silent, make
 from everyframe.cli.options import command, flag, optional, request_flag, run_flag
-from everyframe.cli.tables import console, json_line, shortened, table
+from everyframe.cli.table_layout import table
+from everyframe.cli.tables import console, json_line, shortened
 from everyframe.core.errors import ExitCode, InputError, RunLockedError
 from everyframe.core.events import Events
 from everyframe.core.request import Request

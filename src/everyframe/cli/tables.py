@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
+from everyframe.cli.table_layout import pairs, table
 from everyframe.core.bytes import format_bytes
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def print_plan(plan: Plan, file: IO[str]) -> None:
         rows += [("planned as", f"{plan.profile}, not this machine")]
     rows += [("lora", str(lora)) for lora in plan.loras]
     rows += [("quality", str(plan.quality))] if plan.quality is not None else []
-    out.print(_pairs([*rows, ("device", _device(plan.to_json()))]))
+    out.print(pairs([*rows, ("device", _device(plan.to_json()))]))
     out.print()
     out.print(_components(plan.components))
     if plan.stages:
@@ -193,7 +194,7 @@ def print_record(record: Mapping[str, Any], file: IO[str]) -> None:
     asked = _mapping(record, "request")
     words = ", ".join(f"{name} {value}" for name, value in asked.items() if name != "prompt")
     rows += [("asked for", words), ("made by", made_by)]
-    out.print(_pairs([(name, value) for name, value in rows if value]))
+    out.print(pairs([(name, value) for name, value in rows if value]))
 
 
 def print_models(rows: Sequence[ModelRow], file: IO[str]) -> None:
@@ -371,28 +372,6 @@ def _duration(seconds: float | None) -> str:
     if seconds >= 90:
         return f"{seconds / 60:.0f} min"
     return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
-
-
-def table(*columns: tuple[str, Any], wraps: str = "component") -> Table:
-    """An empty table with these columns and justifications; column `wraps` may break lines."""
-    from rich import box
-    from rich.table import Table
-
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
-    for name, justify in columns:
-        made.add_column(name, justify=justify, no_wrap=name != wraps, overflow="fold")
-    return made
-
-
-def _pairs(rows: Iterable[tuple[str, str]]) -> Table:
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, value)
-    return table
 
 
 def _mapping(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:

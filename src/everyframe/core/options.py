@@ -7,6 +7,7 @@ as a subclass of `FamilyOptions`. Command line, schema and reference page are co
 from __future__ import annotations
 
 import os
+import sys
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -109,7 +110,7 @@ class Options(BaseModel):
             what = "a number" if float in kinds else "a whole number"
             raise InputError(f"{info.field_name} must be {what}, got {given!r}")
         if info.field_name in _FOR_TOKENIZERS and isinstance(given, str) and _is_no_text(given):
-            raise InputError(f"{info.field_name} is not UTF-8 text, got {shown(given)}")
+            raise InputError(f"{info.field_name} is not UTF-8 text, got {shown(given)}{_as_read()}")
         # What is named by its path may be one.
         return os.fspath(given) if isinstance(given, os.PathLike) and str in kinds else given
 
@@ -120,6 +121,14 @@ class Options(BaseModel):
             for name in type(self).model_fields
             if name in self.model_fields_set
         }
+
+
+def _as_read() -> str:
+    """What to do where Python reads the words of a command line in another encoding."""
+    encoding = sys.getfilesystemencoding()
+    if encoding == "utf-8":
+        return ""
+    return f"; Python reads it as {encoding} here: export PYTHONUTF8=1 first"
 
 
 class FamilyOptions(Options):

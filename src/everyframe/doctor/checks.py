@@ -68,6 +68,14 @@ def _no_answer(failed: ProcessResult) -> Finding:
             cause=loss.likely,
             fix=(Fix(do=loss.fix),),
         )
+    if "Invalid log settings" in str(failed):
+        return Finding(
+            mark="error",
+            message="torch can't be imported with this TORCH_LOGS",
+            cause=str(failed).partition(" Valid settings:")[0],
+            fix=(Fix(do="take the word that torch does not know out of it, or all of it",
+                     command="unset TORCH_LOGS"),),
+        )  # fmt: skip
     return Finding(
         mark="error",
         message=f"asking torch for its devices {failed}",

@@ -1,7 +1,7 @@
 """CPU facts: name, instruction sets, and the cores and memory that this process may use.
 
-A container sees all cores and memory of its host but may use only some of them, so CPU affinity and
-control group limits (versions 1 and 2) are included. Throughput is in
+A container sees all cores and memory of its host but may use only some of them, so CPU affinity,
+control group limits (versions 1 and 2) and limits of the process are included. Throughput is in
 `everyframe.hardware.throughput`.
 """
 
@@ -113,7 +113,7 @@ def num_usable_cores() -> int:
 def usable_memory() -> tuple[int, int]:
     """Bytes that this process may use at most, and bytes that are free now."""
     total, available = _system_memory()
-    for limit, used in _memory_limits():
+    for limit, used in (*_memory_limits(), *_process_limits()):
         total = min(total, limit)
         available = min(available, max(0, limit - used))
     return total, available
@@ -127,14 +127,30 @@ def _system_memory() -> tuple[int, int]:
 def _memory_limits() -> Iterator[tuple[int, int]]:
     """(limit, use without reclaimable memory) of this control group and its ancestors."""
     for folder in _groups("memory"):
-        limit = _number(_read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes"))
-        if limit is None or limit >= _NO_LIMIT:
+        # Above memory.high nothing is killed, and all are slowed down until they stand still.
+        names = ("memory.max", "memory.high", "memory.limit_in_bytes")
+        numbers = [_number(_read(folder / name)) for name in names]
+        limit = min((each for each in numbers if each is not None), default=_NO_LIMIT)
+        if limit >= _NO_LIMIT:
             continue
         used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
         stat = _read(folder / "memory.stat")
         cache = re.search(r"^total_inactive_file (\d+)", stat, re.M)
         cache = cache or re.search(r"^inactive_file (\d+)", stat, re.M)
         yield limit, max(0, (_number(used) or 0) - (int(cache[1]) if cache else 0))
+
+
+def _process_limits() -> Iterator[tuple[int, int]]:
+    """(limit, use) of ``ulimit -v`` and ``ulimit -d``, which batch systems of clusters set."""
+    if sys.platform != "linux":
+        return
+    import resource
+
+    used = psutil.Process().memory_info()
+    for kind, use in ((resource.RLIMIT_AS, used.vms), (resource.RLIMIT_DATA, used.data)):
+        limit = resource.getrlimit(kind)[0]
+        if limit != resource.RLIM_INFINITY:
+            yield limit, use
 
 
 def _quotas() -> Iterator[float]:

@@ -41,6 +41,10 @@ _IGNORE_FREED = (
     "import warnings; warnings.filterwarnings('ignore', 'resource_tracker: There appear'); "
 )
 
+#: For the process that others are forked from. If torch can't be imported it ends without a word,
+#: where multiprocessing's own preloading shows a traceback; a spawned process then says why.
+_PRELOAD_TORCH = "\ntry:\n import torch\nexcept Exception:\n sys.exit(1)\n"
+
 _STARTING = threading.Lock()
 
 
@@ -166,9 +170,7 @@ def _context(*, fresh: bool = False) -> Any:
     """
     if fresh or not sys.platform.startswith("linux"):
         return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
-    return context
+    return multiprocessing.get_context("forkserver")
 
 
 @contextmanager
@@ -202,7 +204,8 @@ def safe_start() -> Iterator[None]:
             words = list(args)
             if "-c" in words[:-1]:
                 code = words.index("-c") + 1
-                words[code] = SAFE_PATH + SET_HUGE_PAGES + _IGNORE_FREED + words[code]
+                preload = _PRELOAD_TORCH if "multiprocessing.forkserver" in words[code] else ""
+                words[code] = SAFE_PATH + SET_HUGE_PAGES + _IGNORE_FREED + preload + words[code]
             return begin(path, words, passfds)
 
         util.spawnv_passfds = begin_safely
@@ -242,6 +245,9 @@ def _serve(
 ) -> None:
     """Child process: call the function and send the result."""
     os.environ[SAFE_PATH_VARIABLE] = "1"  # for compilers that start Python themselves
+    with open(log, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     if sys.platform != "win32":
         import resource
 
@@ -249,9 +255,6 @@ def _serve(
         threading.Thread(target=_end_with_parent, daemon=True).start()
         # Crashes here are expected: write no core dump.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with open(log, "wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
     answer: dict[str, Any] = {"value": None, "error": None, "loss": None}
     try:
         answer["value"] = function(*arguments)

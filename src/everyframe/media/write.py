@@ -242,6 +242,11 @@ def _replace(new: Path, target: Path) -> None:
 
 
 def _explain(error: Exception, path: Path) -> MediaError:
+    if getattr(error, "errno", None) == errno.EFBIG:
+        return MediaError(
+            f"can't write {str(path)!r}: no file may be as large there; the unfinished file was "
+            "removed; raise the limit of ulimit -f, or choose another output"
+        )
     if is_disk_full(error):
         return MediaError(
             f"can't write {str(path)!r}: the disk is full; the unfinished file was removed; "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
-from everyframe.core.facts import DeviceFacts, Throughput
+from everyframe.core.facts import DeviceFacts, OpShape, Throughput
 from everyframe.core.parallel_plan import ParallelPlan
 from everyframe.core.plan import StagePlan
 from everyframe.dry_run.result import Work
@@ -58,10 +59,17 @@ def rates_of(
         return device.rates, ()
     paths = {each.name: each.fast_paths for each in fitted.components}
     products = heaviest(fitted.runs, _NUM_TRIALS, paths)
-    rates = rates_here(products, device, num_threads)
+    # A width in a config may be any number; the plan is told to be too large all the same.
+    has_room = max(map(_largest_operand, products), default=0) < device.free_memory
+    rates = rates_here(products, device, num_threads) if has_room else None
     if rates is not None:
         return rates, ()
     return None, (
         f"how long it takes is not forecast: {device.torch_name} ({device.name}) has too little "
         "free memory to measure on",
     )
+
+
+def _largest_operand(product: OpShape) -> int:
+    """Bytes of the largest tensor that goes into a product."""
+    return max(map(prod, product.shapes)) * (4 if product.dtype == "float32" else 2)

@@ -3,7 +3,7 @@
 - ``jobs.sqlite``: the queue (`store.py`).
 - ``lock``: held by the server that uses the folder.
 - ``session-key``: signs the page's cookies.
-- ``runs/<id>/``: run folders of one job, until its video is complete.
+- ``runs/<id>/``: run folders of one job and files of its workers, until its video is complete.
 - ``inputs/<sha256>.<ending>``: uploads, named by their content.
 - ``videos/<id>/``: the files of a finished job. The folder appears at once, by a rename, so that it
   is complete wherever it exists.

@@ -90,6 +90,7 @@ def test_a_switch_to_another_function_is_refused(name: str) -> None:
         ({"hidden_size": 66, "num_heads": 6}, "hidden_size must be a multiple of 4"),
         ({"hidden_size": 64, "num_heads": 6}, "num_heads must divide hidden_size, got 6 and 64"),
         ({"hidden_size": 60, "num_heads": 4}, "must be even"),
+        ({"model_max_length": 10**9}, "model_max_length is 1000000000; at most"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(sizes: dict[str, Any], message: str) -> None:

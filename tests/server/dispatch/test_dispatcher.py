@@ -36,9 +36,10 @@ def test_a_job_becomes_a_video_with_its_record(
     store: JobStore, folder: DataFolder, dispatch: Start
 ) -> None:
     job = add(store)
-    dispatcher = dispatch(FakeExecutor())
+    dispatcher = dispatch(executor := FakeExecutor())
     done = ended(store, job)
     dispatcher.drain(10)  # the run goes once the row says that the job ended
+    assert executor.jobs[0].temporary == folder.runs_of(job.id), "where a crash leaves nothing"
     assert done.file == f"videos/{job.id}/video.mp4"
     assert np.abs(frames_in(folder, done).astype(int) - frames_of(3)).max() < 12
     assert read_record(folder.path / done.file)["request"]["seed"] == 3

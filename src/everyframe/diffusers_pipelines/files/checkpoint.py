@@ -243,6 +243,7 @@ def _part(
         from everyframe.checkpoints.tensor_file import open_checkpoint
 
         part = replace(part, tensors=with_scales(open_checkpoint(weights[0]))[0])
+    part.scheduler_config()  # diffusers reads it, and builds tables of all that it counts
     # transformers makes what an inner config describes by its `Auto` classes, which ask on the
     # terminal whether to run code; the class of the component itself is named and looks for none.
     if not trust and any(map(_maps_code, inner_configs(part.config()))):

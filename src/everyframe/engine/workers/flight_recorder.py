@@ -7,6 +7,7 @@ Imports no torch. `worker.py` writes it; `worker_monitor.py` reads it.
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import struct
@@ -123,9 +124,11 @@ def _write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        is_limit = error.errno == errno.EFBIG
+        fix = "raise the limit of ulimit -f" if is_limit else "free some space there"
         raise MediaError(
             f"can't write {str(path)!r}, the flight recorder of this run: "
-            f"{error.strerror or error}; free some space there, or name another folder in TMPDIR"
+            f"{error.strerror or error}; {fix}, or name another folder in TMPDIR"
         ) from error
 
 

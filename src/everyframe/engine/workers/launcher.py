@@ -133,7 +133,8 @@ def run_in_workers(
 def _start_workers(job: WorkerJob, start: Start) -> tuple[ExitStack, Sequence[Worker]]:
     """Start the job's workers; closing the stack ends them."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="everyframe-")))
+        made = tempfile.TemporaryDirectory(prefix="everyframe-", dir=job.temporary)
+        folder = Path(stack.enter_context(made))
         meeting = folder / "meeting" if len(job.weights) > 1 and job.local is None else None
         job = replace(job, folder=folder, log_level=log_level(), meeting=meeting)
         workers = stack.enter_context(start(job))

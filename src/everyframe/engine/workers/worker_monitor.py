@@ -173,6 +173,10 @@ def _stat(process: int) -> list[str]:
 _LIBRARIES = {"cublas": "cuBLAS", "cudnn": "cuDNN", "hipblas": "hipBLAS", "nccl": "NCCL"}
 
 
+#: What Python and OpenBLAS print where a process or thread can't be started.
+_NO_MORE_PROCESSES = ("can't start new thread", "Resource temporarily unavailable")
+
+
 def crash_error(worker: Worker, code: int, run: RunFolder | None) -> WorkerDiedError:
     """Build the error for a crashed worker: signal, last position, matching known issue, fix.
 
@@ -187,6 +191,11 @@ def crash_error(worker: Worker, code: int, run: RunFolder | None) -> WorkerDiedE
         findings.append(
             "the system most likely killed it because host memory ran out: use a smaller --size "
             "or --num-frames; `everyframe plan` forecasts the memory"
+        )
+    elif any(words in worker.read_output() for words in _NO_MORE_PROCESSES):
+        findings.append(
+            "the system lets this user start no further process or thread: raise that limit "
+            "(ulimit -u, or pids.max of a container), or end some"
         )
     elif (loss := loss_in(worker.read_output())) is not None:
         findings.append(f"its device was lost {loss}")

@@ -74,6 +74,7 @@ class WorkerJob:
         free_memory: bytes by device that count as free at least, since other workers free them
             for the next run; for a job that only plans.
         place: the worker's current folder; None for that in which it was started.
+        temporary: where that `folder` is created; None for the system's temporary folder.
         folder: for the flight recorder and the worker's output.
         log_level: level of the worker's log records.
     """
@@ -102,6 +103,7 @@ class WorkerJob:
     tag: int | None = None
     free_memory: Mapping[str, int] = field(default_factory=dict)
     place: Path | None = None
+    temporary: Path | None = None
     folder: Path = field(default_factory=Path)
     log_level: str = "WARNING"
 

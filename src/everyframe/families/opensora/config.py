@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-from everyframe.checkpoints.config_errors import config_values
+from everyframe.checkpoints.config_errors import MAX_TOKENS, config_values
 from everyframe.core.errors import CheckpointError
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 
@@ -43,6 +43,7 @@ class DenoiserConfig:
     num_heads: int = 16
     mlp_ratio: float = 4.0
     caption_channels: int = 4096
+    model_max_length: int = 120
     pred_sigma: bool = True
 
     def __post_init__(self) -> None:
@@ -84,7 +85,6 @@ class STDiTConfig(DenoiserConfig):
     """
 
     input_size: tuple[int, int, int] = (16, 32, 32)
-    model_max_length: int = 120
     space_scale: float = 1.0
     time_scale: float = 1.0
 
@@ -130,6 +130,10 @@ def _check_sizes(config: DenoiserConfig) -> None:
             right, wanted = _is_count(value), "a whole number above 0"
         if not right:
             raise CheckpointError(f"{each.name} must be {wanted}, got {value!r}")
+    if config.model_max_length > MAX_TOKENS:
+        raise CheckpointError(
+            f"model_max_length is {config.model_max_length}; at most {MAX_TOKENS} are supported"
+        )
     if config.hidden_size % 4:
         raise CheckpointError(
             f"hidden_size must be a multiple of 4 (sine and cosine of rows and columns), "

@@ -213,7 +213,9 @@ class Attempt:
 
     def _worker_job(self, saved: RunFolder | None) -> WorkerJob:
         id = self.job.id  # noqa: A001
-        common = WorkerJob(as_uint8=True, pace=self._options.pace, keeps_run=True)
+        root = self._folder.new_runs_of(id)
+        # What a killed server leaves of its workers goes with the job.
+        common = WorkerJob(as_uint8=True, pace=self._options.pace, keeps_run=True, temporary=root)
         if saved is not None:
             # On other devices only rounding differs; they are named where they are others.
             ranks = {"devices": self._devices} if self._has_moved() else None
@@ -223,7 +225,6 @@ class Attempt:
             options["devices"] = self._devices
         if self._options.has_previews:
             options.setdefault("preview", True)
-        root = self._folder.new_runs_of(id)
         request = self._folder.request_of(options)
         if request.num_ranks > 1:
             self._batch = None

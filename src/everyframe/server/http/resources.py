@@ -111,7 +111,15 @@ class DeletedVideo(BaseModel):
 
 
 def video_resource(job: Job, queue_position: int | None = None) -> dict[str, Any]:
-    """A job as the API shows it, as JSON data."""
+    """A job as the API shows it, as JSON data; as a failed one if its row was changed by hand."""
+    try:
+        return _resource(job, queue_position)
+    except (ValueError, TypeError, KeyError) as error:  # pydantic's are among them
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        return _resource(job.as_damaged(why), None)
+
+
+def _resource(job: Job, queue_position: int | None) -> dict[str, Any]:
     resolved, report = job.resolved, job.report
     width, height = resolved.get("width"), resolved.get("height")
     found = VideoResource(

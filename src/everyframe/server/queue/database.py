@@ -20,8 +20,13 @@ from everyframe.core.errors import StoreError
 
 #: Schema number of the file, as SQLite's ``user_version``.
 VERSION = 1
+#: Most bytes of a file's path, links resolved, that SQLite opens with a write-ahead log.
+_LONGEST_PATH = 504
 #: SQLite knows RETURNING since then.
 _OLDEST_SQLITE = (3, 35)
+
+#: In SQLite's error for a full disk; Python 3.10 has no error's number.
+_SAYS_FULL = "disk is full"
 
 _SCHEMA = """
 CREATE TABLE videos(
@@ -181,6 +186,11 @@ class Database:
             )
 
 
+def is_full(error: StoreError) -> bool:
+    """Whether the queue could not be written because its disk is full."""
+    return isinstance(error.__cause__, sqlite3.Error) and _SAYS_FULL in str(error.__cause__)
+
+
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
     """Context: SQLite's errors as `StoreError`, with what to do."""
@@ -189,8 +199,10 @@ def _explained(path: Path) -> Iterator[None]:
     except sqlite3.Error as error:
         text = str(error)
         fix = "is its disk damaged, or was the file changed by hand?"
-        if "full" in text:
+        if _SAYS_FULL in text:
             fix = "free some space on its disk"
+        elif len(os.fsencode(path.resolve())) > _LONGEST_PATH:
+            fix = f"give a shorter --data-dir: SQLite takes paths of {_LONGEST_PATH} bytes at most"
         elif "readonly" in text or "unable to open" in text:
             fix = "make the folder writable"
         elif "locked" in text:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 #: States of a job. ``queued -> in_progress -> completed | failed | cancelled``; a job whose run was
@@ -106,6 +106,16 @@ class Job:
     def is_final(self) -> bool:
         """Whether it is completed, failed or cancelled."""
         return self.status in FINAL
+
+    def as_damaged(self, why: str) -> Job:
+        """This job as a failed one, whose row can't be read."""
+        text = (
+            f"the queue's row of this video can't be read ({why}); was it changed by hand? Mend it "
+            "and retry the video, or delete the video"
+        )
+        error = {"code": "damaged_row", "message": text}
+        request: dict[str, Any] = {"seed": 0}
+        return replace(self, status="failed", request=request, resolved={}, report={}, error=error)
 
 
 @dataclass(frozen=True)

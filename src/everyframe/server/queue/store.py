@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from everyframe.core.errors import InputError, StoreError, VideoStatusError
 from everyframe.server.data_folder import DataFolder
-from everyframe.server.queue.database import VERSION, Database
+from everyframe.server.queue.database import VERSION, Database, is_full
 from everyframe.server.queue.event_log import EventLog
 from everyframe.server.queue.jobs import FINAL, RETRIED, STATUSES, Job, NewJob
 from everyframe.server.queue.row_insertion import insert_job
@@ -26,6 +26,9 @@ _Added: TypeAlias = list[Job | Exception]
 
 #: Deaths of the server in a row, without a step between them, after which a job fails.
 MAX_INTERRUPTIONS = 10
+
+#: SQLite refuses a query for all rows if one of them, changed by hand, holds no JSON.
+_VALID_REQUEST = "iif(json_valid(request), request, '{}')"
 
 #: Fields that `update` may set.
 _CHANGEABLE = frozenset({
@@ -177,7 +180,7 @@ class JobStore(EventLog):
             "WITH first AS (SELECT * FROM videos WHERE status = 'queued' AND priority = "
             "(SELECT max(priority) FROM videos WHERE status = 'queued')) "
             "SELECT seq FROM first WHERE run IS NULL AND attempts = 0 AND model = ? "
-            f"AND {own.format('request')} = {own.format('?')} {first}AND id NOT IN ({others}) "
+            f"AND {own.format(_VALID_REQUEST)} = {own.format('?')} {first}AND id NOT IN ({others}) "
             "ORDER BY seq LIMIT 1"
         )
         request = plain({"request": dict(job.request)})[0]
@@ -191,8 +194,14 @@ class JobStore(EventLog):
             f"total_steps = NULL WHERE seq = ({which}) RETURNING *"
         )
         with self._writing(is_durable=False) as changes:
-            row = changes.connection.execute(query, (group, time.time(), *values)).fetchone()
-            return row and changes.job(row, "status", {"status": "in_progress"})
+            values = (group, time.time(), *values)
+            while row := changes.connection.execute(query, values).fetchone():
+                job = job_of(row)
+                if not job.is_final:
+                    return changes.job(row, "status", {"status": "in_progress"})
+                ended = changes.set(job.id, {**self._end(job.status), "error": job.error})
+                changes.job(ended, "done", {"status": job.status})
+            return None
 
     def update(
         self,
@@ -289,7 +298,20 @@ class JobStore(EventLog):
             return self._cancel(changes, id)
 
     def delete(self, id: str) -> bool:  # noqa: A002
-        """Delete a job, its events, then its files; False if it is running or does not exist."""
+        """Delete a job, its events, then its files; False if it is running or does not exist.
+
+        On a full disk its files are deleted first: that the job is gone needs room as well.
+        """
+        try:
+            return self._delete(id)
+        except StoreError as error:
+            job = self.get(id) if is_full(error) else None
+            if job is None or job.status == "in_progress":
+                raise
+            self.folder.remove(id)
+            return self._delete(id)
+
+    def _delete(self, id: str) -> bool:  # noqa: A002
         with self._writing() as changes:
             query = "DELETE FROM videos WHERE id = ? AND status != 'in_progress' RETURNING owner"
             row = changes.connection.execute(query, (id,)).fetchone()
@@ -309,7 +331,7 @@ class JobStore(EventLog):
 
     def inputs(self) -> set[str]:
         """Paths of the uploads that jobs use, relative to the data folder."""
-        query = "SELECT value FROM videos, json_each(videos.request) WHERE value LIKE 'inputs/%'"
+        query = f"SELECT value FROM videos, json_each({_VALID_REQUEST}) WHERE value LIKE 'inputs/%'"
         with self._database.read() as reading:
             return {str(row[0]) for row in reading.execute(query)}
 
@@ -338,6 +360,8 @@ class JobStore(EventLog):
             run = self.folder.saved_run_path(job.id)
             if done is not None:
                 self.finish(job.id, "completed", **done)
+            elif job.is_final:
+                self.finish(job.id, job.status, error=job.error, run=run)
             elif job.is_cancel_requested:
                 self.finish(job.id, "cancelled", run=run)
             elif (deaths := job.interruptions + has_frames) >= MAX_INTERRUPTIONS:

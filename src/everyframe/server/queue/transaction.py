@@ -117,14 +117,33 @@ def _text(data: Mapping[str, Any]) -> str:
 
 
 def job_of(row: sqlite3.Row) -> Job:
-    """The job of a row."""
+    """The job of a row; `Job.as_damaged` if somebody wrote what is no JSON object into it."""
     values = {name: row[name] for name in _COLUMNS}
+    damaged = None
     for name in _JSON:
-        values[name] = None if values[name] is None else json.loads(values[name])
+        if values[name] is not None and (found := _object(values[name])) is None:
+            damaged = name
+        elif values[name] is not None:
+            values[name] = found
     values["is_cancel_requested"] = bool(values["is_cancel_requested"])
-    return Job(**values)
+    if damaged is None:
+        return Job(**values)
+    return Job(**values).as_damaged(f"{damaged} is no JSON object")
 
 
 def event_of(row: sqlite3.Row) -> StoredEvent:
-    """The event of a row."""
-    return StoredEvent(**{**dict(row), "data": json.loads(row["data"])})
+    """The event of a row; a note if somebody wrote what is no JSON object into it."""
+    data = _object(row["data"])
+    if data is None:
+        note = {"text": f"the queue's row of a {row['type']} event was changed by hand"}
+        return StoredEvent(**{**dict(row), "type": "note", "data": note})
+    return StoredEvent(**{**dict(row), "data": data})
+
+
+def _object(text: str | bytes) -> dict[str, Any] | None:
+    """The JSON object of a text; None if it is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

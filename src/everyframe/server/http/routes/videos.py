@@ -86,8 +86,11 @@ async def retrieve_video(video_id: str, context: Context, caller: Caller) -> Any
 async def delete_video(video_id: str, context: Context, caller: Caller) -> Any:
     """Delete a job with its files; a running job is cancelled first."""
     await context.job(video_id, caller)
-    stopped = await in_thread(context.dispatcher.cancel, video_id, _STOP_SECONDS)
-    if not stopped.is_final or not await in_thread(context.store.delete, video_id):
+    is_deleted = await in_thread(context.store.delete, video_id)
+    if not is_deleted:  # it is running
+        await in_thread(context.dispatcher.cancel, video_id, _STOP_SECONDS)
+        is_deleted = await in_thread(context.store.delete, video_id)
+    if not is_deleted:
         raise ApiError(
             "conflict", "the job is still stopping; delete it again in a moment",
             headers={"retry-after": "5"},
