@@ -193,7 +193,7 @@ class QuantizationChoice:
 WHOLE = QuantizationChoice()
 
 
-def quantising_of(request: Request, device: DeviceFacts) -> QuantizationChoice:
+def quantization_choice(request: Request, device: DeviceFacts) -> QuantizationChoice:
     """Quantization options of a request for that device.
 
     Raises:

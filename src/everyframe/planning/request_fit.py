@@ -16,7 +16,7 @@ from everyframe.core.request import DTYPES, Request
 from everyframe.planning.component_precision import (
     QuantizationChoice,
     check_effect,
-    quantising_of,
+    quantization_choice,
 )
 from everyframe.planning.fast_paths import component_certificates
 from everyframe.planning.fast_paths.blocked_paths import find_blocked
@@ -155,7 +155,7 @@ class RequestFit:
             if again.fits:
                 shares, fitting, fitted = other, other.fitting, again
                 break
-        check_effect(fitting.planner.quantising, self.model.title, fitted.components)
+        check_effect(fitting.planner.quantization, self.model.title, fitted.components)
         # Skip what doesn't fit this device in any case.
         if self.will_run and fitted.fits:
             tried = component_certificates.make_at_once(
@@ -203,7 +203,7 @@ class RequestFit:
         host = within(facts.cpu, _asked_bytes(request, "max_host_memory"))
         if device.kind == "cpu":  # both limits are of the same memory
             device = within(device, host.free_memory)
-        chosen = QuantizationChoice(products) if products else quantising_of(request, device)
+        chosen = QuantizationChoice(products) if products else quantization_choice(request, device)
         return MemoryFit(
             ComponentPlanner(
                 model=self.model,
@@ -213,7 +213,7 @@ class RequestFit:
                 host_memory=host.free_memory,
                 chooser=self.chooser,
                 repairs=self.repairs,
-                quantising=chosen,
+                quantization=chosen,
                 shards=request.shard_weights,
             )
         )

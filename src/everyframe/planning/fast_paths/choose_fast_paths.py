@@ -366,7 +366,7 @@ def candidates(
         if path.group not in ("precision", "products")
         and (path.group != "attention" or has_attention)
         and (path.group != "compile" or weight_dtype not in PRODUCTS)
-        and runs[0].has_place(path.name, is_quantised=bool(weight_dtype))
+        and runs[0].has_place(path.name, is_quantized=bool(weight_dtype))
     )
 
 

@@ -129,7 +129,7 @@ class MemoryFit:
             self.model.components(settings), key=lambda each: -found[each.name].plan.weight_bytes
         )
         kinds = {each.name: self.planner.kinds(each, settings) for each in components}
-        for kind in self.planner.quantising.kinds("")[1:]:
+        for kind in self.planner.quantization.kinds("")[1:]:
             for each in components:
                 if kind in kinds[each.name][1:]:
                     found[each.name] = self.planner.plan(each, settings, WeightPlacement(kind=kind))

@@ -24,7 +24,7 @@ from everyframe.checkpoints.tensor_file import TensorFile
 from everyframe.core.plan import Precision
 from everyframe.precision.dtypes import num_bytes
 from everyframe.precision.islands import parameter_dtype
-from everyframe.precision.quantization import as_quantised
+from everyframe.precision.quantization import as_quantized
 from everyframe.precision.upcast import as_exact_as, as_raised
 from everyframe.runtime.memory.prefetch import LocalWeightsProvider, Prefetcher, WeightsProvider
 
@@ -62,7 +62,7 @@ def resident_bytes(module: nn.Module, precision: Precision) -> int:
 
 def unit_bytes(module: nn.Module, precision: Precision) -> tuple[dict[str, int], int]:
     """Bytes of each unit's parameters by unit name, and bytes outside units."""
-    with as_quantised(module, precision):
+    with as_quantized(module, precision):
         sizes = {
             name: each.numel() * num_bytes(parameter_dtype(name, precision))
             if each.is_floating_point()
