@@ -93,7 +93,10 @@ def _each(kind: StoredKind) -> Iterator[StoredEntry]:
 _OF_OTHERS = {"certificates": ("compiled",)}
 
 #: What plans cache, beside certificates.
-_OF_PLANS = ("dry_runs", "pipeline_dry_runs", "fast_path_places", "sizes", "rates", "digests.json")
+_OF_PLANS = (
+    "dry_runs", "pipeline_dry_runs", "fast_path_places", "sizes", "rates", "computing_times",
+    "digests.json",
+)  # fmt: skip
 
 
 def _plans(kind: StoredKind) -> Iterator[StoredEntry]:
