@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from everyframe.core.errors import InputError, MediaError
-from everyframe.engine.records.provenance import record_in
+from everyframe.engine.records.recorded_request import record_in
 from everyframe.media import limits
 from everyframe.media.frame_source import open_frames
 from everyframe.media.images import read_animation, read_folder

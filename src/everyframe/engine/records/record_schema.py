@@ -2,7 +2,8 @@
 
 A record is untrusted data and is validated as a whole before use. Options that a person must give
 in this call (code to execute, devices, folders, expensive choices) are never taken from it; models
-only if they are listed. `provenance.py` makes records, and requests from records.
+only if they are listed. `provenance.py` makes records, `recorded_request.py` makes requests from
+them.
 """
 
 from __future__ import annotations
