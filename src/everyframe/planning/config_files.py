@@ -303,7 +303,7 @@ def _options(file: ConfigFile, model: str, table: Mapping[str, Any]) -> dict[str
             )
         values = own.setdefault(owner, {})
         if name in values:
-            raise InputError(f"{where}: {name} is there twice")
+            raise InputError(f"{where}: {name} is set twice")
         values[name] = value
     found = {}
     for owner, values in own.items():

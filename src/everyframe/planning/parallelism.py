@@ -263,7 +263,7 @@ def _instead(model: ModelSpec, settings: Settings, count: int) -> str:
     """The possible parallel configs on that many devices, for one video or several."""
     right = [f"sequence={count}"] if _backends_of(model) else []
     if count > 1 and _num_branches(model, settings) > 1:
-        right.append("cfg=2, which parts any number of devices in two")
+        right.append("cfg=2, which splits any number of devices in two")
     return " or ".join(right or ["data=N with --num-videos"])
 
 
