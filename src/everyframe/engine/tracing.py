@@ -86,7 +86,7 @@ def record(
 
 
 @contextmanager
-def recording(what: Any, path: AnyPath, *, full: Sequence[str] = ()) -> Iterator[None]:
+def recording(what: Any, path: AnyPath, *, full: Sequence[str]) -> Iterator[None]:
     """Context: trace every call of these modules, and write the trace at the end.
 
     `what` is a module (its component is named ``model``), a mapping of modules by name, or a

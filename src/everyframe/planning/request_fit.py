@@ -68,7 +68,7 @@ class Target:
 
 
 def usable_devices(
-    request: Request, facts: MachineFacts, joined: Sequence[DeviceFacts] | None = None
+    request: Request, facts: MachineFacts, joined: Sequence[DeviceFacts] | None
 ) -> tuple[DeviceFacts, ...]:
     """The devices of a request with the memory that may be used.
 

@@ -79,7 +79,7 @@ class FastPathOptions:
     force: bool = False
 
 
-def pins_of(request: Request, device: DeviceFacts, *, is_here: bool = True) -> FastPathOptions:
+def pins_of(request: Request, device: DeviceFacts, *, is_here: bool) -> FastPathOptions:
     """Fast-path options of a request for that device, of this machine or (not `is_here`) another.
 
     Raises:
