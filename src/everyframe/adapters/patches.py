@@ -25,7 +25,6 @@ from everyframe.adapters.key_schemes import (
     MayLack,
     Prefix,
 )
-from everyframe.adapters.known_models import identify
 from everyframe.adapters.lora_file import (
     LoraFile,
     ModuleChange,
@@ -33,6 +32,7 @@ from everyframe.adapters.lora_file import (
     join_problems,
     read_lora,
 )
+from everyframe.adapters.model_signatures import identify
 from everyframe.adapters.weight_changes import WeightChange
 from everyframe.adapters.weight_sites import Shape, Target, WeightSites
 from everyframe.checkpoints.folder import listing
