@@ -175,7 +175,7 @@ def join_plan(
             "this process is to do it alone; unset EVERYFRAME_IN_PROCESS, or give one device"
         )
     world, mine = peers.world, division.ranks[peers.rank]
-    check_equal_on_ranks(world, _facts(plan, record), "plan")
+    check_equal_on_ranks(world, _shared_facts(plan, record), "plan")
     plan = from_jsonable(world.broadcast_object(to_jsonable(plan), 0, "the plan is broadcast"))
     world.weights = division.speeds
     video_group, branch_group, weights_group = _make_groups(world, plan, division, model)
@@ -195,7 +195,7 @@ def join_plan(
     leads = [working.index(group[0]) for group in division.groups if group[0] in working]
     sources = tuple(rank for rank in leads if rank) if peers.gathers else ()
     own_videos = videos[mine.group] if mine.is_active else []
-    return RankContext(_on(plan, mine.device), parallel, own_videos, mine.group, sources)
+    return RankContext(_on_device(plan, mine.device), parallel, own_videos, mine.group, sources)
 
 
 def _make_groups(
@@ -226,7 +226,7 @@ def _videos_of_groups(plan: Plan, division: ParallelPlan, skip: Collection[int])
     ]
 
 
-def _on(plan: Plan, device: str) -> Plan:
+def _on_device(plan: Plan, device: str) -> Plan:
     """The same plan on another device of the same kind.
 
     Only the device index changes. Everything derived from device facts, such as the precision of a
@@ -237,7 +237,7 @@ def _on(plan: Plan, device: str) -> Plan:
     return replace(plan, device=replace(plan.device, index=index), components=components)
 
 
-def _facts(plan: Plan, record: dict[str, Any]) -> dict[str, Any]:
+def _shared_facts(plan: Plan, record: dict[str, Any]) -> dict[str, Any]:
     """The parts of a plan that must be equal on all ranks, as plain data."""
     facts = {f"version of {name}": text for name, text in record["versions"].items()}
     facts["version of everyframe"] = record["everyframe"]

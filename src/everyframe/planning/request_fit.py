@@ -31,7 +31,7 @@ from everyframe.planning.load_balancing import (
     with_weights,
 )
 from everyframe.planning.memory.component_memory import ComponentPlanner
-from everyframe.planning.memory.memory_fit import MemoryFit, within
+from everyframe.planning.memory.memory_fit import MemoryFit, with_memory_limit
 from everyframe.planning.output_size import with_output_size
 from everyframe.planning.parallelism import (
     AVOIDED,
@@ -85,7 +85,7 @@ def usable_devices(
     for device in devices:
         check_asked(device, DTYPES[request.dtype], force=request.force)
     most = _asked_bytes(request, "max_memory")
-    return tuple(within(device, most) for device in devices)
+    return tuple(with_memory_limit(device, most) for device in devices)
 
 
 def make_chooser(request: Request, target: Target) -> FastPathChooser:
@@ -200,9 +200,9 @@ class RequestFit:
 
     def _memory_fit(self, products: str) -> MemoryFit:
         request, device, facts = self.request, self.target.device, self.target.facts
-        host = within(facts.cpu, _asked_bytes(request, "max_host_memory"))
+        host = with_memory_limit(facts.cpu, _asked_bytes(request, "max_host_memory"))
         if device.kind == "cpu":  # both limits are of the same memory
-            device = within(device, host.free_memory)
+            device = with_memory_limit(device, host.free_memory)
         chosen = QuantizationChoice(products) if products else quantization_choice(request, device)
         return MemoryFit(
             ComponentPlanner(

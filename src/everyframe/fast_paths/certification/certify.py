@@ -86,7 +86,7 @@ def certify(
             untried[culprit.name] = f"the process that tried it was ended by {ended.signal}"
         elif culprit is not None and not ended.is_well:
             left.remove(culprit)
-            made.append(_certificate(subject, culprit, error_text=_how(ended, grace)))
+            made.append(_certificate(subject, culprit, error_text=_describe_end(ended, grace)))
         elif not trial.ended:
             why = f"no process could be made to try it ({ended})"
             untried |= {path.name: why for path in left}
@@ -139,7 +139,7 @@ def _run_trials(
     return _TrialLog(results, running, spent), ended
 
 
-def _how(ended: ProcessResult, grace: float) -> str:
+def _describe_end(ended: ProcessResult, grace: float) -> str:
     if ended.signal is None and ended.error == "ended with exit code 1":
         return f"did not end, {grace:.0f} s after its time was over"
     return str(ended)

@@ -391,7 +391,7 @@ def _in_order(
     return tuple(runs[each] for each in order if each in runs)
 
 
-def within(device: DeviceFacts, most: int | None) -> DeviceFacts:
+def with_memory_limit(device: DeviceFacts, most: int | None) -> DeviceFacts:
     """The device with its free memory limited to what may be used."""
     if most is None or most >= device.free_memory:
         return device

@@ -163,7 +163,7 @@ class BlockOffload:
                 self._bytes += size
             following = self._ahead.following(self._names[part])
             if following is not None:
-                self._ahead.send_for(following, self._of(following))
+                self._ahead.send_for(following, self._parameters_of(following))
             self.most_bytes = max(self.most_bytes, self._bytes + self._ahead.num_bytes)
 
         def go(*_: object) -> None:
@@ -177,7 +177,7 @@ class BlockOffload:
         self._handles.append(part.register_forward_pre_hook(come, prepend=True))
         self._handles.append(part.register_forward_hook(go, always_call=True))
 
-    def _of(self, part: str) -> dict[str, nn.Parameter]:
+    def _parameters_of(self, part: str) -> dict[str, nn.Parameter]:
         """The offloaded parameters of that submodule, by name."""
         module = next((each for each, name in self._names.items() if name == part), None)
         if module is None:
