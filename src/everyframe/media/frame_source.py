@@ -42,14 +42,14 @@ class FrameSource:
         read: returns a new iterator over the frames.
         is_still: a single picture, which may stand for every frame.
         fps: None if the source has no rate.
-        sound: returns the audio of so many seconds from the first frame, or None.
+        audio: returns the audio of so many seconds from the first frame, or None.
     """
 
     name: str
     read: Callable[[], Iterator[Frames]]
     is_still: bool = False
     fps: Fraction | None = None
-    sound: Callable[[float], Audio | None] = lambda seconds: None
+    audio: Callable[[float], Audio | None] = lambda seconds: None
 
 
 @dataclass(frozen=True)
@@ -146,10 +146,10 @@ def _of_path(path: Path, what: str, under: Background) -> FrameSource:
         frames, fps = read_animation(path)
         return FrameSource(path.name, lambda: iter(frames), fps=fps)
     # Loaded here: pictures need no FFmpeg.
-    from everyframe.media.mp4 import frame_rate, iter_frames, read_sound
+    from everyframe.media.mp4 import frame_rate, iter_frames, read_audio
 
     return FrameSource(
-        path.name, lambda: iter_frames(path), fps=frame_rate(path), sound=partial(read_sound, path)
+        path.name, lambda: iter_frames(path), fps=frame_rate(path), audio=partial(read_audio, path)
     )
 
 
