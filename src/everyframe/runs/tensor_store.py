@@ -23,7 +23,7 @@ from torch import Tensor
 
 from everyframe.core.errors import CorruptRunError
 from everyframe.core.paths import replace_file
-from everyframe.runs.atomic_write import checksum
+from everyframe.runs.checksummed_json import checksum
 
 _ENDING = ".safetensors"
 #: Name of the only tensor in a file.

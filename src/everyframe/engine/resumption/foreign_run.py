@@ -30,7 +30,7 @@ from everyframe.engine.records.record_schema import (
     own_parameters,
 )
 from everyframe.engine.records.recorded_request import threads_to_repeat
-from everyframe.runs.atomic_write import UNREADABLE
+from everyframe.runs.checksummed_json import UNREADABLE
 from everyframe.runs.folder import RunFolder
 
 _Given = ParamSpec("_Given")
