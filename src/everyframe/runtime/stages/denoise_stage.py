@@ -249,7 +249,7 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
             unsharded = patch.unsharded if patch.group.size > 1 else None
             guard = self.context.guard(self.name, modules, unsharded)
             for number, video in enumerate(videos):
-                if video.step < num_steps:  # else done before the run was interrupted
+                if video.step != num_steps:  # else done before the run was interrupted
                     before = number * num_steps
                     yield from self._denoise(video, modules, guard, previewer, before, total)
         for video in videos:
