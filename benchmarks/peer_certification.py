@@ -57,7 +57,7 @@ def certified_paths(
         path
         for path in for_device(device)
         if path.group not in ("precision", "compile", "constants") and path.closeness != "lossy"
-        and path.name not in off and run.has_place(path.name, is_quantised=False)
+        and path.name not in off and run.has_place(path.name, is_quantized=False)
     ]  # fmt: skip
     result = certify(target, paths, seconds)
     gains = {each.what: each.gain or 0.0 for each in result.certificates

@@ -53,7 +53,7 @@ from everyframe.planning.component_precision import ERRORS
 from everyframe.precision import cast_hooks
 from everyframe.precision.dtypes import torch_dtype
 from everyframe.precision.islands import weight_bytes
-from everyframe.precision.quantization import QuantisedLinear, layers, quantise, rows, swap
+from everyframe.precision.quantization import QuantizedLinear, layers, quantize, rows, swap
 from everyframe.runtime.components.meta_init import build_on_meta
 from everyframe.runtime.loading import load_component
 from everyframe.runtime.memory.offload import resident_bytes
@@ -140,8 +140,8 @@ def rounding_error(
         nn.init.normal_(linear.weight, std=0.02, generator=torch.Generator().manual_seed(0))
     plain = run() - x
     for name, linear in found.items():
-        values, scale = quantise(linear.weight, precision.weight_dtype, torch.device("cpu"))
-        layer = QuantisedLinear(
+        values, scale = quantize(linear.weight, precision.weight_dtype, torch.device("cpu"))
+        layer = QuantizedLinear(
             precision.weight_dtype, values, scale.to(linear.weight.dtype), linear.bias
         )
         swap(one, name, layer)

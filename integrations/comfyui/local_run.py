@@ -156,8 +156,8 @@ def _as_made(video: Any) -> GeneratedVideo:
     file = new_file()
     video.save(file, sidecar=False)
     audio = None
-    if video.sound is not None:
-        waveform = torch.from_numpy(video.sound.samples)[None]
-        audio = {"waveform": waveform, "sample_rate": video.sound.rate}
+    if video.audio is not None:
+        waveform = torch.from_numpy(video.audio.samples)[None]
+        audio = {"waveform": waveform, "sample_rate": video.audio.rate}
     frames = torch.from_numpy(video.frames)
     return GeneratedVideo(frames, audio, float(video.fps), file, json.dumps(video.record))

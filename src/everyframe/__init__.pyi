@@ -290,7 +290,7 @@ def generate(
         variant: Which stored precision of the weights to load if a model has several, such as
             fp16. For models of svd, pipeline.
         source: Video, folder of frames or picture to change: inpainting repaints its masked
-            part, a diffusers pipeline has it as its parameter video. For models of inpaint,
+            part; a diffusers pipeline gets it as its parameter video. For models of inpaint,
             pipeline.
         mask: What to repaint: white in an image, folder or video of the source's size, or a box
             LEFT,TOP,RIGHT,BOTTOM in pixels. For models of inpaint.
@@ -299,8 +299,8 @@ def generate(
         control: What the ControlNet sees: an image, folder or video, or canny or inpaint, which
             are made from the source; with commas for several ControlNets. For models of
             inpaint.
-        strength: How much what is made may differ from the source; 1 ignores it, as inpainting
-            does by default (> 0, ≤ 1). For models of inpaint, pipeline.
+        strength: How far the result may differ from the source; 1, the default of inpainting,
+            ignores the source (> 0, ≤ 1). For models of inpaint, pipeline.
         controlnet_conditioning_scale: How strongly the ControlNet steers; with commas for
             several. For models of inpaint.
         control_guidance_start: Share of the steps after which the ControlNet begins to steer.
@@ -308,9 +308,9 @@ def generate(
         control_guidance_end: Share of the steps after which it stops. For models of inpaint.
         guess_mode: Apply the ControlNet to the prompt's branch of guidance only. For models of
             inpaint.
-        canny_low: Weaker threshold of canny, 100 if not given: edges that hang on stronger ones
-            (≥ 0, ≤ 10000). For models of inpaint.
-        canny_high: Stronger threshold of canny, 200 if not given: edges of their own (≥ 0, ≤
+        canny_low: Lower threshold of canny, 100 by default: edges above it that touch a strong
+            edge (≥ 0, ≤ 10000). For models of inpaint.
+        canny_high: Upper threshold of canny, 200 by default: edges above it are strong (≥ 0, ≤
             10000). For models of inpaint.
         frames_at_once: Frames denoised and decoded together; more need more memory (> 0, ≤
             1000). For models of inpaint.
@@ -558,7 +558,7 @@ def plan(
         variant: Which stored precision of the weights to load if a model has several, such as
             fp16. For models of svd, pipeline.
         source: Video, folder of frames or picture to change: inpainting repaints its masked
-            part, a diffusers pipeline has it as its parameter video. For models of inpaint,
+            part; a diffusers pipeline gets it as its parameter video. For models of inpaint,
             pipeline.
         mask: What to repaint: white in an image, folder or video of the source's size, or a box
             LEFT,TOP,RIGHT,BOTTOM in pixels. For models of inpaint.
@@ -567,8 +567,8 @@ def plan(
         control: What the ControlNet sees: an image, folder or video, or canny or inpaint, which
             are made from the source; with commas for several ControlNets. For models of
             inpaint.
-        strength: How much what is made may differ from the source; 1 ignores it, as inpainting
-            does by default (> 0, ≤ 1). For models of inpaint, pipeline.
+        strength: How far the result may differ from the source; 1, the default of inpainting,
+            ignores the source (> 0, ≤ 1). For models of inpaint, pipeline.
         controlnet_conditioning_scale: How strongly the ControlNet steers; with commas for
             several. For models of inpaint.
         control_guidance_start: Share of the steps after which the ControlNet begins to steer.
@@ -576,9 +576,9 @@ def plan(
         control_guidance_end: Share of the steps after which it stops. For models of inpaint.
         guess_mode: Apply the ControlNet to the prompt's branch of guidance only. For models of
             inpaint.
-        canny_low: Weaker threshold of canny, 100 if not given: edges that hang on stronger ones
-            (≥ 0, ≤ 10000). For models of inpaint.
-        canny_high: Stronger threshold of canny, 200 if not given: edges of their own (≥ 0, ≤
+        canny_low: Lower threshold of canny, 100 by default: edges above it that touch a strong
+            edge (≥ 0, ≤ 10000). For models of inpaint.
+        canny_high: Upper threshold of canny, 200 by default: edges above it are strong (≥ 0, ≤
             10000). For models of inpaint.
         frames_at_once: Frames denoised and decoded together; more need more memory (> 0, ≤
             1000). For models of inpaint.
@@ -785,10 +785,10 @@ def run(
             times. A video, picture or .npy of numbers is named by its file. For models of
             pipeline.
         source: Video, folder of frames or picture to change: inpainting repaints its masked
-            part, a diffusers pipeline has it as its parameter video. For models of inpaint,
+            part; a diffusers pipeline gets it as its parameter video. For models of inpaint,
             pipeline.
-        strength: How much what is made may differ from the source; 1 ignores it, as inpainting
-            does by default (> 0, ≤ 1). For models of inpaint, pipeline.
+        strength: How far the result may differ from the source; 1, the default of inpainting,
+            ignores the source (> 0, ≤ 1). For models of inpaint, pipeline.
         fit: Fit given images and videos to the video's size: crop, pad or stretch; by default
             our own models crop, and a diffusers pipeline gets them unchanged. For models of
             svd, inpaint, pipeline.

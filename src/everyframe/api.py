@@ -22,7 +22,7 @@ from everyframe.engine import run as engine
 from everyframe.engine import tracing
 from everyframe.engine.generate_call import GenerateCall, check_output
 from everyframe.engine.records.comparison import compare_with
-from everyframe.engine.records.provenance import record_in, request_from, threads_to_repeat
+from everyframe.engine.records.recorded_request import record_in, request_from, threads_to_repeat
 from everyframe.engine.results import EventDelivery, OnEvent, Output, collect_videos
 from everyframe.engine.resumption.foreign_run import check_named
 from everyframe.engine.resumption.interrupted_run import load_run

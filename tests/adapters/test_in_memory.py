@@ -142,7 +142,7 @@ def test_a_stream_that_is_closed_puts_it_back(
     assert is_as_before(pipe, before)
 
 
-def test_what_is_not_in_memory_or_quantised_is_refused(
+def test_what_is_not_in_memory_or_quantized_is_refused(
     pipe_of: Callable[[str], Any], tmp_path: Path
 ) -> None:
     pipe = deepcopy(pipe_of("ltx"))
@@ -153,7 +153,7 @@ def test_what_is_not_in_memory_or_quantised_is_refused(
     pipe = deepcopy(pipe_of("ltx"))
     bits = torch.zeros_like(pipe.transformer.proj_in.weight, dtype=torch.int8)
     pipe.transformer.proj_in.weight = torch.nn.Parameter(bits, requires_grad=False)
-    with pytest.raises(InputError, match=r"proj_in.weight of the transformer is quantised"):
+    with pytest.raises(InputError, match=r"proj_in.weight of the transformer is quantized"):
         frames(pipe, "ltx", loras=str(tmp_path / "one.safetensors"))
 
     class Packed(torch.Tensor):
@@ -162,7 +162,7 @@ def test_what_is_not_in_memory_or_quantised_is_refused(
     rows, columns = bits.shape
     packed = torch.zeros(rows, columns + 2, dtype=torch.uint8).as_subclass(Packed)
     pipe.transformer.proj_in.weight = torch.nn.Parameter(packed, requires_grad=False)
-    with pytest.raises(InputError, match=r"proj_in.weight .* is quantised \(Packed, torch.uint8\)"):
+    with pytest.raises(InputError, match=r"proj_in.weight .* is quantized \(Packed, torch.uint8\)"):
         frames(pipe, "ltx", loras=str(tmp_path / "one.safetensors"))
 
 

@@ -254,7 +254,7 @@ def test_the_file_of_a_record_must_be_the_same(model: Path, lora: Path, tmp_path
     ],
 )  # fmt: skip
 def test_a_record_reads_no_path(planted: Any, model: Path, lora: Path) -> None:
-    from everyframe.engine.records.provenance import request_from
+    from everyframe.engine.records.recorded_request import request_from
 
     record = json.loads(json.dumps(generate(model, loras=str(lora)).record))
     record["request"]["loras"] = planted

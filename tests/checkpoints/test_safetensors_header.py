@@ -80,7 +80,7 @@ FOREIGN: dict[str, tuple[bytes, str]] = {
     "noise": (bytes(range(200, 255)), "not a safetensors file"),
     "no json": ((20).to_bytes(8, "little") + b"{" + b"x" * 30, "header is broken"),
     "cut header": ((500).to_bytes(8, "little") + b'{"a":', "is truncated"),
-    "twice": ((13).to_bytes(8, "little") + b'{"a":1,"a":2}', "'a' stands there twice"),
+    "twice": ((13).to_bytes(8, "little") + b'{"a":1,"a":2}', "'a' is listed twice"),
 }
 
 
@@ -145,5 +145,5 @@ def test_a_name_that_stands_there_twice_is_found_among_many(tmp_path: Path) -> N
     raw = f"{{{pairs}}}".encode()
     path = tmp_path / "model.safetensors"
     path.write_bytes(len(raw).to_bytes(8, "little") + raw)
-    with pytest.raises(CheckpointError, match="'99999' stands there twice"):
+    with pytest.raises(CheckpointError, match="'99999' is listed twice"):
         read_header(path)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from everyframe.cli.main import main
-from everyframe.runs.atomic_write import write_json
+from everyframe.runs.checksummed_json import write_json
 from everyframe.runs.folder import all_runs
 from helpers.interrupted_runs import cut
 

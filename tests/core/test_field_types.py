@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -26,6 +26,7 @@ class Outer:
     table: Mapping[str, float] | None = None
     row: Sequence[int] = (1, 2)
     is_on: bool = False
+    mode: Literal["a", "b"] = "a"
     whatever: Any = None
 
 
@@ -47,6 +48,8 @@ class Outer:
         ({"table": {1: 1.0}}, "table[0]"),
         ({"row": (1, None)}, "row[1]"),
         ({"is_on": 1}, "is_on"),
+        ({"mode": "b"}, None),
+        ({"mode": "c"}, "mode"),
     ],
 )
 def test_the_place_of_another_type_is_named(change: dict[str, Any], place: str | None) -> None:

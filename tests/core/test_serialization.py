@@ -49,7 +49,7 @@ def test_what_is_bulky_is_put_away_and_brought() -> None:
 
     plain = json.loads(json.dumps(to_jsonable([bytearray(b"x")], keep)))
     assert from_jsonable(plain, lambda kept: away[kept["place"]]) == [bytearray(b"x")]
-    with pytest.raises(CorruptRunError, match="nothing that was put away"):
+    with pytest.raises(CorruptRunError, match="no tensors were saved"):
         from_jsonable(plain)
 
 

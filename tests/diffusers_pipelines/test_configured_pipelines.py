@@ -18,7 +18,7 @@ from torch import nn
 
 import everyframe
 from everyframe.core.errors import NumericsError
-from everyframe.precision.quantization import QuantisedLinear
+from everyframe.precision.quantization import QuantizedLinear
 from helpers.pipeline_calls import ours, theirs
 from helpers.tiny_checkpoints import diffusers as tiny_diffusers
 from helpers.tiny_checkpoints.diffusers.cases import CASES, Clip
@@ -103,7 +103,7 @@ def test_layers_that_are_loaded_in_float32_stay_so(tiny_models: Callable[[str], 
     kept = {name for name, each in layers.items() if type(each) is nn.Linear}
     assert kept
     assert all(name.endswith(".wo") for name in kept)
-    assert any(isinstance(each, QuantisedLinear) for each in layers.values())
+    assert any(isinstance(each, QuantizedLinear) for each in layers.values())
     assert np.array_equal(ours(pipe, "ltx"), theirs(pipe, "ltx"))
 
 
@@ -122,7 +122,7 @@ def test_the_projection_of_an_ip_adapter_stays_wide() -> None:
     unet.encoder_hid_proj = ImageProjection(8, 8, 1)
     unet.to_q = nn.Linear(8, 8)
     everyframe.quantize(unet)
-    assert isinstance(unet.to_q, QuantisedLinear)
+    assert isinstance(unet.to_q, QuantizedLinear)
     assert unet.encoder_hid_proj(torch.randn(1, 8)).isfinite().all()
 
 
@@ -132,7 +132,7 @@ def check_rounded(pipe: Any, kind: str) -> None:
     everyframe.quantize(pipe, kind)
     for name in ("transformer", "transformer_2"):
         for place, layer in getattr(pipe, name).named_modules():
-            if isinstance(layer, QuantisedLinear):
+            if isinstance(layer, QuantizedLinear):
                 getattr(rounded, name).get_submodule(place).weight.data = layer.wide()
     assert np.array_equal(theirs(pipe, "wan"), theirs(rounded, "wan"))
     assert np.array_equal(ours(pipe, "wan"), theirs(rounded, "wan"))
@@ -154,7 +154,7 @@ def test_layers_that_hooks_know_are_not_replaced(how: str, wan: Any, tmp_path: P
 
 
 class Packed(torch.Tensor):
-    """A weight of a quantiser, as torchao's: it can be multiplied, and little else."""
+    """A weight of a quantizer, as torchao's: it can be multiplied, and little else."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -165,13 +165,13 @@ class Packed(torch.Tensor):
 
 
 def test_values_beyond_float16_are_told_of_weights_that_cannot_be_wider(wan: Any) -> None:
-    """A repair of them ended in an error of the quantiser's own."""
+    """A repair of them ended in an error of the quantizer's own."""
     wan.to(torch.float16)
     layer = wan.transformer.blocks[0].ffn.net[0].proj
     with torch.no_grad():
         weight = layer.weight * (6e4 / layer.weight.abs().max())
     layer.weight = nn.Parameter(weight.as_subclass(Packed), requires_grad=False)
-    with pytest.raises(NumericsError, match=r"step 1 .* are quantised \(Packed\); load it without"):
+    with pytest.raises(NumericsError, match=r"step 1 .* are quantized \(Packed\); load it without"):
         ours(wan, "wan")
 
 

@@ -243,9 +243,9 @@ REFUSED = {
         lambda root: edit(root / "model_index.json", vae=[None, None]),
         "lacks what a CogVideoXPipeline can't do without: vae",
     ),
-    "quantised": (
+    "quantized": (
         lambda root: edit(root / "vae" / "config.json", quantization_config={"a": 1}),
-        "its vae is quantised",
+        "its vae is quantized",
     ),
     "a tensor less": (without_a_tensor, "its transformer lacks 1 tensors?: proj_out.bias"),
     "a tensor more": (

@@ -16,7 +16,7 @@ import everyframe
 from everyframe.checkpoints.tensor_file import open_checkpoint
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Precision
-from everyframe.precision.quantization import layers, quantise
+from everyframe.precision.quantization import layers, quantize
 from helpers.components import originals, stored
 from helpers.loras import files as lora_files
 from helpers.loras.files import as_lora, factors_for
@@ -45,7 +45,7 @@ def rounded(module: nn.Module, islands: tuple[str, ...], kind: str) -> None:
     """The weights that eight bits stand for, in the module's own layers."""
     precision = Precision("float32", "float32", islands, kind)
     for layer in layers(module, precision).values():
-        codes, scales = quantise(layer.weight.detach(), kind, torch.device("cpu"))
+        codes, scales = quantize(layer.weight.detach(), kind, torch.device("cpu"))
         wide = codes if kind == "int8" else codes.view(torch.float8_e4m3fn)
         layer.weight.data = wide.float() * scales
 

@@ -18,7 +18,7 @@ from everyframe.core.errors import InputError, MissingPackageError
 from everyframe.core.plan import Plan, Precision
 from everyframe.fast_paths.registry import CATALOGUE
 from everyframe.precision import quantized_products
-from everyframe.precision.quantization import layers, quantise_layers
+from everyframe.precision.quantization import layers, quantize_layers
 from everyframe.runtime.components import component_observers
 from helpers.planted_products import KIND, certify_as
 from helpers.tiny_checkpoints import families as tiny_families
@@ -137,7 +137,7 @@ def test_a_layer_is_torchao_s(size: tuple[int, int]) -> None:
     torch.manual_seed(0)
     ours, theirs = nn.Sequential(nn.Linear(*size)), nn.Sequential(nn.Linear(*size))
     theirs.load_state_dict(ours.state_dict())
-    quantise_layers(ours, Precision("float32", "float32", weight_dtype=KIND))
+    quantize_layers(ours, Precision("float32", "float32", weight_dtype=KIND))
     quantize_(theirs, Int8DynamicActivationInt8WeightConfig())
     x = torch.randn(2, 7, size[0])
     with torch.no_grad():

@@ -21,7 +21,7 @@ from everyframe.diffusers_pipelines.files.checkpoint import is_library
 from everyframe.engine.run import stream
 from everyframe.engine.workers.launcher import run_in_workers
 from everyframe.engine.workers.worker_process import WorkerJob
-from everyframe.runs.atomic_write import read_json, write_json
+from everyframe.runs.checksummed_json import read_json, write_json
 from everyframe.runs.folder import RunFolder, all_runs
 from everyframe.runs.run_state import EVERY_STEP, SaveOptions
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines

@@ -10,7 +10,7 @@ import pytest
 import everyframe
 from everyframe.core.events import Note, Planned, VideoDone
 from everyframe.engine import run
-from everyframe.engine.records.provenance import request_from
+from everyframe.engine.records.recorded_request import request_from
 from everyframe.ops.attention import AttentionCore
 
 ASKED: dict[str, Any] = {

@@ -24,7 +24,7 @@ from everyframe.core.events import Event, Repaired, VideoDone
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, Plan, Precision, Settings
 from everyframe.core.request import Request
-from everyframe.engine.records.provenance import differences
+from everyframe.engine.records.comparison import differences
 from everyframe.planning.resolve import prepare
 from everyframe.runtime.interface import ConditioningFrames, MemorySaving
 from everyframe.runtime.memory.oom_fallback import OomFallbacks

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import everyframe
 from everyframe.core.plan import ComponentPlan
 from everyframe.planning.resolve import prepare
-from everyframe.precision.quantization import QuantisedLinear, quantise, rows
+from everyframe.precision.quantization import QuantizedLinear, quantize, rows
 from helpers.tiny_checkpoints import inpaint as tiny_inpaint
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 from helpers.tiny_checkpoints import svd as tiny_svd
@@ -76,8 +76,8 @@ def _round(file: Path, names: set[str], kind: str) -> None:
     assert names
     assert names <= tensors.keys()
     for name in names:
-        values, scale = quantise(tensors[name], kind, torch.device("cpu"))
-        tensors[name] = QuantisedLinear(kind, values, scale, None).wide()
+        values, scale = quantize(tensors[name], kind, torch.device("cpu"))
+        tensors[name] = QuantizedLinear(kind, values, scale, None).wide()
     save_file(tensors, file)
 
 

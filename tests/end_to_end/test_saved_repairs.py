@@ -59,7 +59,7 @@ def run(folder: Path, **more: Any) -> Run:
 
 def again(run: Run, folder: Path) -> Run:
     """From its record."""
-    from everyframe.engine.records.provenance import request_from
+    from everyframe.engine.records.recorded_request import request_from
 
     request = request_from(run.done.record, {"model": str(folder), "force": True})
     return Run(list(everyframe.stream(request)))
@@ -142,7 +142,7 @@ def test_the_command_line_says_and_forgets(
 
 
 def test_a_record_of_another_model_is_refused(folder: Path) -> None:
-    from everyframe.engine.records.provenance import request_from
+    from everyframe.engine.records.recorded_request import request_from
 
     record = run(folder).done.record
     part = record["plan"]["components"][1]

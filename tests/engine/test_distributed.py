@@ -242,10 +242,10 @@ def test_other_noise_on_one_rank_is_seen(ranks: Group, model: str) -> None:
 
 
 def _other_plan(group: Communicator) -> Any:
-    kept = engine_ranks._facts
+    kept = engine_ranks._shared_facts
     if group.rank == 1:
-        engine_ranks._facts = lambda *given: {**kept(*given), "version of torch": "1.13"}
-    return lambda: setattr(engine_ranks, "_facts", kept)
+        engine_ranks._shared_facts = lambda *given: {**kept(*given), "version of torch": "1.13"}
+    return lambda: setattr(engine_ranks, "_shared_facts", kept)
 
 
 def test_ranks_with_other_versions_are_told_at_the_start(ranks: Group, model: str) -> None:

@@ -23,7 +23,7 @@ from everyframe.core.errors import EveryframeError, InputError
 from everyframe.core.events import ComponentLoaded, Event, RunSaved, Step
 from everyframe.core.request import Request
 from everyframe.engine.workers import warm_workers
-from everyframe.runtime.components.component_cache import WarmComponents
+from everyframe.runtime.components.component_cache import CachedComponents
 from everyframe.runtime.components.component_state import ComponentState
 from helpers.loras import files as lora_files
 from helpers.loras.files import as_lora, factors_for
@@ -51,13 +51,13 @@ def quiet() -> Iterator[None]:
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts components that are read from their files for an engine."""
-    counted, load = [0], WarmComponents._loaded
+    counted, load = [0], CachedComponents._loaded
 
-    def counting(self: WarmComponents, *given: Any) -> Any:
+    def counting(self: CachedComponents, *given: Any) -> Any:
         counted[0] += 1
         return load(self, *given)
 
-    monkeypatch.setattr(WarmComponents, "_loaded", counting)
+    monkeypatch.setattr(CachedComponents, "_loaded", counting)
     return counted
 
 
@@ -246,9 +246,9 @@ def test_a_leftover_is_caught(
     name: str, is_caught: bool, tiny_models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, asked = tiny_models("opensora-1.2"), tiny_families.asked("opensora-1.2")
-    give_back = WarmComponents.give_back
+    give_back = CachedComponents.give_back
 
-    def plant(self: WarmComponents) -> None:
+    def plant(self: CachedComponents) -> None:
         for component, (_, entry) in self._lent.items():
             if component == "denoiser":
                 PLANTED[name](entry.module)
@@ -256,11 +256,11 @@ def test_a_leftover_is_caught(
 
     with everyframe.load(folder) as engine:
         check(engine, folder, [asked])
-        monkeypatch.setattr(WarmComponents, "give_back", plant)
+        monkeypatch.setattr(CachedComponents, "give_back", plant)
         if not is_caught:
             monkeypatch.setattr(ComponentState, "restore", lambda self: "")
         engine.generate(**asked, run_dir="off")
-        monkeypatch.setattr(WarmComponents, "give_back", give_back)
+        monkeypatch.setattr(CachedComponents, "give_back", give_back)
         made = frames(engine.generate(**asked, output="float", run_dir="off"))
     expected = frames(
         everyframe.generate(model=str(folder), **asked, output="float", run_dir="off")

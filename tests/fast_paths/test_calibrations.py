@@ -58,9 +58,9 @@ def test_a_method_whose_milder_one_fails_holds_by_luck() -> None:
 def products(**by_method: object) -> Calibration:
     """A calibration of an int8 product alone (`exact`) and with methods."""
     named = {name.replace("_", "@"): each for name, each in by_method.items()}
-    quantised = {f"{name.removesuffix('q')}+int8-dynamic": named.pop(name)
+    quantized = {f"{name.removesuffix('q')}+int8-dynamic": named.pop(name)
                  for name in [*named] if name.endswith("q")}  # fmt: skip
-    return replace(calibration(), measured={**named, **quantised})
+    return replace(calibration(), measured={**named, **quantized})
 
 
 def test_products_in_eight_bits_are_chosen_where_they_are_measured_together() -> None:

@@ -60,11 +60,16 @@ def test_a_damaged_file_is_as_none(damage: bytes) -> None:
     assert certificates.find("device", "plan") == {"attention-flash": MADE}
 
 
-def test_one_wrong_entry_does_not_hide_the_others() -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [{"verdict": "splendid"}, {"gain": "1"}, {"packages": [1]}, {"reason": None}, {"later": 1}],
+    ids=str,
+)
+def test_one_wrong_entry_does_not_hide_the_others(wrong: dict[str, object]) -> None:
     certificates.keep([MADE])
     (file,) = (certificates.folder() / "device").iterdir()
     whole = json.loads(file.read_text())
-    whole["certificates"].append({**asdict(MADE), "what": "compile", "verdict": "splendid"})
+    whole["certificates"].append({**asdict(MADE), "what": "compile", **wrong})
     file.write_text(json.dumps(whole))
     assert list(certificates.find("device", "plan")) == ["attention-flash"]
 

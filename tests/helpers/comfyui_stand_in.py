@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from everyframe.media.mp4 import read_sound
+from everyframe.media.mp4 import read_audio
 from everyframe.media.video import Video
 
 PACK = Path(__file__).parents[2] / "integrations" / "comfyui"
@@ -128,7 +128,7 @@ class VideoFromFile:
 
     def get_components(self) -> VideoComponents:
         video = Video.load(self.file)
-        sound = read_sound(Path(self.file), video.seconds)
+        sound = read_audio(Path(self.file), video.seconds)
         audio = sound and {"waveform": torch.from_numpy(sound.samples)[None],
                            "sample_rate": sound.rate}  # fmt: skip
         return VideoComponents(torch.from_numpy(video.frames) / 255, video.fps, audio)

@@ -29,7 +29,7 @@ from everyframe.core.events import Step
 from everyframe.core.request import Request
 from everyframe.engine.run import stream
 from everyframe.families.registry import all_options
-from everyframe.runs.atomic_write import read_json, write_json
+from everyframe.runs.checksummed_json import read_json, write_json
 from everyframe.runs.run_state import EVERY_STEP, SaveOptions
 from helpers.fuzz_values import OUTPUTS, RIGHT, TEXTS, VALUES, changed
 from helpers.tiny_checkpoints import opensora as tiny_opensora

@@ -18,7 +18,7 @@ from everyframe.core.errors import RunStoppedError, WorkerDiedError
 from everyframe.core.events import AudioDecoded, Events, FramesDecoded, Preview
 from everyframe.core.options import facts_of
 from everyframe.core.request import Request
-from everyframe.engine.records.provenance import record_in
+from everyframe.engine.records.recorded_request import record_in
 from everyframe.engine.workers.launcher import IN_PROCESS
 from everyframe.engine.workers.stop_switch import StopSwitch
 from everyframe.engine.workers.worker_process import WorkerJob

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
-from everyframe.engine.records.provenance import record_in
+from everyframe.engine.records.recorded_request import record_in
 from everyframe.engine.workers.launcher import IN_PROCESS
 from helpers.browser_tabs import find_chromium
 from helpers.comfyui_stand_in import PACK

@@ -33,7 +33,9 @@ def heard(path: Path) -> tuple[np.ndarray[Any, Any], int]:
 @pytest.mark.parametrize(("rate", "channels"), [(16000, 2), (24000, 1), (48000, 2), (160, 2)])
 def test_sound_comes_back_from_the_file(tmp_path: Path, rate: int, channels: int) -> None:
     sound = tone(rate, channels, pitch=rate / 40)
-    path = Video(FRAMES, 24, {"a": 1}, sound).save(tmp_path / "clip.mp4")
+    video = Video(FRAMES, 24, {"a": 1}, sound)
+    assert video.sound is video.audio, "its earlier name"
+    path = video.save(tmp_path / "clip.mp4")
     samples, found_rate = heard(path)
     # 160 a second is none of AAC's rates: it is resampled to the lowest.
     assert found_rate == (rate if rate > 160 else 8000)
@@ -61,9 +63,9 @@ def test_other_files_have_no_room_for_it(tmp_path: Path, name: str) -> None:
     Video(FRAMES, 24, {}, tone(16000, 2)).save(path)  # as the docstring of Video says
     with VideoWriter(path, 24) as writer:
         writer.add(FRAMES)
-        assert not writer.holds_sound
+        assert not writer.holds_audio
         with pytest.raises(MediaError, match=r"can't hold sound; an \.mp4 can"):
-            writer.add_sound(tone(16000, 2))
+            writer.add_audio(tone(16000, 2))
 
 
 def test_what_is_no_sound() -> None:

@@ -15,11 +15,11 @@ import pytest
 from PIL import Image
 
 from everyframe.core.errors import InputError, MediaError
-from everyframe.engine.records.provenance import record_in
+from everyframe.engine.records.recorded_request import record_in
 from everyframe.media import limits
 from everyframe.media.frame_source import open_frames
 from everyframe.media.images import read_animation, read_folder
-from everyframe.media.mp4 import iter_frames, read_frames, read_sound
+from everyframe.media.mp4 import iter_frames, read_audio, read_frames
 from everyframe.media.read import read_image, read_video
 from everyframe.media.record import embedded_record, read_record
 from everyframe.media.write import write
@@ -141,7 +141,7 @@ def test_sound_of_hours_in_no_time_is_not_held(tmp_path: Path) -> None:
     path = with_sound(tmp_path / "a.mkv", num_packets=960)
     assert path.stat().st_size < 30_000
     tracemalloc.start()
-    sound = read_sound(path, 2.0)
+    sound = read_audio(path, 2.0)
     assert tracemalloc.get_traced_memory()[1] < 2_000_000
     tracemalloc.stop()
     assert sound is not None
@@ -155,7 +155,7 @@ def test_sound_of_too_many_samples_is_not_allocated(
     path = with_sound(tmp_path / "a.mkv")
     monkeypatch.setattr("everyframe.media.audio.MOST_RATE", most)
     with pytest.raises(MediaError, match=r"the sound of .* too long for its rate"):
-        read_sound(path, seconds)
+        read_audio(path, seconds)
 
 
 def test_a_text_in_a_picture_that_unpacks_to_much(tmp_path: Path) -> None:

@@ -243,14 +243,14 @@ def test_a_file_that_lost_frames_is_noticed(
 ) -> None:
     whole = mp4._copy_with_comment
 
-    def lose_one(source: Path, target: Path, comment: str, sound: object) -> None:
+    def lose_one(source: Path, target: Path, comment: str, audio: object) -> None:
         short = source.with_name("short.mp4")
         encoder = mp4.Mp4Encoder(short, 64, 64, Fraction(24))
         for frame in noise(5):
             encoder.add(frame)
         encoder._container.mux(encoder._stream.encode())
         encoder._container.close()
-        whole(encoder._encoded, target, comment, sound)
+        whole(encoder._encoded, target, comment, audio)
 
     monkeypatch.setattr(mp4, "_copy_with_comment", lose_one)
     with pytest.raises(MediaError, match="holds 5 frames of 64x64 and not 6"):

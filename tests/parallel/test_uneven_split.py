@@ -90,5 +90,5 @@ def test_many_ranks_are_parted_at_once() -> None:
 
 
 def test_fewer_ranks_than_loads_are_refused() -> None:
-    with pytest.raises(InputError, match="1 ranks can't be parted into 2"):
+    with pytest.raises(InputError, match="1 ranks can't be split into 2"):
         group_ranks(1, [1, 1], [1])

@@ -12,7 +12,11 @@ from everyframe.core.facts import DeviceFacts, Throughput
 from everyframe.core.plan import ComponentPlan
 from everyframe.core.request import Request
 from everyframe.hardware.profiles import find_profile, profile_names
-from everyframe.planning.component_precision import QuantizationChoice, check_effect, quantising_of
+from everyframe.planning.component_precision import (
+    QuantizationChoice,
+    check_effect,
+    quantization_choice,
+)
 from everyframe.planning.dry_runs import stage_plan
 from everyframe.planning.memory.component_memory import ComponentPlanner
 from everyframe.planning.memory.memory_fit import FitResult, MemoryFit
@@ -37,7 +41,7 @@ def model() -> ModelSpec:
 
 def fitted(model: ModelSpec, where: DeviceFacts, *, host: int = 32 * GB, **told: Any) -> FitResult:
     wanted = QuantizationChoice(**{"asked": "auto", **told})
-    return MemoryFit(ComponentPlanner(model, where, "auto", False, host, quantising=wanted)).fit(
+    return MemoryFit(ComponentPlanner(model, where, "auto", False, host, quantization=wanted)).fit(
         SETTINGS
     )
 
@@ -99,7 +103,7 @@ def test_they_run_dry_in_every_profile(profile: str, kind: str) -> None:
         "auto",
         False,
         GB,
-        quantising=QuantizationChoice(kind),
+        quantization=QuantizationChoice(kind),
     )
     for name in ("denoiser", "step_llm"):
         part = parts.plan_named(name, SETTINGS)
@@ -133,10 +137,10 @@ def test_what_can_t_be_had_is_said() -> None:
         Request(prompt="a", quantize="int4")
     mps = device("mps")
     with pytest.raises(InputError, match="has no fp8; give --quantize int8"):
-        quantising_of(Request(prompt="a", quantize="fp8"), mps)
-    assert quantising_of(Request(prompt="a", quantize="int8"), mps).asked == "int8"
+        quantization_choice(Request(prompt="a", quantize="fp8"), mps)
+    assert quantization_choice(Request(prompt="a", quantize="int8"), mps).asked == "int8"
     with pytest.raises(InputError, match=f"{kinds.replace(', ', ' or ')}, not in 'int7'"):
-        quantising_of(Request(prompt="a", quantized={"denoiser": "int7"}), mps)
+        quantization_choice(Request(prompt="a", quantized={"denoiser": "int7"}), mps)
     parts = ComponentPlanner(config_only_models.stepvideo(), mps, "auto", False, GB)
     whole = [parts.plan_named("clip", SETTINGS).plan]
     with pytest.raises(InputError, match="quantize has no effect on Some Model"):

@@ -152,7 +152,7 @@ WRONG = [
     ("num_frame = 3", "there is no option 'num_frame'; did you mean 'num_frames'"),
     ("num_frames = 0", "num_frames must be at least 1|num_frames must be more than 0"),
     ("num_frames = true", "num_frames must be a whole number"),
-    ("num_frames = 3\nnum-frames = 4", "num_frames is there twice"),
+    ("num_frames = 3\nnum-frames = 4", "num_frames is set twice"),
     ("aesthetic = 6", "aesthetic is no option of every model; write it below .models.NAME."),
     ("[models.x]\nmodel = 'y'", "model belongs to one call"),
     ("[models.x]\nwobble = 1", "no option 'wobble'"),

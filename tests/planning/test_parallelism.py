@@ -302,7 +302,7 @@ def test_the_plan_is_of_the_rank_with_the_most_to_do() -> None:
     ("options", "said"),
     [
         ({"parallel": "cfg=2,sequence=2", "num_devices": 3},
-         r"is for 4 devices, got 3; for 3 it can be auto, sequence=3 or cfg=2, which parts any"),
+         r"is for 4 devices, got 3; for 3 it can be auto, sequence=3 or cfg=2, which splits any"),
         ({"parallel": "sequence=2"}, r"is for 2 devices, got 1; for 1 it can be auto, sequence=1"),
         ({"parallel": "cfg=3", "num_devices": 3}, r"cfg=3: it has 2 branches; sequence=3"),
         ({"parallel": "cfg=2", "num_devices": 2, "guidance": 1}, "it has one branch; seq"),

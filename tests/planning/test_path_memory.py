@@ -87,8 +87,8 @@ def test_what_fits_is_decided_with_them() -> None:
     device = replace(CPU, memory=memory, free_memory=memory)
     fit = MemoryFit(ComponentPlanner(MODEL, device, "float32", True, memory))
     for stage in (None, "denoise"):
-        assert fit._holds(plain, stage)
-        assert not fit._holds(cached, stage)
+        assert fit._fits(plain, stage)
+        assert not fit._fits(cached, stage)
 
 
 def test_a_plans_threads_are_those_of_its_forecast() -> None:

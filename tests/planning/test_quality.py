@@ -12,7 +12,7 @@ import everyframe
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Plan
 from everyframe.core.quality import LossyMethod, SamplingMethod
-from everyframe.engine.records.provenance import request_from
+from everyframe.engine.records.recorded_request import request_from
 from everyframe.fast_paths.calibrations import Measurement, path_of
 from everyframe.planning.quality import size_of
 from helpers.calibrations import PROMPT, plant_calibration

@@ -84,12 +84,12 @@ def test_the_paths_that_have_a_place_are_saved_in_one_file(monkeypatch: pytest.M
 
     def asked() -> list[bool]:
         found = run(dry_run_calls()[1])
-        return [found.has_place(path, is_quantised=quantised) for path in CATALOGUE
-                for quantised in (False, True)]  # fmt: skip
+        return [found.has_place(path, is_quantized=quantized) for path in CATALOGUE
+                for quantized in (False, True)]  # fmt: skip
 
     first, module = asked(), dry_run_calls()[1].module()
-    assert first == [applies_to(path, module) and not (quantised and path in OF_LAYERS)
-                     for path in CATALOGUE for quantised in (False, True)]  # fmt: skip
+    assert first == [applies_to(path, module) and not (quantized and path in OF_LAYERS)
+                     for path in CATALOGUE for quantized in (False, True)]  # fmt: skip
     assert {True, False} <= set(first)
     (place,) = (cache_folder() / "fast_path_places").iterdir()
     another_process(monkeypatch)

@@ -13,7 +13,7 @@ import everyframe
 from everyframe.core.errors import EveryframeWarning, InputError, MissingPackageError
 from everyframe.fast_paths.compilation.module_compilation import compiled_blocks
 from everyframe.precision import dynamic_quantization
-from everyframe.precision.quantization import QuantisedLinear
+from everyframe.precision.quantization import QuantizedLinear
 from helpers.compiled_blocks import Model, inputs, made
 from helpers.planted_compiler import PlantedCompiler
 
@@ -29,7 +29,7 @@ def relative(model: Model, other: Model) -> float:
 def test_weights_are_stored_in_eight_bits(kind: str, limit: float) -> None:
     model = made()
     assert everyframe.quantize(model, kind) is model
-    layers = [part for part in model.modules() if isinstance(part, QuantisedLinear)]
+    layers = [part for part in model.modules() if isinstance(part, QuantizedLinear)]
     assert len(layers) == 4
     assert all(layer.weight.dtype == torch.int8 for layer in layers)
     # Half a step of seven and of three bits a layer, through two blocks of layers of sixteen.

@@ -18,11 +18,11 @@ from everyframe.numerics.fault_locator import bad_weights, locate_fault
 from everyframe.planning.component_precision import ERRORS
 from everyframe.precision import cast_hooks, quantization
 from everyframe.precision.quantization import (
-    QuantisedLinear,
-    as_quantised,
+    QuantizedLinear,
+    as_quantized,
     layers,
-    quantise,
-    quantise_layers,
+    quantize,
+    quantize_layers,
     rows,
 )
 from everyframe.precision.upcast import Upcast
@@ -37,12 +37,12 @@ def linear(out: int = 96, channels: int = 128, *, bias: bool = True) -> nn.Linea
     return nn.Linear(channels, out, bias=bias).requires_grad_(False)
 
 
-def of(layer: nn.Linear, kind: str) -> QuantisedLinear:
-    values, scale = quantise(layer.weight, kind, CPU)
-    return QuantisedLinear(kind, values, scale, layer.bias)
+def of(layer: nn.Linear, kind: str) -> QuantizedLinear:
+    values, scale = quantize(layer.weight, kind, CPU)
+    return QuantizedLinear(kind, values, scale, layer.bias)
 
 
-def wide64(layer: QuantisedLinear) -> torch.Tensor:
+def wide64(layer: QuantizedLinear) -> torch.Tensor:
     """The weight that it stands for, in float64 and by another way."""
     values = layer.weight if layer.kind == "int8" else layer.weight.view(torch.float8_e4m3fn)
     return values.to(torch.float64) * layer.weight_scale.to(torch.float64)
@@ -52,10 +52,10 @@ def wide64(layer: QuantisedLinear) -> torch.Tensor:
 def test_values_and_scales_are_torchao_s(kind: str) -> None:
     golden = load_file(GOLDEN)
     for name in ("float32", "bfloat16"):
-        values, scale = quantise(golden[f"{name}.weight"], kind, CPU)
+        values, scale = quantize(golden[f"{name}.weight"], kind, CPU)
         assert torch.equal(values, golden[f"{name}.{kind}.values"])
         assert torch.equal(scale, golden[f"{name}.{kind}.scale"])
-        layer = QuantisedLinear(kind, values, scale, None)
+        layer = QuantizedLinear(kind, values, scale, None)
         assert torch.equal(layer.wide(), golden[f"{name}.{kind}.wide"])
 
 
@@ -64,12 +64,12 @@ def test_rows_are_rounded_by_themselves(kind: str, monkeypatch: pytest.MonkeyPat
     weight = linear().weight
     weight[3] *= 1000
     weight[5] = 0
-    whole = quantise(weight, kind, CPU)
+    whole = quantize(weight, kind, CPU)
     monkeypatch.setattr(quantization, "_AT_ONCE", 300)  # two rows
-    assert all(map(torch.equal, quantise(weight, kind, CPU), whole))
+    assert all(map(torch.equal, quantize(weight, kind, CPU), whole))
     monkeypatch.setattr(quantization, "_AT_ONCE", 1)  # less than a row
-    assert all(map(torch.equal, quantise(weight, kind, CPU), whole))
-    layer = QuantisedLinear(kind, *whole, None)
+    assert all(map(torch.equal, quantize(weight, kind, CPU), whole))
+    layer = QuantizedLinear(kind, *whole, None)
     assert torch.equal(layer.wide()[5], torch.zeros(128))
     assert layer.weight.nbytes == weight.numel()
 
@@ -133,7 +133,7 @@ def test_a_fault_in_it_is_found_and_mended_as_in_any_layer(kind: str) -> None:
 
 
 class Net(nn.Module):
-    """What is quantised and what is not: an island, shared weights, other modules."""
+    """What is quantized and what is not: an island, shared weights, other modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Net(nn.Module):
 PRECISION = Precision("bfloat16", "bfloat16", ("last",), "int8")
 
 
-def test_which_layers_are_quantised() -> None:
+def test_which_layers_are_quantized() -> None:
     net = Net()
     assert list(layers(net, PRECISION)) == ["blocks.0.0", "blocks.1.0", "first"]
     assert rows(net, PRECISION)["first.weight"] == 8
@@ -165,9 +165,9 @@ def test_which_layers_are_quantised() -> None:
 def test_for_a_dry_run_a_module_has_them_and_gets_its_own_back() -> None:
     net = Net().to("meta")
     before = dict(net.named_parameters())
-    with as_quantised(net, PRECISION):
+    with as_quantized(net, PRECISION):
         part = net.get_submodule("blocks.0.0")
-        assert isinstance(part, QuantisedLinear)
+        assert isinstance(part, QuantizedLinear)
         assert (part.weight.dtype, part.weight.device.type) == (torch.int8, "meta")
         assert type(net.last) is nn.Linear
     after = dict(net.named_parameters())
@@ -181,7 +181,7 @@ def test_precision_is_put_on_and_raised_as_on_any_layer(kind: str) -> None:
     net, x = Net(), torch.randn(4, 8)
     expected = net(x)
     precision = Precision("bfloat16", "bfloat16", ("last",), kind)
-    quantise_layers(net, precision)
+    quantize_layers(net, precision)
     cast_hooks.add_cast_hooks(net, precision)
     part = net.get_submodule("blocks.0.0")
     assert part.weight.dtype == torch.int8

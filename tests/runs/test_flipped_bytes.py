@@ -16,7 +16,7 @@ import torch
 from everyframe.core.errors import CorruptRunError, ExitCode
 from everyframe.core.events import Event, Note, Step
 from everyframe.engine.resumption import resume
-from everyframe.runs.atomic_write import read_json
+from everyframe.runs.checksummed_json import read_json
 from everyframe.runs.folder import RunFolder
 from everyframe.runs.replay_log import FileReplayLog
 from everyframe.runs.tensor_store import TensorStore

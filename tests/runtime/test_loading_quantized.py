@@ -16,7 +16,7 @@ from everyframe.checkpoints.tensor_file import TensorFile
 from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import ComponentPlan, Precision
 from everyframe.precision.islands import weight_bytes
-from everyframe.precision.quantization import QuantisedLinear, layers, quantise, rows
+from everyframe.precision.quantization import QuantizedLinear, layers, quantize, rows
 from everyframe.precision.upcast import Upcast
 from everyframe.runtime.loading import load_component
 from everyframe.runtime.memory import offload
@@ -77,8 +77,8 @@ X = torch.randn(2, 16, generator=torch.Generator().manual_seed(1))
 def test_a_loaded_model_has_the_rounded_weights_and_no_others(kind: str, stored: Path) -> None:
     model, plain = loaded(stored, kind), loaded(stored, "")
     part = model.blocks[7].narrow
-    assert isinstance(part, QuantisedLinear)
-    values, scale = quantise(plain.blocks[7].narrow.weight, kind, torch.device("cpu"))
+    assert isinstance(part, QuantizedLinear)
+    values, scale = quantize(plain.blocks[7].narrow.weight, kind, torch.device("cpu"))
     assert torch.equal(part.weight, values)
     assert torch.equal(part.weight_scale, scale)
     assert torch.equal(model.blocks[7].widen.bias, plain.blocks[7].widen.bias)

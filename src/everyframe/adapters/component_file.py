@@ -21,8 +21,8 @@ from everyframe.adapters.autoencoder_names import AUTOENCODERS
 from everyframe.adapters.component_keys import LEFT_OUT, OTHERS, PREFIXES
 from everyframe.adapters.gguf_file import GgufFile
 from everyframe.adapters.gguf_header import MAGIC
-from everyframe.adapters.known_models import identify_widths
 from everyframe.adapters.lora_file import join_problems
+from everyframe.adapters.model_signatures import identify_widths
 from everyframe.adapters.name_maps import NAME_MAPS, Rename
 from everyframe.adapters.text_encoder_names import PERMUTED, TEXT_ENCODERS
 from everyframe.adapters.unet_names import unet_renames

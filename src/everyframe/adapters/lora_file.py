@@ -80,7 +80,7 @@ class LoraFile:
             if not torch.isfinite(self.tensors.load(name, dtype=torch.float32)).all():
                 raise CheckpointError(
                     f"{self.path.name}: {name!r} holds values that are not finite; the file is "
-                    "broken, or its training was"
+                    "broken, or its training diverged"
                 )
 
 

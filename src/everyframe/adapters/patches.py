@@ -25,7 +25,6 @@ from everyframe.adapters.key_schemes import (
     MayLack,
     Prefix,
 )
-from everyframe.adapters.known_models import identify
 from everyframe.adapters.lora_file import (
     LoraFile,
     ModuleChange,
@@ -33,6 +32,7 @@ from everyframe.adapters.lora_file import (
     join_problems,
     read_lora,
 )
+from everyframe.adapters.model_signatures import identify
 from everyframe.adapters.weight_changes import WeightChange
 from everyframe.adapters.weight_sites import Shape, Target, WeightSites
 from everyframe.checkpoints.folder import listing
@@ -182,7 +182,7 @@ class _Match:
         found = [(module, self._places(module)) for module in self._file.modules]
         unknown = [module for module, places in found if places is None]
         if unknown:
-            raise CheckpointError(self._of_unknown(unknown))
+            raise CheckpointError(self._describe_unknown(unknown))
         made: list[tuple[str, str, WeightChange]] = []
         problems = []
         for module, places in found:
@@ -302,7 +302,7 @@ class _Match:
 
     # ------------------------------------------------------------------------------------- words
 
-    def _of_unknown(self, unknown: list[ModuleChange]) -> str:
+    def _describe_unknown(self, unknown: list[ModuleChange]) -> str:
         number, total = len(unknown), len(self._file.modules)
         shown = listing([repr(module.stem) for module in unknown])
         if number == total:

@@ -142,7 +142,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"{twice!r} stands there twice")
+        raise ValueError(f"{twice!r} is listed twice")
     return table
 
 

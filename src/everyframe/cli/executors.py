@@ -79,5 +79,7 @@ def executor_flags() -> list[inspect.Parameter]:
     return [
         flag("executor", str, "Where ranks run: workers (this machine) or ray (a Ray cluster)."),
         flag("ray_address", str, "The Ray cluster: auto (default), local, or HOST:PORT."),
-        flag("place_timeout", str, "Seconds to wait for free devices of the cluster; 60."),
+        flag(
+            "place_timeout", str, "Seconds to wait for free devices of the cluster; 60 by default."
+        ),
     ]

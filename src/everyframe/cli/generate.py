@@ -193,7 +193,7 @@ def _take(event: Event, sink: OutputFiles, shown: Reporter) -> None:
     if isinstance(event, FramesDecoded):
         sink.add(event)
     if isinstance(event, AudioDecoded):
-        _show_note(shown, sink.add_sound(event))
+        _show_note(shown, sink.add_audio(event))
     if isinstance(event, Preview):
         _show_note(shown, sink.show_preview(event))
     shown.show(event)

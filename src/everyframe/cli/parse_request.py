@@ -34,7 +34,7 @@ class ParsedRequest:
     def num_threads(self) -> int | None:
         if self.record is None:
             return None
-        from everyframe.engine.records.provenance import threads_to_repeat
+        from everyframe.engine.records.recorded_request import threads_to_repeat
 
         return threads_to_repeat(self.record)
 
@@ -63,7 +63,7 @@ def parse_request(
         values["prompt"] = _prompt(values["prompt"])
     if from_record is None:
         return ParsedRequest(Request(**values))
-    from everyframe.engine.records.provenance import request_from
+    from everyframe.engine.records.recorded_request import request_from
     from everyframe.media.record import read_record
 
     record = read_record(from_record)

@@ -209,7 +209,7 @@ class AudioDecoded(Event):
     It comes before its frames.
     """
 
-    type: ClassVar[str] = "sound"
+    type: ClassVar[str] = "audio"
     seed: int
     rate: int
     seconds: float

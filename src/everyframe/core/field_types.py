@@ -19,9 +19,11 @@ def mistyped(value: Any, place: str = "") -> Iterator[str]:
 
 def _wrong(value: Any, kind: Any, place: str) -> Iterator[str]:
     origin, within = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
+    if kind is Any or (origin is typing.Literal and value in within):
         return
-    if origin in (typing.Union, types.UnionType):
+    if origin is typing.Literal:
+        yield place
+    elif origin in (typing.Union, types.UnionType):
         found = [list(_wrong(value, each, place)) for each in within]
         yield from min(found, key=len)
     elif origin is tuple and isinstance(value, tuple):

@@ -30,7 +30,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def _has_nothing(kept: Mapping[str, Any]) -> Any:
-    raise ValueError("there is nothing that was put away")
+    raise ValueError("no tensors were saved with this data")
 
 
 def to_jsonable(value: Any, keep: Keep = lambda value: None) -> Any:

@@ -42,7 +42,7 @@ from everyframe.fast_paths.apply import apply_fast_paths, swap_modules
 from everyframe.fast_paths.registry import BF16_DECODER
 from everyframe.precision import cast_hooks
 from everyframe.precision.dtypes import torch_dtype
-from everyframe.precision.quantization import quantise_layers
+from everyframe.precision.quantization import quantize_layers
 from everyframe.runtime.components.component_cache import WarmComponents
 from everyframe.runtime.components.component_observers import notify_loaded
 from everyframe.runtime.components.meta_init import BUILD_LOCK
@@ -100,7 +100,7 @@ def _component(where: str, part: ComponentFolder, plan: Plan) -> nn.Module:
     read_in = FLOAT32 if is_checked else planned.precision
     if part.tensors is None and not (is_quantized and has_own_names(part)):
         module = _from_folder(where, part, torch_dtype(read_in.parameters))
-        quantise_layers(module, planned.precision)
+        quantize_layers(module, planned.precision)
     else:
         with BUILD_LOCK, foreign_errors(f"{where}: its {part.name} can't be made"):
             module = load_from_file(part, read_in)

@@ -107,7 +107,7 @@ def _ended_badly(
     mark: Mark = "note" if item.is_optional else "error"
     return Finding(
         mark=mark,
-        message=f"{device.torch_name}: {item.title}: the probe {_how(ended)}",
+        message=f"{device.torch_name}: {item.title}: the probe {_describe_end(ended)}",
         cause=" ".join(issue.cause for issue in issues)
         or likely
         or _last_line(ended.printed)
@@ -131,7 +131,7 @@ def _match_issues(item: Probe, device: DeviceFacts, ended: ProcessResult) -> Ite
             yield issue
 
 
-def _how(ended: ProcessResult) -> str:
+def _describe_end(ended: ProcessResult) -> str:
     if ended.error is not None:
         return f"failed: {ended.error}"
     return str(ended)

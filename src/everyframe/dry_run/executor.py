@@ -54,7 +54,7 @@ from everyframe.ops.dtypes import float32_or_wider
 from everyframe.precision import cast_hooks
 from everyframe.precision.dtypes import dtype_name
 from everyframe.precision.islands import is_in_island
-from everyframe.precision.quantization import as_quantised
+from everyframe.precision.quantization import as_quantized
 
 #: Operations after which a dry run of foreign code is stopped.
 MAX_OPERATIONS = 30_000
@@ -133,7 +133,7 @@ def _prepare(parts: Mapping[str, DryRunModule], run: _Run) -> Iterator[None]:
     """Context: modules are on the stand-in in their precisions, and every operation is recorded."""
     with ExitStack() as stack:
         for name, part in parts.items():
-            stack.enter_context(as_quantised(part.module, part.precision))
+            stack.enter_context(as_quantized(part.module, part.precision))
             # Module.to itself: overrides of it may warn.
             nn.Module.to(part.module, STAND_IN).eval().requires_grad_(False)
             if part.precision is not None:

@@ -119,7 +119,9 @@ def calibrate(
         raise InputError("calibrate works on one device; leave out the others")
     found, names, products = _begun(request, prompts, num_videos, methods)
     request = _without(request, *_NOT_MEASURED)
-    tried = {kind: why_not_certified(kind, _one(request, *found.videos[0])) for kind in products}
+    tried = {
+        kind: why_not_certified(kind, _request_for(request, *found.videos[0])) for kind in products
+    }
     for kind, why_not in tried.items():
         if why_not is not None:
             yield CalibrationProgress(f"{kind} is not measured: {why_not}", found)
@@ -147,7 +149,7 @@ def _begun(
         (prompts[number % len(prompts)] if prompts else "", first + number)
         for number in range(num_videos)
     )
-    prepared = prepare(_one(request, *videos[0]), may_fetch=True, will_run=True)
+    prepared = prepare(_request_for(request, *videos[0]), may_fetch=True, will_run=True)
     check_feasible(prepared.plan)
     model, settings = prepared.model.fetch(), prepared.plan.settings
     products = products_of(request, prepared.plan.components, prepared.plan.device)
@@ -179,7 +181,7 @@ def _measure(
         ]
         if not left:
             continue
-        one, began = _one(request, prompt, seed), time.perf_counter()
+        one, began = _request_for(request, prompt, seed), time.perf_counter()
         exact = _make(one)
         found = replace(found, exact_seconds=exact.seconds)
         for method in left:
@@ -249,7 +251,7 @@ def _without(request: Request, *names: str) -> Request:
     return Request(**given)
 
 
-def _one(request: Request, prompt: str, seed: int) -> Request:
+def _request_for(request: Request, prompt: str, seed: int) -> Request:
     given = {**request.given(), "seed": seed}
     return Request(**{**given, "prompt": prompt} if prompt else given)
 
@@ -266,9 +268,9 @@ def _prompts(request: Request, prompts: Sequence[str]) -> Sequence[str]:
 
     model, _ = find_model(request, True)
     try:
-        model.resolve(_one(request, PROMPTS[0], 0), 0)
+        model.resolve(_request_for(request, PROMPTS[0], 0), 0)
     except InputError:
-        model.resolve(_one(request, "", 0), 0)
+        model.resolve(_request_for(request, "", 0), 0)
         return ()
     return PROMPTS
 

@@ -55,42 +55,62 @@ def candidates(
     Of the names in `methods`, the usual ones by default; `products` may be among them. Raises
     `InputError` if the model can do none.
     """
-    title = model.title
-    can = model.sampling_methods(settings) if isinstance(model, LossySpec) else ()
-    if isinstance(model, LossySpec) and model.is_distilled:
-        raise InputError(f"{title} is distilled: there is no exact run to measure against")
-    can = tuple(name for name in can if name not in switched_off(request.disable))
-    if not can:
-        raise InputError(f"{title} has no lossy methods that could be measured")
+    can = _supported(request, model, settings)
+    # A name with @ or + is a whole method, such as ab2@10; another stands for all steps and shares.
     whole = [parse_method(each) for each in methods if {*"@+"} & {*each}]
     named = [each for each in methods if not {*"@+"} & {*each}]
-    wrong = {each for each in named if each not in (*can, *products)}
-    wrong |= {str(each) for each in whole if not each.names <= {*can, *products}}
+    known = (*can, *products)
+    wrong = {*named} - {*known} | {str(each) for each in whole if not each.names <= {*known}}
     if wrong:
-        known = ", ".join((*can, *products))
-        raise InputError(f"{title} can't do {', '.join(sorted(wrong))}; it can do {known}")
-    named = [each for each in named if each not in products]
-    if not methods:
-        named = [*next((names for names in USUAL if {*names} <= {*can}), can)]
-        named += [each for each in CACHES if each in can and each not in named]
+        raise InputError(
+            f"{model.title} can't do {', '.join(sorted(wrong))}; it can do {', '.join(known)}"
+        )
+    named = [each for each in named if each not in products] if methods else _usual(can)
     steps = settings.num_inference_steps
-    counts = sorted({max(2, round(steps * share)) for share in SHARES}, reverse=True)
-    is_guided = settings.guidance_scale > 1 and can_guide_partly(model, request)
+    counts = {max(2, round(steps * share)) for share in SHARES}
     found = [
         LossyMethod(SamplingMethod(name, count, 1, guided, early, holds))
-        for count in counts
+        for count in sorted(counts, reverse=True)
+        if count < steps
         for name in named
-        for early, guided, holds in (
-            *((100, each, False) for each in GUIDED),
-            *PLACED.get(name, ()),
-        )
-        if count < steps and (is_guided or (guided == 100 and not holds))
-        if not holds or (has_held_guidance(model) and count > 3)
+        for early, guided, holds in _placements(name, request, model, settings)
+        if count > 3 or not holds
     ]
     found += whole
     if not found and named:
         raise InputError(f"{steps} steps are too few to leave any out; there is nothing to measure")
     return _from_mild_to_bold(found)
+
+
+def _supported(request: Request, model: ModelSpec, settings: Settings) -> tuple[str, ...]:
+    """Names of the sampling methods that the model can do and the request does not disable."""
+    if isinstance(model, LossySpec) and model.is_distilled:
+        raise InputError(f"{model.title} is distilled: there is no exact run to measure against")
+    names = model.sampling_methods(settings) if isinstance(model, LossySpec) else ()
+    found = tuple(name for name in names if name not in switched_off(request.disable))
+    if not found:
+        raise InputError(f"{model.title} has no lossy methods that could be measured")
+    return found
+
+
+def _usual(can: Sequence[str]) -> list[str]:
+    """The default methods of a model that can do these."""
+    solvers = next((names for names in USUAL if {*names} <= {*can}), can)
+    return [*solvers, *(each for each in CACHES if each in can and each not in solvers)]
+
+
+def _placements(
+    name: str, request: Request, model: ModelSpec, settings: Settings
+) -> list[tuple[int, int, bool]]:
+    """Each (early, guided, whether guidance is held) of a method that this request can use."""
+    is_guided = settings.guidance_scale > 1 and can_guide_partly(model, request)
+    found = [*((100, share, False) for share in GUIDED), *PLACED.get(name, ())]
+    return [
+        (early, share, holds)
+        for early, share, holds in found
+        if is_guided or (share == 100 and not holds)
+        if has_held_guidance(model) or not holds
+    ]
 
 
 def combinations(found: Calibration, kind: str, request: Request) -> tuple[LossyMethod, ...]:

@@ -30,6 +30,7 @@ from everyframe.core.events import (
 )
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.limits import random_seed
+from everyframe.core.parallel_plan import ParallelPlan
 from everyframe.core.plan import Plan
 from everyframe.core.request import DTYPES, Request
 from everyframe.core.serialization import from_jsonable, to_jsonable
@@ -173,45 +174,59 @@ def join_plan(
             f"this plan has {len(division.ranks)} ranks, which are processes of their own, and "
             "this process is to do it alone; unset EVERYFRAME_IN_PROCESS, or give one device"
         )
-    world = peers.world
-    check_equal_on_ranks(world, _facts(plan, record), "plan")
-    data = world.broadcast_object(to_jsonable(plan), 0, "the plan is broadcast")
-    plan, mine = from_jsonable(data), division.ranks[peers.rank]
+    world, mine = peers.world, division.ranks[peers.rank]
+    check_equal_on_ranks(world, _shared_facts(plan, record), "plan")
+    plan = from_jsonable(world.broadcast_object(to_jsonable(plan), 0, "the plan is broadcast"))
     world.weights = division.speeds
+    video_group, branch_group, weights_group = _make_groups(world, plan, division, model)
+    videos = _videos_of_groups(plan, division, skip)
+    # Ranks without videos are not waited for.
+    working = [
+        rank for rank, each in enumerate(division.ranks) if videos[each.group] and each.is_active
+    ]
+    idle = [rank for rank in range(world.size) if rank not in working]
+    if peers.gathers and 0 in idle and working:
+        raise InputError("rank 0 writes the videos and makes none; give it a share above 0")
+    if idle and working:
+        world = split(world, [working, idle])
+    parallel = ParallelContext(
+        world, video_group, division.cfg_degree, division.backend, weights_group, branch_group
+    )
+    leads = [working.index(group[0]) for group in division.groups if group[0] in working]
+    sources = tuple(rank for rank in leads if rank) if peers.gathers else ()
+    own_videos = videos[mine.group] if mine.is_active else []
+    return RankContext(_on_device(plan, mine.device), parallel, own_videos, mine.group, sources)
+
+
+def _make_groups(
+    world: Communicator, plan: Plan, division: ParallelPlan, model: ModelSpec
+) -> tuple[Communicator, Communicator | None, Communicator | None]:
+    """This rank's video group, and its groups for CFG branches and sharded weights, if any."""
     working = [ranks for ranks in division.active_groups if ranks]
     resting = [rank for rank, each in enumerate(division.ranks) if not each.is_active]
     rest = [resting] if resting else []
     video_group = split(world, [*working, *rest])
     found = [(ranks, branch_groups(model, plan.settings, division, ranks)) for ranks in working]
-    parts = [[ranks[at] for at in own] for ranks, groups in found if groups for own in groups.ranks]
-    branch_group = new_group(world, [*parts, *rest]) if parts else None
-    holds = any(each.num_weight_shards > 1 for each in plan.components)
+    branches = [
+        [ranks[at] for at in own] for ranks, groups in found if groups for own in groups.ranks
+    ]
+    branch_group = new_group(world, [*branches, *rest]) if branches else None
+    has_shards = any(each.num_weight_shards > 1 for each in plan.components)
     room = [each.memory_share for each in division.ranks]
-    weights_group = new_group(world, division.groups, room) if holds else None
+    weights_group = new_group(world, division.groups, room) if has_shards else None
+    return video_group, branch_group, weights_group
+
+
+def _videos_of_groups(plan: Plan, division: ParallelPlan, skip: Collection[int]) -> list[list[int]]:
+    """Numbers of the videos that each video group still has to make."""
     first = plan.settings.seed
-    left = [
+    return [
         [number for number in division.videos_of(group) if first + number not in skip]
         for group in range(len(division.videos_per_group))
     ]
-    # Ranks without videos are not waited for.
-    at_work = [
-        rank for rank, each in enumerate(division.ranks) if left[each.group] and each.is_active
-    ]
-    idle = [rank for rank in range(world.size) if rank not in at_work]
-    if peers.gathers and 0 in idle and at_work:
-        raise InputError("rank 0 writes the videos and makes none; give it a share above 0")
-    if idle and at_work:
-        world = split(world, [at_work, idle])
-    videos = left[mine.group] if mine.is_active else []
-    parallel = ParallelContext(
-        world, video_group, division.cfg_degree, division.backend, weights_group, branch_group
-    )
-    leads = [at_work.index(group[0]) for group in division.groups if group[0] in at_work]
-    sources = tuple(rank for rank in leads if rank) if peers.gathers else ()
-    return RankContext(_on(plan, mine.device), parallel, videos, mine.group, sources)
 
 
-def _on(plan: Plan, device: str) -> Plan:
+def _on_device(plan: Plan, device: str) -> Plan:
     """The same plan on another device of the same kind.
 
     Only the device index changes. Everything derived from device facts, such as the precision of a
@@ -222,7 +237,7 @@ def _on(plan: Plan, device: str) -> Plan:
     return replace(plan, device=replace(plan.device, index=index), components=components)
 
 
-def _facts(plan: Plan, record: dict[str, Any]) -> dict[str, Any]:
+def _shared_facts(plan: Plan, record: dict[str, Any]) -> dict[str, Any]:
     """The parts of a plan that must be equal on all ranks, as plain data."""
     facts = {f"version of {name}": text for name, text in record["versions"].items()}
     facts["version of everyframe"] = record["everyframe"]

@@ -11,7 +11,7 @@ from everyframe.core.errors import InputError
 from everyframe.core.events import Event, Events
 from everyframe.core.request import Request
 from everyframe.engine.records.comparison import compare_with
-from everyframe.engine.records.provenance import record_in, request_from, threads_to_repeat
+from everyframe.engine.records.recorded_request import record_in, request_from, threads_to_repeat
 from everyframe.engine.results import EventDelivery, Output, collect_videos
 from everyframe.engine.workers.worker_process import WorkerJob
 from everyframe.media.video import Video

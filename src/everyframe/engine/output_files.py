@@ -71,7 +71,7 @@ class OutputFiles:
         self._open: dict[int, VideoWriter] = {}
         self._num_frames = dict.fromkeys(paths, 0)
         self._records: dict[int, Mapping[str, Any]] = {}
-        self._sounds: dict[int, Audio] = {}
+        self._audio: dict[int, Audio] = {}
         self._previews: set[Path] = set()
         self._has_previews = True
         self._waiting = FrameSpool(next(iter(paths.values())))
@@ -118,20 +118,20 @@ class OutputFiles:
                 writer.add(piece)
         return self._open[seed]
 
-    def add_sound(self, event: AudioDecoded) -> str | None:
+    def add_audio(self, event: AudioDecoded) -> str | None:
         """Store the audio of a seed's video; return a note if its file format has no audio."""
         path = self._paths[event.seed]
         if kind_of(path) is not OutputFormat.MP4:
             return f"there is sound, and {path} can't hold it; an .mp4 can"
-        self._sounds[event.seed] = Audio(event.samples, event.rate)
+        self._audio[event.seed] = Audio(event.samples, event.rate)
         return None
 
     def finish(self, event: VideoDone) -> str:
         """Complete the video of this seed with its record; return its path as given."""
         self._records[event.seed] = event.record
         writer = self._writer(event.seed)
-        if event.seed in self._sounds:
-            writer.add_sound(self._sounds.pop(event.seed))
+        if event.seed in self._audio:
+            writer.add_audio(self._audio.pop(event.seed))
         self._open.pop(event.seed).__exit__(None, None, None)
         self._remove_preview(preview_path(self._paths[event.seed]))
         return self._paths[event.seed]

@@ -76,7 +76,7 @@ def _warn(text: str) -> None:
 def collect_videos(events: Events, output: Output, delivery: EventDelivery) -> list[Video]:
     """The videos in order of their seeds, whichever device finishes first."""
     frames: dict[tuple[int, int | None], list[np.ndarray[Any, Any]]] = {}
-    sounds: dict[tuple[int, int | None], Audio] = {}
+    audio: dict[tuple[int, int | None], Audio] = {}
     videos: dict[tuple[int, int], Video] = {}
     fps = Fraction(0)
     for event in delivery.deliver_rest(events):
@@ -84,7 +84,7 @@ def collect_videos(events: Events, output: Output, delivery: EventDelivery) -> l
             # Checked first: not every number is a valid frame rate.
             fps = exact_fps(event.plan.settings.fps)
         elif isinstance(event, AudioDecoded):
-            sounds[event.seed, event.index] = Audio(event.samples, event.rate)
+            audio[event.seed, event.index] = Audio(event.samples, event.rate)
         elif isinstance(event, FramesDecoded):
             pieces = frames.setdefault((event.seed, event.index), [])
             first = sum(len(piece) for piece in pieces)
@@ -93,6 +93,6 @@ def collect_videos(events: Events, output: Output, delivery: EventDelivery) -> l
             pieces.append(whole if output == "uint8" else event.frames)
         elif isinstance(event, VideoDone):
             which = (event.seed, event.index)
-            whole, sound = np.concatenate(frames.pop(which)), sounds.pop(which, None)
-            videos[event.seed, event.index or 0] = Video(whole, fps, event.record, sound)
+            whole, own_audio = np.concatenate(frames.pop(which)), audio.pop(which, None)
+            videos[event.seed, event.index or 0] = Video(whole, fps, event.record, own_audio)
     return [videos[which] for which in sorted(videos)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from typing import Any
 
@@ -262,17 +262,16 @@ def _run(
 ) -> Generator[Event, None, None]:
     plan, videos, num_clips = here.plan, progress.videos, here.plan.settings.chain
     key = _repairs_key(record, plan) if here.parallel.video_group.is_lead else None
-    warm, num_frames = warm_of(model), Counter[_Which]()
-    unfinished: list[_Which] = []
+    warm, ends = warm_of(model), _VideoEnds(record, progress)
     for frames in writer.saved_frames(progress):
         if frames.seed in {video.seed for video in videos}:
-            num_frames[frames.seed, frames.index] += frames.num_frames
+            ends.count(frames)
             yield frames
     for clip, stage in _stages(here, model, progress):
         writer.write(progress)
         for video in videos:
             video.oom_log = writer.oom_log(clip, progress.stage)
-        began = time.perf_counter()
+        began, is_last = time.perf_counter(), clip == num_clips - 1
         yield StageStarted(stage.name, stage.num_steps(len(videos)), clip, num_clips)
         # The generator holds its component until it is closed.
         with release_components(), warm.during_stage(), closing(stage.run(videos)) as events:
@@ -281,24 +280,17 @@ def _run(
                 if isinstance(event, Repaired):
                     progress.repairs.append({"clip": clip, **event.to_json()})
                     _remember(key, plan, event)
-                if isinstance(event, Note) and event.in_record:
+                elif isinstance(event, Note) and event.in_record:
                     progress.notes.append((event.seed, event.text))
-                if isinstance(event, Step) and stage.is_resumable:
+                elif isinstance(event, Step) and stage.is_resumable:
                     writer.write(progress)
-                if isinstance(event, FramesDecoded):
+                elif isinstance(event, FramesDecoded):
                     _check_finite(event, stage)
-                    which = (event.seed, event.index)
-                    num_frames[which] += event.num_frames
-                    if clip < num_clips - 1:
+                    ends.count(event)
+                    if not is_last:
                         writer.frames(progress, event)
-                    elif which not in unfinished:
-                        # Videos come one after the other: when one begins, the ones before are
-                        # complete.
-                        yield from _finish(unfinished, num_frames, record, progress)
-                        unfinished = [which]
-                if isinstance(event, Output) and event.seed not in (seed for seed, _ in unfinished):
-                    yield from _finish(unfinished, num_frames, record, progress)
-                    unfinished = [(event.seed, None)]
+                if isinstance(event, Output) or (is_last and isinstance(event, FramesDecoded)):
+                    yield from ends.before(event)
                 yield event
                 yield from writer.notes()
         empty_cache()
@@ -308,7 +300,43 @@ def _run(
         yield from writer.notes()
         for video in videos:
             video.begin_stage()
-    yield from _finish(unfinished, num_frames, record, progress)
+    yield from ends.rest()
+
+
+class _VideoEnds:
+    """The `VideoDone` of each video.
+
+    Videos come one after the other: when one begins, the ones before are complete.
+    """
+
+    def __init__(self, record: dict[str, Any], progress: RunState) -> None:
+        self._record, self._progress = record, progress
+        self._num_frames = Counter[_Which]()
+        self._open: list[_Which] = []
+
+    def count(self, event: FramesDecoded) -> None:
+        """Count the frames of a video."""
+        self._num_frames[event.seed, event.index] += event.num_frames
+
+    def before(self, event: FramesDecoded | Output) -> Iterator[Event]:
+        """Ends of the videos that are complete, if this event is another one's."""
+        which: _Which = (event.seed, None if isinstance(event, Output) else event.index)
+        is_open = which in self._open
+        if isinstance(event, Output):
+            is_open = event.seed in {seed for seed, _ in self._open}
+        if not is_open:
+            yield from self.rest()
+            self._open = [which]
+
+    def rest(self) -> Iterator[Event]:
+        """Ends of the videos that have begun."""
+        for seed, index in self._open:
+            notes = [text for of, text in self._progress.notes if of in (None, seed)]
+            found = {"repairs": [*self._progress.repairs], "notes": notes}
+            whole = {**self._record, **{name: value for name, value in found.items() if value}}
+            mine = for_seed(whole, seed)
+            mine = mine if index is None else {**mine, "index": index}
+            yield VideoDone(seed, self._num_frames[seed, index], mine, index)
 
 
 def _repairs_key(record: Mapping[str, Any], plan: Plan) -> RepairCacheKey | None:
@@ -347,18 +375,3 @@ def _check_finite(event: FramesDecoded, stage: Stage) -> None:
             "Try another precision (--dtype fp32); `everyframe doctor` lists the known issues of "
             "this device"
         )
-
-
-def _finish(
-    videos: Sequence[_Which],
-    num_frames: Mapping[_Which, int],
-    record: dict[str, Any],
-    progress: RunState,
-) -> Iterator[Event]:
-    for seed, index in videos:
-        notes = [text for of, text in progress.notes if of in (None, seed)]
-        found = {"repairs": [*progress.repairs], "notes": notes}
-        whole = {**record, **{name: value for name, value in found.items() if value}}
-        mine = for_seed(whole, seed)
-        mine = mine if index is None else {**mine, "index": index}
-        yield VideoDone(seed, num_frames[seed, index], mine, index)

@@ -80,7 +80,7 @@ def _runs(kind: StoredKind) -> Iterator[StoredEntry]:
         yield StoredEntry(kind.name, run.name, (run.path,), run.num_bytes(), about, run.is_busy())
 
 
-def _each(kind: StoredKind) -> Iterator[StoredEntry]:
+def _folder_entries(kind: StoredKind) -> Iterator[StoredEntry]:
     """Files and folders in the kind's own folder."""
     root = kind.folder()
     assert root is not None
@@ -93,7 +93,10 @@ def _each(kind: StoredKind) -> Iterator[StoredEntry]:
 _OF_OTHERS = {"certificates": ("compiled",)}
 
 #: What plans cache, beside certificates.
-_OF_PLANS = ("dry_runs", "pipeline_dry_runs", "fast_path_places", "sizes", "rates", "digests.json")
+_OF_PLANS = (
+    "dry_runs", "pipeline_dry_runs", "fast_path_places", "sizes", "rates", "computing_times",
+    "digests.json",
+)  # fmt: skip
 
 
 def _plans(kind: StoredKind) -> Iterator[StoredEntry]:
@@ -114,17 +117,17 @@ KINDS = (
                hub_cache_folder, _repositories),
     StoredKind("runs", "interrupted runs", "they can't be resumed", runs_folder, _runs),
     StoredKind("calibrations", "measured losses of fast sampling", "everyframe calibrate again",
-               _in_cache("calibrations"), _each),
+               _in_cache("calibrations"), _folder_entries),
     StoredKind("certificates", "trials of fast paths", "they are tried again",
-               _in_cache("certificates"), _each),
+               _in_cache("certificates"), _folder_entries),
     StoredKind("compiled", "compiled blocks", "everyframe compile again",
-               _in_cache("certificates", "compiled"), _each),
+               _in_cache("certificates", "compiled"), _folder_entries),
     StoredKind("compiler", "torch's compile cache", "compiling takes longer",
-               _in_cache("inductor"), _each),
+               _in_cache("inductor"), _folder_entries),
     StoredKind("native", "native CPU kernels", "they are compiled again, in seconds",
-               _in_cache("native"), _each),
+               _in_cache("native"), _folder_entries),
     StoredKind("repairs", "precision that runs had to raise", "the next run finds it again",
-               _in_cache("repairs"), _each),
+               _in_cache("repairs"), _folder_entries),
     StoredKind("plans", "dry runs, rates and digests", "the next plan takes seconds longer",
                cache_folder, _plans),
 )  # fmt: skip

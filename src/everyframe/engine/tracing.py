@@ -23,7 +23,7 @@ from everyframe.core.errors import InputError, NumericsError, did_you_mean
 from everyframe.core.events import Event, Planned, WeightsReady
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
-from everyframe.engine.records.provenance import record_in, request_from
+from everyframe.engine.records.recorded_request import record_in, request_from
 from everyframe.engine.run import stream
 from everyframe.families.registry import stages_of
 from everyframe.hardware.device_loss import translate_device_loss
@@ -86,7 +86,7 @@ def record(
 
 
 @contextmanager
-def recording(what: Any, path: AnyPath, *, full: Sequence[str] = ()) -> Iterator[None]:
+def recording(what: Any, path: AnyPath, *, full: Sequence[str]) -> Iterator[None]:
     """Context: trace every call of these modules, and write the trace at the end.
 
     `what` is a module (its component is named ``model``), a mapping of modules by name, or a

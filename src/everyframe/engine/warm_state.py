@@ -9,7 +9,11 @@ from typing import Any
 from everyframe.checkpoints.digest import file_state
 from everyframe.engine.distributed import RankContext
 from everyframe.engine.records.provenance import recorded_loras
-from everyframe.runtime.components.component_cache import ComponentCache, WarmComponents
+from everyframe.runtime.components.component_cache import (
+    CachedComponents,
+    ComponentCache,
+    WarmComponents,
+)
 from everyframe.runtime.interface import ModelSpec, WarmSpec
 from everyframe.runtime.loading import check_contents
 
@@ -38,7 +42,7 @@ def with_cache(
     components = repr(record["request"].get("components"))
     identity, loras = (model.identity(), sha256, components), recorded_loras(record)
     lending: Any = model
-    warm: ModelSpec = replace(lending, warm=WarmComponents(cache, here.plan, identity, loras))
+    warm: ModelSpec = replace(lending, warm=CachedComponents(cache, here.plan, identity, loras))
     return warm
 
 
@@ -59,6 +63,6 @@ def check_contents_once(model: ModelSpec, cache: ComponentCache | None) -> None:
 
 
 def warm_of(model: object) -> WarmComponents:
-    """What a run of this model lends; nothing for a model that can't."""
+    """The components of a run of this model, from a cache if it has one."""
     warm = model.warm if isinstance(model, WarmSpec) else None
-    return WarmComponents() if warm is None else warm
+    return warm or WarmComponents()

@@ -1,1 +1,1 @@
-"""Our own models, a folder each, and the registry that names them."""
+"""Our own models, one folder each, and the registry that names them."""

@@ -10,8 +10,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Hashable, Iterable
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any, Literal
 from everyframe._version import __version__
 from everyframe.checkpoints.folder import cache_folder, warn_unusable_cache
 from everyframe.core.facts import DeviceFacts
+from everyframe.core.field_types import mistyped
 from everyframe.core.paths import replace_file
 from everyframe.core.plan import Precision
 from everyframe.hardware.cpu import processor_flags
@@ -79,22 +80,11 @@ def judge(error: float, limit: float, gain: float) -> tuple[Verdict, str]:
 
 def from_json(value: Any) -> Certificate | None:
     """Certificate from plain data, or None if it is not one."""
-    if not isinstance(value, Mapping):
+    try:
+        found = Certificate(**{**value, "packages": tuple(value.get("packages", ()))})
+    except TypeError:  # no mapping, or one with other fields
         return None
-    value = {"packages": (), **value}
-    if set(value) != {part.name for part in fields(Certificate)}:
-        return None
-    texts = (value[name] for name in ("what", "component", "device", "plan", "reason", "date"))
-    numbers = (value[name] for name in ("error", "limit", "gain"))
-    if not all(isinstance(text, str) for text in texts):
-        return None
-    if not all(number is None or isinstance(number, (int, float)) for number in numbers):
-        return None
-    if value["verdict"] not in ("certified", "refused"):
-        return None
-    if not all(isinstance(name, str) for name in value["packages"]):
-        return None
-    return Certificate(**{**value, "packages": tuple(value["packages"])})
+    return None if any(mistyped(found)) else found
 
 
 def device_key(device: DeviceFacts, num_threads: int) -> str:

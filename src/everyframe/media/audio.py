@@ -59,23 +59,23 @@ class Audio:
         return f"<Sound: {self.seconds:.2f} s, {len(self.samples)} channels, {self.rate} Hz>"
 
 
-def add_stream(container: Any, sound: Audio) -> Any:
+def add_stream(container: Any, audio: Audio) -> Any:
     """Add an AAC stream for this audio to an open output container."""
-    stream = container.add_stream("aac", rate=_rate(sound.rate))
-    stream.codec_context.layout = _LAYOUTS[len(sound.samples)]
+    stream = container.add_stream("aac", rate=_rate(audio.rate))
+    stream.codec_context.layout = _LAYOUTS[len(audio.samples)]
     return stream
 
 
-def packets(stream: Any, sound: Audio) -> Iterator[Any]:
+def packets(stream: Any, audio: Audio) -> Iterator[Any]:
     """Encode the audio as AAC packets of that stream, in order; resampled if AAC lacks its rate."""
-    loud = np.ascontiguousarray(np.clip(sound.samples, -1, 1))
+    loud = np.ascontiguousarray(np.clip(audio.samples, -1, 1))
     frame = av.AudioFrame.from_ndarray(loud, format="fltp", layout=_LAYOUTS[len(loud)])
-    frame.sample_rate, frame.pts = sound.rate, 0
+    frame.sample_rate, frame.pts = audio.rate, 0
     yield from stream.encode(frame)
     yield from stream.encode(None)
 
 
-def decoded_sound(
+def decode_audio(
     container: Any, stream: Any, *, begin: float, seconds: float
 ) -> npt.NDArray[np.float32] | None:
     """Decode the samples (channels, n) of so many seconds from second `begin`, mono or stereo.

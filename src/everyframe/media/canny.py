@@ -33,7 +33,7 @@ def canny(picture: Frames, low: float = LOW, high: float = HIGH) -> Grey:
     low, high = np.floor(min(low, high)), np.floor(max(low, high))
     dx, dy, strength = _gradient(picture)
     candidates = _thin(dx, dy, strength) & (strength > low)
-    return _hung_together(candidates, candidates & (strength > high)).astype(np.uint8) * 255
+    return _hysteresis(candidates, candidates & (strength > high)).astype(np.uint8) * 255
 
 
 def _gradient(picture: Frames) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
@@ -78,10 +78,10 @@ def _thin(
     return maximum
 
 
-def _hung_together(
+def _hysteresis(
     weak: npt.NDArray[np.bool_], strong: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.bool_]:
-    """Hysteresis: pixels of `weak` connected to `strong`, diagonally too."""
+    """Pixels of `weak` that are connected to `strong`, diagonally too."""
     found, front = strong.copy(), np.argwhere(strong)
     rows, columns = weak.shape
     steps = np.array([(r, c) for r in (-1, 0, 1) for c in (-1, 0, 1) if r or c])

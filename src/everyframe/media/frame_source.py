@@ -42,14 +42,14 @@ class FrameSource:
         read: returns a new iterator over the frames.
         is_still: a single picture, which may stand for every frame.
         fps: None if the source has no rate.
-        sound: returns the audio of so many seconds from the first frame, or None.
+        audio: returns the audio of so many seconds from the first frame, or None.
     """
 
     name: str
     read: Callable[[], Iterator[Frames]]
     is_still: bool = False
     fps: Fraction | None = None
-    sound: Callable[[float], Audio | None] = lambda seconds: None
+    audio: Callable[[float], Audio | None] = lambda seconds: None
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ def open_frames(given: Any, *, what: str, under: Background = "white") -> FrameS
     if (isinstance(given, np.ndarray) and given.ndim == 4) or isinstance(given, (list, tuple)):
         if not len(given):
             raise MediaError(f"{what} holds no frames")
-        return FrameSource("frames", lambda: _each(given, under))
+        return FrameSource("frames", lambda: _read_pictures(given, under))
     if getattr(given, "n_frames", 1) > 1:
         raise InputError(
             f"{what} is an animated picture of {given.n_frames} frames; give the path of its file"
         )
-    return FrameSource("picture", lambda: _each([given], under), is_still=True)
+    return FrameSource("picture", lambda: _read_pictures([given], under), is_still=True)
 
 
 def survey(
@@ -132,26 +132,28 @@ def _of_path(path: Path, what: str, under: Background) -> FrameSource:
                 f"{what}: folder {str(path)!r} holds no pictures; endings that are read are "
                 f"{', '.join(PICTURES)}"
             )
-        return FrameSource(path.name, lambda: _each(files, under), fps=_rate_of_folder(path))
+        return FrameSource(
+            path.name, lambda: _read_pictures(files, under), fps=_rate_of_folder(path)
+        )
     if not path.is_file():
         raise MediaError(f"{what}: {str(path)!r} does not exist")
     count = num_animated(path)
     if count == 1:
-        return FrameSource(path.name, lambda: _each([path], under), is_still=True)
+        return FrameSource(path.name, lambda: _read_pictures([path], under), is_still=True)
     if count > 1:
         from everyframe.media.images import read_animation
 
         frames, fps = read_animation(path)
         return FrameSource(path.name, lambda: iter(frames), fps=fps)
     # Loaded here: pictures need no FFmpeg.
-    from everyframe.media.mp4 import frame_rate, iter_frames, read_sound
+    from everyframe.media.mp4 import frame_rate, iter_frames, read_audio
 
     return FrameSource(
-        path.name, lambda: iter_frames(path), fps=frame_rate(path), sound=partial(read_sound, path)
+        path.name, lambda: iter_frames(path), fps=frame_rate(path), audio=partial(read_audio, path)
     )
 
 
-def _each(pictures: Iterable[Any], under: Background) -> Iterator[Frames]:
+def _read_pictures(pictures: Iterable[Any], under: Background) -> Iterator[Frames]:
     return (read_image(picture, under=under) for picture in pictures)
 
 

@@ -20,7 +20,7 @@ from av.video.reformatter import ColorRange, Colorspace
 
 from everyframe.core.errors import MediaError
 from everyframe.media import limits
-from everyframe.media.audio import Audio, add_stream, decoded_sound, packets
+from everyframe.media.audio import Audio, add_stream, decode_audio, packets
 from everyframe.media.limits import check_frames, check_picture, open_video
 from everyframe.media.pixels import Frames, fit_image
 
@@ -74,11 +74,11 @@ class Mp4Encoder:
         self._container.mux(self._stream.encode(picture))
         self.num_frames += 1
 
-    def finish(self, comment: str, sound: Audio | None = None) -> None:
+    def finish(self, comment: str, audio: Audio | None = None) -> None:
         """Flush the encoder, write `path` with `comment` and audio, and verify it by reading it."""
         self._container.mux(self._stream.encode())
         self._container.close()
-        _copy_with_comment(self._encoded, self._path, comment, sound)
+        _copy_with_comment(self._encoded, self._path, comment, audio)
         os.unlink(self._encoded)
         _verify(self._path, self.num_frames, *self._size)
 
@@ -89,7 +89,7 @@ class Mp4Encoder:
             self._container.close()
 
 
-def _copy_with_comment(source: Path, target: Path, comment: str, sound: Audio | None) -> None:
+def _copy_with_comment(source: Path, target: Path, comment: str, audio: Audio | None) -> None:
     flags = {"movflags": "faststart"}
     with (
         av.open(str(source)) as old,
@@ -98,16 +98,16 @@ def _copy_with_comment(source: Path, target: Path, comment: str, sound: Audio | 
         new.metadata["comment"] = comment
         old_stream = old.streams.video[0]
         stream = new.add_stream_from_template(old_stream)
-        heard = [] if sound is None else list(packets(add_stream(new, sound), sound))
+        left = [] if audio is None else list(packets(add_stream(new, audio), audio))
         for packet in old.demux(old_stream):
             if packet.dts is None:  # the last one is empty and only says "end"
                 continue
             # Audio precedes the frames it plays with: players read a file from its start.
-            while heard and heard[0].dts * heard[0].time_base <= packet.dts * packet.time_base:
-                new.mux(heard.pop(0))
+            while left and left[0].dts * left[0].time_base <= packet.dts * packet.time_base:
+                new.mux(left.pop(0))
             packet.stream = stream
             new.mux(packet)
-        new.mux(heard)
+        new.mux(left)
 
 
 def _verify(path: Path, num_frames: int, width: int, height: int) -> None:
@@ -151,7 +151,7 @@ def frame_rate(path: Path) -> Fraction:
     return Fraction(rate.numerator, rate.denominator)  # PyAV 19 has a class of its own
 
 
-def read_sound(path: Path, seconds: float) -> Audio | None:
+def read_audio(path: Path, seconds: float) -> Audio | None:
     """Read the audio of the first `seconds` of a video file; None if it has none.
 
     Time counts from the first frame; where the audio starts later or ends earlier there is silence.
@@ -163,7 +163,7 @@ def read_sound(path: Path, seconds: float) -> Audio | None:
         video, stream = container.streams.video[0], container.streams.audio[0]
         shown = float((video.start_time or 0) * video.time_base)
         try:
-            samples = decoded_sound(container, stream, begin=shown, seconds=seconds)
+            samples = decode_audio(container, stream, begin=shown, seconds=seconds)
         except (av.FFmpegError, OSError, MediaError) as error:
             raise MediaError(
                 f"the sound of {str(path)!r} can't be decoded ({_reason(error)}); a copy without "

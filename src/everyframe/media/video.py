@@ -34,7 +34,7 @@ class Video:
         frames: (T, H, W, 3) RGB, uint8, or float32 in 0..1.
         fps: frames per second; floats become exact fractions.
         record: provenance; may be empty.
-        sound: audio, where the model makes it; only .mp4 stores it.
+        audio: the sound, where the model makes it; only .mp4 stores it.
 
     Raises:
         InputError: frames of another shape or dtype.
@@ -43,7 +43,7 @@ class Video:
     frames: npt.NDArray[Any]
     fps: Fraction
     record: Mapping[str, Any] = field(default_factory=dict)
-    sound: Audio | None = None
+    audio: Audio | None = None
 
     def __post_init__(self) -> None:
         frames = self.frames
@@ -54,6 +54,11 @@ class Video:
                 f"got {frames.dtype} {frames.shape}"
             )
         object.__setattr__(self, "fps", exact_fps(self.fps))
+
+    @property
+    def sound(self) -> Audio | None:
+        """Earlier name of `audio`."""
+        return self.audio
 
     @property
     def num_frames(self) -> int:
@@ -83,9 +88,9 @@ class Video:
         """Write the video; the ending selects the format. See `everyframe.media.write.write`."""
         from everyframe.media.write import write
 
-        sound = self.sound if kind_of(path) is OutputFormat.MP4 else None
+        audio = self.audio if kind_of(path) is OutputFormat.MP4 else None
         return write(
-            path, self.pieces(), self.fps, self.record or None, sidecar=sidecar, sound=sound
+            path, self.pieces(), self.fps, self.record or None, sidecar=sidecar, audio=audio
         )
 
     @classmethod

@@ -54,7 +54,7 @@ class VideoWriter:
     ``with VideoWriter("clip.mp4", 24, record) as writer: writer.add(piece)``. The file appears when
     the block ends without an error. `record` may be a function; it is called after the last frame.
     ``sidecar=False`` omits ``clip.json`` (a folder of frames always gets ``record.json``, which
-    holds its frame rate). Only mp4 stores audio; see `holds_sound`.
+    holds its frame rate). Only mp4 stores audio; see `holds_audio`.
     """
 
     def __init__(
@@ -76,21 +76,21 @@ class VideoWriter:
         self._work: Path | None = None
         self._encoder: _Encoder | None = None
         self._shape: tuple[int, ...] = ()
-        self._sound: Audio | None = None
+        self._audio: Audio | None = None
 
     @property
-    def holds_sound(self) -> bool:
+    def holds_audio(self) -> bool:
         """Whether this output format can store audio."""
         return self._kind is OutputFormat.MP4
 
-    def add_sound(self, sound: Audio) -> None:
+    def add_audio(self, audio: Audio) -> None:
         """Set the audio, at any time before the end.
 
         Raises `MediaError` if the format can't store it.
         """
-        if not self.holds_sound:
+        if not self.holds_audio:
             raise MediaError(f"{str(self.path)!r} can't hold sound; an .mp4 can")
-        self._sound = sound
+        self._audio = audio
 
     @property
     def _target(self) -> Path:
@@ -160,7 +160,7 @@ class VideoWriter:
         done = False
         try:
             if isinstance(self._encoder, Mp4Encoder):
-                self._encoder.finish(compact(record), self._sound)
+                self._encoder.finish(compact(record), self._audio)
             else:
                 self._encoder.finish(compact(record))
             place = self._work / self._name
@@ -189,7 +189,7 @@ def write(
     record: Record = None,
     *,
     sidecar: bool = True,
-    sound: Audio | None = None,
+    audio: Audio | None = None,
 ) -> Path:
     """Write `pieces`, uint8 arrays (t, H, W, 3), to `path` as they arrive; see `VideoWriter`.
 
@@ -199,8 +199,8 @@ def write(
     when `pieces` raises, no new file is left on disk.
     """
     with VideoWriter(path, fps, record, sidecar=sidecar) as writer:
-        if sound is not None:
-            writer.add_sound(sound)
+        if audio is not None:
+            writer.add_audio(audio)
         for piece in pieces:
             writer.add(piece)
     return writer.path

@@ -20,28 +20,31 @@ from torch import Tensor, nn
 
 from everyframe.ops.dtypes import float32_or_wider, upcast_to_float32
 
+#: Longest wavelength over 2 pi, as in every transformer since Vaswani et al., arXiv 1706.03762.
+_MAX_PERIOD = 10000.0
 
-def timestep_embedding(t_B: Tensor, dim: int, max_period: float = 10000.0) -> Tensor:
-    """Embed (B,) numbers as (B, dim): ``[cos(t f) | sin(t f)]``, f from 1 down to 1/max_period.
+
+def timestep_embedding(t_B: Tensor, dim: int) -> Tensor:
+    """Embed (B,) numbers as (B, dim): ``[cos(t f) | sin(t f)]``, f from 1 down to 1/10000.
 
     The result is float64 if `t_B` is, else float32. Cosine first is the order of DiT (Peebles and
     Xie, arXiv 2212.09748). `dim` is even.
     """
     t_B = upcast_to_float32(t_B)
-    f = torch.tensor(_frequencies(dim // 2, max_period, t_B.dtype), device=t_B.device)
+    f = torch.tensor(_frequencies(dim // 2, t_B.dtype), device=t_B.device)
     angles = t_B[:, None] * f
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
 @cache
-def _frequencies(num: int, max_period: float, dtype: torch.dtype) -> npt.NDArray[np.floating[Any]]:
-    """``max_period^(-i / num)``, (num,), from exponents in `dtype`, as upstream computes them.
+def _frequencies(num: int, dtype: torch.dtype) -> npt.NDArray[np.floating[Any]]:
+    """``10000^(-i / num)``, (num,), from exponents in `dtype`, as upstream computes them.
 
     Computed on the host with a correctly rounded exponential: devices differ in the last bit, and t
     is up to 1000.
     """
     kind = np.float64 if dtype == torch.float64 else np.float32
-    exponents = kind(-math.log(max_period)) * (np.arange(num, dtype=kind) / kind(num))
+    exponents = kind(-math.log(_MAX_PERIOD)) * (np.arange(num, dtype=kind) / kind(num))
     rounded: npt.NDArray[np.floating[Any]] = np.exp(exponents.astype(np.float64)).astype(kind)
     return rounded
 
@@ -49,12 +52,12 @@ def _frequencies(num: int, max_period: float, dtype: torch.dtype) -> npt.NDArray
 class TimestepEmbedding(nn.Module):
     """`timestep_embedding` as a child module. No parameters."""
 
-    def __init__(self, dim: int = 256, max_period: float = 10000.0) -> None:
+    def __init__(self, dim: int = 256) -> None:
         super().__init__()
-        self.dim, self.max_period = dim, max_period
+        self.dim = dim
 
     def forward(self, t_B: Tensor) -> Tensor:
-        return timestep_embedding(t_B, self.dim, self.max_period)
+        return timestep_embedding(t_B, self.dim)
 
 
 class PatchProjection(nn.Module):
@@ -79,10 +82,9 @@ def sincos_1d(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
-    max_period: float = 10000.0,
 ) -> Tensor:
-    """Embed N positions as (N, dim): ``[sin(p w) | cos(p w)]`` with w_k = max_period^(-2k/dim)."""
-    frequencies = max_period ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    """Embed N positions as (N, dim): ``[sin(p w) | cos(p w)]`` with w_k = 10000^(-2k/dim)."""
+    frequencies = _MAX_PERIOD ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     angles = torch.outer(torch.tensor(positions, dtype=torch.float64), frequencies)
     table = torch.cat((angles.sin(), angles.cos()), dim=-1)
     # Cast before moving: not every device has float64.

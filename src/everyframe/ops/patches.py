@@ -35,7 +35,7 @@ def patch_grid(x: Tensor, t: Tensor, texts: TextBatch, channels: int, patch: int
         )
     if tuple(t.shape) != (len(x),) or texts.batch_size != len(x):
         raise InputError(
-            f"{len(x)} latents want as many timesteps and texts, got timesteps of shape "
+            f"{len(x)} latents need as many timesteps and texts, got timesteps of shape "
             f"{tuple(t.shape)} and texts of {texts.batch_size}"
         )
     return x.shape[2], x.shape[3] // patch, x.shape[4] // patch

@@ -94,7 +94,7 @@ class AxesTable(NamedTuple):
     widths: tuple[int, ...]
 
 
-def axis_angles(positions_N: Tensor, width: int, theta: float = 10000.0) -> Tensor:
+def axis_angles(positions_N: Tensor, width: int, theta: float) -> Tensor:
     """Angles ``p theta^(-2k / width)``, (N, width / 2), float64 on the CPU."""
     exponents = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width
     return torch.outer(positions_N.to("cpu", torch.float64), theta**-exponents)

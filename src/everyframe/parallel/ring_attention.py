@@ -138,7 +138,7 @@ class Ring:
         for held in self._mine:
             if self._is_whole(held):
                 given = (x[held.row : held.row + 1, :, held.here] for x in (q, k, v_bHnD))
-                answer = core(*given, _of(mask, held, held.places))[0]
+                answer = core(*given, _mask_of(mask, held, held.places))[0]
             else:
                 answer = done[held.sample].out[0].to(out.dtype)
             out[held.row, :, held.here] = answer
@@ -197,10 +197,10 @@ class Ring:
         """Attention of one sample's local queries to the keys of some places."""
         q = q_bHnD[held.row : held.row + 1, :, held.here]
         k, v = both_1HlE.chunk(2, dim=-1)
-        return partial_attention(q, k, v, _of(mask, held, places))
+        return partial_attention(q, k, v, _mask_of(mask, held, places))
 
 
-def _of(mask: Tensor | None, held: LocalTokens, places: range) -> Tensor | None:
+def _mask_of(mask: Tensor | None, held: LocalTokens, places: range) -> Tensor | None:
     """The part of a mask (B, heads, N, N) for these queries and keys."""
     sample = range(held.sample, held.sample + 1)
     return part_of_mask(mask, {0: sample, 2: held.places, 3: places})

@@ -85,10 +85,10 @@ class PerSample(ReplacingModule):
         def one(segment: SampleSegment) -> Tensor:
             here = segment.here
             mine = [x.narrow(self._dim, here.start, here.stop - here.start) for x in streams]
-            out: Tensor = self.inner(*mine, *(of_samples(t, segment) for t in tables))
+            out: Tensor = self.inner(*mine, *(sample_rows(t, segment) for t in tables))
             return out
 
-        return beside([one(segment) for segment in self._now()], self._dim)
+        return concatenate([one(segment) for segment in self._now()], self._dim)
 
 
 class CrossAttentionPerSample(ReplacingModule):
@@ -114,20 +114,20 @@ class CrossAttentionPerSample(ReplacingModule):
 
         def one(segment: SampleSegment) -> Tensor:
             q = q_bHTsD[:, :, :, segment.here].flatten(2, 3)
-            keys_and_values = (of_samples(each, segment) for each in (k, v))
+            keys_and_values = (sample_rows(each, segment) for each in (k, v))
             out: Tensor = self.inner(
-                q, *keys_and_values, None if mask is None else of_samples(mask, segment)
+                q, *keys_and_values, None if mask is None else sample_rows(mask, segment)
             )
             return torch.unflatten(out, 2, (frames, q.shape[2] // frames))
 
-        return beside([one(segment) for segment in self._now()], 3).flatten(2, 3)
+        return concatenate([one(segment) for segment in self._now()], 3).flatten(2, 3)
 
 
-def of_samples(table: Tensor, segment: SampleSegment) -> Tensor:
+def sample_rows(table: Tensor, segment: SampleSegment) -> Tensor:
     """Rows of a table for a segment's samples; a table with one row is for all."""
     return table if table.shape[0] == 1 else table[segment.samples]
 
 
-def beside(parts: Sequence[Tensor], dim: int) -> Tensor:
+def concatenate(parts: Sequence[Tensor], dim: int) -> Tensor:
     """Concatenate; a single part is returned as it is."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)

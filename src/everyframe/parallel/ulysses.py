@@ -63,7 +63,7 @@ class Ulysses:
         queries, seen = self._arrange(came)
         del came
         answers = [
-            core(*self._inputs(brick, query, seen), _of(mask, brick))[0]
+            core(*self._inputs(brick, query, seen), _mask_of(mask, brick))[0]
             for brick, query in zip(self._bricks, queries, strict=True)
         ]
         del queries, seen
@@ -191,7 +191,7 @@ def part_of_mask(mask: Tensor | None, wanted: Mapping[int, range]) -> Tensor | N
     return mask
 
 
-def _of(mask: Tensor | None, brick: HeadBlock) -> Tensor | None:
+def _mask_of(mask: Tensor | None, brick: HeadBlock) -> Tensor | None:
     """The part of a mask for a block."""
     sample = range(brick.sample, brick.sample + 1)
     return part_of_mask(mask, {0: sample, 1: brick.heads, 2: brick.queries})

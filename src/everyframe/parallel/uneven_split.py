@@ -59,7 +59,7 @@ def group_ranks(
         InputError: there are fewer ranks than loads.
     """
     if num_ranks < len(loads):
-        raise InputError(f"{num_ranks} ranks can't be parted into {len(loads)}; give as many ranks")
+        raise InputError(f"{num_ranks} ranks can't be split into {len(loads)}; give as many ranks")
     return _groups(num_ranks, tuple(loads), tuple(weights))
 
 

@@ -193,7 +193,7 @@ class QuantizationChoice:
 WHOLE = QuantizationChoice()
 
 
-def quantising_of(request: Request, device: DeviceFacts) -> QuantizationChoice:
+def quantization_choice(request: Request, device: DeviceFacts) -> QuantizationChoice:
     """Quantization options of a request for that device.
 
     Raises:
@@ -234,9 +234,8 @@ def check_effect(wanted: QuantizationChoice, title: str, parts: Sequence[Compone
     tried = {choice.path for part in parts for choice in part.choices}
     if asked and wanted.asked not in tried and not any(p.precision.weight_dtype for p in parts):
         raise InputError(
-            f"quantize has no effect on {title}: it is for linear layers of parts that are not "
-            "made for float32, in models that are loaded here (not by their owner), and gguf for "
-            "those of a GGUF file"
+            f"quantize has no effect on {title}: it stores linear layers of models that Everyframe "
+            "loads itself, of components that need not be in float32; gguf needs a GGUF file"
         )
 
 

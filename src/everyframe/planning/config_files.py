@@ -123,8 +123,8 @@ def read_user_file() -> ConfigFile | None:
     return None if path is None or not path.is_file() else _parse(path, _read(path), is_own=True)
 
 
-def read_project_file(folder: Path | None = None) -> ConfigFile | None:
-    """The file of the project that contains `folder`, by default the current one.
+def read_project_file() -> ConfigFile | None:
+    """The file of the project that contains the current folder.
 
     It is ``everyframe.toml``, or ``pyproject.toml`` with a table ``[tool.everyframe]``, in the
     folder or, within a git repository, in the nearest folder above it.
@@ -135,7 +135,7 @@ def read_project_file(folder: Path | None = None) -> ConfigFile | None:
     if os.environ.get(VARIABLE) == "off":
         return None
     own = config_folder() / FILE
-    for place in _folders(folder or Path.cwd()):
+    for place in _folders(Path.cwd()):
         path = place / FILE
         if path.is_file() and path != own:
             return _parse(path, _read(path), is_own=False)
@@ -303,7 +303,7 @@ def _options(file: ConfigFile, model: str, table: Mapping[str, Any]) -> dict[str
             )
         values = own.setdefault(owner, {})
         if name in values:
-            raise InputError(f"{where}: {name} is there twice")
+            raise InputError(f"{where}: {name} is set twice")
         values[name] = value
     found = {}
     for owner, values in own.items():

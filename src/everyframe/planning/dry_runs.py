@@ -74,12 +74,12 @@ class DryRun:
         """The same call in a form that a separate process can make."""
         return TargetCall(self.stage_call, self.precisions)
 
-    def has_place(self, path: str, *, is_quantised: bool) -> bool:
+    def has_place(self, path: str, *, is_quantized: bool) -> bool:
         """Whether that fast path applies to the component; see `fast_paths.apply.applies_to`.
 
-        The linear layers of a component that `is_quantised` are swapped already.
+        The linear layers of a component that `is_quantized` are swapped already.
         """
-        return path in self._places() and not (is_quantised and path in OF_LAYERS)
+        return path in self._places() and not (is_quantized and path in OF_LAYERS)
 
     def _places(self) -> Sequence[str]:
         """The fast paths that apply to the plain component: one file for all of them."""

@@ -118,10 +118,10 @@ def balance(
     for _ in range(0 if is_asked else _ROUNDS):
         needs = _needs(fitting.planner, division, settings)
         fit = [min(1.0, need.share_that_fits(devices[r])) for r, need in enumerate(needs)]
-        pairs = zip(division.speeds, fit, strict=True)
-        fewer = [floor(_FINE * w * f) / _FINE if f < 1 else w for w, f in pairs]
         if min(fit) == 1:
             break
+        pairs = zip(division.speeds, fit, strict=True)
+        fewer = [floor(_FINE * w * f) / _FINE if f < 1 else w for w, f in pairs]
         if not min(fewer):  # its weights alone are too much, which no share makes less
             division, short = by_speed, set()
             break

@@ -170,7 +170,7 @@ def _branchings(
     return tuple(range(1, model.num_branches(settings) + 1))
 
 
-def sending_seconds(division: ParallelPlan | None, link: float | None = None) -> float:
+def sending_seconds(division: ParallelPlan | None, link: float | None) -> float:
     """Seconds per step to exchange tokens over a link of that speed; nominal without one."""
     if division is None:
         return 0.0
@@ -181,7 +181,7 @@ def _nominal_link(division: ParallelPlan) -> float:
     return _BYTES[division.ranks[0].device.partition(":")[0]]
 
 
-def weights_seconds(division: ParallelPlan | None, link: float | None = None) -> float:
+def weights_seconds(division: ParallelPlan | None, link: float | None) -> float:
     """Seconds per step to send sharded weights; `link` as in `sending_seconds`."""
     if division is None:
         return 0.0
@@ -263,7 +263,7 @@ def _instead(model: ModelSpec, settings: Settings, count: int) -> str:
     """The possible parallel configs on that many devices, for one video or several."""
     right = [f"sequence={count}"] if _backends_of(model) else []
     if count > 1 and _num_branches(model, settings) > 1:
-        right.append("cfg=2, which parts any number of devices in two")
+        right.append("cfg=2, which splits any number of devices in two")
     return " or ".join(right or ["data=N with --num-videos"])
 
 

@@ -16,7 +16,7 @@ from everyframe.core.request import DTYPES, Request
 from everyframe.planning.component_precision import (
     QuantizationChoice,
     check_effect,
-    quantising_of,
+    quantization_choice,
 )
 from everyframe.planning.fast_paths import component_certificates
 from everyframe.planning.fast_paths.blocked_paths import find_blocked
@@ -31,7 +31,7 @@ from everyframe.planning.load_balancing import (
     with_weights,
 )
 from everyframe.planning.memory.component_memory import ComponentPlanner
-from everyframe.planning.memory.memory_fit import MemoryFit, within
+from everyframe.planning.memory.memory_fit import MemoryFit, with_memory_limit
 from everyframe.planning.output_size import with_output_size
 from everyframe.planning.parallelism import (
     AVOIDED,
@@ -68,7 +68,7 @@ class Target:
 
 
 def usable_devices(
-    request: Request, facts: MachineFacts, joined: Sequence[DeviceFacts] | None = None
+    request: Request, facts: MachineFacts, joined: Sequence[DeviceFacts] | None
 ) -> tuple[DeviceFacts, ...]:
     """The devices of a request with the memory that may be used.
 
@@ -85,7 +85,7 @@ def usable_devices(
     for device in devices:
         check_asked(device, DTYPES[request.dtype], force=request.force)
     most = _asked_bytes(request, "max_memory")
-    return tuple(within(device, most) for device in devices)
+    return tuple(with_memory_limit(device, most) for device in devices)
 
 
 def make_chooser(request: Request, target: Target) -> FastPathChooser:
@@ -155,7 +155,7 @@ class RequestFit:
             if again.fits:
                 shares, fitting, fitted = other, other.fitting, again
                 break
-        check_effect(fitting.planner.quantising, self.model.title, fitted.components)
+        check_effect(fitting.planner.quantization, self.model.title, fitted.components)
         # Skip what doesn't fit this device in any case.
         if self.will_run and fitted.fits:
             tried = component_certificates.make_at_once(
@@ -200,10 +200,10 @@ class RequestFit:
 
     def _memory_fit(self, products: str) -> MemoryFit:
         request, device, facts = self.request, self.target.device, self.target.facts
-        host = within(facts.cpu, _asked_bytes(request, "max_host_memory"))
+        host = with_memory_limit(facts.cpu, _asked_bytes(request, "max_host_memory"))
         if device.kind == "cpu":  # both limits are of the same memory
-            device = within(device, host.free_memory)
-        chosen = QuantizationChoice(products) if products else quantising_of(request, device)
+            device = with_memory_limit(device, host.free_memory)
+        chosen = QuantizationChoice(products) if products else quantization_choice(request, device)
         return MemoryFit(
             ComponentPlanner(
                 model=self.model,
@@ -213,7 +213,7 @@ class RequestFit:
                 host_memory=host.free_memory,
                 chooser=self.chooser,
                 repairs=self.repairs,
-                quantising=chosen,
+                quantization=chosen,
                 shards=request.shard_weights,
             )
         )

@@ -1,4 +1,4 @@
-"""Weights of quantisers: tensors of classes of their own, in which few operations work."""
+"""Weights of quantizers: tensors of classes of their own, in which few operations work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it has numbers of its own dtype, and is no tensor of a quantiser's class."""
+    """Whether it has numbers of its own dtype, and is no tensor of a quantizer's class."""
     return type(tensor) in (nn.Parameter, Tensor)
 
 

@@ -88,8 +88,8 @@ def check_asked(device: DeviceFacts, asked: str, *, force: bool = False) -> None
     price = _price_of_fp16(device)
     if asked == "float16" and price and not force:
         raise InputError(
-            f"fp16 on a CPU: {price}, and nothing is won but memory; give --dtype bf16 or fp32, "
-            "or --force to do it all the same"
+            f"fp16 on a CPU: {price}, and saves nothing but memory; give --dtype bf16 or fp32, "
+            "or --force to use it anyway"
         )
 
 

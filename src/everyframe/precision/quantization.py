@@ -40,7 +40,7 @@ def storage_of(kind: str) -> str:
     return PRODUCTS.get(kind, kind)
 
 
-class QuantisedLinear(nn.Module):
+class QuantizedLinear(nn.Module):
     """``x W^T + b`` with W in eight bits.
 
     Attributes:
@@ -135,15 +135,15 @@ def swap(module: nn.Module, name: str, layer: nn.Module) -> nn.Module:
     return before
 
 
-def without_numbers(linear: nn.Linear, kind: str) -> QuantisedLinear:
+def without_numbers(linear: nn.Linear, kind: str) -> QuantizedLinear:
     """Quantized replacement of a layer, on meta except for its bias."""
     weight = torch.empty(linear.weight.shape, dtype=torch.int8, device="meta")
     scale = torch.empty(len(weight), 1, dtype=torch.float32, device="meta")
-    return QuantisedLinear(kind, weight, scale, linear.bias)
+    return QuantizedLinear(kind, weight, scale, linear.bias)
 
 
 @contextmanager
-def as_quantised(module: nn.Module, precision: Precision | None) -> Iterator[None]:
+def as_quantized(module: nn.Module, precision: Precision | None) -> Iterator[None]:
     """Context: a meta module has the layers and parameters that it has when loaded quantized."""
     kind = "" if precision is None else precision.weight_dtype
     before = {
@@ -157,16 +157,16 @@ def as_quantised(module: nn.Module, precision: Precision | None) -> Iterator[Non
             swap(module, name, linear)
 
 
-def quantise_layers(module: nn.Module, precision: Precision) -> None:
+def quantize_layers(module: nn.Module, precision: Precision) -> None:
     """Quantize the layers of a loaded module in place, on their device."""
     for name, linear in layers(module, precision).items():
         device = linear.weight.device
-        values, scale = quantise(linear.weight.detach(), precision.weight_dtype, device)
+        values, scale = quantize(linear.weight.detach(), precision.weight_dtype, device)
         scale = scale.to(linear.weight.dtype)  # that of its products
-        swap(module, name, QuantisedLinear(precision.weight_dtype, values, scale, linear.bias))
+        swap(module, name, QuantizedLinear(precision.weight_dtype, values, scale, linear.bias))
 
 
-def quantise(weight: Tensor, kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
+def quantize(weight: Tensor, kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """Quantize a weight: values (out, in) int8 and scales (out, 1) float32, on `device`.
 
     Rows are processed in batches, so a weight from the host is never whole on the device.

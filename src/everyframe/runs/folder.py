@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from everyframe.core.errors import CorruptRunError, InputError, RunLockedError, did_you_mean
 from everyframe.core.paths import check_path, expand_path, state_folder
-from everyframe.runs.atomic_write import UNREADABLE, read_json, write_json
+from everyframe.runs.checksummed_json import UNREADABLE, read_json, write_json
 from everyframe.runs.signature import SIGNATURE, check_files, is_signed, sign
 
 #: Schema of a run folder; another number belongs to another version.

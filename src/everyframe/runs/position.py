@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from everyframe.core.errors import CorruptRunError
-from everyframe.runs.atomic_write import UNREADABLE
+from everyframe.runs.checksummed_json import UNREADABLE
 from everyframe.runs.folder import RunFolder
 
 #: Finished clips, stages and steps, each summed over the video groups, and saved model calls.

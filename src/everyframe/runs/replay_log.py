@@ -24,7 +24,7 @@ from torch import Tensor
 from everyframe.core.errors import CorruptRunError, NotSerializableError
 from everyframe.core.paths import replace_file
 from everyframe.core.plan import Repair
-from everyframe.runs.atomic_write import UNREADABLE, checksum
+from everyframe.runs.checksummed_json import UNREADABLE, checksum
 from everyframe.runs.tensor_store import flatten, laid_out
 from everyframe.runtime.run_logs import GivenInput
 

@@ -18,7 +18,7 @@ from everyframe.core.errors import CorruptRunError, NotSerializableError
 from everyframe.core.events import Event, FramesDecoded, Note
 from everyframe.core.serialization import from_jsonable, to_jsonable
 from everyframe.media.pixels import to_uint8
-from everyframe.runs.atomic_write import UNREADABLE
+from everyframe.runs.checksummed_json import UNREADABLE
 from everyframe.runs.folder import Lock, RunFolder
 from everyframe.runs.tensor_store import TensorStore, hashes_in
 from everyframe.runtime.interface import VideoState

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from everyframe.core.errors import CorruptRunError
 from everyframe.core.paths import replace_file
-from everyframe.runs.atomic_write import checksum
+from everyframe.runs.checksummed_json import checksum
 
 _ENDING = ".safetensors"
 #: Name of the only tensor in a file.
@@ -75,7 +75,7 @@ class TensorStore:
             return tensor.numpy()
         if kind == "picture":
             return _png(tensor.numpy().tobytes())
-        raise CorruptRunError(f"what was kept as {kind!r} is of no kind that is known")
+        raise CorruptRunError(f"a saved value is of the unknown kind {kind!r}")
 
     def sweep(self, used: Collection[str]) -> None:
         """Delete all files except those with these hashes."""
@@ -106,7 +106,7 @@ class TensorStore:
 def _number(saved: Mapping[str, Any]) -> np.generic:
     dtype = np.dtype(saved["dtype"])
     if dtype.kind not in "biufU":  # numpy.void(10**9) is as many bytes
-        raise CorruptRunError(f"a saved number is of the dtype {dtype.name}, which has none")
+        raise CorruptRunError(f"a saved number has the dtype {dtype.name}, which holds no numbers")
     number: np.generic = dtype.type(saved["value"])
     return number
 

@@ -30,9 +30,9 @@ from everyframe.precision.islands import parameter_dtype
 from everyframe.precision.packed_linear import PackedLinear
 from everyframe.precision.quantization import (
     SCALE,
-    QuantisedLinear,
+    QuantizedLinear,
     layers,
-    quantise,
+    quantize,
     swap,
     without_numbers,
 )
@@ -54,9 +54,9 @@ def fill(
     devices: tuple[torch.device, torch.device],
     left: Collection[str],
 ) -> None:
-    """Replace the layers that store 8-bit weights by quantised ones.
+    """Replace the layers that store 8-bit weights by quantized ones.
 
-    `sources` maps module names to file names. `devices` are where rows are quantised and where the
+    `sources` maps module names to file names. `devices` are where rows are quantized and where the
     result is stored; parameters in `left` stay in the file, and on meta in the module.
     """
     found = layers(module, precision)
@@ -73,7 +73,7 @@ def fill(
         layer = without_numbers(found[name], precision.weight_dtype)
         if target not in left:
             values, scale = _quantize(weights, source, precision.weight_dtype, works)
-            layer = QuantisedLinear(
+            layer = QuantizedLinear(
                 precision.weight_dtype, values.to(lies), scale.to(lies), found[name].bias
             )
         swap(module, name, layer)
@@ -85,7 +85,7 @@ def _quantize(
     """Codes and scales of a weight on `device`: as the file has them, else rounded here."""
     stored = weights.quantized(source, quantization.storage_of(kind))
     if stored is None:
-        return quantise(weights.load(source), kind, device)
+        return quantize(weights.load(source), kind, device)
     return stored[0].to(device), stored[1].to(device)
 
 
@@ -152,7 +152,7 @@ def load_component(
     where = torch.device(component.device)
     device = torch.device("cpu") if component.block_offload else where
     rounded = quantization.rows(module, component.precision).keys()
-    with quantization.as_quantised(module, component.precision):
+    with quantization.as_quantized(module, component.precision):
         # Weights that arrive at each call, from a file or other ranks, are only checked here.
         leave = offload.unit_parameters(module) if component.from_disk else frozenset[str]()
         held = _shard_weights(module, component, supply)
@@ -192,7 +192,7 @@ def rewrite_parameters(
     """Read these parameters of a loaded component again: the bits are those of a new component.
 
     False, and nothing is changed, if one does not have the numbers of its file alone: it is
-    quantised, repaired or has them in two precisions.
+    quantized, repaired or has them in two precisions.
     """
     if component.precision.weight_dtype or component.repairs or has_float32(module):
         return False

@@ -23,7 +23,7 @@ from everyframe.parallel.redistribute import Redistribute
 from everyframe.parallel.sharded_modules import (
     PerSample,
     SequenceParallelAttention,
-    beside,
+    concatenate,
     sequence_attention,
 )
 from everyframe.parallel.token_partition import SampleSegment, TokenGrid, TokenPartition
@@ -150,7 +150,7 @@ class FullAttentionSharding(ShardedDenoiser):
     def _take_rotations(self, rope: nn.Module, args: tuple[Any, ...], table: Any) -> Any:
         """RoPE of this rank's tokens: of several samples in sequence, or one table for all."""
         parts = [each.places for each in self._segments()]
-        cos, sin = (beside([x[part] for part in parts], 0) for x in (table.cos, table.sin))
+        cos, sin = (concatenate([x[part] for part in parts], 0) for x in (table.cos, table.sin))
         return table._replace(cos=cos, sin=sin)
 
     def _gather(self, layer: nn.Module, args: tuple[Any, ...], out_bnE: Tensor) -> Tensor:

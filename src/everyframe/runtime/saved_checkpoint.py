@@ -21,7 +21,7 @@ from everyframe.checkpoints.folder import check_inside
 from everyframe.checkpoints.safetensors_writer import TensorToWrite, write_safetensors
 from everyframe.checkpoints.tensor_file import TensorFile
 from everyframe.core.errors import InputError
-from everyframe.precision.quantization import quantise
+from everyframe.precision.quantization import quantize
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _codes(tensors: TensorFile, name: str, kind: str) -> Iterator[TensorToWrite]
     scales: list[torch.Tensor] = []
 
     def codes() -> torch.Tensor:
-        values, scale = quantise(tensors.load(name), kind, torch.device("cpu"))
+        values, scale = quantize(tensors.load(name), kind, torch.device("cpu"))
         scales.append(scale.reshape(-1))
         return values.view(stored)
 

@@ -21,8 +21,8 @@ def fit_option() -> Any:
 def source_option() -> Any:
     """What video to video begins with."""
     return option(
-        "Video, folder of frames or picture to change: inpainting repaints its masked part, a "
-        "diffusers pipeline has it as its parameter video.",
+        "Video, folder of frames or picture to change: inpainting repaints its masked part; a "
+        "diffusers pipeline gets it as its parameter video.",
         names_files=True,
     )
 
@@ -30,8 +30,8 @@ def source_option() -> Any:
 def strength_option() -> Any:
     """How far video to video goes from its source."""
     return option(
-        "How much what is made may differ from the source; 1 ignores it, as inpainting does by "
-        "default.",
+        "How far the result may differ from the source; 1, the default of inpainting, ignores the "
+        "source.",
         gt=0,
         le=1,
     )

@@ -1,4 +1,4 @@
-"""Samplers: generators over ``denoise(x, t)``, one file a sampler.
+"""Samplers: generators over ``denoise(x, t)``, one file for each sampler.
 
 A sampler knows nothing of guidance, models, devices or seeds: the denoiser contains the first
 three, and noise comes from a callable. It yields one `Step` per step with the state after it, so a

@@ -83,7 +83,7 @@ def _distinct(keys: Iterable[ApiKey]) -> tuple[ApiKey, ...]:
     found: dict[str, ApiKey] = {}
     for key in keys:
         if key.name in found:
-            raise InputError(f"key {key.name} is there twice; give each key a name of its own")
+            raise InputError(f"key {key.name} is listed twice; give each key a name of its own")
         found[key.name] = key
     return tuple(found.values())
 

@@ -15,7 +15,7 @@ import everyframe
 from everyframe.checkpoints import safetensors_writer
 from everyframe.checkpoints.tensor_file import open_checkpoint
 from everyframe.core.errors import CheckpointError, InputError
-from everyframe.precision.quantization import quantise
+from everyframe.precision.quantization import quantize
 from helpers.components import originals, stored
 from helpers.diagonals import diagonal
 from helpers.loras import files as lora_files
@@ -110,9 +110,9 @@ def test_each_weight_is_rounded_once(
 
     def counted(weight: torch.Tensor, *rest: Any) -> Any:
         rounded.append(tuple(weight.shape))
-        return quantise(weight, *rest)
+        return quantize(weight, *rest)
 
-    monkeypatch.setattr(saved_checkpoint, "quantise", counted)
+    monkeypatch.setattr(saved_checkpoint, "quantize", counted)
     model = tiny_families.made("svd", tiny_root)
     everyframe.save(model, tmp_path / "saved", quantize="int8")
     files = [*(tmp_path / "saved").rglob("*.safetensors")]

@@ -16,10 +16,10 @@ import everyframe
 from everyframe.core.errors import InputError
 from everyframe.core.plan import BatchPlan
 from everyframe.core.quality import LossyMethod
+from everyframe.engine.records.comparison import differences
 from everyframe.engine.records.file_identity import file_identities, find_files
-from everyframe.engine.records.provenance import (
-    differences,
-    make_record,
+from everyframe.engine.records.provenance import make_record
+from everyframe.engine.records.recorded_request import (
     record_in,
     recorded_threads,
     request_from,
@@ -238,7 +238,7 @@ def test_recorded_threads(threads: Any, found: int | None) -> None:
 def test_threads_are_repeated_where_the_machine_can_bear_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("everyframe.engine.records.provenance.num_usable_cores", lambda: 8)
+    monkeypatch.setattr("everyframe.engine.records.recorded_request.num_usable_cores", lambda: 8)
     assert threads_to_repeat({"plan": {"num_threads": 12}}) == 12
     assert threads_to_repeat({"plan": {"num_threads": 33}}) is None
     assert threads_to_repeat({"plan": {"num_threads": 100_000}}) is None

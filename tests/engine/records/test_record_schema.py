@@ -16,8 +16,10 @@ from everyframe.cli.main import main
 from everyframe.core.errors import InputError
 from everyframe.core.options import facts_of
 from everyframe.core.request import Request
+from everyframe.engine.records.comparison import differences
 from everyframe.engine.records.file_identity import file_identities, find_files
-from everyframe.engine.records.provenance import differences, make_record, record_in, request_from
+from everyframe.engine.records.provenance import make_record
+from everyframe.engine.records.recorded_request import record_in, request_from
 from everyframe.engine.tracing import model_of
 from everyframe.families.registry import all_options
 from everyframe.media.output_path import RECORD_SCHEMA

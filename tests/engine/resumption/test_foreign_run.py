@@ -27,7 +27,7 @@ from everyframe.engine.resumption.resume import resume_run
 from everyframe.engine.workers.launcher import run_in_workers
 from everyframe.engine.workers.worker_process import WorkerJob
 from everyframe.media.video import Video
-from everyframe.runs.atomic_write import write_json
+from everyframe.runs.checksummed_json import write_json
 from everyframe.runs.folder import RunFolder
 from everyframe.runs.tensor_store import TensorStore
 from helpers.interrupted_runs import cut, videos

@@ -17,7 +17,7 @@ from everyframe.engine.workers import launcher
 from everyframe.engine.workers.error_transfer import error_from
 from everyframe.engine.workers.launcher import run_in_workers
 from everyframe.engine.workers.worker_process import Worker, WorkerJob
-from everyframe.runs.atomic_write import write_json
+from everyframe.runs.checksummed_json import write_json
 from everyframe.runs.folder import SCHEMA, RunFolder
 from helpers.shadowing_modules import plant
 

@@ -169,7 +169,7 @@ SENTENCES = "step_llm/step1_chat_tokenizer.model"
         (_remove("vae/vae_v2.safetensors"), r"there is no file .*vae_v2\.safetensors"),
         (_remove(SENTENCES), r"no tokenizer: .*step1_chat_tokenizer\.model"),
         (_bytes(SENTENCES, lambda: b"short"), "is no sentencepiece file"),
-        (_bytes(SENTENCES, _t5), r"marks of begin and end are \(-1, 1\)"),
+        (_bytes(SENTENCES, _t5), r"begin and end tokens are \(-1, 1\)"),
         (_vocabulary(2048), "has 460 pieces, the model 2048"),
         (_vocabulary(400), "has 460 pieces, the model 400"),
         (

@@ -24,7 +24,7 @@ from everyframe.families.stepvideo.components import DENOISER_ISLANDS, LLM_ISLAN
 from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoModelConfig
 from everyframe.families.stepvideo.llm import StepLLM
 from everyframe.families.stepvideo.model import StepVideoModel
-from everyframe.precision.quantization import QuantisedLinear, layers, quantise
+from everyframe.precision.quantization import QuantizedLinear, layers, quantize
 from helpers.tiny_checkpoints import stepvideo as tiny_stepvideo
 
 GIVEN: dict[str, Any] = {
@@ -59,8 +59,8 @@ def rounded(folder: Path, kind: str) -> Path:
         for file in (made / part).glob("*.safetensors"):
             tensors = load_file(file)
             for name in names & tensors.keys():
-                values, scale = quantise(tensors[name], kind, torch.device("cpu"))
-                tensors[name] = QuantisedLinear(kind, values, scale, None).wide()
+                values, scale = quantize(tensors[name], kind, torch.device("cpu"))
+                tensors[name] = QuantizedLinear(kind, values, scale, None).wide()
             save_file(tensors, file)
     return made
 

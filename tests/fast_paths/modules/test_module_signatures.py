@@ -9,7 +9,7 @@ from torch import nn
 
 from everyframe.fast_paths.modules import cpu_modules
 from everyframe.precision.packed_linear import PackedLinear
-from everyframe.precision.quantization import QuantisedLinear
+from everyframe.precision.quantization import QuantizedLinear
 
 OF_TORCH = [
     (plain, own)
@@ -20,7 +20,7 @@ OF_TORCH = [
 
 
 @pytest.mark.parametrize(
-    ("plain", "own"), [*OF_TORCH, (nn.Linear, QuantisedLinear), (nn.Linear, PackedLinear)]
+    ("plain", "own"), [*OF_TORCH, (nn.Linear, QuantizedLinear), (nn.Linear, PackedLinear)]
 )
 def test_parameters_have_torchs_names(plain: type[nn.Module], own: type[nn.Module]) -> None:
     """AnimateDiff calls ``proj_in(input=...)``, which a layer by oneDNN did not take."""

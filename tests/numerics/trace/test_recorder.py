@@ -149,7 +149,7 @@ class Scaled(Codes):
 @pytest.mark.parametrize(
     ("kind", "names"), [(Codes, ["weight"]), (Scaled, ["weight.codes", "weight.scale"])]
 )
-def test_weights_of_a_quantiser_are_seen_as_what_they_hold(
+def test_weights_of_a_quantizer_are_seen_as_what_they_hold(
     kind: type[Tensor], names: list[str]
 ) -> None:
     recorder = Recorder()

@@ -41,8 +41,8 @@ class Run:
         self.found = type("", (), {"work": type("", (), work)})
         self.stage_call = type("", (), {"component": component, "key": component, "num_calls": 1})
 
-    def has_place(self, path: str, *, is_quantised: bool) -> bool:
-        return applies_to(path, nn.Identity()) and not (is_quantised and path in OF_LAYERS)
+    def has_place(self, path: str, *, is_quantized: bool) -> bool:
+        return applies_to(path, nn.Identity()) and not (is_quantized and path in OF_LAYERS)
 
 
 VAE: Any = Run("vae", (1, 8, 4, 16, 16), (8, 8, 3, 3, 3))

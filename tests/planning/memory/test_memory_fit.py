@@ -73,7 +73,7 @@ def test_ranks_of_one_cpu_are_counted_by_part(stage: str | None) -> None:
         parts = [asked.planner.plan_named(each.name, settings) for each in roomy.components]
         if stage is not None:
             parts = [replace(each, plan=replace(each.plan, stage=stage)) for each in parts]
-        assert asked._hold(parts) is holds
+        assert asked._fit_together(parts) is holds
 
 
 def together(stage: str, *parts: tuple[str, int, int]) -> list[ComponentPlan]:

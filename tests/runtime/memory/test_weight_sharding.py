@@ -26,7 +26,7 @@ from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.families.svd import sharding as of_svd
 from everyframe.families.svd import unet
 from everyframe.parallel.communicator import Communicator, ParallelContext
-from everyframe.precision.quantization import QuantisedLinear
+from everyframe.precision.quantization import QuantizedLinear
 from everyframe.precision.upcast import Upcast
 from everyframe.runtime.loading import load_component
 from everyframe.runtime.memory import offload, weight_sharding
@@ -216,7 +216,7 @@ def test_weights_in_eight_bits_are_kept_by_ranks_too(
     found = ranks.run(3, in_eight_bits, str(path), kind)
     told = sharded_bytes(source, Precision("float32", "float32", weight_dtype=kind), [1] * 3)
     for each, kept in zip(found, told, strict=True):
-        assert each["kinds"] == {QuantisedLinear}
+        assert each["kinds"] == {QuantizedLinear}
         assert all(torch.equal(a, b) for a, b in zip(each["out"], whole["out"], strict=True))
         assert each["kept"] == kept
     assert sum(told) == whole["kept"] < 0.6 * sum(p.nbytes for p in source.blocks.parameters())

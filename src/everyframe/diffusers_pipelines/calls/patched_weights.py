@@ -68,7 +68,7 @@ def tables_of_modules(components: Mapping[str, Any]) -> dict[str, WeightTable]:
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shape of each parameter; of a quantised weight that of its layer, as its own is of codes."""
+    """Shape of each parameter; of a quantized weight that of its layer, as its own is of codes."""
     shapes = {key: tuple(each.shape) for key, each in module.named_parameters()}
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Linear) and not is_plain(layer.weight):
@@ -173,7 +173,7 @@ def merged_in_place(
     meanwhile; that takes as many bytes as they have.
 
     Raises:
-        InputError: a patched weight is on meta, on a disk or quantised, or two components that are
+        InputError: a patched weight is on meta, on a disk or quantized, or two components that are
             one module have different patches.
     """
     saved: list[tuple[Tensor, Tensor, Tensor | None]] = []
@@ -234,7 +234,7 @@ def _check_plain(
     is_wide = parameter.is_floating_point() and parameter.dtype.itemsize > 1
     if not is_wide or not is_plain(parameter):
         raise InputError(
-            f"{name} of the {component} is quantised ({type(parameter).__name__}, "
+            f"{name} of the {component} is quantized ({type(parameter).__name__}, "
             f"{parameter.dtype}), so no LoRA can be merged into it; load the pipeline without"
         )
 

@@ -1,6 +1,6 @@
-"""Weights that are not plain numbers between calls: in files, copies, another dtype, or quantised.
+"""Weights that are not plain numbers between calls: in files, copies, another dtype, or quantized.
 
-Hooks of diffusers and accelerate set them, or tensors of a quantiser's own class hold them.
+Hooks of diffusers and accelerate set them, or tensors of a quantizer's own class hold them.
 
 Between two calls a tensor that group offloading has on a disk has memory without its values. With
 streams, each offload gives a tensor the copy of it that the group holds.
@@ -63,13 +63,13 @@ def weights_set_by(module: nn.Module) -> str:
 
 
 def why_not_widened(module: nn.Module) -> str:
-    """Why the weights can't be wider: quantised, or set again in each call; empty if they can.
+    """Why the weights can't be wider: quantized, or set again in each call; empty if they can.
 
     Weights that move between devices keep the dtype that they have.
     """
-    quantised = sorted({type(each).__name__ for each in module.parameters() if not is_plain(each)})
-    if quantised:
-        return f"its weights are quantised ({', '.join(quantised)}); load it without"
+    quantized = sorted({type(each).__name__ for each in module.parameters() if not is_plain(each)})
+    if quantized:
+        return f"its weights are quantized ({', '.join(quantized)}); load it without"
     by = weights_set_by(module)
     if by == LAYERWISE:
         return f"{by} casts its weights in each call; give it a wider compute_dtype"

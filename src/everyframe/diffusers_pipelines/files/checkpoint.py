@@ -2,7 +2,7 @@
 
 ``model_index.json`` describes a plain pipeline, ``modular_model_index.json`` a modular one. Each
 component has a folder of its own with weights as safetensors. Refused with `CheckpointError`:
-pickled weights, missing components, quantised components, and remote code that was not allowed.
+pickled weights, missing components, quantized components, and remote code that was not allowed.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def _part(
         raise _trust_error(where, what)
     if part.config().get("quantization_config"):
         raise CheckpointError(
-            f"{where}: its {name} is quantised, which is not supported; take the checkpoint "
+            f"{where}: its {name} is quantized, which is not supported; take the checkpoint "
             "in bfloat16 or float32"
         )
     return part

@@ -174,7 +174,7 @@ class _Measuring:
             block.COMPONENT, precision, [run]
         )
         paths = [path for path in for_device(self.device) if not path.on_demand
-                 and run.has_place(path.name, is_quantised=False)]  # fmt: skip
+                 and run.has_place(path.name, is_quantized=False)]  # fmt: skip
         found = []
         for path in paths:  # one by one, so that a slow one leaves the others their time
             done = certify(target, [path], _PATH_SECONDS)

@@ -24,7 +24,7 @@ from everyframe.fast_paths.compilation import package_store
 from everyframe.fast_paths.compilation.module_compilation import compile_blocks, compiled_blocks
 from everyframe.fast_paths.compilation.toolchain import why_not
 from everyframe.precision import dynamic_quantization
-from everyframe.precision.quantization import QuantisedLinear, in_memory, quantise_layers
+from everyframe.precision.quantization import QuantizedLinear, in_memory, quantize_layers
 
 ModelT = TypeVar("ModelT")
 
@@ -136,7 +136,7 @@ def quantize(
             raise InputError(f"{by} sets the weights of {shown_name} in each call; quantize first")
     for name, part in parts.items():
         if kind in _WEIGHTS:
-            quantise_layers(part, in_memory(part, kind))
+            quantize_layers(part, in_memory(part, kind))
             continue
         for note in dynamic_quantization.quantize_products(part, kind):
             message = f"{name}: {note}" if name else note
@@ -145,7 +145,7 @@ def quantize(
 
 
 def _is_quantized(module: nn.Module) -> bool:
-    return isinstance(module, QuantisedLinear) or dynamic_quantization.is_quantized(module)
+    return isinstance(module, QuantizedLinear) or dynamic_quantization.is_quantized(module)
 
 
 def _compile(

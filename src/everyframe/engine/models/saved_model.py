@@ -39,7 +39,7 @@ class SavableNative:
 
     def changed_files(self, quantize: str) -> Sequence[ChangedFile]:
         """See `SavableSpec`."""
-        spec, root = self.spec, self.saved_from().resolve()
+        spec = self.spec
         found = []
         for need, title, _ in spec.builder.needs():
             name = need.name
@@ -48,35 +48,42 @@ class SavableNative:
             patched = spec.patched.patches.get(name, {})
             if not patched and not quantized and name not in spec.replaced.tensors:
                 continue
-            before = open_checkpoint(spec.weights(name)[0])
-            places = [file.resolve() for file in (before.source, *before.files)]
-            if not all(place.is_relative_to(root) for place in places):
-                raise InputError(f"the {title} of {spec.title} lies outside of its folder {root}")
-            if any(
-                {*before.files} & {*open_checkpoint(spec.weights(other)[0]).files}
-                for other in spec.builder.component_names
-                if other != name
-            ):
-                raise InputError(
-                    f"{spec.title} has all of its weights in one file, which can't be saved in "
-                    "parts; take the folder of the model"
-                )
-            source = places[0]
-            own = source.suffix == _SAFETENSORS
-            path = source if own else source.with_name(f"model{_SAFETENSORS}")
+            path, replaced = self._places(name, title)
             found.append(
                 ChangedFile(
-                    path.relative_to(root),
+                    path,
                     opened,
                     self._find_changed(name, opened, keys),
                     {key: quantize for key in opened if keys.target(key) in quantized},
                     {key for key in opened if is_in_island(keys.target(key) or "", need.islands)},
-                    tuple(place.relative_to(root) for place in {*places}),
+                    replaced,
                 )
             )
         if quantize and not any(each.quantized for each in found):
             raise InputError(f"quantize has no effect on {spec.title}: nothing of it is quantized")
         return found
+
+    def _places(self, name: str, title: str) -> tuple[Path, tuple[Path, ...]]:
+        """Path of a component's new file, and the files that it replaces, in the model's folder.
+
+        Raises:
+            InputError: one lies outside of the folder, or holds another component too.
+        """
+        spec, root = self.spec, self.saved_from().resolve()
+        stored = open_checkpoint(spec.weights(name)[0])
+        places = [file.resolve() for file in (stored.source, *stored.files)]
+        if not all(place.is_relative_to(root) for place in places):
+            raise InputError(f"the {title} of {spec.title} lies outside of its folder {root}")
+        others = [each for each in spec.builder.component_names if each != name]
+        if any({*stored.files} & {*open_checkpoint(spec.weights(o)[0]).files} for o in others):
+            raise InputError(
+                f"{spec.title} has all of its weights in one file, which can't be saved in parts; "
+                "take the folder of the model"
+            )
+        within = [place.relative_to(root) for place in places]
+        is_own = within[0].suffix == _SAFETENSORS
+        path = within[0] if is_own else within[0].with_name(f"model{_SAFETENSORS}")
+        return path, tuple({*within})
 
     def _find_changed(self, component: str, opened: TensorFile, keys: KeyMap) -> set[str]:
         """Names in the file of tensors that are not as a file stores them."""

@@ -2,7 +2,8 @@
 
 A record is untrusted data and is validated as a whole before use. Options that a person must give
 in this call (code to execute, devices, folders, expensive choices) are never taken from it; models
-only if they are listed. `provenance.py` makes records, and requests from records.
+only if they are listed. `provenance.py` makes records, `recorded_request.py` makes requests from
+them.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def check_record(record: Mapping[str, Any]) -> Record:
     except ValidationError as error:
         raise InputError(f"the record can't be read: {explain(error)}") from None
     except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"the record is nothing that JSON can hold: {error}") from None
+        raise InputError(f"the record holds a value that JSON can't: {error}") from None
 
 
 def accepted_options(asked: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
@@ -215,7 +216,7 @@ def _check_listed(name: str, value: Any) -> None:
         return
     raise InputError(
         f"the video was made with the {name.replace('_', ' ')} {shown(value)}, which is none of "
-        f"the known ones; a record is not believed where it lies, so name it: {flag_of(name)} "
+        f"the known ones; a record may not say where a model is, so name it: {flag_of(name)} "
         "FOLDER or OWNER/NAME"
     )
 

@@ -22,7 +22,6 @@ from everyframe.core.options import Options, shown
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.core.serialization import from_jsonable
-from everyframe.engine.records.provenance import threads_to_repeat
 from everyframe.engine.records.record_schema import (
     GIVEN,
     OWN_PARAMETERS,
@@ -30,7 +29,8 @@ from everyframe.engine.records.record_schema import (
     option_facts,
     own_parameters,
 )
-from everyframe.runs.atomic_write import UNREADABLE
+from everyframe.engine.records.recorded_request import threads_to_repeat
+from everyframe.runs.checksummed_json import UNREADABLE
 from everyframe.runs.folder import RunFolder
 
 _Given = ParamSpec("_Given")

@@ -18,7 +18,7 @@ from everyframe.engine.resumption.foreign_run import (
     without_decoder,
 )
 from everyframe.engine.resumption.replan import applied_fallbacks
-from everyframe.runs.atomic_write import UNREADABLE, read_json
+from everyframe.runs.checksummed_json import UNREADABLE, read_json
 from everyframe.runs.folder import RunFolder
 from everyframe.runs.signature import check_files
 from everyframe.runs.tensor_store import TensorStore

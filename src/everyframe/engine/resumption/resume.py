@@ -23,7 +23,8 @@ from everyframe.core.request import Request
 from everyframe.engine.distributed import Rendezvous, join_plan, meet_peers
 from everyframe.engine.owner_switches import with_owner_switches
 from everyframe.engine.persistence import write
-from everyframe.engine.records.provenance import differences, make_record
+from everyframe.engine.records.comparison import differences
+from everyframe.engine.records.provenance import make_record
 from everyframe.engine.records.record_schema import option_facts
 from everyframe.engine.repair_report import loaded_in, repairs_of, with_repair_report
 from everyframe.engine.resumption.foreign_run import explain_errors

@@ -104,11 +104,11 @@ class Inputs:
         masks = _repeat(self.mask, num_frames)
         return sum(bool(geometry.mask(mask).any()) for mask in masks)
 
-    def sound(self, num_frames: int) -> Audio | None:
+    def audio(self, num_frames: int) -> Audio | None:
         """Audio of the source's first frames; None if it has none."""
         if self.source.fps is None:
             return None
-        return self.source.sound(float(num_frames / self.source.fps))
+        return self.source.audio(float(num_frames / self.source.fps))
 
     def control_pictures(
         self, geometry: Geometry, num_frames: int

@@ -102,12 +102,12 @@ class InpaintOptions(FamilyOptions):
         "Apply the ControlNet to the prompt's branch of guidance only.", default=False
     )
     canny_low: float | None = option(
-        "Weaker threshold of canny, 100 if not given: edges that hang on stronger ones.",
+        "Lower threshold of canny, 100 by default: edges above it that touch a strong edge.",
         ge=0,
         le=10_000,
     )
     canny_high: float | None = option(
-        "Stronger threshold of canny, 200 if not given: edges of their own.", ge=0, le=10_000
+        "Upper threshold of canny, 200 by default: edges above it are strong.", ge=0, le=10_000
     )
     frames_at_once: int = option(
         "Frames denoised and decoded together; more need more memory.", default=1, gt=0, le=1000

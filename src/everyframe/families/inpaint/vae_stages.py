@@ -183,7 +183,7 @@ class DecodeStage(ComponentStage[InpaintContext, Tensor]):
         total, done = self.num_steps(len(videos)), 0
         for video in videos:
             guard.start_video(video)
-            yield from self._sound(videos, video)
+            yield from self._audio(videos, video)
             begun = time.perf_counter()
             for frames, is_painted, events in self._frames(vae, guard, videos, video, done):
                 yield from events
@@ -240,18 +240,18 @@ class DecodeStage(ComponentStage[InpaintContext, Tensor]):
         if lot:
             yield lot
 
-    def _sound(self, videos: Sequence[VideoState], video: VideoState) -> Iterator[Event]:
+    def _audio(self, videos: Sequence[VideoState], video: VideoState) -> Iterator[Event]:
         """Yield the source's audio, if the result plays at the source's speed."""
         settings = self.context.settings
         inputs = self.context.inputs(videos)
-        sound = inputs.sound(settings.num_frames)
-        if sound is None:
+        audio = inputs.audio(settings.num_frames)
+        if audio is None:
             return
         assert inputs.source.fps is not None, "what has sound has a rate"
         if float(inputs.source.fps) != settings.fps:
             yield Note("the source's sound is left out, as the result plays at another speed")
             return
-        yield AudioDecoded(video.seed, sound.rate, sound.seconds, sound.samples)
+        yield AudioDecoded(video.seed, audio.rate, audio.seconds, audio.samples)
 
     def _decode(
         self,

@@ -188,5 +188,5 @@ def _check_fit(config: OpenSoraConfig) -> None:
         if gives != takes:
             raise CheckpointError(
                 f"the {part} has {gives} {what}, but the denoiser takes {takes}; "
-                "these parts belong to different models"
+                "these components belong to different models"
             )

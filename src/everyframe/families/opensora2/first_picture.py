@@ -35,7 +35,7 @@ def vae_config(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
 
 
 def build_vae(config: Mapping[str, Any]) -> nn.Module:
-    """The untrained autoencoder: diffusers' `AutoencoderKL` without quantisation layers."""
+    """The untrained autoencoder: diffusers' `AutoencoderKL` without quantization layers."""
     from diffusers import AutoencoderKL
 
     widths = tuple(config["block_out_channels"])

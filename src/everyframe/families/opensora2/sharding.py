@@ -32,7 +32,7 @@ from everyframe.parallel.communicator import ParallelContext
 from everyframe.parallel.sharded_modules import (
     PerSample,
     ShardedAttentionCore,
-    beside,
+    concatenate,
 )
 from everyframe.parallel.token_partition import SampleSegment, TokenGrid
 from everyframe.runtime.model_sharding import FullAttentionSharding, num_streams
@@ -128,7 +128,7 @@ def select_tokens(x_BNC: Tensor, segments: Segments, offset: int) -> Tensor:
         x_BNC[each.samples, each.places.start - offset : each.places.stop - offset]
         for each in segments
     ]
-    return beside(parts, 1)
+    return concatenate(parts, 1)
 
 
 class _OfSegments(nn.Module):

@@ -229,5 +229,5 @@ def _check_fit(config: OpenSora2Config, files: OpenSora2Files, options: OpenSora
         if gives != takes and files.has(part, name):
             raise CheckpointError(
                 f"the {_TITLES[part]} has {gives} {what}, but the denoiser takes {takes}; "
-                "these parts belong to different models"
+                "these components belong to different models"
             )

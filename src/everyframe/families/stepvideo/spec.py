@@ -153,5 +153,5 @@ def _check_fit(config: StepVideoConfig, files: StepVideoFiles) -> None:
         if gives != takes and files.has(part):
             raise CheckpointError(
                 f"{what.format(gives)}, but the denoiser takes {takes}; "
-                "these parts belong to different models"
+                "these components belong to different models"
             )

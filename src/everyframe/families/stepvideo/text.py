@@ -78,7 +78,7 @@ class StepTokenizer:
         marks = (self._pieces.bos_id(), self._pieces.eos_id())
         if marks != (_BEGIN, _END):
             raise CheckpointError(
-                f"{path} does not belong to Step-LLM: its marks of begin and end are {marks}, "
+                f"{path} does not belong to Step-LLM: its begin and end tokens are {marks}, "
                 f"those of the model {(_BEGIN, _END)}"
             )
         _check_vocabulary(path, self._pieces.get_piece_size(), vocabulary, "Step-LLM")

@@ -13,7 +13,7 @@ import logging
 import math
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -35,6 +35,8 @@ GRACE = 10.0
 
 #: Signals that others send; a crash has one of its own, such as SIGSEGV.
 _FROM_OUTSIDE = frozenset({"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP"})
+
+_NO_TIME = "there was no time to try it"
 
 
 @dataclass(frozen=True)
@@ -60,27 +62,22 @@ def certify(
     Process starts do not count towards `seconds`, as they depend on the model and not on the paths.
     """
     left, made, untried = list(paths), [], {}
-    spent, lost = 0.0, ""
+    spent = 0.0
     while left and spent < seconds:
         trial, ended = _run_trials(subject, left, seconds - spent, grace)
         spent += trial.seconds
-        for path in tuple(left):
-            if path.name in trial.ended:
-                left.remove(path)
-                values = trial.ended[path.name]
-                if "out_of_time" in values:
-                    untried[path.name] = "there was no time to try it"
-                elif "out_of_memory" in values:
-                    # Others may have had that memory, and what they leave is no fault of the path.
-                    why = values["out_of_memory"]
-                    untried[path.name] = f"there was too little free memory to try it ({why})"
-                elif "lost" in values:
-                    lost = untried[path.name] = f"the device was lost ({values['lost']})"
-                else:
-                    made.append(_certificate(subject, path, **values))
-        if lost:
+        for path in [each for each in left if each.name in trial.ended]:
+            left.remove(path)
+            values = trial.ended[path.name]
+            why_untried = _why_untried(values)
+            if why_untried is None:
+                made.append(_certificate(subject, path, **values))
+            else:
+                untried[path.name] = why_untried
+        lost = next((values for values in trial.ended.values() if "lost" in values), None)
+        if lost is not None:
             # No path is to blame; and a certificate would outlive what was wrong with the card.
-            untried |= {path.name: lost for path in left}
+            untried |= {path.name: f"the device was lost ({lost['lost']})" for path in left}
             break
         culprit = next((path for path in left if path.name == trial.running), None)
         if culprit is not None and ended.signal in _FROM_OUTSIDE:
@@ -89,18 +86,26 @@ def certify(
             untried[culprit.name] = f"the process that tried it was ended by {ended.signal}"
         elif culprit is not None and not ended.is_well:
             left.remove(culprit)
-            made.append(_certificate(subject, culprit, error_text=_how(ended, grace)))
+            made.append(_certificate(subject, culprit, error_text=_describe_end(ended, grace)))
         elif not trial.ended:
             why = f"no process could be made to try it ({ended})"
             untried |= {path.name: why for path in left}
             break
-    untried |= {
-        path.name: "there was no time to try it" for path in left if path.name not in untried
-    }
+    untried |= {path.name: _NO_TIME for path in left if path.name not in untried}
     keep(made)
     for each in made:
         _log.info("%s: %s %s: %s", each.component, each.what, each.verdict, each.reason)
     return CertifyResult(tuple(made), untried, spent)
+
+
+def _why_untried(values: Mapping[str, Any]) -> str | None:
+    """Why the result of a trial makes no certificate; None if it makes one."""
+    if "out_of_time" in values:
+        return _NO_TIME
+    if "out_of_memory" in values:
+        # Others may have had that memory, and what they leave is no fault of the path.
+        return f"there was too little free memory to try it ({values['out_of_memory']})"
+    return f"the device was lost ({values['lost']})" if "lost" in values else None
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,7 @@ def _run_trials(
     return _TrialLog(results, running, spent), ended
 
 
-def _how(ended: ProcessResult, grace: float) -> str:
+def _describe_end(ended: ProcessResult, grace: float) -> str:
     if ended.signal is None and ended.error == "ended with exit code 1":
         return f"did not end, {grace:.0f} s after its time was over"
     return str(ended)

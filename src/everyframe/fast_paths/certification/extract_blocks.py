@@ -26,7 +26,7 @@ from everyframe.fast_paths.certification.target import CertificationTarget, Targ
 from everyframe.fast_paths.modules import residual_blocks
 from everyframe.precision import cast_hooks
 from everyframe.precision.islands import is_in_island
-from everyframe.precision.quantization import quantise_layers
+from everyframe.precision.quantization import quantize_layers
 
 #: Every 64th input channel is 20 times as large as the others, as in trained models; accumulation
 #: in a narrow dtype overflows there.
@@ -100,7 +100,7 @@ class ExtractedBlock:
             residual_blocks.add_silu(alone.blocks[0])
         if not in_float32:
             kind = next((path for path in paths if path in PRODUCTS), self.precision.weight_dtype)
-            quantise_layers(alone, replace(self.precision, weight_dtype=kind))
+            quantize_layers(alone, replace(self.precision, weight_dtype=kind))
         cast_hooks.add_cast_hooks(alone, FLOAT32 if in_float32 else self.precision, outputs=())
         if self.casts_inputs:
             cast_hooks.add_input_casts(alone)

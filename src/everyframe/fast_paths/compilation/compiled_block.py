@@ -154,13 +154,13 @@ class CompiledBlock:
         self._dynamic, self._compiles, self._warns = dynamic, compiles, warns
         self._fallback = fallback
         self._state = BlockState()
-        self._ways: dict[Any, Run] = {}
+        self._runs: dict[Any, Run] = {}
         self.report = BlockReport()
 
     @property
     def is_compiled(self) -> bool:
         """Whether any call was computed by compiled code."""
-        return bool(self._ways)
+        return bool(self._runs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self._block()
@@ -184,10 +184,10 @@ class CompiledBlock:
             weights = self._weights(block)
             structure = flatten((args, kwargs), tensors)
             key = (self._state.key, _settings(), structure, *map(_form, tensors))
-            if key not in self._ways:
+            if key not in self._runs:
                 call = _Call(block, (args, kwargs), weights, tensors)
-                self._ways[key] = self._way(call, key)
-            run = self._ways[key]
+                self._runs[key] = self._choose_run(call, key)
+            run = self._runs[key]
         except NotCompilableError as error:
             self._note(block, str(error))
             run = None
@@ -219,7 +219,7 @@ class CompiledBlock:
             raise NotCompilableError(state.why_not)
         return [found[number] for number in state.first]  # type: ignore[misc]
 
-    def _way(self, call: _Call, key: tuple[Any, ...]) -> Run:
+    def _choose_run(self, call: _Call, key: tuple[Any, ...]) -> Run:
         """How calls like this one are computed.
 
         Raises:
@@ -241,7 +241,7 @@ class CompiledBlock:
             if package.verdict == "refused":
                 raise NotCompilableError(package.reason)
             if not package.library:
-                return self._by_torch(call)
+                return self._compile_by_torch(call)
             loaded = _LOADED[package.digest, device]
         checked = (package.digest, device, *map(_form, tensors))
         if checked not in _CHECKED:
@@ -277,7 +277,7 @@ class CompiledBlock:
         """Compile a package for this call and try it on its inputs."""
         if not self._compiles:
             raise NotCompilableError("it isn't compiled yet (`everyframe compile` does it)")
-        if len(self._ways) >= _MOST:
+        if len(self._runs) >= _MOST:
             raise NotCompilableError(f"it is called in more than {_MOST} ways")
         began = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="everyframe-") as folder:
@@ -286,7 +286,7 @@ class CompiledBlock:
                     raise NotCompilableError("its weights are no plain tensors")
                 made = compile_block(call.block, *call.given, Path(folder), dynamic=self._dynamic)
             except NotCompilableError as error:
-                return self._otherwise(call, name, str(error))
+                return self._try_torch_compile(call, name, str(error))
             draft = replace(
                 _draft(call, name, made.sizes, time.perf_counter() - began),
                 result=made.result, library=package_store.digest_of(made.library),
@@ -301,14 +301,14 @@ class CompiledBlock:
         self.report.packages[package.digest] = package
         return loaded.run
 
-    def _otherwise(self, call: _Call, name: str, why: str) -> Run:
+    def _try_torch_compile(self, call: _Call, name: str, why: str) -> Run:
         """`torch.compile` of a block that can't be exported, if it is right and faster.
 
         The verdict is kept like a package, without a library and for all sizes: the next block of
         the kind, and the next process, neither export nor try it again.
         """
         self._note(call.block, f"no package ({why}); torch.compile instead")
-        run = self._by_torch(call)
+        run = self._compile_by_torch(call)
         sizes = CallSizes(tuple(((0, None),) * each.ndim for each in call.all_tensors))
         package = _try(_draft(call, name, sizes, 0.0), call, run)
         if package.verdict == "refused":
@@ -318,7 +318,7 @@ class CompiledBlock:
             raise NotCompilableError(package.reason)
         return run
 
-    def _by_torch(self, call: _Call) -> Run:
+    def _compile_by_torch(self, call: _Call) -> Run:
         """The block by torch.compile, whose guards notice changes."""
         compiled = self._fallback(call.block.forward)
         given = call.given

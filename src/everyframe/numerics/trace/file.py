@@ -187,4 +187,4 @@ def _table(tensor: Tensor, width: int) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 def _check_below(column: np.ndarray[Any, Any], known: int, what: str) -> None:
     if len(column) and (column.min() < 0 or column.max() >= known):
-        raise _BrokenError(f"it speaks of {what} that it does not hold")
+        raise _BrokenError(f"it names {what} that it does not hold")

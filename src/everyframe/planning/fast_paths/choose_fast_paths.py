@@ -79,7 +79,7 @@ class FastPathOptions:
     force: bool = False
 
 
-def pins_of(request: Request, device: DeviceFacts, *, is_here: bool = True) -> FastPathOptions:
+def pins_of(request: Request, device: DeviceFacts, *, is_here: bool) -> FastPathOptions:
     """Fast-path options of a request for that device, of this machine or (not `is_here`) another.
 
     Raises:
@@ -366,7 +366,7 @@ def candidates(
         if path.group not in ("precision", "products")
         and (path.group != "attention" or has_attention)
         and (path.group != "compile" or weight_dtype not in PRODUCTS)
-        and runs[0].has_place(path.name, is_quantised=bool(weight_dtype))
+        and runs[0].has_place(path.name, is_quantized=bool(weight_dtype))
     )
 
 

@@ -126,7 +126,7 @@ def missing_at_once(
     long = is_long(runs, device)
     found = []
     for part in parts:
-        holds_much = largest_scores(_of(part.name, runs)) > _MUCH
+        holds_much = largest_scores(_runs_of(part.name, runs)) > _MUCH
         expected = {
             CATALOGUE[each.path]: each.reason == RECORDED
             for each in part.choices
@@ -159,7 +159,7 @@ def make_at_once(
     keys = {
         each.component: certificates.subject(each.component, each.precision, own).keys
         for each in missing
-        if each.has_kernels and not is_very_long(own := _of(each.component, runs))
+        if each.has_kernels and not is_very_long(own := _runs_of(each.component, runs))
     }
     past = {name: computing_time(*each) for name, each in keys.items()}
     is_long = certificates.device.kind == "cpu" and is_very_long(runs)
@@ -184,12 +184,12 @@ def count_stage(
         return
     here = [run for run in runs if run.stage_call.stage == stage]
     for part in parts:
-        share = operations(_of(part.name, here)) / max(operations(here), 1.0)
+        share = operations(_runs_of(part.name, here)) / max(operations(here), 1.0)
         is_untried = any(
             each.verdict == "untried" and CATALOGUE[each.path].in_long_runs for each in part.choices
         )
         if share and is_untried:
-            subject = certificates.subject(part.name, part.precision, _of(part.name, runs))
+            subject = certificates.subject(part.name, part.precision, _runs_of(part.name, runs))
             add_computing_time(*subject.keys, share * seconds)
 
 
@@ -210,8 +210,10 @@ def make(
 
     left = seconds
     untried: dict[str, str] = {}
-    for each in sorted(missing, key=lambda each: -operations(_of(each.component, runs))):
-        subject = certificates.subject(each.component, each.precision, _of(each.component, runs))
+    for each in sorted(missing, key=lambda each: -operations(_runs_of(each.component, runs))):
+        subject = certificates.subject(
+            each.component, each.precision, _runs_of(each.component, runs)
+        )
         on_demand = tuple(path for path in each.paths if path.on_demand)
         at_once = tuple(path for path in each.paths if path.at_once)
         rest = tuple(path for path in each.paths if not (path.at_once or path.on_demand))
@@ -249,7 +251,7 @@ def _others(subject: CertificationTarget, missing: MissingCertificates) -> tuple
     return tuple(name for name in names if name not in PRECISIONS and not CATALOGUE[name].on_demand)
 
 
-def _of(component: str, runs: Sequence[DryRun]) -> list[DryRun]:
+def _runs_of(component: str, runs: Sequence[DryRun]) -> list[DryRun]:
     return [run for run in runs if run.stage_call.component == component]
 
 

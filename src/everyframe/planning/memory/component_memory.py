@@ -101,7 +101,7 @@ class ComponentPlanner:
         host_memory: free bytes on the host beside the device.
         repairs: repairs applied from the start to components of that dtype.
         chooser: chooses fast paths; None expects every path that the device could have.
-        quantising: which weights may be stored in eight bits.
+        quantization: which weights may be stored in eight bits.
         parallel: this rank's communicators, if it is one of several.
         holders: number of ranks that can shard the denoiser's weights.
         room: memory share of each of those ranks, if unequal.
@@ -115,7 +115,7 @@ class ComponentPlanner:
     host_memory: int
     repairs: tuple[Repair, ...] = ()
     chooser: FastPathChooser | None = None
-    quantising: QuantizationChoice = WHOLE
+    quantization: QuantizationChoice = WHOLE
     parallel: ParallelContext | None = None
     holders: int = 1
     room: tuple[float, ...] = ()
@@ -213,7 +213,7 @@ class ComponentPlanner:
             choices=choices,
         )
         notes += fast_path_notes(component.title, choices, precision)
-        notes += tuple(quantization_notes(component.title, precision, self.quantising))
+        notes += tuple(quantization_notes(component.title, precision, self.quantization))
         return PlannedComponent(
             plan, runs, (*notes, *(note for run in runs for note in run.notes()))
         )
@@ -254,7 +254,7 @@ class ComponentPlanner:
 
     def kinds(self, component: Component, settings: Settings) -> tuple[str, ...]:
         """Possible weight formats, the most exact first; "" is the weights' own dtype."""
-        asked = self.quantising.kinds(component.name)
+        asked = self.quantization.kinds(component.name)
         # Modules made for float32 are the smaller part, and need its digits.
         if not any(asked) or component.has_precision or component.needs.prefers == "float32":
             return ("",)
@@ -274,7 +274,7 @@ class ComponentPlanner:
         return any(call.denoises for call in calls)
 
     def _first_kind(self, component: Component, settings: Settings) -> str:
-        first = self.quantising.kinds(component.name)[0]
+        first = self.quantization.kinds(component.name)[0]
         return self.kinds(component, settings)[0] if first else first
 
     def weights_alone(self, component: Component, settings: Settings, kind: str) -> int:

@@ -37,7 +37,7 @@ from everyframe.runtime.memory.memory_fallbacks import (
     sharding_note,
 )
 
-_FAR = 8.0
+_FAR_TOO_LARGE = 8.0
 """Ratio of needed to available memory that all fallbacks together rarely bring down to 1."""
 
 
@@ -100,9 +100,9 @@ class MemoryFit:
                 self.planner.plan(each, settings, where[each.name])
                 for each in self.model.components(settings)
             ]
-        if not self._hold(parts) and self.device.kind == "cpu":
+        if not self._fit_together(parts) and self.device.kind == "cpu":
             parts = self._narrow(parts, settings)
-        elif not self._hold(parts):
+        elif not self._fit_together(parts):
             parts, notes = _take_turns(parts)
             changes += notes
         plans = tuple(part.plan for part in parts)
@@ -114,7 +114,7 @@ class MemoryFit:
             changes=tuple(changes),
             notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
             host_bytes=host,
-            fits=self._hold(parts) and host <= self.host_memory,
+            fits=self._fit_together(parts) and host <= self.host_memory,
         )
 
     def _narrow(
@@ -129,11 +129,11 @@ class MemoryFit:
             self.model.components(settings), key=lambda each: -found[each.name].plan.weight_bytes
         )
         kinds = {each.name: self.planner.kinds(each, settings) for each in components}
-        for kind in self.planner.quantising.kinds("")[1:]:
+        for kind in self.planner.quantization.kinds("")[1:]:
             for each in components:
                 if kind in kinds[each.name][1:]:
                     found[each.name] = self.planner.plan(each, settings, WeightPlacement(kind=kind))
-                    if self._hold([*found.values()]):
+                    if self._fit_together([*found.values()]):
                         return [*found.values()]
         return list(parts)
 
@@ -208,10 +208,10 @@ class MemoryFit:
             where = _placement(done, WeightPlacement(kind=self.planner.kinds(component, least)[-1]))
             # Whole pipeline calls would take minutes for all sizes tried here.
             parts.append(self.planner.plan_named(component.name, least, where, roughly=True))
-            if not self._holds(parts[-1]):
+            if not self._fits(parts[-1]):
                 return False
         # Components of one stage may fit alone and not together.
-        return self._hold(parts)
+        return self._fit_together(parts)
 
     def _apply_fallbacks(
         self, component: Component, settings: Settings
@@ -221,11 +221,11 @@ class MemoryFit:
         Weights are quantized to eight bits only if nothing else suffices.
         """
         first = self._fit_as(component, settings, None)
-        if self._holds(first[1]):
+        if self._fits(first[1]):
             return first
         others = self.planner.kinds(component, settings)[1:]
         found = (self._fit_as(component, settings, kind) for kind in others)
-        return next((each for each in found if self._holds(each[1])), first)
+        return next((each for each in found if self._fits(each[1])), first)
 
     def _fit_as(
         self, component: Component, settings: Settings, kind: str | None
@@ -235,7 +235,7 @@ class MemoryFit:
         if not self.weights_exceed(component, settings, part.plan.precision.weight_dtype):
             # Fallbacks are chosen per stage: one that helps elsewhere is no use here.
             for stage in part.stages or (None,):
-                if not self._holds(part, stage):
+                if not self._fits(part, stage):
                     done, part = self._fit_in_stage(component, stage, part, settings)
                     taken += done
                     settings = taken[-1].settings if taken else settings
@@ -252,11 +252,11 @@ class MemoryFit:
             return self.planner.plan_named(component.name, done[number - 1].settings, where)
 
         def is_enough(number: int) -> bool:
-            return self._holds(after(number), stage)
+            return self._fits(after(number), stage)
 
         taken = len(done)
         # If it is far too large, all fallbacks together are tried first; they rarely suffice.
-        if done and (self._times(part, stage) <= _FAR or is_enough(taken)):
+        if done and (self._memory_ratio(part, stage) <= _FAR_TOO_LARGE or is_enough(taken)):
             taken = 1 + bisect_left(range(1, len(done)), True, key=is_enough)
         if not taken:
             return [], part
@@ -266,7 +266,7 @@ class MemoryFit:
             part.plan.block_offload or part.plan.num_weight_shards > 1
         ):
             stays = after(taken, moves=False)
-            part = stays if self._holds(stays, stage) else part
+            part = stays if self._fits(stays, stage) else part
         return done[:taken], part
 
     def _fallbacks(
@@ -288,11 +288,11 @@ class MemoryFit:
             )
         )
 
-    def _holds(self, component: PlannedComponent, stage: str | None = None) -> bool:
+    def _fits(self, component: PlannedComponent, stage: str | None = None) -> bool:
         """Whether it fits in that stage, or in all of them."""
-        return self._times(component, stage) <= 1
+        return self._memory_ratio(component, stage) <= 1
 
-    def _times(self, component: PlannedComponent, stage: str | None = None) -> float:
+    def _memory_ratio(self, component: PlannedComponent, stage: str | None = None) -> float:
         """Required over available memory, for one stage or the worst stage.
 
         Infinite if a tensor exceeds what the device can address.
@@ -302,7 +302,7 @@ class MemoryFit:
         peak, too_large = component.in_stage(stage)
         return math.inf if too_large else share_of(peak * self._copies(name), where)
 
-    def _hold(self, parts: Sequence[PlannedComponent]) -> bool:
+    def _fit_together(self, parts: Sequence[PlannedComponent]) -> bool:
         """Whether all fit, counting components of one stage together."""
         plans = [part.plan for part in parts]
         here = [plan for plan in plans if self.lead is None or not self._is_led(plan.name)]
@@ -310,7 +310,7 @@ class MemoryFit:
         together = not here or fits(peak_of(here, copies), self.device)
         if self.lead is not None:  # where what it alone loads lies beside its part of the rest
             together = together and fits(peak_of(map(self._on_lead, parts)), self.lead)
-        return together and all(self._holds(part) for part in parts)
+        return together and all(self._fits(part) for part in parts)
 
     def _on_lead(self, component: PlannedComponent) -> ComponentPlan:
         """The component on the first rank, whose portion of the steps differs."""
@@ -391,7 +391,7 @@ def _in_order(
     return tuple(runs[each] for each in order if each in runs)
 
 
-def within(device: DeviceFacts, most: int | None) -> DeviceFacts:
+def with_memory_limit(device: DeviceFacts, most: int | None) -> DeviceFacts:
     """The device with its free memory limited to what may be used."""
     if most is None or most >= device.free_memory:
         return device

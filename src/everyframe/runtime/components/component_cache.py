@@ -1,7 +1,7 @@
 """Components and encoded prompts that stay in memory from one run to the next.
 
-A `ComponentCache` is shared by runs, also of several threads and models. Each run has a
-`WarmComponents` of its own, which lends components from it: one run at a time has a component, or
+A `ComponentCache` is shared by runs, also of several threads and models. Each run has
+`CachedComponents` of its own, which lends components from it: one run at a time has a component, or
 the runs of one batch (`batch_member.py`). After its stage a component goes back only if it is as it
 was right after loading, bit for bit (`component_state.py`). The least recently used go first when
 the next stage needs their memory.
@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -188,22 +188,11 @@ class ComponentCache:
                 self._encoded.popitem(last=False)
 
 
-@dataclass
 class WarmComponents:
-    """What one run lends from a cache; without a cache everything is loaded for the run alone.
+    """The components of one run, which are loaded for it alone: nothing stays.
 
-    Attributes:
-        plan: the plan of the run.
-        identity: what the weights are: digests of the model and of single components.
-        loras: the LoRAs that are merged into them.
+    `CachedComponents` takes them from a cache and gives them back.
     """
-
-    cache: ComponentCache | None = None
-    plan: Plan | None = None
-    identity: Hashable = None
-    loras: Hashable = ()
-    _lent: dict[str, tuple[_Key, _Entry]] = field(default_factory=dict)
-    _pending: dict[Hashable, tuple[str, Any]] = field(default_factory=dict)
 
     def component(
         self,
@@ -217,8 +206,54 @@ class WarmComponents:
         `patched` are its parameters that LoRAs change. One from the cache that has other LoRAs gets
         the parameters that either changes from its files by `rewrite`.
         """
+        return load()
+
+    def free_others(self) -> bool:
+        """Free what other runs left, after running out of memory; whether there was anything."""
+        return False
+
+    def during_stage(self) -> AbstractContextManager[None]:
+        """Context: a stage; what was lent to it returns at its end, or when it is interrupted."""
+        return nullcontext()
+
+    def note(self, event: Event) -> None:
+        """Note a repair or memory fallback: what it changed is dropped."""
+
+    def find_encoded(self, component: str, stage: object, inputs: object) -> tuple[Hashable, Any]:
+        """Key of these inputs of a stage, and what it made of them before; None if nothing."""
+        return None, None
+
+    def keep_encoded(self, key: Hashable, component: str, results: Any) -> None:
+        """Keep what a stage made, once it ends well."""
+
+
+@dataclass
+class CachedComponents(WarmComponents):
+    """What one run lends from a cache.
+
+    Attributes:
+        plan: the plan of the run.
+        identity: what the weights are: digests of the model and of single components.
+        loras: the LoRAs that are merged into them.
+    """
+
+    cache: ComponentCache
+    plan: Plan
+    identity: Hashable
+    loras: Hashable
+    _lent: dict[str, tuple[_Key, _Entry]] = field(default_factory=dict)
+    _pending: dict[Hashable, tuple[str, Any]] = field(default_factory=dict)
+
+    def component(
+        self,
+        name: str,
+        load: Callable[[], _Module],
+        rewrite: Rewrite,
+        patched: Collection[str] = (),
+    ) -> _Module:
+        """See `WarmComponents`."""
         key = self._key(name)
-        if self.cache is None or self.plan is None or key is None or is_component_awaited():
+        if key is None or is_component_awaited():
             return load()
         part = self.plan.component(name)
         is_batch = MEMBER.get() is not None
@@ -264,8 +299,6 @@ class WarmComponents:
 
     def _make_room(self, component: ComponentPlan, entry: _Entry | None) -> None:
         """Free others, so that all that the stage needs fits into the memory that was planned."""
-        assert self.cache is not None
-        assert self.plan is not None
         lent = self.cache.lent_bytes(component.device, (each for _, each in self._lent.values()))
         needed = lent + component.working_bytes
         needed += component.weight_bytes if entry is None else entry.state.num_bytes
@@ -273,22 +306,18 @@ class WarmComponents:
         self.cache.make_room(component.device, max(0, usable - needed))
 
     def free_others(self) -> bool:
-        """Free what other runs left, after running out of memory; whether there was anything."""
-        if self.cache is None or self.plan is None:
-            return False
+        """See `WarmComponents`."""
         return self.cache.make_room(self.plan.device.torch_name, 0)
 
     def drop(self, component: str) -> None:
         """Don't give back a component that was changed, nor what it encoded."""
         if component in self._lent:
-            assert self.cache is not None
             self.cache.release(*self._lent.pop(component), is_intact=False)
         self._pending = {k: v for k, v in self._pending.items() if v[0] != component}
 
     def give_back(self) -> None:
         """Give all components back that are as they were, and what was encoded."""
         for name, (key, entry) in self._lent.items():
-            assert self.cache is not None
             if not self.cache.release(key, entry, is_intact=True):
                 continue
             changed = entry.state.restore()
@@ -297,20 +326,18 @@ class WarmComponents:
             else:
                 self.cache.put(key, entry)
         for inputs, (_, results) in self._pending.items():
-            assert self.cache is not None
             self.cache.keep_encoded(inputs, results)
         self._lent, self._pending = {}, {}
 
     def drop_all(self) -> None:
         """Give nothing back."""
         for key, entry in self._lent.values():
-            assert self.cache is not None
             self.cache.release(key, entry, is_intact=False)
         self._lent, self._pending = {}, {}
 
     @contextmanager
     def during_stage(self) -> Iterator[None]:
-        """Context: a stage; what was lent to it returns at its end, or when it is interrupted."""
+        """See `WarmComponents`."""
         try:
             yield
         except GeneratorExit:
@@ -322,31 +349,29 @@ class WarmComponents:
         self.give_back()
 
     def note(self, event: Event) -> None:
-        """Note a repair or memory fallback: what it changed is dropped."""
+        """See `WarmComponents`."""
         if isinstance(event, Repaired) and event.component:
             self.drop(event.component)
         elif isinstance(event, Repaired):
             self.drop_all()
 
     def find_encoded(self, component: str, stage: object, inputs: object) -> tuple[Hashable, Any]:
-        """Key of these inputs of a stage, and what it made of them before; None if nothing."""
+        """See `WarmComponents`."""
         key = self._key(component)
         what = digest_of(inputs)
-        if self.cache is None or self.plan is None or key is None or what is None:
+        if key is None or what is None:
             return None, None
         settings = replace(self.plan.settings, prompt="", negative_prompt=None, seed=0)
         whole = (key, type(stage).__module__, type(stage).__qualname__, repr(settings), what)
         return whole, self.cache.find_encoded(whole)
 
     def keep_encoded(self, key: Hashable, component: str, results: Any) -> None:
-        """Keep what a stage made, once it ends well."""
+        """See `WarmComponents`."""
         if key is not None:
             self._pending[key] = (component, results)
 
     def _key(self, name: str) -> _Key | None:
         """What a component is made of; None for one that does not stay."""
-        if self.cache is None or self.plan is None:
-            return None
         part = self.plan.component(name)
         # Offloaded weights have state of their own, and are on the device briefly.
         moves = part.block_offload or part.model_offload or part.num_weight_shards > 1

@@ -24,7 +24,7 @@ from everyframe.checkpoints.tensor_file import TensorFile
 from everyframe.core.plan import Precision
 from everyframe.precision.dtypes import num_bytes
 from everyframe.precision.islands import parameter_dtype
-from everyframe.precision.quantization import as_quantised
+from everyframe.precision.quantization import as_quantized
 from everyframe.precision.upcast import as_exact_as, as_raised
 from everyframe.runtime.memory.prefetch import LocalWeightsProvider, Prefetcher, WeightsProvider
 
@@ -62,7 +62,7 @@ def resident_bytes(module: nn.Module, precision: Precision) -> int:
 
 def unit_bytes(module: nn.Module, precision: Precision) -> tuple[dict[str, int], int]:
     """Bytes of each unit's parameters by unit name, and bytes outside units."""
-    with as_quantised(module, precision):
+    with as_quantized(module, precision):
         sizes = {
             name: each.numel() * num_bytes(parameter_dtype(name, precision))
             if each.is_floating_point()
@@ -163,7 +163,7 @@ class BlockOffload:
                 self._bytes += size
             following = self._ahead.following(self._names[part])
             if following is not None:
-                self._ahead.send_for(following, self._of(following))
+                self._ahead.send_for(following, self._parameters_of(following))
             self.most_bytes = max(self.most_bytes, self._bytes + self._ahead.num_bytes)
 
         def go(*_: object) -> None:
@@ -177,7 +177,7 @@ class BlockOffload:
         self._handles.append(part.register_forward_pre_hook(come, prepend=True))
         self._handles.append(part.register_forward_hook(go, always_call=True))
 
-    def _of(self, part: str) -> dict[str, nn.Parameter]:
+    def _parameters_of(self, part: str) -> dict[str, nn.Parameter]:
         """The offloaded parameters of that submodule, by name."""
         module = next((each for each, name in self._names.items() if name == part), None)
         if module is None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from everyframe.core.plan import Precision
 from everyframe.parallel.communicator import Communicator
 from everyframe.parallel.pending import PendingSend
-from everyframe.precision.quantization import as_quantised
+from everyframe.precision.quantization import as_quantized
 from everyframe.runtime.memory import offload
 from everyframe.runtime.memory.prefetch import PendingWeights, Placeholders
 
@@ -47,7 +47,7 @@ def assign_units(unit_sizes: Mapping[str, int], room: Sequence[float]) -> dict[s
 def sharded_bytes(module: nn.Module, precision: Precision, room: Sequence[float]) -> list[int]:
     """Bytes of the units that each rank owns; see `assign_units`."""
     sizes, _ = offload.unit_bytes(module, precision)
-    with as_quantised(module, precision):
+    with as_quantized(module, precision):
         rank_of = assign_units(_elements(module), room)
     ranks = range(len(room))
     return [sum(sizes[unit] for unit in sizes if rank_of[unit] == rank) for rank in ranks]

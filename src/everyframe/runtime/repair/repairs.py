@@ -138,11 +138,11 @@ class RepairSet:
         """The same repair for the parent module, after a dtype mismatch beside it; or None."""
         if not repair.module or repair.to == PLAIN:
             return None
-        return self._wider_repair(repair.component, _around(repair.module), torch_dtype(repair.to))
+        return self._wider_repair(repair.component, _parent(repair.module), torch_dtype(repair.to))
 
     def _wider_repair(self, component: str, module: str, to: torch.dtype) -> Repair | None:
         while module and not self._is_below(component, module, to):
-            module = _around(module)
+            module = _parent(module)
         if not self._is_below(component, module, to):
             return None
         return Repair(component, module, dtype_name(to), self._dtypes[component])
@@ -207,7 +207,7 @@ def _has_two_ways(part: nn.Module, fault: Fault) -> bool:
     return any(getattr(each, "is_plain", None) is False for each in module.modules())
 
 
-def _around(name: str) -> str:
+def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 

@@ -28,6 +28,7 @@ from everyframe.parallel.communicator import SingleRank
 from everyframe.runtime.batch_member import MEMBER
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.model_sharding import ModelPatch
+from everyframe.runtime.previews.latent_previews import Previewer
 from everyframe.runtime.stages.deep_cache import DeepCachedDenoise
 from everyframe.runtime.stages.guard import Guard
 from everyframe.runtime.stages.templates import ComponentStage, StageContext
@@ -133,26 +134,26 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
                 denoise.share = share
             return denoise if features is None else features.beginning(denoise)
 
-        make_unguided = partial(make, guidance_scale=1.0)
         if method is None:
             return self.sample(GuardedDenoiser(guard, make, start), inputs, start)
+        make_unguided = partial(make, guidance_scale=1.0)
         is_guided = start < method.guided_steps(self.steps_per_batch)
         guarded = GuardedDenoiser(guard, make if is_guided else make_unguided, start)
+        resumed = {"start": start, "memory": memory, "agree": self._agree}
         if share is not None:
-            return self._held_steps(method, guarded, share, inputs, start, memory)
-        return self._lossy_steps(method, guarded, make_unguided, inputs, start, memory, features)
+            return self._held_steps(guarded, share, inputs, resumed)
+        return self._lossy_steps(guarded, make_unguided, features, inputs, resumed)
 
     def _held_steps(
         self,
-        method: SamplingMethod,
         guarded: GuardedDenoiser,
         share: GuidanceShare,
         inputs: Any,
-        start: int,
-        memory: Any,
+        resumed: Mapping[str, Any],
     ) -> Iterator[SamplerStep]:
         """Steps of a solver that holds what guidance adds; none is held past the error's limit."""
-        held = frozenset(method.held_steps(self.steps_per_batch))
+        memory = resumed["memory"]
+        held = frozenset(self._method.held_steps(self.steps_per_batch))
         if memory is not None:
             share.value = memory["guidance"]
         is_exact = memory is not None and memory["error"] < 0
@@ -161,54 +162,63 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
             share.is_held = guarded.num_done in held and not is_exact
             return guarded(*given)
 
-        path, agree = self.path(inputs), self._agree
-        resumed = {"start": start, "memory": memory, "agree": agree}
-        for step in multistep.sample(denoise, inputs.x, path, method, **resumed):
-            done = self.complete(step, inputs)
-            yield replace(done, memory={**done.memory, "guidance": share.value})
+        for step in self._solver_steps(denoise, inputs, resumed):
+            yield replace(step, memory={**step.memory, "guidance": share.value})
             guarded.num_done, is_exact = step.index + 1, step.memory["error"] < 0
 
     def _lossy_steps(
         self,
-        method: SamplingMethod,
         guarded: GuardedDenoiser,
         make_unguided: Callable[[], Callable[..., Tensor]],
-        inputs: _Inputs,
-        start: int,
-        memory: Any,
         features: DeepFeatures | None,
+        inputs: _Inputs,
+        resumed: Mapping[str, Any],
     ) -> Iterator[SamplerStep]:
         """Steps of a method that computes the denoiser in some of them."""
-        num_steps, agree = self.steps_per_batch, self._agree
-        resumed = {"start": start, "memory": memory, "agree": agree}
+        method, num_steps = self._method, self.steps_per_batch
         predicted: PredictedDenoise | DeepCachedDenoise | None = None
         if method.is_solver:
-            x: Any = inputs
-            steps = multistep.sample(guarded, x.x, self.path(inputs), method, **resumed)
-        elif features is not None:
-            repeat = guarded.repeat
-            predicted = DeepCachedDenoise(
-                guarded, features, method, num_steps, repeat=repeat, **resumed
-            )
-            steps = self.sample(predicted, inputs, start)
+            steps = self._solver_steps(guarded, inputs, resumed)
         else:
-            skipped = guarded.check_prediction
-            predicted = PredictedDenoise(guarded, method, num_steps, skipped=skipped, **resumed)
-            steps = self.sample(predicted, inputs, start)
+            if features is not None:
+                predicted = DeepCachedDenoise(
+                    guarded, features, method, num_steps, repeat=guarded.repeat, **resumed
+                )
+            else:
+                skipped = guarded.check_prediction
+                predicted = PredictedDenoise(guarded, method, num_steps, skipped=skipped, **resumed)
+            steps = self._predicted_steps(predicted, inputs, resumed["start"])
         with features or nullcontext():
             for step in steps:
-                if predicted is None:
-                    yield self.complete(step, inputs)
-                else:
-                    own = {} if step.memory is None else {"sampler": step.memory}
-                    memory = {**predicted.memory, **own}
-                    yield replace(step, memory=memory, note=predicted.take_note())
-                    predicted.step = step.index + 1
+                yield step
                 guarded.num_done = step.index + 1
                 if guarded.num_done == method.guided_steps(num_steps) < num_steps:
                     guarded.make_by(make_unguided)
                     if isinstance(predicted, DeepCachedDenoise):
                         predicted.forget()
+
+    def _solver_steps(
+        self, denoise: Callable[..., Tensor], inputs: Any, resumed: Mapping[str, Any]
+    ) -> Iterator[SamplerStep]:
+        path = self.path(inputs)
+        for step in multistep.sample(denoise, inputs.x, path, self._method, **resumed):
+            yield self.complete(step, inputs)
+
+    def _predicted_steps(
+        self, predicted: PredictedDenoise | DeepCachedDenoise, inputs: _Inputs, start: int
+    ) -> Iterator[SamplerStep]:
+        for step in self.sample(predicted, inputs, start):
+            own = {} if step.memory is None else {"sampler": step.memory}
+            memory = {**predicted.memory, **own}
+            yield replace(step, memory=memory, note=predicted.take_note())
+            predicted.step = step.index + 1
+
+    @property
+    def _method(self) -> SamplingMethod:
+        """The request's lossy method."""
+        method = self.context.settings.method
+        assert method is not None, "an exact run has none"
+        return method
 
     def _agree(self, is_over: bool) -> bool:
         """What the lead rank sees: all ranks of a video take the same steps."""
@@ -239,36 +249,49 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
             unsharded = patch.unsharded if patch.group.size > 1 else None
             guard = self.context.guard(self.name, modules, unsharded)
             for number, video in enumerate(videos):
-                if video.step == num_steps:
-                    continue  # done before the run was broken off
-                begun = time.perf_counter()
-                guard.start_video(video)
-                for batch in self.batches(modules, guard, video):
-                    for step in batch.steps:
-                        guard.latents(step.index + 1, step.x)
-                        if step.note is not None:
-                            yield Note(step.note, in_record=True, seed=video.seed)
-                        method = self.context.settings.method
-                        if method is not None and step.index + 1 == step.num_steps:
-                            budget = ErrorBudget(method.limit, error=step.memory["error"])
-                            yield budget.event(video.seed)
-                        yield from guard.events()
-                        left = step.num_steps - 1 - step.index
-                        _store_step(
-                            video, step, batch.end if not left else video.step + 1, num_steps
-                        )
-                        now = time.perf_counter()
-                        # Steps of other ranks' batches count as they continue.
-                        done = number * num_steps + batch.end - left * batch.count
-                        yield Step(self.name, done, total, video.seed, now - begun)
-                        if previewer is not None:
-                            preview = previewer.preview(
-                                video.seed, video.step, num_steps, step.clean
-                            )
-                            yield from () if preview is None else (preview,)
-                        begun = now
+                if video.step != num_steps:  # else done before the run was interrupted
+                    before = number * num_steps
+                    yield from self._denoise(video, modules, guard, previewer, before, total)
         for video in videos:
             video.conditioning = None
+
+    def _denoise(
+        self,
+        video: VideoState,
+        modules: Mapping[str, Any],
+        guard: Guard,
+        previewer: Previewer | None,
+        before: int,
+        total: int,
+    ) -> Events:
+        """Make the steps of a video, of which there were `before` of `total` for other videos."""
+        begun = time.perf_counter()
+        guard.start_video(video)
+        for batch in self.batches(modules, guard, video):
+            for step in batch.steps:
+                guard.latents(step.index + 1, step.x)
+                yield from self._notes(video, step)
+                yield from guard.events()
+                left = step.num_steps - 1 - step.index
+                end = video.step + 1 if left else batch.end
+                _store_step(video, step, end, self.steps_per_video)
+                now = time.perf_counter()
+                # Steps of other ranks' batches count as they continue.
+                done = before + batch.end - left * batch.count
+                yield Step(self.name, done, total, video.seed, now - begun)
+                if previewer is not None:
+                    progress = (video.step, self.steps_per_video)
+                    preview = previewer.preview(video.seed, *progress, step.clean)
+                    yield from () if preview is None else (preview,)
+                begun = now
+
+    def _notes(self, video: VideoState, step: SamplerStep) -> Events:
+        """What a lossy method says of a step, and of its error after the last one."""
+        if step.note is not None:
+            yield Note(step.note, in_record=True, seed=video.seed)
+        method = self.context.settings.method
+        if method is not None and step.index + 1 == step.num_steps:
+            yield ErrorBudget(method.limit, error=step.memory["error"]).event(video.seed)
 
 
 class VideoDenoiseStage(DenoiseStage[_Context, _Inputs]):

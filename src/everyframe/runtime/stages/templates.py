@@ -19,17 +19,11 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from everyframe.core.events import (
-    ComponentLoaded,
-    Event,
-    Events,
-    FramesDecoded,
-    Note,
-    Step,
-)
+from everyframe.core.events import ComponentLoaded, Event, Events, FramesDecoded, Note, Step
 from everyframe.core.plan import Plan, Settings
 from everyframe.parallel.communicator import ONE, ParallelContext
 from everyframe.parallel.uneven_split import assign_pieces
+from everyframe.runtime.components.component_cache import WarmComponents
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.loading import load_component, rewrite_parameters
 from everyframe.runtime.model_spec import NativeModelSpec
@@ -74,20 +68,19 @@ class StageContext(Generic[_Model]):
                 supply=self.parallel.weights_group,
             )
 
-        warm = self.model.warm
-        if warm is None:
-            module = load()
-        else:
+        def rewrite(module: nn.Module, names: Collection[str]) -> bool:
+            weights = self.model.patched_weights(component)
+            return rewrite_parameters(part, *weights, module, names)
 
-            def rewrite(module: nn.Module, names: Collection[str]) -> bool:
-                weights = self.model.patched_weights(component)
-                return rewrite_parameters(part, *weights, module, names)
-
-            module = warm.component(
-                component, load, rewrite, self.model.patched.patches.get(component, {})
-            )
+        patched = self.model.patched.patches.get(component, {})
+        module = self.warm.component(component, load, rewrite, patched)
         yield ComponentLoaded(component, time.perf_counter() - began)
         return module
+
+    @property
+    def warm(self) -> WarmComponents:
+        """Where components come from and go."""
+        return self.model.warm or WarmComponents()
 
     def previewer(self) -> Previewer | None:
         """What makes the previews of the run; None if there are none."""
@@ -103,10 +96,13 @@ class StageContext(Generic[_Model]):
     ) -> Guard:
         """The guard of these components in that stage; see `Guard`."""
         assert self.plan is not None
-        model, warm = self.model, self.model.warm
-        spare = None if warm is None else warm.free_others
         return Guard(
-            self.plan, stage, parts, savings=model.savings, unsharded=unsharded, free_others=spare
+            self.plan,
+            stage,
+            parts,
+            savings=self.model.savings,
+            unsharded=unsharded,
+            free_others=self.warm.free_others,
         )
 
 
@@ -184,17 +180,16 @@ class SharedEncodeStage(ComponentStage[_Context, _Inputs]):
     def _encode(self, videos: Sequence[VideoState]) -> Generator[Event, None, list[Any]]:
         inputs, notes = self.inputs(videos)
         yield from notes
-        warm, key, results = self.context.model.warm, None, None
+        warm, key, results = self.context.warm, None, None
         # A resumed stage may begin with fallbacks and repairs.
-        if warm is not None and not any(video.has_history for video in videos):
+        if not any(video.has_history for video in videos):
             key, results = warm.find_encoded(self.component, self, inputs)
         if results is not None:
             for step, _ in enumerate(results, start=1):
                 yield Step(self.name, step, len(results), videos[0].seed, 0.0)
             return list(results)
         results = yield from self._compute_all(videos, inputs)
-        if warm is not None:
-            warm.keep_encoded(key, self.component, tuple(results))
+        warm.keep_encoded(key, self.component, tuple(results))
         return results
 
     def _compute_all(

@@ -62,7 +62,7 @@ class JobOutputs:
             self._pictures.add(event)
             self.num_frames += event.num_frames
         elif isinstance(event, AudioDecoded):
-            return self._output.add_sound(event)
+            return self._output.add_audio(event)
         elif isinstance(event, VideoDone):
             self._output.finish(event)
             self._left.discard(event.seed)

@@ -14,8 +14,8 @@ from everyframe.adapters.lora_file import LoraFile
 
 
 @dataclass(frozen=True)
-class KnownModel:
-    """A released model.
+class ModelSignature:
+    """Layers by which a released model is recognised.
 
     Attributes:
         title: its name.
@@ -35,29 +35,29 @@ _DIT = r"transformer_blocks.\d+.attn1.to_q"
 _JOINT = r"(transformer_blocks.\d+.attn.to_q|double_blocks.\d+.img_attn.qkv)"
 _UNET = r"(down_blocks|input_blocks).*attn2.to_k"
 #: The first that fits is named, so special ones come first.
-KNOWN_MODELS: tuple[KnownModel, ...] = (
-    KnownModel("Stable Video Diffusion", _UNET, None, "temporal_transformer_blocks|time_stack"),
-    KnownModel("Stable Diffusion XL", _UNET, 2048),
-    KnownModel("Stable Diffusion 2", _UNET, 1024),
-    KnownModel("Stable Diffusion 1", _UNET, 768),
-    KnownModel("AnimateDiff's motion modules", r"motion_modules.*attention_blocks.*to_q"),
-    KnownModel("Wan 14B image to video", _WAN, 5120, "k_img|add_k_proj"),
-    KnownModel("Wan 14B", _WAN, 5120),
-    KnownModel("Wan 2.2 5B", _WAN, 3072),
-    KnownModel("Wan 1.3B", _WAN, 1536),
-    KnownModel("a model of Wan's kind", _WAN),
-    KnownModel("Mochi", _DIT, 3072, "add_q_proj"),
-    KnownModel("CogVideoX 5B", _DIT, 3072),
-    KnownModel("CogVideoX 2B", _DIT, 1920),
-    KnownModel("LTX-Video 2B", _DIT, 2048),
-    KnownModel("LTX-Video 13B or LTX-2", _DIT, 4096),
-    KnownModel("a model of the kind of LTX-Video or CogVideoX", _DIT),
-    KnownModel("CogVideoX in its original names", r"layers.\d+.attention.query_key_value"),
-    KnownModel("Mochi in its original names", r"blocks.\d+.attn.qkv_x"),
-    KnownModel("Qwen-Image", r"transformer_blocks.\d+.attn.to_q", 3072, "img_mlp"),
-    KnownModel("HunyuanVideo or FLUX.1", _JOINT, 3072),
-    KnownModel("a model of the kind of HunyuanVideo or FLUX.1", _JOINT),
-    KnownModel("a text encoder", r"(text_model|self_attn|SelfAttention).*(q_proj|\bq)"),
+_SIGNATURES: tuple[ModelSignature, ...] = (
+    ModelSignature("Stable Video Diffusion", _UNET, None, "temporal_transformer_blocks|time_stack"),
+    ModelSignature("Stable Diffusion XL", _UNET, 2048),
+    ModelSignature("Stable Diffusion 2", _UNET, 1024),
+    ModelSignature("Stable Diffusion 1", _UNET, 768),
+    ModelSignature("AnimateDiff's motion modules", r"motion_modules.*attention_blocks.*to_q"),
+    ModelSignature("Wan 14B image to video", _WAN, 5120, "k_img|add_k_proj"),
+    ModelSignature("Wan 14B", _WAN, 5120),
+    ModelSignature("Wan 2.2 5B", _WAN, 3072),
+    ModelSignature("Wan 1.3B", _WAN, 1536),
+    ModelSignature("a model of Wan's kind", _WAN),
+    ModelSignature("Mochi", _DIT, 3072, "add_q_proj"),
+    ModelSignature("CogVideoX 5B", _DIT, 3072),
+    ModelSignature("CogVideoX 2B", _DIT, 1920),
+    ModelSignature("LTX-Video 2B", _DIT, 2048),
+    ModelSignature("LTX-Video 13B or LTX-2", _DIT, 4096),
+    ModelSignature("a model of the kind of LTX-Video or CogVideoX", _DIT),
+    ModelSignature("CogVideoX in its original names", r"layers.\d+.attention.query_key_value"),
+    ModelSignature("Mochi in its original names", r"blocks.\d+.attn.qkv_x"),
+    ModelSignature("Qwen-Image", r"transformer_blocks.\d+.attn.to_q", 3072, "img_mlp"),
+    ModelSignature("HunyuanVideo or FLUX.1", _JOINT, 3072),
+    ModelSignature("a model of the kind of HunyuanVideo or FLUX.1", _JOINT),
+    ModelSignature("a text encoder", r"(text_model|self_attn|SelfAttention).*(q_proj|\bq)"),
 )
 
 
@@ -68,7 +68,7 @@ def identify(lora: LoraFile) -> str:
 
 def identify_widths(widths: Mapping[str, int | None]) -> str:
     """Title of the model with layers of these names and input channels; empty if unknown."""
-    for known in KNOWN_MODELS:
+    for known in _SIGNATURES:
         layer = re.compile(f"{known.layer}$")
         fits = any(
             layer.search(stem) and known.width in (None, width) for stem, width in widths.items()
