@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import everyframe
-from everyframe.core.plan import Precision
+from everyframe.core.plan import FLOAT32, Precision
 from everyframe.fast_paths import apply
 from everyframe.fast_paths.benchmark import ComparisonResult, relative_error, run_comparisons
 from everyframe.fast_paths.certification.extract_blocks import BlockInputs, blocks_of, reduced
@@ -19,10 +20,13 @@ from everyframe.fast_paths.certification.target import CertificationTarget
 from everyframe.fast_paths.certification.trials import block
 from everyframe.fast_paths.compilation.module_compilation import is_compiled
 from everyframe.fast_paths.compilation.toolchain import why_not
+from everyframe.fast_paths.modules.cpu_modules import places
 from everyframe.fast_paths.registry import CATALOGUE
 from everyframe.ops.rope import RotaryTable
 from everyframe.planning.fast_paths.component_certificates import Certificates
 from everyframe.planning.resolve import prepare
+from everyframe.precision.cast_hooks import tensors_in
+from helpers.tiny_checkpoints import families
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 
@@ -40,6 +44,30 @@ def subject(model: str, dtype: str = "fp32", **more: Any) -> CertificationTarget
 
 def tried(of: CertificationTarget) -> ComparisonResult:
     return run_comparisons(block(of, CATALOGUE["linear-gelu"]), "cpu", time.monotonic() + 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "component"),
+    [("svd", "unet"), ("stepvideo", "denoiser"), ("opensora-1.2", "denoiser"),
+     ("cogvideox", "transformer")],
+)  # fmt: skip
+def test_what_a_rank_gives_its_modules_is_whole_without_the_others(
+    name: str, component: str, tmp_path: Path
+) -> None:
+    """A first block got all tokens, and norms asked ranks that are not there for statistics."""
+    asked = families.asked(name, model=str(families.made(name, tmp_path)), num_devices=3)
+    prepared = prepare(everyframe.Request(device="cpu", dtype="fp32", **asked))
+    runs = [run for run in prepared.fitted.runs if run.stage_call.component == component]
+    of = Certificates(prepared.plan.device, 1).subject(component, FLOAT32, runs)
+    kinds = [partial(places, path) for path in ("native-norm", "native-gate", "native-rope")]
+    for names in (*kinds, *([apply.block_names] if name == "cogvideox" else [])):
+        for each in blocks_of(of, names):
+            result = each.given.call(each.alone(()))
+            tensors = tensors_in(result)
+            assert tensors, each.name
+            assert all(tensor.isfinite().all() for tensor in tensors), each.name
+            again = tensors_in(each.given.call(each.alone(())))
+            assert all(map(torch.equal, tensors, again)), each.name
 
 
 def test_each_kind_of_block_is_there_once_with_what_it_is_given(model: str) -> None:

@@ -221,7 +221,10 @@ def _record_inputs(
     def noting(name: str) -> Callable[..., None]:
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if name not in given:
-                given[name] = BlockInputs(args, kwargs).copied()
+                own = BlockInputs(tuple(map(_without_ranks, args)), {
+                    key: _without_ranks(value) for key, value in kwargs.items()
+                })  # fmt: skip
+                given[name] = own.copied()
 
         return note
 
@@ -237,6 +240,12 @@ def _record_inputs(
         for handle in handles:
             handle.remove()
     return given
+
+
+def _without_ranks(value: Any) -> Any:
+    """An argument without the function that exchanges a norm's statistics with other ranks."""
+    is_function = callable(value) and not isinstance(value, nn.Module)
+    return None if is_function else value
 
 
 def _kind(module: nn.Module, given: BlockInputs) -> Any:
