@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,11 @@ def test_what_a_rank_gives_its_modules_is_whole_without_the_others(
     prepared = prepare(everyframe.Request(device="cpu", dtype="fp32", **asked))
     runs = [run for run in prepared.fitted.runs if run.stage_call.component == component]
     of = Certificates(prepared.plan.device, 1).subject(component, FLOAT32, runs)
-    kinds = [partial(places, path) for path in ("native-norm", "native-gate", "native-rope")]
-    for names in (*kinds, *([apply.block_names] if name == "cogvideox" else [])):
+    paths = ("native-norm", "native-gate", "native-rope")
+    kinds: list[Callable[[nn.Module], Iterable[str]]] = [partial(places, path) for path in paths]
+    if name == "cogvideox":
+        kinds.append(apply.block_names)
+    for names in kinds:
         for each in blocks_of(of, names):
             result = each.given.call(each.alone(()))
             tensors = tensors_in(result)
