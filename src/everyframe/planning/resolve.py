@@ -226,9 +226,10 @@ def _check_contents(request: Request, settings: Settings, given: LoadedModel | N
 
 def default_threads(facts: MachineFacts, num_ranks: int, *, is_here: bool = True) -> int:
     """A rank's share of all usable cores, or of OMP_NUM_THREADS on this machine."""
-    limit = os.environ.get("OMP_NUM_THREADS", "") if is_here else ""
-    cores = min(int(limit), facts.num_cores) if limit.isdigit() and int(limit) else facts.num_cores
-    return max(1, cores // num_ranks)
+    # Of a list, such as 8,1, the first number is that of threads that start no others.
+    limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip() if is_here else ""
+    number = int(limit) if limit.isdecimal() else 0
+    return max(1, min(number or facts.num_cores, facts.num_cores) // num_ranks)
 
 
 def check_feasible(plan: Plan) -> None:
