@@ -46,10 +46,11 @@ def test_a_folder_that_was_removed_meanwhile_is_named_too(
     )
 
 
-def test_python_without_docstrings_is_refused() -> None:
+@pytest.mark.parametrize("words", [["plan", "a red circle"], ["serve", "--port", "0"]])
+def test_python_without_docstrings_is_refused(words: list[str]) -> None:
     """transformers reads its own when it is imported."""
     done = subprocess.run(
-        [sys.executable, "-OO", "-m", "everyframe", "plan", "a red circle"],
+        [sys.executable, "-OO", "-m", "everyframe", *words],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr

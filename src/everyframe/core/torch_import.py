@@ -7,6 +7,7 @@ takes its ``HF_HUB_ETAG_TIMEOUT`` for a number.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from traceback import extract_tb
 
@@ -26,3 +27,12 @@ def explain_import(error: Exception) -> Exception:
             hint = f"; set {' or '.join(named)} to another value, or unset it" if named else ""
             return InputError(f"{place[0]} can't be imported here: {text}{hint}")
     return error
+
+
+def check_docstrings() -> None:
+    """Raise `InputError` if Python leaves them out: transformers reads its own at its import."""
+    if sys.flags.optimize > 1:
+        raise InputError(
+            "Python leaves docstrings out (-OO, or PYTHONOPTIMIZE=2), and transformers can't be "
+            "imported without them; at most -O or PYTHONOPTIMIZE=1 is possible"
+        )
