@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -236,3 +239,15 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_can_be_pasted_into_a_shell() -> None:
     command = Wanted("o/n", ("config.json", "*.safetensors")).command
     assert command == "hf download o/n --include config.json --include '*.safetensors'"
+
+
+def test_a_proxy_whose_address_is_none_is_named() -> None:
+    """In a process of its own: the hub's client reads it once."""
+    done = subprocess.run(
+        [sys.executable, "-m", "everyframe", "pull", "opensora-1.2"], check=False, text=True,
+        capture_output=True, timeout=120, env={**os.environ, "HTTPS_PROXY": "nonsense://"},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    *_, line = done.stderr.splitlines()
+    assert line.startswith("error: the hub can't be asked: Unknown scheme for proxy URL")
+    assert line.endswith("are HTTPS_PROXY and ALL_PROXY addresses?")

@@ -98,13 +98,14 @@ def test_marks_without_letters_for_them() -> None:
     ]  # fmt: skip
 
 
-def test_a_variable_that_torch_refuses_is_named_and_nothing_else_printed() -> None:
+@pytest.mark.parametrize("name", ["TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG"])
+def test_a_variable_that_torch_refuses_is_named_and_nothing_else_printed(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "everyframe", "doctor", "devices"],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "TORCH_LOGS": "garbage"},
+        capture_output=True, text=True, timeout=120, env={**os.environ, name: "garbage"},
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr == ""
-    assert "torch can't be imported with this TORCH_LOGS" in done.stdout
-    assert "unset TORCH_LOGS" in done.stdout
+    assert f"torch can't be imported with this {name}" in done.stdout
+    assert f"unset {name}" in done.stdout
     assert "install torch again" not in done.stdout

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from everyframe.core.errors import InputError
+from everyframe.core.parallel_plan import parse_parallel
 from everyframe.core.request import Request
 from everyframe.families.inpaint.options import InpaintOptions
 
@@ -116,3 +117,8 @@ def test_an_option_is_read_by_its_earlier_name() -> None:
     assert Request(without="flash").disable == ("flash",)
     with pytest.raises(InputError, match="without is the earlier name of disable; give disable"):
         Request(without="flash", disable="compile")
+
+
+def test_a_digit_that_is_no_number_is_refused_as_other_words_are() -> None:
+    with pytest.raises(InputError, match=r"parallel must be auto, or of data=N.*got 'ulysses=²'"):
+        parse_parallel("ulysses=²")

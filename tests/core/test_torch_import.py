@@ -24,6 +24,19 @@ def test_a_variable_that_torch_refuses_is_wrong_input(tmp_path: Path, command: s
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.parametrize("words", [["models"], ["plan", "a circle", "--model", "shapes"]])
+def test_a_variable_that_the_hubs_library_refuses_is_named(words: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "everyframe", *words], check=False, capture_output=True, text=True,
+        timeout=120, env={**os.environ, "HF_HUB_ETAG_TIMEOUT": "soon"},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == (
+        "error: huggingface_hub can't be imported here: invalid literal for int() with base 10: "
+        "'soon'; set HF_HUB_ETAG_TIMEOUT to another value, or unset it\n"
+    )
+
+
 def test_other_errors_stay_as_they_are() -> None:
     with pytest.raises(ValueError, match="ours") as caught:
         raise ValueError("ours")

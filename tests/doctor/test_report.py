@@ -126,6 +126,7 @@ def test_every_variable_of_the_table_means_something() -> None:
 
 
 def test_variables_are_reported_by_value() -> None:
+    assert not [*reference_tables.findings({"OMP_NUM_THREADS": "²"}, 4)]
     found = list(reference_tables.findings({"NVIDIA_TF32_OVERRIDE": "1"}, 4))
     assert [finding.mark for finding in found] == ["error"]
     assert found[0].fix[0].command == "unset NVIDIA_TF32_OVERRIDE"

@@ -107,7 +107,7 @@ def test_precision_follows_the_device(
 
 def test_threads(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     machine(CPU, cores=6)
-    for variable, expected in (("", 6), ("2", 2), ("64", 6), ("0", 6), ("2,2", 6)):
+    for variable, expected in (("", 6), ("2", 2), ("64", 6), ("0", 6), ("2,2", 2), ("²", 6)):
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
         assert everyframe.plan("a", model=model, **SIZES).num_threads == expected
 

@@ -85,3 +85,9 @@ def test_runs_that_can_only_be_read_are_listed(
     assert (listed.run, listed.is_busy) == (folder.name, False)
     assert find_run(None, tmp_path) == RunFolder(folder.path)
     assert list(all_runs(tmp_path)) == [folder]
+
+
+def test_a_state_of_somebody_elses_name_is_no_part_of_a_run(tmp_path: Path) -> None:
+    for name in ("state-1.json", "state-².json", "state-x.json"):
+        (tmp_path / name).touch()
+    assert [part.part for part in RunFolder(tmp_path).parts()] == [0, 1]

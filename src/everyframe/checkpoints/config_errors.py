@@ -15,6 +15,7 @@ from typing import Any
 
 from everyframe.core.errors import CheckpointError, EveryframeError, did_you_mean
 from everyframe.core.options import shown
+from everyframe.core.torch_import import explain_import
 
 #: Released models have about 100 layers at most; building one on meta takes milliseconds.
 MAX_LAYERS = 2_000
@@ -41,6 +42,8 @@ def config_errors(where: str) -> Iterator[None]:
     except (EveryframeError, OSError, MemoryError):
         raise
     except Exception as error:
+        if isinstance(explained := explain_import(error), EveryframeError):
+            raise explained from error
         message = next(iter(str(error).splitlines()), "")
         raise CheckpointError(
             f"{where} can't be used: its configs or files lead to {type(error).__name__}"

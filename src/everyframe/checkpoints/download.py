@@ -182,6 +182,10 @@ def _ask(wanted: Sequence[Wanted], hint: str) -> tuple[str, tuple[str, ...]]:
             f"the hub knows no model {repo_id!r} "
             f"(a private one needs `hf auth login`); {_on_disk()}{hint}"
         ) from error
+    except ValueError as error:  # the address of a proxy in the environment
+        raise InputError(
+            f"the hub can't be asked: {first_line(error)}; are HTTPS_PROXY and ALL_PROXY addresses?"
+        ) from error
     except OfflineModeIsEnabled as error:
         reason = "HF_HUB_OFFLINE forbids asking the hub"
         raise InputError(_offline(wanted, reason, hint)) from error

@@ -144,7 +144,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             mute_output()
             text = f"standard output can't be written to: {_of_the_system(error)}"
             return _print_error(error, text, int(ExitCode.TROUBLE), as_json=False)
-        return _print_error(error, _of_the_system(error), int(ExitCode.WRONG_INPUT), as_json)
+        text = _why_no_folder() or _of_the_system(error)
+        return _print_error(error, text, int(ExitCode.WRONG_INPUT), as_json)
     except Exception as error:  # noqa: BLE001 - the last line of defence, and it tells all
         return _bug(error, as_json)
     finally:
@@ -190,12 +191,17 @@ def _settings_of(command: Callable[..., int]) -> AbstractContextManager[None]:
 
 def _check_current_folder() -> None:
     """Raise `InputError` if it was removed: no path leads on from there, and no worker starts."""
+    if why := _why_no_folder():
+        raise InputError(why)
+
+
+def _why_no_folder() -> str:
+    """What to do if the current folder was removed; empty if it is there."""
     try:
         os.getcwd()
     except FileNotFoundError:
-        raise InputError(
-            "the folder that you are in was removed; change to one that is there (cd)"
-        ) from None
+        return "the folder that you are in was removed; change to one that is there (cd)"
+    return ""
 
 
 def build_app() -> App:

@@ -21,6 +21,7 @@ from everyframe.cli.tables import one_line
 from everyframe.core.bytes import parse_bytes
 from everyframe.core.errors import ExitCode, InputError, MissingPackageError
 from everyframe.core.paths import expand_path
+from everyframe.core.torch_import import check_docstrings
 
 if TYPE_CHECKING:
     from everyframe.engine.workers.executor import Executor
@@ -50,6 +51,7 @@ def serve(
     **given: Any,
 ) -> int:
     """Serve until a signal; the exit code. `given` are the other flags by name."""
+    check_docstrings()  # else each client would hear of it
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingPackageError(

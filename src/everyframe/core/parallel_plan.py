@@ -43,7 +43,7 @@ def parse_parallel(text: str) -> ParallelConfig:
     asked: dict[str, int] = {}
     for part in text.split(","):
         name, equals, number = (word.strip() for word in part.partition("="))
-        if name not in DEGREES or not equals or not number.isdigit() or int(number) < 1:
+        if name not in DEGREES or not equals or not number.isdecimal() or int(number) < 1:
             known = did_you_mean(name, DEGREES) if name not in DEGREES else ""
             raise InputError(
                 f"parallel must be auto, or of data=N, cfg=N and sequence=N (or ulysses=N, ring=N) "

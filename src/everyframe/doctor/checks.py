@@ -6,6 +6,7 @@ checks that execute code.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -68,14 +69,15 @@ def _no_answer(failed: ProcessResult) -> Finding:
             cause=loss.likely,
             fix=(Fix(do=loss.fix),),
         )
-    if "Invalid log settings" in str(failed):
+    # Such as TORCH_LOGS, of whose value torch's own import complains.
+    named = [name for name in os.environ if name.startswith("TORCH") and name in str(failed)]
+    if named:
         return Finding(
             mark="error",
-            message="torch can't be imported with this TORCH_LOGS",
+            message=f"torch can't be imported with this {named[0]}",
             cause=str(failed).partition(" Valid settings:")[0],
-            fix=(Fix(do="take the word that torch does not know out of it, or all of it",
-                     command="unset TORCH_LOGS"),),
-        )  # fmt: skip
+            fix=(Fix(do="set it to what torch takes, or", command=f"unset {named[0]}"),),
+        )
     return Finding(
         mark="error",
         message=f"asking torch for its devices {failed}",

@@ -194,7 +194,7 @@ def findings(environment: Mapping[str, str], num_cores: int) -> Iterator[Finding
             fix=fix,
         )
     threads = environment.get("OMP_NUM_THREADS", "")
-    if threads.isdigit() and 0 < int(threads) < num_cores:
+    if threads.isdecimal() and 0 < int(threads) < num_cores:
         yield Finding(
             mark="note",
             message=f"OMP_NUM_THREADS={threads} leaves cores idle that this process may use",

@@ -17,11 +17,12 @@ from pathlib import Path
 
 from everyframe.adapters.request_components import with_adapters
 from everyframe.checkpoints.config_errors import config_errors
-from everyframe.core.errors import CannotRunError, InputError
+from everyframe.core.errors import CannotRunError
 from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.core.limits import random_seed
 from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
+from everyframe.core.torch_import import check_docstrings
 from everyframe.families.registry import check_option_names, family_options
 from everyframe.hardware.device_loss import translate_device_loss
 from everyframe.hardware.facts import Freed, machine_facts
@@ -103,11 +104,7 @@ def prepare(
     tokenizers, as in a run. `will_run` tries fast paths without a certificate, for some seconds at
     most, so that the plan has only certified ones; otherwise it lists expected ones.
     """
-    if sys.flags.optimize > 1:
-        raise InputError(
-            "Python leaves docstrings out (-OO, or PYTHONOPTIMIZE=2), and transformers can't be "
-            "imported without them; at most -O or PYTHONOPTIMIZE=1 is possible"
-        )
+    check_docstrings()
     # In-memory classes and the embedded model have no user files.
     is_foreign = given is None and request.model is not None
     with (
@@ -226,9 +223,10 @@ def _check_contents(request: Request, settings: Settings, given: LoadedModel | N
 
 def default_threads(facts: MachineFacts, num_ranks: int, *, is_here: bool = True) -> int:
     """A rank's share of all usable cores, or of OMP_NUM_THREADS on this machine."""
-    limit = os.environ.get("OMP_NUM_THREADS", "") if is_here else ""
-    cores = min(int(limit), facts.num_cores) if limit.isdigit() and int(limit) else facts.num_cores
-    return max(1, cores // num_ranks)
+    # Of a list, such as 8,1, the first number is that of threads that start no others.
+    limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip() if is_here else ""
+    number = int(limit) if limit.isdecimal() else 0
+    return max(1, min(number or facts.num_cores, facts.num_cores) // num_ranks)
 
 
 def check_feasible(plan: Plan) -> None:

@@ -153,7 +153,7 @@ class RunFolder:
         found = [replace(self, part=0)]
         for path in self.path.glob(f"{_STATE}-*.json"):
             number = path.stem.removeprefix(f"{_STATE}-")
-            found += [replace(self, part=int(number))] if number.isdigit() else []
+            found += [replace(self, part=int(number))] if number.isdecimal() else []
         return tuple(sorted(found, key=lambda each: each.part))
 
     def mark_done(self, seed: int) -> None:

@@ -190,4 +190,4 @@ def _shape(shapes: Shapes, name: str, dims: int) -> tuple[int, ...]:
 def _count(shapes: Shapes, blocks: str) -> int:
     """Number of blocks: one more than the highest number in the names."""
     numbers = (name.split(".")[1] for name in shapes if name.startswith(f"{blocks}."))
-    return max((int(number) for number in numbers if number.isdigit()), default=-1) + 1
+    return max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1
