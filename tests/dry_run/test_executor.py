@@ -361,7 +361,7 @@ def test_scores_that_no_kernel_spares_are_counted() -> None:
 
 
 def test_scores_of_the_plain_kernel_are_forecast() -> None:
-    """The -inf that its softmax notes were left out: with two heads 0.89 of what it takes."""
+    """The -inf that its softmax notes were left out, a ninth of what its scores take."""
     size = (1, 2, 512, 8)
     found = dry(Core(), "cpu-fp32", size, dtype="float32")
     scores = largest_scores([DryRun(SimpleNamespace(), found)])
