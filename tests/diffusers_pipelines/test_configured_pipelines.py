@@ -175,7 +175,7 @@ def test_values_beyond_float16_are_told_of_weights_that_cannot_be_wider(wan: Any
         ours(wan, "wan")
 
 
-def test_what_quantised_weights_are_given_is_not_blamed_on_them(wan: Any) -> None:
+def test_what_quantized_weights_are_given_is_not_blamed_on_them(wan: Any) -> None:
     """They were told to have made the NaN that they got."""
     layer = wan.transformer.blocks[0].ffn.net[0].proj
     layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Packed), requires_grad=False)
@@ -183,3 +183,16 @@ def test_what_quantised_weights_are_given_is_not_blamed_on_them(wan: Any) -> Non
     text = torch.full((1, 16, 32), torch.nan)
     with pytest.raises(NumericsError, match="transformer was given encoder_hidden_states that is"):
         everyframe.run(wan, **asked, prompt_embeds=text, negative_prompt_embeds=text)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"prompt_embeds": np.zeros((1, 16, 32), np.float32)},
+     {"prompt": "a fox", "max_sequence_length": np.zeros((2, 2))},
+     {"prompt": "a fox", "num_videos_per_prompt": np.zeros((2, 2))}],
+)  # fmt: skip
+def test_an_error_about_an_array_is_one_line(wan: Any, given: dict[str, Any]) -> None:
+    """Python writes an array in as many lines as it has rows."""
+    with pytest.raises(everyframe.InputError) as refused:
+        everyframe.run(wan, height=16, width=16, num_frames=5, num_inference_steps=1, **given)
+    assert "\n" not in str(refused.value)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import everyframe
-from everyframe.core.errors import CheckpointError
+from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.plan import Plan, Precision
 from everyframe.diffusers_pipelines import dry_run
 from everyframe.diffusers_pipelines.library_patches import stand_in_accepted
@@ -31,6 +31,7 @@ from everyframe.precision import cast_hooks
 from helpers.dry_runs import dry_run_module
 from helpers.plans import frames_of, unchanged, with_components
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
+from helpers.tiny_checkpoints.diffusers.cases import CASES, written
 
 SMALL: dict[str, Any] = {
     "prompt": "a fox", "num_inference_steps": 2, "seed": 1, "device": "cpu",
@@ -252,3 +253,12 @@ def test_flexible_attention_that_nobody_compiled_holds_its_scores() -> None:
     found = dry_run_module(Core(), NARROW, call, CARD)
     assert not found.findings
     assert 2 <= found.working_bytes / (2 * 64 * 64 * 4) < 3.3
+
+
+def test_a_length_that_gives_no_frames_is_refused_before_the_run(tmp_path: Path) -> None:
+    """The plan said that the pipeline makes 0 frames, and the run was made and failed."""
+    case = CASES["HunyuanVideoImageToVideoPipeline"]
+    case.build().save_pretrained(tmp_path / "model")
+    asked = written({**case.asked, "num_frames": 1, "prompt": "a fox"}, tmp_path, 16, 16)
+    with pytest.raises(InputError, match="makes no frames of num_frames=1; ask for more"):
+        everyframe.plan(model=str(tmp_path / "model"), num_inference_steps=1, **asked)

@@ -7,6 +7,7 @@ as a subclass of `FamilyOptions`. Command line, schema and reference page are co
 from __future__ import annotations
 
 import os
+import re
 import sys
 import typing
 from collections.abc import Callable, Mapping
@@ -201,6 +202,6 @@ def flag_of(name: str) -> str:
 
 
 def shown(given: Any) -> str:
-    """A given value for an error message, shortened if long."""
-    text = repr(given)
+    """A given value for an error message: in one line, as arrays are not, and shortened if long."""
+    text = re.sub(r"\s*\n\s*", " ", repr(given))
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -292,11 +292,11 @@ def heaviest(
 def largest_scores(runs: Sequence[DryRun]) -> int:
     """Bytes of the scores of the largest attention, if computed plainly.
 
-    Two copies in float32: before and after the softmax.
+    Two copies in float32, before and after the softmax, which notes which scores are -inf.
     """
     return max(
         (
-            prod(product.shapes[0][:-1]) * product.shapes[1][-2] * 2 * 4
+            prod(product.shapes[0][:-1]) * product.shapes[1][-2] * (2 * 4 + 1)
             for run in runs
             for product, _ in run.found.work.products
             if product.kind == "attention"

@@ -322,6 +322,12 @@ def test_the_plan_says_what_becomes_of_the_clip() -> None:
     )
 
 
+@pytest.mark.parametrize("clip", [CLIP, torch.zeros(14, 3, 8, 8)])
+def test_a_clip_may_be_given_as_the_parameter_of_the_pipeline(clip: Any) -> None:
+    """numpy's and torch's errors on the truth of an array came of it."""
+    _resolved("SkyReelsV2DiffusionForcingVideoToVideoPipeline", option={"video": clip})
+
+
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [

@@ -11,6 +11,7 @@ from typing import Any
 
 from everyframe.core.errors import InputError
 from everyframe.core.limits import MAX_SEED
+from everyframe.core.options import shown
 from everyframe.core.request import Request
 
 #: The `output_type` that returns latents instead of frames.
@@ -87,7 +88,7 @@ def check(name: str, value: Any) -> None:
         raise InputError(f"the video was made with a {name} given in Python; give it again")
     is_right, allowed = _rule(name)
     if value is not None and not is_right(value):
-        raise InputError(f"{name} must be {allowed}, got {value!r}")
+        raise InputError(f"{name} must be {allowed}, got {shown(value)}")
 
 
 def _rule(name: str) -> tuple[Callable[[Any], bool], str]:

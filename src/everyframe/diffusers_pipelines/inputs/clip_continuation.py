@@ -130,7 +130,7 @@ def check_clip(interface: CallSignature, title: str, clip: Any, own: Mapping[str
         if (
             taken is not None
             and interface.parameters[taken.parameter].required
-            and not own.get(taken.parameter)
+            and own.get(taken.parameter) is None
         ):
             raise InputError(f"{title} continues a video; give one (extend)")
         return

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from everyframe.core.errors import InputError, did_you_mean
+from everyframe.core.options import shown
 from everyframe.core.plan import Settings
 from everyframe.core.request import Request
 from everyframe.diffusers_pipelines.inputs import call_options, clip_continuation, media
@@ -286,7 +287,9 @@ def _check_kind(interface: CallSignature, parameter: CallParameter, value: Any) 
     if fitting or _wants_float(parameter, value):
         return
     allowed = " or ".join(kind.__name__ for kind in kinds)
-    raise InputError(f"{parameter.name} of {interface.class_name} must be {allowed}, got {value!r}")
+    raise InputError(
+        f"{parameter.name} of {interface.class_name} must be {allowed}, got {shown(value)}"
+    )
 
 
 def _size(
