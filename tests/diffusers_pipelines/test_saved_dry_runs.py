@@ -227,7 +227,12 @@ def test_what_is_no_dry_run_is_refused(
 ) -> None:
     """Even with the right digests, as if somebody had written it with our code."""
     real = cache_file.CacheFile.read
-    monkeypatch.setattr(cache_file.CacheFile, "read", lambda file: {**real(file), **change})
+
+    def read(file: cache_file.CacheFile) -> Any:
+        found = real(file)
+        return found and {**found, **change}  # other files, of times, are not there
+
+    monkeypatch.setattr(cache_file.CacheFile, "read", read)
     another_process(known)
     assert len(made) == 1
 

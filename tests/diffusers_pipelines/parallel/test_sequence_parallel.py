@@ -217,12 +217,14 @@ def test_a_hook_that_was_there_before_sees_the_ranks_own_tokens(case: str) -> No
     def note(_: nn.Module, args: Any, kwargs: Any) -> None:
         seen.append([each.shape for each in tensors_in((args, kwargs))])
 
-    for block in blocks:
-        block.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
+    hooks = [
+        block.register_forward_pre_hook(note, prepend=True, with_kwargs=True) for block in blocks
+    ]
     patch = sequence_parallel.apply(model, FakeCommunicator(1, (1.0,) * 3))
     with torch.no_grad():
         model(**CASES[case][1]())
-    patch.remove()
+    for hook in (patch, *hooks):
+        hook.remove()
     assert len(seen) > 1
     assert all(each == seen[0] for each in seen)
 

@@ -24,7 +24,7 @@ from everyframe.planning import component_precision
 from everyframe.planning.dry_runs import DryRun, dry_run
 from everyframe.planning.infeasible import infeasible_reason
 from everyframe.planning.memory.component_memory import ComponentPlanner
-from everyframe.planning.memory.memory_fit import FitResult, MemoryFit, within
+from everyframe.planning.memory.memory_fit import FitResult, MemoryFit, with_memory_limit
 from everyframe.runtime.stages import tiling
 from helpers import config_only_models
 from helpers.guard_modules import plan
@@ -234,9 +234,9 @@ def test_weights_that_are_too_much_are_refused_without_a_search(
 
 
 def test_a_limit_is_no_more_than_there_is() -> None:
-    assert within(CARD, 8 * GB).free_memory == 8 * GB
-    assert within(CARD, None) is CARD
-    assert within(CARD, 999 * GB) is CARD
+    assert with_memory_limit(CARD, 8 * GB).free_memory == 8 * GB
+    assert with_memory_limit(CARD, None) is CARD
+    assert with_memory_limit(CARD, 999 * GB) is CARD
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ from everyframe.parallel.communicator import SingleRank
 from everyframe.runtime.batch_member import MEMBER
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.model_sharding import ModelPatch
-from everyframe.runtime.previews.latent_previews import Previewer
 from everyframe.runtime.stages.deep_cache import DeepCachedDenoise
 from everyframe.runtime.stages.guard import Guard
 from everyframe.runtime.stages.templates import ComponentStage, StageContext
@@ -249,41 +248,29 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
             unsharded = patch.unsharded if patch.group.size > 1 else None
             guard = self.context.guard(self.name, modules, unsharded)
             for number, video in enumerate(videos):
-                if video.step != num_steps:  # else done before the run was interrupted
-                    before = number * num_steps
-                    yield from self._denoise(video, modules, guard, previewer, before, total)
+                if video.step == num_steps:
+                    continue  # done before the run was interrupted
+                begun = time.perf_counter()
+                guard.start_video(video)
+                for batch in self.batches(modules, guard, video):
+                    for step in batch.steps:
+                        guard.latents(step.index + 1, step.x)
+                        yield from self._notes(video, step)
+                        yield from guard.events()
+                        left = step.num_steps - 1 - step.index
+                        end = video.step + 1 if left else batch.end
+                        _store_step(video, step, end, num_steps)
+                        now = time.perf_counter()
+                        # Steps of other ranks' batches count as they continue.
+                        done = number * num_steps + batch.end - left * batch.count
+                        yield Step(self.name, done, total, video.seed, now - begun)
+                        if previewer is not None:
+                            progress = (video.step, num_steps)
+                            preview = previewer.preview(video.seed, *progress, step.clean)
+                            yield from () if preview is None else (preview,)
+                        begun = now
         for video in videos:
             video.conditioning = None
-
-    def _denoise(
-        self,
-        video: VideoState,
-        modules: Mapping[str, Any],
-        guard: Guard,
-        previewer: Previewer | None,
-        before: int,
-        total: int,
-    ) -> Events:
-        """Make the steps of a video, of which there were `before` of `total` for other videos."""
-        begun = time.perf_counter()
-        guard.start_video(video)
-        for batch in self.batches(modules, guard, video):
-            for step in batch.steps:
-                guard.latents(step.index + 1, step.x)
-                yield from self._notes(video, step)
-                yield from guard.events()
-                left = step.num_steps - 1 - step.index
-                end = video.step + 1 if left else batch.end
-                _store_step(video, step, end, self.steps_per_video)
-                now = time.perf_counter()
-                # Steps of other ranks' batches count as they continue.
-                done = before + batch.end - left * batch.count
-                yield Step(self.name, done, total, video.seed, now - begun)
-                if previewer is not None:
-                    progress = (video.step, self.steps_per_video)
-                    preview = previewer.preview(video.seed, *progress, step.clean)
-                    yield from () if preview is None else (preview,)
-                begun = now
 
     def _notes(self, video: VideoState, step: SamplerStep) -> Events:
         """What a lossy method says of a step, and of its error after the last one."""
