@@ -74,10 +74,10 @@ def certify(
                 made.append(_certificate(subject, path, **values))
             else:
                 untried[path.name] = why_untried
-        lost = next((values for values in trial.ended.values() if "lost" in values), None)
-        if lost is not None:
+        lost = next((untried[name] for name, values in trial.ended.items() if "lost" in values), "")
+        if lost:
             # No path is to blame; and a certificate would outlive what was wrong with the card.
-            untried |= {path.name: f"the device was lost ({lost['lost']})" for path in left}
+            untried |= {path.name: lost for path in left}
             break
         culprit = next((path for path in left if path.name == trial.running), None)
         if culprit is not None and ended.signal in _FROM_OUTSIDE:

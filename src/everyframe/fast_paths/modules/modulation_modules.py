@@ -63,7 +63,7 @@ class NativeRotate(Rotate):
     is_plain = False
 
     def forward(self, x: Tensor, table: RotaryTable) -> Tensor:
-        if self.is_plain or not _rotates(x, table.cos):
+        if self.is_plain or not _can_rotate(x, table.cos):
             return super().forward(x, table)
         return kernels.rotate(x, table.cos, table.sin)
 
@@ -74,11 +74,11 @@ class NativeRotateAxes(RotateAxes):
     is_plain = False
 
     def forward(self, x: Tensor, table: AxesTable) -> Tensor:
-        if self.is_plain or not _rotates(x, table.cos):
+        if self.is_plain or not _can_rotate(x, table.cos):
             return super().forward(x, table)
         return kernels.rotate(x, table.cos, table.sin, table.widths)
 
 
-def _rotates(x: Tensor, cos_ND: Tensor) -> bool:
+def _can_rotate(x: Tensor, cos_ND: Tensor) -> bool:
     is_table = cos_ND.dtype == torch.float32 and cos_ND.shape[:-1] == x.shape[-2:-1]
     return is_table and kernels.supports(x)
