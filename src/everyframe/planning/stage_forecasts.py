@@ -13,6 +13,7 @@ from everyframe.planning.dry_runs import DryRun, call_seconds, heaviest, stage_p
 from everyframe.planning.memory.memory_fit import FitResult
 from everyframe.planning.parallelism import sending_seconds, weights_seconds
 from everyframe.planning.throughput_cache import rates_here
+from everyframe.precision.dtypes import NUM_BYTES
 
 #: Number of a plan's products measured on a real device to forecast its time.
 _NUM_TRIALS = 6
@@ -59,7 +60,7 @@ def rates_of(
         return device.rates, ()
     paths = {each.name: each.fast_paths for each in fitted.components}
     products = heaviest(fitted.runs, _NUM_TRIALS, paths)
-    # A width in a config may be any number; the plan is told to be too large all the same.
+    # A width in a config may be any number; the plan says that it is too large without rates too.
     has_room = max(map(_largest_operand, products), default=0) < device.free_memory
     rates = rates_here(products, device, num_threads) if has_room else None
     if rates is not None:
@@ -72,4 +73,4 @@ def rates_of(
 
 def _largest_operand(product: OpShape) -> int:
     """Bytes of the largest tensor that goes into a product."""
-    return max(map(prod, product.shapes)) * (4 if product.dtype == "float32" else 2)
+    return max(map(prod, product.shapes)) * NUM_BYTES.get(product.dtype, 2)
