@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,28 +95,40 @@ class Cached(nn.Module):
         return (hidden_states + cache.layers[0].key,)
 
 
-def test_a_call_that_fills_a_cache_is_computed_again_and_the_others_are_served(
-    tmp_path: Path,
-) -> None:
-    """Its answer says nothing of the cache, which is empty in another process."""
+def replayed(folder: Path, denoiser: Any, calls: Iterable[Tensor]) -> tuple[list[Tensor], int]:
+    """Answers of these calls with the log in that folder, and how many were computed."""
+    kept = FileReplayLog(folder, pytest.fail)
+    watch = StepTracker({"denoiser": denoiser}, (), None, 3, lambda *_: None)
+    video: VideoState = SimpleNamespace(replay_log=kept, repairs=())  # type: ignore[assignment]
+    with watch, DenoiserReplay({"denoiser": denoiser}, watch, video):
+        found = list(calls)
+    return found, denoiser.num_calls
 
-    def answers(num_calls: int) -> tuple[list[Tensor], int]:
-        kept, denoiser, cache = FileReplayLog(tmp_path, pytest.fail), Cached(), Cache()
-        watch = StepTracker({"denoiser": denoiser}, (), None, 3, lambda *_: None)
-        video: VideoState = SimpleNamespace(replay_log=kept, repairs=())  # type: ignore[assignment]
-        with watch, DenoiserReplay({"denoiser": denoiser}, watch, video):
-            found = [
-                denoiser(torch.ones(2) * step, torch.tensor(float(step)), cache)[0]
-                for step in range(1, num_calls + 1)
-            ]
-        return found, denoiser.num_calls
 
+def check_resumed(answers: Callable[[int], tuple[list[Tensor], int]]) -> None:
+    """Two calls, of which the first fills a cache, then three in another process."""
     whole, computed = answers(2)
     assert computed == 2
     resumed, computed = answers(3)
     assert computed == 2, "the first, which fills the cache, and the third"
     assert [each.tolist() for each in resumed] == [[4, 4], [5, 5], [6, 6]]
     assert all(map(torch.equal, resumed, whole))
+
+
+def test_a_call_that_fills_a_cache_is_computed_again_and_the_others_are_served(
+    tmp_path: Path,
+) -> None:
+    """Its answer says nothing of the cache, which is empty in another process."""
+
+    def answers(num_calls: int) -> tuple[list[Tensor], int]:
+        denoiser, cache = Cached(), Cache()
+        calls = (
+            denoiser(torch.ones(2) * step, torch.tensor(float(step)), cache)[0]
+            for step in range(1, num_calls + 1)
+        )
+        return replayed(tmp_path, denoiser, calls)
+
+    check_resumed(answers)
 
 
 class HandsBack(nn.Module):
@@ -134,20 +147,14 @@ def test_a_cache_that_is_handed_back_is_that_of_the_call(tmp_path: Path) -> None
     """Its answers could not be saved, so that AnyFlow was resumed from its first step."""
 
     def answers(num_calls: int) -> tuple[list[Tensor], int]:
-        kept, denoiser = FileReplayLog(tmp_path, pytest.fail), HandsBack()
-        watch = StepTracker({"denoiser": denoiser}, (), None, 3, lambda *_: None)
-        video: VideoState = SimpleNamespace(replay_log=kept, repairs=())  # type: ignore[assignment]
-        cache, found = {0: {"key": torch.zeros(2)}}, []
-        with watch, DenoiserReplay({"denoiser": denoiser}, watch, video):
+        denoiser, cache = HandsBack(), {0: {"key": torch.zeros(2)}}
+
+        def calls() -> Iterator[Tensor]:
             for step in range(1, num_calls + 1):
                 answer, handed_back = denoiser(torch.ones(2) * step, cache=cache)
                 assert handed_back is cache
-                found.append(answer)
-        return found, denoiser.num_calls
+                yield answer
 
-    whole, computed = answers(2)
-    assert computed == 2
-    resumed, computed = answers(3)
-    assert computed == 2, "the first, which fills the cache, and the third"
-    assert [each.tolist() for each in resumed] == [[4, 4], [5, 5], [6, 6]]
-    assert all(map(torch.equal, resumed, whole))
+        return replayed(tmp_path, denoiser, calls())
+
+    check_resumed(answers)
