@@ -34,6 +34,7 @@ from everyframe.core.events import (
 from everyframe.core.facts import MachineFacts
 from everyframe.core.garbage_collection import resume_collector
 from everyframe.core.import_logs import mute_torchao_imports
+from everyframe.core.plan import Plan
 from everyframe.engine.workers.error_transfer import error_data
 from everyframe.engine.workers.flight_recorder import FlightRecorder
 from everyframe.engine.workers.module_watch import ModuleWatch
@@ -340,18 +341,33 @@ def _plan(job: WorkerJob, cache: ComponentCache | None) -> Events:
 
 def _record(events: Iterator[Event], recorder: FlightRecorder, process: _ProcessState) -> Events:
     """Pass events through and record stages and steps in the flight recorder."""
+    # Late import: the job should have arrived by then.
+    from everyframe.hardware.memory import empty_cache, keep_freed_memory
+
     watch = process.watch(recorder)
-    stage, num_steps = "", 0
+    stage, num_steps, has_spare_memory = "", 0, False
     for event in events:
-        if isinstance(event, StageStarted):
+        if isinstance(event, Planned):
+            has_spare_memory = _has_spare_memory(event.plan)
+        elif isinstance(event, StageStarted):
             stage, num_steps = event.stage, event.num_steps
+            # Every step asks for the same blocks; a decoder's grow, which leaves gaps.
+            keep_freed_memory(has_spare_memory and stage == "denoise")
             recorder.at(stage, 1, num_steps)
             watch.begin()
         elif isinstance(event, ComponentLoaded):
             watch.add(event.component)
+            empty_cache()  # of what loading has freed
         elif isinstance(event, Step):
             recorder.at(stage, event.step + 1, num_steps)
         yield event
+
+
+def _has_spare_memory(plan: Plan) -> bool:
+    """Whether a CPU computes and has twice the memory that is forecast for all ranks."""
+    num_ranks = 1 if plan.parallel is None else len(plan.parallel.ranks)
+    device = plan.device
+    return device.kind == "cpu" and 2 * num_ranks * plan.peak_bytes <= device.free_memory
 
 
 def _light(event: Event, as_uint8: bool) -> Event:

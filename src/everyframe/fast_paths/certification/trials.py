@@ -37,7 +37,7 @@ from everyframe.fast_paths.modules.fast_modules import embedders, forget, keep
 from everyframe.fast_paths.registry import FastPath
 from everyframe.hardware.device_loss import parse_device_loss
 from everyframe.hardware.isolation import ends_after
-from everyframe.hardware.memory import is_out_of_memory
+from everyframe.hardware.memory import is_out_of_memory, keep_freed_memory
 from everyframe.hardware.throughput import reduced_sizes
 from everyframe.precision.dtypes import torch_dtype
 from everyframe.precision.quantization import layers
@@ -303,6 +303,7 @@ def run(orders: TrialRequest) -> None:
     began = time.monotonic()
     device = orders.subject.device.torch_name
     torch.set_num_threads(orders.subject.num_threads)
+    keep_freed_memory(device == "cpu")  # as a run on a CPU does
     with open(orders.log, "a", encoding="utf-8") as file:
         file.write(json.dumps({"ready": time.time()}) + "\n")
 
