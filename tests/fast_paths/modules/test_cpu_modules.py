@@ -47,7 +47,7 @@ PATHS = (
 MODULES = (
     cpu_modules.__name__,
     convolution_modules.__name__,
-    cpu_modules._DIFFUSERS,
+    cpu_modules.DIFFUSERS_MODULES,
     gated_linear.__name__,
 )
 

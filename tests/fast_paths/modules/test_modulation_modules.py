@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.resnet import AlphaBlender
 from torch import nn
 
 from everyframe.fast_paths.apply import swap_modules
 from everyframe.fast_paths.benchmark import relative_error
+from everyframe.fast_paths.modules.diffusers_modules import LerpAlphaBlender
 from everyframe.fast_paths.modules.modulation_modules import (
     NativeGatedAdd,
     NativeModulate,
@@ -57,6 +59,27 @@ def test_gated_branches(gate: tuple[int, ...], branch: torch.dtype) -> None:
     x, y, g = torch.randn(2, 3, 5, 16), torch.randn(2, 3, 5, 16).to(branch), torch.randn(gate)
     native = NativeGatedAdd()
     assert relative_error(native(x, y, g), GatedAdd()(x, y, g)) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("size", [(2, 8, 3, 5, 5), (6, 9, 8)])
+@pytest.mark.parametrize("is_switched", [False, True])
+@pytest.mark.parametrize("strategy", AlphaBlender.strategies)
+def test_mixed_branches(
+    strategy: str, is_switched: bool, size: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(AlphaBlender(0.3, strategy, is_switched))
+    swap_modules(model, ("native-gate",))
+    x, y, is_image = torch.randn(size), torch.randn(size), torch.tensor([[0, 1, 0], [0, 0, 0]])
+    x, y = x.to(dtype), y.to(dtype)
+    truth = AlphaBlender(0.3, strategy, is_switched)(x.double(), y.double(), is_image)
+    assert type(model[0]) is LerpAlphaBlender
+    assert relative_error(model[0](x, y, is_image), truth) < TOLERANCE[dtype]
+    # Over two layouts torch's formula is the faster one.
+    y = y.transpose(-1, -2).contiguous().transpose(-1, -2)
+    plain = AlphaBlender(0.3, strategy, is_switched)(x, y, is_image)
+    assert torch.equal(model[0](x, y, is_image), plain)
 
 
 @pytest.mark.parametrize("gate", [(1, 3, 1, 16), (2, 1, 5, 16)])

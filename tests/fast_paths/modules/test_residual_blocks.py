@@ -149,6 +149,44 @@ def test_other_blocks_keep_their_activation(name: str) -> None:
     assert relative_error(fast[0](*given), plain[0](*given)) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["images", "images and a timestep", "frames and a timestep"])
+def test_a_block_sums_in_place_and_leaves_its_input(name: str) -> None:
+    make, inputs = BLOCKS[name]
+    fast = nn.ModuleList([randomised(make())])
+    swap_modules(fast, ("native-norm",))
+    assert type(fast[0]).__name__.startswith("InPlace")
+    before = copy.deepcopy(inputs)
+    made: list[int] = []
+    fast[0].conv2.register_forward_hook(lambda _, args, result: made.append(result.data_ptr()))
+    assert fast[0](*inputs).data_ptr() == made[0]
+    assert all(x is None or torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
+
+
+def test_images_in_another_layout_keep_it() -> None:
+    """A sum over two layouts has that of the input, as in diffusers."""
+    make, (x, _) = BLOCKS["images and a timestep"]
+    plain = nn.ModuleList([randomised(make())])
+    fast = copy.deepcopy(plain)
+    swap_modules(fast, ("native-norm",))
+    fast[0].conv2.register_forward_hook(lambda _, args, result: result.contiguous())
+    x = x.to(memory_format=torch.channels_last)
+    made = fast[0](x, EMBEDDING)
+    assert made.stride() == x.stride()
+    assert relative_error(made, plain[0](x, EMBEDDING)) < 1e-5
+
+
+@pytest.mark.parametrize("change", [{"output_scale_factor": 2.0}, {"up": True}, {"down": True}])
+def test_blocks_that_do_more_than_sum_keep_their_class(change: dict[str, Any]) -> None:
+    plain = nn.ModuleList(
+        [randomised(ResnetBlock2D(in_channels=32, temb_channels=64, groups=8, **change))]
+    )
+    fast = copy.deepcopy(plain)
+    swap_modules(fast, ("native-norm",))
+    assert type(fast[0]) is ResnetBlock2D
+    given = numbers(*IMAGES), EMBEDDING
+    assert relative_error(fast[0](*given), plain[0](*given)) < 1e-5
+
+
 def test_norms_that_stay_plain_apply_nothing() -> None:
     """A fast path may be refused, and a norm may be of a class without a kernel."""
     block = nn.ModuleList([ResnetBlock2D(in_channels=32, temb_channels=64, groups=8)])

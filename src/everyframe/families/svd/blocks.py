@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from diffusers.models.resnet import AlphaBlender
 from torch import Tensor, nn
 
 from everyframe.families.svd.layers import (
@@ -75,6 +76,22 @@ class Step:
     layout: FrameLayout
 
 
+class SpatialShare(AlphaBlender):  # type: ignore[misc]
+    """A mixer of a spatial and a temporal branch, of which only the share of the first is asked."""
+
+    @classmethod
+    def of(cls, theirs: nn.Module) -> SpatialShare:
+        """The same, with the parameter of diffusers' mixer."""
+        made = object.__new__(cls)
+        made.__dict__ |= vars(theirs)
+        return made
+
+    def forward(self, like: Tensor) -> Tensor:
+        is_image = torch.zeros(1, 1, device=like.device)
+        share: Tensor = self.get_alpha(is_image, ndims=3).to(float32_or_wider(like.dtype))
+        return (1 - share if self.switch_spatial_to_temporal_mix else share).reshape(())
+
+
 class ResidualBlock(nn.Module):
     """Residual convolutions over space, then over time."""
 
@@ -88,6 +105,7 @@ class ResidualBlock(nn.Module):
         for part in (self.spatial_res_block, self.temporal_res_block):
             for name in ("norm1", "norm2"):
                 setattr(part, name, GroupNormSiLU.of(getattr(part, name)))
+        self.time_mixer = SpatialShare.of(self.time_mixer)
         time = self.temporal_res_block
         time.conv1, time.conv2 = over_frames(time.conv1), over_frames(time.conv2)
 
@@ -196,6 +214,7 @@ class FrameTransformer(nn.Module):
     def __init__(self, theirs: Any) -> None:
         super().__init__()
         copy_children(theirs, self)
+        self.time_mixer = SpatialShare.of(self.time_mixer)
         self.transformer_blocks = nn.ModuleList(map(SpatialLayer, theirs.transformer_blocks))
         layers = map(TemporalLayer, theirs.temporal_transformer_blocks)
         self.temporal_transformer_blocks = nn.ModuleList(layers)
@@ -223,22 +242,13 @@ class FrameTransformer(nn.Module):
             tuple(_of_picture(block.attn2, picture_BD) for block in blocks)
             for blocks in (self.transformer_blocks, self.temporal_transformer_blocks)
         )
-        return AttentionContext(spatial, temporal, frames, mix(self.time_mixer, picture_BD))
+        return AttentionContext(spatial, temporal, frames, self.time_mixer(picture_BD))
 
 
 def _of_picture(attention: Any, picture_BD: Tensor) -> Tensor:
     """Output of cross-attention to a single token, the same for every query."""
     answer: Tensor = attention.to_out[0](attention.to_v(picture_BD))
     return answer
-
-
-def mix(mixer: Any, like: Tensor) -> Tensor:
-    """Share of the spatial output, computed by the mixer itself from inputs 1 and 0."""
-    dtype = float32_or_wider(like.dtype)
-    one = torch.ones(1, 1, 1, device=like.device, dtype=dtype)
-    still = torch.zeros(1, 1, device=like.device)
-    share: Tensor = mixer(one, torch.zeros_like(one), image_only_indicator=still)
-    return share.reshape(())
 
 
 class Level(nn.Module):
@@ -264,7 +274,7 @@ class Level(nn.Module):
         attentions = self.attentions if self.has_attention else ()
         return LevelContext(
             tuple(each.context(picture_BD, num_frames) for each in attentions),
-            tuple(1 - mix(each.time_mixer, picture_BD) for each in self.resnets),
+            tuple(1 - each.time_mixer(picture_BD) for each in self.resnets),
         )
 
     def run(

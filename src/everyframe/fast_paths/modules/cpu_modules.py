@@ -272,12 +272,14 @@ KINDS: Mapping[str, Mapping[type[nn.Module], type[nn.Module]]] = {
 #: The fast paths that swap modules here.
 PATHS = (*KINDS, *CONVOLUTIONS)
 
-_DIFFUSERS = "everyframe.fast_paths.modules.diffusers_modules"
+#: The module of subclasses of diffusers' classes, which is imported where a model has them only.
+DIFFUSERS_MODULES = "everyframe.fast_paths.modules.diffusers_modules"
 _VAES = "diffusers.models.autoencoders.autoencoder_kl"
-#: The same for classes of diffusers, which is imported where a model has them only.
+#: The same for classes of diffusers: names in that module.
 _FOREIGN: Mapping[tuple[str, str], str] = {
     ("native-geglu", "diffusers.models.activations.GEGLU"): "NativeGEGLU",
     ("native-gelu", "diffusers.models.activations.GELU"): "NativeProjectedGELU",
+    ("native-gate", "diffusers.models.resnet.AlphaBlender"): "LerpAlphaBlender",
     ("native-norm", "diffusers.models.normalization.FP32LayerNorm"): "NativeFP32LayerNorm",
     ("native-norm", "diffusers.models.normalization.RMSNorm"): "NativeDiffusersRMSNorm",
     ("native-norm", f"{_VAES}_wan.WanRMS_norm"): "NativeWanRMSNorm",
@@ -324,7 +326,7 @@ def _new_kind(path: str, part: nn.Module) -> type[nn.Module] | None:
     own = type(part)
     foreign = _FOREIGN.get((path, f"{own.__module__}.{own.__qualname__}"))
     if foreign is not None:  # which may hold the module that the path is for
-        found: type[nn.Module] = getattr(import_module(_DIFFUSERS), foreign)
+        found: type[nn.Module] = getattr(import_module(DIFFUSERS_MODULES), foreign)
         return found if any(_suits(path, each) for each in part.modules()) else None
     if not _suits(path, part):
         return None

@@ -30,6 +30,7 @@ from diffusers.models.autoencoders.autoencoder_kl_ltx2 import (
 from diffusers.models.autoencoders.autoencoder_kl_mochi import MochiChunkedGroupNorm3D
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanRMS_norm
 from diffusers.models.normalization import FP32LayerNorm, RMSNorm
+from diffusers.models.resnet import AlphaBlender, ResnetBlock2D, TemporalResnetBlock
 from torch import Tensor, nn
 
 from everyframe.fast_paths.modules.convolution_modules import WinogradConv3d
@@ -301,6 +302,68 @@ class WinogradHunyuanVideoBlock(HunyuanVideoResnetBlockCausal3D):  # type: ignor
         shortcut = self.conv_shortcut
         made: Tensor = x + (hidden_states if shortcut is None else shortcut(hidden_states))
         return made
+
+
+class InPlaceResnetBlock2D(ResnetBlock2D):  # type: ignore[misc]
+    """A residual block that adds to what its convolutions have made, where it lies."""
+
+    is_plain = False
+
+    def forward(self, input_tensor: Tensor, temb: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        if self.is_plain or args or kwargs or not kernels.supports(input_tensor):
+            return super().forward(input_tensor, temb, *args, **kwargs)
+        if self.time_emb_proj is not None:
+            temb = temb if self.skip_time_act else self.nonlinearity(temb)
+            temb = self.time_emb_proj(temb)
+        return _residual(self, input_tensor, None if temb is None else temb[:, :, None, None])
+
+
+class InPlaceTemporalResnetBlock(TemporalResnetBlock):  # type: ignore[misc]
+    """The same over time."""
+
+    is_plain = False
+
+    def forward(self, input_tensor: Tensor, temb: Tensor | None) -> Any:
+        if self.is_plain or not kernels.supports(input_tensor):
+            return super().forward(input_tensor, temb)
+        if self.time_emb_proj is None:
+            return _residual(self, input_tensor, None)
+        temb = self.time_emb_proj(self.nonlinearity(temb)).transpose(1, 2)
+        return _residual(self, input_tensor, temb[:, :, :, None, None])
+
+
+def _residual(block: Any, x: Tensor, temb: Tensor | None) -> Tensor:
+    """What a residual block computes, with an embedding for each channel or none."""
+    made = block.conv1(block.nonlinearity(block.norm1(x)))
+    if temb is not None:
+        fits = torch.result_type(made, temb) == made.dtype
+        made = made.add_(temb) if fits else made + temb
+    made = block.conv2(block.dropout(block.nonlinearity(block.norm2(made))))
+    x = x if block.conv_shortcut is None else block.conv_shortcut(x)
+    total: Tensor = made.add_(x) if _is_alike(made, x) else x + made
+    return total
+
+
+def _is_alike(x: Tensor, y: Tensor) -> bool:
+    """Whether dtype and memory layout are equal; torch passes over memory of two layouts slowly."""
+    return (x.dtype, x.shape, x.stride()) == (y.dtype, y.shape, y.stride())
+
+
+class LerpAlphaBlender(AlphaBlender):  # type: ignore[misc]
+    """diffusers' weighted sum of two branches in one pass, with one rounding."""
+
+    is_plain = False
+
+    def forward(
+        self, x_spatial: Tensor, x_temporal: Tensor, image_only_indicator: Tensor | None = None
+    ) -> Any:
+        is_plain = self.is_plain or not _is_alike(x_spatial, x_temporal)
+        if is_plain or not kernels.supports(x_spatial):
+            return super().forward(x_spatial, x_temporal, image_only_indicator)
+        alpha = self.get_alpha(image_only_indicator, x_spatial.ndim).to(x_spatial.dtype)
+        if self.switch_spatial_to_temporal_mix:
+            alpha = 1.0 - alpha
+        return torch.lerp(x_temporal, x_spatial, alpha)
 
 
 def _suits(conv: nn.Module, x: Tensor, padding: Padding) -> bool:

@@ -1,4 +1,4 @@
-"""Blocks that call SiLU after their norms: norms in C apply it themselves.
+"""Blocks that call SiLU after their norms: norms in C apply it themselves, and sums take no memory.
 
 A block of ours names its activation and the norms before it in its class: ``norms_of_silu = {name
 of the activation: names of the norms}``. The activation stays, for embeddings of the timestep, and
@@ -8,11 +8,13 @@ so do names, parameters and hooks of all modules.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from everyframe.fast_paths.modules.cpu_modules import DIFFUSERS_MODULES, recast
 from everyframe.ops.activation import FusedActivation
 from everyframe.ops.norm import WideGroupNorm
 
@@ -30,6 +32,11 @@ _BLOCKS = frozenset({
     f"{_AUTOENCODERS}_mochi.MochiResnetBlock3D",
     f"{_AUTOENCODERS}_wan.WanResidualBlock",
 })  # fmt: skip
+#: Those with a subclass of ours whose sums are in place.
+_IN_PLACE = {
+    "diffusers.models.resnet.ResnetBlock2D": "InPlaceResnetBlock2D",
+    "diffusers.models.resnet.TemporalResnetBlock": "InPlaceTemporalResnetBlock",
+}
 #: `norms_of_silu` of those.
 NAMES = {"nonlinearity": ("norm1", "norm2")}
 
@@ -57,8 +64,8 @@ def norms_before_silu(module: nn.Module) -> frozenset[str]:
 
 
 def fuse(module: nn.Module) -> None:
-    """Let norms in C apply the SiLU that is called after them."""
-    for part in module.modules():
+    """Let norms in C apply the SiLU that is called after them, and such blocks sum in place."""
+    for place, part in [*module.named_modules()]:
         for name, norms in [*_silus(part)]:
             found: list[Any] = [part.get_submodule(norm) for norm in norms]
             if all(hasattr(norm, "has_silu") for norm in found):
@@ -66,6 +73,21 @@ def fuse(module: nn.Module) -> None:
                     add_silu(norm)
                     norm.fuses_next = True
                 setattr(part, name, EmbeddingSiLU())
+                _sum_in_place(module, place)
+
+
+def _sum_in_place(module: nn.Module, place: str) -> None:
+    """Replace a block by one that adds its input to what it has computed, where there is one."""
+    part: Any = module.get_submodule(place)
+    own = type(part)
+    kind = _IN_PLACE.get(f"{own.__module__}.{own.__qualname__}")
+    is_simple = (
+        getattr(part, "upsample", None) is None
+        and getattr(part, "downsample", None) is None
+        and getattr(part, "output_scale_factor", 1.0) == 1.0
+    )
+    if place and kind is not None and is_simple:
+        recast(module, place, getattr(import_module(DIFFUSERS_MODULES), kind))
 
 
 def add_silu(norm: Any) -> None:
