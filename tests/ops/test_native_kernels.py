@@ -178,6 +178,18 @@ def test_equal_values_have_no_variance(value: float) -> None:
         assert got.abs().max() <= abs(value) * 2**-22 / 1e-5**0.5
 
 
+def test_norms_leave_an_input_that_is_copied_for_them() -> None:
+    """The copy is normed where it lies."""
+    x = numbers(2, 7, 5, 32).transpose(1, 2)
+    before = x.clone()
+    check(kernels.layer_norm(x, None, None, 1e-6), F.layer_norm(x.double(), (32,), eps=1e-6))
+    x_NCHW = x.permute(0, 3, 2, 1)[..., 1:]
+    one, zero = torch.ones(32), torch.zeros(32)
+    got = kernels.group_norm(x_NCHW, 8, one, zero, 1e-6)
+    check(got, F.group_norm(x_NCHW.double(), 8, eps=1e-6))
+    assert torch.equal(x, before)
+
+
 @pytest.mark.parametrize("width", [1, 16, 37, 1152])
 def test_layer_and_rms_norm(width: int, dtype: torch.dtype) -> None:
     x = numbers(2, 3, 5, width, dtype=dtype, mean=3.0)

@@ -87,7 +87,7 @@ _ALL = (
              "linear-gelu", ("cpu",), f"{_TRIALS}:block"),
     FastPath("native-norm", "group norm with SiLU, layer and RMS norm by a kernel in C",
              "norm", ("cpu",), f"{_TRIALS}:norms", needs_c=True, in_long_runs=True),
-    FastPath("native-gate", "modulation and gated branches of a stream by kernels in C",
+    FastPath("native-gate", "modulation, gated and mixed branches of a stream in one pass, in C",
              "gate", ("cpu",), f"{_TRIALS}:modules", needs_c=True, in_long_runs=True),
     FastPath("native-rope", "rotary position embedding by a kernel in C",
              "rope", ("cpu",), f"{_TRIALS}:modules", needs_c=True, in_long_runs=True),

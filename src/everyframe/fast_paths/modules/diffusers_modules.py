@@ -300,8 +300,7 @@ class WinogradHunyuanVideoBlock(HunyuanVideoResnetBlockCausal3D):  # type: ignor
         x = self.conv1(self.nonlinearity(self.norm1(hidden_states)))
         x = self.conv2(self.dropout(self.nonlinearity(self.norm2(x))))
         shortcut = self.conv_shortcut
-        made: Tensor = x + (hidden_states if shortcut is None else shortcut(hidden_states))
-        return made
+        return _sum(x, hidden_states if shortcut is None else shortcut(hidden_states))
 
 
 class InPlaceResnetBlock2D(ResnetBlock2D):  # type: ignore[misc]
@@ -339,9 +338,12 @@ def _residual(block: Any, x: Tensor, temb: Tensor | None) -> Tensor:
         fits = torch.result_type(made, temb) == made.dtype
         made = made.add_(temb) if fits else made + temb
     made = block.conv2(block.dropout(block.nonlinearity(block.norm2(made))))
-    x = x if block.conv_shortcut is None else block.conv_shortcut(x)
-    total: Tensor = made.add_(x) if _is_alike(made, x) else x + made
-    return total
+    return _sum(made, x if block.conv_shortcut is None else block.conv_shortcut(x))
+
+
+def _sum(made: Tensor, x: Tensor) -> Tensor:
+    """The sum, in the memory of what a convolution has made if both lie alike."""
+    return made.add_(x) if _is_alike(made, x) else x + made
 
 
 def _is_alike(x: Tensor, y: Tensor) -> bool:

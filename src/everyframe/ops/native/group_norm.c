@@ -5,7 +5,7 @@
    Statistics are sums of differences from a mean or value nearby, in float32 over a few rows and in float64
    beyond: squares of a large mean don't cancel, and one value far from the others costs no digits
    but those of its own rows. How rows are cut depends on sizes alone, so the number of threads
-   changes no bit. */
+   changes no bit. The output may lie where the input does. */
 
 #include "numbers.h"
 

@@ -110,12 +110,13 @@ def group_norm(
 
     With a map in between, by which it is scaled and shifted, the result is channels last.
     """
+    given = x
     if by is not None:
         x = channels_last(x)
     last = is_channels_last(x)
     if not last:
         x = x.contiguous()
-    y = torch.empty_like(x)
+    y = torch.empty_like(x) if x is given else x
     samples, channels = x.shape[:2]
     rows = x.numel() // (samples * channels)
     call(
@@ -150,8 +151,8 @@ def layer_norm(
     is_rms: bool = False,
 ) -> Tensor:
     """Layer or RMS norm over the last dimension of `x`."""
-    x = x.contiguous()
-    y = torch.empty_like(x)
+    given, x = x, x.contiguous()
+    y = torch.empty_like(x) if x is given else x
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
     weights = [None if each is None else floats(each, width) for each in (weight, bias)]
     call("row_norm", x, y, rows, width, *weights, eps, is_rms, is_bf16(x), output=y)

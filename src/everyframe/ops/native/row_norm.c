@@ -1,4 +1,4 @@
-/* Layer norm and RMS norm of rows. */
+/* Layer norm and RMS norm of rows; y may be x. */
 
 #include "numbers.h"
 
