@@ -148,19 +148,21 @@ def _strictly(stack: Stack, model: nn.Module, given: tuple[Tensor, ...]) -> Tens
 class Entry:
     """A candidate: dtype of its products, and what prepares it.
 
-    `has_large_pages`: its process allocates as ours do (`everyframe.core.child_environment`).
+    `allocates_as_ours`: its process has large pages and keeps freed memory, as ours on a CPU do.
     """
 
     dtype: str
     make: Callable[[], Call]
-    has_large_pages: bool = False
+    allocates_as_ours: bool = False
 
 
 def candidates(stack: Stack, kind: str, paths: Mapping[str, tuple[str, ...]]) -> dict[str, Entry]:
     """All candidates by name; `paths` are the certified ones of ours by dtype."""
     found = {BASE: Entry("float32", partial(diffusers, stack, "float32"))}
     if kind == "cpu":
-        found[f"{BASE}, large pages"] = Entry("float32", found[BASE].make, has_large_pages=True)
+        found[f"{BASE}, memory as ours"] = Entry(
+            "float32", found[BASE].make, allocates_as_ours=True
+        )
     # A card's time is short, and what it runs in float32 is the base alone.
     dtypes = ("bfloat16", "float32") if kind == "cpu" else ("bfloat16",)
     for dtype in dtypes:
@@ -175,8 +177,8 @@ def _quick(stack: Stack, kind: str, dtype: str, paths: tuple[str, ...]) -> dict[
     one = partial(ours, stack, dtype)
     found = {
         f"diffusers {dtype}": Entry(dtype, partial(diffusers, stack, dtype)),
-        f"ours {dtype}, exact": Entry(dtype, one, has_large_pages=True),
-        f"ours {dtype}, {FAST}": Entry(dtype, partial(one, paths), has_large_pages=True),
+        f"ours {dtype}, exact": Entry(dtype, one, allocates_as_ours=True),
+        f"ours {dtype}, {FAST}": Entry(dtype, partial(one, paths), allocates_as_ours=True),
     }
     if kind == "cpu":
         found[f"OpenVINO {dtype}"] = Entry(dtype, partial(openvino, stack, dtype))
@@ -195,7 +197,7 @@ def _compiled(stack: Stack, dtype: str, paths: tuple[str, ...]) -> dict[str, Ent
             dtype, partial(diffusers, stack, dtype, compiled=True)
         ),
         f"ours {dtype}, {FAST} and compiled": Entry(
-            dtype, partial(ours, stack, dtype, paths, compiled=True), has_large_pages=True
+            dtype, partial(ours, stack, dtype, paths, compiled=True), allocates_as_ours=True
         ),
     }
     if dtype == "bfloat16":

@@ -10,13 +10,13 @@ int8, compiled; cache-dit's compiler settings without a cache; on a CPU OpenVINO
 bfloat16, ONNX Runtime, and stable-diffusion.cpp's Wan where it was built (`sdcpp.py`); ours as
 written (exact), with the fast paths that their trials certify here first (rounding), and with
 compiled blocks besides. Open-Sora has no diffusers class: there "diffusers" is our model without
-any fast path. Processes of ours allocate in large pages, as our workers do; on a CPU diffusers is
-measured so too. What is not installed, or fails, is a line with the reason. Each has a process of
-its own, in which it is prepared once, and its first call is timed from there; then all take turns,
-round after round, with the best matrix product before each round. On a CPU one thread's processor
-time counts (OMP_NUM_THREADS=1), on a card wall time. `--limit` ends the process of one that takes
-longer to prepare, and `--seconds` skips what no time is left for; what is slow to prepare
-comes last. The page is written after each model.
+any fast path. On a CPU processes of ours allocate in large pages and keep what they free, as our
+workers do while they denoise; diffusers is measured so too. What is not installed, or fails, is a
+line with the reason. Each has a process of its own, in which it is prepared once, and its first
+call is timed from there; then all take turns, round after round, with the best matrix product
+before each round. On a CPU one thread's processor time counts (OMP_NUM_THREADS=1), on a card wall
+time. `--limit` ends the process of one that takes longer to prepare, and `--seconds` skips what no
+time is left for; what is slow to prepare comes last. The page is written after each model.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.hardware import machine_facts, pick_device
 from everyframe.hardware.isolation import safe_start
+from everyframe.hardware.memory import keep_freed_memory
 
 #: Seconds for trials of fast paths in one dtype; a card's time is short.
 TRIALS = {"cpu": 120.0, "cuda": 20.0}
@@ -122,8 +123,11 @@ def serve(
     if there == "cpu":
         torch.set_num_threads(threads)
     stack = SIZES[model][device.kind](there)
+    entry = candidates(stack, device.kind, paths)[name]
+    if entry.allocates_as_ours and there == "cpu":
+        keep_freed_memory(True)
     try:
-        run, ready = prepared(candidates(stack, device.kind, paths)[name].make, there)
+        run, ready = prepared(entry.make, there)
     except Exception as error:  # noqa: BLE001 - a peer may fail in any way, and that is a result
         pipe.send(" ".join(str(error).split())[:160] or type(error).__name__)
         return
@@ -144,13 +148,13 @@ class Candidate:
         device: DeviceFacts,
         paths: Mapping[str, tuple[str, ...]],
         *,
-        has_large_pages: bool,
+        allocates_as_ours: bool,
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         given = (theirs, model, name, device, torch.get_num_threads(), paths)
         self._process = context.Process(target=serve, args=given, daemon=False)
-        with safe_start() if has_large_pages else contextlib.nullcontext():
+        with safe_start() if allocates_as_ours else contextlib.nullcontext():
             self._process.start()
         theirs.close()
 
@@ -212,7 +216,7 @@ def measure(model: str, device: DeviceFacts, args: argparse.Namespace, ends: flo
                 skipped[name] = "no time left"
                 continue
             candidate = runs[name] = Candidate(
-                model, name, device, paths, has_large_pages=entry.has_large_pages
+                model, name, device, paths, allocates_as_ours=entry.allocates_as_ours
             )
             try:
                 ready = candidate.answer(args.limit if name == BASE else min(args.limit, left))

@@ -5,21 +5,15 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from functools import partial
 
 import psutil
 import pytest
 import torch
 
 from everyframe.core.facts import DeviceFacts
+from everyframe.hardware import memory
 from everyframe.hardware.isolation import run_isolated
-from everyframe.hardware.memory import (
-    describe_memory_pressure,
-    empty_cache,
-    is_out_of_memory,
-    keep_freed_memory,
-    peak_bytes,
-)
+from everyframe.hardware.memory import describe_memory_pressure, is_out_of_memory, peak_bytes
 
 #: What a first exchange on a full card gave with NCCL 2.28.9, and what follows it.
 FULL_NCCL = (
@@ -84,17 +78,18 @@ def test_a_library_that_fails_inside_without_a_card_is_no_lack_of_memory() -> No
     assert not is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"))
 
 
-def resident_after_freeing(is_kept: bool, **tuned: str) -> tuple[int, int]:
+def resident_after_freeing(is_kept: bool) -> tuple[int, int]:
     """Bytes more than before that a process has once it has freed 256 MB, then after a return."""
-    os.environ |= tuned
+    for name in memory._TUNED:
+        os.environ.pop(name, None)
     process = psutil.Process()
-    keep_freed_memory(is_kept)
+    memory.keep_freed_memory(is_kept)
     before = process.memory_info().rss
     blocks = [torch.ones(1 << 24) for _ in range(4)]
     assert process.memory_info().rss - before > 250e6
     del blocks
     freed = process.memory_info().rss - before
-    empty_cache()
+    memory.empty_cache()
     return freed, process.memory_info().rss - before
 
 
@@ -106,7 +101,14 @@ def test_freed_memory_is_kept_until_it_is_returned() -> None:
     assert run_isolated(resident_after_freeing, False, seconds=60).value[0] < 20e6
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc of glibc")
-def test_what_a_user_has_tuned_stays() -> None:
-    tuned = partial(resident_after_freeing, MALLOC_TRIM_THRESHOLD_="131072")
-    assert run_isolated(tuned, True, seconds=60).value[0] < 20e6
+@pytest.mark.parametrize("name", memory._TUNED)
+def test_what_a_user_has_tuned_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for each in memory._TUNED:
+        monkeypatch.delenv(each, raising=False)
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(memory, "_malloc", lambda _, *arguments: asked.append(arguments))
+    memory.keep_freed_memory(True)
+    assert asked == [*memory._KEPT.items()]
+    monkeypatch.setenv(name, "1")
+    memory.keep_freed_memory(False)
+    assert len(asked) == len(memory._KEPT)
