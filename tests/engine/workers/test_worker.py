@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from everyframe.core.events import ComponentLoaded, Event, Planned, StageStarted
+from everyframe.core.events import ComponentLoaded, Event, Planned, StageStarted, Step
 from everyframe.core.parallel_plan import ParallelPlan, RankPlan
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
@@ -42,10 +42,17 @@ def test_freed_memory_is_kept_while_a_cpu_with_room_denoises(
     empty = Mock()
     monkeypatch.setattr(memory, "keep_freed_memory", asked.append)
     monkeypatch.setattr(memory, "empty_cache", empty)
-    stages = [StageStarted(name, 4) for name in ("text", "denoise", "decode")]
-    events: list[Event] = [Planned(plan), *stages]
+    stages = [StageStarted(name, 4) for name in ("text", "pipeline")]
+    steps = [Step("pipeline", number, 4, 0, 1.0) for number in range(1, 4)]
+    events: list[Event] = [Planned(plan), *stages, *steps]
     assert [*worker._record(iter(events), Mock(), Mock())] == events
-    assert asked == [False, is_kept, False]
+    assert asked == [False, is_kept]
     assert not empty.called
+    asked.clear()
+    events += [Step("pipeline", 4, 4, 0, 1.0)]
+    [*worker._record(iter(events), Mock(), Mock())]
+    assert asked == [False, is_kept, False]
+    assert empty.called
+    empty.reset_mock()
     [*worker._record(iter([ComponentLoaded("denoiser", 1.0)]), Mock(), Mock())]
     assert empty.called

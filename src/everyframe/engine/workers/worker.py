@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 #: Events after which a run imports nothing large.
 _LAST_IMPORTS = (WeightsReady, StageStarted)
 
+#: Stages whose steps are those of a sampler; a pipeline of diffusers is one stage.
+_DENOISING = ("denoise", "pipeline")
+
 
 def serve(descriptor: int) -> None:
     """Run the jobs received through that file descriptor, one after the other.
@@ -352,7 +355,7 @@ def _record(events: Iterator[Event], recorder: FlightRecorder, process: _Process
         elif isinstance(event, StageStarted):
             stage, num_steps = event.stage, event.num_steps
             # Every step asks for the same blocks; a decoder's grow, which leaves gaps.
-            keep_freed_memory(has_spare_memory and stage == "denoise")
+            keep_freed_memory(has_spare_memory and stage in _DENOISING)
             recorder.at(stage, 1, num_steps)
             watch.begin()
         elif isinstance(event, ComponentLoaded):
@@ -360,6 +363,9 @@ def _record(events: Iterator[Event], recorder: FlightRecorder, process: _Process
             empty_cache()  # of what loading has freed
         elif isinstance(event, Step):
             recorder.at(stage, event.step + 1, num_steps)
+            if event.step == num_steps and stage in _DENOISING:  # a pipeline decodes after it
+                keep_freed_memory(False)
+                empty_cache()
         yield event
 
 
