@@ -313,8 +313,8 @@ class InPlaceResnetBlock2D(ResnetBlock2D):  # type: ignore[misc]
             return super().forward(input_tensor, temb, *args, **kwargs)
         if self.time_emb_proj is not None:
             temb = temb if self.skip_time_act else self.nonlinearity(temb)
-            temb = self.time_emb_proj(temb)
-        return _residual(self, input_tensor, None if temb is None else temb[:, :, None, None])
+            temb = self.time_emb_proj(temb)[:, :, None, None]
+        return _residual(self, input_tensor, temb)
 
 
 class InPlaceTemporalResnetBlock(TemporalResnetBlock):  # type: ignore[misc]
@@ -332,7 +332,7 @@ class InPlaceTemporalResnetBlock(TemporalResnetBlock):  # type: ignore[misc]
 
 
 def _residual(block: Any, x: Tensor, temb: Tensor | None) -> Tensor:
-    """What a residual block computes, with an embedding for each channel or none."""
+    """What a residual block computes, with an embedding that is added to its images, or none."""
     made = block.conv1(block.nonlinearity(block.norm1(x)))
     if temb is not None:
         fits = torch.result_type(made, temb) == made.dtype
