@@ -27,6 +27,9 @@ class Event:
         return {"type": self.type, **plain}
 
 
+#: Stages whose steps are those of a sampler; a pipeline of diffusers is one stage.
+DENOISING_STAGES = ("denoise", "first picture", "pipeline")
+
 #: A running plan, as its consumer sees it: closing the generator ends the run.
 Events: TypeAlias = Generator[Event, None, None]
 

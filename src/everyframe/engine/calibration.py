@@ -28,7 +28,7 @@ from everyframe.checkpoints.shapes_prompts import (
     read_prompt,
 )
 from everyframe.core.errors import CannotRunError, InputError
-from everyframe.core.events import ErrorEstimated, FramesDecoded, StageDone, Step
+from everyframe.core.events import DENOISING_STAGES, ErrorEstimated, FramesDecoded, StageDone, Step
 from everyframe.core.quality import EXACT, LossyMethod, parse_method
 from everyframe.core.request import Request
 from everyframe.engine.calibration_methods import candidates, combinations, why_not_certified
@@ -68,9 +68,6 @@ PROMPTS = (
 
 
 _MOST_VIDEOS = 1000
-
-#: Stages that methods make faster.
-_DENOISING = ("denoise", "first picture", "pipeline")
 
 #: Options of a request that differ from video to video, or are measured.
 _NOT_MEASURED = ("quality", "method", "num_videos")
@@ -233,7 +230,7 @@ def _make(request: Request) -> _Made:
         for event in events:
             if isinstance(event, FramesDecoded):
                 frames.append(event.frames)
-            elif isinstance(event, Step) and event.stage in _DENOISING:
+            elif isinstance(event, Step) and event.stage in DENOISING_STAGES:
                 steps += event.seconds
             elif isinstance(event, StageDone):
                 seconds += event.seconds

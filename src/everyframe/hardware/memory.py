@@ -135,7 +135,6 @@ def empty_cache() -> None:
     import torch
 
     _malloc("malloc_trim", 0)
-
     for accelerator in (torch.cuda, torch.mps):
         if accelerator.is_available():
             accelerator.empty_cache()

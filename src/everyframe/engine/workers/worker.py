@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from everyframe.core.errors import EveryframeError, WorkerDiedError
 from everyframe.core.events import (
+    DENOISING_STAGES,
     ComponentLoaded,
     Event,
     Events,
@@ -46,9 +47,6 @@ if TYPE_CHECKING:
 
 #: Events after which a run imports nothing large.
 _LAST_IMPORTS = (WeightsReady, StageStarted)
-
-#: Stages whose steps are those of a sampler; a pipeline of diffusers is one stage.
-_DENOISING = ("denoise", "pipeline")
 
 
 def serve(descriptor: int) -> None:
@@ -355,7 +353,7 @@ def _record(events: Iterator[Event], recorder: FlightRecorder, process: _Process
         elif isinstance(event, StageStarted):
             stage, num_steps = event.stage, event.num_steps
             # Every step asks for the same blocks; a decoder's grow, which leaves gaps.
-            keep_freed_memory(has_spare_memory and stage in _DENOISING)
+            keep_freed_memory(has_spare_memory and stage in DENOISING_STAGES)
             recorder.at(stage, 1, num_steps)
             watch.begin()
         elif isinstance(event, ComponentLoaded):
@@ -363,7 +361,7 @@ def _record(events: Iterator[Event], recorder: FlightRecorder, process: _Process
             empty_cache()  # of what loading has freed
         elif isinstance(event, Step):
             recorder.at(stage, event.step + 1, num_steps)
-            if event.step == num_steps and stage in _DENOISING:  # a pipeline decodes after it
+            if event.step == num_steps and stage in DENOISING_STAGES:  # a pipeline decodes after it
                 keep_freed_memory(False)
                 empty_cache()
         yield event

@@ -20,6 +20,7 @@ from everyframe.families.svd.layers import (
     over_frames,
 )
 from everyframe.ops.dtypes import float32_or_wider
+from everyframe.ops.module_class import recast
 from everyframe.ops.norm import GroupNormSiLU
 from everyframe.ops.self_attention import SelfAttention, TemporalAttention
 
@@ -79,13 +80,6 @@ class Step:
 class SpatialShare(AlphaBlender):  # type: ignore[misc]
     """A mixer of a spatial and a temporal branch, of which only the share of the first is asked."""
 
-    @classmethod
-    def of(cls, theirs: nn.Module) -> SpatialShare:
-        """The same, with the parameter of diffusers' mixer."""
-        made = object.__new__(cls)
-        made.__dict__ |= vars(theirs)
-        return made
-
     def forward(self, like: Tensor) -> Tensor:
         is_image = torch.zeros(1, 1, device=like.device)
         share: Tensor = self.get_alpha(is_image, ndims=3).to(float32_or_wider(like.dtype))
@@ -105,7 +99,7 @@ class ResidualBlock(nn.Module):
         for part in (self.spatial_res_block, self.temporal_res_block):
             for name in ("norm1", "norm2"):
                 setattr(part, name, GroupNormSiLU.of(getattr(part, name)))
-        self.time_mixer = SpatialShare.of(self.time_mixer)
+        recast(self, "time_mixer", SpatialShare)
         time = self.temporal_res_block
         time.conv1, time.conv2 = over_frames(time.conv1), over_frames(time.conv2)
 
@@ -214,7 +208,7 @@ class FrameTransformer(nn.Module):
     def __init__(self, theirs: Any) -> None:
         super().__init__()
         copy_children(theirs, self)
-        self.time_mixer = SpatialShare.of(self.time_mixer)
+        recast(self, "time_mixer", SpatialShare)
         self.transformer_blocks = nn.ModuleList(map(SpatialLayer, theirs.transformer_blocks))
         layers = map(TemporalLayer, theirs.temporal_transformer_blocks)
         self.temporal_transformer_blocks = nn.ModuleList(layers)

@@ -34,6 +34,7 @@ from everyframe.fast_paths.modules.modulation_modules import (
 from everyframe.ops.activation import GatedGELU
 from everyframe.ops.attention import AttentionCore, attention, merge_heads, split_heads
 from everyframe.ops.modulation import GatedAdd, Modulate
+from everyframe.ops.module_class import recast
 from everyframe.ops.native import kernels
 from everyframe.ops.norm import (
     GroupNormSiLU,
@@ -358,11 +359,3 @@ def swapper(path: str) -> Callable[[nn.Module, tuple[str, ...]], None]:
             recast(module, name, kind)
 
     return swap
-
-
-def recast(module: nn.Module, name: str, kind: type[nn.Module]) -> None:
-    """Replace a submodule by one of another class with the same parameters, hooks and values."""
-    where, _, last = name.rpartition(".")
-    made = object.__new__(kind)
-    vars(made).update(vars(module.get_submodule(name)))
-    setattr(module.get_submodule(where), last, made)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from everyframe.fast_paths.modules.cpu_modules import OneDNNLinear, has_onednn_linear, onednn_linear
 from everyframe.numerics.tensor_stats import value_range
 from everyframe.ops.activation import FusedActivation
+from everyframe.ops.module_class import recast
 
 
 class LinearGelu(nn.Linear):
@@ -133,11 +134,8 @@ def embedders(module: nn.Module) -> Mapping[str, bool]:
 def keep(module: nn.Module, parts: Iterable[str]) -> None:
     """Replace these submodules by caching ones with the same weights, hooks and names."""
     for name in parts:
-        part = module.get_submodule(name)
-        cached = object.__new__(_kind(type(part)))
-        vars(cached).update(vars(part), _cached={})
-        where, _, last = name.rpartition(".")
-        setattr(module.get_submodule(where), last, cached)
+        cached: Any = recast(module, name, _kind(type(module.get_submodule(name))))
+        cached._cached = {}
 
 
 def forget(module: nn.Module) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from everyframe.fast_paths.modules.cpu_modules import NativeGatedGELU, OneDNNLinear, recast
+from everyframe.fast_paths.modules.cpu_modules import NativeGatedGELU, OneDNNLinear
 from everyframe.ops.activation import FusedActivation, GatedGELU
+from everyframe.ops.module_class import recast
 from everyframe.ops.native import kernels
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from everyframe.fast_paths.modules.cpu_modules import DIFFUSERS_MODULES, recast
+from everyframe.fast_paths.modules.cpu_modules import DIFFUSERS_MODULES
 from everyframe.ops.activation import FusedActivation
+from everyframe.ops.module_class import recast
 from everyframe.ops.norm import WideGroupNorm
 
 _AUTOENCODERS = "diffusers.models.autoencoders.autoencoder_kl"
