@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from everyframe.engine.workers.launcher import IN_PROCESS
+from everyframe.engine.workers.worker_start import IN_PROCESS
 from helpers.architecture_rules import ROOMS
 from helpers.docs_blocks import COMMANDS, Block, Reader, blocks_of, environment, plain_programs
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from everyframe.cli.main import main
-from everyframe.engine.workers.launcher import IN_PROCESS
+from everyframe.engine.workers.worker_start import IN_PROCESS
 from everyframe.media.read import read_video
 from helpers import ray_cluster
 from helpers.shadowing_modules import plant

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from everyframe import __file__ as package
-from everyframe.engine.workers.launcher import IN_PROCESS
+from everyframe.engine.workers.worker_start import IN_PROCESS
 
 SOURCE = Path(package).parents[1]
 PLANTED = Path(__file__).parents[1] / "helpers" / "planted"

@@ -55,11 +55,12 @@ next(stream(Request(prompt={PROMPT!r}, seed=1), keep=SaveOptions(None)))
 #: This side of it, up to the first event of the worker.
 _PARENT = f"""
 from everyframe.core.errors import InputError
-from everyframe.engine.workers import launcher
+from everyframe.engine.workers import launcher, worker_start
 def launched(*given):
     raise InputError("the worker says so")
     yield
-launcher.is_possible, launcher.run_in_workers = lambda: True, launched
+worker_start.is_possible, worker_start.start_ahead = lambda: True, lambda: None
+launcher.run_in_workers = launched
 from everyframe.cli.main import main
 assert main(["generate", {PROMPT!r}, "-o", "a.mp4"]) == 2
 """

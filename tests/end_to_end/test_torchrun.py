@@ -23,9 +23,9 @@ from everyframe import __file__ as package
 from everyframe.cli.main import main
 from everyframe.core.errors import InputError, PeerLostError, WorkerDiedError
 from everyframe.engine.workers import torchrun as torchrun_module
-from everyframe.engine.workers.launcher import IN_PROCESS
 from everyframe.engine.workers.torchrun import TorchrunRank, under_torchrun, write_error_file
 from everyframe.engine.workers.worker_process import WorkerJob
+from everyframe.engine.workers.worker_start import IN_PROCESS
 from everyframe.media.read import read_video
 
 SOURCE = Path(package).parents[1]

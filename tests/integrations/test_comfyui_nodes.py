@@ -19,9 +19,9 @@ from everyframe.core.events import AudioDecoded, Events, FramesDecoded, Preview
 from everyframe.core.options import facts_of
 from everyframe.core.request import Request
 from everyframe.engine.records.recorded_request import record_in
-from everyframe.engine.workers.launcher import IN_PROCESS
 from everyframe.engine.workers.stop_switch import StopSwitch
 from everyframe.engine.workers.worker_process import WorkerJob
+from everyframe.engine.workers.worker_start import IN_PROCESS
 from everyframe.media.preview_picture import encode_preview
 from everyframe.media.video import Video
 from everyframe.runs.folder import list_runs, runs_folder

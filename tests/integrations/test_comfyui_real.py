@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from everyframe.engine.records.recorded_request import record_in
-from everyframe.engine.workers.launcher import IN_PROCESS
+from everyframe.engine.workers.worker_start import IN_PROCESS
 from helpers.browser_tabs import find_chromium
 from helpers.comfyui_stand_in import PACK
 from helpers.server_process import SOURCE, ServerProcess

@@ -91,8 +91,9 @@ def _events(
     def started() -> Events:
         # Late import: brings NumPy, or torch, and a wrong option should be refused at once.
         from everyframe.engine.records.comparison import compare_with
-        from everyframe.engine.workers.launcher import is_possible, run_in_workers
+        from everyframe.engine.workers.launcher import run_in_workers
         from everyframe.engine.workers.worker_process import WorkerJob
+        from everyframe.engine.workers.worker_start import is_possible
 
         root = root_of(run_dir)
         if ray is not None or is_possible():

@@ -23,6 +23,7 @@ from everyframe.cli.tables import console, error_line, json_line, printable
 from everyframe.core.errors import EveryframeError, ExitCode, InputError, did_you_mean
 from everyframe.core.import_logs import mute_torchao_imports
 from everyframe.core.torch_import import explain_import
+from everyframe.engine.workers import worker_start
 from everyframe.engine.workers.torchrun import Terminated, after_others, under_torchrun
 
 if TYPE_CHECKING:
@@ -97,6 +98,9 @@ GROUPS = {
 #: Earlier names of commands.
 ALIASES = {"paths": "fast-paths"}
 
+#: Flags with which ``generate`` makes nothing on this machine.
+_WITHOUT_WORKER = {"--help", "-h", "--version", "--dry-run", "--as", "--executor"}
+
 #: Placeholder for a lone ``-`` during parsing, which would treat it as an option. No word of a real
 #: command line can contain a NUL.
 _DASH = "\0-"
@@ -114,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     restore = _leave_orderly()
     prepare_streams()
     try:
+        _start_worker(words)
         command, values = _parse(words)
         with _settings_of(command):
             set_up(values.pop("log_level", None))
@@ -149,7 +154,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - the last line of defence, and it tells all
         return _bug(error, as_json)
     finally:
+        worker_start.end_unused()
         restore()
+
+
+def _start_worker(words: Sequence[str]) -> None:
+    """Start the worker of a run, which imports for seconds, before this process has read `words`.
+
+    Where the words turn out to be wrong, or to need none, it ends unused.
+    """
+    flags = {word.partition("=")[0] for word in words}
+    if words[:1] != ["generate"] or flags & _WITHOUT_WORKER or not worker_start.is_possible():
+        return
+    _check_current_folder()
+    from everyframe.cli.config import applied_settings
+
+    with applied_settings():
+        worker_start.start_ahead()
 
 
 def _parse(words: list[str]) -> tuple[Callable[..., int], dict[str, Any]]:

@@ -112,8 +112,9 @@ def _events(
     trusts: bool,
     ray: RayChoice | None,
 ) -> Events:
-    from everyframe.engine.workers.launcher import is_possible, ranks_of, run_in_workers
+    from everyframe.engine.workers.launcher import ranks_of, run_in_workers
     from everyframe.engine.workers.worker_process import WorkerJob
+    from everyframe.engine.workers.worker_start import is_possible
 
     ranks, here = _other_ranks(found, devices, ranks_of(found)), under_torchrun()
     if ray is not None or is_possible():

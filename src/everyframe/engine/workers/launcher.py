@@ -9,7 +9,6 @@ ends. The first worker reports for all ranks. Imports no torch. `worker.py` is t
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 import time
 from collections import Counter
@@ -72,15 +71,6 @@ class EventDeduplicator:
         if not known:
             return event
         return replace(event, num_frames=event.num_frames - known, frames=event.frames[known:])
-
-
-#: Environment variable: compute in this process, without a worker.
-IN_PROCESS = "EVERYFRAME_IN_PROCESS"
-
-
-def is_possible() -> bool:
-    """Whether workers can be started here and `IN_PROCESS` does not disable them."""
-    return os.name == "posix" and not os.environ.get(IN_PROCESS)
 
 
 def ranks_of(run: RunFolder) -> int:

@@ -57,8 +57,9 @@ def serve(descriptor: int) -> None:
     os.set_inheritable(descriptor, False)
     inbox = _Inbox(Connection(descriptor))
     gc.disable()  # until `resume_collector`, when all is imported that is needed
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     own_output, process = os.dup(2), _ProcessState()
+    if inbox.jobs.empty():  # it was started ahead of its job
+        process.import_engine(inbox.connection)
     while True:
         job = inbox.jobs.get()
         if isinstance(job, Exception):
@@ -241,6 +242,16 @@ class _ProcessState:
         self._watch: ModuleWatch | None = None
         self._cache: ComponentCache | None = None
         self._logs = False
+        self.import_error: Exception | None = None
+
+    def import_engine(self, connection: Connection) -> None:
+        """Import what every job needs before one is there; libraries raise an error only once."""
+        self.log_to(connection, "WARNING")
+        try:
+            import everyframe.engine.distributed
+            import everyframe.engine.run  # noqa: F401 - both for the modules that they bring
+        except Exception as error:  # noqa: BLE001 - raised for the job
+            self.import_error = error
 
     def recorder_of(self, job: WorkerJob) -> FlightRecorder:
         """A new flight recorder for the job."""
@@ -292,6 +303,8 @@ def _log_to(connection: Connection) -> None:
 
 
 def _events(job: WorkerJob, recorder: FlightRecorder, process: _ProcessState) -> Events:
+    if process.import_error is not None:
+        raise process.import_error
     # Late import: brings torch, and the job should have arrived by then.
     from everyframe.engine.distributed import Rendezvous
     from everyframe.engine.resumption.resume import resume_run

@@ -14,30 +14,20 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from everyframe.core.child_environment import child_environment
 from everyframe.core.errors import OutOfMemoryInfo
 from everyframe.core.request import Request
-from everyframe.core.safe_path import SAFE_PATH
 from everyframe.core.serialization import from_jsonable, to_jsonable
 from everyframe.engine.workers.torchrun import TorchrunRank
+from everyframe.engine.workers.worker_start import take_worker
 from everyframe.precision.dtypes import dtype_name
 
 #: Seconds for a worker to exit after its last message.
 _PATIENCE = 20.0
-
-#: Code that a worker runs. Its import path excludes the current folder and that of the caller's
-#: script. This package's own location comes last.
-_START = (
-    f"{SAFE_PATH}sys.path.append(sys.argv[2]); "
-    "from everyframe.engine.workers.worker import serve; serve(int(sys.argv[1]))"
-)
-_PLACE_OF_PACKAGE = str(Path(__file__).resolve().parents[3])
 
 
 @dataclass(frozen=True)
@@ -130,15 +120,8 @@ class Worker:
         self.job = WorkerJob()
         self.has_ended, self.waits = False, True
         self.warm: Sequence[tuple[str, int, float, str]] = ()
-        self.connection, theirs = Pipe()
-        assert isinstance(theirs, Connection)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _START, str(theirs.fileno()), _PLACE_OF_PACKAGE],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=child_environment(),
-        )
-        theirs.close()
+        started = take_worker()
+        self.connection, self._process = started.connection, started.process
 
     def give(self, job: WorkerJob) -> None:
         """Send it a job.
