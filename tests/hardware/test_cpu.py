@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from everyframe.hardware import cpu as cpu_module
@@ -132,3 +133,41 @@ def test_limits_of_the_process_count(option: str) -> None:
     total, available = map(int, done.stdout.split())
     assert total == 800_000 * 1024
     assert 0 < available < total
+
+
+@pytest.mark.parametrize(
+    ("num_cpus", "percent", "is_busy"),
+    [(2, 0.0, False), (2, 10.0, False), (2, 50.0, True), (2, 100.0, True), (64, 90.0, False)],
+)
+def test_others_that_leave_less_than_a_core_a_thread(
+    num_cpus: int, percent: float, is_busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_module, "num_usable_cores", lambda: 2)
+    monkeypatch.setattr(psutil, "cpu_count", lambda: num_cpus)
+    monkeypatch.setattr(psutil, "cpu_percent", lambda seconds: percent)
+    assert cpu_module.is_busy() == is_busy
+
+
+def test_a_sandbox_that_hides_the_use_of_the_cpu_counts_as_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(seconds: float) -> float:
+        raise PermissionError("/proc/stat")
+
+    monkeypatch.setattr(psutil, "cpu_percent", refuse)
+    assert not cpu_module.is_busy()
+
+
+def test_busy_processes_are_seen() -> None:
+    spin = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
+    number = psutil.cpu_count() or 1
+    spinning = [subprocess.Popen(spin, stdout=subprocess.PIPE) for _ in range(number)]
+    try:
+        for each in spinning:
+            assert each.stdout is not None
+            each.stdout.readline()
+        assert cpu_module.is_busy()
+    finally:
+        for each in spinning:
+            each.kill()
+            each.communicate()

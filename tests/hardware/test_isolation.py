@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from everyframe.core.child_environment import HUGE_PAGES, child_environment
+from everyframe.core.child_environment import HUGE_PAGES, WAIT_POLICY, child_environment
 from everyframe.hardware.isolation import run_isolated, signal_name
 from helpers import crashing_functions
 from helpers.shadowing_modules import plant
@@ -36,7 +36,19 @@ def test_it_allocates_in_large_pages_as_workers_do(tmp_path: Path, system: str) 
         f"import sys; sys.platform = {system!r}",
         f"print(run_isolated(getenv, {HUGE_PAGES!r}, seconds=100).value)",
     )
-    assert done.stdout.split() == [child_environment()[HUGE_PAGES]], done.stderr
+    assert done.stdout.split() == [child_environment(is_busy=False)[HUGE_PAGES]], done.stderr
+
+
+def test_its_threads_wait_as_those_of_workers_do(tmp_path: Path) -> None:
+    done = _program(
+        tmp_path,
+        "from os import environ, getenv",
+        "from everyframe.hardware import isolation",
+        f"environ.pop({WAIT_POLICY!r}, None)",
+        "isolation.is_busy = lambda: True",
+        f"print(isolation.run_isolated(getenv, {WAIT_POLICY!r}, seconds=100).value)",
+    )
+    assert done.stdout.split() == ["passive"], done.stderr
 
 
 def test_what_a_killed_process_had_reserved_is_freed_without_a_warning(tmp_path: Path) -> None:

@@ -28,9 +28,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from everyframe.core.child_environment import SET_HUGE_PAGES
+from everyframe.core.child_environment import set_variables
 from everyframe.core.errors import DeviceLoss
 from everyframe.core.safe_path import SAFE_PATH, SAFE_PATH_VARIABLE
+from everyframe.hardware.cpu import is_busy
 from everyframe.hardware.device_loss import loss_behind, loss_in
 
 #: Characters of a process's output that are returned.
@@ -192,10 +193,10 @@ def _nobodys_script() -> Iterator[None]:
 def safe_start() -> Iterator[None]:
     """Context: multiprocessing starts Python without the current folder on `sys.path`.
 
-    And with large pages, as workers have them: trials of fast paths are about runs in those. And
-    without a warning of what killed processes left. multiprocessing has no option for this, so its
-    function that starts processes is replaced meanwhile, under a lock. Processes that other threads
-    start at that moment are as safe.
+    And with the variables of workers, as trials of fast paths are about runs in those. And without
+    a warning of what killed processes left. multiprocessing has no option for this, so its function
+    that starts processes is replaced meanwhile, under a lock. Processes that other threads start at
+    that moment are as safe.
     """
     with _STARTING:
         begin = util.spawnv_passfds
@@ -205,7 +206,8 @@ def safe_start() -> Iterator[None]:
             if "-c" in words[:-1]:
                 code = words.index("-c") + 1
                 preload = _PRELOAD_TORCH if "multiprocessing.forkserver" in words[code] else ""
-                words[code] = SAFE_PATH + SET_HUGE_PAGES + _IGNORE_FREED + preload + words[code]
+                variables = set_variables(is_busy=is_busy())
+                words[code] = SAFE_PATH + variables + _IGNORE_FREED + preload + words[code]
             return begin(path, words, passfds)
 
         util.spawnv_passfds = begin_safely

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from everyframe.core.child_environment import HUGE_PAGES, ONE_ARENA, child_environment
+from everyframe.core.child_environment import HUGE_PAGES, ONE_ARENA, WAIT_POLICY, child_environment
 from everyframe.core.errors import CorruptRunError, InputError
 from everyframe.core.request import Request
 from everyframe.core.safe_path import SAFE_PATH_VARIABLE
@@ -97,13 +97,20 @@ def test_a_message_that_a_worker_can_not_read_ends_it() -> None:
         worker.kill()
 
 
-@pytest.mark.parametrize("name", [HUGE_PAGES, ONE_ARENA])
-def test_workers_allocate_as_measured_unless_a_person_says_otherwise(
-    name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "ours"), [(HUGE_PAGES, "1"), (ONE_ARENA, "1"), (WAIT_POLICY, "passive")]
+)
+def test_workers_compute_as_measured_unless_a_person_says_otherwise(
+    name: str, ours: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(name, raising=False)
-    assert child_environment()[name] == "1"
+    assert child_environment(is_busy=True)[name] == ours
     monkeypatch.setenv(name, "0")
-    given = child_environment()
+    given = child_environment(is_busy=True)
     assert given[name] == "0"
     assert given[SAFE_PATH_VARIABLE] == "1"
+
+
+def test_threads_spin_where_each_has_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(WAIT_POLICY, raising=False)
+    assert WAIT_POLICY not in child_environment(is_busy=False)

@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 
 from everyframe.cli.main import main
+from everyframe.core.child_environment import WAIT_POLICY
 from everyframe.core.errors import InputError
 from everyframe.core.events import Planned
 from everyframe.core.request import Request
 from everyframe.engine.workers import worker_start
 from everyframe.engine.workers.launcher import run_in_workers
 from everyframe.engine.workers.worker_process import Worker, WorkerJob
+from everyframe.hardware import cpu
 
 PLANS = WorkerJob(Request(prompt="a red circle"), plans=True)
 VARIABLE = "TORCH_LOGS"
@@ -111,6 +113,19 @@ def test_commands_without_a_worker_start_none(
         monkeypatch.setenv(worker_start.IN_PROCESS, "1")
     assert main([*words, "--size", "3x"]) == 2
     assert starts == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_its_threads_sleep_while_they_wait_where_others_use_the_cores(
+    is_busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(WAIT_POLICY, raising=False)
+    monkeypatch.setattr(cpu, "is_busy", lambda: is_busy)
+    worker_start.start_ahead()
+    (ahead,) = worker_start._AHEAD
+    found = Path(f"/proc/{ahead.process.pid}/environ").read_bytes().split(b"\0")
+    assert (f"{WAIT_POLICY}=passive".encode() in found) == is_busy
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

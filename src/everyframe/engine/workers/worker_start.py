@@ -66,6 +66,9 @@ def end_unused() -> None:
 
 
 def _start() -> StartedWorker:
+    # Late import: it is of no use to a command that starts no worker.
+    from everyframe.hardware.cpu import is_busy
+
     ours, theirs = Pipe()
     assert isinstance(ours, Connection)
     assert isinstance(theirs, Connection)
@@ -73,7 +76,7 @@ def _start() -> StartedWorker:
         [sys.executable, "-c", _CODE, str(theirs.fileno()), _PLACE_OF_PACKAGE],
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
-        env=child_environment(),
+        env=child_environment(is_busy=is_busy()),
     )
     theirs.close()
     return StartedWorker(process, ours)
