@@ -52,7 +52,7 @@ WORKERS = _SharedWorkers()
 def check_installed() -> None:
     """Raise `RuntimeError` if worker processes can't be had, with what to do."""
     try:
-        from everyframe.engine.workers.launcher import is_possible
+        from everyframe.engine.workers.worker_start import is_possible
     except ImportError as error:
         raise RuntimeError(f"{_INSTALL} ({error})") from error
     if not is_possible():

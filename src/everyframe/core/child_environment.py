@@ -16,8 +16,8 @@ HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 #: compute allocate in turns, so one arena is as fast.
 ONE_ARENA = "MALLOC_ARENA_MAX"
 
-#: How threads of OpenMP wait for each other. GNU's spin, which is fastest if each has a core. Beside
-#: two busy programs, 30 steps of the embedded model took minutes so, and 6 to 9 s without spinning.
+#: How threads of OpenMP wait for each other. GNU's spin, which is fastest if each has a core;
+#: beside two busy programs, 30 steps of the embedded model took minutes so, in place of 6 to 9 s.
 WAIT_POLICY = "OMP_WAIT_POLICY"
 
 
