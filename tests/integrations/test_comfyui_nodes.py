@@ -170,7 +170,7 @@ def test_wrong_option_is_refused_before_models_are_unloaded(pack: Any, executor:
 def test_missing_everyframe_says_what_to_install(
     pack: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "everyframe.engine.workers.launcher", None)
+    monkeypatch.setitem(sys.modules, "everyframe.engine.workers.worker_start", None)
     with pytest.raises(RuntimeError, match="pip install everyframe, or connect an Everyframe"):
         pack.nodes["EveryframeGenerate"].execute(**_inputs(pack))
 
