@@ -98,8 +98,10 @@ GROUPS = {
 #: Earlier names of commands.
 ALIASES = {"paths": "fast-paths"}
 
-#: Flags with which ``generate`` makes nothing on this machine.
-_WITHOUT_WORKER = {"--help", "-h", "--version", "--dry-run", "--as", "--executor"}
+#: Flags with which ``generate`` and ``resume`` make nothing on this machine.
+_WITHOUT_WORKER = {
+    "--help", "-h", "--version", "--dry-run", "--as", "--executor", "--list", "--forget",
+}  # fmt: skip
 
 #: Placeholder for a lone ``-`` during parsing, which would treat it as an option. No word of a real
 #: command line can contain a NUL.
@@ -164,7 +166,8 @@ def _start_worker(words: Sequence[str]) -> None:
     Where the words turn out to be wrong, or to need none, it ends unused.
     """
     flags = {word.partition("=")[0] for word in words}
-    if words[:1] != ["generate"] or flags & _WITHOUT_WORKER or not worker_start.is_possible():
+    makes = words[:1] in (["generate"], ["resume"]) and not flags & _WITHOUT_WORKER
+    if not makes or not worker_start.is_possible():
         return
     _check_current_folder()
     from everyframe.cli.config import applied_settings

@@ -104,15 +104,28 @@ def test_a_worker_ahead_has_the_settings_of_the_users_file(
 
 
 @pytest.mark.parametrize(
-    "words", [["plan"], ["generate", "--dry-run"], ["generate", "--as=cuda-sm75"], ["generate"]]
+    "words",
+    [["plan"], ["generate", "--dry-run"], ["generate", "--as=cuda-sm75"], ["resume", "--list"]],
 )
-def test_commands_without_a_worker_start_none(
-    words: list[str], starts: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
+def test_commands_that_make_nothing_start_none(
+    words: list[str], starts: list[dict[str, str]]
 ) -> None:
-    if words == ["generate"]:
-        monkeypatch.setenv(worker_start.IN_PROCESS, "1")
-    assert main([*words, "--size", "3x"]) == 2
+    assert main([*words, "--no-such-option"]) == 2
     assert starts == []
+
+
+def test_a_command_that_is_to_compute_by_itself_starts_none(
+    starts: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(worker_start.IN_PROCESS, "1")
+    assert main(["generate", "--no-such-option"]) == 2
+    assert starts == []
+
+
+@pytest.mark.parametrize("command", ["generate", "resume"])
+def test_commands_that_run_something_start_one(command: str, starts: list[dict[str, str]]) -> None:
+    assert main([command, "--no-such-option"]) == 2
+    assert len(starts) == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
