@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -136,38 +137,51 @@ def test_limits_of_the_process_count(option: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_cpus", "percent", "is_busy"),
-    [(2, 0.0, False), (2, 10.0, False), (2, 50.0, True), (2, 100.0, True), (64, 90.0, False)],
+    ("usable", "percent", "is_busy"),
+    [
+        ({0, 1}, [0.0, 0.0], False),
+        ({0, 1}, [10.0, 20.0], False),
+        ({0, 1}, [0.0, 100.0], True),
+        ({0, 1}, [50.0, 50.0], True),
+        (set(range(64)), [90.0] * 64, False),
+        ({5, 6}, [100.0] * 5 + [0.0] * 3, True),
+        ({6, 7}, [100.0] * 5 + [0.0] * 3, False),
+        ({17, 45}, [0.0, 0.0], False),
+        ({17, 45}, [100.0, 0.0], True),
+    ],
 )
 def test_others_that_leave_less_than_a_core_a_thread(
-    num_cpus: int, percent: float, is_busy: bool, monkeypatch: pytest.MonkeyPatch
+    usable: set[int], percent: list[float], is_busy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A process that may use two cores, of all or of some; a container numbers its own."""
     monkeypatch.setattr(cpu_module, "num_usable_cores", lambda: 2)
-    monkeypatch.setattr(psutil, "cpu_count", lambda: num_cpus)
-    monkeypatch.setattr(psutil, "cpu_percent", lambda seconds: percent)
+    monkeypatch.setattr(cpu_module, "_usable_cpus", lambda: usable)
+    monkeypatch.setattr(psutil, "cpu_percent", lambda seconds, percpu: percent)
     assert cpu_module.is_busy() == is_busy
 
 
 def test_a_sandbox_that_hides_the_use_of_the_cpu_counts_as_idle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(seconds: float) -> float:
+    def refuse(seconds: float, percpu: bool) -> list[float]:
         raise PermissionError("/proc/stat")
 
     monkeypatch.setattr(psutil, "cpu_percent", refuse)
     assert not cpu_module.is_busy()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="pins processes to a core")
 def test_busy_processes_are_seen() -> None:
-    spin = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
-    number = psutil.cpu_count() or 1
-    spinning = [subprocess.Popen(spin, stdout=subprocess.PIPE) for _ in range(number)]
-    try:
-        for each in spinning:
-            assert each.stdout is not None
-            each.stdout.readline()
-        assert cpu_module.is_busy()
-    finally:
-        for each in spinning:
-            each.kill()
-            each.communicate()
+    cpu = min(os.sched_getaffinity(0))
+    program = (
+        "import os, subprocess, sys\n"
+        f"os.sched_setaffinity(0, [{cpu}])\n"
+        "from everyframe.hardware.cpu import is_busy\n"
+        'other = subprocess.Popen([sys.executable, "-c", "print(flush=True)\\nwhile True: pass"],\n'
+        "                         stdout=subprocess.PIPE)\n"
+        "other.stdout.readline()\n"
+        "print(is_busy())\n"
+        "other.kill()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr

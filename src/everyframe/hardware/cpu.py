@@ -104,22 +104,24 @@ def num_usable_cores() -> int:
 
     Two hardware threads of one core share its multipliers, so they count once.
     """
-    if hasattr(os, "sched_getaffinity"):
-        cpus = os.sched_getaffinity(0)
-    else:
-        cpus = set(range(os.cpu_count() or 1))
-    cores = {_core_of(cpu) for cpu in cpus}
+    cores = {_core_of(cpu) for cpu in _usable_cpus()}
     quota = min(_quotas(), default=float("inf"))
     return max(1, int(min(len(cores), quota)))
 
 
 def is_busy() -> bool:
-    """Whether other programs leave less than a core for each of our threads; takes 50 ms."""
+    """Whether other programs leave less than a core for each of our threads; takes 50 ms.
+
+    Those that share a control group's quota with us are not seen.
+    """
     try:
-        share = psutil.cpu_percent(_SAMPLE) / 100
+        shares = psutil.cpu_percent(_SAMPLE, percpu=True)
     except OSError:  # a sandbox hides /proc/stat
         return False
-    return (1 - share) * (psutil.cpu_count() or 1) < num_usable_cores() - _SPARE
+    cpus = _usable_cpus()
+    if max(cpus) < len(shares):  # else a container numbers its own from 0
+        shares = [shares[cpu] for cpu in cpus]
+    return sum(1 - share / 100 for share in shares) < num_usable_cores() - _SPARE
 
 
 def usable_memory() -> tuple[int, int]:
@@ -163,6 +165,12 @@ def _process_limits() -> Iterator[tuple[int, int]]:
         limit = resource.getrlimit(kind)[0]
         if limit != resource.RLIM_INFINITY:
             yield limit, use
+
+
+def _usable_cpus() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 def _quotas() -> Iterator[float]:
