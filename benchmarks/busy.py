@@ -5,8 +5,8 @@
 
 The embedded model denoises in a new process for each way of waiting, by turns, round after round:
 GNU's OpenMP by default, with a thirtieth of its spinning, and without any. First alone, then beside
-one process that uses a core all the time. Seconds are wall time of all steps, the median of three
-videos after a first one.
+one and two processes that use a core all the time. Seconds are wall time of all steps, the median
+of three videos after a first one, and of one video beside two processes.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ WAYS: dict[str, dict[str, str]] = {
 
 STEPS = """
 import statistics
+import sys
 import everyframe
 from everyframe.core.events import Step
 
@@ -40,16 +41,16 @@ def steps():
     return sum(each.seconds for each in found if isinstance(each, Step) and each.stage == "denoise")
 
 steps()
-print(statistics.median(steps() for _ in range(3)))
+print(statistics.median(steps() for _ in range(int(sys.argv[1]))))
 """
 
 
-def denoise(variables: dict[str, str]) -> float:
-    """Seconds of all steps in a new process with these variables."""
+def denoise(variables: dict[str, str], num_videos: int) -> float:
+    """Seconds of all steps in a new process with these variables, the median of so many videos."""
     plain = {name: value for name, value in os.environ.items()
              if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS")}  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-c", STEPS], check=True, capture_output=True, text=True,
+        [sys.executable, "-c", STEPS, str(num_videos)], check=True, capture_output=True, text=True,
         env={**plain, "EVERYFRAME_IN_PROCESS": "1", **variables},
     )  # fmt: skip
     return float(done.stdout)
@@ -65,7 +66,7 @@ def measure(num_others: int, rounds: int) -> str:
             stack.callback(other.kill)
         for _ in range(rounds):
             for name, variables in WAYS.items():
-                times[name].append(denoise(variables))
+                times[name].append(denoise(variables, 3 if num_others < 2 else 1))
                 print(f"{num_others} {name}: {times[name][-1]:.2f} s", flush=True)
     base = next(iter(times.values()))
     rows = []
@@ -73,7 +74,8 @@ def measure(num_others: int, rounds: int) -> str:
         ratio = statistics.median(a / b for a, b in zip(base, own, strict=True))
         spread = f"{min(own):.2f} to {max(own):.2f}"
         rows.append(f"| {name} | {statistics.median(own):.2f} s | {spread} | {ratio:.2f} |")
-    title = "Alone" if num_others == 0 else f"Beside {num_others} busy process"
+    processes = "1 busy process" if num_others == 1 else f"{num_others} busy processes"
+    title = f"Beside {processes}" if num_others else "Alone"
     return f"""## {title}
 
 | threads wait | 30 steps | from, to | x default |
@@ -86,7 +88,7 @@ def main() -> None:
     args = make_parser(__doc__, rounds=5).parse_args()
     facts = machine_facts()
     device = pick_device(facts, "cpu")
-    tables = "\n".join(measure(num_others, args.rounds) for num_others in (0, 1))
+    tables = "\n".join(measure(num_others, args.rounds) for num_others in range(3))
     text = compose_page(
         f"Threads that wait on {where(device)} that is busy",
         f"The embedded model, {facts.num_cores} threads, medians of {args.rounds} rounds by turns.",
