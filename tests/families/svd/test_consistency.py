@@ -84,6 +84,33 @@ def test_the_unet_brings_its_settings(tmp_path: Path) -> None:
     assert not np.array_equal(video.frames, euler.frames)
 
 
+def test_its_noise_is_scaled_as_its_own_scheduler_scales_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By ``(sigma_max^2 + 1)^0.5``, `init_noise_sigma` in animatelcm_scheduler.py."""
+    model = tiny_families.made("svd", tmp_path)
+    opened = open_checkpoint(model / "unet")
+    save_file({name: opened.load(name).contiguous() for name in opened}, tmp_path / FILE)
+    asked: dict[str, Any] = tiny_families.asked("svd", model=str(model))
+    latents = torch.randn(1, 4, 4, 4, 4, generator=torch.Generator().manual_seed(0))
+    seen: list[Tensor] = []
+    sample = consistency.sample
+
+    def spy(denoise: Any, x: Tensor, *given: Any, **more: Any) -> Any:
+        seen.append(x)
+        return sample(denoise, x, *given, **more)
+
+    monkeypatch.setattr(consistency, "sample", spy)
+    everyframe.generate(
+        **{**asked, "size": "32x32", "num_frames": 4, "num_inference_steps": 1},
+        components={"unet": tmp_path / FILE}, latents=latents, run_dir="off",
+    )  # fmt: skip
+    # float32 rounds by 6e-8; a scale of 700 alone is 1e-6 less.
+    torch.testing.assert_close(
+        seen[0].double(), latents.double() * (700.0**2 + 1) ** 0.5, rtol=2e-7, atol=0
+    )
+
+
 def test_it_is_known_by_its_header_too(tmp_path: Path) -> None:
     model = tiny_families.made("svd", tmp_path)
     opened = open_checkpoint(model / "unet")

@@ -159,7 +159,8 @@ class DenoiseStage(VideoDenoiseStage[SVDContext, SamplerInputs]):
         if video.step:
             return SamplerInputs(video.latents.to(device), video.conditioning, video.seed)
         sigmas = self._sigmas()
-        is_scaled = config.starts_scaled and config.preset is None
+        # AnimateLCM's scheduler scales so whatever the checkpoint's own says.
+        is_scaled = config.starts_scaled or config.preset is not None
         scale = euler_karras.start_scale(sigmas) if is_scaled else sigmas[0].float()
         start = video.start_noise
         if start is None:

@@ -11,6 +11,10 @@ Layers, parameter names and results are those of `UNetSpatioTemporalConditionMod
 - Norms read and return their input's dtype, with weights and statistics in float32
   (`everyframe.ops.norm`).
 
+Epsilons of norms are diffusers', too: 1e-6 in the residual blocks of down levels with attention and
+of all up levels, where Stability's own code has 1e-5. Nothing else differs from that code: with its
+epsilons the results agree to rounding.
+
 Sums are computed in place wherever no other code holds the tensor. `FrameLayout` describes which
 frames and pixels this rank holds, so several ranks can share a video (`sharding.py`).
 
