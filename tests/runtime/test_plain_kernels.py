@@ -143,7 +143,8 @@ class Gated(nn.Module):
         self.add = NativeGatedAdd()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.add(x.float(), x.float(), x.new_ones(1, 1, 8))
+        out: Tensor = self.add(x.float(), x.float(), x.new_ones(1, 1, 8))
+        return out
 
 
 class WithNaN:
