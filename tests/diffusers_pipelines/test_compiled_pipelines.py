@@ -120,5 +120,6 @@ def test_a_run_from_files_uses_what_was_compiled_for_it(
 def test_components_are_named(pipe: Any) -> None:
     with pytest.raises(InputError, match="has no component 'transfomer' among"):
         everyframe.compile(pipe, components=("transfomer",))
-    with pytest.raises(InputError, match="has no list of blocks that could be compiled"):
-        everyframe.compile(torch.nn.Linear(2, 2))
+    for module in (torch.nn.Linear(2, 2), torch.nn.GELU()):
+        with pytest.raises(InputError, match="has no list of blocks that could be compiled"):
+            everyframe.compile(module)

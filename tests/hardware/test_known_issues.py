@@ -98,6 +98,7 @@ def test_an_entry_is_whole(issue: known_issues.Issue) -> None:
         ("unless_set: {A: '0', B: '0'}", machine(environment={"B": "0"}), False),
         ("vendor: cpu, cpu_lacks: [amx_bf16, bf16]", machine(cpu_flags=("avx2",)), True),
         ("vendor: cpu, cpu_lacks: [amx_bf16, bf16]", machine(cpu_flags=("bf16",)), False),
+        ("vendor: cpu, cpu_lacks: [amx_bf16, bf16]", machine(), False),  # nobody knows
         ("devices: '>=2'", machine(CARD, CARD), True),
         ("devices: '>=2'", machine(CARD), False),
         ("devices_not_dividing: 16", machine(CARD, CARD, CARD), True),
@@ -112,6 +113,42 @@ def test_a_condition(
     where: str, facts: MachineFacts, met: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert meets(where, facts, monkeypatch) is met
+
+
+TURING = replace(CARD, capability=(7, 5))
+BOTH = "max_split_size_mb:128,expandable_segments:True"
+
+
+@pytest.mark.parametrize(
+    ("issue", "facts", "is_met"),
+    [
+        *(
+            ("gtx16xx-fp16-conv-nan", machine(replace(TURING, name=name)), is_met)
+            for name, is_met in {
+                "NVIDIA GeForce GTX 1650": True, "NVIDIA T600": True, "NVIDIA T1000 8GB": True,
+                "Quadro T2000 with Max-Q Design": True, "NVIDIA T550 Laptop GPU": True,
+                "NVIDIA GeForce MX450": True, "NVIDIA CMP 30HX": True,
+                "Tesla T4": False, "Quadro RTX 4000": False, "NVIDIA GeForce RTX 2060": False,
+            }.items()
+        ),
+        *(
+            ("nccl-p2p-consumer", machine(*[replace(CARD, name=name)] * 2), is_met)
+            for name, is_met in {
+                "NVIDIA GeForce RTX 4090": True, "NVIDIA GeForce RTX 5060 Ti": True,
+                "NVIDIA RTX 4000 Ada Generation": False, "Quadro RTX 5000": False,
+            }.items()
+        ),
+        *(
+            ("expandable-segments-platform", machine(system="windows", environment=given), is_met)
+            for given, is_met in (
+                ({"PYTORCH_CUDA_ALLOC_CONF": BOTH}, True), ({"PYTORCH_ALLOC_CONF": BOTH}, True),
+                ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, False),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_an_issue_of_the_file(issue: str, facts: MachineFacts, is_met: bool) -> None:
+    assert (issue in {match.issue.id for match in find(facts)}) is is_met
 
 
 @pytest.mark.parametrize(

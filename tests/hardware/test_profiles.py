@@ -12,6 +12,7 @@ import pytest
 
 from everyframe.core.errors import InputError
 from everyframe.hardware.accelerators import has_fast_bf16, has_fast_fp16
+from everyframe.hardware.known_issues import find
 from everyframe.hardware.profiles import find_profile, machine_names, profile_names
 
 NAMES = {
@@ -47,6 +48,22 @@ def test_a_profile_is_whole(name: str) -> None:
     if device.capability is not None:
         assert device.has_fast_bf16 == has_fast_bf16(device.capability)
         assert device.has_fast_fp16 == has_fast_fp16(device.capability)
+
+
+def test_cuda_is_that_of_torch(tmp_path: Path) -> None:
+    """The doctor said that a V100 was ready whose torch has no kernels for it."""
+    for given, cuda in (
+        ({"packages": {"torch": "2.13.0+cu130"}}, "13.0"),
+        ({"packages": {"torch": "2.13.0+cu130"}, "cuda": "12.6"}, "12.6"),
+        ({"packages": {"torch": "2.13.0+rocm6.4"}}, None),
+    ):
+        path = tmp_path / "mine.json"
+        path.write_text(json.dumps({**OWN, "capability": [7, 0], "software": given}))
+        machine = find_profile(path).machine()
+        assert machine.software is not None
+        assert machine.software.cuda == cuda
+        found = {match.issue.id for match in find(machine)}
+        assert ("volta-pascal-dropped" in found) is (cuda == "13.0")
 
 
 def test_apple_has_no_float64() -> None:

@@ -7,6 +7,7 @@ own, others as a fast way that a module has beside its plain one.
 from __future__ import annotations
 
 import copy
+import ctypes
 import warnings
 from collections.abc import Iterator
 
@@ -15,11 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from everyframe.core.events import Repaired
 from everyframe.core.plan import PLAIN, Repair
+from everyframe.fast_paths.modules.modulation_modules import NativeGatedAdd
 from everyframe.ops.attention import AttentionCore
+from everyframe.ops.native import kernels, library
 from everyframe.runtime.repair.repairs import apply_repair
 from everyframe.runtime.stages.guard import Guard
-from helpers.guard_modules import CLOSE, Net, halved, inputs, plan, repairs
+from helpers.guard_modules import CLOSE, Net, halved, inputs, plan, repairs, scaled
 
 
 class Attention(nn.Module):
@@ -129,6 +133,54 @@ def test_where_the_plain_way_is_no_better_the_module_is_raised() -> None:
         assert bool(guard.call(1, lambda: net(inputs())).isfinite().all())
     assert PLAIN not in {repair.to for repair in repairs(guard)}
     assert not net.parts[1].core.is_plain, "what did not help is taken back"
+
+
+class Gated(nn.Module):
+    """A residual branch in float32, gated by a kernel in C."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add = NativeGatedAdd()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.add(x.float(), x.float(), x.new_ones(1, 1, 8))
+        return out
+
+
+class WithNaN:
+    """In place of the library: each result of the gate is NaN."""
+
+    def gated_sum(self, x: int, branch: int, gate: int, y: int, rows: int, *_: int) -> int:
+        ctypes.memset(y, 255, rows * 8 * 4)
+        return 0
+
+
+def guarded(net: nn.Module) -> tuple[Tensor, list[Repaired]]:
+    """The net's result under a guard, and the repairs for it."""
+    guard = Guard(plan(), "denoise", {"net": net})
+    with torch.inference_mode():
+        answer = guard.call(1, lambda: net(inputs()))
+    return answer, repairs(guard)
+
+
+def test_a_kernel_in_c_hands_on_what_is_not_finite() -> None:
+    """Torch doesn't see it, and it was blamed for what it was given."""
+    if library.why_not():
+        pytest.skip(str(library.why_not()))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = Net(scaled(nn.Linear(8, 8), 1e5), Gated(), Gated())
+    answer, (first, *_) = guarded(halved(net.requires_grad_(False)))
+    assert answer.isfinite().all()
+    assert (first.module, first.cause, first.to) == ("parts.0", "range", "float32")
+
+
+def test_a_wrong_kernel_in_c_is_not_used_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_library", WithNaN)
+    net = Net(nn.Linear(8, 8), nn.Linear(8, 8), Gated()).requires_grad_(False)
+    answer, (repair,) = guarded(net)
+    assert answer.isfinite().all()
+    assert (repair.module, repair.cause, repair.to) == ("parts.2.add", "unclear", PLAIN)
 
 
 def test_a_remembered_kernel_is_put_on_at_once() -> None:

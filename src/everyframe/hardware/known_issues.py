@@ -239,7 +239,8 @@ def _is_device(where: Condition, device: DeviceFacts, software: SoftwareFacts) -
         arch = re.search(r"\((gfx\w+)", device.name)
         if arch is None or not any(fnmatch(arch[1], pattern) for pattern in where.arch):
             return False
-    return not (set(where.cpu_lacks) & set(software.cpu_flags))
+    flags = set(software.cpu_flags)
+    return not where.cpu_lacks or (bool(flags) and flags.isdisjoint(where.cpu_lacks))
 
 
 def _machine_conditions(

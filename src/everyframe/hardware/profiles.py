@@ -9,6 +9,7 @@ one entry of either kind. Imports no torch.
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -54,7 +55,10 @@ class ProfileSoftware(Options):
     environment: dict[str, str] = Field(default_factory=dict)
 
     def facts(self) -> SoftwareFacts:
-        return SoftwareFacts(**self.model_dump())
+        """These facts; CUDA is that of torch's version, as 12.6 of 2.13.0+cu126, unless given."""
+        built = re.search(r"\+cu(\d+)(\d)$", self.packages.get("torch", ""))
+        cuda = self.cuda or (f"{built[1]}.{built[2]}" if built else None)
+        return SoftwareFacts(**{**self.model_dump(), "cuda": cuda})
 
 
 class Profile(Options):

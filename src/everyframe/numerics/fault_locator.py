@@ -1,6 +1,6 @@
 """Locate the operation that made a non-finite value, and the module it belongs to.
 
-The call is replayed under a `TorchDispatchMode` that sees every operation, while hooks track the
+The call is replayed under a dispatch mode that sees every operation, while hooks track the
 current module. An operation that turns finite operands into NaN or infinity is a fault; it is
 repeated in float32 on the same operands, which tells the cause. Results computed from a non-finite
 value inherit its faults. So the faults behind the final result are known at the end, and an
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -20,13 +20,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from everyframe.hardware.device_loss import is_device_loss
 from everyframe.hardware.memory import is_out_of_memory
 from everyframe.numerics.tensor_stats import Range, iter_tensors, value_range
 from everyframe.ops.attention import restore_kernels
+from everyframe.ops.native.kernels import KernelMode
 
 Cause = Literal["range", "kernel", "formula", "unclear", "compiled", "weights", "given"]
 
@@ -117,7 +117,6 @@ def locate_fault(
     """
     run = _Run({**faults_of_inputs(parts, given), **_of_weights(parts)})
     error: Exception | None = None
-    faults: tuple[Fault, ...] = ()
     try:
         with restore_kernels(), _eager(), _follow(parts, run), run:
             result = compute()
@@ -222,7 +221,7 @@ def _follow(parts: Mapping[str, nn.Module], run: _Run) -> Iterator[None]:
             handle.remove()
 
 
-class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Run(KernelMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that sees every operation and tracks which faults each result comes from.
 
     `known` are faults of memory that was non-finite before the call. Faults are tracked by storage;
@@ -264,6 +263,16 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 seen = _Seen.of(given, self._origins_of)
                 made = self._fault("hook", tensor.dtype, "formula", seen.range, value_range(tensor))
                 self._origins[_storage(tensor)] = (self._add(made),)
+        self._is_looking = False
+
+    def note_kernel(self, inputs: Sequence[Tensor], output: Tensor) -> None:
+        """Record the faults of a kernel in C, and forget those of what was in its memory before."""
+        self._is_looking = True
+        given, made = _Seen.of(inputs, self._origins_of), value_range(output)
+        self._origins.pop(_storage(output), None)
+        if not made.is_finite:
+            fault = self._fault("a kernel in C", output.dtype, "unclear", given.range, made)
+            self._origins[_storage(output)] = given.origins or (self._add(fault),)
         self._is_looking = False
 
     def __torch_dispatch__(
@@ -314,8 +323,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._origins.get(memory, ())
 
     def _sort(self, numbers: Iterable[int]) -> tuple[int, ...]:
-        order = sorted(numbers, key=lambda each: (self.faults[each].is_planned, each))
-        return tuple(order[:_MOST])
+        return tuple(sorted(numbers, key=lambda each: (self.faults[each].is_planned, each))[:_MOST])
 
     def _add(self, fault: Fault) -> int:
         self.faults.append(fault)
@@ -336,18 +344,14 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A cast has the dtype that it casts to, everything else the narrowest that it works on.
         dtype = min((each.dtype for each in floats), key=lambda dtype: dtype.itemsize)
         args, kwargs = wide or tree_map(_widen, operands)
-        in_float32: Range | None
         try:
-            in_float32 = value_range(func(*args, **kwargs))
+            in_float32: Range | None = value_range(func(*args, **kwargs))
         except (RuntimeError, TypeError) as error:
             if is_device_loss(error):
                 raise
             in_float32 = None  # a kernel that exists in half precision only
-        name = _SPOKEN.get(name, name)
-        cause = _cause(dtype, in_float32)
-        return self._fault(
-            name, dtype, cause, given.range, value_range(answer), in_float32, is_planned
-        )
+        name, cause, made = _SPOKEN.get(name, name), _cause(dtype, in_float32), value_range(answer)
+        return self._fault(name, dtype, cause, given.range, made, in_float32, is_planned)
 
 
 @dataclass(frozen=True)

@@ -186,4 +186,5 @@ def _parts(model: Any, components: Sequence[str] | None) -> dict[str, nn.Module]
 
 
 def _device(parts: dict[str, nn.Module]) -> torch.device:
-    return next(parameter.device for part in parts.values() for parameter in part.parameters())
+    devices = (each.device for part in parts.values() for each in part.parameters())
+    return next(devices, torch.device("cpu"))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from everyframe.fast_paths.benchmark import Comparison, OutOfTimeError, run_comparisons
 from everyframe.fast_paths.certificates import Verdict, judge
-from everyframe.fast_paths.compilation.block_state import copy_with, flatten
+from everyframe.fast_paths.compilation.block_state import copy_with, describe, flatten
 from everyframe.precision.cast_hooks import map_tensors
 
 #: Seconds for all rounds.
@@ -61,6 +61,26 @@ def try_block(
         return Outcome("refused", "there was no time to try it", 0.0, 0.0, 0.0)
     verdict, reason = judge(found.error, found.limit, found.gain)
     return Outcome(verdict, reason, found.error, found.limit, found.gain)
+
+
+def changes_state(block: nn.Module, given: Given) -> bool:
+    """Whether the block's call changes attributes, or lists and mappings that it is given.
+
+    As causal convolutions that leave frames there for the next call. Compiled code would not.
+    """
+    block, given = copy_with(block, Tensor.clone), map_tensors(given, Tensor.clone)
+    held: list[Tensor] = []  # so that no other tensor gets the id of one that was there
+
+    def state() -> Any:
+        tensors: list[Tensor] = []
+        structure = flatten(given, tensors)
+        held.extend(tensors)
+        return describe(block).key, structure, [*map(id, tensors)]
+
+    before = state()
+    block.forward(*given[0], **given[1])
+    is_changed: bool = state() != before
+    return is_changed
 
 
 def _run(call: Callable[..., Any], given: Given, *, clones: bool) -> Any:

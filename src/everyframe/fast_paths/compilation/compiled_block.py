@@ -43,7 +43,12 @@ from everyframe.fast_paths.compilation.block_state import (
     layout_of,
     only_watches,
 )
-from everyframe.fast_paths.compilation.block_trial import Given, call_with_hooks, try_block
+from everyframe.fast_paths.compilation.block_trial import (
+    Given,
+    call_with_hooks,
+    changes_state,
+    try_block,
+)
 from everyframe.fast_paths.compilation.package_store import Package, machine
 from everyframe.hardware.thread_state import computes_plainly
 from everyframe.ops.attention import Kernels
@@ -279,6 +284,10 @@ class CompiledBlock:
             raise NotCompilableError("it isn't compiled yet (`everyframe compile` does it)")
         if len(self._runs) >= _MOST:
             raise NotCompilableError(f"it is called in more than {_MOST} ways")
+        if changes_state(call.block, call.given):
+            why = "its calls change its attributes, or the lists that they are given"
+            package_store.keep(replace(_draft(call, name, _all_sizes(call), 0.0), reason=why))
+            raise NotCompilableError(why)
         began = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="everyframe-") as folder:
             try:
@@ -309,8 +318,7 @@ class CompiledBlock:
         """
         self._note(call.block, f"no package ({why}); torch.compile instead")
         run = self._compile_by_torch(call)
-        sizes = CallSizes(tuple(((0, None),) * each.ndim for each in call.all_tensors))
-        package = _try(_draft(call, name, sizes, 0.0), call, run)
+        package = _try(_draft(call, name, _all_sizes(call), 0.0), call, run)
         if package.verdict == "refused":
             package = replace(package, reason=f"torch.compile: {package.reason} ({why})")
         package_store.keep(package)
@@ -358,6 +366,10 @@ def _settings() -> tuple[Any, ...]:
         torch.get_num_threads(), torch.get_float32_matmul_precision(), kernels.allowed,
         kernels.order,
     )  # fmt: skip
+
+
+def _all_sizes(call: _Call) -> CallSizes:
+    return CallSizes(tuple(((0, None),) * each.ndim for each in call.all_tensors))
 
 
 def _draft(call: _Call, name: str, sizes: CallSizes, seconds: float) -> Package:
