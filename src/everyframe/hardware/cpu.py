@@ -46,7 +46,7 @@ _LEAVES_OUT = (
 #: Limits above this mean "no limit" in version 1.
 _NO_LIMIT = 1 << 60
 
-#: Seconds for which a busy CPU is watched, and the share of a core of which it may lack.
+#: Seconds of a look at how busy the CPU is, and the share of a core that may be missing.
 _SAMPLE, _SPARE = 0.05, 0.5
 
 #: `omp_pause_soft`: settings stay.
