@@ -7,6 +7,7 @@ imports little, so that a command starts a worker while it still reads its own o
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -20,10 +21,12 @@ from everyframe.core.safe_path import SAFE_PATH
 IN_PROCESS = "EVERYFRAME_IN_PROCESS"
 
 #: Code that a worker runs. Its import path excludes the current folder and that of the caller's
-#: script. This package's own location comes last. The parent handles Ctrl-C.
+#: script. This package's own location comes last. The parent handles Ctrl-C, which is blocked until
+#: it is ignored: it would end Python in its start, with a traceback.
 _CODE = (
     f"{SAFE_PATH}sys.path.append(sys.argv[2]); "
     "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT]); "
     "from everyframe.engine.workers.worker import serve; serve(int(sys.argv[1]))"
 )
 _PLACE_OF_PACKAGE = str(Path(__file__).resolve().parents[3])
@@ -72,11 +75,16 @@ def _start() -> StartedWorker:
     ours, theirs = Pipe()
     assert isinstance(ours, Connection)
     assert isinstance(theirs, Connection)
-    process = subprocess.Popen(
-        [sys.executable, "-c", _CODE, str(theirs.fileno()), _PLACE_OF_PACKAGE],
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.DEVNULL,
-        env=child_environment(is_busy=is_busy()),
-    )
+    environment = child_environment(is_busy=is_busy())
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _CODE, str(theirs.fileno()), _PLACE_OF_PACKAGE],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()
     return StartedWorker(process, ours)
