@@ -26,8 +26,7 @@ def child_environment(*, is_busy: bool) -> dict[str, str]:
 
     `is_busy`: whether other programs use the cores (`hardware.cpu.is_busy`).
     """
-    before_start = {ONE_ARENA: "1", **_read_by_torch(is_busy)}
-    return {**before_start, **os.environ, SAFE_PATH_VARIABLE: "1"}
+    return {ONE_ARENA: "1", **_read_by_torch(is_busy), **os.environ, SAFE_PATH_VARIABLE: "1"}
 
 
 def set_variables(*, is_busy: bool) -> str:

@@ -206,7 +206,8 @@ def safe_start() -> Iterator[None]:
             if "-c" in words[:-1]:
                 code = words.index("-c") + 1
                 preload = _PRELOAD_TORCH if "multiprocessing.forkserver" in words[code] else ""
-                variables = set_variables(is_busy=is_busy())
+                computes = "multiprocessing.resource_tracker" not in words[code]
+                variables = set_variables(is_busy=computes and is_busy())
                 words[code] = SAFE_PATH + variables + _IGNORE_FREED + preload + words[code]
             return begin(path, words, passfds)
 

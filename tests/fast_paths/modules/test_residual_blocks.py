@@ -183,14 +183,7 @@ def test_an_embedding_without_a_projection_is_added_as_it_is() -> None:
     assert relative_error(fast[0](*given), plain[0](*given)) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"output_scale_factor": 2.0},
-        {"up": True},
-        {"down": True},
-    ],
-)
+@pytest.mark.parametrize("change", [{"output_scale_factor": 2.0}, {"up": True}, {"down": True}])
 def test_blocks_that_do_more_than_sum_keep_their_class(change: dict[str, Any]) -> None:
     plain = nn.ModuleList(
         [randomised(ResnetBlock2D(in_channels=32, temb_channels=64, groups=8, **change))]
