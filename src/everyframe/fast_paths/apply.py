@@ -52,9 +52,9 @@ def places_of(name: str, module: nn.Module) -> Sequence[str]:
 
 def swap_modules(module: nn.Module, paths: Sequence[str] | None) -> None:
     """Swap children for those of these fast paths; parameters keep their names."""
-    for name in paths or ():
-        swap = _SWAPS.get(name)
-        if swap is not None:
+    # In one order, as attention in C is made of an attention that rotates in C.
+    for name, swap in _SWAPS.items():
+        if name in (paths or ()):
             swap(module, block_names(module))
 
 

@@ -173,15 +173,19 @@ def test_a_compiled_block_of_a_model_follows_whatever_changes(
 
 
 def test_large_inputs_are_cut_together() -> None:
-    """Latents beside what is made of them keep their place; text beside tokens is not cut."""
+    """Latents beside what is made of them keep their place; of tokens, those alone are cut."""
     frames, latents, time_B = (torch.empty(size, device="meta") for size in (
         (1, 64, 9, 96, 160), (1, 16, 3, 12, 20), (1, 8)))  # fmt: skip
     found = reduced(BlockInputs((frames, latents), {}), 2**18)
     assert [each.shape for each in found.args] == [(1, 64, 5, 6, 160), (1, 16, 2, 1, 20)]
     assert reduced(BlockInputs((frames, time_B), {}), 2**18).args[0] is frames
     tokens, text = (torch.empty(1, size, 64, device="meta") for size in (8192, 64))
-    found = reduced(BlockInputs((tokens, text), {}), 2**18)
-    assert [each.shape for each in found.args] == [tokens.shape, text.shape]
+    beside, tables = (torch.empty(1, 8192, n, 64, device="meta") for n in (6, 1))
+    found = reduced(BlockInputs((tokens, text, beside, (tables,)), {}), 2**18)
+    *seen, (positions,) = found.args
+    assert [tuple(each.shape) for each in (*seen, positions)] == [
+        (1, 4096, 64), (1, 64, 64), (1, 4096, 6, 64), (1, 4096, 1, 64),
+    ]  # fmt: skip
 
 
 def test_a_table_of_positions_is_cut_with_its_places() -> None:

@@ -24,6 +24,7 @@ from everyframe.fast_paths.apply import applies_to, apply_fast_paths, block_name
 from everyframe.fast_paths.benchmark import Comparison
 from everyframe.fast_paths.certification.target import CertificationTarget, TargetCall
 from everyframe.fast_paths.modules import residual_blocks
+from everyframe.ops.attention_override import AttentionOverride
 from everyframe.precision import cast_hooks
 from everyframe.precision.islands import is_in_island
 from everyframe.precision.quantization import quantize_layers
@@ -64,6 +65,25 @@ class BlockLocation(nn.Module):
         return self.blocks[0](*args, **kwargs)
 
 
+class _PartialBlock(BlockLocation):
+    """A block of which some children, and torch's attention, give back an input."""
+
+    def __init__(self, block: nn.Module, omitted: Iterable[str]) -> None:
+        super().__init__(block)
+        for name in omitted:
+            where, _, last = name.rpartition(".")
+            setattr(block.get_submodule(where), last, _FirstInput())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with AttentionOverride(lambda attend, q, k, v, *masks, **how: v):
+            return super().forward(*args, **kwargs)
+
+
+class _FirstInput(nn.Identity):
+    def forward(self, first: Tensor, *_: Any, **__: Any) -> Tensor:
+        return first
+
+
 @dataclass(frozen=True)
 class ExtractedBlock:
     """A block filled with values, in float32 on the device, with its inputs.
@@ -80,6 +100,7 @@ class ExtractedBlock:
             diffusers, whose code is not ours.
         has_silu: whether it is a norm before a SiLU, which a fast path may take into it; the copies
             apply that too.
+        omitted: children that the copies lack, and torch's attention with them.
     """
 
     name: str
@@ -91,10 +112,12 @@ class ExtractedBlock:
     cut: float = 1.0
     casts_inputs: bool = False
     has_silu: bool = False
+    omitted: tuple[str, ...] = ()
 
     def alone(self, paths: Sequence[str], *, in_float32: bool = False) -> BlockLocation:
         """Copy the block in the plan's precision or float32, with these fast paths applied."""
-        alone = BlockLocation(copy.deepcopy(self.module))
+        block = copy.deepcopy(self.module)
+        alone = _PartialBlock(block, self.omitted) if self.omitted else BlockLocation(block)
         swap_modules(alone, paths)
         if self.has_silu:
             residual_blocks.add_silu(alone.blocks[0])
@@ -174,17 +197,21 @@ def reduced(given: BlockInputs, most: int | None) -> BlockInputs:
 
     Channels are the second dimension of four and more (B, C, ...) in channels-first layers and the
     last elsewhere; neither is cut, nor the second of tokens (b, T, s, C), which are frames. Smaller
-    maps beside the first tensor keep their ratio to it. Tables inside of arguments are cut with
-    the places that they are for.
+    maps beside the first tensor keep their ratio to it. Beside tokens (B, N, C), all that has as
+    many is cut. Tables inside of arguments are cut with the places that they are for.
     """
     found = _tensors(given)
-    if most is None or not found or any(each.ndim != found[0].ndim for each in found):
+    if most is None or not found:
         return given
     first, sizes = found[0], list(found[0].shape)
+    is_tokens = first.ndim == 3
+    if not is_tokens and any(each.ndim != first.ndim for each in found):
+        return given
     axes = [axis for axis in range(first.ndim) if axis not in (1, first.ndim - 1)]
     if first.ndim <= 3:
         axes = list(range(first.ndim - 1))
-    axes = [axis for axis in axes if all(_has_ratio(each, first, axis) for each in found)]
+    if not is_tokens:
+        axes = [axis for axis in axes if all(_has_ratio(each, first, axis) for each in found)]
     while prod(sizes) > most:
         longest = max(axes, key=lambda axis: sizes[axis], default=None)
         if longest is None or sizes[longest] < _SHORTEST:
@@ -192,13 +219,14 @@ def reduced(given: BlockInputs, most: int | None) -> BlockInputs:
         sizes[longest] = (sizes[longest] + 1) // 2
 
     def cut(tensor: Tensor) -> Tensor:
-        if not any(tensor is each for each in found):
-            rows = len(tensor) if tensor.ndim == 2 else 0
-            place = next((axis for axis in axes[::-1] if first.shape[axis] == rows), None)
+        is_table = not any(tensor is each for each in found)
+        if is_table and tensor.ndim == 2:
+            place = next((axis for axis in axes[::-1] if first.shape[axis] == len(tensor)), None)
             return tensor if place is None else tensor[: sizes[place]]
-        for axis in axes:
-            kept = -(-tensor.shape[axis] * sizes[axis] // first.shape[axis])
-            tensor = tensor.narrow(axis, 0, kept)
+        for axis in (each for each in axes if each < tensor.ndim):
+            own, whole = tensor.shape[axis], first.shape[axis]
+            if own == whole or not (is_tokens or is_table):
+                tensor = tensor.narrow(axis, 0, -(-own * sizes[axis] // whole))
         return tensor
 
     args, kwargs = cast_hooks.map_tensors((given.args, given.kwargs), cut)

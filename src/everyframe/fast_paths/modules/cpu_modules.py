@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from everyframe.fast_paths.modules import wan_modules
 from everyframe.fast_paths.modules.convolution_modules import (
     CONVOLUTIONS,
     convolution_kind,
@@ -335,17 +336,19 @@ def _new_kind(path: str, part: nn.Module) -> type[nn.Module] | None:
         return native_kind(own)  # type: ignore[arg-type]
     if path in CONVOLUTIONS:
         return convolution_kind(path, own)  # type: ignore[arg-type]
-    return KINDS[path].get(own)
+    return KINDS[path].get(own) or wan_modules.fused_kind(path, own)  # type: ignore[arg-type]
 
 
 def _suits(path: str, part: nn.Module) -> bool:
-    """False for a norm without the weights that it is called for, and for most convolutions."""
+    """False for a norm without weights, attention without positions, and most convolutions."""
     if path == "winograd":
         return is_winograd(part)
     if path == "temporal-conv":
         return is_temporal(part)
     if path == "temporal-winograd":
         return is_winograd_over_time(part)
+    if path == "native-rope":
+        return not getattr(part, "is_cross_attention", False)
     if isinstance(part, nn.GroupNorm):
         return bool(part.affine)
     return not isinstance(part, nn.RMSNorm) or part.weight is not None

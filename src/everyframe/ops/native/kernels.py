@@ -27,7 +27,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 _P, _L, _I, _D = c_void_p, c_long, c_int, c_double
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "group_norm": (_P, _P, _L, _L, _L, _L, _P, _P, _D, _P, _P, _P, _L, _I, _I, _I, _I),
-    "row_norm": (_P, _P, _L, _L, _P, _P, _D, _I, _I, _I),
+    "row_norm": (_P, _P, _L, _L, _P, _P, _L, _D, _I, _I, _I),
     "geglu": (_P, _P, _L, _L, _I, _I),
     "gelu_all": (_P, _P, _L, _I, _I, _I),
     "gated_sum": (_P, _P, _P, _P, _L, _L, _L, _I, _I, _I),
@@ -150,12 +150,17 @@ def layer_norm(
     *,
     is_rms: bool = False,
 ) -> Tensor:
-    """Layer or RMS norm over the last dimension of `x`."""
+    """Layer or RMS norm over the last dimension of `x`.
+
+    Weight and bias are (C,), or tables whose rows apply as those of `gated_add`'s gate.
+    """
     given, x = x, x.contiguous()
     y = torch.empty_like(x) if x is given else x
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
-    weights = [None if each is None else floats(each, width) for each in (weight, bias)]
-    call("row_norm", x, y, rows, width, *weights, eps, is_rms, is_bf16(x), output=y)
+    size = next((each.numel() for each in (weight, bias) if each is not None), width)
+    weights = [None if each is None else floats(each, size) for each in (weight, bias)]
+    call("row_norm", x, y, rows, width, *weights, _rows_a_table(rows, width, size), eps, is_rms,
+         is_bf16(x), output=y)  # fmt: skip
     return y
 
 
@@ -236,7 +241,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor, dtype: torch.dtype) -> Ten
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, widths: Sequence[int] = ()) -> Tensor:
-    """Rotate `x` (..., N, D) by tables of each of the N positions.
+    """Rotate `x` (..., N, D) by tables of each of the N positions, in its order in memory.
 
     Tables are `everyframe.ops.rope.RotaryTable`'s (N, D), or with the `widths` of axes those of
     `AxesTable` (N, D/2).
@@ -247,13 +252,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, widths: Sequence[int] = ()) -> T
     x_BHND = x if x.ndim == 4 else x.reshape(1, -1, positions, width)
     if x_BHND.stride(-1) != 1:
         x_BHND = x_BHND.contiguous()
-    y = torch.empty(x.shape, dtype=x.dtype)
+    y = torch.empty_like(x_BHND)
+    strides = [*x_BHND.stride()[:3], *y.stride()[:3]]
     size = positions * width // (2 if widths else 1)
     call(
-        "rotate", x_BHND, y, *x_BHND.shape, (c_long * 3)(*x_BHND.stride()[:3]), floats(cos, size),
+        "rotate", x_BHND, y, *x_BHND.shape, (c_long * 6)(*strides), floats(cos, size),
         floats(sin, size), (c_long * len(widths))(*widths), len(widths), is_bf16(x), output=y,
     )  # fmt: skip
-    return y
+    return y.reshape(x.shape)
 
 
 def attention(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, scale: float) -> Tensor:

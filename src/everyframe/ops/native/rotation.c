@@ -47,15 +47,23 @@ INLINE void turn_halves(const void *x, void *y, long first, long half, const flo
   }
 }
 
+INLINE long offset_of(const long *strides, long batch, long head, long place) {
+  return batch * strides[0] + head * strides[1] + place * strides[2];
+}
+
 INLINE void rotate_of(const void *x, void *y, long batches, long heads, long positions, long width,
                       const long *strides, const float *cos, const float *sin, const long *widths,
                       long axes, int is_bf16, int threads) {
+  /* In the order in which x lies in memory. */
+  long is_by_place = strides[2] > strides[1];
+  long outer = is_by_place ? positions : heads, inner = is_by_place ? heads : positions;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (long each = 0; each < batches * heads; each++) {
-    long from = each / heads * strides[0] + each % heads * strides[1];
-    for (long place = 0; place < positions; place++) {
-      const void *row = at(x, from + place * strides[2], is_bf16);
-      void *to = at_out(y, (each * positions + place) * width, is_bf16);
+  for (long each = 0; each < batches * outer; each++) {
+    for (long i = 0; i < inner; i++) {
+      long batch = each / outer, head = is_by_place ? i : each % outer;
+      long place = is_by_place ? each % outer : i;
+      const void *row = at(x, offset_of(strides, batch, head, place), is_bf16);
+      void *to = at_out(y, offset_of(strides + 3, batch, head, place), is_bf16);
       if (!axes) turn_pairs(row, to, width, cos + place * width, sin + place * width, is_bf16);
       long first = 0, at_table = place * (width / 2);
       for (long axis = 0; axis < axes; axis++) {
@@ -70,7 +78,7 @@ INLINE void rotate_of(const void *x, void *y, long batches, long heads, long pos
 
 /* Without axes, channels 2i and 2i + 1 rotate together; of a pair, tables (positions, width) hold
    the cosine at its first number and the sine at its second. With axes, so many channels wide, the
-   halves of each rotate together; tables are (positions, width / 2). */
+   halves of each rotate together; tables are (positions, width / 2). Strides are x's, then y's. */
 EXPORT int rotate(const void *x, void *y, long batches, long heads, long positions, long width,
                   const long *strides, const float *cos, const float *sin, const long *widths,
                   long axes, int is_bf16, int threads) {

@@ -1,11 +1,16 @@
-/* Layer norm and RMS norm of rows; y may be x. */
+/* Layer norm and RMS norm of rows; y may be x.
+
+   Row i takes row i / rows_a_table of the weights and biases (tables, width). */
 
 #include "numbers.h"
 
-INLINE void row_norm_of(const void *x, void *y, long rows, long width, const float *weight,
-                        const float *bias, float eps, int is_rms, int is_bf16, int threads) {
+INLINE void row_norm_of(const void *x, void *y, long rows, long width, const float *weights,
+                        const float *biases, long rows_a_table, float eps, int is_rms, int is_bf16,
+                        int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (long row = 0; row < rows; row++) {
+    const float *weight = weights ? weights + row / rows_a_table * width : NULL;
+    const float *bias = biases ? biases + row / rows_a_table * width : NULL;
     const void *from = at(x, row * width, is_bf16);
     void *to = at_out(y, row * width, is_bf16);
     floats near = all(0), far = all(0);
@@ -32,9 +37,11 @@ INLINE void row_norm_of(const void *x, void *y, long rows, long width, const flo
   }
 }
 
-EXPORT int row_norm(const void *x, void *y, long rows, long width, const float *weight,
-                    const float *bias, double eps, int is_rms, int is_bf16, int threads) {
-#define CALL(rms, bf16) row_norm_of(x, y, rows, width, weight, bias, (float)eps, rms, bf16, threads)
+EXPORT int row_norm(const void *x, void *y, long rows, long width, const float *weights,
+                    const float *biases, long rows_a_table, double eps, int is_rms, int is_bf16,
+                    int threads) {
+#define CALL(rms, bf16) \
+  row_norm_of(x, y, rows, width, weights, biases, rows_a_table, (float)eps, rms, bf16, threads)
   if (is_rms)
     is_bf16 ? CALL(1, 1) : CALL(1, 0);
   else

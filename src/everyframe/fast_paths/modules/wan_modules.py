@@ -1,0 +1,107 @@
+"""Wan's blocks and attention in diffusers, with modulation, gates and rotation by kernels in C.
+
+Several files of diffusers have the same classes, so a subclass is made of each one.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from everyframe.ops.native import kernels
+
+_FILES = "wan", "chronoedit", "wan_animate"
+
+
+class _Block(nn.Module):
+    """A block whose norms scale and shift, and whose gated branches are added, in one pass each.
+
+    Attributes:
+        unchanged: children that compute the same with and without the kernels.
+    """
+
+    is_plain = False
+    unchanged: ClassVar = ("attn1", "norm2", "attn2", "ffn")
+    scale_shift_table: Tensor
+    norm1: nn.LayerNorm
+    norm3: nn.LayerNorm
+
+    def forward(
+        self, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, rotary_emb: Any
+    ) -> Tensor:
+        x = hidden_states
+        # The embedding of a timestep is for a sample, or for each of its tokens.
+        has_tables = temb.shape[:-2] in (x.shape[:1], x.shape[:2])
+        if self.is_plain or not has_tables or not kernels.supports(x):
+            plain: Tensor = super().forward(x, encoder_hidden_states, temb, rotary_emb)
+            return plain
+        shift, scale, gate, late_shift, late_scale, late_gate = (
+            self.scale_shift_table.float() + temb.float()
+        ).unbind(-2)
+        y = kernels.layer_norm(x, 1 + scale, shift, self.norm1.eps)
+        x = kernels.gated_add(x, self.attn1(y, None, None, rotary_emb), gate)
+        x = x + self.attn2(self.norm2(x), encoder_hidden_states, None, None)
+        y = kernels.layer_norm(x, 1 + late_scale, late_shift, self.norm3.eps)
+        return kernels.gated_add(x, self.ffn(y), late_gate)
+
+
+class _Attention(nn.Module):
+    """Attention whose queries and keys rotate after their norms, in one pass each."""
+
+    is_plain = False
+    unchanged: ClassVar = ("to_q", "to_k", "to_v", "to_out.0")
+    processor: Any
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        x, given = hidden_states, (encoder_hidden_states, attention_mask)
+        is_known = type(self.processor).__name__ == "WanAttnProcessor"
+        if self.is_plain or rotary_emb is None or not is_known or not kernels.supports(x):
+            return super().forward(x, *given, rotary_emb, **kwargs)
+        return self.processor(_Rotating(self, *rotary_emb), x, *given, None, **kwargs)
+
+
+class _Rotating:
+    """What a processor sees of an attention whose norms rotate queries and keys as well."""
+
+    def __init__(self, attention: Any, cos: Tensor, sin: Tensor) -> None:
+        self._attention, self._cos, self._sin = attention, cos, sin
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._attention, name)
+
+    def norm_q(self, queries_BNC: Tensor) -> Tensor:
+        return self._rotate(self._attention.norm_q(queries_BNC))
+
+    def norm_k(self, keys_BNC: Tensor) -> Tensor:
+        return self._rotate(self._attention.norm_k(keys_BNC))
+
+    def _rotate(self, x_BNC: Tensor) -> Tensor:
+        x_BHND = x_BNC.unflatten(2, (self._attention.heads, -1)).transpose(1, 2)
+        return kernels.rotate(x_BHND, self._cos, self._sin).transpose(1, 2).flatten(2)
+
+
+_KINDS = {
+    ("native-gate", f"diffusers.models.transformers.transformer_{file}.WanTransformerBlock"): _Block
+    for file in _FILES
+} | {
+    ("native-rope", f"diffusers.models.transformers.transformer_{file}.WanAttention"): _Attention
+    for file in _FILES
+}
+
+
+@cache
+def fused_kind(path: str, own: type[nn.Module]) -> type[nn.Module] | None:
+    """The subclass of one of Wan's classes that this path computes by; None for other classes."""
+    kind = _KINDS.get((path, f"{own.__module__}.{own.__qualname__}"))
+    # Still of diffusers' module: the path of attention in C makes a subclass of it in turn.
+    made = {"__module__": own.__module__}
+    return None if kind is None else type(f"Fused{own.__name__}", (kind, own), made)
