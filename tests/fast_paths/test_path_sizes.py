@@ -35,8 +35,8 @@ static void *count(size_t alignment, size_t size) { counted += size; return NULL
 #include "kernels.c"
 EXPORT long counted_bytes(void) { long size = counted; counted = 0; return size; }
 """
-#: Numbers of a register -> what the sources take for the processor's instructions.
-WIDTHS = {4: (), 8: ("-D__AVX__",), 16: ("-D__AVX512F__",)}
+#: Numbers of a register.
+WIDTHS = (4, 8, 16)
 
 
 class Kernels:
@@ -62,7 +62,7 @@ def counted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     assert compiler is not None
     (folder / "counted.c").write_text(COUNTED, encoding="utf-8")
     subprocess.run(
-        [compiler, "-std=gnu11", "-w", "-O0", "-fPIC", "-shared", *WIDTHS[request.param],
+        [compiler, "-std=gnu11", "-w", "-O0", "-fPIC", "-shared", f"-DLANES={request.param}",
          f"-I{library._SOURCES}", "counted.c", "-o", "counted.so", "-lm"],
         cwd=folder, check=True,
     )  # fmt: skip

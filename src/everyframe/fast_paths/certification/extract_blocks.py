@@ -79,7 +79,7 @@ class _PartialBlock(BlockLocation):
             return super().forward(*args, **kwargs)
 
 
-class _FirstInput(nn.Identity):
+class _FirstInput(nn.Module):
     def forward(self, first: Tensor, *_: Any, **__: Any) -> Tensor:
         return first
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from everyframe.ops.native import kernels
@@ -26,7 +27,11 @@ class _Block(nn.Module):
     unchanged: ClassVar = ("attn1", "norm2", "attn2", "ffn")
     scale_shift_table: Tensor
     norm1: nn.LayerNorm
+    attn1: nn.Module
+    norm2: nn.Module
+    attn2: nn.Module
     norm3: nn.LayerNorm
+    ffn: nn.Module
 
     def forward(
         self, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, rotary_emb: Any
@@ -85,7 +90,7 @@ class _Rotating:
         return self._rotate(self._attention.norm_k(keys_BNC))
 
     def _rotate(self, x_BNC: Tensor) -> Tensor:
-        x_BHND = x_BNC.unflatten(2, (self._attention.heads, -1)).transpose(1, 2)
+        x_BHND = torch.unflatten(x_BNC, 2, (self._attention.heads, -1)).transpose(1, 2)
         return kernels.rotate(x_BHND, self._cos, self._sin).transpose(1, 2).flatten(2)
 
 

@@ -17,7 +17,7 @@ typedef struct {
   void *y; /* (batch, queries, heads, width) */
   Strides of_q, of_k, of_v;
   long heads, queries, keys, width;
-  float scale;
+  float scale; /* of scores that are exponents of two */
 } Attention;
 
 /* What a thread holds of its queries: rows, their largest scores, sums of shares and results. */
@@ -58,11 +58,10 @@ INLINE void share(const Attention *job, Block *own, long row, long count, int is
       }
       top = larger(score, top);
     }
-    float before = own->largest[row + r], most = before;
-    for (int lane = 0; lane < LANES; lane++) most = top[lane] > most ? top[lane] : most;
+    float before = own->largest[row + r], most = largest_lane(larger(top, all(before)));
     own->largest[row + r] = most;
     for (long c = 0; c < round_up(count, LANES); c += LANES) {
-      floats part = exponential((load_lanes(scores + c, 0) - most) * job->scale);
+      floats part = power_of_two((load_lanes(scores + c, 0) - most) * job->scale, is_bf16);
       part = first_lanes(part, count - c);
       sum += part;
       if (is_bf16)
@@ -74,7 +73,7 @@ INLINE void share(const Attention *job, Block *own, long row, long count, int is
       own->sums[row + r] += sum_lanes(sum);
       continue;
     }
-    floats shrunk = exponential(all((before - most) * job->scale));
+    floats shrunk = power_of_two(all((before - most) * job->scale), 0);
     own->sums[row + r] = own->sums[row + r] * shrunk[0] + sum_lanes(sum);
     for (long c = 0; c < width; c += LANES) {
       floats value = load_lanes(result + c, 0) * shrunk;
@@ -95,13 +94,13 @@ INLINE void add_keys(const Attention *job, Block *own, long queries, const void 
   pack_values(job, v, count, own->values, is_bf16);
   for (long row = 0; row < queries; row += ROWS) {
     for (long i = 0; i < count; i += PANEL)
-      multiply(own->rows + row * step, step, own->keys + i * depth, depth, own->scores + i, KEYS, 0,
-               is_bf16);
+      multiply(own->rows + row * step, step, own->keys + i * depth, depth, own->scores + i, KEYS,
+               count - i, 0, is_bf16);
     share(job, own, row, count, is_bf16);
     const uint32_t *shares = is_bf16 ? own->shares : (const uint32_t *)own->scores;
     for (long c = 0; c < width; c += PANEL)
       multiply(shares, is_bf16 ? KEYS / 2 : KEYS, own->values + c * deep, deep,
-               own->results + row * width + c, width, 1, is_bf16);
+               own->results + row * width + c, width, job->width - c, 1, is_bf16);
   }
 }
 
@@ -165,6 +164,6 @@ EXPORT int attention(const void *q, const void *k, const void *v, void *y, long 
   }
   Attention job = {q, k, v, y, {strides[0], strides[1], strides[2]},
                    {strides[3], strides[4], strides[5]}, {strides[6], strides[7], strides[8]},
-                   heads, queries, keys, width, (float)scale};
+                   heads, queries, keys, width, (float)(scale * 1.4426950408889634)};
   return is_bf16 ? attend_all(&job, samples, 1, threads) : attend_all(&job, samples, 0, threads);
 }

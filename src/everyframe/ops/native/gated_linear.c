@@ -57,7 +57,7 @@ INLINE int multiply_gated(const Gated *job, int is_bf16, int threads) {
         float c[PIECE * PANEL] __attribute__((aligned(64)));
         const uint32_t *b = weight + p * job->depth * PANEL;
         for (long r = 0; r < rows; r += ROWS)
-          multiply(a + r * step, step, b, job->depth, c + r * PANEL, PANEL, 0, is_bf16);
+          multiply(a + r * step, step, b, job->depth, c + r * PANEL, PANEL, PANEL, 0, is_bf16);
         write_gated(job, c, row, rows, p * LANES, is_bf16);
       }
     }

@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#ifdef __AVX512BF16__
+#ifdef __AVX__
 #include <immintrin.h>
 #endif
 
@@ -25,14 +25,20 @@
 #define EXPORT __attribute__((visibility("default")))
 
 /* Numbers of a register, and a macro's value for each. */
+#ifndef LANES
 #if defined(__AVX512F__)
 #define LANES 16
-#define EACH_LANE(f, x) EACH_OF_8(f, 0, x), EACH_OF_8(f, 8, x)
 #elif defined(__AVX__)
 #define LANES 8
-#define EACH_LANE(f, x) EACH_OF_8(f, 0, x)
 #else
 #define LANES 4
+#endif
+#endif
+#if LANES == 16
+#define EACH_LANE(f, x) EACH_OF_8(f, 0, x), EACH_OF_8(f, 8, x)
+#elif LANES == 8
+#define EACH_LANE(f, x) EACH_OF_8(f, 0, x)
+#else
 #define EACH_LANE(f, x) EACH_OF_4(f, 0, x)
 #endif
 #define EACH_OF_4(f, i, x) f((i), x), f((i) + 1, x), f((i) + 2, x), f((i) + 3, x)
@@ -51,7 +57,26 @@ INLINE floats either(ints mask, floats yes, floats no) {
   return (floats)((mask & (ints)yes) | (~mask & (ints)no));
 }
 
-INLINE floats larger(floats a, floats b) { return either(a > b, a, b); }
+/* b where one of both is NaN, as below. */
+INLINE floats larger(floats a, floats b) {
+#if defined(__AVX512F__)
+  return (floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+  return (floats)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return either(a > b, a, b);
+#endif
+}
+
+INLINE floats lesser(floats a, floats b) {
+#if defined(__AVX512F__)
+  return (floats)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+  return (floats)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return either(a < b, a, b);
+#endif
+}
 
 INLINE const void *at(const void *x, long i, int is_bf16) {
   return (const char *)x + i * (is_bf16 ? 2 : 4);
@@ -130,35 +155,59 @@ INLINE floats first_lanes(floats x, long count) {
   return (floats)((ints)x & (lane < (int32_t)smaller(count, LANES)));
 }
 
-INLINE float sum_lanes(floats x) {
+/* Lanes i and i ^ width change places. */
 #ifdef CAN_SHUFFLE
 #define OPPOSITE(i, width) (i) ^ (width)
+#define FOLD(x, width) __builtin_shufflevector(x, x, EACH_LANE(OPPOSITE, width))
+#else
+#define FOLD(x, width) fold_lanes(x, width)
+INLINE floats fold_lanes(floats x, int width) {
+  float lanes[LANES], other[LANES];
+  memcpy(lanes, &x, sizeof lanes);
+  for (int i = 0; i < LANES; i++) other[i] = lanes[i ^ width];
+  memcpy(&x, other, sizeof x);
+  return x;
+}
+#endif
+
+INLINE float sum_lanes(floats x) {
 #if LANES > 8
-  x += __builtin_shufflevector(x, x, EACH_LANE(OPPOSITE, 8));
+  x += FOLD(x, 8);
 #endif
 #if LANES > 4
-  x += __builtin_shufflevector(x, x, EACH_LANE(OPPOSITE, 4));
+  x += FOLD(x, 4);
 #endif
-  x += __builtin_shufflevector(x, x, EACH_LANE(OPPOSITE, 2));
-#undef OPPOSITE
+  x += FOLD(x, 2);
   return x[0] + x[1];
+}
+
+INLINE float largest_lane(floats x) {
+#if LANES > 8
+  x = larger(x, FOLD(x, 8));
+#endif
+#if LANES > 4
+  x = larger(x, FOLD(x, 4));
+#endif
+  x = larger(x, FOLD(x, 2));
+  return x[0] > x[1] ? x[0] : x[1];
+}
+
+/* x 2^n, for whole n from -126 to 128; of 128 infinity. */
+INLINE floats times_power(floats x, floats n) {
+#ifdef __AVX512F__
+  return (floats)_mm512_scalef_ps((__m512)x, (__m512)n);
 #else
-  float lanes[LANES];
-  memcpy(lanes, &x, sizeof lanes);
-  for (int width = LANES / 2; width; width /= 2)
-    for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
-  return lanes[0];
+  return x * (floats)((__builtin_convertvector(n, ints) + 127) << 23);
 #endif
 }
 
+/* To an integer, of numbers below 2^22. */
+INLINE floats whole(floats x) { return x + 12582912.0f - 12582912.0f; }
+
 /* e^x within 2 units in the last place: infinity from 88.37 on, 1.2e-38 below -87.33. */
 INLINE floats exponential(floats x) {
-  ints is_beyond = x > 88.37f;
-  x = either(x < -87.33f, all(-87.33f), x);
-  const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
-  floats n = x * 1.44269504f + magic;
-  ints power = (ints)n - 0x4b400000 + 127;
-  n -= magic;
+  x = lesser(all(89.0f), larger(all(-87.33f), x));
+  floats n = whole(x * 1.44269504f);
   floats r = x - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
   floats p = 1.9875691500e-4f * r + 1.3981999507e-3f;
@@ -167,7 +216,22 @@ INLINE floats exponential(floats x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
-  return either(is_beyond, all(INFINITY), p * (floats)(power << 23));
+  return times_power(p, n);
+}
+
+/* 2^x of numbers up to 0, 1e-38 below -126: within a unit in the last place, or 7.5e-5 of it if the
+   result becomes bfloat16. */
+INLINE floats power_of_two(floats x, int is_bf16) {
+  x = larger(all(-126.0f), x);
+  floats n = whole(x), r = x - n;
+  if (is_bf16)
+    return times_power(((0.0551716642f * r + 0.242611122f) * r + 0.693260986f) * r + 0.999928074f,
+                       n);
+  floats p = 1.32764714e-3f * r + 9.67554133e-3f;
+  p = p * r + 5.55071328e-2f;
+  p = p * r + 2.40221197e-1f;
+  p = p * r + 6.93146967e-1f;
+  return times_power(p * r + 1.00000007f, n);
 }
 
 INLINE floats silu(floats x) { return x / (1.0f + exponential(-x)); }

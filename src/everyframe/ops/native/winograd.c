@@ -294,7 +294,7 @@ INLINE int convolve(const Convolution *job, int is_over_time, int is_bf16, int t
             for (long t = 0; t < many; t += ROWS)
               product(a + f * a_plane + t * a_step, a_step,
                       weights + f * plane + n * job->inputs * PANEL, job->inputs,
-                      c + f * c_plane + t * c_step + n * PANEL, c_step, 0);
+                      c + f * c_plane + t * c_step + n * PANEL, c_step, COLUMNS, 0);
         for (long t = 0; t < many; t++)
           if (is_over_time)
             write_pixel(job, start + t, c + t * c_step, c_plane, first, count, is_bf16);
