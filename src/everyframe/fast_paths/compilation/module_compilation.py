@@ -17,7 +17,7 @@ from torch import nn
 
 from everyframe.fast_paths.compilation import compiler_cache
 from everyframe.fast_paths.compilation.compiled_block import CompiledBlock
-from everyframe.numerics.fault_locator import Fault
+from everyframe.numerics.fault import Fault
 from everyframe.numerics.tensor_stats import iter_tensors, value_range
 
 #: Largest difference of a correct graph, as a share of the largest value; bfloat16 rounding is a

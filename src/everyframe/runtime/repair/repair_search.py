@@ -18,7 +18,8 @@ from everyframe.core.plan import PLAIN, Repair
 from everyframe.fast_paths.compilation.module_compilation import find_wrong_graphs
 from everyframe.hardware.device_loss import is_device_loss
 from everyframe.hardware.memory import is_out_of_memory
-from everyframe.numerics.fault_locator import Fault, Located, locate_fault
+from everyframe.numerics.fault import Fault
+from everyframe.numerics.fault_locator import Located, locate_fault
 from everyframe.numerics.tensor_stats import iter_tensors, value_range
 from everyframe.runtime.repair.repairs import RepairSet
 

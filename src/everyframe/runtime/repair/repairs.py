@@ -19,7 +19,8 @@ from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import PLAIN, Repair
 from everyframe.fast_paths.compilation.module_compilation import disable_compiled
 from everyframe.hardware.memory import describe_memory_pressure
-from everyframe.numerics.fault_locator import Fault, bad_weights
+from everyframe.numerics.fault import Fault
+from everyframe.numerics.fault_locator import bad_weights
 from everyframe.ops import attention
 from everyframe.precision import cast_hooks
 from everyframe.precision.cast_hooks import CastHooks

@@ -22,7 +22,8 @@ from everyframe.core.events import Event, Note, Repaired
 from everyframe.core.plan import Plan, Repair, Settings
 from everyframe.fast_paths.compilation.module_compilation import WrittenCalls
 from everyframe.hardware.memory import OutOfMemory, catch_out_of_memory
-from everyframe.numerics.fault_locator import Fault, bad_weights, faults_of_inputs
+from everyframe.numerics.fault import Fault
+from everyframe.numerics.fault_locator import bad_weights, faults_of_inputs
 from everyframe.numerics.overflow_probe import OverflowProbe, may_overflow
 from everyframe.numerics.tensor_stats import Range, blank_frames, value_range
 from everyframe.precision.dtypes import dtype_name
