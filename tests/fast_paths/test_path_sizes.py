@@ -29,11 +29,19 @@ pytestmark = pytest.mark.skipif(bool(missing := library.why_not()), reason=str(m
 #: All kernels, with an allocator that counts bytes and has none: they return before they compute.
 COUNTED = """
 #include <stdlib.h>
-static long counted;
-static void *count(size_t alignment, size_t size) { counted += size; return NULL; }
+static long counted, is_wrong;
+static void *count(size_t alignment, size_t size) {
+  is_wrong |= size % alignment != 0;
+  counted += size;
+  return NULL;
+}
 #define aligned_alloc count
 #include "kernels.c"
-EXPORT long counted_bytes(void) { long size = counted; counted = 0; return size; }
+EXPORT long counted_bytes(void) {
+  long size = is_wrong ? -1 : counted;
+  counted = is_wrong = 0;
+  return size;
+}
 """
 #: Numbers of a register.
 WIDTHS = (4, 8, 16)
@@ -53,6 +61,7 @@ class Kernels:
         kernel.argtypes = kernels._SIGNATURES[name]
         assert kernel(*(None if isinstance(each, Tensor) else each for each in given)) == 1
         size: int = self._library.counted_bytes()
+        assert size >= 0, "macOS allocates nothing whose size is no multiple of the alignment"
         return size
 
 

@@ -135,13 +135,13 @@ INLINE int attend_all(const Attention *job, long samples, int is_bf16, int threa
   long sizes[PARTS] = {QUERIES * odd_lines(job->width), KEYS * width, KEYS * width, ROWS * KEYS,
                        ROWS * KEYS, QUERIES, QUERIES * width};
   long total = 0;
-  for (int i = 0; i < PARTS; i++) total += round_up(sizes[i], LANES);
-  uint32_t *scratch = aligned_alloc(64, threads * total * sizeof(uint32_t));
+  for (int i = 0; i < PARTS; i++) total += round_up(sizes[i], LINE);
+  uint32_t *scratch = scratch_of(threads * total);
   if (!scratch) return 1;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     uint32_t *parts[PARTS], *next = scratch + this_thread() * total;
-    for (int i = 0; i < PARTS; i++) parts[i] = next, next += round_up(sizes[i], LANES);
+    for (int i = 0; i < PARTS; i++) parts[i] = next, next += round_up(sizes[i], LINE);
     Block own = {parts[0], parts[1], parts[2], parts[3], (float *)parts[4], (float *)parts[5],
                  (float *)parts[6], {0}};
 #pragma omp for schedule(static)

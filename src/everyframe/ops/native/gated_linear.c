@@ -31,8 +31,8 @@ INLINE void write_gated(const Gated *job, const float *from, long row, long rows
 INLINE int multiply_gated(const Gated *job, int is_bf16, int threads) {
   long panels = (job->width + LANES - 1) / LANES, step = odd_lines(job->depth);
   long piece = smaller(PIECE, round_up((job->rows + threads - 1) / threads, ROWS));
-  uint32_t *weight = aligned_alloc(64, panels * job->depth * PANEL * sizeof(uint32_t));
-  uint32_t *scratch = aligned_alloc(64, threads * piece * step * sizeof(uint32_t));
+  uint32_t *weight = scratch_of(panels * job->depth * PANEL);
+  uint32_t *scratch = scratch_of(threads * piece * step);
   if (!weight || !scratch) {
     free(weight), free(scratch);
     return 1;

@@ -105,5 +105,10 @@ static long round_up(long number, long multiple) {
   return (number + multiple - 1) / multiple * multiple;
 }
 
+/* Memory for so many words, or NULL. Its size is one of whole lines: macOS has none of others. */
+static void *scratch_of(long number) {
+  return aligned_alloc(LINE * sizeof(uint32_t), round_up(number, LINE) * sizeof(uint32_t));
+}
+
 /* Whether products of bfloat16 are computed here. */
 EXPORT int has_halves(void) { return CAN_MULTIPLY_HALVES; }

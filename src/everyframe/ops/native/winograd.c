@@ -262,8 +262,8 @@ INLINE int convolve(const Convolution *job, int is_over_time, int is_bf16, int t
                   round_up((job->tiles + threads - 1) / threads, ROWS));
   long a_plane = odd_lines(piece * a_step), c_plane = odd_lines(piece * c_step);
   long pieces = (job->tiles + piece - 1) / piece;
-  float *weights = aligned_alloc(64, area * odd_lines(job->inputs * block) * sizeof(float));
-  float *scratch = aligned_alloc(64, threads * area * (a_plane + c_plane) * sizeof(float));
+  float *weights = scratch_of(area * odd_lines(job->inputs * block));
+  float *scratch = scratch_of(threads * area * (a_plane + c_plane));
   if (!weights || !scratch) {
     free(weights), free(scratch);
     return 1;
