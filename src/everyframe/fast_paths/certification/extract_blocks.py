@@ -65,17 +65,11 @@ class BlockLocation(nn.Module):
         return self.blocks[0](*args, **kwargs)
 
 
-class _PartialBlock(BlockLocation):
-    """A block of which some children, and torch's attention, give back an input."""
-
-    def __init__(self, block: nn.Module, omitted: Iterable[str]) -> None:
-        super().__init__(block)
-        for name in omitted:
-            where, _, last = name.rpartition(".")
-            setattr(block.get_submodule(where), last, _FirstInput())
+class _WithoutAttention(BlockLocation):
+    """The same with a sum in the place of torch's attention, as sensitive to its inputs."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with AttentionOverride(lambda attend, q, k, v, *masks, **how: v):
+        with AttentionOverride(lambda attend, q, k, v, *masks, **how: q + k + v):
             return super().forward(*args, **kwargs)
 
 
@@ -100,7 +94,8 @@ class ExtractedBlock:
             diffusers, whose code is not ours.
         has_silu: whether it is a norm before a SiLU, which a fast path may take into it; the copies
             apply that too.
-        omitted: children that the copies lack, and torch's attention with them.
+        omitted: children that the copies lack, and torch's attention with them: they would hide
+            what a path changes. Each gives back its first input.
     """
 
     name: str
@@ -116,14 +111,17 @@ class ExtractedBlock:
 
     def alone(self, paths: Sequence[str], *, in_float32: bool = False) -> BlockLocation:
         """Copy the block in the plan's precision or float32, with these fast paths applied."""
-        block = copy.deepcopy(self.module)
-        alone = _PartialBlock(block, self.omitted) if self.omitted else BlockLocation(block)
+        omitted: dict[int, Any] = {
+            id(self.module.get_submodule(name)): _FirstInput() for name in self.omitted
+        }
+        kind = _WithoutAttention if omitted else BlockLocation
+        alone = kind(copy.deepcopy(self.module, omitted))
         swap_modules(alone, paths)
         if self.has_silu:
             residual_blocks.add_silu(alone.blocks[0])
         if not in_float32:
-            kind = next((path for path in paths if path in PRODUCTS), self.precision.weight_dtype)
-            quantize_layers(alone, replace(self.precision, weight_dtype=kind))
+            dtype = next((path for path in paths if path in PRODUCTS), self.precision.weight_dtype)
+            quantize_layers(alone, replace(self.precision, weight_dtype=dtype))
         cast_hooks.add_cast_hooks(alone, FLOAT32 if in_float32 else self.precision, outputs=())
         if self.casts_inputs:
             cast_hooks.add_input_casts(alone)

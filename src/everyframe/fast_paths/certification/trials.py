@@ -27,12 +27,7 @@ from everyframe.fast_paths.benchmark import (
     measure_seconds,
     run_comparisons,
 )
-from everyframe.fast_paths.certification.extract_blocks import (
-    BlockInputs,
-    BlockLocation,
-    ExtractedBlock,
-    blocks_of,
-)
+from everyframe.fast_paths.certification.extract_blocks import BlockInputs, BlockLocation, blocks_of
 from everyframe.fast_paths.certification.target import CertificationTarget
 from everyframe.fast_paths.compilation.compiled_block import CompiledBlock
 from everyframe.fast_paths.compilation.module_compilation import compiled_blocks
@@ -140,19 +135,11 @@ def modules(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison
     if path.closeness == "lossy":
         names = partial(layers, precision=replace(subject.precision, weight_dtype=path.name))
     for each in blocks_of(subject, names, most=_MOST_MODULES, most_elements=_MOST_ELEMENTS):
-        whole, fast = _compare_module(each, path)
-        unchanged = getattr(fast.blocks[0], "unchanged", ())
-        if unchanged:  # would hide what is gained
-            yield replace(whole, weight=0.0)
-            whole, _ = _compare_module(replace(each, omitted=unchanged), path)
-        yield whole
-
-
-def _compare_module(each: ExtractedBlock, path: FastPath) -> tuple[Comparison, BlockLocation]:
-    """The comparison of a module with and without the path, and the copy that has it."""
-    fast = each.alone((*path.rivals, path.name))
-    plain = each.alone(path.rivals)
-    return each.compare(plain, fast, kind="", allowed=ALLOWED.get(path.name)), fast
+        part, fast = each, each.alone((*path.rivals, path.name))
+        if omitted := getattr(fast.blocks[0], "unchanged", ()):
+            part = replace(each, omitted=omitted)
+            fast = part.alone((*path.rivals, path.name))
+        yield part.compare(part.alone(path.rivals), fast, kind="", allowed=ALLOWED.get(path.name))
 
 
 def norms(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
