@@ -119,10 +119,19 @@ INLINE void store_lanes(void *y, floats values, int is_bf16) {
   }
 }
 
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define HAS_MASKS
+INLINE __mmask16 first_of(long count) { return (__mmask16)((1u << count) - 1); }
+#endif
+
 /* The first `count` numbers from `i` on, at most LANES; zeros beyond. */
 INLINE floats load(const void *x, long i, long count, int is_bf16) {
   const void *from = at(x, i, is_bf16);
   if (__builtin_expect(count >= LANES, 1)) return load_lanes(from, is_bf16);
+#ifdef HAS_MASKS
+  if (is_bf16) return widen((halves)_mm256_maskz_loadu_epi16(first_of(count), from));
+  return (floats)_mm512_maskz_loadu_ps(first_of(count), from);
+#endif
   float buffer[LANES] = {0};
   memcpy(buffer, from, count * (is_bf16 ? 2 : 4));
   return load_lanes(buffer, is_bf16);
@@ -134,6 +143,13 @@ INLINE void store(void *y, long i, long count, floats values, int is_bf16) {
     store_lanes(to, values, is_bf16);
     return;
   }
+#ifdef HAS_MASKS
+  if (is_bf16)
+    _mm256_mask_storeu_epi16(to, first_of(count), (__m256i)narrow(values));
+  else
+    _mm512_mask_storeu_ps(to, first_of(count), (__m512)values);
+  return;
+#endif
   float buffer[LANES];
   store_lanes(buffer, values, is_bf16);
   memcpy(to, buffer, count * (is_bf16 ? 2 : 4));
