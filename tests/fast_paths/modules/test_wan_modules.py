@@ -143,7 +143,7 @@ def test_what_the_kernels_cannot_compute_is_computed_plainly(
         if hasattr(part, "is_plain"):
             part.is_plain = False
     attention: Any = model.get_submodule("blocks.0.attn1")
-    other = type("Other", (type(attention.processor),), {})
+    other = type("WanAttnProcessor", (type(attention.processor),), {})
     for block in model.blocks:  # type: ignore[union-attr]
         block.attn1.processor = other()
     assert relative_error(answer(model, given), want) < 5e-6

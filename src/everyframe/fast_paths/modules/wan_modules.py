@@ -13,7 +13,19 @@ from torch import Tensor, nn
 
 from everyframe.ops.native import kernels
 
-_FILES = "wan", "chronoedit", "wan_animate"
+
+def _names(name: str) -> frozenset[str]:
+    """Full names of a class that each of the files has."""
+    files = "wan", "chronoedit", "wan_animate"
+    return frozenset(f"diffusers.models.transformers.transformer_{file}.{name}" for file in files)
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+_BLOCKS, _ATTENTIONS = _names("WanTransformerBlock"), _names("WanAttention")
+_PROCESSORS = _names("WanAttnProcessor")
 
 
 class _Block(nn.Module):
@@ -68,7 +80,7 @@ class _Attention(nn.Module):
         **kwargs: Any,
     ) -> Any:
         x, given = hidden_states, (encoder_hidden_states, attention_mask)
-        is_known = type(self.processor).__name__ == "WanAttnProcessor"
+        is_known = _name_of(type(self.processor)) in _PROCESSORS
         if self.is_plain or rotary_emb is None or not is_known or not kernels.supports(x):
             return super().forward(x, *given, rotary_emb, **kwargs)
         return self.processor(_Rotating(self, *rotary_emb), x, *given, None, **kwargs)
@@ -94,19 +106,14 @@ class _Rotating:
         return kernels.rotate(x_BHND, self._cos, self._sin).transpose(1, 2).flatten(2)
 
 
-_KINDS = {
-    ("native-gate", f"diffusers.models.transformers.transformer_{file}.WanTransformerBlock"): _Block
-    for file in _FILES
-} | {
-    ("native-rope", f"diffusers.models.transformers.transformer_{file}.WanAttention"): _Attention
-    for file in _FILES
-}
-
-
 @cache
 def fused_kind(path: str, own: type[nn.Module]) -> type[nn.Module] | None:
     """The subclass of one of Wan's classes that this path computes by; None for other classes."""
-    kind = _KINDS.get((path, f"{own.__module__}.{own.__qualname__}"))
+    if path == "native-gate" and _name_of(own) in _BLOCKS:
+        kind: type[nn.Module] = _Block
+    elif path == "native-rope" and _name_of(own) in _ATTENTIONS:
+        kind = _Attention
+    else:
+        return None
     # Still of diffusers' module: the path of attention in C makes a subclass of it in turn.
-    made = {"__module__": own.__module__}
-    return None if kind is None else type(f"Fused{own.__name__}", (kind, own), made)
+    return type(f"Fused{own.__name__}", (kind, own), {"__module__": own.__module__})
