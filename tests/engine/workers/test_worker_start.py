@@ -137,7 +137,10 @@ def test_its_threads_sleep_while_they_wait_where_others_use_the_cores(
     monkeypatch.setattr(cpu, "is_busy", lambda: is_busy)
     worker_start.start_ahead()
     (ahead,) = worker_start._AHEAD
-    found = Path(f"/proc/{ahead.process.pid}/environ").read_bytes().split(b"\0")
+    place = Path(f"/proc/{ahead.process.pid}/environ")
+    while not (text := place.read_bytes()):  # empty until the program has begun
+        time.sleep(0.01)
+    found = text.split(b"\0")
     assert (f"{WAIT_POLICY}=passive".encode() in found) == is_busy
 
 
