@@ -145,7 +145,7 @@ def quantize(
             for layer in part.modules():
                 # Files of its library, which has no layers of this kind.
                 if isinstance(layer, QuantizedLinear) and hasattr(part, "save_pretrained"):
-                    layer.register_state_dict_post_hook(save_wide)
+                    layer.register_state_dict_post_hook(save_wide)  # type: ignore[no-untyped-call]
             continue
         for note in dynamic_quantization.quantize_products(part, kind):
             message = f"{name}: {note}" if name else note
