@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from diffusers import LTXVideoTransformer3DModel
 
 import everyframe
 from everyframe.core.errors import EveryframeWarning, InputError, MissingPackageError
@@ -44,6 +46,31 @@ def test_half_precision_stays_half_precision() -> None:
     with torch.no_grad():
         out = model(x.bfloat16(), type(text)(text.keys.bfloat16()))
     assert out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_librarys_model_saves_what_the_library_reads(kind: str, tmp_path: Path) -> None:
+    """It took the codes for weights, and made noise of them without a word."""
+    sizes: dict[str, Any] = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 1,
+                             "attention_head_dim": 8, "cross_attention_dim": 8, "num_layers": 1,
+                             "caption_channels": 8}  # fmt: skip
+    model = everyframe.quantize(LTXVideoTransformer3DModel(**sizes), kind)
+    assert isinstance(model.proj_in, QuantizedLinear)
+    model.save_pretrained(tmp_path)
+    again = LTXVideoTransformer3DModel.from_pretrained(tmp_path)
+    assert list(again.state_dict()) == list(LTXVideoTransformer3DModel(**sizes).state_dict())
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantizedLinear):
+            assert torch.equal(again.get_submodule(name).weight, layer.wide())
+
+
+def test_weights_are_not_loaded_as_codes() -> None:
+    model = everyframe.quantize(made())
+    codes = model.get_submodule("blocks.0.linear").weight
+    before = codes.clone()
+    with pytest.raises(RuntimeError, match=r"load weights before everyframe\.quantize"):
+        model.load_state_dict(made(1).state_dict(), strict=False)
+    assert torch.equal(codes, before)
 
 
 def test_kinds_are_named() -> None:

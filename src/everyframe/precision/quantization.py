@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -81,6 +82,14 @@ class QuantizedLinear(nn.Module):
         if self.is_plain is False and can_multiply(self.kind, input, self.weight):
             return multiply(self.kind, input, self.weight, self.weight_scale, self.bias)
         return F.linear(input, self.wide(), self.bias)
+
+    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+        given = state.get(f"{prefix}weight")
+        if given is not None and given.is_floating_point():
+            # torch would cut them to whole numbers, and without `strict` say nothing.
+            rest[-1].append(f"{prefix}weight is quantized; load weights before everyframe.quantize")
+            return
+        super()._load_from_state_dict(state, prefix, *rest)
 
     def extra_repr(self) -> str:
         """Sizes and kind, as `nn.Linear` shows them."""
@@ -155,6 +164,16 @@ def as_quantized(module: nn.Module, precision: Precision | None) -> Iterator[Non
     finally:
         for name, linear in before.items():
             swap(module, name, linear)
+
+
+def save_wide(layer: nn.Module, state: dict[str, Tensor], prefix: str, _: object) -> None:
+    """Hook of `state_dict`: the weight that a layer computes with, by the name that it had.
+
+    Other libraries read the codes as if they were the weight.
+    """
+    assert isinstance(layer, QuantizedLinear)
+    state[f"{prefix}weight"] = layer.wide()
+    del state[f"{prefix}{SCALE}"]
 
 
 def quantize_layers(module: nn.Module, precision: Precision) -> None:

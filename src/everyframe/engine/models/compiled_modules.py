@@ -24,7 +24,12 @@ from everyframe.fast_paths.compilation import package_store
 from everyframe.fast_paths.compilation.module_compilation import compile_blocks, compiled_blocks
 from everyframe.fast_paths.compilation.toolchain import why_not
 from everyframe.precision import dynamic_quantization
-from everyframe.precision.quantization import QuantizedLinear, in_memory, quantize_layers
+from everyframe.precision.quantization import (
+    QuantizedLinear,
+    in_memory,
+    quantize_layers,
+    save_wide,
+)
 
 ModelT = TypeVar("ModelT")
 
@@ -137,6 +142,10 @@ def quantize(
     for name, part in parts.items():
         if kind in _WEIGHTS:
             quantize_layers(part, in_memory(part, kind))
+            for layer in part.modules():
+                # Files of its library, which has no layers of this kind.
+                if isinstance(layer, QuantizedLinear) and hasattr(part, "save_pretrained"):
+                    layer.register_state_dict_post_hook(save_wide)  # type: ignore[no-untyped-call]
             continue
         for note in dynamic_quantization.quantize_products(part, kind):
             message = f"{name}: {note}" if name else note

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from everyframe.ops.attention import Kernels
 from everyframe.precision.cast_hooks import is_cast_hook
 
 
@@ -41,7 +42,7 @@ _BOOKKEEPING = frozenset({
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks", "_backward_hooks", "_backward_pre_hooks",
     "_is_full_backward_hook", "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called", "forward",
 })  # fmt: skip
 
 _CALL_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -73,11 +74,13 @@ class Description:
     Attributes:
         data: nested tuples of texts and numbers.
         containers: dictionaries and lists that were read; a change of one changes the data.
+        calls: objects, and the name and function by which their classes answer calls.
         files: source files of the classes and functions.
     """
 
     def __init__(self) -> None:
         self.containers: dict[int, Any] = {}
+        self.calls: list[tuple[object, str, Any]] = []
         self.files: set[str] = set()
         self._seen: dict[int, int] = {}
         self._held: list[object] = []  # so that no other object gets the id of one that was seen
@@ -99,9 +102,12 @@ class Description:
             self.containers[id(module._modules)] = module._modules
             return self._module(module.get_submodule("inner"), name, is_root=is_root)
         self._see(module)
-        if "forward" in own:
-            raise NotCompilableError(f"the call of {name or 'the block'} is replaced (offloading?)")
         self.containers[id(own)] = own
+        replaced = own.get("forward")
+        # Removed hooks of diffusers leave the class's own there, bound to the module.
+        if replaced is not None and getattr(replaced, "__func__", None) is not type(module).forward:
+            raise NotCompilableError(f"the call of {name or 'the block'} is replaced (offloading?)")
+        call = self._call(module, "forward", name)
         hooks: list[tuple[Any, ...]] = []
         for kind in _CALL_HOOKS:
             held = own[kind]
@@ -119,7 +125,14 @@ class Description:
             (key, child if child is None else self._module(child, f"{name}.{key}".lstrip(".")))
             for key, child in module._modules.items()
         ]
-        return (self._class(type(module)), tuple(values), tuple(hooks), tuple(children))
+        return (self._class(type(module)), call, tuple(values), tuple(hooks), tuple(children))
+
+    def _call(self, owner: object, name: str, place: str) -> Any:
+        """What answers a call, of which somebody may set another on the class."""
+        called = getattr(type(owner), name)
+        self.calls.append((owner, name, called))
+        is_own = isinstance(called, types.FunctionType) and called.__module__[:6] != "torch."
+        return self._value(called, place) if is_own else None
 
     def _see(self, value: object) -> None:
         self._seen[id(value)] = len(self._seen)
@@ -184,8 +197,9 @@ class Description:
             )
         own = vars(value)
         self.containers[id(own)] = own
+        call = self._call(value, "__call__", place) if callable(value) else None
         pairs = ((key, self._value(each, place)) for key, each in own.items())
-        return (self._class(type(value)), *pairs)
+        return (self._class(type(value)), call, *pairs)
 
 
 class StateWatch:
@@ -195,6 +209,7 @@ class StateWatch:
     """
 
     def __init__(self, description: Description) -> None:
+        self._calls = description.calls
         held = description.containers.values()
         # Most are empty, such as hooks, and one pass over their lengths does for all of those.
         self._empty = [each for each in held if not each]
@@ -210,6 +225,8 @@ class StateWatch:
     def is_unchanged(self) -> bool:
         """Whether every container still holds the very same objects."""
         if any(map(len, self._empty)):
+            return False
+        if any(getattr(type(owner), name) is not called for owner, name, called in self._calls):
             return False
         for each, keys, values in self._maps:
             if len(each) != len(keys) or not all(map(is_, each.values(), values)):
@@ -316,6 +333,25 @@ def source_digest(files: set[str]) -> str:
 @functools.cache
 def _class_source(cls: type) -> str:
     return source_digest(source_files(cls))
+
+
+def settings() -> tuple[Any, ...]:
+    """Settings of this process that compiled code depends on.
+
+    Raises:
+        NotCompilableError: torch's attention is not its own, as some set theirs in its place.
+    """
+    attention = torch.nn.functional.scaled_dot_product_attention
+    if not isinstance(attention, types.BuiltinFunctionType):
+        raise NotCompilableError("torch's attention function is replaced")
+    kernels = Kernels.now()
+    # diffusers' choice for the whole process; it is imported where a block is of it.
+    diffusers = sys.modules.get("diffusers.models.attention_dispatch")
+    choice = getattr(diffusers, "_AttentionBackendRegistry", None)
+    return (
+        torch.get_num_threads(), torch.get_float32_matmul_precision(), kernels.allowed,
+        kernels.order, str(getattr(choice, "_active_backend", "")),
+    )  # fmt: skip
 
 
 @dataclass

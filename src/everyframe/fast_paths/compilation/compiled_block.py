@@ -42,6 +42,7 @@ from everyframe.fast_paths.compilation.block_state import (
     flatten,
     layout_of,
     only_watches,
+    settings,
 )
 from everyframe.fast_paths.compilation.block_trial import (
     Given,
@@ -51,7 +52,6 @@ from everyframe.fast_paths.compilation.block_trial import (
 )
 from everyframe.fast_paths.compilation.package_store import Package, machine
 from everyframe.hardware.thread_state import computes_plainly
-from everyframe.ops.attention import Kernels
 from everyframe.precision.cast_hooks import map_tensors
 
 _log = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ class CompiledBlock:
                 raise NotCompilableError("")
             weights = self._weights(block)
             structure = flatten((args, kwargs), tensors)
-            key = (self._state.key, _settings(), structure, *map(_form, tensors))
+            key = (self._state.key, settings(), structure, *map(_form, tensors))
             if key not in self._runs:
                 call = _Call(block, (args, kwargs), weights, tensors)
                 self._runs[key] = self._choose_run(call, key)
@@ -329,7 +329,8 @@ class CompiledBlock:
     def _compile_by_torch(self, call: _Call) -> Run:
         """The block by torch.compile, whose guards notice changes."""
         compiled = self._fallback(call.block.forward)
-        given = call.given
+        # The structure alone: this call's tensors would stay in memory with the block.
+        given = map_tensors(call.given, lambda _: torch.empty(0))
 
         def run(_: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
             rest = iter(tensors)
@@ -357,15 +358,6 @@ def _has_changing_hooks() -> bool:
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.device, tensor.shape, format_of(tensor)
-
-
-def _settings() -> tuple[Any, ...]:
-    """Settings of this process that compiled code depends on."""
-    kernels = Kernels.now()
-    return (
-        torch.get_num_threads(), torch.get_float32_matmul_precision(), kernels.allowed,
-        kernels.order,
-    )  # fmt: skip
 
 
 def _all_sizes(call: _Call) -> CallSizes:

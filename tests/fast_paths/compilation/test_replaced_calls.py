@@ -1,0 +1,133 @@
+"""Compiled blocks whose calls, or torch's attention, somebody replaces from outside."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers.hooks import HookRegistry, ModelHook
+from diffusers.models.attention_dispatch import attention_backend
+from torch import Tensor, nn
+
+import everyframe
+from everyframe.fast_paths.compilation.module_compilation import compiled_blocks
+from helpers.compiled_blocks import Block, Model, Processor, inputs, made
+from helpers.planted_compiler import PlantedCompiler
+
+
+@pytest.fixture(autouse=True)
+def fixed_sizes(compiler: PlantedCompiler) -> None:
+    """An export of dynamic sizes takes seconds."""
+    compiler.is_dynamic = False
+
+
+@torch.no_grad()
+def result(model: Model) -> Tensor:
+    out: Tensor = model(*inputs())
+    return out
+
+
+def own_processor(model: Model, patch: pytest.MonkeyPatch) -> None:
+    """As those do it who set a function of theirs on a processor's class."""
+    patch.setattr(Processor, "__call__", lambda self, x: x.cos() * self.gain)
+
+
+def own_forward(model: Model, patch: pytest.MonkeyPatch) -> None:
+    whole = Block.forward
+    patch.setattr(Block, "forward", lambda *given, **named: whole(*given, **named) * 0.5)
+
+
+def own_class(model: Model, patch: pytest.MonkeyPatch) -> None:
+    """As token merging is put on: the module gets another class."""
+    norm = nn.LayerNorm
+    own = type("Norm", (norm,), {"forward": lambda self, x: norm.forward(self, x) * 3})
+    for block in model.blocks:
+        block.norm.__class__ = own  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("change", [own_processor, own_forward, own_class])
+def test_another_function_of_a_class_is_called(
+    change: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled, plain = everyframe.compile(made()), made()
+    before = result(compiled)
+    with monkeypatch.context() as patch:
+        change(compiled, patch)
+        change(plain, patch)
+        after = result(compiled)
+        assert float((before - after).abs().max()) > 0.01
+        torch.testing.assert_close(after, result(plain), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(result(compiled), result(plain), rtol=2e-5, atol=2e-5)
+
+
+class Attending(nn.Module):
+    """Calls torch's attention by its name, as diffusers does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+def attending() -> nn.Module:
+    model = nn.Module()
+    model.blocks = nn.ModuleList([Attending()])
+    return everyframe.compile(model)
+
+
+@torch.no_grad()
+def test_an_attention_in_place_of_torchs_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SageAttention says to put it on."""
+    model, x = attending(), torch.randn(1, 2, 5, 4)
+    (block,) = model.blocks  # type: ignore[misc]
+    before, own = block(x), F.scaled_dot_product_attention
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", lambda *given: own(*given) * 2)
+        torch.testing.assert_close(block(x), 2 * before)
+        (note,) = compiled_blocks(model)["blocks.0"].report.notes
+        assert note == "torch's attention function is replaced"
+    torch.testing.assert_close(block(x), before)
+
+
+@torch.no_grad()
+def test_a_backend_of_diffusers_for_the_whole_process_is_another_package(
+    compiler: PlantedCompiler,
+) -> None:
+    model, x = attending(), torch.randn(1, 2, 5, 4)
+    (block,) = model.blocks  # type: ignore[misc]
+    block(x)
+    with attention_backend("_native_math"):
+        block(x)
+    block(x)
+    assert compiler.count == 2
+
+
+def test_a_block_is_compiled_again_without_its_hook() -> None:
+    """diffusers leaves the class's own `forward` on the module: it ran as written for good."""
+    model = everyframe.compile(made())
+    want = result(model)
+    for block in model.blocks:
+        HookRegistry.check_if_exists_or_initialize(block).register_hook(ModelHook(), "cache")
+    torch.testing.assert_close(result(model), want, rtol=2e-5, atol=2e-5)
+    (report, _) = [each.report for each in compiled_blocks(model).values()]
+    assert any("is replaced" in note for note in report.notes)
+    for block in model.blocks:
+        block._diffusers_hook.remove_hook("cache")
+    report.notes.clear()
+    torch.testing.assert_close(result(model), want, rtol=2e-5, atol=2e-5)
+    assert not report.notes
+
+
+def test_a_block_by_torch_compile_keeps_no_tensors_of_a_call(
+    compiler: PlantedCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.says = "planted"
+    monkeypatch.setattr(torch, "compile", lambda call, **_: call)
+    model, seen = everyframe.compile(made()), list[Any]()
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, given: seen.append(weakref.ref(given[0])))
+    result(model)
+    assert all(block.is_compiled for block in compiled_blocks(model).values())
+    assert [each() for each in seen] == [None, None]
