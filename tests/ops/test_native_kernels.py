@@ -326,6 +326,8 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         kernels.modulate(x[..., :1], torch.ones(4), torch.ones(8), torch.float32)
     with pytest.raises(ValueError, match="a table of 4 numbers is not for 48 rows of 3"):
         kernels.modulate(x, four, four, torch.float32)
+    with pytest.raises(ValueError, match="got torch\\.float16"):
+        kernels.gated_add(x, x.half(), four[:3])
     with pytest.raises(ValueError, match="pairs of channels rotate, got 3"):
         kernels.rotate(x, four, four)
     with pytest.raises(ValueError, match=r"pairs of channels rotate, got 4 as \(1, 3\)"):

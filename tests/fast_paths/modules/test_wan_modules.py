@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import ChronoEditTransformer3DModel, WanTransformer3DModel, WanVACETransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -159,6 +160,20 @@ def test_what_the_kernels_cannot_compute_is_computed_plainly(
     plain = type(block).__mro__[2].forward(block, x, text, table, None)
     assert not calls
     assert torch.equal(block(x, text, table, None), plain)
+
+
+def test_a_branch_of_another_dtype_is_added_as_diffusers_adds_it() -> None:
+    class Half(WanAttnProcessor):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+            found: Tensor = super().__call__(*args, **kwargs)
+            return found.half()
+
+    model, given = made("Wan 2.1")
+    block: Any = model.get_submodule("blocks.0")
+    block.attn1.processor = Half()
+    want = answer(model, given)
+    swap_modules(model, PATHS)
+    assert relative_error(answer(model, given), want) < 5e-6
 
 
 def test_swapped_classes_keep_what_others_read() -> None:

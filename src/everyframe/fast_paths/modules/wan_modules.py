@@ -58,10 +58,18 @@ class _Block(nn.Module):
             self.scale_shift_table.float() + temb.float()
         ).unbind(-2)
         y = kernels.layer_norm(x, 1 + scale, shift, self.norm1.eps)
-        x = kernels.gated_add(x, self.attn1(y, None, None, rotary_emb), gate)
+        x = _gated_add(x, self.attn1(y, None, None, rotary_emb), gate)
         x = x + self.attn2(self.norm2(x), encoder_hidden_states, None, None)
         y = kernels.layer_norm(x, 1 + late_scale, late_shift, self.norm3.eps)
-        return kernels.gated_add(x, self.ffn(y), late_gate)
+        return _gated_add(x, self.ffn(y), late_gate)
+
+
+def _gated_add(x_BNC: Tensor, branch_BNC: Tensor, gate: Tensor) -> Tensor:
+    """``x + gate * branch``; a processor of somebody's own may give another dtype."""
+    if kernels.supports(branch_BNC):
+        return kernels.gated_add(x_BNC, branch_BNC, gate)
+    gate_BNC = gate.view(len(x_BNC), -1, x_BNC.shape[-1])
+    return (x_BNC.float() + branch_BNC.float() * gate_BNC).type_as(x_BNC)
 
 
 class _Attention(nn.Module):

@@ -347,7 +347,9 @@ def _rows_a_table(rows: int, width: int, size: int) -> int:
 
 
 def is_bf16(x: Tensor) -> bool:
-    """Whether the numbers are bfloat16; else the kernels take them for float32."""
+    """Whether the numbers are bfloat16, and not float32; others would be read beyond their end."""
+    if x.dtype not in DTYPES:
+        raise ValueError(f"the kernels in C compute float32 and bfloat16, got {x.dtype}")
     return x.dtype == torch.bfloat16
 
 
