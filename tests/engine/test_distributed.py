@@ -90,6 +90,7 @@ def run(
         "stages": [each.stage for each in events if isinstance(each, StageStarted)],
         "done": [each.seed for each in events if isinstance(each, VideoDone)],
         "repairs": [each.module for each in events if isinstance(each, Repaired)],
+        "said": [each.text for each in events if isinstance(each, Repaired)],
         "sent": dict(group.sent),
     }
 
@@ -295,6 +296,8 @@ def test_a_repair_is_the_same_on_every_rank(
     found = ranks.run(3, run, model, options, fault=fault)
     assert found[0]["repairs"]
     assert found[0]["repairs"] == found[1]["repairs"] == found[2]["repairs"]
+    is_of_one = fault is _overflow_of_the_second
+    assert all(("on rank 1 alone: " in text) == is_of_one for text in found[0]["said"])
     assert np.isfinite(together(found)[5]).all()
 
 

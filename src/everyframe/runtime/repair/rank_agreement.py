@@ -30,13 +30,14 @@ class RankAgreement:
 
     Attributes:
         is_unsharded: whether this rank computes alone for now what they compute together.
+        culprit: the rank that alone had the last located fault, in words; empty if all had it.
     """
 
     def __init__(
         self, group: Communicator = ONE.video_group, unsharded: UnshardedCall | None = None
     ) -> None:
         self._group, self._unsharded = group, unsharded
-        self.is_unsharded = False
+        self.is_unsharded, self.culprit = False, ""
 
     @property
     def is_shared(self) -> bool:
@@ -77,6 +78,7 @@ class RankAgreement:
         if not found:
             return own
         rank, faults, text = min(found, key=lambda one: not _has_weights(one[1]))
+        self.culprit = f", on rank {rank} alone" if len(found) == 1 else ""
         if rank == self._group.rank:
             return own
         raised = RuntimeError(f"on rank {rank}: {text}") if text else None

@@ -314,7 +314,7 @@ class Guard:
             self._video.repairs = (*others, *self._repairs.all())
 
     def _beyond_repair(self, step: int, fault: Fault | None) -> NumericsError:
-        where = self._where(step)
+        where = self._where(step) + self.ranks.culprit
         if fault is None and bad_weights(self._parts):
             return NumericsError(f"{where}: {bad_weights_message(self._parts, '')}")
         if fault is None:
@@ -343,7 +343,8 @@ class Guard:
         cause, why = ("range", "lost") if fault.cause == "formula" else (fault.cause, fault.cause)
         problem = describe_fault(fault, why)
         problem += ", which became finite later and changed the result" * is_swallowed
-        text = f"{self._where(step)}: {problem}. {repair.place} runs in {repair.to} from here on"
+        where = self._where(step) + self.ranks.culprit
+        text = f"{where}: {problem}. {repair.place} runs in {repair.to} from here on"
         dtype = dtype_name(fault.dtype)
         return Repaired(
             self._calls.stage, step, fault.part, fault.module, fault.operation, cause, dtype,
