@@ -269,6 +269,16 @@ def test_shares_are_followed() -> None:
     assert [rank.attention_share for rank in division.ranks] == [0.8, 0.2]  # 10 rows: 7.5 and 2.5
 
 
+@pytest.mark.parametrize("model", [TwoBranches(), Whole()])
+def test_a_device_without_a_share_has_no_videos_of_its_own(model: Any) -> None:
+    given = {"model": model, "num_devices": 3, "num_videos": 4, "shares": "1,0,2"}
+    division = divided(**given)
+    assert sum(division.videos_per_group) == 4
+    assert all(any(division.ranks[r].speed for r in group) for group in division.groups)
+    with pytest.raises(InputError, match="data=3 wants 3 devices with a share above 0"):
+        divided(**given, parallel="data=3")
+
+
 def test_idle_ranks_are_told() -> None:
     """10 rows (5 frames of two branches), 32 columns; and a model that is not shared at all."""
     idle = [rank.idle_reason for rank in divided(num_devices=34).ranks]

@@ -134,7 +134,7 @@ def make_parallel_plan(
     if len(devices) == 1:
         return None
     effort = effort_of(settings)
-    most = min(len(devices), settings.num_videos)
+    most = min(sum(map(bool, weights)), settings.num_videos)
     # A named sequence degree uses all devices that other named degrees leave (checked before).
     counts = [asked.data or 1] if asked.data or asked.sequence else list(range(most, 0, -1))
     divisions = [
@@ -210,7 +210,7 @@ def shares_asked(request: Request, num_devices: int) -> tuple[float, ...] | None
         return None
     if num_devices == 1:
         raise InputError("shares has no effect on one device; give --num-devices or --devices")
-    return parse_shares(request.shares, num_devices)
+    return parse_shares(request.shares, num_devices, parse_parallel(request.parallel).data or 1)
 
 
 def _check_degrees(asked: ParallelConfig, model: ModelSpec, settings: Settings, count: int) -> None:
