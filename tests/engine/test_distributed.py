@@ -23,12 +23,14 @@ from everyframe.engine.run import stream
 from everyframe.families.opensora import sharding, stages
 from everyframe.parallel.communicator import Communicator
 from everyframe.runs.run_state import SaveOptions
+from everyframe.runtime import loading
 from everyframe.runtime.stages import templates
 from everyframe.samplers import noise
 from helpers.events import frames_by_seed
 from helpers.out_of_memory import TOO_LITTLE
 from helpers.rank_pool import Group, RankError, group_of
 from helpers.tiny_checkpoints import opensora as tiny_opensora
+from helpers.tiny_checkpoints import svd as tiny_svd
 
 PROMPT = "a red circle moves to the right"
 #: Two pieces, and latents (6, 3, 5) that the patch of 2 does not divide.
@@ -51,8 +53,9 @@ def model(folder: Path) -> str:
 
 
 def request(model: str, **options: Any) -> Request:
-    given = {**SIZES, "seed": 5, "device": "cpu", **options}
-    return Request(prompt=PROMPT, model=model, **given)
+    return Request(
+        **{**SIZES, "prompt": PROMPT, "model": model, "seed": 5, "device": "cpu", **options}
+    )
 
 
 def alone(model: str, **options: Any) -> dict[int, np.ndarray[Any, Any]]:
@@ -87,6 +90,7 @@ def run(
         "stages": [each.stage for each in events if isinstance(each, StageStarted)],
         "done": [each.seed for each in events if isinstance(each, VideoDone)],
         "repairs": [each.module for each in events if isinstance(each, Repaired)],
+        "said": [each.text for each in events if isinstance(each, Repaired)],
         "sent": dict(group.sent),
     }
 
@@ -267,13 +271,86 @@ def _overflow(group: Communicator | None = None) -> Any:
     return lambda: setattr(MLP, "forward", kept)
 
 
-def test_a_repair_is_the_same_on_every_rank(ranks: Group, model: str) -> None:
-    """Each looks for the fault alone; an exchange in the middle of that would never end."""
-    options = {"dtype": "bf16", "force": True}
-    found = ranks.run(3, run, model, options, fault=_overflow)
+def _overflow_of_the_second(group: Communicator) -> Any:
+    """What a wrong kernel or a wrong bit of one device does."""
+    return _overflow(group) if group.rank == 1 else None
+
+
+@pytest.mark.parametrize(
+    ("fault", "shards"),
+    [
+        (_overflow, False),
+        (_overflow, True),
+        (_overflow_of_the_second, False),
+        pytest.param(_overflow_of_the_second, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_repair_is_the_same_on_every_rank(
+    ranks: Group, model: str, fault: Any, shards: bool
+) -> None:
+    """Each looks for the fault alone; an exchange in the middle of that would never end.
+
+    But weights are sent then as well, in the dtype that a repair gave them on all ranks.
+    """
+    options = {"dtype": "bf16", "force": True, "forget_repairs": True, "shard_weights": shards}
+    found = ranks.run(3, run, model, options, fault=fault)
     assert found[0]["repairs"]
     assert found[0]["repairs"] == found[1]["repairs"] == found[2]["repairs"]
+    is_of_one = fault is _overflow_of_the_second
+    assert all(("on rank 1 alone: " in text) == is_of_one for text in found[0]["said"])
     assert np.isfinite(together(found)[5]).all()
+
+
+def _overflow_of_a_table(group: Communicator) -> Any:
+    """The UNet's time embedding has an infinity from its third call on, in bfloat16."""
+    calls = 0
+
+    def overflow(module: torch.nn.Module, args: Any, out: Any) -> Any:
+        nonlocal calls
+        if type(module).__name__ == "TimestepEmbedding" and out.dtype == torch.bfloat16:
+            calls += not out.is_meta
+            return out * torch.inf if calls > 2 else None
+        return None
+
+    return torch.nn.modules.module.register_module_forward_hook(overflow).remove
+
+
+@pytest.mark.slow
+def test_a_repair_leaves_no_features_of_the_whole_video(ranks: Group, folder: Path) -> None:
+    """DeepCache takes the deep layers of an earlier step: those of a rank's own share."""
+    picture = np.random.default_rng(0).integers(0, 255, (32, 32, 3), np.uint8)
+    options = {
+        "prompt": None, "image": picture, "height": 32, "width": 32, "num_frames": 3,
+        "num_inference_steps": 6, "quality": "deepcache@3", "dtype": "bf16", "force": True,
+        "forget_repairs": True,
+    }  # fmt: skip
+    model = str(tiny_svd.svd(folder / "tiny-svd"))
+    found = ranks.run(3, run, model, options, fault=_overflow_of_a_table)
+    assert found[0]["repairs"]
+    assert np.isfinite(together(found)[5]).all()
+
+
+def _broken_weight_of_the_last(group: Communicator) -> Any:
+    """One of the weights that this rank has, and sends to others."""
+    kept = loading.notify_loaded
+
+    def broken(name: str, module: torch.nn.Module) -> None:
+        if name == "denoiser":
+            blocks = module.get_submodule("spatial_blocks").parameters()
+            next(each for each in blocks if not each.is_meta).data.flatten()[0] = torch.nan
+        kept(name, module)
+
+    if group.rank == 2:
+        loading.notify_loaded = broken
+    return lambda: setattr(loading, "notify_loaded", kept)
+
+
+def test_a_broken_weight_of_one_rank_is_named(ranks: Group, model: str) -> None:
+    """By the first rank too, which sees what came of it."""
+    options = {"shard_weights": True}
+    text = r"step 1 of .* weights themselves are not finite on another rank: denoiser\.spatial"
+    with pytest.raises(RankError, match=text):
+        ranks.run(3, run, model, options, fault=_broken_weight_of_the_last)
 
 
 def _no_room_to_decode(group: Communicator) -> Any:

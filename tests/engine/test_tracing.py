@@ -169,6 +169,12 @@ def test_modules_that_are_not_there(model: Path, tmp_path: Path, name: str, told
     assert not list(tmp_path.iterdir())
 
 
+def test_several_devices_are_refused(model: Path, tmp_path: Path) -> None:
+    """Their workers are other processes, and each calls its modules with a part of the video."""
+    with pytest.raises(InputError, match="a trace is recorded on one device"):
+        recorded(model, tmp_path / "no.trace", num_devices=3)
+
+
 def test_a_foreign_module(tmp_path: Path) -> None:
     net = traced_modules.net()
     core = "model.blocks.2.attn.core"

@@ -13,6 +13,7 @@ from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.core.parallel_plan import ParallelPlan, parse_parallel, parse_shares
 from everyframe.core.plan import Plan, Settings
+from everyframe.core.quality import LossyMethod, SamplingMethod
 from everyframe.core.request import Request
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from everyframe.planning.load_balancing import idle_notes
@@ -22,6 +23,10 @@ from everyframe.runtime.interface import RankShare, VideoGroup
 from everyframe.runtime.rank_shares import grid_share
 
 PROMPT = "a red circle moves to the right"
+
+
+#: A lossy method, which has no effect where branches are apart.
+LOSSY = {"method": LossyMethod(SamplingMethod("taylor1", 10))}
 
 
 class TwoBranches:
@@ -55,7 +60,10 @@ class Whole:
 
 def maybe_divided(model: Any = None, guidance: float = 7.0, **options: Any) -> ParallelPlan | None:
     request = Request(prompt=PROMPT, device="cpu", **options)
-    settings = Settings(PROMPT, None, 64, 64, 17, 12.0, 30, guidance, 1, request.num_videos)
+    settings = Settings(
+        PROMPT, None, 64, 64, 17, 12.0, 30, guidance, 1, request.num_videos,
+        method=None if request.method is None else request.method.sampling,
+    )  # fmt: skip
     devices = asked_devices(request, MACHINE)
     model = TwoBranches() if model is None else model
     return make_parallel_plan(request, model, settings, devices, lambda _: StepCost(1e9, 4), 1)
@@ -232,6 +240,9 @@ class ApartOrNot(TwoBranches):
         (ApartOrNot(10**6, 10**9), {"guidance": 1}, "data=1, cfg=1, ring=3"),
         (ApartOrNot(10**6, 0, ()), {}, "data=1, cfg=2, sequence=1"),
         (ApartOrNot(10**6, 0, ()), {"num_videos": 3}, "data=3, cfg=1, sequence=1"),
+        (ApartOrNot(10**6, 10**9), LOSSY, "data=1, cfg=1, ring=3"),
+        (ApartOrNot(10**6, 10**9), {**LOSSY, "parallel": "cfg=2"}, "data=1, cfg=2, ring=2"),
+        (ApartOrNot(10**6, 0, ()), LOSSY, "data=1, cfg=2, sequence=1"),
     ],
 )
 def test_branches_are_apart_where_that_is_faster(
@@ -256,6 +267,16 @@ def test_shares_are_followed() -> None:
     division = divided(num_devices=2, shares="24,8")
     assert [rank.token_share for rank in division.ranks] == [0.75, 0.25]
     assert [rank.attention_share for rank in division.ranks] == [0.8, 0.2]  # 10 rows: 7.5 and 2.5
+
+
+@pytest.mark.parametrize("model", [TwoBranches(), Whole()])
+def test_a_device_without_a_share_has_no_videos_of_its_own(model: Any) -> None:
+    given = {"model": model, "num_devices": 3, "num_videos": 4, "shares": "1,0,2"}
+    division = divided(**given)
+    assert sum(division.videos_per_group) == 4
+    assert all(any(division.ranks[r].speed for r in group) for group in division.groups)
+    with pytest.raises(InputError, match="data=3 wants 3 devices with a share above 0"):
+        divided(**given, parallel="data=3")
 
 
 def test_idle_ranks_are_told() -> None:

@@ -70,11 +70,13 @@ def parse_parallel(text: str) -> ParallelConfig:
 MOST_APART = 1_000_000
 
 
-def parse_shares(text: str, num_devices: int) -> tuple[float, ...]:
+def parse_shares(text: str, num_devices: int, num_groups: int = 1) -> tuple[float, ...]:
     """Parse relative shares, one number a device, such as ``24,8``.
 
+    Each of `num_groups` groups of devices, with videos of its own, needs one above 0.
+
     Raises:
-        InputError: wrong count of numbers, or not all are numbers of 0 or more.
+        InputError: wrong count of numbers, too few above 0, or not all are numbers of 0 or more.
     """
     try:
         numbers = tuple(float(part) for part in text.split(","))
@@ -86,6 +88,11 @@ def parse_shares(text: str, num_devices: int) -> tuple[float, ...]:
         raise InputError(
             f"shares must be {num_devices} numbers, one for each device, such as {example} for "
             f"cards of so many GB; got {text!r}"
+        )
+    if num_groups > sum(map(bool, numbers)):
+        raise InputError(
+            f"parallel data={num_groups} wants {num_groups} devices with a share above 0, got "
+            f"shares {text!r}"
         )
     least = min(number for number in numbers if number)
     if max(numbers) > MOST_APART * least:

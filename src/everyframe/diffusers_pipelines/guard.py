@@ -31,12 +31,14 @@ from everyframe.diffusers_pipelines.files.components import STAGE, has_frames
 from everyframe.diffusers_pipelines.inputs.defaults import denoisers
 from everyframe.numerics.overflow_probe import OverflowProbe
 from everyframe.numerics.tensor_stats import blank_frames, iter_tensors, value_range
+from everyframe.parallel.communicator import ONE, Communicator
 from everyframe.precision.cast_hooks import map_tensors
 from everyframe.precision.upcast import has_float32, is_below
 from everyframe.runtime.interface import VideoState
+from everyframe.runtime.repair.rank_agreement import UnshardedCall
 from everyframe.runtime.repair.repairs import asks_for
 from everyframe.runtime.stages.decoder_check import check_decoder
-from everyframe.runtime.stages.guard import GivenError, Guard, UnshardedCall
+from everyframe.runtime.stages.guard import GivenError, Guard
 
 
 class PipelineGuard:
@@ -44,7 +46,8 @@ class PipelineGuard:
 
     `watch` counts the steps, and none while a call is repeated. `emit` gets repairs and findings at
     once. `unsharded` gives, for components that are split across ranks, a context that runs them
-    whole. With `keeps_storage`, repaired weights get back their storage, not only their values.
+    whole; all ranks of `group` have the denoisers' results. With `keeps_storage`, repaired weights
+    get back their storage, not only their values.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class PipelineGuard:
         video: VideoState,
         emit: Callable[[Event], None],
         unsharded: Mapping[str, UnshardedCall] = MappingProxyType({}),
+        group: Communicator = ONE.video_group,
         *,
         keeps_storage: bool = False,
     ) -> None:
@@ -76,6 +80,7 @@ class PipelineGuard:
                 counts=counts,
                 of=of,
                 unsharded=unsharded.get(name),
+                group=group if denoises else ONE.video_group,
                 keeps_storage=keeps_storage,
             )
             guard.start_video(video)
@@ -243,7 +248,7 @@ class _Part:
         """Check the result and repair it if needed."""
         first = next(iter_tensors(result), None)
         self._dtypes.setdefault(module, torch.float32 if first is None else first.dtype)
-        if value_range(result).is_finite:
+        if self._guard.ranks.are_finite(value_range(result)):
             again = saved.calling(module)
             return self._guard.check_overflow(self._number(), probe, result, again)
         try:
@@ -255,7 +260,7 @@ class _Part:
                     f"finite, and can't be repaired: {self._why_fixed}, or load the pipeline in a "
                     "wider dtype. Nothing was written"
                 )
-            with self._guard.unsharded():
+            with self._guard.ranks.unsharded():
                 return self._guard.repair(self._number(), saved.calling(module), given)
         except GivenError as error:
             # What was not used when it was made is used now.

@@ -73,7 +73,7 @@ from everyframe.runtime.components.component_cache import WarmComponents
 from everyframe.runtime.interface import MemorySavings, VideoState
 from everyframe.runtime.memory.oom_fallback import together
 from everyframe.runtime.previews.latent_space import LatentSpace
-from everyframe.runtime.stages.guard import UnshardedCall
+from everyframe.runtime.repair.rank_agreement import UnshardedCall
 
 Emit = Callable[[Event], None]
 
@@ -264,7 +264,7 @@ class PipelineStage:
         on_step: Callable[[int, int], None],
         emit: Emit,
     ) -> Made | CallOutOfMemory:
-        pipe, settings = ready.pipe, ready.fallbacks.settings
+        pipe, settings, group = ready.pipe, ready.fallbacks.settings, self.parallel.video_group
         modules = _modules(pipe)
         denoising = {name: modules[name] for name in denoisers(modules)}
         others = [module for name, module in modules.items() if name not in denoising]
@@ -286,7 +286,7 @@ class PipelineStage:
             CfgParallel(denoising, branches, self.parallel, around) if branches else nullcontext(),
             DenoiserReplay(denoising, watch, video, at_once=branches is None),
             outer,
-            guard(ready.unsharded, keeps_storage=ready.fallbacks.keeps_storage) as guarded,
+            guard(ready.unsharded, group, keeps_storage=ready.fallbacks.keeps_storage) as guarded,
         ):
             around.guarded = guarded
             try:
@@ -303,7 +303,7 @@ class PipelineStage:
                 # Returned and not raised: a traceback would keep the failed call's tensors alive.
                 return CallOutOfMemory(str(error).partition("\n")[0], guarded.at, watch.begun)
             watch.finish()
-            if not self.parallel.video_group.is_lead:  # the first of these ranks has them
+            if not group.is_lead:  # the first of these ranks has them
                 return Made(())
             output = result if call_options.wants_output(self.own) else None
             if self.own.get("output_type") == call_options.LATENTS:

@@ -52,8 +52,11 @@ def record(
     A run that ends with `NumericsError` writes its trace too.
 
     Raises:
-        InputError: the trace can't be written there, or a module of `full` doesn't exist.
+        InputError: the trace can't be written there, a module of `full` doesn't exist, or the
+            request is for several devices: each rank calls its modules with a part of the video.
     """
+    if request.num_ranks > 1:
+        raise InputError("a trace is recorded on one device; leave out the others")
     place = check_place(path)
     recorder = Recorder(full, held_in)
     # Not resumable: a resumed run would have no trace of its beginning.

@@ -50,6 +50,8 @@ def infeasible_reason(
     ]
     if devices:
         return f"{text}; it would fit on {devices[0]} (--device {devices[0]})"
+    if plan.parallel is not None and plan.device.kind == "cpu":
+        return f"{text}; fewer devices take less of it"
     least = "" if plan.model == EMBEDDED_MODEL else " (the smallest model is --model shapes)"
     return f"{text}; no smaller video of this model fits{least}"
 
@@ -84,7 +86,9 @@ def _needs(plan: Plan, fitting: MemoryFit) -> str:
         for each in components
     )
     alone = f" ({format_bytes(largest.weight_bytes)} of weights alone)" if exceeds else ""
+    copies = fitting.copies_of(largest.name)
+    each = f" on each of {copies} ranks" if copies > 1 else ""
     return (
-        f"{what} needs about {format_bytes(plan.peak_bytes)}{alone}, {plan.device.name} has "
+        f"{what} needs about {format_bytes(plan.peak_bytes)}{alone}{each}, {plan.device.name} has "
         f"{format_bytes(fitting.device.free_memory)} free"
     )

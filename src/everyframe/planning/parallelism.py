@@ -134,7 +134,7 @@ def make_parallel_plan(
     if len(devices) == 1:
         return None
     effort = effort_of(settings)
-    most = min(len(devices), settings.num_videos)
+    most = min(sum(map(bool, weights)), settings.num_videos)
     # A named sequence degree uses all devices that other named degrees leave (checked before).
     counts = [asked.data or 1] if asked.data or asked.sequence else list(range(most, 0, -1))
     divisions = [
@@ -167,6 +167,8 @@ def _branchings(
         return (asked.cfg or 1,)
     if not isinstance(model, ShardableSpec) or not model.has_independent_branches:
         return (1,)
+    if settings.method is not None and model.sequence_backends:
+        return (1,)  # a lossy method needs whole answers: apart, all steps would be exact
     return tuple(range(1, model.num_branches(settings) + 1))
 
 
@@ -208,7 +210,7 @@ def shares_asked(request: Request, num_devices: int) -> tuple[float, ...] | None
         return None
     if num_devices == 1:
         raise InputError("shares has no effect on one device; give --num-devices or --devices")
-    return parse_shares(request.shares, num_devices)
+    return parse_shares(request.shares, num_devices, parse_parallel(request.parallel).data or 1)
 
 
 def _check_degrees(asked: ParallelConfig, model: ModelSpec, settings: Settings, count: int) -> None:
@@ -319,9 +321,8 @@ def _division(
     for number, group in enumerate(parted):
         mine = replace(video_group, weights=tuple(weights[rank] for rank in group))
         for place, rank in enumerate(group):
-            plan = RankPlan(
-                devices[rank].torch_name, number, weights[rank], memory_share=rooms[rank]
-            )
+            name = devices[rank].torch_name
+            plan = RankPlan(name, number, weights[rank], memory_share=rooms[rank])
             ranks.append(_part(plan, model, settings, mine, place, effort))
     return ParallelPlan(
         tuple(ranks),
@@ -377,8 +378,7 @@ class _Pace:
 
 def _seconds(division: ParallelPlan, effort: StepCost, pace: _Pace) -> float:
     """Seconds of a step of all videos, at nominal speeds of devices and links."""
-    slowest = 0.0
-    heaviest = max(division.speeds)
+    slowest, heaviest = 0.0, max(division.speeds)
     for group, ranks in enumerate(division.groups):
         steps = [
             _rank_seconds(rank, division.backend, effort, rank.speed / heaviest, pace)

@@ -145,6 +145,22 @@ def test_each_call_of_a_step_has_its_own_features(unet: tuple[Any, Call]) -> Non
         assert torch.equal(call(*given[0]), want[0]), "dropped"
 
 
+def test_calls_of_a_repair_are_whole_and_leave_nothing(unet: tuple[Any, Call]) -> None:
+    """What a rank computes alone has other sizes than its share, and a repair changes modules."""
+    module, call = unet
+    x, is_paused = drawn(7, 1024), False
+    want = call(x, 3.0)
+    with DeepFeatures(module, lambda: is_paused) as features:
+        call(drawn(8, 1024), 2.0)
+        is_paused = features.is_shallow = True
+        features.begin()
+        assert torch.equal(call(x, 3.0), want)
+        is_paused = False
+        assert not features.is_filled
+        features.begin()
+        assert torch.equal(call(x, 3.0), want)
+
+
 def test_calls_of_another_size_are_whole() -> None:
     torch.manual_seed(0)
     unet = VideoUNet(**SPATIO_TEMPORAL).eval()

@@ -114,6 +114,7 @@ class DeepFeatures:
     def clear(self) -> None:
         """Drop all results."""
         self._calls.clear()
+        self.drift = None
 
     def beginning(self, denoise: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """``denoise``, each call of which begins a step."""
@@ -135,7 +136,8 @@ class DeepFeatures:
         self.clear()
 
     def _answer_call(self, call: ModuleCall) -> Any:
-        if self._is_paused():
+        if self._is_paused():  # for a repair, after which earlier results are other modules'
+            self.clear()
             return call.compute()
         number, self._number = self._number, self._number + 1
         found = self._calls.get(number)

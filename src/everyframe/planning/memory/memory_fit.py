@@ -196,7 +196,7 @@ class MemoryFit:
         kind = self.planner.kinds(component, settings)[-1] if kind is None else kind
         alone = self.planner.weights_alone(component, settings, kind)
         return self.device.kind == "cpu" and not fits(
-            alone * self._copies(component.name), self.device
+            alone * self.copies_of(component.name), self.device
         )
 
     def _can_fit(self, settings: Settings) -> bool:
@@ -300,13 +300,13 @@ class MemoryFit:
         name = component.plan.name
         where = self.lead if self.lead is not None and self._is_led(name) else self.device
         peak, too_large = component.in_stage(stage)
-        return math.inf if too_large else share_of(peak * self._copies(name), where)
+        return math.inf if too_large else share_of(peak * self.copies_of(name), where)
 
     def _fit_together(self, parts: Sequence[PlannedComponent]) -> bool:
         """Whether all fit, counting components of one stage together."""
         plans = [part.plan for part in parts]
         here = [plan for plan in plans if self.lead is None or not self._is_led(plan.name)]
-        copies = {plan.name: self._copies(plan.name) for plan in plans}
+        copies = {plan.name: self.copies_of(plan.name) for plan in plans}
         together = not here or fits(peak_of(here, copies), self.device)
         if self.lead is not None:  # where what it alone loads lies beside its part of the rest
             together = together and fits(peak_of(map(self._on_lead, parts)), self.lead)
@@ -319,7 +319,7 @@ class MemoryFit:
             return plan
         return replace(plan, working_bytes=int(plan.working_bytes * self.lead_share))
 
-    def _copies(self, name: str) -> int:
+    def copies_of(self, name: str) -> int:
         """How many ranks store that component in this device's memory at once."""
         return 1 if self._is_led(name) else self.copies
 

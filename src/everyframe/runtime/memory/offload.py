@@ -158,7 +158,7 @@ class BlockOffload:
                     tensor = came[self._dotted_name(layer, name)]
                     layer._parameters[name] = _for(parameter, tensor)
                     # Already on the device.
-                    size += 0 if tensor is parameter else tensor.nbytes
+                    size += 0 if tensor.data_ptr() == parameter.data_ptr() else tensor.nbytes
                 mine.append((layer, size))
                 self._bytes += size
             following = self._ahead.following(self._names[part])

@@ -101,9 +101,12 @@ class ShardedWeightsProvider:
         for name, parameter in waiting.items():
             rank = self._holder[name]
             if rank == mine:
-                tensors[name] = parameter
+                # As it is now: where a repair widens it before its call, all ranks ask anew.
+                tensors[name] = parameter.detach()
             else:
-                tensors[name] = torch.empty_like(parameter, device=self._device)
+                # Not like the stand-in, which is on meta: the guard's search reads every operand.
+                size_of, dtype = parameter.shape, parameter.dtype
+                tensors[name] = torch.empty(size_of, dtype=dtype, device=self._device)
                 size += tensors[name].nbytes
             parts.append((tensors[name].detach().contiguous(), rank))
         return _BroadcastWeights(size, tensors, self._group.start_broadcast(parts, WEIGHTS))

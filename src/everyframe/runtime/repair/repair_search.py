@@ -21,6 +21,7 @@ from everyframe.hardware.memory import is_out_of_memory
 from everyframe.numerics.fault import Fault
 from everyframe.numerics.fault_locator import Located, locate_fault
 from everyframe.numerics.tensor_stats import iter_tensors, value_range
+from everyframe.runtime.repair.rank_agreement import RankAgreement
 from everyframe.runtime.repair.repairs import RepairSet
 
 _Result = TypeVar("_Result")
@@ -61,7 +62,8 @@ class RepairOutcome(Generic[_Result]):
 class RepairSearch(Generic[_Result]):
     """Find the repairs that `compute`, which calls the components `parts`, needs.
 
-    `given` are its inputs by name; a non-finite input is no module's fault.
+    `given` are its inputs by name; a non-finite input is no module's fault. All of `ranks` search
+    for the same result, and find the same repairs.
     """
 
     def __init__(
@@ -70,8 +72,10 @@ class RepairSearch(Generic[_Result]):
         repairs: RepairSet,
         compute: Callable[[], _Result],
         given: Mapping[str, Any],
+        ranks: RankAgreement | None = None,
     ) -> None:
         self._parts, self._repairs, self._compute, self._given = parts, repairs, compute, given
+        self._ranks = ranks or RankAgreement()
         self._before = len(repairs.all())
         self._done: list[RepairStep] = []
 
@@ -88,12 +92,12 @@ class RepairSearch(Generic[_Result]):
                 return self._by_whole_components(located.fault)
             self._apply(found)
         result = self._compute()
-        if not value_range(result).is_finite:
+        if not self._is_finite(result):
             # Watched operations ran uncompiled, so the compiled code is left as the cause.
-            for fault in find_wrong_graphs(self._parts, self._compute):
+            for fault in self._ranks.faults(find_wrong_graphs(self._parts, self._compute)):
                 self._apply(RepairStep(fault, self._repairs.plainly(fault.part, fault.module)))
             result = self._compute()
-        if not value_range(result).is_finite:
+        if not self._is_finite(result):
             self._repairs.take_back(self._before)
             return RepairOutcome(None)
         return RepairOutcome(result, tuple(self._done))
@@ -146,20 +150,20 @@ class RepairSearch(Generic[_Result]):
         None after a dtype mismatch: then the parent of the last repaired module is raised, too.
         """
         try:
-            located = locate_fault(self._parts, self._compute, self._given)
-            if located.error is None or self._repair_of(located) is not None:
-                return located
-            error: Exception = located.error
+            own = locate_fault(self._parts, self._compute, self._given)
         except RuntimeError as raised:
             if is_out_of_memory(raised) or is_device_loss(raised):
                 raise
-            error = raised
+            own = Located((), error=raised)
+        located = self._ranks.located(own)
+        if located.error is None or self._repair_of(located) is not None:
+            return located
         if not self._done:
-            raise error
+            raise located.error
         last = self._done.pop()
         around = self._repairs.around(last.repair)
         if around is None:
-            raise error
+            raise located.error
         self._apply(RepairStep(last.fault, around))
         return None
 
@@ -184,6 +188,9 @@ class RepairSearch(Generic[_Result]):
         self._repairs.apply(step.repair)
         self._done.append(step)
 
+    def _is_finite(self, result: Any) -> bool:
+        return self._ranks.are_finite(value_range(result))
+
     def _by_whole_components(self, fault: Fault) -> RepairOutcome[_Result]:
         """Last attempt, when nothing around a fault can be raised: whole components in float32.
 
@@ -200,7 +207,7 @@ class RepairSearch(Generic[_Result]):
                 if is_out_of_memory(error) or is_device_loss(error):
                     raise
                 result = None  # two dtypes met
-            if result is not None and value_range(result).is_finite:
+            if result is not None and self._is_finite(result):
                 return RepairOutcome(result, tuple(RepairStep(fault, repair) for repair in whole))
             self._repairs.take_back(self._before)
         return RepairOutcome(None, fault=fault)

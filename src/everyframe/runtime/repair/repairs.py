@@ -282,6 +282,11 @@ def prompt_truncated_note(cut: str) -> Note:
 def bad_weights_message(parts: Mapping[str, nn.Module], place: str) -> str:
     """Message for non-finite weights in these components, beginning with the one at `place`."""
     bad = bad_weights(parts)
+    if not bad:
+        return (
+            f"the weights themselves are not finite on another rank: {place}. Its file is broken, "
+            "or they do not fit into the dtype; try --dtype fp32. Nothing was written"
+        )
     name, tensor = next((each for each in bad if each[0] == place), bad[0])
     count = int((~tensor.isfinite()).sum())
     more = f", and {len(bad) - 1} more tensors" if len(bad) > 1 else ""

@@ -123,7 +123,9 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
         """
         device, method = self.context.device(self.component), self.context.settings.method
         is_cache = method is not None and method.is_cache
-        features = DeepFeatures(modules[self.component]) if is_cache else None
+        features: DeepFeatures | None = None
+        if is_cache:  # what a rank computes alone has other sizes than its share
+            features = DeepFeatures(modules[self.component], lambda: guard.ranks.is_unsharded)
         share = GuidanceShare() if method is not None and method.holds_guidance else None
 
         def make(**changed: Any) -> Callable[..., Tensor]:
@@ -246,7 +248,7 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
         shared = None if member is None else member.denoising(modules, self.shard)
         with shared or self.shard(modules) as patch:
             unsharded = patch.unsharded if patch.group.size > 1 else None
-            guard = self.context.guard(self.name, modules, unsharded)
+            guard = self.context.guard(self.name, modules, unsharded, patch.group)
             for number, video in enumerate(videos):
                 if video.step == num_steps:
                     continue  # done before the run was interrupted
@@ -366,10 +368,10 @@ class GuardedDenoiser:
             compute = partial(weakref.proxy(self._denoise), *given)
             answer: Tensor = self._guard.with_fallbacks(step, compute, again)
         seen = value_range(answer)
-        if seen.is_finite:
+        if self._guard.ranks.are_finite(seen):
             answer = self._guard.check_overflow(step, probe, answer, again)
-        if not seen.is_finite:
-            with self._guard.unsharded():
+        else:
+            with self._guard.ranks.unsharded():
                 answer = self._guard.repair(step, again)
             seen = value_range(answer)
         self._guard.note_output(step, seen)

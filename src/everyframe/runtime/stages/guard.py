@@ -10,7 +10,7 @@ Stages yield its `events`. A run without faults computes exactly what it would w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -26,9 +26,11 @@ from everyframe.numerics.fault import Fault
 from everyframe.numerics.fault_locator import bad_weights, faults_of_inputs
 from everyframe.numerics.overflow_probe import OverflowProbe, may_overflow
 from everyframe.numerics.tensor_stats import Range, blank_frames, value_range
+from everyframe.parallel.communicator import ONE, Communicator
 from everyframe.precision.dtypes import dtype_name
 from everyframe.runtime.interface import MemorySavings, VideoState
 from everyframe.runtime.memory.oom_fallback import OomFallbacks, together
+from everyframe.runtime.repair.rank_agreement import RankAgreement, UnshardedCall
 from everyframe.runtime.repair.repair_search import RepairSearch, RepairStep
 from everyframe.runtime.repair.repairs import (
     GuardLog,
@@ -39,9 +41,6 @@ from everyframe.runtime.repair.repairs import (
 )
 
 _Result = TypeVar("_Result")
-
-UnshardedCall = Callable[[], AbstractContextManager[None]]
-"""Makes a context in which this rank computes a component without communication."""
 
 #: A denoiser output this many times as large as any before is noted.
 _JUMP = 100.0
@@ -56,9 +55,10 @@ class GivenError(NumericsError):
 class Guard:
     """Watch the components `parts`, by name, during one stage.
 
-    `counts` and `of` name a call in messages, by default "step 3 of denoise". Ranks that compute
-    one result together each locate its fault alone, inside ``unsharded()``. With `keeps_storage`,
-    `end` restores the storage of the weights too. `free_others` is that of `OomFallbacks`.
+    `counts` and `of` name a call in messages, by default "step 3 of denoise". The ranks `group`
+    have the same results and repair them alike. Where they compute them together, each locates a
+    fault alone, inside ``unsharded()``. With `keeps_storage`, `end` restores the storage of the
+    weights too. `free_others` is that of `OomFallbacks`.
     """
 
     def __init__(
@@ -71,10 +71,11 @@ class Guard:
         of: str = "",
         savings: MemorySavings | None = None,
         unsharded: UnshardedCall | None = None,
+        group: Communicator = ONE.video_group,
         keeps_storage: bool = False,
         free_others: Callable[[], bool] | None = None,
     ) -> None:
-        self._plan, self._unsharded = plan, unsharded
+        self._plan, self.ranks = plan, RankAgreement(group, unsharded)
         self._parts = dict(parts)
         self._calls = GuardLog(plan.device, stage, counts, of or stage)
         self._repairs = RepairSet(plan.device, parts, keeps_storage=keeps_storage)
@@ -83,10 +84,6 @@ class Guard:
         self._written_calls = WrittenCalls({})
         self._largest = 0.0
         self._is_probed = False
-
-    def unsharded(self) -> AbstractContextManager[None]:
-        """Context: run the components unsharded on this rank (no communication)."""
-        return nullcontext() if self._unsharded is None else self._unsharded()
 
     @property
     def settings(self) -> Settings:
@@ -148,7 +145,7 @@ class Guard:
 
         None for ranks that compute one result together: each sees its own share only.
         """
-        if self._is_probed or self._unsharded is not None:
+        if self._is_probed or self.ranks.is_shared:
             return None
         self._is_probed = True
         return OverflowProbe() if any(map(may_overflow, self._parts.values())) else None
@@ -183,7 +180,7 @@ class Guard:
         Raises:
             CannotRunError: no known fallback frees enough memory.
         """
-        if self._unsharded is None:
+        if not self.ranks.is_shared:
             return partial(self._fallbacks.with_fallbacks, self._calls)
         return self._compute_once
 
@@ -295,7 +292,8 @@ class Guard:
         Raises:
             NumericsError: nothing helps. GivenError: an input is not finite.
         """
-        outcome = RepairSearch(self._parts, self._repairs, compute, given).until_finite()
+        search = RepairSearch(self._parts, self._repairs, compute, given, self.ranks)
+        outcome = search.until_finite()
         if outcome.result is None:
             raise self._beyond_repair(step, outcome.fault)
         if not outcome.repairs:
@@ -317,7 +315,7 @@ class Guard:
             self._video.repairs = (*others, *self._repairs.all())
 
     def _beyond_repair(self, step: int, fault: Fault | None) -> NumericsError:
-        where = self._where(step)
+        where = self._where(step) + self.ranks.culprit
         if fault is None and bad_weights(self._parts):
             return NumericsError(f"{where}: {bad_weights_message(self._parts, '')}")
         if fault is None:
@@ -346,7 +344,8 @@ class Guard:
         cause, why = ("range", "lost") if fault.cause == "formula" else (fault.cause, fault.cause)
         problem = describe_fault(fault, why)
         problem += ", which became finite later and changed the result" * is_swallowed
-        text = f"{self._where(step)}: {problem}. {repair.place} runs in {repair.to} from here on"
+        where = self._where(step) + self.ranks.culprit
+        text = f"{where}: {problem}. {repair.place} runs in {repair.to} from here on"
         dtype = dtype_name(fault.dtype)
         return Repaired(
             self._calls.stage, step, fault.part, fault.module, fault.operation, cause, dtype,
@@ -374,7 +373,7 @@ class Guard:
             return compute()
 
         # Other ranks wait for this one, so it can't continue alone.
-        result = catch_out_of_memory(recompute) if self._unsharded is None else recompute()
+        result = recompute() if self.ranks.is_shared else catch_out_of_memory(recompute)
         is_done = not isinstance(result, OutOfMemory) and value_range(result).is_finite
         if not is_done or len(blank_frames(pixels_of(result), -1, 1, _ONE_COLOUR)) >= num_blank:
             self._repairs.take_back(before)

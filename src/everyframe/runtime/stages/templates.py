@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from everyframe.core.events import ComponentLoaded, Event, Events, FramesDecoded, Note, Step
 from everyframe.core.plan import Plan, Settings
-from everyframe.parallel.communicator import ONE, ParallelContext
+from everyframe.parallel.communicator import ONE, Communicator, ParallelContext
 from everyframe.parallel.uneven_split import assign_pieces
 from everyframe.runtime.components.component_cache import WarmComponents
 from everyframe.runtime.interface import VideoState
@@ -29,11 +29,12 @@ from everyframe.runtime.loading import load_component, rewrite_parameters
 from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.previews.latent_previews import Previewer
 from everyframe.runtime.previews.preview_fit import ColorFit
+from everyframe.runtime.repair.rank_agreement import UnshardedCall
 from everyframe.runtime.repair.repairs import prompt_truncated_note
 from everyframe.runtime.stages import tiling
 from everyframe.runtime.stages.decoder_check import check_decoder, middle
 from everyframe.runtime.stages.frame_pieces import as_frames, distribute_pieces
-from everyframe.runtime.stages.guard import Guard, UnshardedCall
+from everyframe.runtime.stages.guard import Guard
 
 _Model = TypeVar("_Model", bound=NativeModelSpec[Any, Any, Any])
 
@@ -93,6 +94,7 @@ class StageContext(Generic[_Model]):
         stage: str,
         parts: Mapping[str, nn.Module],
         unsharded: UnshardedCall | None = None,
+        group: Communicator = ONE.video_group,
     ) -> Guard:
         """The guard of these components in that stage; see `Guard`."""
         assert self.plan is not None
@@ -102,6 +104,7 @@ class StageContext(Generic[_Model]):
             parts,
             savings=self.model.savings,
             unsharded=unsharded,
+            group=group,
             free_others=self.warm.free_others,
         )
 
