@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from everyframe.numerics.fault_locator import Cause, Fault, Located
+from everyframe.numerics.fault import Cause, Fault
+from everyframe.numerics.fault_locator import Located
 from everyframe.numerics.tensor_stats import Range
 from everyframe.parallel.communicator import FakeCommunicator
 from everyframe.runtime.repair.rank_agreement import RankAgreement

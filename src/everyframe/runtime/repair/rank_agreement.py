@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from everyframe.numerics.fault_locator import Fault, Located
+from everyframe.numerics.fault import Fault
+from everyframe.numerics.fault_locator import Located
 from everyframe.numerics.tensor_stats import Range
 from everyframe.parallel.communicator import ONE, Communicator
 from everyframe.precision.dtypes import dtype_name
