@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ import pytest
 
 from everyframe.core.events import Event
 from everyframe.hardware import throughput
+from everyframe.ops.native import library
 from helpers import fake_cpus
 
 if TYPE_CHECKING:
@@ -123,6 +125,33 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available() or torch.backends.mps.is_available()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _kernels_are_compiled_once(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The kernels in C, which take three seconds, by one of the processes that share the tests.
+
+    Each has a cache folder of its own, and so do its ranks, which would compile all at once.
+    """
+    is_shared = hasattr(request.config, "workerinput")
+    # Torch brings the threads that they are linked with.
+    if not is_shared or "torch" not in sys.modules or library.why_not():
+        return
+    import fcntl
+
+    shared = tmp_path_factory.getbasetemp().parent / "native"
+    with open(shared.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        folder = Path(os.environ["EVERYFRAME_CACHE"], shared.name)
+        if shared.is_dir():
+            shutil.copytree(shared, folder)
+            return
+        with suppress(library.NoLibraryError):
+            library._load()
+        if folder.is_dir():
+            shutil.copytree(folder, shared)
 
 
 @pytest.fixture(scope="session")
