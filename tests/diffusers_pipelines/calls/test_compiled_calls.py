@@ -54,9 +54,7 @@ def facts(pipe: Any) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("makers", "compile_it"),
-    diagonal(
-        [(ours, ours, theirs), (theirs, ours, theirs)], [in_place, forward, encoder, decode]
-    ),
+    diagonal([(ours, ours, theirs), (theirs, ours, theirs)], [in_place, forward, encoder, decode]),
 )
 def test_a_graph_is_compiled_once(
     tiny_models: Callable[[str], Path], counter: Any, compile_it: Any, makers: Any

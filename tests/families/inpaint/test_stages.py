@@ -260,7 +260,7 @@ def test_a_scheduler_that_draws_gives_every_frame_the_same(folders: dict[int, Pa
     "name",
     [
         "DDPMScheduler",
-        "LCMScheduler",
+        pytest.param("LCMScheduler", marks=pytest.mark.slow),
         # Its own tables take it seconds.
         pytest.param("KDPM2AncestralDiscreteScheduler", marks=pytest.mark.slow),
     ],

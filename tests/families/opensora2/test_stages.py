@@ -33,6 +33,7 @@ from helpers.pictures import smooth_picture
 from helpers.plans import frames_of, unchanged
 from helpers.references import flux
 from helpers.references import opensora2 as reference
+from helpers.slow_rows import slow_unless
 from helpers.tiny_checkpoints import opensora2 as tiny
 
 SIZES = {**reference.SIZES, "seed": 5, "num_inference_steps": 2}
@@ -109,7 +110,7 @@ def test_only_the_needed_branches_are_evaluated(
     assert sum(seen) == branches
 
 
-@pytest.mark.parametrize("resolution", ["video", "256px"])
+@pytest.mark.parametrize("resolution", slow_unless(["256px"], ["video", "256px"]))
 def test_a_first_picture_of_flux_begins_the_video(folder: Path, resolution: str) -> None:
     """Equal to FLUX's picture by diffusers' modules, given as the first frame.
 

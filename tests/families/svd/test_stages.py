@@ -48,14 +48,16 @@ def ours(folder: Path, image: Any, **options: Any) -> np.ndarray[Any, Any]:
         {"height": 24, "width": 40, "num_frames": 5},
         # With min_guidance_scale 1, one frame alone is something that diffusers trips over.
         {"height": 64, "width": 32, "num_frames": 1, "min_guidance_scale": 2.0},
-        {"num_frames": 4, "decode_chunk_size": 1},
+        pytest.param({"num_frames": 4, "decode_chunk_size": 1}, marks=pytest.mark.slow),
         {"num_frames": 5, "decode_chunk_size": 2},
         {"min_guidance_scale": 1.0, "max_guidance_scale": 1.0},
-        {"min_guidance_scale": 0.5, "max_guidance_scale": 0.5},
+        pytest.param(
+            {"min_guidance_scale": 0.5, "max_guidance_scale": 0.5}, marks=pytest.mark.slow
+        ),
         {"min_guidance_scale": 2.5, "max_guidance_scale": 1.5},
         {"motion_bucket_id": 20, "noise_aug_strength": 0.3, "fps": 12},
         {"noise_aug_strength": 0.0, "num_inference_steps": 1},
-        {"num_inference_steps": 12},
+        pytest.param({"num_inference_steps": 12}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
