@@ -10,9 +10,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -54,8 +54,20 @@ PRELOAD = [
 # theirs may use one. Where there are cards, such processes begin as users' do: with torch alone.
 if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists():
     PRELOAD = ["torch"]
-forkserver.set_forkserver_preload(PRELOAD)
+forkserver.set_forkserver_preload(["helpers.preload_begin", *PRELOAD, "helpers.preload_end"])
 forkserver.set_forkserver_preload = lambda modules: None
+
+
+def _start_beside_helpers(path: bytes, args: list[str], passfds: Any) -> int:
+    """Start a process of multiprocessing's own; that which others are forked from has `helpers`."""
+    *words, code = args
+    if "multiprocessing.forkserver" in code:
+        code = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); {code}"
+    return _START(path, [*words, code], passfds)
+
+
+_START = util.spawnv_passfds
+util.spawnv_passfds = _start_beside_helpers
 
 
 #: The files that take longest, which are begun first: else one worker has one of them at the end.
