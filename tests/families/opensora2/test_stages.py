@@ -281,7 +281,7 @@ def test_lossy_methods_compute_some_steps_and_keep_what_is_given(
     folder: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
     """With all steps computed both are the exact run; the given picture is in every one's."""
-    asked = {"num_inference_steps": 4, "text_oscillation": False, **more}
+    asked = {"num_inference_steps": 4, "num_frames": 5, "text_oscillation": False, **more}
     exact = run(folder, **asked)
     np.testing.assert_allclose(run(folder, **asked, quality="abm2@4"), exact, atol=CLOSE)
     np.testing.assert_array_equal(run(folder, **asked, quality="taylor1@4"), exact)

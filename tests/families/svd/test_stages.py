@@ -18,6 +18,7 @@ from helpers.pictures import smooth_picture as picture
 from helpers.references.svd import SIZES, load_pipeline
 from helpers.references.svd import frames_of as theirs
 from helpers.references.svd import start_noise as latents_of
+from helpers.slow_rows import slow_unless
 from helpers.tiny_checkpoints import svd as tiny_svd
 
 #: Largest difference of a float frame; 1e-4 is what we promise. Sums are made in diffusers' order,
@@ -83,7 +84,7 @@ def test_a_stretched_picture_of_any_size_is_diffusers_too(
     assert np.abs(made - wanted).max() < CLOSE
 
 
-@pytest.mark.parametrize("fit", ["crop", "pad"])
+@pytest.mark.parametrize("fit", slow_unless(["pad"], ["crop", "pad"]))
 def test_another_fit_is_that_of_the_fitted_picture(folder: Path, fit: str) -> None:
     image, latents = picture(50, 40), latents_of(SIZES)
     made = ours(folder, image, latents=latents, seed=1, fit=fit, **SIZES)
