@@ -25,7 +25,13 @@ def test_a_variable_that_torch_refuses_is_wrong_input(tmp_path: Path, command: s
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize("words", [["models"], ["plan", "a circle", "--model", "shapes"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["models"],
+        pytest.param(["plan", "a circle", "--model", "shapes"], marks=pytest.mark.slow),
+    ],
+)
 def test_a_variable_that_the_hubs_library_refuses_is_named(
     words: list[str], tmp_path: Path
 ) -> None:
