@@ -376,11 +376,7 @@ def test_another_machine_is_another_package(
 
 
 @pytest.mark.parametrize("by", ["block", "inner"])
-def test_a_block_that_writes_to_its_input_does_so_compiled(
-    by: str, compiler: PlantedCompiler
-) -> None:
-    compiler.is_dynamic = True
-
+def test_a_block_that_writes_to_its_input_does_so_compiled(by: str) -> None:
     class Writing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
