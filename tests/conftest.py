@@ -9,14 +9,16 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from multiprocessing import forkserver
+from contextlib import suppress
+from multiprocessing import forkserver, util
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from everyframe.core.events import Event
 from everyframe.hardware import throughput
+from everyframe.ops.native import library
 from helpers import fake_cpus
 
 if TYPE_CHECKING:
@@ -52,8 +54,20 @@ PRELOAD = [
 # theirs may use one. Where there are cards, such processes begin as users' do: with torch alone.
 if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists():
     PRELOAD = ["torch"]
-forkserver.set_forkserver_preload(PRELOAD)
+forkserver.set_forkserver_preload(["helpers.preload_begin", *PRELOAD, "helpers.preload_end"])
 forkserver.set_forkserver_preload = lambda modules: None
+
+
+def _start_beside_helpers(path: bytes, args: list[str], passfds: Any) -> int:
+    """Start a process of multiprocessing's own; that which others are forked from has `helpers`."""
+    *words, code = args
+    if "multiprocessing.forkserver" in code:
+        code = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); {code}"
+    return _START(path, [*words, code], passfds)
+
+
+_START = util.spawnv_passfds
+util.spawnv_passfds = _start_beside_helpers
 
 
 #: The files that take longest, which are begun first: else one worker has one of them at the end.
@@ -61,10 +75,10 @@ LONG = (
     "families/test_contract.py", "families/test_contract_distributed.py", "test_docs.py",
     "planning/test_dry_runs.py", "families/opensora2/test_stages.py", "adapters/test_merge.py",
     "families/inpaint/test_stages.py", "adapters/test_component_requests.py",
-    "planning/test_load_balancing.py", "fast_paths/compilation/test_compiled_block.py",
+    "planning/test_load_balancing.py", "end_to_end/test_startup.py", "end_to_end/test_serve.py",
     "planning/memory/test_memory_fit.py", "engine/test_batched_runs.py",
-    "engine/models/test_save.py",
-    "end_to_end/test_repairs.py", "fast_paths/test_path_sizes.py", "recipes/test_shipped.py",
+    "families/svd/test_stages.py", "end_to_end/test_repairs.py", "hardware/test_isolation.py",
+    "diffusers_pipelines/inputs/test_call_options.py",
 )  # fmt: skip
 
 
@@ -123,6 +137,33 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available() or torch.backends.mps.is_available()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _kernels_are_compiled_once(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The kernels in C, which take three seconds, by one of the processes that share the tests.
+
+    Each has a cache folder of its own, and so do its ranks, which would compile all at once.
+    """
+    is_shared = hasattr(request.config, "workerinput")
+    # Torch brings the threads that they are linked with.
+    if not is_shared or "torch" not in sys.modules or library.why_not():
+        return
+    import fcntl
+
+    shared = tmp_path_factory.getbasetemp().parent / "native"
+    with open(shared.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        folder = Path(os.environ["EVERYFRAME_CACHE"], shared.name)
+        if shared.is_dir():
+            shutil.copytree(shared, folder)
+            return
+        with suppress(library.NoLibraryError):
+            library._load()
+        if folder.is_dir():
+            shutil.copytree(folder, shared)
 
 
 @pytest.fixture(scope="session")

@@ -49,8 +49,9 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Reader]:
     }
 
 
-#: Pages whose commands take half a minute and more.
-LONG = ("cluster.md", "devices.md", "fast-paths.md", "trace.md", "tutorial.md", "warm-engine.md")
+#: Pages whose commands take longest. What they do has tests of its own in the fast set.
+LONG = ("cluster.md", "config.md", "devices.md", "fast-paths.md", "previews.md", "quality.md",
+        "trace.md", "tutorial.md", "warm-engine.md")  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from everyframe.core.events import Step
 from everyframe.core.request import Request
 from everyframe.core.serialization import from_jsonable, to_jsonable
 from helpers.components import originals, stored
-from helpers.diagonals import diagonal
 from helpers.loras import files as lora_files
 from helpers.loras.files import as_lora, factors_for
+from helpers.slow_rows import slow_unless
 from helpers.tiny_checkpoints import families as tiny_families
 
 #: Pipeline, and the names of its components in `originals`.
@@ -55,9 +55,25 @@ def generate(name: str, **more: Any) -> everyframe.Video:
 
 
 PARTS = [(name, part) for name, parts in PIPELINES.items() for part in parts]
+#: Of the fast set: one of each kind. The names of every network are those of
+#: `test_component_files.py`.
+FAST = [("wan", "transformer"), ("wan", "text_encoder"), ("hunyuan", "vae"),
+        ("cogvideox", "transformer")]  # fmt: skip
 
 
-@pytest.mark.parametrize(("part", "dtype"), diagonal(PARTS, ["fp32", "bf16"]))
+@pytest.mark.parametrize(
+    ("part", "dtype"),
+    [
+        pytest.param(
+            part, dtype,
+            marks=()
+            if part in FAST and dtype == ("fp32", "bf16")[FAST.index(part) % 2]
+            else pytest.mark.slow,
+        )
+        for part in PARTS
+        for dtype in ("fp32", "bf16")
+    ],
+)  # fmt: skip
 def test_frames_are_those_of_the_folder(
     part: tuple[str, str], dtype: str, tiny_root: Path, tmp_path: Path
 ) -> None:
@@ -101,7 +117,7 @@ def test_a_family_of_our_own(tiny_root: Path, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["svd", "stepvideo", "inpaint"])
+@pytest.mark.parametrize("name", slow_unless(["svd", "stepvideo"], ["svd", "stepvideo", "inpaint"]))
 def test_the_other_families(name: str, tiny_root: Path, tmp_path: Path) -> None:
     model = tiny_families.made(name, tiny_root)
     component = "denoiser" if name == "stepvideo" else "unet"

@@ -21,13 +21,14 @@ from everyframe.diffusers_pipelines.calls.patched_weights import merged_in_place
 from everyframe.diffusers_pipelines.inputs.options import PipelineOptions
 from everyframe.diffusers_pipelines.loaded_pipeline import given_pipeline
 from everyframe.planning.resolve import LoadedModel, prepare
-from helpers.diagonals import diagonal
 from helpers.loras import files as lora_files
 from helpers.loras.files import Factors, as_lora, factors_for
 from helpers.tiny_checkpoints import pipelines
 
 CPU = torch.device("cpu")
 NAMES = ("wan", "ltx", "hunyuan", "cogvideox")
+#: Two denoisers, and one; which weights a LoRA changes is tested in `test_lora_models.py`.
+FAST = (("wan", torch.float32), ("ltx", torch.bfloat16))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,14 @@ def frames(pipe: Any, name: str, **more: Any) -> np.ndarray[Any, Any]:
         return np.asarray(everyframe.run(pipe, **asked(name, **more)).frames)
 
 
-@pytest.mark.parametrize(("name", "dtype"), diagonal(NAMES, [torch.float32, torch.bfloat16]))
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=() if (name, dtype) in FAST else pytest.mark.slow)
+        for name in NAMES
+        for dtype in (torch.float32, torch.bfloat16)
+    ],
+)
 def test_merged_for_the_call_and_put_back(
     name: str, dtype: torch.dtype, pipe_of: Callable[[str], Any], tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from everyframe.core.lora import Lora
 from everyframe.core.request import Request
 from everyframe.planning.find_model import find_model
 from everyframe.runtime.components.patchable import PatchableSpec, WeightTable
+from helpers.diagonals import diagonal
 from helpers.loras import files as lora_files
 from helpers.loras import layouts as lora_layouts
 from helpers.loras.files import State, as_lora, factors_for, hand_merged, random
@@ -187,8 +188,7 @@ LAYOUTS: Mapping[str, Callable[[State], tuple[State, State]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "layout"), diagonal(MODELS, LAYOUTS))
 def test_weights_are_those_merged_by_hand(
     name: str,
     layout: str,

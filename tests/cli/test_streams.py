@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from everyframe.cli.tables import error_line
+from helpers.diagonals import diagonal
 
 FULL = Path("/dev/full")
 #: Prints on both, opens a file in between, and says on exit whether that had a number of its own.
@@ -42,12 +43,12 @@ def test_a_closed_stream_takes_no_files_place(tmp_path: Path, closed: str) -> No
     ("words", "streams", "code"),
     [
         (["models"], ">&-", 0),
-        (["models"], "2>&-", 0),
+        pytest.param(["models"], "2>&-", 0, marks=pytest.mark.slow),
         (["plan", "-"], "<&-", 2),
-        (["plan", "--nonsense"], "2>&-", 2),
+        pytest.param(["plan", "--nonsense"], "2>&-", 2, marks=pytest.mark.slow),
         (["plan", "--nonsense"], ">&- 2>&-", 2),
         (["models"], ">/dev/full", 1),
-        (["models", "--json"], ">/dev/full", 1),
+        pytest.param(["models", "--json"], ">/dev/full", 1, marks=pytest.mark.slow),
         (["plan", "--nonsense"], "2>/dev/full", 2),
         (["plan", "--nonsense", "--json"], ">/dev/full", 2),
     ],
@@ -69,15 +70,16 @@ def test_commands_end_in_one_line_at_most(words: list[str], streams: str, code: 
         assert "standard output can't be written to" in done.stderr
 
 
-@pytest.mark.parametrize("columns", [0, 1, 30])
-def test_a_terminal_may_have_any_width(columns: int) -> None:
+@pytest.mark.parametrize(
+    ("columns", "words"), diagonal([0, 1, 30], [["generate", "--help"], ["cache", "list"]])
+)
+def test_a_terminal_may_have_any_width(columns: int, words: list[str]) -> None:
     """A terminal whose size nobody set has none, and help was written without end."""
-    for words in (["generate", "--help"], ["cache", "list"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "everyframe", *words], capture_output=True, timeout=60,
-            check=True, env={**os.environ, "COLUMNS": str(columns)},
-        )  # fmt: skip
-        assert done.stdout.strip()
+    done = subprocess.run(
+        [sys.executable, "-m", "everyframe", *words], capture_output=True, timeout=60,
+        check=True, env={**os.environ, "COLUMNS": str(columns)},
+    )  # fmt: skip
+    assert done.stdout.strip()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="terminals are planted by pty")

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from everyframe.core.torch_import import explain_import
+from helpers.slow_rows import slow_unless
 
 
-@pytest.mark.parametrize("command", ["plan", "generate"])  # in this process, and in a worker
+@pytest.mark.parametrize("command", slow_unless(["generate"], ["plan", "generate"]))
 def test_a_variable_that_torch_refuses_is_wrong_input(tmp_path: Path, command: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "everyframe", command, "a red circle"], cwd=tmp_path, check=False,
@@ -24,7 +25,13 @@ def test_a_variable_that_torch_refuses_is_wrong_input(tmp_path: Path, command: s
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize("words", [["models"], ["plan", "a circle", "--model", "shapes"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["models"],
+        pytest.param(["plan", "a circle", "--model", "shapes"], marks=pytest.mark.slow),
+    ],
+)
 def test_a_variable_that_the_hubs_library_refuses_is_named(
     words: list[str], tmp_path: Path
 ) -> None:

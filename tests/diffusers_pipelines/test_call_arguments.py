@@ -33,8 +33,8 @@ from helpers.tiny_checkpoints.pipeline_components import cogvideox_parts
 from helpers.tiny_checkpoints.pipelines import loaded
 
 PICTURED = [name for name, each in CASES.items() if "image" in each.asked and each.class_name]
-#: One that encodes the picture twice, one that takes numbers as they are, one that fits it itself.
-FAST = ("WanImageToVideoPipeline", "LTXImageToVideoPipeline")
+#: One that encodes the picture twice.
+FAST = ("WanImageToVideoPipeline",)
 
 #: What diffusers raises for pictures that it can't take; Wan-Animate divides by a side of 0.
 REFUSALS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)

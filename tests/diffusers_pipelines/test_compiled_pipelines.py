@@ -46,6 +46,7 @@ def as_written(pipe: Any, **more: Any) -> np.ndarray[Any, Any]:
 
 
 def test_what_a_call_changes_is_computed(pipe: Any, compiler: PlantedCompiler) -> None:
+    compiler.is_dynamic = True
     assert everyframe.compile(pipe) is pipe
     assert type(pipe) is WanPipeline
     seen = []
@@ -94,7 +95,6 @@ def test_a_run_from_files_uses_what_was_compiled_for_it(
     asked = {"model": str(tmp_path / "wan"), "prompt": "a", "seed": 1, "device": "cpu",
              "dtype": "fp32", "height": 16, "width": 16, "num_frames": 5,
              "num_inference_steps": 10}  # fmt: skip
-    compiler.is_dynamic = False
     compiler.by = 1 + 5e-6  # tells its results from those of blocks as written
     for name in ("transformer", "transformer_2"):
         compile_for(Request(**asked), monkeypatch, name)

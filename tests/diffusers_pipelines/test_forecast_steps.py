@@ -86,11 +86,13 @@ def test_a_schedule_that_computes_nothing_in_one_step_is_run_dry_with_two(tmp_pa
         ("AnimateDiffPipeline", "HeunDiscrete", 19, 10),
         pytest.param("AnimateDiffPipeline", "KDPM2Discrete", 19, 10, marks=pytest.mark.slow),
         pytest.param("AnimateDiffPipeline", "PNDM", 11, 10, marks=pytest.mark.slow),
-        ("AnimateDiffPipeline", "EulerAncestralDiscrete", 10, 10),
+        pytest.param(
+            "AnimateDiffPipeline", "EulerAncestralDiscrete", 10, 10, marks=pytest.mark.slow
+        ),
         pytest.param(
             "AnimateDiffVideoToVideoPipeline", "HeunDiscrete", 15, 8, marks=pytest.mark.slow
         ),
-        ("AnimateDiffVideoToVideoPipeline", "PNDM", 9, 8),
+        pytest.param("AnimateDiffVideoToVideoPipeline", "PNDM", 9, 8, marks=pytest.mark.slow),
         ("AnimateDiffVideoToVideoPipeline", "PNDM with Runge-Kutta steps", 17, 8),
         pytest.param(
             "AnimateDiffPipeline", "PNDM with Runge-Kutta steps", 19, 10, marks=pytest.mark.slow

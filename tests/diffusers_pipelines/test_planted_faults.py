@@ -22,6 +22,7 @@ import everyframe
 from everyframe.core.errors import NumericsError
 from everyframe.core.events import Event, Note, Repaired
 from everyframe.runtime.stages.guard import Guard
+from helpers.diagonals import diagonal
 from helpers.guard_pipelines import hooked, planted, state_of
 from helpers.slow_rows import slow_unless
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
@@ -51,7 +52,8 @@ PLACES = {
         "vae.decoder.mid_block.resnets.0.conv1.conv",
     ),
 }
-PIPELINES = slow_unless(("wan", "hunyuan"), PLACES)
+FAST = ("wan", "hunyuan")
+PIPELINES = slow_unless(FAST, PLACES)
 #: Rounding of what is left in float16, as in `test_guard.py`.
 CLOSE = 0.05
 
@@ -167,8 +169,18 @@ ABSORBED = (
 )
 
 
-@pytest.mark.parametrize("name", PIPELINES)
-@pytest.mark.parametrize("fault", list(REFUSED))
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        *diagonal(REFUSED, FAST),
+        *(
+            pytest.param(fault, name, marks=pytest.mark.slow)
+            for fault in REFUSED
+            for name in PLACES
+            if name not in FAST
+        ),
+    ],
+)
 def test_what_somebody_broke_is_named_and_refused(
     fault: str, name: str, pipe_of: Callable[[str], Any]
 ) -> None:

@@ -143,7 +143,7 @@ def test_a_decoder_that_bfloat16_gets_wrong_runs_in_float32_and_so_do_later_ones
     assert np.array_equal(frames_of(again), wide)
 
 
-@pytest.mark.parametrize("is_coarse", [False, True])
+@pytest.mark.parametrize("is_coarse", slow_unless([True], [False, True]))
 def test_a_resumed_run_decodes_as_the_unbroken_one(tmp_path: Path, *, is_coarse: bool) -> None:
     model = Model("svd" if is_coarse else "opensora-1.2", tmp_path)
     if is_coarse:

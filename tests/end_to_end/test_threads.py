@@ -114,7 +114,7 @@ def cast(work: Callable[[], Array]) -> Array:
 
 
 #: Runs of each thread beside those of the others.
-TIMES = 3
+TIMES = 2
 
 
 def test_each_of_many_runs_has_its_bits(works: dict[str, Callable[[], Array]]) -> None:

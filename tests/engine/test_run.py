@@ -77,9 +77,9 @@ def test_each_of_several_videos_is_what_its_seed_alone_gives(
     which: str, request: pytest.FixtureRequest
 ) -> None:
     options = {"prompt": "a", "model": request.getfixturevalue(which), **SIZES}
-    together = list(run.stream(everyframe.Request(seed=8, num_videos=3, **options)))
+    together = list(run.stream(everyframe.Request(seed=8, num_videos=2, **options)))
     seen = []
-    for seed in (8, 9, 10):
+    for seed in (8, 9):
         alone = frames_by_seed(run.stream(everyframe.Request(seed=seed, **options)))[seed]
         np.testing.assert_array_equal(frames_by_seed(together)[seed], alone)
         seen.append(alone)

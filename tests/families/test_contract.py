@@ -41,7 +41,7 @@ Runs = Callable[..., list[Event]]
 
 every_family = pytest.mark.parametrize("family", tiny_families.OURS)
 #: For what the families share and do not write themselves: some in the fast set, the rest slow.
-SOME = ("opensora-1.2", "svd", "stepvideo")
+SOME = ("opensora-1.2", "svd")
 some_families = pytest.mark.parametrize("family", slow_unless(SOME, tiny_families.OURS))
 
 

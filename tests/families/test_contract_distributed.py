@@ -19,7 +19,8 @@ from everyframe.fast_paths.apply import swap_modules
 from everyframe.fast_paths.registry import CATALOGUE
 from everyframe.parallel.communicator import Communicator, FakeCommunicator, SingleRank
 from everyframe.precision import cast_hooks
-from helpers.rank_pool import Group, in_every_size, ranks
+from helpers.diagonals import diagonal
+from helpers.rank_pool import FAST, SLOW, Group, ranks
 from helpers.sharded_calls import RELATIVE, answered, worst
 from helpers.sharded_denoisers import DENOISERS
 from helpers.sharded_denoisers.base import compute_everything
@@ -38,15 +39,21 @@ def sharded(
     return DENOISERS[name].sharded(group, case, groups, planted, count)
 
 
+#: Of the fast set: two samples on every number of ranks, the other cases on most of them.
 CASES = [
-    pytest.param(name, case, marks=() if case in denoiser.fast else pytest.mark.slow)
+    pytest.param(
+        size, name, case,
+        marks=()
+        if case in denoiser.fast and size in (FAST if case == denoiser.guided else FAST[-1:])
+        else pytest.mark.slow,
+    )
     for name, denoiser in DENOISERS.items()
     for case in denoiser.cases
-]
+    for size in (*FAST, *SLOW)
+]  # fmt: skip
 
 
-@in_every_size
-@pytest.mark.parametrize(("name", "case"), CASES)
+@pytest.mark.parametrize(("size", "name", "case"), CASES)
 def test_any_number_of_ranks_gives_the_answer_of_one(
     ranks: Group, size: int, name: str, case: str
 ) -> None:
@@ -56,8 +63,7 @@ def test_any_number_of_ranks_gives_the_answer_of_one(
         assert torch.equal(found[0]["out"], DENOISERS[name].bare(case))
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-@every_denoiser
+@pytest.mark.parametrize(("size", "name"), diagonal([2, 3, 5], DENOISERS))
 def test_each_guidance_branch_has_ranks_of_its_own(ranks: Group, size: int, name: str) -> None:
     """Also three for two."""
     denoiser = DENOISERS[name]
@@ -155,13 +161,16 @@ def test_what_is_applied_is_removed_again(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        *((name, size) for name in ("opensora-1.2", "svd") for size in (2, 3, 5)),
+        ("opensora-1.2", 2), ("opensora-1.2", 5), ("svd", 3),
         *(
-            pytest.param(name, 3, marks=pytest.mark.slow)
-            for name in ("opensora-1.0", "stepvideo-ulysses", "stepvideo-ring")
+            pytest.param(name, size, marks=pytest.mark.slow)
+            for name, size in (
+                ("opensora-1.2", 3), ("svd", 2), ("svd", 5), ("opensora-1.0", 3),
+                ("stepvideo-ulysses", 3), ("stepvideo-ring", 3),
+            )
         ),
     ],
-)
+)  # fmt: skip
 def test_real_ranks_send_and_compute_what_imagined_ones_do(
     ranks: Group, name: str, size: int
 ) -> None:
@@ -172,14 +181,22 @@ def test_real_ranks_send_and_compute_what_imagined_ones_do(
         assert imagined["operations"] == found["operations"]
 
 
+#: Weights of ranks, and the groups that they are in.
+DIVISIONS = [
+    ((1.0,), 1), ((1.0,) * 3, 1), ((1.0,) * 3, 2), ((3.0, 1.0), 1), ((3.0, 1.0), 2),
+    ((1.0,) * 7, 1), ((1.0,) * 7, 2), ((1.0,) * 12, 2),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("weights", "groups"),
+    ("name", "weights", "groups"),
     [
-        ((1.0,), 1), ((1.0,) * 3, 1), ((1.0,) * 3, 2), ((3.0, 1.0), 1), ((3.0, 1.0), 2),
-        ((1.0,) * 7, 1), ((1.0,) * 7, 2), ((1.0,) * 12, 2),
+        # A third of them in the fast set: two or three divisions of each denoiser.
+        pytest.param(name, *each, marks=() if (row + column) % 3 == 0 else pytest.mark.slow)
+        for row, name in enumerate(DENOISERS)
+        for column, each in enumerate(DIVISIONS)
     ],
-)  # fmt: skip
-@every_denoiser
+)
 def test_planned_bytes_are_those_that_are_counted(
     name: str, weights: tuple[float, ...], groups: int
 ) -> None:
@@ -226,11 +243,12 @@ def test_every_rank_does_its_share(name: str, size: int) -> None:
 # ---------------------------------------------------------------- planted faults
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize(
-    ("name", "fault"), [(name, fault) for name, each in DENOISERS.items() for fault in each.faults]
-)
-def test_a_planted_fault_is_seen(ranks: Group, name: str, fault: str, size: int) -> None:
+FAULTS = [(name, fault) for name, each in DENOISERS.items() for fault in each.faults]
+
+
+@pytest.mark.parametrize(("planted", "size"), diagonal(FAULTS, [2, 3]), ids=str)
+def test_a_planted_fault_is_seen(ranks: Group, planted: tuple[str, str], size: int) -> None:
+    name, fault = planted
     case = DENOISERS[name].faults[fault][1]
     found = ranks.run(size, sharded, name, case, fault=fault)
     assert worst(found, DENOISERS[name].wanted(case)) > 100 * RELATIVE

@@ -2,8 +2,8 @@
 
 A fenced block runs if it is marked ``sh`` or ``python``, unless ``<!-- not run: why -->`` is on the
 line above. All blocks of a page share one folder and run in order, as a reader runs them. The
-tutorial's Python is one session: a block is preceded by those above it. On the README and the
-tutorial each command is a new process. Other programs are forks of this process (see `forked`),
+tutorial's Python is one session: a block is preceded by those above it, and each of its commands
+is a new process. Other programs are forks of this process (see `forked`),
 which saves seconds of imports. Read next: `test_docs.py`.
 """
 
@@ -31,7 +31,7 @@ _FENCE = re.compile(r"^```(.*)$")
 #: A command of ours with nothing in it that a shell would have to do.
 _PLAIN = re.compile(r"everyframe [^|&;<>$`\\#*?~()]+")
 #: Pages whose commands are processes of their own from the beginning.
-_AS_TYPED = ("README.md", "tutorial.md")
+_AS_TYPED = ("tutorial.md",)
 #: Pages whose blocks of Python are typed into one session.
 _ONE_SESSION = ("tutorial.md",)
 _NOT_RUN = re.compile(r"^<!-- not run: (\S.*) -->$")

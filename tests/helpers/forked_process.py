@@ -55,8 +55,10 @@ def _begin(environment: Mapping[str, str]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(environment)
-    # What this process was told to start others by belongs to the one that it is a fork of.
+    # What this process was told to start others by belongs to the one that it is a fork of, and so
+    # does what those import at once.
     server: Any = forkserver._forkserver
+    server._preload_modules = ["__main__"]
     tracker: Any = resource_tracker._resource_tracker
     forkserver.set_forkserver_preload = server.set_forkserver_preload
     server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -86,12 +87,17 @@ def test_it_draws_large_videos_too() -> None:
     assert read == reader.Reading("orange", "black", "circle", "down")
 
 
-def test_it_draws_what_prompts_say() -> None:
+@pytest.mark.parametrize(
+    ("prompts", "most"),
+    [(PROMPTS[:3], 0), pytest.param(PROMPTS, 1, marks=pytest.mark.slow)],
+    ids=["three", "eight"],
+)
+def test_it_draws_what_prompts_say(prompts: Sequence[str], most: int) -> None:
     """Seven of eight, one try each. The bars on 200 are measured by evaluate.py, and the model card
     says how far they are met: 95 % of clips are right in all four. All but the first have 12 steps
-    in place of the 30 of its defaults: that is harder, and quicker."""
+    in place of the 30 of its defaults: that is harder, and quicker. The first three are right."""
     wrong = []
-    for prompt in PROMPTS:
+    for prompt in prompts:
         fewer = {} if prompt is PROMPTS[0] else {"num_inference_steps": 12}
         scene = read_prompt(prompt)
         assert isinstance(scene, Scene)
@@ -101,4 +107,4 @@ def test_it_draws_what_prompts_say() -> None:
         read = reader.read(video.frames)
         if not all(read.right(scene).values()):
             wrong.append((prompt, read))
-    assert len(wrong) <= 1, wrong
+    assert len(wrong) <= most, wrong

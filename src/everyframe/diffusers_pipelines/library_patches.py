@@ -142,7 +142,9 @@ class _Quiet:
         is_quiet = any(self._entered.values())
         for library, verbosity, has_bars in self._before:
             quiet = library.CRITICAL if self._entered[True] else library.ERROR
-            library.set_verbosity(quiet if is_quiet else verbosity)
+            wanted = quiet if is_quiet else verbosity
+            if library.get_verbosity() != wanted:  # each change makes every logger look again
+                library.set_verbosity(wanted)
             if is_quiet:
                 library.disable_progress_bar()
             elif has_bars:

@@ -12,6 +12,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from everyframe.core.events import Event, Repaired, Step
+from helpers.diagonals import diagonal
 from helpers.guard_pipelines import planted
 from helpers.pipeline_calls import ours, theirs
 from helpers.tiny_checkpoints.pipelines import loaded
@@ -51,8 +52,10 @@ def facts(pipe: Any) -> list[Any]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("compile_it", [in_place, forward, encoder, decode])
-@pytest.mark.parametrize("makers", [(ours, ours, theirs), (theirs, ours, theirs)])
+@pytest.mark.parametrize(
+    ("makers", "compile_it"),
+    diagonal([(ours, ours, theirs), (theirs, ours, theirs)], [in_place, forward, encoder, decode]),
+)
 def test_a_graph_is_compiled_once(
     tiny_models: Callable[[str], Path], counter: Any, compile_it: Any, makers: Any
 ) -> None:

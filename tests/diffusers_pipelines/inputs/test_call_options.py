@@ -74,11 +74,14 @@ def run(pipe: Any, **given: Any) -> Any:
 @pytest.mark.parametrize(
     "given",
     [
-        {"prompt": ["a fox"], "negative_prompt": ["bad"]},
-        {"prompt": ["a fox", "a red cat"], "negative_prompt": ["bad", "bad"]},
+        pytest.param({"prompt": ["a fox"], "negative_prompt": ["bad"]}, marks=pytest.mark.slow),
+        pytest.param(
+            {"prompt": ["a fox", "a red cat"], "negative_prompt": ["bad", "bad"]},
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"prompt": ["a fox", "a red cat"]}, marks=pytest.mark.slow),
         pytest.param({**PROMPT, "num_videos_per_prompt": 2}, marks=pytest.mark.slow),
-        {"prompt": ["a", "b"], "num_videos_per_prompt": 2},
+        {"prompt": ["a", "b"], "negative_prompt": ["bad", ""], "num_videos_per_prompt": 2},
         {"prompt": ["a", ""], "generator": [3, 4]},
     ],
 )

@@ -62,7 +62,14 @@ def test_a_merged_lora(name: str, dtype: str, tiny_root: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("component", "dtype"), diagonal(["transformer", "text_encoder"], ["bf16", "fp32"])
+    ("component", "dtype"),
+    [
+        ("transformer", "bf16"),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (("transformer", "fp32"), ("text_encoder", "bf16"), ("text_encoder", "fp32"))
+        ),
+    ],
 )
 def test_a_component_of_scaled_weights(
     component: str, dtype: str, tiny_root: Path, tmp_path: Path

@@ -40,19 +40,39 @@ def edited(run: RunFolder, **values: Any) -> None:
     write_json(run.path / "run.json", {**run.run(), **values})
 
 
+def with_picture(folder: Path) -> Path:
+    """The folder, with a picture in it."""
+    pixels = np.random.default_rng(0).integers(0, 255, (16, 16, 3), np.uint8)
+    Image.fromarray(pixels).save(folder / "cat.png")
+    return folder
+
+
 @pytest.fixture
 def picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A picture in the folder that this is called from."""
-    monkeypatch.chdir(tmp_path)
-    pixels = np.random.default_rng(0).integers(0, 255, (16, 16, 3), np.uint8)
-    Image.fromarray(pixels).save("cat.png")
+    monkeypatch.chdir(with_picture(tmp_path))
     return tmp_path / "cat.png"
 
 
+@pytest.fixture(scope="module")
+def interrupted(model: str, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """An own run of such a picture that was interrupted."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(with_picture(tmp_path_factory.mktemp("own")))
+        return cut(model, Path.cwd() / "runs", image="cat.png", edit_strength=0.5)
+
+
 @pytest.fixture
-def run(model: str, picture: Path, tmp_path: Path) -> RunFolder:
-    """An own run of it that was interrupted."""
-    return cut(model, tmp_path / "runs", image="cat.png", edit_strength=0.5)
+def run(interrupted: RunFolder, picture: Path, tmp_path: Path) -> RunFolder:
+    """A copy of it that a test may change."""
+    place = tmp_path / "runs" / interrupted.path.name
+    return RunFolder(Path(shutil.copytree(interrupted.path, place)))
+
+
+@pytest.fixture
+def in_its_place(run: RunFolder, interrupted: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the folder that it was begun in, where an own run finds its picture."""
+    monkeypatch.chdir(interrupted.path.parents[1])
 
 
 def of_another_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -60,6 +80,7 @@ def of_another_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other"))
 
 
+@pytest.mark.usefixtures("in_its_place")
 def test_an_own_run_goes_on_as_ever(run: RunFolder, model: str, tmp_path: Path) -> None:
     copied = RunFolder(Path(shutil.copytree(run.path, tmp_path / "copied")))
     video = everyframe.resume(run.path)
@@ -91,6 +112,7 @@ def test_what_a_strangers_run_asks_for_is_named_again(
         everyframe.resume(run.path, model=model)
 
 
+@pytest.mark.usefixtures("in_its_place")
 def test_what_is_named_again_may_lie_anywhere_and_be_called_anything(
     run: RunFolder, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +159,7 @@ def test_what_is_named_again_must_be_what_it_was(
         everyframe.resume(run.path, model=model, image="cat.png", vae="elsewhere")
 
 
+@pytest.mark.usefixtures("in_its_place")
 def test_a_run_that_this_call_began_goes_on_without_a_key(
     run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

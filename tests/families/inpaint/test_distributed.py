@@ -25,6 +25,7 @@ from everyframe.runs.folder import all_runs
 from everyframe.runs.run_state import EVERY_STEP, SaveOptions
 from everyframe.samplers import noise
 from helpers.rank_pool import Group, group_of
+from helpers.slow_rows import slow_unless
 from helpers.tiny_checkpoints import inpaint as tiny_inpaint
 
 STEPS = 2
@@ -106,7 +107,7 @@ def run(
     }
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", slow_unless([2], [2, 3]))
 def test_one_video_on_several_ranks_has_the_bits_of_one(
     ranks: Group, model: str, size: int
 ) -> None:
@@ -143,7 +144,7 @@ def test_several_videos_are_dealt_out_whole_first(ranks: Group, model: str) -> N
     assert np.array_equal(shared[0]["frames"], wanted["frames"])
 
 
-@pytest.mark.parametrize("until", [2, 4])
+@pytest.mark.parametrize("until", slow_unless([2], [2, 4]))
 def test_a_run_that_is_interrupted_goes_on_on_one_device(
     ranks: Group, model: str, tmp_path: Path, until: int
 ) -> None:

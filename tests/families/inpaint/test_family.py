@@ -20,6 +20,7 @@ from everyframe.families.inpaint.config import InpaintConfig, released
 from everyframe.families.inpaint.options import InpaintOptions
 from everyframe.families.registry import family
 from helpers.pickled_weights import pickle_weights
+from helpers.slow_rows import slow_unless
 
 GIVEN: dict[str, Any] = {
     "prompt": "a red ball", "source": np.zeros((16, 16, 3), np.uint8), "mask": "0,0,8,8",
@@ -32,7 +33,7 @@ def folder(tiny_models: Callable[[str], Path]) -> Path:
     return tiny_models("inpaint")
 
 
-@pytest.mark.parametrize("name", ["sd-1.5", "sd-1.5-inpaint"])
+@pytest.mark.parametrize("name", slow_unless(["sd-1.5-inpaint"], ["sd-1.5", "sd-1.5-inpaint"]))
 def test_a_known_model_is_planned_before_it_is_fetched(name: str) -> None:
     plan = everyframe.plan(model=name, **GIVEN)
     assert plan.family == "inpaint"

@@ -150,7 +150,8 @@ def test_last_image_is_the_last_latent_frame(model_1_2: Path, seen_latents: list
 
 
 @pytest.mark.parametrize(
-    ("length", "num_frames", "overlap"), [(30, 20, 17), (5, 20, 1), (30, 17, 1)]
+    ("length", "num_frames", "overlap"),
+    [(30, 20, 17), (5, 20, 1), pytest.param(30, 17, 1, marks=pytest.mark.slow)],
 )
 def test_extend_begins_with_the_source_and_drops_the_overlap(
     model_1_2: Path, seen_latents: list[Tensor], length: int, num_frames: int, overlap: int

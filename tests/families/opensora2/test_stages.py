@@ -33,6 +33,7 @@ from helpers.pictures import smooth_picture
 from helpers.plans import frames_of, unchanged
 from helpers.references import flux
 from helpers.references import opensora2 as reference
+from helpers.slow_rows import slow_unless
 from helpers.tiny_checkpoints import opensora2 as tiny
 
 SIZES = {**reference.SIZES, "seed": 5, "num_inference_steps": 2}
@@ -109,7 +110,7 @@ def test_only_the_needed_branches_are_evaluated(
     assert sum(seen) == branches
 
 
-@pytest.mark.parametrize("resolution", ["video", "256px"])
+@pytest.mark.parametrize("resolution", slow_unless(["256px"], ["video", "256px"]))
 def test_a_first_picture_of_flux_begins_the_video(folder: Path, resolution: str) -> None:
     """Equal to FLUX's picture by diffusers' modules, given as the first frame.
 
@@ -280,7 +281,7 @@ def test_lossy_methods_compute_some_steps_and_keep_what_is_given(
     folder: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
     """With all steps computed both are the exact run; the given picture is in every one's."""
-    asked = {"num_inference_steps": 4, "text_oscillation": False, **more}
+    asked = {"num_inference_steps": 4, "num_frames": 5, "text_oscillation": False, **more}
     exact = run(folder, **asked)
     np.testing.assert_allclose(run(folder, **asked, quality="abm2@4"), exact, atol=CLOSE)
     np.testing.assert_array_equal(run(folder, **asked, quality="taylor1@4"), exact)

@@ -18,6 +18,7 @@ from helpers.pictures import smooth_picture as picture
 from helpers.references.svd import SIZES, load_pipeline
 from helpers.references.svd import frames_of as theirs
 from helpers.references.svd import start_noise as latents_of
+from helpers.slow_rows import slow_unless
 from helpers.tiny_checkpoints import svd as tiny_svd
 
 #: Largest difference of a float frame; 1e-4 is what we promise. Sums are made in diffusers' order,
@@ -48,14 +49,16 @@ def ours(folder: Path, image: Any, **options: Any) -> np.ndarray[Any, Any]:
         {"height": 24, "width": 40, "num_frames": 5},
         # With min_guidance_scale 1, one frame alone is something that diffusers trips over.
         {"height": 64, "width": 32, "num_frames": 1, "min_guidance_scale": 2.0},
-        {"num_frames": 4, "decode_chunk_size": 1},
+        pytest.param({"num_frames": 4, "decode_chunk_size": 1}, marks=pytest.mark.slow),
         {"num_frames": 5, "decode_chunk_size": 2},
         {"min_guidance_scale": 1.0, "max_guidance_scale": 1.0},
-        {"min_guidance_scale": 0.5, "max_guidance_scale": 0.5},
+        pytest.param(
+            {"min_guidance_scale": 0.5, "max_guidance_scale": 0.5}, marks=pytest.mark.slow
+        ),
         {"min_guidance_scale": 2.5, "max_guidance_scale": 1.5},
         {"motion_bucket_id": 20, "noise_aug_strength": 0.3, "fps": 12},
         {"noise_aug_strength": 0.0, "num_inference_steps": 1},
-        {"num_inference_steps": 12},
+        pytest.param({"num_inference_steps": 12}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -81,7 +84,7 @@ def test_a_stretched_picture_of_any_size_is_diffusers_too(
     assert np.abs(made - wanted).max() < CLOSE
 
 
-@pytest.mark.parametrize("fit", ["crop", "pad"])
+@pytest.mark.parametrize("fit", slow_unless(["pad"], ["crop", "pad"]))
 def test_another_fit_is_that_of_the_fitted_picture(folder: Path, fit: str) -> None:
     image, latents = picture(50, 40), latents_of(SIZES)
     made = ours(folder, image, latents=latents, seed=1, fit=fit, **SIZES)

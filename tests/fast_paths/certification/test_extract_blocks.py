@@ -53,10 +53,10 @@ def tried(of: CertificationTarget) -> ComparisonResult:
      ("cogvideox", "transformer")],
 )  # fmt: skip
 def test_what_a_rank_gives_its_modules_is_whole_without_the_others(
-    name: str, component: str, tmp_path: Path
+    name: str, component: str, tiny_models: Callable[[str], Path]
 ) -> None:
     """A first block got all tokens, and norms asked ranks that are not there for statistics."""
-    asked = families.asked(name, model=str(families.made(name, tmp_path)), num_devices=3)
+    asked = families.asked(name, model=str(tiny_models(name)), num_devices=3)
     prepared = prepare(everyframe.Request(device="cpu", dtype="fp32", **asked))
     runs = [run for run in prepared.fitted.runs if run.stage_call.component == component]
     of = Certificates(prepared.plan.device, 1).subject(component, FLOAT32, runs)

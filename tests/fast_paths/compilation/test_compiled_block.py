@@ -139,6 +139,7 @@ def test_arguments_are_not_baked_in(compiler: PlantedCompiler) -> None:
 
 
 def test_sizes_are_dynamic_and_one_is_of_its_own(compiler: PlantedCompiler) -> None:
+    compiler.is_dynamic = True
     model = everyframe.compile(made())
     for batch, length in ((2, 6), (3, 9), (2, 6), (5, 31)):
         check(model, *inputs(batch, length))
@@ -149,14 +150,16 @@ def test_sizes_are_dynamic_and_one_is_of_its_own(compiler: PlantedCompiler) -> N
 
 
 def test_fixed_sizes_have_a_package_each(compiler: PlantedCompiler) -> None:
+    compiler.is_dynamic = True
     model = everyframe.compile(made(), dynamic=False)
     for length in (6, 9, 6):
         check(model, *inputs(2, length))
     assert compiler.count == 2
 
 
-def test_sizes_that_differ_from_each_other_are_not_mixed_up() -> None:
+def test_sizes_that_differ_from_each_other_are_not_mixed_up(compiler: PlantedCompiler) -> None:
     """Compiled where two sizes happen to be equal, and called where they are not."""
+    compiler.is_dynamic = True
     model = everyframe.compile(made())
     x, text = inputs(2, 5)
     assert x.shape == text.keys.shape
@@ -164,7 +167,8 @@ def test_sizes_that_differ_from_each_other_are_not_mixed_up() -> None:
     check(model, torch.randn(2, 9, 16), text)
 
 
-def test_strides_are_not_assumed() -> None:
+def test_strides_are_not_assumed(compiler: PlantedCompiler) -> None:
+    compiler.is_dynamic = True
     model = everyframe.compile(made())
     x, text = inputs(2, 6)
     check(model, x, text)
