@@ -22,7 +22,6 @@ from everyframe.core.bytes import parse_bytes
 from everyframe.core.errors import ExitCode, InputError, MissingPackageError
 from everyframe.core.paths import expand_path
 from everyframe.core.torch_import import check_docstrings
-from everyframe.engine.workers import worker_start
 
 if TYPE_CHECKING:
     from everyframe.engine.workers.executor import Executor
@@ -136,10 +135,7 @@ def _executor(kind: str, given: Any) -> Callable[[], Executor]:
             return ray_executor(address, place_timeout=place_seconds)
         from everyframe.engine.workers.warm_workers import WarmWorkers
 
-        workers = WarmWorkers(warm_seconds, stop_seconds=5.0)
-        if warm_seconds and worker_start.is_possible():
-            workers.start()  # the first request finds all imported
-        return workers
+        return WarmWorkers(warm_seconds, stop_seconds=5.0)
 
     return start
 

@@ -89,7 +89,6 @@ class WarmWorkers:
         with self._lock:
             if not any(group.fits(num_ranks) for group in self._idle):
                 self._idle.append(_Group(num_ranks))
-        self._reap_later()
 
     def describe(self) -> list[WarmModel]:
         """The models that are loaded, or that ran in the last jobs."""
