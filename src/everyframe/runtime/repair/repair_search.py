@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import nan
 from typing import Any, Generic, TypeVar
 
 from torch import nn
@@ -20,7 +21,7 @@ from everyframe.hardware.device_loss import is_device_loss
 from everyframe.hardware.memory import is_out_of_memory
 from everyframe.numerics.fault import Fault
 from everyframe.numerics.fault_locator import Located, locate_fault
-from everyframe.numerics.tensor_stats import iter_tensors, value_range
+from everyframe.numerics.tensor_stats import Range, iter_tensors, value_range
 from everyframe.runtime.repair.rank_agreement import RankAgreement
 from everyframe.runtime.repair.repairs import RepairSet
 
@@ -189,7 +190,9 @@ class RepairSearch(Generic[_Result]):
         self._done.append(step)
 
     def _is_finite(self, result: Any) -> bool:
-        return self._ranks.are_finite(value_range(result))
+        """Whether all ranks have a finite result; a rank that has none asks, too."""
+        seen = Range(nan, nan) if result is None else value_range(result)
+        return self._ranks.are_finite(seen)
 
     def _by_whole_components(self, fault: Fault) -> RepairOutcome[_Result]:
         """Last attempt, when nothing around a fault can be raised: whole components in float32.
@@ -207,7 +210,7 @@ class RepairSearch(Generic[_Result]):
                 if is_out_of_memory(error) or is_device_loss(error):
                     raise
                 result = None  # two dtypes met
-            if result is not None and self._is_finite(result):
+            if self._is_finite(result) and result is not None:
                 return RepairOutcome(result, tuple(RepairStep(fault, repair) for repair in whole))
             self._repairs.take_back(self._before)
         return RepairOutcome(None, fault=fault)
