@@ -142,9 +142,10 @@ def quantize(
     for name, part in parts.items():
         if kind in _WEIGHTS:
             quantize_layers(part, in_memory(part, kind))
-            for layer in part.modules():
-                # Files of its library, which has no layers of this kind.
-                if isinstance(layer, QuantizedLinear) and hasattr(part, "save_pretrained"):
+            # Files of its library, which has no layers of this kind.
+            is_saved = hasattr(part, "save_pretrained")
+            for layer in part.modules() if is_saved else ():
+                if isinstance(layer, QuantizedLinear):
                     layer.register_state_dict_post_hook(save_wide)  # type: ignore[no-untyped-call]
             continue
         for note in dynamic_quantization.quantize_products(part, kind):

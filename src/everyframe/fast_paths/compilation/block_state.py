@@ -131,8 +131,9 @@ class Description:
         """What answers a call, of which somebody may set another on the class."""
         called = getattr(type(owner), name)
         self.calls.append((owner, name, called))
-        is_own = isinstance(called, types.FunctionType) and called.__module__[:6] != "torch."
-        return self._value(called, place) if is_own else None
+        if not isinstance(called, types.FunctionType) or called.__module__.startswith("torch."):
+            return None
+        return self._value(called, place)
 
     def _see(self, value: object) -> None:
         self._seen[id(value)] = len(self._seen)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from everyframe.ops.modulation import gated_add, modulation_tables
 from everyframe.ops.native import kernels
 
 
@@ -54,9 +55,9 @@ class _Block(nn.Module):
         if self.is_plain or not has_tables or not kernels.supports(x):
             plain: Tensor = super().forward(x, encoder_hidden_states, temb, rotary_emb)
             return plain
-        shift, scale, gate, late_shift, late_scale, late_gate = (
-            self.scale_shift_table.float() + temb.float()
-        ).unbind(-2)
+        shift, scale, gate, late_shift, late_scale, late_gate = modulation_tables(
+            self.scale_shift_table, temb
+        )
         y = kernels.layer_norm(x, 1 + scale, shift, self.norm1.eps)
         x = _gated_add(x, self.attn1(y, None, None, rotary_emb), gate)
         x = x + self.attn2(self.norm2(x), encoder_hidden_states, None, None)
@@ -69,7 +70,7 @@ def _gated_add(x_BNC: Tensor, branch_BNC: Tensor, gate: Tensor) -> Tensor:
     if kernels.supports(branch_BNC):
         return kernels.gated_add(x_BNC, branch_BNC, gate)
     gate_BNC = gate.view(len(x_BNC), -1, x_BNC.shape[-1])
-    return (x_BNC.float() + branch_BNC.float() * gate_BNC).type_as(x_BNC)
+    return gated_add(x_BNC.float(), branch_BNC.float(), gate_BNC).type_as(x_BNC)
 
 
 class _Attention(nn.Module):

@@ -57,26 +57,18 @@ INLINE floats either(ints mask, floats yes, floats no) {
   return (floats)((mask & (ints)yes) | (~mask & (ints)no));
 }
 
-/* b where one of both is NaN, as below. */
-INLINE floats larger(floats a, floats b) {
+/* The larger (max, >) or the smaller (min, <) of two; b where one of both is NaN. */
 #if defined(__AVX512F__)
-  return (floats)_mm512_max_ps((__m512)a, (__m512)b);
+#define ORDERED(name, sign, a, b) (floats)_mm512_##name##_ps((__m512)a, (__m512)b)
 #elif defined(__AVX__)
-  return (floats)_mm256_max_ps((__m256)a, (__m256)b);
+#define ORDERED(name, sign, a, b) (floats)_mm256_##name##_ps((__m256)a, (__m256)b)
 #else
-  return either(a > b, a, b);
+#define ORDERED(name, sign, a, b) either(a sign b, a, b)
 #endif
-}
 
-INLINE floats lesser(floats a, floats b) {
-#if defined(__AVX512F__)
-  return (floats)_mm512_min_ps((__m512)a, (__m512)b);
-#elif defined(__AVX__)
-  return (floats)_mm256_min_ps((__m256)a, (__m256)b);
-#else
-  return either(a < b, a, b);
-#endif
-}
+INLINE floats larger(floats a, floats b) { return ORDERED(max, >, a, b); }
+
+INLINE floats lesser(floats a, floats b) { return ORDERED(min, <, a, b); }
 
 INLINE const void *at(const void *x, long i, int is_bf16) {
   return (const char *)x + i * (is_bf16 ? 2 : 4);

@@ -105,8 +105,9 @@ class ShardedWeightsProvider:
                 tensors[name] = parameter.detach()
             else:
                 # Not like the stand-in, which is on meta: the guard's search reads every operand.
-                size_of, dtype = parameter.shape, parameter.dtype
-                tensors[name] = torch.empty(size_of, dtype=dtype, device=self._device)
+                tensors[name] = torch.empty(
+                    parameter.shape, dtype=parameter.dtype, device=self._device
+                )
                 size += tensors[name].nbytes
             parts.append((tensors[name].detach().contiguous(), rank))
         return _BroadcastWeights(size, tensors, self._group.start_broadcast(parts, WEIGHTS))
