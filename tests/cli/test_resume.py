@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from everyframe.cli.main import main
+from everyframe.cli.resume import resume
+from everyframe.engine.output_files import OutputFiles
+from everyframe.engine.workers.torchrun import Terminated
 from everyframe.runs.checksummed_json import write_json
 from everyframe.runs.folder import all_runs
 from helpers.interrupted_runs import cut
@@ -45,6 +48,28 @@ def test_list_forget_and_go_on(
     assert Path("clip.mp4").read_bytes() == Path("whole.mp4").read_bytes()
     assert not list(all_runs(tmp_path / "runs"))
     assert main(["resume", first.name]) == 2
+
+
+@pytest.mark.parametrize("error", [Terminated(signal.SIGTERM), RuntimeError("planted")])
+def test_whatever_ends_a_run_its_name_is_printed(
+    error: BaseException,
+    model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EVERYFRAME_RUNS", str(tmp_path / "runs"))
+    folder = cut(model, tmp_path / "runs")
+
+    def failing(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(OutputFiles, "add", failing)
+    with pytest.raises(type(error)):
+        resume(folder.name)
+    hint = f"interrupted; resume it: everyframe resume {folder.name}\n"
+    assert capsys.readouterr().err.count(hint) == 1
 
 
 def test_what_is_skipped_is_reported(

@@ -21,7 +21,13 @@ from everyframe.cli.options import RUN_FLAGS, make_command
 from everyframe.cli.parse_request import ParsedRequest, parse_request
 from everyframe.cli.progress import Reporter, reporter
 from everyframe.cli.tables import one_line
-from everyframe.core.errors import CannotRunError, ExitCode, InputError, PeerLostError
+from everyframe.core.errors import (
+    CannotRunError,
+    EveryframeError,
+    ExitCode,
+    InputError,
+    PeerLostError,
+)
 from everyframe.core.events import (
     AudioDecoded,
     Event,
@@ -34,7 +40,7 @@ from everyframe.core.events import (
     VideoDone,
     VideoWritten,
 )
-from everyframe.engine.workers.torchrun import Terminated, under_torchrun
+from everyframe.engine.workers.torchrun import under_torchrun
 from everyframe.media.output_path import check_here
 from everyframe.planning.input_checks import check_input_files, check_output_option
 from everyframe.runs.folder import RunFolder, root_of
@@ -163,15 +169,11 @@ def make(
                     if isinstance(event, VideoDone):
                         finished[event.seed] = _finish(event, sink, shown, run)
         except KeyboardInterrupt as error:
-            how = "nothing unfinished was left behind"
-            if run is not None and run.path.is_dir():
-                how = f"resume it: everyframe resume {run.name}"
+            hint = "" if run is None else run.resume_hint
+            how = hint or "nothing unfinished was left behind"
             raise KeyboardInterrupt(f"interrupted; {how}") from error
-        except (Terminated, PeerLostError):
-            # Another rank says why; where it can be gone on from is known here alone.
-            if run is not None and run.path.is_dir() and under_torchrun() is not None:
-                text = f"interrupted; resume it: everyframe resume {run.name}"
-                print(text, file=sys.stderr, flush=True)
+        except BaseException as error:
+            _print_resume_hint(error, run)
             raise
     return int(ExitCode.DONE)
 
@@ -188,6 +190,16 @@ def _print_paths(json: bool) -> Iterator[dict[int, str]]:
             for _, path in sorted(paths.items()):
                 # A program that reads it wants the very name; a terminal must not be steered by it.
                 print(one_line(path) if sys.stdout.isatty() else path, flush=True)
+
+
+def _print_resume_hint(error: BaseException, run: RunFolder | None) -> None:
+    """Name the run on standard error, unless the message of `error` does that."""
+    # Our errors do, but for a rank that another one ended: it alone knows the folder.
+    is_named = isinstance(error, EveryframeError)
+    if isinstance(error, PeerLostError):
+        is_named = under_torchrun() is None
+    if run is not None and run.is_saved and not is_named:
+        print(f"interrupted; {run.resume_hint}", file=sys.stderr, flush=True)
 
 
 def _take(event: Event, sink: OutputFiles, shown: Reporter) -> None:

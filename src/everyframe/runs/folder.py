@@ -67,6 +67,15 @@ class RunFolder:
         return self.path.name
 
     @property
+    def resume_hint(self) -> str:
+        """The command that resumes it, for a message; empty if nothing is saved any more."""
+        return f"resume it: everyframe resume {self.name}" if self.is_saved else ""
+
+    @property
+    def is_saved(self) -> bool:
+        return (self.path / _RUN).is_file()
+
+    @property
     def tensors(self) -> Path:
         return self.path / f"tensors{self._of_part}"
 

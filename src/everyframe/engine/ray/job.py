@@ -207,11 +207,11 @@ class _SavedRun:
 
     @property
     def is_saved(self) -> bool:
-        return self._folder is not None and (self.path / "run.json").is_file()
+        return self._folder is not None and self._folder.is_saved
 
     def how(self) -> str:
         """How to resume it, as the end of a message."""
-        return f"; resume it: everyframe resume {self.name}" if self.is_saved else ""
+        return f"; {self._folder.resume_hint}" if self._folder is not None and self.is_saved else ""
 
     def job_now(
         self, job: WorkerJob, number: int, done: list[int], out_of_memory: OutOfMemoryInfo | None

@@ -33,7 +33,7 @@ from everyframe.core.plan import Plan
 from everyframe.core.serialization import from_jsonable
 from everyframe.engine.workers.error_transfer import error_from
 from everyframe.engine.workers.stop_switch import StopSwitch
-from everyframe.engine.workers.worker_monitor import HangDetector, crash_error, resume_hint
+from everyframe.engine.workers.worker_monitor import HangDetector, crash_error
 from everyframe.engine.workers.worker_process import Worker, WorkerJob
 from everyframe.runs.folder import RunFolder
 
@@ -154,8 +154,9 @@ def _forward_events(
                 raise crash_error(gone.worker, gone.worker.end(), run) from gone.__cause__
             except WorkerDiedError as died:
                 message = str(died)
-                hint = [] if run is not None and run.name in message else resume_hint(run)
-                raise died.reworded("; ".join([message, *hint])) from died.__cause__
+                if run is not None and run.is_saved and run.name not in message:
+                    message = f"{message}; {run.resume_hint}"
+                raise died.reworded(message) from died.__cause__
             except DistributedOutOfMemoryError as error:
                 # Under torchrun the other ranks can't be restarted from here.
                 if run is None or job.local is not None:

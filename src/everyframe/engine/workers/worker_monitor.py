@@ -202,12 +202,9 @@ def crash_error(worker: Worker, code: int, run: RunFolder | None) -> WorkerDiedE
     else:
         facts = query_machine().machine
         findings += _of_the_machine(facts, signal_name(-code), worker.read_output())
-    return WorkerDiedError("; ".join([*findings, *resume_hint(run)]))
-
-
-def resume_hint(run: RunFolder | None) -> list[str]:
-    """Note about the run saved at the time of a crash."""
-    return [] if run is None else [f"resume it: everyframe resume {run.name}"]
+    if run is not None and run.is_saved:
+        findings.append(run.resume_hint)
+    return WorkerDiedError("; ".join(findings))
 
 
 def _of_the_machine(machine: MachineFacts, signal: str, printed: str) -> list[str]:
