@@ -13,19 +13,14 @@ from dataclasses import dataclass, replace
 
 from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts, MachineFacts
-from everyframe.core.parallel_plan import (
-    ParallelConfig,
-    ParallelPlan,
-    RankPlan,
-    parse_parallel,
-    parse_shares,
-)
+from everyframe.core.parallel_plan import ParallelConfig, ParallelPlan, RankPlan, parse_parallel
 from everyframe.core.plan import Settings
 from everyframe.core.request import DTYPES, Request
 from everyframe.hardware.facts import device_names, pick_device
 from everyframe.hardware.throughput import with_fp16_tried
 from everyframe.parallel.uneven_split import group_ranks, uneven_sizes
-from everyframe.runtime.interface import CfgParallelSpec, ModelSpec, ShardableSpec, VideoGroup
+from everyframe.planning.division_checks import backends_of, check_division, shares_asked
+from everyframe.runtime.interface import ModelSpec, ShardableSpec, VideoGroup
 
 #: Free memory is rounded to this many steps of the largest.
 _ROOM = 16
@@ -77,7 +72,8 @@ def asked_devices(request: Request, facts: MachineFacts) -> tuple[DeviceFacts, .
                 "give CUDA devices, or cpu several times"
             )
     else:
-        first, count = pick_device(facts, request.device), request.num_devices or 1
+        first = pick_device(facts, request.device)
+        count = request.num_devices or 1
         alike = [device for device in facts.devices if device.kind == first.kind]
         if first.kind == "cpu":
             found = (first,) * count
@@ -93,17 +89,6 @@ def asked_devices(request: Request, facts: MachineFacts) -> tuple[DeviceFacts, .
     if len(found) > 1 and found[0].kind not in _OPERATIONS:
         raise InputError(f"there is one {found[0].kind} device; several can be cuda or cpu")
     return tuple(map(with_fp16_tried, found)) if DTYPES[request.dtype] == "float16" else found
-
-
-def check_division(
-    request: Request, model: ModelSpec, settings: Settings, num_devices: int
-) -> None:
-    """Raise `InputError` for a division impossible on that many devices; says what is possible."""
-    shares_asked(request, num_devices)
-    asked = parse_parallel(request.parallel)
-    _check_degrees(asked, model, settings, num_devices)
-    if request.shard_weights:
-        _check_shards(asked, model, num_devices)
 
 
 def make_parallel_plan(
@@ -145,7 +130,7 @@ def make_parallel_plan(
         for count in counts
         for cfg in _branchings(asked, model, settings, together=together)
         if cfg * count <= len(devices)
-        for backend in ([asked.backend] if asked.backend else _backends_of(model) or ("",))
+        for backend in ([asked.backend] if asked.backend else backends_of(model) or ("",))
     ]
     if shards:
         divisions = [each for each in divisions if min(map(len, each.groups)) > 1]
@@ -154,10 +139,6 @@ def make_parallel_plan(
     pace = _Pace(speed, _BYTES[kind], _RING[kind])
     # At equal time, several videos at once come first: they exchange nothing.
     return min(divisions, key=lambda each: _seconds(each, effort, pace))
-
-
-def _backends_of(model: ModelSpec) -> tuple[str, ...]:
-    return model.sequence_backends if isinstance(model, ShardableSpec) else ()
 
 
 def _branchings(
@@ -198,110 +179,6 @@ def can_share(request: Request, model: ModelSpec, division: ParallelPlan | None)
     is_alone = division is not None and min(map(len, division.groups)) == 1
     is_collective = isinstance(model, ShardableSpec) and model.is_collective
     return is_alone and is_collective and parse_parallel(request.parallel).data in (None, 1)
-
-
-def shares_asked(request: Request, num_devices: int) -> tuple[float, ...] | None:
-    """The shares that a request names; None if it leaves them open.
-
-    Raises:
-        InputError: they are invalid, or not one per device.
-    """
-    if request.shares is None:
-        return None
-    if num_devices == 1:
-        raise InputError("shares has no effect on one device; give --num-devices or --devices")
-    return parse_shares(request.shares, num_devices, parse_parallel(request.parallel).data or 1)
-
-
-def _check_degrees(asked: ParallelConfig, model: ModelSpec, settings: Settings, count: int) -> None:
-    data, cfg = asked.data or 1, asked.cfg or 1
-    backends, shared = _backends_of(model), isinstance(model, ShardableSpec)
-    if not shared and (cfg > 1 or (asked.sequence or 1) > 1):
-        raise InputError(
-            f"{model.title} makes each video on one device: parallel can be data=N with "
-            "--num-videos, not cfg or sequence"
-        )
-    if shared and not backends and (asked.sequence or 1) > 1:
-        raise InputError(
-            f"parallel {_written(asked)}: no token split of {model.title} is known; it "
-            f"can be {_instead(model, settings, count)}"
-        )
-    if shared and backends and asked.backend and asked.backend not in backends:
-        could = " or ".join(f"{backend or 'sequence'}={asked.sequence}" for backend in backends)
-        raise InputError(
-            f"parallel {_written(asked)}: {model.title} does not exchange its tokens by "
-            f"{asked.backend}; it can be {could}"
-        )
-    if data > settings.num_videos:
-        raise InputError(
-            f"parallel data={data} wants at least {data} videos, got --num-videos "
-            f"{settings.num_videos}; sequence={count} divides one video"
-        )
-    branches = _num_branches(model, settings) if cfg > 1 else 1
-    if cfg > branches:
-        can = (
-            f"sequence={count} divides each video" if backends else "data=N deals out whole videos"
-        )
-        raise InputError(f"parallel cfg={cfg}: {_branches(model, settings, branches)}; {can}")
-    if data * cfg > count:
-        raise InputError(
-            f"parallel data={data},cfg={cfg} wants {data * cfg} devices or more, got {count}"
-        )
-    if asked.sequence is None:
-        return
-    wanted = data * cfg * asked.sequence
-    if wanted != count:
-        raise InputError(
-            f"parallel {_written(asked)} is for {wanted} devices, got {count}; for {count} it can "
-            f"be auto, {_instead(model, settings, count)}"
-        )
-
-
-def _num_branches(model: ModelSpec, settings: Settings) -> int:
-    return model.num_branches(settings) if isinstance(model, ShardableSpec) else 1
-
-
-def _instead(model: ModelSpec, settings: Settings, count: int) -> str:
-    """The possible parallel configs on that many devices, for one video or several."""
-    right = [f"sequence={count}"] if _backends_of(model) else []
-    if count > 1 and _num_branches(model, settings) > 1:
-        right.append("cfg=2, which splits any number of devices in two")
-    return " or ".join(right or ["data=N with --num-videos"])
-
-
-def _branches(model: ModelSpec, settings: Settings, count: int) -> str:
-    """Text about the number of CFG branches, if more were requested."""
-    if count > 1:
-        return f"it has {count} branches"
-    if isinstance(model, CfgParallelSpec):
-        return model.why_one_branch(settings)
-    if settings.guidance_scale <= 1:
-        return "without guidance it has one branch"
-    return f"{model.title} computes its branches of guidance in its own way"
-
-
-def _check_shards(asked: ParallelConfig, model: ModelSpec, count: int) -> None:
-    """Raise `InputError` if no other rank exists to shard weights with."""
-    if count == 1:
-        raise InputError(
-            "shard_weights has no effect on one device; give --num-devices or --devices"
-        )
-    if not isinstance(model, ShardableSpec) or not model.is_collective:
-        raise InputError(
-            f"shard_weights has no effect on {model.title}, whose weights each device has whole; "
-            "--max-memory brings them block by block"
-        )
-    if count // (asked.data or 1) < 2:
-        raise InputError(
-            f"parallel data={asked.data} leaves one of {count} devices for a video, and "
-            "shard_weights wants two or more; "
-            f"give {'data=' + str(count // 2) if count > 3 else 'data=1'}, or leave parallel out"
-        )
-
-
-def _written(asked: ParallelConfig) -> str:
-    named = {"data": asked.data, "cfg": asked.cfg, asked.backend or "sequence": asked.sequence}
-    return ",".join(f"{name}={number}" for name, number in named.items() if number is not None)
 
 
 def _division(
@@ -378,7 +255,8 @@ class _Pace:
 
 def _seconds(division: ParallelPlan, effort: StepCost, pace: _Pace) -> float:
     """Seconds of a step of all videos, at nominal speeds of devices and links."""
-    slowest, heaviest = 0.0, max(division.speeds)
+    slowest = 0.0
+    heaviest = max(division.speeds)
     for group, ranks in enumerate(division.groups):
         steps = [
             _rank_seconds(rank, division.backend, effort, rank.speed / heaviest, pace)
@@ -391,8 +269,10 @@ def _seconds(division: ParallelPlan, effort: StepCost, pace: _Pace) -> float:
 
 def _rank_seconds(rank: RankPlan, backend: str, cost: StepCost, speed: float, pace: _Pace) -> float:
     """Seconds of a rank's step; `speed` is relative to the fastest rank."""
-    share, second = max(rank.token_share, rank.attention_share), pace.operations * speed
-    computing, sending = share * cost.operations / second, rank.sent_bytes / pace.sent
+    share = max(rank.token_share, rank.attention_share)
+    second = pace.operations * speed
+    computing = share * cost.operations / second
+    sending = rank.sent_bytes / pace.sent
     if backend != "ring":
         return computing + sending
     # Sending keys overlaps with computing on others.

@@ -18,6 +18,7 @@ from everyframe.planning.component_precision import (
     check_effect,
     quantization_choice,
 )
+from everyframe.planning.division_checks import shares_asked
 from everyframe.planning.fast_paths import component_certificates
 from everyframe.planning.fast_paths.blocked_paths import find_blocked
 from everyframe.planning.fast_paths.choose_fast_paths import FastPathChooser, pins_of
@@ -38,7 +39,6 @@ from everyframe.planning.parallelism import (
     asked_devices,
     can_share,
     make_parallel_plan,
-    shares_asked,
 )
 from everyframe.planning.quality import Fit
 from everyframe.precision.policy import check_asked

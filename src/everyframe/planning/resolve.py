@@ -28,13 +28,13 @@ from everyframe.hardware.device_loss import translate_device_loss
 from everyframe.hardware.facts import Freed, machine_facts
 from everyframe.hardware.profiles import find_profile
 from everyframe.planning.batches import with_batch
+from everyframe.planning.division_checks import check_division
 from everyframe.planning.dry_runs import clashes_of
 from everyframe.planning.fast_paths.choose_fast_paths import FastPathChooser
 from everyframe.planning.find_model import find_model, refuse_if_not_drawable
 from everyframe.planning.infeasible import infeasible_reason
 from everyframe.planning.load_balancing import BalancedPlan, idle_notes
 from everyframe.planning.memory.memory_fit import FitResult
-from everyframe.planning.parallelism import check_division
 from everyframe.planning.previews import plan_previews
 from everyframe.planning.quality import fit_to_quality, with_named_products
 from everyframe.planning.request_fit import (
