@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from everyframe.dry_run.meta_device import STAND_IN, MetaKernelCache, compute, tensors_of
+from everyframe.dry_run.meta_device import (
+    STAND_IN,
+    MetaKernelCache,
+    OperationDict,
+    compute,
+    operation_key,
+    tensors_of,
+)
 
 aten = torch.ops.aten
 
@@ -31,6 +38,19 @@ def test_anything_else_is_torch_s_own() -> None:
     assert compute(torch.ops.aten.mm.default, (x, x.T), {}).shape == (2, 2)
 
 
+def known(dry: MetaKernelCache, func: Any, *args: Any) -> Any:
+    return dry(operation_key(func, args, {}), func, args, {})
+
+
+def test_what_is_known_of_operations_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OperationDict, "most", 3)
+    known = OperationDict[int]()
+    for number in range(10):
+        known[number] = number
+        assert known[number] == number
+        assert len(known) <= 3
+
+
 def test_what_is_remembered_is_what_torch_would_give_again() -> None:
     """Of new storage each time, and another answer for other sizes, strides, dtypes or numbers."""
     dry = MetaKernelCache()
@@ -48,7 +68,7 @@ def test_what_is_remembered_is_what_torch_would_give_again() -> None:
     ]  # fmt: skip
     for _ in range(2):
         for func, given in calls:
-            wanted, found = list(tensors_of(func(*given))), list(tensors_of(dry(func, given, {})))
+            wanted, found = tensors_of(func(*given)), tensors_of(known(dry, func, *given))
             facts = [
                 [(each.shape, each.stride(), each.dtype, each.untyped_storage().nbytes())
                  for each in one]
@@ -56,17 +76,17 @@ def test_what_is_remembered_is_what_torch_would_give_again() -> None:
             ]  # fmt: skip
             assert facts[0] == facts[1], func
             assert {each.device.type for each in found} == {STAND_IN}
-    first, second = (dry(aten.add.Tensor, (x, x), {}) for _ in range(2))
+    first, second = (known(dry, aten.add.Tensor, x, x) for _ in range(2))
     assert first.untyped_storage() is not second.untyped_storage()
 
 
 def test_views_and_what_is_changed_in_place_are_not_remembered() -> None:
     dry, x = MetaKernelCache(), torch.empty(4, 6, device=STAND_IN)
     for _ in range(2):
-        assert dry(aten.t.default, (x,), {}).untyped_storage() is x.untyped_storage()
-        assert dry(aten.add_.Tensor, (x, 1), {}) is x
-        assert dry(aten._unsafe_view.default, (x, [24]), {}).shape == (24,)
+        assert known(dry, aten.t.default, x).untyped_storage() is x.untyped_storage()
+        assert known(dry, aten.add_.Tensor, x, 1) is x
+        assert known(dry, aten._unsafe_view.default, x, [24]).shape == (24,)
     # What has numbers may decide.
     three = torch.tensor(3.0)
-    assert dry(aten.add.Tensor, (three, three), {}).item() == 6
-    assert dry(aten.add.Tensor, (three, three + 1), {}).item() == 7
+    assert known(dry, aten.add.Tensor, three, three).item() == 6
+    assert known(dry, aten.add.Tensor, three, three + 1).item() == 7

@@ -102,6 +102,10 @@ class DeviceFacts:
         """Name for `torch.device`, such as ``cpu`` or ``cuda:0``."""
         return self.kind if self.index is None else f"{self.kind}:{self.index}"
 
+    def kind_only(self) -> DeviceFacts:
+        """The device without memory and speed, which change nothing that a dry run finds."""
+        return replace(self, memory=0, free_memory=0, rates=None, index=None, fp16_slowdown=None)
+
 
 @dataclass(frozen=True)
 class SoftwareFacts:

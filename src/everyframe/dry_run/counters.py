@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from math import prod
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from everyframe.core.facts import DeviceFacts, OpShape
 from everyframe.core.plan import Precision
+from everyframe.dry_run import rules
 from everyframe.dry_run.result import DryRunFinding, DryRunResult, Work
 from everyframe.ops.device import operation_repeats
 from everyframe.precision.dtypes import dtype_name
@@ -32,12 +34,75 @@ _COSTLY = {"aten::gelu": 3}
 MAPPED = 32 << 20
 
 
+@dataclass(frozen=True)
+class OperationCost:
+    """What one operation that is not a view costs, by the sizes of its tensors.
+
+    Attributes:
+        moved: bytes read and written, weighted by how long they take; 0 for products.
+        mapped: bytes of new blocks that the system maps.
+        workspace: bytes of the kernel's temporary memory.
+        product: its shapes if it is a product or convolution, with `flops`.
+        dtypes: of its floating operands, or of its results without any.
+        problems: (kind, problem) of what the device can't compute, or not well.
+    """
+
+    moved: float
+    mapped: int
+    workspace: int
+    product: OpShape | None
+    flops: int
+    dtypes: tuple[str, ...]
+    problems: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(
+        cls,
+        func: Any,
+        args: Sequence[Any],
+        ins: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        device: DeviceFacts,
+    ) -> OperationCost:
+        """The cost of ``func(*args)`` with operands `ins` and results `outs`."""
+        name = func._schema.name
+        product, flops, moved = None, 0, 0.0
+        if (count := flop_registry.get(func._overloadpacket)) is None:
+            moved = sum(each.nbytes for each in (*ins, *outs)) * _COSTLY.get(name, 1)
+        else:
+            product, flops = _product(name, args, ins, outs), count(*args, out_val=outs[0])
+        large = 0 if _is_in_place(func) else sum(t.nbytes for t in outs if t.nbytes > MAPPED)
+        floating = (each.dtype for each in (ins or outs) if each.is_floating_point())
+        return cls(
+            moved=moved,
+            mapped=large,
+            workspace=workspace(name, ins, outs, device),
+            product=product,
+            flops=flops,
+            dtypes=tuple(map(dtype_name, floating)),
+            problems=(
+                *rules.check_device(name, ins, outs, device),
+                *rules.check_statistics(name, args, ins),
+            ),
+        )
+
+
+def _product(
+    name: str, args: Sequence[Any], ins: Sequence[Tensor], outs: Sequence[Tensor]
+) -> OpShape:
+    is_convolution = "convolution" in name
+    more = args[3:] if is_convolution else ()
+    parameters = tuple(tuple(each) if isinstance(each, (list, tuple)) else each for each in more)
+    shapes = tuple(tuple(tensor.shape) for tensor in ins)
+    kind = "convolution" if is_convolution else "product"
+    return OpShape(kind, dtype_name(outs[0].dtype), shapes, parameters)
+
+
 class WorkCounter:
     """Accumulate the work of operations; `total` returns it."""
 
     def __init__(self) -> None:
         self._products: Counter[OpShape] = Counter()
-        self._flops: dict[tuple[Any, OpShape], int] = {}
         self._moved = self._kernels = self._mapped = 0.0
 
     def attention(
@@ -51,33 +116,14 @@ class WorkCounter:
         self._products[product] += int(count * operation_repeats())
         self._kernels += operation_repeats()
 
-    def operation(
-        self, func: Any, args: Sequence[Any], ins: Sequence[Tensor], outs: Sequence[Tensor]
-    ) -> None:
-        """Count one operation that is not a view, with its tensors."""
-        self._kernels += operation_repeats()
-        if not _is_in_place(func):
-            self._mapped += operation_repeats() * sum(
-                each.nbytes for each in outs if each.nbytes > MAPPED
-            )
-        count = flop_registry.get(func._overloadpacket)
-        if count is None:
-            passing = sum(each.nbytes for each in (*ins, *outs)) * operation_repeats()
-            self._moved += passing * _COSTLY.get(func._schema.name, 1)
-            return
-        is_convolution = "convolution" in func._schema.name
-        kind = "convolution" if is_convolution else "product"
-        more = args[3:] if is_convolution else ()
-        parameters = tuple(
-            tuple(each) if isinstance(each, (list, tuple)) else each for each in more
-        )
-        shapes = tuple(tuple(tensor.shape) for tensor in ins)
-        product = OpShape(kind, dtype_name(outs[0].dtype), shapes, parameters)
-        # Blocks repeat, and torch's FLOP formulas walk through all operands.
-        flops = self._flops.get((func, product))
-        if flops is None:
-            flops = self._flops[func, product] = count(*args, out_val=outs[0])
-        self._products[product] += int(flops * operation_repeats())
+    def operation(self, cost: OperationCost) -> None:
+        """Count one operation that is not a view."""
+        repeats = operation_repeats()
+        self._kernels += repeats
+        self._mapped += repeats * cost.mapped
+        self._moved += repeats * cost.moved
+        if cost.product is not None:
+            self._products[cost.product] += int(cost.flops * repeats)
 
     def total(self) -> Work:
         """Work so far."""

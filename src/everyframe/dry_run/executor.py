@@ -10,10 +10,10 @@ Read next: `everyframe.dry_run.call`, `everyframe.core.bytes`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 import torch
@@ -28,16 +28,18 @@ from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
 from everyframe.dry_run import rules
 from everyframe.dry_run.call import DryRunCall
-from everyframe.dry_run.counters import MAX_FINDINGS, ComponentTally, MemoryTracker, workspace
+from everyframe.dry_run.counters import MAX_FINDINGS, ComponentTally, MemoryTracker, OperationCost
 from everyframe.dry_run.meta_device import (
     COMPUTED,
     HOST_ELEMENTS,
-    KNOWN_ELEMENTS,
     STAND_IN,
+    OperationDict,
     goes_to_host,
+    listed,
     made_on_device,
     on_device,
     on_host,
+    operation_key,
     place,
     places,
     select_stand_ins,
@@ -47,7 +49,7 @@ from everyframe.dry_run.meta_device import (
     without_masks,
 )
 from everyframe.dry_run.result import FATAL, DryRunFinding, DryRunResult, DryRunResults
-from everyframe.dry_run.sdpa_backend import SdpaCall, is_fused
+from everyframe.dry_run.sdpa_backend import SdpaCall, is_fused, returns_lse
 from everyframe.ops.attention import attention_with_lse, plain_attention
 from everyframe.ops.device import simulate_device_type
 from everyframe.ops.dtypes import float32_or_wider
@@ -200,7 +202,8 @@ class _Attention(TorchFunctionMode):
                 if asked.query.device.type == STAND_IN:
                     return self._run.attention_with_lse(asked)
             if func in (torch.tensor, torch.as_tensor) and made_on_device(given):
-                return self._run.listed(func, args, given)
+                # Foreign code may read the values.
+                return listed(func, args, given, keeps=self._run.is_lenient)
             return func(*args, **given)
         except ValueError as error:
             # Some functions reject a size this way; foreign code may catch it.
@@ -212,6 +215,12 @@ class _Attention(TorchFunctionMode):
             dtypes = {each.dtype for each in on_device((args, given)) if each.is_floating_point()}
             kind = "clash" if len(dtypes) > 1 else "fails"
             self._run.fails(str(getattr(func, "__name__", func)), error, kind)
+
+
+@lru_cache(maxsize=8)
+def _costs_on(device: DeviceFacts) -> OperationDict[OperationCost]:
+    """Costs of operations on such a device, filled by dry runs."""
+    return OperationDict()
 
 
 class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -234,6 +243,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.at = next(iter(self._tallies))
         self._modules: list[str] = []
         self.live = MemoryTracker()
+        self._costs = _costs_on(device.kind_only())
 
     def enter(self, part: str, module: str) -> None:
         """Record that a module of a component is about to be called."""
@@ -241,11 +251,6 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if part != self.at:
             self._close()
             self.at = part
-
-    def _count_down(self) -> None:
-        self._left -= 1
-        if self._left < 0:
-            raise _Failed(f"it has more than {MAX_OPERATIONS} operations")
 
     @property
     def _now(self) -> ComponentTally:
@@ -303,23 +308,32 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Record an operation with these `tensors` among its operands; returns its result."""
         self._now.num_operations += 1
-        if self.is_lenient:
-            self._count_down()
-        if clashes := list(rules.check_operands(operation, args, self.device)):
+        self._left -= self.is_lenient
+        if self._left < 0:
+            raise _Failed(f"it has more than {MAX_OPERATIONS} operations")
+        key = operation_key(func, args, kwargs)
+        cost = self._costs.get(key)
+        if cost is None and (clashes := list(rules.check_operands(operation, args, self.device))):
             self._find(operation, clashes)
-            args = widen(args)  # to see what comes after
+            args, key = widen(args), None  # to see what comes after
         self.live.add_old(tensors)
         try:
-            answer = COMPUTED(func, args, kwargs)
+            answer = COMPUTED(key, func, args, kwargs)
         except RuntimeError as error:
             self.fails(operation, error)
         results = tensors_of(answer)
         place = self._place(operation)
         self.live.add_new(results, place)
-        self.live.workspace(workspace(operation, tensors, results, self.device), place)
-        if not func.is_view:
-            self._now.work.operation(func, args, tensors, results)
-            self._check(operation, args, tensors, results)
+        if func.is_view:
+            return answer
+        if cost is None:
+            cost = OperationCost.of(func, args, tensors, results, self.device)
+            if key is not None:
+                self._costs[key] = cost
+        self.live.workspace(cost.workspace, place)
+        self._now.work.operation(cost)
+        self._find(operation, cost.problems)
+        self._note(operation, cost.dtypes)
         return answer
 
     def fails(
@@ -329,12 +343,6 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         message = first_line(error)
         self._find(operation, [(kind, message)])
         raise _Failed(f"{self._place(operation)}: {message}") from error
-
-    def listed(self, func: Callable[..., Tensor], args: Any, kwargs: dict[str, Any]) -> Tensor:
-        """Make a tensor from a list; it keeps its values where code may read them."""
-        made = func(*args, **{**kwargs, "device": "cpu"})
-        keeps = self.is_lenient and made.numel() <= KNOWN_ELEMENTS
-        return made if keeps else made.to(STAND_IN)
 
     def attention(self, asked: SdpaCall) -> Tensor:
         """Attention as the device computes it: by a fused kernel, or with materialised scores."""
@@ -347,10 +355,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def attention_with_lse(self, asked: SdpaCall) -> tuple[Tensor, Tensor] | None:
         """As `attention`; None where the device's kernel returns no log-sum-exp."""
-        kind, is_masked = self.device.kind, asked.attn_mask is not None
-        if kind not in ("cpu", "cuda") or not is_fused(asked, self.device):
-            return None
-        if kind == "cuda" and (is_masked or asked.head % 8):
+        if not returns_lse(asked, self.device):
             return None
         lse = asked.query.new_empty(
             asked.query.shape[:-1], dtype=float32_or_wider(asked.query.dtype)
@@ -368,20 +373,16 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
             scores = batch * heads * length * key.shape[-2] * query.element_size()
             self.live.workspace(scores, place)
         self._now.work.attention(query, key, value, asked.attn_mask)
-        self._check("attention", (), list(asked.operands), [out])
+        self._find("attention", rules.check_device("attention", asked.operands, [out], self.device))
+        self._note("attention", [dtype_name(each.dtype) for each in asked.operands])
         return out
 
-    def _check(
-        self, operation: str, args: Any, tensors: list[Tensor], results: list[Tensor]
-    ) -> None:
-        self._find(operation, rules.check_device(operation, tensors, results, self.device))
-        self._find(operation, rules.check_statistics(operation, args, tensors))
+    def _note(self, operation: str, dtypes: Sequence[str]) -> None:
+        """Record where an operation of these floating operands was made."""
         module = self._module
-        floating = [t for t in (tensors or results) if t.is_floating_point()]
         if module and is_in_island(module, self._now.islands):
-            self._find(operation, rules.check_island(operation, floating))
-        dtype = dtype_name(floating[0].dtype) if floating else ""
-        self._now.seen[module, operation, dtype] = None
+            self._find(operation, rules.check_island(operation, dtypes))
+        self._now.seen[module, operation, dtypes[0] if dtypes else ""] = None
 
     def _find(self, operation: str, problems: Any) -> None:
         for kind, problem in problems:

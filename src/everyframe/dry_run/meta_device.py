@@ -7,13 +7,16 @@ really computed on the host. An unknown mask counts as fully set, the most that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+
+_Value = TypeVar("_Value")
+_Sizes = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 #: Device that stands for the plan's; it computes shapes and dtypes.
 STAND_IN = "meta"
@@ -41,6 +44,17 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return torch.empty_like(given, memory_format=torch.contiguous_format), *statistics
 
 
+class OperationDict(dict[Any, _Value]):
+    """What is known of operations by `operation_key`; empty again when it has become large."""
+
+    most = 1 << 14
+
+    def __setitem__(self, key: Any, value: _Value) -> None:
+        if len(self) >= self.most:
+            self.clear()
+        super().__setitem__(key, value)
+
+
 class MetaKernelCache:
     """Cache of `compute` for equal calls.
 
@@ -48,23 +62,18 @@ class MetaKernelCache:
     most shapes in Python, about a hundred times slower than a lookup.
     """
 
-    def __init__(self, most: int = 1 << 14) -> None:
-        self._known: dict[Any, tuple[bool, list[_Sizes]]] = {}
-        self._most = most
+    def __init__(self) -> None:
+        self._known = OperationDict[tuple[bool, list[_Sizes]]]()
 
-    def __call__(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Result of the operation; always new tensors."""
-        key = (func, *_cache_key((args, kwargs))) if _makes_new(func) else None
-        if key is None or None in key:
+    def __call__(self, key: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Result of the operation, whose `operation_key` is `key`; always new tensors."""
+        if key is None:
             return compute(func, args, kwargs)
-        key = (torch.get_default_dtype(), *key)  # of what is made without one
         known = self._known.get(key)
         if known is None:
             answer = compute(func, args, kwargs)
             made = _sizes_of(answer, on_device((args, kwargs)))
             if made is not None:
-                if len(self._known) >= self._most:
-                    self._known.clear()
                 self._known[key] = (isinstance(answer, Tensor), made)
             return answer
         is_one, made = known
@@ -79,8 +88,6 @@ class MetaKernelCache:
 #: Cache shared by all dry runs of this process.
 COMPUTED = MetaKernelCache()
 
-_Sizes = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-
 
 @cache
 def _makes_new(func: Any) -> bool:
@@ -93,20 +100,30 @@ def _makes_new(func: Any) -> bool:
     )
 
 
-def _cache_key(value: Any) -> Iterator[Any]:
-    """Cache key of operands: everything that sizes depend on; None for what can't be a key."""
+def operation_key(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What the sizes of an operation's results depend on, hashable; None if on more than that."""
+    if not _makes_new(func):
+        return None
+    # The default dtype is that of what is made without one.
+    key = [func, torch.get_default_dtype()]
+    _add_to_key((args, kwargs), key)
+    return None if None in key else tuple(key)
+
+
+def _add_to_key(value: Any, key: list[Any]) -> None:
+    """Add all of an operand that sizes depend on; None for what can't be a key."""
     if isinstance(value, Tensor):
-        yield (value.shape, value.stride(), value.dtype) if stands_in(value) else None
+        key.append((value.shape, value.stride(), value.dtype) if stands_in(value) else None)
     elif isinstance(value, (tuple, list)):
-        yield len(value)
+        key.append(len(value))
         for each in value:
-            yield from _cache_key(each)
+            _add_to_key(each, key)
     elif isinstance(value, dict):
         for name, each in value.items():
-            yield name
-            yield from _cache_key(each)
+            key.append(name)
+            _add_to_key(each, key)
     else:  # of a number the type counts as well: 1 and 1.0 are equal
-        yield type(value), value
+        key.append((type(value), value))
 
 
 def _sizes_of(answer: Any, given: list[Tensor]) -> list[_Sizes] | None:
@@ -147,12 +164,19 @@ def place(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 def on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operation on host tensors; a large result is made without values."""
     try:
-        dry = COMPUTED(func, tree_map(to_stand_in, args), tree_map(to_stand_in, kwargs))
+        dry_args, dry_kwargs = tree_map(to_stand_in, args), tree_map(to_stand_in, kwargs)
+        dry = COMPUTED(operation_key(func, dry_args, dry_kwargs), func, dry_args, dry_kwargs)
     except (RuntimeError, TypeError):  # its sizes depend on numbers, or it is for real ones alone
         return func(*args, **kwargs)
     results = [each for each in tree_leaves(dry) if isinstance(each, Tensor)]
     is_large = sum(each.numel() for each in results) > HOST_ELEMENTS
     return dry if is_large and on_device(dry) else func(*args, **kwargs)
+
+
+def listed(func: Any, args: Any, kwargs: dict[str, Any], *, keeps: bool) -> Tensor:
+    """A tensor on the stand-in made from a list; if it `keeps` its values, a small host tensor."""
+    made: Tensor = func(*args, **{**kwargs, "device": "cpu"})
+    return made if keeps and made.numel() <= KNOWN_ELEMENTS else made.to(STAND_IN)
 
 
 def _has_tensors(values: Any) -> bool:

@@ -114,11 +114,11 @@ def check_statistics(
             yield "narrow", f"in {dtype_name(tensor.dtype)}, wants float32 at least"
 
 
-def check_island(operation: str, tensors: Sequence[Tensor]) -> Iterator[tuple[str, str]]:
+def check_island(operation: str, dtypes: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield (kind, problem) for a product or norm below float32 inside a float32 island."""
     if operation not in PRODUCTS and operation not in NORMS:
         return
-    names = {dtype_name(tensor.dtype) for tensor in tensors}
+    names = set(dtypes)
     if operation in NORMS and "float32" in names:
         return  # a CPU's kernel beside float32 parameters: it computes as they are
     for name in names & set(_NARROW):

@@ -123,3 +123,11 @@ def _fits_efficient(asked: SdpaCall, device: DeviceFacts) -> bool:
         aligned = 4 if recent else 1
     sizes = asked.head, asked.value.shape[-1]
     return asked.dtype in known and all(size % aligned == 0 for size in sizes)
+
+
+def returns_lse(asked: SdpaCall, device: DeviceFacts) -> bool:
+    """Whether the device's fused kernel returns the log-sum-exp of that attention."""
+    if not is_fused(asked, device):
+        return False
+    is_plain = asked.attn_mask is None and asked.head % 8 == 0
+    return device.kind == "cpu" or (device.kind == "cuda" and is_plain)

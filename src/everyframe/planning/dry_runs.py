@@ -135,7 +135,7 @@ def dry_run(
         with BUILD_LOCK:
             return executor.dry_run(stage_call, precisions, device)
 
-    key = (stage_call.key, *sorted(precisions.items(), key=itemgetter(0)), _rules(device))
+    key = (stage_call.key, *sorted(precisions.items(), key=itemgetter(0)), device.kind_only())
     results = _once(
         key,
         lambda: (
@@ -158,11 +158,6 @@ def not_followed(title: str, why: str) -> str:
         f"{title}: no dry run can follow the pipeline there{reason}; its memory is forecast "
         "roughly, its time not, and clashes in it are found by the run alone"
     )
-
-
-def _rules(device: DeviceFacts) -> DeviceFacts:
-    """The device without memory and speed, which don't change the findings."""
-    return replace(device, memory=0, free_memory=0, rates=None, index=None, fp16_slowdown=None)
 
 
 def _once(key: Any, run: Callable[[], _Found]) -> _Found:
