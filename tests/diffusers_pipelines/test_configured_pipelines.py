@@ -114,6 +114,9 @@ def test_a_lora_stays_wide_where_its_layers_are_quantized(wan: Any) -> None:
         lora = peft.LoraConfig(r=1, target_modules=["to_q"], init_lora_weights=False)
         getattr(wan, name).add_adapter(lora)
     check_rounded(wan, "int8")
+    for is_safe in (False, True):  # the safe way lost it without a word
+        with pytest.raises(everyframe.InputError, match="before everyframe.quantize"):
+            wan.fuse_lora(components=["transformer"], safe_fusing=is_safe)
 
 
 def test_the_projection_of_an_ip_adapter_stays_wide() -> None:

@@ -308,7 +308,8 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Record an operation with these `tensors` among its operands; returns its result."""
         self._now.num_operations += 1
-        self._left -= self.is_lenient
+        if self.is_lenient:
+            self._left -= 1
         if self._left < 0:
             raise _Failed(f"it has more than {MAX_OPERATIONS} operations")
         key = operation_key(func, args, kwargs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -144,14 +144,24 @@ def quantize(
             quantize_layers(part, in_memory(part, kind))
             # Files of its library, which has no layers of this kind.
             is_saved = hasattr(part, "save_pretrained")
-            for layer in part.modules() if is_saved else ():
-                if isinstance(layer, QuantizedLinear):
+            for layer in part.modules():
+                if is_saved and isinstance(layer, QuantizedLinear):
                     layer.register_state_dict_post_hook(save_wide)  # type: ignore[no-untyped-call]
+                if isinstance(getattr(layer, "base_layer", None), QuantizedLinear):
+                    layer.merge = _refuse_merge
             continue
         for note in dynamic_quantization.quantize_products(part, kind):
             message = f"{name}: {note}" if name else note
             warnings.warn(message, EveryframeWarning, stacklevel=2)
     return model
+
+
+def _refuse_merge(*_: object, **__: object) -> NoReturn:
+    """In place of peft's, which casts a LoRA to eight bits and so adds nothing."""
+    raise InputError(
+        "no LoRA can be fused into quantized weights; fuse it before everyframe.quantize, or leave "
+        "it beside them"
+    )
 
 
 def _is_quantized(module: nn.Module) -> bool:
