@@ -115,7 +115,7 @@ def test_a_lora_stays_wide_where_its_layers_are_quantized(wan: Any) -> None:
         getattr(wan, name).add_adapter(lora)
     check_rounded(wan, "int8")
     for is_safe in (False, True):  # the safe way lost it without a word
-        with pytest.raises(everyframe.InputError, match="before everyframe.quantize"):
+        with pytest.raises(everyframe.InputError, match=r"before everyframe\.quantize"):
             wan.fuse_lora(components=["transformer"], safe_fusing=is_safe)
 
 
