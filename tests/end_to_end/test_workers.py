@@ -129,11 +129,14 @@ def test_a_worker_that_the_system_ended(tmp_path: Path) -> None:
         job=WorkerJob(rank=1, weights=(1.0, 1.0)),
         read_output=lambda: "",
     )
-    text = str(
-        worker_monitor.crash_error(worker, -signal.SIGKILL, RunFolder(tmp_path / "this-run"))
-    )
+    run = RunFolder(tmp_path / "this-run")
+    text = str(worker_monitor.crash_error(worker, -signal.SIGKILL, run))
     assert text.startswith("the worker process of rank 1 died of SIGKILL in step 2 of 5 of decode;")
     assert "memory ran out" in text
+    assert "resume" not in text, "nothing is saved"
+    run.path.mkdir()
+    run.write_run({})
+    text = str(worker_monitor.crash_error(worker, -signal.SIGKILL, run))
     assert text.endswith("everyframe resume this-run")
 
 
