@@ -148,7 +148,7 @@ def quantize(
                 if is_saved and isinstance(layer, QuantizedLinear):
                     layer.register_state_dict_post_hook(save_wide)  # type: ignore[no-untyped-call]
                 if isinstance(getattr(layer, "base_layer", None), QuantizedLinear):
-                    layer.merge = _refuse_merge
+                    layer.merge = _refuse_merge  # type: ignore[assignment]
             continue
         for note in dynamic_quantization.quantize_products(part, kind):
             message = f"{name}: {note}" if name else note
