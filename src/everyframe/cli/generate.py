@@ -43,7 +43,7 @@ from everyframe.core.events import (
 from everyframe.engine.workers.torchrun import under_torchrun
 from everyframe.media.output_path import check_here
 from everyframe.planning.input_checks import check_input_files, check_output_option
-from everyframe.runs.folder import RunFolder, root_of
+from everyframe.runs.folder import RunFolder, resume_hint, root_of
 
 if TYPE_CHECKING:
     from everyframe.engine.output_files import OutputFiles
@@ -169,8 +169,7 @@ def make(
                     if isinstance(event, VideoDone):
                         finished[event.seed] = _finish(event, sink, shown, run)
         except KeyboardInterrupt as error:
-            hint = "" if run is None else run.resume_hint
-            how = hint or "nothing unfinished was left behind"
+            how = resume_hint(run) or "nothing unfinished was left behind"
             raise KeyboardInterrupt(f"interrupted; {how}") from error
         except BaseException as error:
             _print_resume_hint(error, run)
@@ -195,11 +194,10 @@ def _print_paths(json: bool) -> Iterator[dict[int, str]]:
 def _print_resume_hint(error: BaseException, run: RunFolder | None) -> None:
     """Name the run on standard error, unless the message of `error` does that."""
     # Our errors do, but for a rank that another one ended: it alone knows the folder.
-    is_named = isinstance(error, EveryframeError)
-    if isinstance(error, PeerLostError):
-        is_named = under_torchrun() is None
-    if run is not None and run.is_saved and not is_named:
-        print(f"interrupted; {run.resume_hint}", file=sys.stderr, flush=True)
+    is_ended = isinstance(error, PeerLostError) and under_torchrun() is not None
+    is_named = isinstance(error, EveryframeError) and not is_ended
+    if not is_named and (hint := resume_hint(run)):
+        print(f"interrupted; {hint}", file=sys.stderr, flush=True)
 
 
 def _take(event: Event, sink: OutputFiles, shown: Reporter) -> None:

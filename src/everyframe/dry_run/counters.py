@@ -76,7 +76,7 @@ class OperationCost:
         return cls(
             moved=moved,
             mapped=large,
-            workspace=workspace(name, ins, outs, device),
+            workspace=_workspace(name, ins, outs, device),
             product=product,
             flops=flops,
             dtypes=tuple(map(dtype_name, floating)),
@@ -215,7 +215,7 @@ class ComponentTally:
 _OWN_CONVOLUTION = 20480
 
 
-def workspace(
+def _workspace(
     operation: str, tensors: Sequence[Tensor], results: Sequence[Tensor], device: DeviceFacts
 ) -> int:
     """Bytes of temporary memory that a kernel needs beside `tensors` and `results`."""

@@ -67,12 +67,8 @@ class RunFolder:
         return self.path.name
 
     @property
-    def resume_hint(self) -> str:
-        """The command that resumes it, for a message; empty if nothing is saved any more."""
-        return f"resume it: everyframe resume {self.name}" if self.is_saved else ""
-
-    @property
     def is_saved(self) -> bool:
+        """Whether it can be resumed: not before it was written, nor after it was removed."""
         return (self.path / _RUN).is_file()
 
     @property
@@ -209,6 +205,11 @@ class RunFolder:
         """Delete the folder, ``run.json`` first, so that half of it never passes for a run."""
         (self.path / _RUN).unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def resume_hint(run: RunFolder | None) -> str:
+    """The command that resumes `run`, for a message; empty if nothing is saved."""
+    return f"resume it: everyframe resume {run.name}" if run is not None and run.is_saved else ""
 
 
 class Lock:

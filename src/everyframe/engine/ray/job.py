@@ -36,7 +36,7 @@ from everyframe.engine.ray.run_transfer import RunChanges, RunReader, with_texts
 from everyframe.engine.workers.launcher import EventDeduplicator, ranks_of
 from everyframe.engine.workers.stop_switch import StopSwitch
 from everyframe.engine.workers.worker_process import WorkerJob
-from everyframe.runs.folder import Lock, RunFolder, new_run
+from everyframe.runs.folder import Lock, RunFolder, new_run, resume_hint
 
 #: Losses without a newly saved state in between after which a job ends.
 _MOST_LOSSES = 3
@@ -211,7 +211,8 @@ class _SavedRun:
 
     def how(self) -> str:
         """How to resume it, as the end of a message."""
-        return f"; {self._folder.resume_hint}" if self._folder is not None and self.is_saved else ""
+        hint = resume_hint(self._folder)
+        return f"; {hint}" if hint else ""
 
     def job_now(
         self, job: WorkerJob, number: int, done: list[int], out_of_memory: OutOfMemoryInfo | None

@@ -35,7 +35,7 @@ from everyframe.engine.workers.error_transfer import error_from
 from everyframe.engine.workers.stop_switch import StopSwitch
 from everyframe.engine.workers.worker_monitor import HangDetector, crash_error
 from everyframe.engine.workers.worker_process import Worker, WorkerJob
-from everyframe.runs.folder import RunFolder
+from everyframe.runs.folder import RunFolder, resume_hint
 
 
 class EventDeduplicator:
@@ -154,8 +154,8 @@ def _forward_events(
                 raise crash_error(gone.worker, gone.worker.end(), run) from gone.__cause__
             except WorkerDiedError as died:
                 message = str(died)
-                if run is not None and run.is_saved and run.name not in message:
-                    message = f"{message}; {run.resume_hint}"
+                if run is not None and run.name not in message and (hint := resume_hint(run)):
+                    message = f"{message}; {hint}"
                 raise died.reworded(message) from died.__cause__
             except DistributedOutOfMemoryError as error:
                 # Under torchrun the other ranks can't be restarted from here.

@@ -23,7 +23,7 @@ from everyframe.hardware.device_loss import loss_in
 from everyframe.hardware.facts import query_machine
 from everyframe.hardware.isolation import signal_name
 from everyframe.hardware.known_issues import Issue, explaining, find
-from everyframe.runs.folder import RunFolder
+from everyframe.runs.folder import RunFolder, resume_hint
 
 #: Seconds without progress after which a rank counts as hung; an exchange takes far less.
 _SECONDS = 15.0
@@ -202,9 +202,7 @@ def crash_error(worker: Worker, code: int, run: RunFolder | None) -> WorkerDiedE
     else:
         facts = query_machine().machine
         findings += _of_the_machine(facts, signal_name(-code), worker.read_output())
-    if run is not None and run.is_saved:
-        findings.append(run.resume_hint)
-    return WorkerDiedError("; ".join(findings))
+    return WorkerDiedError("; ".join(filter(None, [*findings, resume_hint(run)])))
 
 
 def _of_the_machine(machine: MachineFacts, signal: str, printed: str) -> list[str]:
