@@ -22,7 +22,7 @@ from everyframe.core.request import Request
 from everyframe.engine.distributed import Rendezvous
 from everyframe.engine.resumption.resume import resume_run
 from everyframe.engine.run import stream
-from everyframe.parallel.communicator import Communicator
+from everyframe.parallel.communicator import Communicator, SingleRank
 from everyframe.parallel.head_partition import SEQUENCE_BACKENDS
 from everyframe.runs.folder import RunFolder, all_runs
 from everyframe.runs.run_state import SaveOptions
@@ -374,6 +374,21 @@ def test_a_fault_in_one_ranks_branch_is_repaired_on_all(
     of_denoiser = [[each for each in one["repairs"] if each[0] == "transformer"] for one in found]
     assert of_denoiser[0] == of_denoiser[1] != []
     assert np.isfinite(videos(found)[3]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unrepaired")
+def test_branches_that_overflow_alike_are_repaired_as_on_one_device(
+    ranks: Group, guided: dict[str, Any]
+) -> None:
+    """The second branch's answer is older than the first one's repair: it is computed again."""
+    given = {**guided["wan"], "dtype": "bf16", "force": True, "forget_repairs": True}
+    one = run(SingleRank(), given, fault=_overflow)
+    found = ranks.run(2, run, {**given, "parallel": "cfg=2"}, fault=_overflow)
+    assert [each["repairs"] for each in found] == [one["repairs"]] * 2
+    assert one["repairs"]
+    assert not any("when repeated" in note for each in found for note in each["notes"])
+    np.testing.assert_array_equal(videos(found)[3], one["frames"][3])
 
 
 def _overflow_of_the_second(group: Communicator) -> Any:

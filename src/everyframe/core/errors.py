@@ -26,9 +26,14 @@ class ExitCode(IntEnum):
 
 
 class EveryframeError(Exception):
-    """Base of all errors that a user can meet."""
+    """Base of all errors that a user can meet.
+
+    Attributes:
+        repeats: whether a resumed run would fail in the same way, so that nothing is kept for it.
+    """
 
     exit_code = ExitCode.TROUBLE
+    repeats = False
 
     def reworded(self, text: str) -> EveryframeError:
         """Copy of the error with another text."""
@@ -46,6 +51,7 @@ class InputError(EveryframeError, ValueError):
     """The input is invalid on every machine: a bad size, an unknown option, an empty prompt."""
 
     exit_code = ExitCode.WRONG_INPUT
+    repeats = True
 
 
 class CheckpointError(InputError):
@@ -54,6 +60,8 @@ class CheckpointError(InputError):
 
 class MediaError(InputError):
     """An image or video can't be read, or an output can't be written."""
+
+    repeats = False  # another path may be written
 
 
 class MissingPackageError(EveryframeError):
@@ -114,6 +122,7 @@ class NumericsError(EveryframeError):
     """Values are not finite and can't be repaired; the text names step, module and operation."""
 
     exit_code = ExitCode.NUMERICS
+    repeats = True
 
 
 class WorkerDiedError(EveryframeError):

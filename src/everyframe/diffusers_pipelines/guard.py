@@ -100,8 +100,14 @@ class PipelineGuard:
 
     def checked(self, name: str, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
         """Check and repair the result of a component's call that was computed elsewhere."""
-        part = next(each for each in self._parts if each.name == name)
-        return part.handed_on(module, SavedCall(args, kwargs), result)
+        return self._part(name).handed_on(module, SavedCall(args, kwargs), result)
+
+    def repeated(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The result of a component's call, computed by this rank alone and not checked."""
+        return self._part(name).repeated(module, SavedCall(args, kwargs))
+
+    def _part(self, name: str) -> _Part:
+        return next(each for each in self._parts if each.name == name)
 
     @contextmanager
     def computing(self, name: str) -> Iterator[None]:
@@ -223,6 +229,11 @@ class _Part:
         saved, self._saved = self._saved, SavedCall((), {})
         self.at.pop()
         return self.handed_on(module, saved, result, probe)
+
+    def repeated(self, module: nn.Module, saved: SavedCall) -> Any:
+        """The result of a call without a check, and without other ranks."""
+        with self._watch.paused(), self._guard.ranks.unsharded():
+            return saved.calling(module)()
 
     def handed_on(
         self, module: nn.Module, saved: SavedCall, result: Any, probe: OverflowProbe | None = None

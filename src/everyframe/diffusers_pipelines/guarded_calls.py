@@ -30,6 +30,7 @@ class GuardedCallHooks(CallHooks):
 
     def asked(self, call: DenoiserCall) -> None:
         """See `CallHooks`."""
+        call.repairs = self._video.repairs
         notify_step_tracker(self._watch, call.name, call.module, call.args, call.kwargs)
 
     def computing(self, call: DenoiserCall) -> AbstractContextManager[None]:
@@ -38,7 +39,11 @@ class GuardedCallHooks(CallHooks):
 
     def checked(self, call: DenoiserCall, answer: Any) -> Any:
         """See `CallHooks`."""
-        answer = self.guarded.checked(call.name, call.module, call.args, call.kwargs, answer)
+        made = (call.name, call.module, call.args, call.kwargs)
+        if call.repairs != self._video.repairs:
+            # An answer of the same exchange was repaired: one device computes this one after that.
+            answer = self.guarded.repeated(*made)
+        answer = self.guarded.checked(*made, answer)
         if self._video.replay_log is not None:
             self._video.replay_log.keep(answer, self._video.repairs)
         return answer

@@ -15,10 +15,7 @@ from typing import Any
 
 from everyframe.core.errors import (
     EveryframeError,
-    InputError,
-    MediaError,
     NotSerializableError,
-    NumericsError,
 )
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
@@ -154,10 +151,7 @@ def saved_run(
         yield
         remove = writer.cleans
     except EveryframeError as error:
-        # A resumed run would fail the same way, except if only a path could not be written.
-        remove = isinstance(error, (InputError, NumericsError)) and not isinstance(
-            error, MediaError
-        )
+        remove = error.repeats
         if folder is None or remove:
             raise
         how = f"everyframe resume {folder.name}"

@@ -39,6 +39,7 @@ from everyframe.core.events import (
 from everyframe.core.plan import Plan, Repair
 from everyframe.core.request import Request
 from everyframe.engine.distributed import (
+    Peers,
     RankContext,
     Rendezvous,
     gather_events,
@@ -127,7 +128,7 @@ def stream(
     check_contents_once(model, cache)
     patches_of(model).check()
     record = make_record(plan, request, model.weight_files())
-    yield from _repairs_forgotten(request, record, plan)
+    yield from _repairs_forgotten(request, record, plan, peers)
     yield WeightsReady(record)
     here = join_plan(plan, model, record, peers)
     model = with_cache(model, cache, here, record)
@@ -155,9 +156,17 @@ def count_event(event: Event, prepared: PreparedPlan, here: RankContext) -> None
     )  # fmt: skip
 
 
-def _repairs_forgotten(request: Request, record: dict[str, Any], plan: Plan) -> Iterator[Note]:
+def _repairs_forgotten(
+    request: Request, record: dict[str, Any], plan: Plan, peers: Peers | None
+) -> Iterator[Note]:
+    """Every rank deletes the saved repairs, as each may have a disk of its own; all note it."""
     key = _repairs_key(record, plan)
-    if request.forget_repairs and key is not None and delete_repairs(key):
+    if not request.forget_repairs or key is None:
+        return
+    count = delete_repairs(key)
+    if peers is not None:
+        count = sum(peers.world.all_gather_object(count, "saved repairs are removed"))
+    if count:
         yield Note("the saved repairs of this model on this device are removed")
 
 

@@ -10,11 +10,17 @@ from pathlib import Path
 import pytest
 
 from everyframe.core.child_environment import HUGE_PAGES, ONE_ARENA, WAIT_POLICY, child_environment
-from everyframe.core.errors import CorruptRunError, InputError
+from everyframe.core.errors import (
+    CannotRunError,
+    CorruptRunError,
+    InputError,
+    MediaError,
+    NumericsError,
+)
 from everyframe.core.request import Request
 from everyframe.core.safe_path import SAFE_PATH_VARIABLE
 from everyframe.engine.workers import launcher
-from everyframe.engine.workers.error_transfer import error_from
+from everyframe.engine.workers.error_transfer import error_from, with_resume_hint
 from everyframe.engine.workers.launcher import run_in_workers
 from everyframe.engine.workers.worker_process import Worker, WorkerJob
 from everyframe.runs.checksummed_json import write_json
@@ -76,6 +82,21 @@ def test_errors_that_a_text_alone_does_not_make_keep_their_text(name: str) -> No
     error = error_from(told, 0)
     assert "byte 0xff at 3" in str(error)
     assert isinstance(error, Exception)
+
+
+def test_any_ranks_error_says_how_to_resume(tmp_path: Path) -> None:
+    """The first rank's does by itself; which rank's comes first is chance."""
+    run, error = RunFolder(tmp_path / "20261130-1"), CannotRunError("it failed in step 1")
+    assert with_resume_hint(error, None) is with_resume_hint(error, run) is error
+    run.path.mkdir()
+    write_json(run.path / "run.json", {})
+    hinted = with_resume_hint(error, run)
+    assert isinstance(hinted, CannotRunError)
+    assert str(hinted) == "it failed in step 1; resume it: everyframe resume 20261130-1"
+    assert with_resume_hint(hinted, run) is hinted
+    for vain in (InputError("no"), NumericsError("no"), RuntimeError("no")):
+        assert with_resume_hint(vain, run) is vain
+    assert str(with_resume_hint(MediaError("disk full"), run)).startswith("disk full; resume it")
 
 
 def test_a_run_whose_plan_is_none_is_damaged(tmp_path: Path) -> None:

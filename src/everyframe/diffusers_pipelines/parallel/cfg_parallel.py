@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from everyframe.core.errors import CannotRunError
+from everyframe.core.plan import Repair
 from everyframe.diffusers_pipelines.calls.step_tracking import bind_arguments
 from everyframe.diffusers_pipelines.parallel.cfg_detection import CfgBranches
 from everyframe.diffusers_pipelines.parallel.lazy_tensor import LazyTensor
@@ -76,12 +77,14 @@ class DenoiserCall(ModuleCall):
         owner: index of the CFG group that computes it, where each branch has a call of its own.
         mine: this rank's result before the exchange.
         answer: the final result; None until it is known.
+        repairs: those that were active when it was asked for.
     """
 
     name: str
     owner: int = 0
     mine: Any = None
     answer: Any = None
+    repairs: tuple[Repair, ...] = ()
 
 
 class CallHooks:

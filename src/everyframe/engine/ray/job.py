@@ -33,6 +33,7 @@ from everyframe.engine.ray.group import (
 from everyframe.engine.ray.input_transfer import InputFiles, absolute_models, read_inputs
 from everyframe.engine.ray.message_bytes import to_bytes
 from everyframe.engine.ray.run_transfer import RunChanges, RunReader, with_texts, write_changes
+from everyframe.engine.workers.error_transfer import with_resume_hint
 from everyframe.engine.workers.launcher import EventDeduplicator, ranks_of
 from everyframe.engine.workers.stop_switch import StopSwitch
 from everyframe.engine.workers.worker_process import WorkerJob
@@ -89,7 +90,7 @@ def _attempts(job: WorkerJob, run: _SavedRun, seconds: float, stop: StopSwitch |
             if not (isinstance(error, DistributedOutOfMemoryError) and run.is_saved):
                 if not failed.keeps:
                     run.remove()
-                raise error from error.__cause__
+                raise run.with_hint(error) from error.__cause__
             out_of_memory = error.out_of_memory
             run.has_new_plan()
         except RankLostError as gone:
@@ -213,6 +214,10 @@ class _SavedRun:
         """How to resume it, as the end of a message."""
         hint = resume_hint(self._folder)
         return f"; {hint}" if hint else ""
+
+    def with_hint(self, error: Exception) -> Exception:
+        """The error of a rank with how to resume."""
+        return with_resume_hint(error, self._folder)
 
     def job_now(
         self, job: WorkerJob, number: int, done: list[int], out_of_memory: OutOfMemoryInfo | None

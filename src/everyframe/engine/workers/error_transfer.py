@@ -14,6 +14,7 @@ from typing import Any
 from everyframe.core import errors
 from everyframe.core.errors import DistributedOutOfMemoryError, EveryframeError
 from everyframe.core.torch_import import explain_import
+from everyframe.runs.folder import RunFolder, resume_hint
 
 
 def error_data(error: Exception) -> dict[str, Any]:
@@ -49,6 +50,18 @@ def error_from(data: Mapping[str, Any], rank: int) -> Exception:
     if "trace" in data:
         error.__cause__ = _InWorkerError(data["trace"])
     return error
+
+
+def with_resume_hint(error: Exception, run: RunFolder | None) -> Exception:
+    """The error with the command that resumes `run`, where a resumed run may end otherwise.
+
+    Of several ranks only the first one's errors have it, and any rank's may be the one that counts.
+    """
+    if not isinstance(error, EveryframeError) or error.repeats:
+        return error
+    if run is None or run.name in str(error) or not (hint := resume_hint(run)):
+        return error
+    return error.reworded(f"{error}; {hint}")
 
 
 class _InWorkerError(Exception):

@@ -19,7 +19,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from everyframe.core.errors import CorruptRunError, DistributedOutOfMemoryError, WorkerDiedError
+from everyframe.core.errors import (
+    CorruptRunError,
+    DistributedOutOfMemoryError,
+    EveryframeError,
+)
 from everyframe.core.events import (
     Event,
     Events,
@@ -31,11 +35,11 @@ from everyframe.core.events import (
 )
 from everyframe.core.plan import Plan
 from everyframe.core.serialization import from_jsonable
-from everyframe.engine.workers.error_transfer import error_from
+from everyframe.engine.workers.error_transfer import error_from, with_resume_hint
 from everyframe.engine.workers.stop_switch import StopSwitch
 from everyframe.engine.workers.worker_monitor import HangDetector, crash_error
 from everyframe.engine.workers.worker_process import Worker, WorkerJob
-from everyframe.runs.folder import RunFolder, resume_hint
+from everyframe.runs.folder import RunFolder
 
 
 class EventDeduplicator:
@@ -152,16 +156,13 @@ def _forward_events(
                         yield new
             except _WorkerExitedError as gone:
                 raise crash_error(gone.worker, gone.worker.end(), run) from gone.__cause__
-            except WorkerDiedError as died:
-                message = str(died)
-                if run is not None and run.name not in message and (hint := resume_hint(run)):
-                    message = f"{message}; {hint}"
-                raise died.reworded(message) from died.__cause__
             except DistributedOutOfMemoryError as error:
                 # Under torchrun the other ranks can't be restarted from here.
                 if run is None or job.local is not None:
                     raise
                 out_of_memory = error.out_of_memory
+            except EveryframeError as error:
+                raise with_resume_hint(error, run) from error.__cause__
             else:
                 break
         deduplicator.again()

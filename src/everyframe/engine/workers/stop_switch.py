@@ -46,4 +46,4 @@ class StopSwitch:
     def check(self) -> None:
         """Raise `RunStoppedError` if it is set."""
         if self._is_set:
-            raise RunStoppedError("the run was stopped; resume it to continue")
+            raise RunStoppedError("the run was stopped")
