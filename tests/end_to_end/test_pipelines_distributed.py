@@ -17,16 +17,15 @@ import pytest
 import torch
 
 import everyframe
-from everyframe.core.events import Repaired
 from everyframe.core.request import Request
-from everyframe.engine.distributed import Rendezvous
 from everyframe.engine.resumption.resume import resume_run
 from everyframe.engine.run import stream
-from everyframe.parallel.communicator import Communicator, SingleRank
+from everyframe.parallel.communicator import Communicator
 from everyframe.parallel.head_partition import SEQUENCE_BACKENDS
 from everyframe.runs.folder import RunFolder, all_runs
 from everyframe.runs.run_state import SaveOptions
 from helpers.interrupted_ranks import begun, copied, gone_on, told, videos
+from helpers.pipeline_ranks import requests_of, run
 from helpers.rank_pool import Group, group_of
 
 NAMES = ("wan", "ltx", "cogvideox", "hunyuan")
@@ -41,19 +40,7 @@ def ranks() -> Any:
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What is asked of each model; made here, as ranks import this module too."""
-    from helpers.tiny_checkpoints import pipelines as tiny_pipelines
-
-    root = tmp_path_factory.mktemp("models")
-    for name in NAMES:
-        tiny_pipelines.TINY[name](root / name)
-    return {
-        name: {
-            "prompt": "a red fox runs", "model": str(root / name), "dtype": "fp32", "seed": 3,
-            "num_inference_steps": 3, "device": "cpu", **tiny_pipelines.CALLS[name],
-            **({"size": "32x16"} if name == "wan" else {}),  # four tokens
-        }
-        for name in NAMES
-    }  # fmt: skip
+    return requests_of(NAMES, tmp_path_factory.mktemp("models"))
 
 
 ALONE: dict[str, dict[int, Any]] = {}
@@ -66,20 +53,6 @@ def alone(asked: dict[str, Any]) -> dict[int, Any]:
         events = stream(Request(**asked), keep=SaveOptions(None), num_threads=1)
         ALONE[key] = told(list(events), speaks=True)["frames"]
     return ALONE[key]
-
-
-def run(group: Communicator, asked: dict[str, Any], fault: Any = None) -> dict[str, Any]:
-    """One rank's run."""
-    undo = fault(group) if fault is not None else None
-    try:
-        request = Request(**{"num_devices": group.size, **asked})
-        join = Rendezvous(group.rank, lambda _: group)
-        events = list(stream(request, keep=SaveOptions(None), num_threads=1, join=join))
-    finally:
-        if undo is not None:
-            undo()
-    repairs = [(each.component, each.module) for each in events if isinstance(each, Repaired)]
-    return {**told(events, speaks=True), "sent": dict(group.sent), "repairs": repairs}
 
 
 def check_close(found: dict[int, Any], wanted: dict[int, Any]) -> None:
@@ -202,29 +175,6 @@ def test_other_noise_on_one_rank_is_seen(ranks: Group, asked: dict[str, dict[str
     found = ranks.run(2, run, asked["wan"], fault=_other_noise)
     with pytest.raises(AssertionError):
         check_close(videos(found), alone(asked["wan"]))
-
-
-def _overflow(group: Communicator) -> Any:
-    """The first feed-forward's products have an infinity, wherever they are in bfloat16."""
-    kept = torch.nn.GELU.forward, torch.nn.functional.gelu
-
-    def gelu(x: Any, *args: Any, **kwargs: Any) -> Any:
-        out = kept[1](x, *args, **kwargs)
-        return out * torch.inf if out.dtype == torch.bfloat16 and out.ndim == 3 else out
-
-    torch.nn.functional.gelu = gelu
-    return lambda: setattr(torch.nn.functional, "gelu", kept[1])
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("unrepaired")
-def test_a_repair_is_the_same_on_every_rank(ranks: Group, asked: dict[str, dict[str, Any]]) -> None:
-    """Each looks for the fault alone; an exchange in the middle of that would never end."""
-    given = {**asked["ltx"], "dtype": "bf16", "force": True}
-    found = ranks.run(2, run, given, fault=_overflow)
-    of_denoiser = [[each for each in one["repairs"] if each[0] == "transformer"] for one in found]
-    assert of_denoiser[0] == of_denoiser[1] != []
-    assert np.isfinite(videos(found)[3]).all()
 
 
 def said(asked: dict[str, Any], **more: Any) -> Sequence[str]:
@@ -361,53 +311,3 @@ def test_a_run_of_branches_apart_goes_on(
     folder = RunFolder(copied(kept.path, tmp_path / "one"))
     events = list(resume_run(folder, ranks={"num_devices": 1}, cleans=False))
     check_close(videos([told(events, speaks=True)]), alone(guided[name]))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("unrepaired")
-@pytest.mark.parametrize("name", ["wan", "ltx"])
-def test_a_fault_in_one_ranks_branch_is_repaired_on_all(
-    ranks: Group, guided: dict[str, Any], name: str
-) -> None:
-    given = {**guided[name], "dtype": "bf16", "force": True, "parallel": "cfg=2"}
-    found = ranks.run(2, run, given, fault=_overflow_of_the_second)
-    of_denoiser = [[each for each in one["repairs"] if each[0] == "transformer"] for one in found]
-    assert of_denoiser[0] == of_denoiser[1] != []
-    assert np.isfinite(videos(found)[3]).all()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("unrepaired")
-def test_branches_that_overflow_alike_are_repaired_as_on_one_device(
-    ranks: Group, guided: dict[str, Any]
-) -> None:
-    """The second branch's answer is older than the first one's repair: it is computed again."""
-    given = {**guided["wan"], "dtype": "bf16", "force": True, "forget_repairs": True}
-    one = run(SingleRank(), given, fault=_overflow)
-    found = ranks.run(2, run, {**given, "parallel": "cfg=2"}, fault=_overflow)
-    assert [each["repairs"] for each in found] == [one["repairs"]] * 2
-    assert one["repairs"]
-    assert not any("when repeated" in note for each in found for note in each["notes"])
-    np.testing.assert_array_equal(videos(found)[3], one["frames"][3])
-
-
-def _overflow_of_the_second(group: Communicator) -> Any:
-    """As `_overflow`, and in what the second rank alone computes; alone, both find it."""
-    undo = _overflow(group)
-    if group.rank:
-        return undo
-    faulty = torch.nn.functional.gelu
-    undo()
-    from everyframe.diffusers_pipelines.guarded_calls import GuardedCallHooks
-
-    kept = GuardedCallHooks.checked
-
-    def checked(self: Any, call: Any, answer: Any) -> Any:
-        own, torch.nn.functional.gelu = torch.nn.functional.gelu, faulty
-        try:
-            return kept(self, call, answer)
-        finally:
-            torch.nn.functional.gelu = own
-
-    GuardedCallHooks.checked = checked  # type: ignore[method-assign]
-    return lambda: setattr(GuardedCallHooks, "checked", kept)

@@ -207,6 +207,8 @@ class PipelineDryRun:
     ) -> tuple[DryRunCall, ...]:
         """The pipeline's call, once for each component; `parallel` selects the rank's share."""
         parallel = parallel or ONE
+        # Found here: a dry run can't begin inside another one.
+        branches = self.branches(settings) if parallel.num_cfg_groups > 1 else CfgBranches()
         experts = len(denoisers([part.name for part in self.files.models]))
         few = self._few(settings, experts)
         repeats = 1.0  # where no number makes steps fewer, all of them are run dry
@@ -227,7 +229,7 @@ class PipelineDryRun:
                 component=part.name,
                 components=tuple(each.name for each in self.files.models),
                 modules=partial(getattr, self, "modules"),
-                call=partial(self.call, few, parallel),
+                call=partial(self.call, few, parallel, branches),
                 num_calls=repeats if denoisers((part.name,)) else 1,
                 key=key,
                 outputs=_outputs,
@@ -257,7 +259,8 @@ class PipelineDryRun:
 
     def branches(self, settings: Settings) -> CfgBranches:
         """The guidance branches of these settings, detected once and cached."""
-        few = replace(self._few(settings, 1), savings=())
+        # Tiles of the autoencoder come after them.
+        few = replace(self._few(settings, 1), savings=()).with_option("vae_tiling", False)
         key = repr(few)
         if key not in self._branches:
             # A schedule may have more steps than what it is asked for.
@@ -277,11 +280,13 @@ class PipelineDryRun:
         self,
         settings: Settings,
         parallel: ParallelContext,
+        branches: CfgBranches,
         modules: Mapping[str, nn.Module],
         device: str,
     ) -> tuple[int, int, int] | None:
         """Make the pipeline's call with `modules`, which are its own, as one rank of `parallel`.
 
+        The CFG groups of `parallel` divide these guidance branches among them.
         Returns (frames, height, width) of the output; None if nothing is decoded.
         """
         with ExitStack() as stack:
@@ -292,7 +297,7 @@ class PipelineDryRun:
                 stack.callback(patch.remove)
             if parallel.num_cfg_groups > 1:
                 denoising = {name: modules[name] for name in denoisers(modules)}
-                stack.enter_context(CfgParallel(denoising, self.branches(settings), parallel))
+                stack.enter_context(CfgParallel(denoising, branches, parallel))
             result = self._call(settings)
         return None if _is_tiled(settings) else size_of(result)
 

@@ -175,10 +175,13 @@ def join_plan(
             "this process is to do it alone; unset EVERYFRAME_IN_PROCESS, or give one device"
         )
     world, mine = peers.world, division.ranks[peers.rank]
-    check_equal_on_ranks(world, _shared_facts(plan, record), "plan")
+    # Each rank finds them by a dry run of its own.
+    branches = _ranks_of_branches(plan, division, model)
+    facts = {**_shared_facts(plan, record), "ranks of guidance branches": branches}
+    check_equal_on_ranks(world, facts, "plan")
     plan = from_jsonable(world.broadcast_object(to_jsonable(plan), 0, "the plan is broadcast"))
     world.weights = division.speeds
-    video_group, branch_group, weights_group = _make_groups(world, plan, division, model)
+    video_group, branch_group, weights_group = _make_groups(world, plan, division, branches)
     videos = _videos_of_groups(plan, division, skip)
     # Ranks without videos are not waited for.
     working = [
@@ -198,18 +201,24 @@ def join_plan(
     return RankContext(_on_device(plan, mine.device), parallel, own_videos, mine.group, sources)
 
 
+def _ranks_of_branches(plan: Plan, division: ParallelPlan, model: ModelSpec) -> list[list[int]]:
+    """The ranks of each group that has guidance branches of its own; empty if no ranks have."""
+    return [
+        [ranks[at] for at in own]
+        for ranks in division.active_groups
+        if ranks and (groups := branch_groups(model, plan.settings, division, ranks))
+        for own in groups.ranks
+    ]
+
+
 def _make_groups(
-    world: Communicator, plan: Plan, division: ParallelPlan, model: ModelSpec
+    world: Communicator, plan: Plan, division: ParallelPlan, branches: list[list[int]]
 ) -> tuple[Communicator, Communicator | None, Communicator | None]:
     """This rank's video group, and its groups for CFG branches and sharded weights, if any."""
     working = [ranks for ranks in division.active_groups if ranks]
     resting = [rank for rank, each in enumerate(division.ranks) if not each.is_active]
     rest = [resting] if resting else []
     video_group = split(world, [*working, *rest])
-    found = [(ranks, branch_groups(model, plan.settings, division, ranks)) for ranks in working]
-    branches = [
-        [ranks[at] for at in own] for ranks, groups in found if groups for own in groups.ranks
-    ]
     branch_group = new_group(world, [*branches, *rest]) if branches else None
     has_shards = any(each.num_weight_shards > 1 for each in plan.components)
     room = [each.memory_share for each in division.ranks]

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from everyframe.core.facts import DeviceFacts
+from everyframe.core.plan import Settings
 from everyframe.core.request import Request
+from everyframe.diffusers_pipelines.parallel import cfg_detection
 from everyframe.diffusers_pipelines.parallel.cfg_detection import (
     CfgBranches,
     ObservedCalls,
@@ -21,6 +24,8 @@ from everyframe.diffusers_pipelines.parallel.cfg_detection import (
     observe_calls,
 )
 from everyframe.diffusers_pipelines.parallel.lazy_tensor import LazyTensor
+from everyframe.dry_run import executor
+from everyframe.parallel.communicator import FakeCommunicator, ParallelContext
 from everyframe.planning.find_model import find_model
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
@@ -188,19 +193,50 @@ def test_past_that_it_is_no_number() -> None:
         assert torch.isnan(awaited).all()
 
 
-@cache
-def of_pipeline(folder: Path, name: str, scale: float | None) -> CfgBranches:
+def resolved(folder: Path, name: str) -> tuple[Any, Settings]:
+    """The model and the settings of a request for it."""
     tiny_pipelines.TINY[name](folder / name)
     asked = Request(
         prompt="a fox", model=str(folder / name), device="cpu", num_inference_steps=3,
         **tiny_pipelines.CALLS[name],
     )  # fmt: skip
     model: Any = find_model(asked, False)[0]
-    settings, _ = model.resolve(asked, 1)
+    return model, model.resolve(asked, 1)[0]
+
+
+@cache
+def of_pipeline(folder: Path, name: str, scale: float | None) -> CfgBranches:
+    model, settings = resolved(folder, name)
     if scale is not None:
         settings = replace(settings, guidance_scale=scale)
     found_here: CfgBranches = model._dry.branches(settings)
     return found_here
+
+
+def test_branches_are_found_before_a_dry_run_of_ranks_and_not_inside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The outer one would hand the inner one tensors without values where it needs some."""
+    model, settings = resolved(tmp_path, "wan")
+    begun, own = list[str](), executor.dry_run_modules
+
+    def logged(*args: Any, **kwargs: Any) -> Any:
+        begun.append("begins")
+        found = own(*args, **kwargs)
+        begun.append("ends")
+        return found
+
+    for module in (executor, cfg_detection):
+        monkeypatch.setattr(module, "dry_run_modules", logged)
+    two = FakeCommunicator(0, (1.0, 1.0))
+    tiled = settings.with_option("vae_tiling", True)
+    call = model._dry.dry_run_calls(tiled, ParallelContext(two, two, 2))[0]
+    executor.dry_run(call, dict.fromkeys(call.components), DeviceFacts("any", "cpu", None, 0, 0))
+    assert begun == ["begins", "ends"] * (len(begun) // 2)
+    assert len(begun) == 4
+    # Another dry run could find others; ranks that disagree would wait for each other for ever.
+    assert model.num_branches(tiled) == model.num_branches(settings) == 2
+    assert len(begun) == 4
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,11 @@ from everyframe.engine.workers.worker_monitor import HangDetector, crash_error
 from everyframe.engine.workers.worker_process import Worker, WorkerJob
 from everyframe.runs.folder import RunFolder
 
+#: Seconds for the error of a rank whose peers lost it.
+_PATIENCE_LOST = 3.0
+#: Seconds for the first rank's error after another rank's of the same fault; it writes a report.
+_PATIENCE_SHARED = 10.0
+
 
 class EventDeduplicator:
     """Filter out events that were already forwarded; `done` holds the seeds of finished videos."""
@@ -228,23 +233,27 @@ def _find_cause(
 
     The error of a rank that only lost a peer is less specific than that peer's. Other ranks lose
     their connection at once; the peer's message and exit status may arrive a little later
-    (`_WorkerExitedError` for an exit without a message). Returns the worker whose error explains
-    the failure, and that error.
+    (`_WorkerExitedError` for an exit without a message). All ranks of a video find the same values
+    that are not finite; the first rank's error names its report. Returns the worker whose error
+    explains the failure, and that error.
     """
-    until = time.monotonic() + 3.0
+    began, first = time.monotonic(), workers[0]
     others = {each: other for each, other in at_work.items() if other is not worker}
     while True:
-        knows = value["class"] != "PeerLostError"
-        for each in workers if not knows else ():
+        is_lost = value["class"] == "PeerLostError"
+        is_shared = value["class"] == "NumericsError" and first in others.values()
+        for each in workers if is_lost else ():
             if each.has_died():
                 raise _WorkerExitedError(each)
-        found = wait(list(others), 0 if knows else 0.05)
-        if not found and (knows or time.monotonic() > until):
+        found = wait(list(others), 0.05 if is_lost or is_shared else 0)
+        patience = _PATIENCE_LOST if is_lost else _PATIENCE_SHARED if is_shared else 0.0
+        if not found and time.monotonic() - began >= patience:
             return worker, value
         for connection in found:
             assert isinstance(connection, Connection)
+            other = others[connection]
             try:
-                name, data = others[connection].receive()
+                name, data = other.receive()
             except EOFError:
                 del others[connection]
                 continue
@@ -252,8 +261,11 @@ def _find_cause(
                 yield data
             elif name == "log":
                 log_record(data)
-            elif name == "error" and value["class"] == "PeerLostError":
-                worker, value = others[connection], data
+            elif name == "error":
+                del others[connection]
+                is_same = other is first and data["class"] == value["class"]
+                if is_same or value["class"] == "PeerLostError":
+                    worker, value = other, data
 
 
 def log_level() -> str:
