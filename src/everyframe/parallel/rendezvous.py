@@ -81,7 +81,9 @@ def new_group(
         assert world.size == dist.get_world_size(), "processes that are in no group would be missed"
     weights = world.weights if weights is None else weights
     # All ranks create all groups; a rank alone needs none.
+    world.waits("ranks meet in groups")
     made = [dist.new_group(list(group)) if len(group) > 1 else None for group in groups]
+    world.waits("")
     mine = next(list(group) for group in groups if world.rank in group)
     own = next(each for each, group in zip(made, groups, strict=True) if world.rank in group)
     if own is None:
