@@ -22,7 +22,6 @@ from everyframe.engine.distributed import Rendezvous
 from everyframe.engine.run import stream
 from everyframe.families.opensora import sharding, stages
 from everyframe.parallel.communicator import Communicator
-from everyframe.parallel.rendezvous import new_group
 from everyframe.runs.run_state import SaveOptions
 from everyframe.runtime import loading
 from everyframe.runtime.stages import templates
@@ -256,18 +255,6 @@ def _other_plan(group: Communicator) -> Any:
 def test_ranks_with_other_versions_are_told_at_the_start(ranks: Group, model: str) -> None:
     with pytest.raises(RankError, match=r"ranks 0 and 1 do not have the same plan: version of"):
         ranks.run(2, run, model, {}, fault=_other_plan)
-
-
-def _grouped(group: Communicator) -> list[str]:
-    said = list[str]()
-    group.waits = said.append
-    new_group(group, [[*range(group.size)]])
-    return said
-
-
-def test_ranks_that_meet_in_groups_wait(ranks: Group) -> None:
-    """So that some that wait for others for ever are seen to hang."""
-    assert ranks.run(3, _grouped) == [["ranks meet in groups", ""]] * 3
 
 
 def _overflow(group: Communicator | None = None) -> Any:
