@@ -207,8 +207,6 @@ class PipelineDryRun:
     ) -> tuple[DryRunCall, ...]:
         """The pipeline's call, once for each component; `parallel` selects the rank's share."""
         parallel = parallel or ONE
-        # Found here: a dry run can't begin inside another one.
-        branches = self.branches(settings) if parallel.num_cfg_groups > 1 else CfgBranches()
         experts = len(denoisers([part.name for part in self.files.models]))
         few = self._few(settings, experts)
         repeats = 1.0  # where no number makes steps fewer, all of them are run dry
@@ -229,7 +227,7 @@ class PipelineDryRun:
                 component=part.name,
                 components=tuple(each.name for each in self.files.models),
                 modules=partial(getattr, self, "modules"),
-                call=partial(self.call, few, parallel, branches),
+                call=partial(self.call, few, parallel),
                 num_calls=repeats if denoisers((part.name,)) else 1,
                 key=key,
                 outputs=_outputs,
@@ -237,6 +235,7 @@ class PipelineDryRun:
                 is_foreign=True,
                 model=self._identity,
                 files=self._states,
+                before=partial(self._find_branches, few, parallel),
             )
             for part in self.files.models
             # Tiles are thousands of operations each.
@@ -276,17 +275,20 @@ class PipelineDryRun:
             )
         return self._branches[key]
 
+    def _find_branches(self, settings: Settings, parallel: ParallelContext) -> None:
+        """Find the guidance branches that `call` asks for."""
+        if parallel.num_cfg_groups > 1:
+            self.branches(settings)
+
     def call(
         self,
         settings: Settings,
         parallel: ParallelContext,
-        branches: CfgBranches,
         modules: Mapping[str, nn.Module],
         device: str,
     ) -> tuple[int, int, int] | None:
         """Make the pipeline's call with `modules`, which are its own, as one rank of `parallel`.
 
-        The CFG groups of `parallel` divide these guidance branches among them.
         Returns (frames, height, width) of the output; None if nothing is decoded.
         """
         with ExitStack() as stack:
@@ -297,7 +299,7 @@ class PipelineDryRun:
                 stack.callback(patch.remove)
             if parallel.num_cfg_groups > 1:
                 denoising = {name: modules[name] for name in denoisers(modules)}
-                stack.enter_context(CfgParallel(denoising, branches, parallel))
+                stack.enter_context(CfgParallel(denoising, self.branches(settings), parallel))
             result = self._call(settings)
         return None if _is_tiled(settings) else size_of(result)
 

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class DryRunCall:
     """One call of a stage, of which one component is looked at.
@@ -27,6 +31,7 @@ class DryRunCall:
         model: identifies the model of such code alone, independent of the request.
         files: state of all files that such code reads; empty if results can't be saved for later
             processes, as those of code that is neither ours nor diffusers'.
+        before: finds what `call` needs to know from dry runs of its own; none can begin inside it.
     """
 
     stage: str
@@ -41,6 +46,7 @@ class DryRunCall:
     is_foreign: bool = False
     model: Hashable = None
     files: tuple[Hashable, ...] = ()
+    before: Callable[[], object] = _nothing
 
     def module(self) -> Any:
         """The module of the component that is looked at."""

@@ -79,6 +79,7 @@ def dry_run(
     Modules have no weights and are restored afterwards, except for the dtypes of their parameters.
     A precision of None leaves a module in the dtypes it has.
     """
+    call.before()
     modules = call.modules()
     parts = {
         name: DryRunModule(module, precisions[name], call.outputs(name, module))

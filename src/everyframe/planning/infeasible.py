@@ -87,7 +87,8 @@ def _needs(plan: Plan, fitting: MemoryFit) -> str:
     )
     alone = f" ({format_bytes(largest.weight_bytes)} of weights alone)" if exceeds else ""
     copies = fitting.copies_of(largest.name)
-    each = f" on each of {copies} ranks" if copies > 1 else ""
+    in_all = format_bytes(copies * plan.peak_bytes)
+    each = f" on each of {copies} ranks, {in_all} in all" if copies > 1 else ""
     return (
         f"{what} needs about {format_bytes(plan.peak_bytes)}{alone}{each}, {plan.device.name} has "
         f"{format_bytes(fitting.device.free_memory)} free"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from everyframe.core.errors import InputError
 from everyframe.core.plan import Settings
-from everyframe.planning.memory.largest_video import TRIES, largest_first
+from everyframe.planning.memory.largest_video import TRIES, largest_first, largest_fit
 from helpers import config_only_models
 
 #: Model, its request, and how many smaller videos there are.
@@ -72,3 +74,19 @@ def test_of_very_many_something_is_found() -> None:
         assert bool(found) == bool(possible)
         assert not found or pixels(found[0]) > 0.6 * max(possible)
     assert largest_first([], lambda _: math.nan > 0) == []
+
+
+def test_a_size_that_a_pipeline_refuses_is_passed_over() -> None:
+    """In place of an error about a size that nobody asked for."""
+    model, settings, _ = ASKED["opensora"]
+    refused = list[Settings]()
+
+    def fit(each: Settings) -> Any:
+        if not refused:
+            refused.append(each)
+            raise InputError("no")
+        return SimpleNamespace(settings=each, fits=True)
+
+    found = largest_fit(model.smaller(settings), lambda each: pixels(each) < 9e7, fit)
+    assert found is not None
+    assert pixels(found.settings) < pixels(refused[0]) < 9e7

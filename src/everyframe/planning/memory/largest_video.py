@@ -4,11 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Protocol, TypeVar
 
+from everyframe.core.errors import InputError
 from everyframe.core.plan import Settings
 
 #: Maximum number of videos that are tried.
 TRIES = 8
+
+
+class _Result(Protocol):
+    @property
+    def fits(self) -> bool: ...
+
+
+_FitResult = TypeVar("_FitResult", bound=_Result)
+
+
+def largest_fit(
+    candidates: Iterable[Settings],
+    can_fit: Callable[[Settings], bool],
+    fit: Callable[[Settings], _FitResult],
+) -> _FitResult | None:
+    """How the largest candidate fits that does, or None; `can_fit` is a rough look."""
+    for each in largest_first(candidates, can_fit):
+        with suppress(InputError):  # pipelines of diffusers refuse sizes that they name nowhere
+            fitted = fit(each)
+            if fitted.fits:
+                return fitted
+    return None
 
 
 def largest_first(

@@ -26,7 +26,7 @@ from everyframe.planning.memory.component_memory import (
     WeightPlacement,
     frame_bytes,
 )
-from everyframe.planning.memory.largest_video import largest_first
+from everyframe.planning.memory.largest_video import largest_fit
 from everyframe.planning.parallelism import StepCost
 from everyframe.precision.dtypes import num_bytes
 from everyframe.runtime.interface import Component, DryRunSpec, ModelSpec, ShardableSpec
@@ -183,8 +183,7 @@ class MemoryFit:
         # Weights are the same at every size.
         if any(self.weights_exceed(each, settings) for each in self.model.components(settings)):
             return None
-        found = largest_first(self.model.smaller(settings), self._can_fit)
-        return next((fitted for each in found if (fitted := self.fit(each)).fits), None)
+        return largest_fit(self.model.smaller(settings), self._can_fit, self.fit)
 
     def weights_exceed(
         self, component: Component, settings: Settings, kind: str | None = None
