@@ -232,8 +232,11 @@ class _Part:
 
     def repeated(self, module: nn.Module, saved: SavedCall) -> Any:
         """The result of a call without a check, and without other ranks."""
+        self.at.append(self.name)
         with self._watch.paused(), self._guard.ranks.unsharded():
-            return saved.calling(module)()
+            result = saved.calling(module)()
+        self.at.pop()
+        return result
 
     def handed_on(
         self, module: nn.Module, saved: SavedCall, result: Any, probe: OverflowProbe | None = None

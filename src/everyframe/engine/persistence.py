@@ -13,10 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from everyframe.core.errors import (
-    EveryframeError,
-    NotSerializableError,
-)
+from everyframe.core.errors import EveryframeError, NotSerializableError
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.core.serialization import to_jsonable

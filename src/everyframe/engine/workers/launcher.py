@@ -19,11 +19,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from everyframe.core.errors import (
-    CorruptRunError,
-    DistributedOutOfMemoryError,
-    EveryframeError,
-)
+from everyframe.core.errors import CorruptRunError, DistributedOutOfMemoryError, EveryframeError
 from everyframe.core.events import (
     Event,
     Events,
