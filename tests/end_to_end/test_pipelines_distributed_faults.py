@@ -83,9 +83,7 @@ def test_branches_that_overflow_alike_are_repaired_as_on_one_device(
 
 
 @pytest.mark.slow
-def test_the_first_rank_writes_the_report_of_a_fault_that_all_find(
-    tmp_path: Path,
-) -> None:
+def test_the_first_rank_writes_the_report_of_a_fault_that_all_find(tmp_path: Path) -> None:
     """Also where another rank's error comes first."""
     given = requests_of(("wan",), tmp_path)["wan"]
     (file,) = (tmp_path / "wan" / "transformer").glob("*.safetensors")

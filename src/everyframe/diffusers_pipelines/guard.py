@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -104,7 +104,8 @@ class PipelineGuard:
 
     def repeated(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The result of a component's call, computed by this rank alone and not checked."""
-        return self._part(name).repeated(module, SavedCall(args, kwargs))
+        with self.computing(name), self._part(name).unsharded():
+            return module(*args, **kwargs)
 
     def _part(self, name: str) -> _Part:
         return next(each for each in self._parts if each.name == name)
@@ -230,13 +231,9 @@ class _Part:
         self.at.pop()
         return self.handed_on(module, saved, result, probe)
 
-    def repeated(self, module: nn.Module, saved: SavedCall) -> Any:
-        """The result of a call without a check, and without other ranks."""
-        self.at.append(self.name)
-        with self._watch.paused(), self._guard.ranks.unsharded():
-            result = saved.calling(module)()
-        self.at.pop()
-        return result
+    def unsharded(self) -> AbstractContextManager[None]:
+        """Context: this rank computes the component alone."""
+        return self._guard.ranks.unsharded()
 
     def handed_on(
         self, module: nn.Module, saved: SavedCall, result: Any, probe: OverflowProbe | None = None
@@ -274,7 +271,7 @@ class _Part:
                     f"finite, and can't be repaired: {self._why_fixed}, or load the pipeline in a "
                     "wider dtype. Nothing was written"
                 )
-            with self._guard.ranks.unsharded():
+            with self.unsharded():
                 return self._guard.repair(self._number(), saved.calling(module), given)
         except GivenError as error:
             # What was not used when it was made is used now.

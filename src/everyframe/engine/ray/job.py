@@ -37,7 +37,7 @@ from everyframe.engine.workers.error_transfer import with_resume_hint
 from everyframe.engine.workers.launcher import EventDeduplicator, ranks_of
 from everyframe.engine.workers.stop_switch import StopSwitch
 from everyframe.engine.workers.worker_process import WorkerJob
-from everyframe.runs.folder import Lock, RunFolder, new_run, resume_hint
+from everyframe.runs.folder import Lock, RunFolder, new_run
 
 #: Losses without a newly saved state in between after which a job ends.
 _MOST_LOSSES = 3
@@ -101,9 +101,8 @@ def _attempts(job: WorkerJob, run: _SavedRun, seconds: float, stop: StopSwitch |
             losses = 1 if run.has_news() else losses + 1
             lost = gone.text
             if losses >= _MOST_LOSSES:
-                raise WorkerDiedError(
-                    f"{lost}, after {losses - 1} losses before it without progress{run.how()}"
-                ) from gone
+                text = f"{lost}, after {losses - 1} losses before it without progress"
+                raise run.with_hint(WorkerDiedError(text)) from gone
             begins = "resumes from its last saved state" if run.is_saved else "begins again"
             notes.append(Note(f"{lost}; the run {begins} in a new group"))
         except DevicesBusyError as full:
@@ -111,7 +110,8 @@ def _attempts(job: WorkerJob, run: _SavedRun, seconds: float, stop: StopSwitch |
                 raise
             fewer = min(number - 1, num_free(_kind(asked)))
             if fewer < 1:
-                raise DevicesBusyError(f"{lost}, and no device is free{run.how()}") from full
+                busy = DevicesBusyError(f"{lost}, and no device is free")
+                raise run.with_hint(busy) from full
             notes.append(Note(f"no {number} devices are free within {seconds:g} s; the run resumes "
                               f"on {fewer}, which differs by rounding"))  # fmt: skip
             number = fewer
@@ -210,13 +210,8 @@ class _SavedRun:
     def is_saved(self) -> bool:
         return self._folder is not None and self._folder.is_saved
 
-    def how(self) -> str:
-        """How to resume it, as the end of a message."""
-        hint = resume_hint(self._folder)
-        return f"; {hint}" if hint else ""
-
     def with_hint(self, error: Exception) -> Exception:
-        """The error of a rank with how to resume."""
+        """The error with how to resume the run."""
         return with_resume_hint(error, self._folder)
 
     def job_now(
