@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -102,6 +103,20 @@ def test_a_backend_of_diffusers_for_the_whole_process_is_another_package(
         block(x)
     block(x)
     assert compiler.count == 2
+
+
+@torch.no_grad()
+def test_a_package_is_also_for_a_process_without_diffusers(
+    compiler: PlantedCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a worker of a family that needs none of it."""
+    x = torch.randn(1, 2, 5, 4)
+    for is_imported in (True, False):
+        if not is_imported:
+            monkeypatch.delitem(sys.modules, "diffusers.models.attention_dispatch")
+        (block,) = attending().blocks  # type: ignore[misc]
+        block(x)
+    assert compiler.count == 1
 
 
 def test_a_block_is_compiled_again_without_its_hook() -> None:

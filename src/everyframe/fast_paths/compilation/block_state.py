@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everyframe.ops.attention import Kernels
 from everyframe.precision.cast_hooks import is_cast_hook
 
 
@@ -334,25 +333,6 @@ def source_digest(files: set[str]) -> str:
 @functools.cache
 def _class_source(cls: type) -> str:
     return source_digest(source_files(cls))
-
-
-def settings() -> tuple[Any, ...]:
-    """Settings of this process that compiled code depends on.
-
-    Raises:
-        NotCompilableError: torch's attention is not its own, as some set theirs in its place.
-    """
-    attention = torch.nn.functional.scaled_dot_product_attention
-    if not isinstance(attention, types.BuiltinFunctionType):
-        raise NotCompilableError("torch's attention function is replaced")
-    kernels = Kernels.now()
-    # diffusers' choice for the whole process; it is imported where a block is of it.
-    diffusers = sys.modules.get("diffusers.models.attention_dispatch")
-    choice = getattr(diffusers, "_AttentionBackendRegistry", None)
-    return (
-        torch.get_num_threads(), torch.get_float32_matmul_precision(), kernels.allowed,
-        kernels.order, str(getattr(choice, "_active_backend", "")),
-    )  # fmt: skip
 
 
 @dataclass

@@ -42,7 +42,6 @@ from everyframe.fast_paths.compilation.block_state import (
     flatten,
     layout_of,
     only_watches,
-    settings,
 )
 from everyframe.fast_paths.compilation.block_trial import (
     Given,
@@ -51,6 +50,7 @@ from everyframe.fast_paths.compilation.block_trial import (
     try_block,
 )
 from everyframe.fast_paths.compilation.package_store import Package, machine
+from everyframe.fast_paths.compilation.process_settings import read_settings
 from everyframe.hardware.thread_state import computes_plainly
 from everyframe.precision.cast_hooks import map_tensors
 
@@ -188,7 +188,7 @@ class CompiledBlock:
                 raise NotCompilableError("")
             weights = self._weights(block)
             structure = flatten((args, kwargs), tensors)
-            key = (self._state.key, settings(), structure, *map(_form, tensors))
+            key = (self._state.key, read_settings(), structure, *map(_form, tensors))
             if key not in self._runs:
                 call = _Call(block, (args, kwargs), weights, tensors)
                 self._runs[key] = self._choose_run(call, key)
