@@ -36,10 +36,10 @@ def label(block: Block) -> str:
 
 
 @pytest.fixture(scope="module")
-def readers(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Reader]:
+def readers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Path, Reader]]:
     env = environment(ROOT / "src", tmp_path_factory.mktemp("bin"))
     with_workers = {name: value for name, value in env.items() if name != IN_PROCESS}
-    return {
+    made = {
         page: Reader(
             blocks,
             tmp_path_factory.mktemp("page"),
@@ -47,6 +47,9 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Reader]:
         )
         for page, blocks in BLOCKS.items()
     }
+    yield made
+    for reader in made.values():
+        reader.close()
 
 
 #: Pages whose commands take longest. What they do has tests of its own in the fast set.

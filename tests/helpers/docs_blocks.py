@@ -12,9 +12,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -162,6 +164,12 @@ class Reader:
         """Run what is left up to and with `block`. A block that fails is not run again."""
         while self._rest and self._rest[0].line <= block.line:
             run(self._with_session(self._rest.pop(0)), self._folder, self._env)
+
+    def close(self) -> None:
+        """End servers whose page was not read to its end, where it ends them."""
+        for file in self._folder.glob("*.pid") if self._rest else ():
+            with suppress(ProcessLookupError):
+                os.kill(int(file.read_text()), signal.SIGTERM)
 
     def _with_session(self, block: Block) -> Block:
         """The block after the Python above it, where the page is one session."""
