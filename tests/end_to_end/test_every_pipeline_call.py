@@ -13,7 +13,7 @@ import pytest
 
 import everyframe
 from everyframe.diffusers_pipelines.inputs.signature import of_pipeline
-from helpers.references.diffusers_pipeline import asked_of, leaves, theirs
+from helpers.references.diffusers_pipeline import built, leaves, theirs
 from helpers.tiny_checkpoints.diffusers import CASES
 from helpers.tiny_checkpoints.diffusers.cases import SEED
 
@@ -39,11 +39,8 @@ def ours(pipe: Any, asked: dict[str, Any], varied: dict[str, Any]) -> Any:
 def test_it_gives_what_the_pipeline_gives(name: str) -> None:
     case = CASES[name]
     with case.within():
-        pipe = case.build()
-        pipe.set_progress_bar_config(disable=True)
-        asked, taken = asked_of(case), of_pipeline(pipe).parameters
-        if asked.pop("vae_tiling", False):
-            pipe.vae.enable_tiling()
+        pipe, asked = built(case)
+        taken = of_pipeline(pipe).parameters
         num_compared = 0
         for varied in VARIED:
             if not varied.keys() <= taken.keys():

@@ -10,18 +10,18 @@ from functools import partial
 
 import numpy as np
 import pytest
+from torch import nn
 
 import everyframe
-from everyframe.diffusers_pipelines.inputs.signature import of_pipeline
 from everyframe.fast_paths.compilation import module_compilation
 from everyframe.fast_paths.compilation.module_compilation import compiled_blocks
 from helpers.planted_compiler import PlantedCompiler
-from helpers.references.diffusers_pipeline import asked_of, leaves, theirs
-from helpers.slow_rows import slow_unless
+from helpers.references.diffusers_pipeline import built, leaves, theirs
 from helpers.tiny_checkpoints.diffusers import CASES
 
 
-@pytest.mark.parametrize("name", slow_unless(set(), CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_it_gives_what_the_pipeline_gives(
     name: str, compiler: PlantedCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -30,13 +30,8 @@ def test_it_gives_what_the_pipeline_gives(
     monkeypatch.setattr(module_compilation, "_graphs", lambda call, backend: graphs(call, "eager"))
     case = CASES[name]
     with case.within():
-        pipe = case.build()
-        pipe.set_progress_bar_config(disable=True)
-        asked = asked_of(case)
-        if asked.pop("vae_tiling", False):
-            pipe.vae.enable_tiling()
-        varied = {"output_type": "np"} if "output_type" in of_pipeline(pipe).parameters else {}
-        call = partial(theirs, pipe, asked, varied)
+        pipe, asked = built(case)
+        call = partial(theirs, pipe, asked, {})
         wanted = list(leaves(call()))
         everyframe.compile(pipe)
         for _ in range(2):  # the first compiles
@@ -45,7 +40,7 @@ def test_it_gives_what_the_pipeline_gives(
             for one, other in zip(found, wanted, strict=True):
                 assert np.array_equal(one, other), np.abs(one - other).max()
     blocks = [
-        block for part in pipe.components.values() if hasattr(part, "named_modules")
+        block for part in pipe.components.values() if isinstance(part, nn.Module)
         for block in compiled_blocks(part).values()
     ]  # fmt: skip
     assert any(block.is_compiled or block.report.notes for block in blocks)

@@ -27,6 +27,15 @@ def asked_of(case: Case) -> dict[str, Any]:
     return {**asked, "height": height, "width": width}
 
 
+def built(case: Case) -> tuple[Any, dict[str, Any]]:
+    """A case's pipeline, and what is asked of it."""
+    pipe, asked = case.build(), asked_of(case)
+    pipe.set_progress_bar_config(disable=True)
+    if asked.pop("vae_tiling", False):
+        pipe.vae.enable_tiling()
+    return pipe, asked
+
+
 def theirs(pipe: Any, asked: dict[str, Any], varied: dict[str, Any]) -> Any:
     """What the pipeline gives by itself."""
     taken, asked = of_pipeline(pipe).parameters, dict(asked)
