@@ -6,14 +6,16 @@ are those of the released models with fewer blocks, or a part of them on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from everyframe.core.plan import Precision
+from everyframe.dry_run.call import DryRunCall
 from everyframe.families.opensora.components import DENOISER_ISLANDS
 from everyframe.families.opensora.config import STDiT3Config
 from everyframe.families.opensora.stdit3 import STDiT3
@@ -229,3 +231,29 @@ SIZES: dict[str, dict[str, Callable[[str], Stack]]] = {
         "cuda": lambda device: svd((320, 640, 1280, 1280), 25, 72, 128, device),
     },
 }
+
+
+@cache
+def _empty(model: str, kind: str) -> Mapping[str, Any]:
+    """The denoiser without weights."""
+    return {"denoiser": SIZES[model][kind]("meta").ours(torch.float32, ())}
+
+
+def _answer(model: str, kind: str, modules: Mapping[str, Any], device: str) -> object:
+    """One call of it."""
+    stack = SIZES[model][kind](device)
+    # The module is called in several precisions, and its context has that of the first.
+    forget_context(modules["denoiser"])
+    return stack.call(modules["denoiser"], stack.inputs(torch.float32))
+
+
+def _outputs(model: str, kind: str, name: str, module: Any) -> tuple[str, ...]:
+    """Its last modules."""
+    return SIZES[model][kind]("meta").outputs
+
+
+def dry_run_call(model: str, kind: str) -> DryRunCall:
+    """One call of a model of `SIZES` on a kind of device, for a dry run and for trials."""
+    given = (model, kind)
+    return DryRunCall("denoise", "denoiser", ("denoiser",), partial(_empty, *given),
+                      partial(_answer, *given), 1, given, partial(_outputs, *given))  # fmt: skip

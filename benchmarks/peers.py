@@ -39,10 +39,10 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from block_stacks import SIZES, Call, Stack
+from block_stacks import SIZES, Call, Stack, dry_run_call, precision_of
+from certified_paths import certified_paths, list_paths
 from measuring import finish, hardware, peak, relative
 from peer_candidates import BASE, FAST, Entry, SkippedError, candidates, needs
-from peer_certification import certified_paths
 from result_pages import compose_page, make_parser, page_path, where
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -245,14 +245,13 @@ def certify_all(
 ) -> tuple[dict[str, tuple[str, ...]], str]:
     """Certified paths by dtype, for candidates that use them; and lines about them."""
     paths, lines = {}, ""
+    islands = SIZES[model][device.kind]("meta").islands
     for dtype in {entry.dtype: None for name, entry in wanted.items() if FAST in name}:
-        gains, reasons = certified_paths(model, dtype, device, TRIALS[device.kind])
+        precision = precision_of(getattr(torch, dtype), islands)
+        call = dry_run_call(model, device.kind)
+        gains, reasons = certified_paths(call, precision, device, TRIALS[device.kind])
         paths[dtype] = tuple(gains)
-        used = ", ".join(f"`{name}` {gain:.2f}" for name, gain in gains.items()) or "none"
-        lines += f"\nCertified in {dtype}, with the gains of their trials: {used}.\n"
-        if reasons:
-            others = "; ".join(f"`{name}` {why}" for name, why in reasons.items())
-            lines += f"Not used: {others}.\n"
+        lines += list_paths(dtype, gains, reasons)
     print(lines, flush=True)
     return paths, lines
 
