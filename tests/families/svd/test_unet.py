@@ -45,7 +45,7 @@ def both() -> tuple[Any, unet.VideoUNet]:
 
 
 def inputs(frames: int, height: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scaled latents, times, the picture's embeddings, what is told: two branches."""
+    """Scaled latents, times, the picture's embeddings, added time ids: two branches."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, frames, 8, height, width, generator=generator)
     picture = torch.cat([torch.zeros(1, 16), torch.randn(1, 16, generator=generator)])
@@ -58,9 +58,9 @@ def test_it_answers_as_diffusers_does(
     both: tuple[Any, unet.VideoUNet], size: tuple[int, int, int]
 ) -> None:
     theirs, ours = both
-    x, t, picture, told = inputs(*size)
-    expected = theirs(x, t, picture[:, None], told, return_dict=False)[0]
-    context = ours.context(picture, told, size[0])
+    x, t, picture, time_ids = inputs(*size)
+    expected = theirs(x, t, picture[:, None], time_ids, return_dict=False)[0]
+    context = ours.context(picture, time_ids, size[0])
     assert ours(x, t, context).shape == expected.shape
     # The same sums of float32 in another order, through some sixty layers: 2e-6 measured.
     assert (ours(x, t, context) - expected).abs().max() < 2e-5 * expected.abs().max()
@@ -72,8 +72,8 @@ def test_it_answers_as_diffusers_does(
 def test_it_leaves_what_it_is_given_as_it_was(both: tuple[Any, unet.VideoUNet]) -> None:
     """Sums are made in place; neither the latents nor the context may change by it."""
     _, ours = both
-    x, t, picture, told = inputs(3, 8, 8)
-    context, before = ours.context(picture, told, 3), x.clone()
+    x, t, picture, time_ids = inputs(3, 8, 8)
+    context, before = ours.context(picture, time_ids, 3), x.clone()
     first = ours(x, t, context)
     assert torch.equal(first, ours(x, t, context))
     assert torch.equal(x, before)

@@ -108,16 +108,16 @@ class ResidualBlock(nn.Module):
         space, time = self.spatial_res_block, self.temporal_res_block
         layout = step.layout
         h = space.conv1(space.norm1(x))
-        told_brC = layout.of_frames(space.time_emb_proj(step.time)).expand(*step.size, -1)
-        h += told_brC.flatten(0, 1)[:, :, None, None]
+        temb_brC = layout.of_frames(space.time_emb_proj(step.time)).expand(*step.size, -1)
+        h += temb_brC.flatten(0, 1)[:, :, None, None]
         h = space.conv2(space.norm2(h))
         # Not in place: the input is a skip connection of the up blocks.
         x = (x if space.conv_shortcut is None else space.conv_shortcut(x)) + h
         y = torch.unflatten(x, 0, step.size).transpose(1, 2)  # (b, C, r, H, W), the same memory
         h = time.norm1(y, layout.frame_statistics)
         h = time.conv1(_over_time(h, time.conv1, layout))
-        told_b11sC = layout.of_pixels(time.time_emb_proj(step.time))
-        h += told_b11sC.permute(0, 3, 1, 2)[:, :, :, None]
+        temb_b11sC = layout.of_pixels(time.time_emb_proj(step.time))
+        h += temb_b11sC.permute(0, 3, 1, 2)[:, :, :, None]
         h = time.norm2(h, layout.pixel_statistics)
         h = _over_space(time.conv2(h), y, layout)
         # mix * x + (1 - mix) * (x + h), where x is the spatial answer.

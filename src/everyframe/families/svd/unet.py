@@ -87,10 +87,10 @@ class VideoUNet(UNetSpatioTemporalConditionModel):  # type: ignore[misc]
         self.up_blocks = nn.ModuleList(map(UpLevel, self.up_blocks))
         self.conv_norm_out = GroupNormSiLU.of(self.conv_norm_out)
 
-    def context(self, picture_BD: Tensor, told_BN: Tensor, num_frames: int) -> Context:
-        """Precompute what every step needs of the image embedding and the added conditions."""
-        embedded = self.add_time_proj(told_BN.flatten()).reshape(len(told_BN), -1)
-        embedded = embedded.to(told_BN.dtype)
+    def context(self, picture_BD: Tensor, time_ids_BN: Tensor, num_frames: int) -> Context:
+        """Precompute what every step needs of the image embedding and the added time ids."""
+        embedded = self.add_time_proj(time_ids_BN.flatten()).reshape(len(time_ids_BN), -1)
+        embedded = embedded.to(time_ids_BN.dtype)
         levels = (*self.down_blocks, self.mid_block, *self.up_blocks)
         contexts = tuple(level.context(picture_BD, num_frames) for level in levels)
         return Context(contexts, self.add_embedding(embedded))
